@@ -1,0 +1,40 @@
+"""What an actor is: a name, and a handler for each message type it understands.
+
+An actor is a plain state machine. Its handlers change its state and send
+messages; they never wait, lock, read a clock or do I/O. Which thread runs
+them, and when, is its cell's business (``kvtier/cells.py``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvtier.errors import InternalError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from kvtier.messages import Message
+
+
+class Mailbox(Protocol):
+    """Where messages for one actor go."""
+
+    def post(self, message: Message) -> bool:
+        """Take the message for later delivery. False: full, and the message is not taken."""
+        ...
+
+
+class Actor:
+    """Base of all actors: dispatches on the message's type."""
+
+    def __init__(self, name: str, handlers: Mapping[type[Any], Callable[[Any], None]]) -> None:
+        self.name = name
+        self._handlers = dict(handlers)
+
+    def receive(self, message: Message) -> None:
+        """Handle one message, to completion."""
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise InternalError(f"{self.name} does not understand {type(message).__name__}")
+        handler(message)

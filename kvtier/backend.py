@@ -1,0 +1,169 @@
+"""The protocol between a secondary tier and the driver of one storage technology.
+
+A backend moves bytes and knows nothing of policy: it is given keys and
+memoryviews, and reports one outcome per block. It may raise anything, hang
+for ever or return wrong bytes; the layers above cope (``kvtier/tier_cell.py``
+checks every block it gets back against the digest that it stored).
+
+A third party registers a class under the entry-point group
+``kvtier.backends`` and runs ``kvtier.testing.check_backend`` over it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import xxhash
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+DIGEST_BYTES = 16
+
+
+def block_digest(key: bytes, buffer: memoryview) -> bytes:
+    """Return the 16-byte XXH3-128 digest over the key and the block's bytes.
+
+    The key is part of it, so that sound bytes filed under the wrong key fail
+    too. Releases the GIL for blocks of 100 KB and more (xxhash's rule).
+    """
+    state = xxhash.xxh3_128(key)
+    state.update(buffer)
+    return state.digest()
+
+
+class Outcome(IntEnum):
+    """What became of one block."""
+
+    DONE = 0  #: store: the tier has it. load: the bytes are in the buffer.
+    ABSENT = 1  #: load: the tier does not have it.
+    DAMAGED = 2  #: load: the copy is torn, foreign or fails its check.
+    FAILED = 3  #: the medium failed; nothing is known of the copy.
+    FULL = 4  #: store: no room. Nothing was kept.
+
+
+class StoreBlock(NamedTuple):
+    """One block to store. ``buffer`` is read-only for the backend."""
+
+    key: bytes
+    buffer: memoryview
+    digest: bytes
+
+
+class LoadBlock(NamedTuple):
+    """One block to load into ``buffer``, which is exactly one block long."""
+
+    key: bytes
+    buffer: memoryview
+
+
+class Loaded(NamedTuple):
+    """What a load brought. ``digest`` is the one given to ``store``, None if unknown."""
+
+    outcome: Outcome
+    digest: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """Everything that changes the bytes of a block, by name.
+
+    ``facts`` must be JSON values (str, int, float, bool, None, lists and
+    mappings of them). Two engines may share blocks only if all facts agree.
+    ``vllm_fields`` holds what vLLM itself puts into its folder name, for the
+    backends that can speak vLLM's layout; ``vllm_rank`` is the rank in it.
+    """
+
+    facts: Mapping[str, Any]
+    vllm_fields: Mapping[str, Any] | None = None
+    vllm_rank: int = 0
+
+
+@dataclass(frozen=True)
+class BackendContext:
+    """What a backend is told about its surroundings, besides its own options."""
+
+    block_bytes: int
+    namespace: Namespace
+    tier_name: str  #: for log lines and thread names, e.g. ``"1:fs"``
+
+
+@dataclass(frozen=True)
+class BackendTraits:
+    """What the tier above needs to know to feed a backend well."""
+
+    load_parts_max: int  #: how many ``load`` calls may run at once
+    store_parts_max: int  #: how many ``store`` calls may run at once
+    capacity_blocks: int | None = None
+    """How many blocks fit, if the tier is this engine's alone: the tier above
+    then knows what is stored, needs no probe, and evicts by calling ``remove``.
+    None for a tier that others may change."""
+    accepts_unchecked: bool = False
+    """Serve blocks for which ``load`` has no digest. Off: they count as damaged."""
+
+
+class Backend(ABC):
+    """Drives one storage technology for one tier of one engine.
+
+    All coroutines run on the tier cell's event loop; work that blocks belongs
+    in threads (``kvtier.threads.DaemonThreads``). Calls overlap, up to the
+    limits in ``traits``, and may meet on one key (after a reset, or from another engine).
+    """
+
+    type_name: ClassVar[str]  #: the ``type`` in ``secondary_tiers``
+    medium: ClassVar[str] = "STORAGE"  #: vLLM's word for KV events: CPU or STORAGE
+    traits: BackendTraits
+
+    @classmethod
+    @abstractmethod
+    def from_options(cls, options: Mapping[str, Any], context: BackendContext) -> Backend:
+        """Build from the tier's own configuration keys.
+
+        Runs on the thread that starts the engine, before any cell runs. Raises
+        ``ConfigError`` for an unknown key, a wrong type or an unusable place.
+        """
+
+    @property
+    def place(self) -> str | None:
+        """The folder or address that no other tier of this engine may use too."""
+        return None
+
+    async def open(self) -> None:
+        """Get ready. Called once, first. Raising cuts the tier off; the engine goes on."""
+        return
+
+    @abstractmethod
+    async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        """Tell for each key whether a load is likely to find it. No promise."""
+
+    @abstractmethod
+    async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
+        """Read each block into its buffer; one answer a block, in order."""
+
+    @abstractmethod
+    async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
+        """Keep each block; one outcome a block, in order. A key that exists is DONE."""
+
+    @abstractmethod
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        """Forget these keys. Unknown keys are no error."""
+
+    async def close(self) -> None:
+        """Release what ``open`` took. Called once, last; may be skipped after a hang."""
+        return
+
+    def busy_threads(self) -> int:
+        """How many threads may still touch a buffer they were given. Any thread may call it.
+
+        After ``close`` the slots' memory stays mapped until this is 0.
+        """
+        return 0
+
+    def counters(self) -> Mapping[str, int]:
+        """Counts of things only this backend knows, by name. Any thread may call it."""
+        return {}
+
+

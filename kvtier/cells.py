@@ -1,0 +1,111 @@
+"""Cells: who runs a set of actors, and when.
+
+The engine cell runs its actors inline, on whatever thread calls the facade,
+message by message until none is left. A tier cell (``kvtier/tier_cell.py``)
+runs on an event loop in a thread of its own. In a test cell
+(``kvtier/testing/cell.py``) a test picks the next delivery. Actors can't tell
+the difference.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from kvtier import messages as m
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvtier.actor import Actor, Mailbox
+    from kvtier.messages import Message
+
+log = structlog.get_logger("kvtier")
+
+NO_REPLY: Final = object()
+"""What ``ask`` returns when the actor broke before it replied."""
+
+
+class _InlineMailbox:
+    """A mailbox of the engine cell: its messages are delivered before ``ask`` returns."""
+
+    __slots__ = ("_actor", "_ready")
+
+    def __init__(self, ready: deque[tuple[Actor, Message]], actor: Actor) -> None:
+        self._ready = ready
+        self._actor = actor
+
+    def post(self, message: Message) -> bool:
+        """Take the message. Never full: the cell is run until nothing is left."""
+        self._ready.append((self._actor, message))
+        return True
+
+
+class _LogMailbox:
+    """Writes notices to the log."""
+
+    def post(self, message: Message) -> bool:
+        """Write one notice."""
+        if isinstance(message, m.Notice):
+            log.warning(message.event, tier=message.tier, detail=message.detail)
+        return True
+
+
+class EngineCell:
+    """Runs actors inline. One thread at a time; only ``inbox`` mailboxes take any thread."""
+
+    def __init__(self) -> None:
+        self._ready: deque[tuple[Actor, Message]] = deque()
+        self._arrived: deque[tuple[Actor, Message]] = deque()
+        self._replies: list[object] = []
+        self._broken: set[Actor] = set()
+        self.reply: Callable[[object], None] = self._replies.append
+        self.log: Mailbox = _LogMailbox()
+        self.faults = 0
+        self.on_fault: Callable[[Actor], None] = lambda _: None
+
+    def mailbox(self, actor: Actor) -> Mailbox:
+        """Return a mailbox for messages from actors of this cell."""
+        return _InlineMailbox(self._ready, actor)
+
+    def inbox(self, actor: Actor) -> Mailbox:
+        """Return a mailbox for messages from other threads; read when the cell next runs."""
+        return _InlineMailbox(self._arrived, actor)
+
+    def ask(self, actor: Actor, message: Message) -> object:
+        """Deliver what has arrived, then ``message``, run to quiescence, return the reply."""
+        if self._arrived:
+            self.run()
+        self._ready.append((actor, message))
+        self._deliver()
+        return self._replies.pop() if self._replies else NO_REPLY
+
+    def run(self) -> None:
+        """Deliver what other threads have sent so far, and all that follows from it."""
+        for _ in range(len(self._arrived)):
+            self._ready.append(self._arrived.popleft())
+        self._deliver()
+
+    def _deliver(self) -> None:
+        ready = self._ready
+        while ready:
+            actor, message = ready.popleft()
+            if self._broken and actor in self._broken:
+                continue
+            try:
+                actor.receive(message)
+            except Exception:
+                self._fault(actor, message)
+
+    def _fault(self, actor: Actor, message: Message) -> None:
+        """Take down one actor's work, never the engine.
+
+        Its state can't be trusted any more, so it gets no more messages. With
+        the primary tier gone, the facade answers that nothing is here.
+        """
+        self.faults += 1
+        self._broken.add(actor)
+        log.exception("actor broke", actor=actor.name, message=type(message).__name__)
+        self.on_fault(actor)

@@ -1,0 +1,206 @@
+"""Every setting of the runtime, checked at the door.
+
+The keys are those of vLLM's ``kv_connector_extra_config`` where vLLM has
+them, and keep their meaning; the others are kvtier's own. A bad value raises
+``ConfigError`` with key, value and remedy before anything is started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from kvtier.errors import ConfigError
+from kvtier.options import Options
+
+DEFAULT_POLICY: Final = "lru"
+
+
+@dataclass(frozen=True)
+class TierConfig:
+    """One entry of ``secondary_tiers``: what the layers above the backend read."""
+
+    name: str  #: its number from 1 and its type, e.g. ``"1:fs"``, as in vLLM's metric labels
+    type: str
+    options: Mapping[str, Any] = field(default_factory=dict)  #: the backend's own keys
+    locality: str | None = None  #: LOCAL, REMOTE or None: relative to this engine
+    enable_kv_events: bool = False
+    request_level: bool = False  #: wants all blocks of a request, prefix hits too
+    eviction_policy: str = DEFAULT_POLICY  #: used where the backend has a capacity
+    probe_timeout_s: float = 1.0
+    promote_timeout_s: float = 10.0
+    store_timeout_s: float = 60.0
+
+    @classmethod
+    def from_mapping(cls, number: int, values: Mapping[str, Any]) -> TierConfig:
+        """Read one entry; ``number`` counts from 1. Keys unknown here are the backend's."""
+        kind = Options(values, f"secondary_tiers[{number - 1}]").text("type")
+        options = Options(values, f"secondary_tiers[{number - 1}] ({kind})")
+        config = cls(
+            name=f"{number}:{kind}",
+            type=kind,
+            locality=options.text("locality", choices=("LOCAL", "REMOTE"))
+            if options.has("locality")
+            else None,
+            enable_kv_events=options.flag("enable_kv_events", False),
+            request_level=options.text(
+                "offload_policy", "chunk_level", choices=("chunk_level", "request_level")
+            )
+            == "request_level",
+            eviction_policy=options.text("eviction_policy", DEFAULT_POLICY),
+            probe_timeout_s=options.number("probe_timeout_s", cls.probe_timeout_s),
+            promote_timeout_s=options.number("promote_timeout_s", cls.promote_timeout_s),
+            store_timeout_s=options.number("store_timeout_s", cls.store_timeout_s),
+            options={key: value for key, value in values.items() if key not in _TIER_KEYS},
+        )
+        options.refuse(
+            "backpressure",
+            "has no meaning here: kvtier bounds what is in flight itself. "
+            "Remove it, or set cascade_slots_fraction_max",
+        )
+        options.refuse(
+            "module_path",
+            "has no meaning here: kvtier finds backends by the entry point kvtier.backends. "
+            "Install the backend's package and remove module_path",
+        )
+        return config
+
+
+_TIER_KEYS: Final = frozenset(
+    {
+        "type",
+        "locality",
+        "enable_kv_events",
+        "offload_policy",
+        "eviction_policy",
+        "probe_timeout_s",
+        "promote_timeout_s",
+        "store_timeout_s",
+    }
+)
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """All settings of one runtime. Times in seconds, sizes in blocks unless named otherwise."""
+
+    slot_count: int
+    block_bytes: int
+    eviction_policy: str = DEFAULT_POLICY
+    store_threshold: int = 0
+    max_tracker_size: int = 64_000
+    tiers: tuple[TierConfig, ...] = ()
+    lease_timeout_s: float = 60.0
+    close_timeout_s: float = 5.0
+    store_reserve_fraction: float = 1 / 16  #: of the slots, never held by promotions
+    cascade_slots_fraction_max: float = 0.5  #: of the slots, pinned by one tier's cascades
+    abandoned_slots_fraction_max: float = 0.125  #: of the slots, lost to one hung tier
+    job_blocks_max: int = 64
+    jobs_in_flight_max: int = 1_024
+    mailbox_messages_max: int = 8_192
+    known_keys_max: int = 1_000_000
+    breaker_failures_max: int = 3  #: failures in a row that open a tier's breaker
+    breaker_pause_s: float = 1.0  #: the first pause; each failed trial doubles it
+    breaker_pause_s_max: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Check the relations between settings."""
+        if self.slot_count < 1:
+            raise ConfigError(
+                f"slot_count={self.slot_count!r} must be at least 1: give the primary tier room "
+                f"for one block of {self.block_bytes} bytes (raise cpu_bytes_to_use)."
+            )
+        if not 0 <= self.store_reserve_fraction < 1:
+            raise ConfigError(
+                f"store_reserve_fraction={self.store_reserve_fraction!r} must be at least 0 and "
+                "below 1: promotions need some slots too."
+            )
+        if 2 * self.jobs_in_flight_max >= self.mailbox_messages_max:
+            raise ConfigError(
+                f"jobs_in_flight_max={self.jobs_in_flight_max!r} must be below half of "
+                f"mailbox_messages_max={self.mailbox_messages_max!r}: each job and each probe "
+                "needs room to be sent. Lower the first or raise the second."
+            )
+
+    @property
+    def store_reserve_slots(self) -> int:
+        """Slots that promotions never hold; 0 only where there is a single slot."""
+        wanted = max(1, int(self.slot_count * self.store_reserve_fraction))
+        return min(wanted, self.slot_count - 1)
+
+    @property
+    def cascade_slots_max(self) -> int:
+        """Slots that one tier's cascades may pin at once."""
+        return max(1, int(self.slot_count * self.cascade_slots_fraction_max))
+
+    @property
+    def abandoned_slots_max(self) -> int:
+        """Slots that one tier may leave in quarantine before it gets no more loads."""
+        return int(self.slot_count * self.abandoned_slots_fraction_max)
+
+    @property
+    def evict_batch_slots(self) -> int:
+        """How many victims are asked for when a promotion finds no free slot."""
+        return max(1, min(64, self.slot_count // 32))
+
+    @classmethod
+    def from_mapping(
+        cls,
+        values: Mapping[str, Any],
+        *,
+        slot_count: int,
+        block_bytes: int,
+        read_elsewhere: tuple[str, ...] = (),
+    ) -> RuntimeConfig:
+        """Read ``kv_connector_extra_config``. ``read_elsewhere``: keys that vLLM itself reads."""
+        where = "kv_connector_extra_config"
+        options = Options(values, where)
+        options.allow(*read_elsewhere)
+        options.refuse(
+            "backpressure",
+            "has no meaning here: kvtier bounds what is in flight itself. "
+            "Remove it, or set cascade_slots_fraction_max",
+        )
+        options.refuse(
+            "cache_policy_module_path",
+            "has no meaning here: kvtier finds policies by the entry point "
+            "kvtier.eviction_policies. Install the policy's package and remove the key",
+        )
+        config = cls(
+            slot_count=slot_count,
+            block_bytes=block_bytes,
+            eviction_policy=options.text("eviction_policy", DEFAULT_POLICY),
+            store_threshold=options.integer("store_threshold", 0),
+            max_tracker_size=options.integer("max_tracker_size", cls.max_tracker_size, minimum=1),
+            tiers=tuple(
+                TierConfig.from_mapping(number, tier)
+                for number, tier in enumerate(options.mappings("secondary_tiers"), start=1)
+            ),
+            lease_timeout_s=options.number("lease_timeout_s", cls.lease_timeout_s),
+            close_timeout_s=options.number("close_timeout_s", cls.close_timeout_s),
+            store_reserve_fraction=options.number(
+                "store_reserve_fraction", cls.store_reserve_fraction, above=-1e-9, maximum=0.999
+            ),
+            cascade_slots_fraction_max=options.number(
+                "cascade_slots_fraction_max", cls.cascade_slots_fraction_max, maximum=1.0
+            ),
+            abandoned_slots_fraction_max=options.number(
+                "abandoned_slots_fraction_max", cls.abandoned_slots_fraction_max, maximum=1.0
+            ),
+            job_blocks_max=options.integer("job_blocks_max", cls.job_blocks_max, minimum=1),
+            jobs_in_flight_max=options.integer(
+                "jobs_in_flight_max", cls.jobs_in_flight_max, minimum=1
+            ),
+            mailbox_messages_max=options.integer(
+                "mailbox_messages_max", cls.mailbox_messages_max, minimum=4
+            ),
+            known_keys_max=options.integer("known_keys_max", cls.known_keys_max),
+            breaker_failures_max=options.integer(
+                "breaker_failures_max", cls.breaker_failures_max, minimum=1
+            ),
+            breaker_pause_s=options.number("breaker_pause_s", cls.breaker_pause_s),
+            breaker_pause_s_max=options.number("breaker_pause_s_max", cls.breaker_pause_s_max),
+        )
+        options.finish()
+        return config

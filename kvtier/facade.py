@@ -1,0 +1,281 @@
+"""What a scheduler sees of kvtier: synchronous calls that never wait for a tier.
+
+Each call turns into a message to the primary tier, and the engine cell is run
+to quiescence on the calling thread. All methods belong to one thread at a
+time (vLLM's scheduler thread); none may be called from a tier.
+
+A scheduler's step looks like this::
+
+    facade.on_request_started("r1")
+    if facade.lookup_prefix(keys, "r1") is None:   # a tier is being asked or read
+        ...                                        # ask again in the next step
+    slots = facade.prepare_load(keys[:hits], "r1")
+    ...                                            # the worker copies slots → GPU
+    facade.complete_load(keys[:hits], "r1")
+    grant = facade.prepare_store(new_keys, "r1")
+    ...                                            # the worker copies GPU → grant.slots
+    facade.complete_store(grant.keys, "r1")
+    facade.on_request_finished("r1")
+    facade.step_end()
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, cast
+
+import structlog
+
+from kvtier import messages as m
+from kvtier.cells import NO_REPLY, EngineCell
+from kvtier.errors import Closed, Misuse
+from kvtier.metrics import Statistics
+from kvtier.states import ANSWERS, BlockState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Sequence
+
+    from kvtier.events import Event
+    from kvtier.messages import Key, Message, RequestId, TierSet
+    from kvtier.primary_tier import PrimaryTier, StoreGrant
+    from kvtier.tier_cell import TierCell
+    from kvtier.tier_link import TierLink
+
+log = structlog.get_logger("kvtier")
+
+ALL_TIERS: Final = -1
+"""As a request's ``tiers``: every tier may be asked."""
+
+TICK_S: Final = 0.1
+"""How often a lookup that says None lets time pass, for schedulers that end no steps.
+
+Seldom, since passing time also sends the step's probes, which are better sent together.
+"""
+
+
+class SchedulerFacade:
+    """The synchronous face of one runtime. Build it with ``kvtier.open_runtime``."""
+
+    def __init__(
+        self,
+        cell: EngineCell,
+        primary: PrimaryTier,
+        links: Sequence[TierLink],
+        tier_cells: Sequence[TierCell],
+        *,
+        close_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cell = cell
+        self._primary = primary
+        self._links = links
+        self._tier_cells = tier_cells
+        self._close_timeout_s = close_timeout_s
+        self._clock = clock
+        self._closed = False
+        self._is_quiet = False
+        self._last_tick = clock()
+        self._ask(m.Tick(now=self._last_tick))
+
+    # --- requests ---
+
+    def on_request_started(self, request: RequestId, *, tiers: TierSet = ALL_TIERS) -> None:
+        """Begin a request. ``tiers``: one bit for each tier that may serve it."""
+        self._ask(m.RequestStarted(request=request, tiers=tiers))
+
+    def on_request_finished(
+        self, request: RequestId, order: Iterable[Key] | None = None
+    ) -> None:
+        """End a request: it looks up, loads and stores nothing more.
+
+        Completions of what it began may still follow. Its promoted blocks may
+        be evicted now. ``order``: its keys from head to tail, where calls did
+        not come in that order (several KV-cache groups).
+        """
+        keys = None if order is None else tuple(order)
+        self._ask(m.RequestFinished(request=request, order=keys))
+
+    # --- lookups ---
+
+    def lookup_state(self, key: Key, request: RequestId) -> BlockState:
+        """Tell where the block is; may start asking or reading tiers.
+
+        READY holds until the step ends: ``prepare_load`` in this step succeeds.
+        PROBING and FILLING end by the tiers' deadlines, whatever tiers do.
+        An unknown request is never served from a tier.
+        """
+        state = self._ask(m.Lookup(key=key, request=request))
+        if state is BlockState.READY:
+            return BlockState.READY
+        if state is NO_REPLY:
+            return BlockState.ABSENT
+        if state is not BlockState.ABSENT:
+            # None is bounded even if nobody calls ``step_end``.
+            now = self._clock()
+            if now - self._last_tick >= TICK_S:
+                self._last_tick = now
+                self._ask(m.Tick(now=now))
+        return cast("BlockState", state)
+
+    def lookup(self, key: Key, request: RequestId) -> bool | None:
+        """Return True (readable), False (nowhere), or None (ask again in the next step)."""
+        return ANSWERS[self.lookup_state(key, request)]
+
+    def lookup_prefix(self, keys: Sequence[Key], request: RequestId) -> int | None:
+        """Return how many of ``keys``, from the first on, are readable now.
+
+        None: that isn't known yet, ask again in the next step. Keys behind the
+        first that is nowhere are not looked up.
+        """
+        hits = 0
+        pending = False
+        for key in keys:
+            answer = self.lookup(key, request)
+            if answer is False:
+                break
+            if answer is None:
+                pending = True
+            hits += 1
+        return None if pending else hits
+
+    def load_source(self, key: Key, request: RequestId) -> int:
+        """Return the number of the tier that delivered the block to this request.
+
+        ``kvtier.events.PRIMARY`` (-1) where it was in the primary tier anyway.
+        """
+        source = self._ask(m.LoadSource(key=key, request=request))
+        return -1 if source is NO_REPLY else cast("int", source)
+
+    # --- GPU loads ---
+
+    def prepare_load(self, keys: Collection[Key], request: RequestId) -> list[int]:
+        """Pin blocks and return their slots, in order. They stay until ``complete_load``.
+
+        Raises ``Misuse`` unless ``lookup`` said True for each key in this step.
+        """
+        slots = self._ask(m.PrepareLoad(keys=tuple(keys), request=request))
+        if slots is None or slots is NO_REPLY:
+            ready = self._primary.resident()
+            missing = next((key for key in keys if key not in ready), b"")
+            raise Misuse(
+                f"prepare_load for request {request!r}: block {missing.hex()} is not readable. "
+                "Call it only for keys that lookup() said True for in the same step."
+            )
+        return cast("list[int]", slots)
+
+    def complete_load(self, keys: Collection[Key], request: RequestId) -> None:
+        """Unpin blocks that the GPU has read. What isn't pinned is counted and ignored."""
+        self._ask(m.CompleteLoad(keys=tuple(keys), request=request))
+
+    # --- GPU stores ---
+
+    def prepare_store(self, keys: Collection[Key], request: RequestId) -> StoreGrant | None:
+        """Give slots to those of ``keys`` that are new, evicting what is needed.
+
+        ``keys``: from head to tail. The grant names the keys to store, which
+        may be fewer: resident ones, ones below ``store_threshold`` and the
+        tail of what has no room are left out. None: no room for even one; try
+        again in a later step.
+        """
+        grant = self._ask(m.PrepareStore(keys=tuple(keys), request=request))
+        return None if grant is NO_REPLY else cast("StoreGrant | None", grant)
+
+    def complete_store(
+        self, keys: Collection[Key], request: RequestId, *, success: bool = True
+    ) -> None:
+        """Make stored blocks readable and cascade them; or, without success, drop them."""
+        self._ask(m.CompleteStore(keys=tuple(keys), request=request, success=success))
+
+    def touch(self, keys: Collection[Key], request: RequestId) -> None:
+        """Note that blocks were used, from head to tail, though perhaps not read from here."""
+        self._ask(m.Touch(keys=tuple(keys), request=request))
+
+    # --- steps ---
+
+    def step_end(self) -> None:
+        """End a step: send the step's probes and promotions, and let deadlines pass."""
+        self._last_tick = self._clock()
+        self._ask(m.StepEnd(now=self._last_tick))
+
+    def get_finished(self) -> int:
+        """Take in what tiers have reported; return how many jobs and probes are in flight.
+
+        Every other call does the first as well.
+        """
+        self._check_open()
+        self._cell.run()
+        return sum(sum(link.in_flight()) for link in self._links)
+
+    def has_pending_work(self) -> bool:
+        """Tell whether tiers are at work, so that the scheduler should go on stepping."""
+        return self.get_finished() > 0
+
+    def take_events(self) -> list[Event]:
+        """Return what became resident or went since the last call, in order for each tier."""
+        events: list[Event] = []
+        actors: list[PrimaryTier | TierLink] = [self._primary, *self._links]
+        for actor in actors:
+            taken = self._ask_actor(actor, m.TakeEvents())
+            if taken is not NO_REPLY:
+                events += cast("list[Event]", taken)
+        return events
+
+    # --- the whole ---
+
+    def reset(self) -> None:
+        """Forget every block of the primary tier. Never waits.
+
+        Slots that the GPU or a tier still uses are quarantined until they let
+        go: tiers by reporting, the GPU by ``on_reset_flushed``. Completions of
+        older loads and stores are ignored from now on. Tiers keep their blocks.
+        """
+        self._ask(m.Reset())
+
+    def on_reset_flushed(self) -> None:
+        """Note that the GPU has let go of every slot that it was given before the last reset."""
+        self._ask(m.ResetFlushed())
+
+    def statistics(self) -> Statistics:
+        """Return a frozen snapshot. Counters grow from the start of the runtime."""
+        return Statistics(
+            primary=self._primary.statistics(),
+            tiers=tuple(
+                replace(link.statistics(), backend=dict(cell.backend.counters()))
+                for link, cell in zip(self._links, self._tier_cells, strict=True)
+            ),
+            faults=self._cell.faults,
+        )
+
+    def close(self) -> bool:
+        """End all tiers, waiting at most ``close_timeout_s`` in all. Safe to call twice.
+
+        Returns True if nothing can touch the slots any more. False: a tier
+        hangs; leave the memory mapped until the process ends.
+        """
+        if self._closed:
+            return self._is_quiet
+        self._closed = True
+        deadline = time.monotonic() + self._close_timeout_s
+        for cell in self._tier_cells:
+            cell.ask_to_end()
+        quiet = [cell.close(max(0.0, deadline - time.monotonic())) for cell in self._tier_cells]
+        for cell, is_quiet in zip(self._tier_cells, quiet, strict=True):
+            if not is_quiet:
+                log.warning("tier hangs at close", tier=cell.name)
+        self._is_quiet = all(quiet)
+        return self._is_quiet
+
+    # --- helpers ---
+
+    def _ask(self, message: Message) -> object:
+        return self._ask_actor(self._primary, message)
+
+    def _ask_actor(self, actor: PrimaryTier | TierLink, message: Message) -> object:
+        if self._closed:
+            self._check_open()
+        return self._cell.ask(actor, message)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("the runtime is closed. Open a new one with kvtier.open_runtime.")

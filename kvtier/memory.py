@@ -1,0 +1,64 @@
+"""The primary tier's bytes: one region, cut into equal slots.
+
+Both cells map the region; messages carry slot numbers, and only a tier's
+driver turns a number into memory. Who may touch a slot is the primary tier's
+business (``kvtier/primary_tier.py``), not this module's.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import TYPE_CHECKING
+
+from kvtier.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PAGE_BYTES = mmap.PAGESIZE
+
+
+class SlotMemory:
+    """``slot_count`` slots of ``block_bytes`` bytes each.
+
+    Slots start at multiples of ``block_bytes`` from the region's start. Where
+    ``block_bytes`` is a multiple of the page size, slots are page aligned and
+    a backend may read into them with O_DIRECT.
+    """
+
+    def __init__(self, buffer: memoryview, slot_count: int, block_bytes: int) -> None:
+        if slot_count < 1 or block_bytes < 1:
+            raise ConfigError(
+                f"slot_count={slot_count!r} and block_bytes={block_bytes!r} must both be at "
+                "least 1: give the primary tier room for one block."
+            )
+        flat = buffer.cast("B") if buffer.ndim != 1 or buffer.format != "B" else buffer
+        if len(flat) < slot_count * block_bytes:
+            raise ConfigError(
+                f"a buffer of {len(flat)} bytes cannot hold slot_count={slot_count} blocks of "
+                f"block_bytes={block_bytes}. Map a larger region or lower slot_count."
+            )
+        self.slot_count = slot_count
+        self.block_bytes = block_bytes
+        self._flat = flat
+
+    @classmethod
+    def anonymous(cls, slot_count: int, block_bytes: int) -> SlotMemory:
+        """Private memory of this process, for use without vLLM and for tests."""
+        size = max(1, slot_count * block_bytes)
+        return cls(memoryview(mmap.mmap(-1, size)), slot_count, block_bytes)
+
+    def view(self, slot: int) -> memoryview:
+        """Return the writable bytes of ``slot``, without a copy."""
+        if not 0 <= slot < self.slot_count:
+            raise IndexError(f"slot {slot} is outside 0..{self.slot_count - 1}")
+        start = slot * self.block_bytes
+        return self._flat[start : start + self.block_bytes]
+
+    def views(self, slots: Sequence[int]) -> list[memoryview]:
+        """Return the views of several slots, in the order given."""
+        return [self.view(slot) for slot in slots]
+
+    def release(self) -> None:
+        """Drop this object's hold on the buffer, so that the owner can unmap it."""
+        self._flat.release()

@@ -1,0 +1,100 @@
+"""What kvtier counts, and the frozen snapshot that ``statistics()`` returns.
+
+Actors count in the plain mutable classes; nobody else writes them. Counters
+only grow; lists of observations are drained by whoever exports them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+class PrimaryCounts:
+    """Counted by the primary tier, in blocks unless the name says otherwise."""
+
+    def __init__(self) -> None:
+        self.queries = 0  # keys looked up, once a request and key
+        self.hits = 0  # of these, READY at once
+        self.evictions = 0
+        self.promotions_refused = 0  # lookups answered ABSENT for want of a slot
+        self.stores_skipped = 0  # below store_threshold
+        self.stores_dropped = 0  # no room
+        self.unknown_completions = 0
+        self.allocation_sizes: list[int] = []  # observations: blocks wanted a store
+
+
+class TierCounts:
+    """Counted by one tier's link, in blocks unless the name says otherwise."""
+
+    def __init__(self) -> None:
+        self.queries = 0
+        self.hits = 0
+        self.read_bytes = 0
+        self.read_seconds = 0.0
+        self.write_bytes = 0
+        self.write_seconds = 0.0
+        self.promotion_jobs = 0
+        self.promotion_jobs_failed = 0  # at least one block did not arrive
+        self.cascade_jobs = 0
+        self.cascade_jobs_failed = 0
+        self.absent = 0  # a load found nothing
+        self.damaged = 0  # a load found bytes that fail their check
+        self.failed = 0  # the medium failed, load or store
+        self.full = 0  # a store found no room
+        self.cascades_dropped = 0  # not even tried: breaker, bounds, no room lately
+        self.promotions_dropped = 0
+        self.jobs_timed_out = 0  # jobs
+        self.probes_timed_out = 0  # probes
+        self.late_completions = 0  # jobs and probes that ended after their deadline
+        self.unknown_completions = 0  # doubled, or never asked for
+        self.breaker_opened = 0
+        self.broke = 0
+        self.probe_seconds: list[float] = []  # observations: asked until answered
+        self.promotion_seconds: list[tuple[float, bool]] = []  # job length, success
+
+
+@dataclass(frozen=True)
+class PrimaryStatistics:
+    """One moment of the primary tier. Slots sum up to ``slot_count``."""
+
+    slot_count: int
+    free_slots: int
+    filling_from_gpu_slots: int
+    filling_from_tiers_slots: int
+    ready_slots: int
+    quarantined_slots: int
+    pinned_slots: int  #: read by the GPU or by cascades now
+    promotion_slots: int  #: filling from a tier, or leased to a request
+    requests: int
+    queries: int
+    hits: int
+    evictions: int
+    promotions_refused: int
+    stores_skipped: int
+    stores_dropped: int
+    unknown_completions: int
+
+
+@dataclass(frozen=True)
+class TierStatistics:
+    """One moment of one secondary tier."""
+
+    name: str
+    breaker: str  #: CLOSED, OPEN, TRIAL or CUT_OFF
+    probes_in_flight: int
+    promotion_jobs_in_flight: int
+    cascade_jobs_in_flight: int
+    promotion_slots: int
+    cascade_slots: int
+    counts: Mapping[str, int | float]  #: the numbers of ``TierCounts``, by name
+    backend: Mapping[str, int] = field(default_factory=dict)  #: the backend's own counters
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What ``SchedulerFacade.statistics()`` returns."""
+
+    primary: PrimaryStatistics
+    tiers: tuple[TierStatistics, ...]
+    faults: int  #: handlers that raised

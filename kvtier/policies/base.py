@@ -1,0 +1,64 @@
+"""What an eviction policy decides, as plain calls.
+
+A policy knows which keys are resident and in what order they were used. It
+never waits and does no I/O; ``kvtier/policies/actor.py`` gives it a mailbox.
+A third party registers a class under the entry-point group
+``kvtier.eviction_policies``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from kvtier.messages import Key, RequestId
+
+
+class EvictionPolicy(ABC):
+    """Chooses which blocks go. ``capacity`` is in blocks."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+
+    @abstractmethod
+    def admit(self, keys: Sequence[Key], request: RequestId, *, held: bool) -> None:
+        """Learn that ``keys``, given from head to tail, are resident now."""
+
+    @abstractmethod
+    def touch(self, keys: Sequence[Key], request: RequestId) -> None:
+        """Learn that ``request`` used ``keys``, given from head to tail. Unknown: ignored."""
+
+    @abstractmethod
+    def hold(self, keys: Sequence[Key]) -> None:
+        """Never choose ``keys`` until ``unhold``. A key is held once, however often asked."""
+
+    @abstractmethod
+    def unhold(self, keys: Sequence[Key]) -> None:
+        """Let ``keys`` be chosen again."""
+
+    @abstractmethod
+    def forget(self, keys: Sequence[Key]) -> None:
+        """Learn that ``keys`` are gone for a reason other than having been chosen."""
+
+    @abstractmethod
+    def end_request(self, request: RequestId, order: Sequence[Key] | None) -> None:
+        """Learn that ``request`` is over; ``order``: its keys from head to tail, if known."""
+
+    @abstractmethod
+    def choose_victims(self, count: int, spare: Collection[Key]) -> list[Key]:
+        """Choose and forget up to ``count`` keys, neither held nor in ``spare``."""
+
+    @abstractmethod
+    def take_back(self, keys: Sequence[Key]) -> None:
+        """Take back keys just chosen that were not evicted; they are the next to go."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget everything."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many keys are resident."""

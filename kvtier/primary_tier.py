@@ -1,0 +1,571 @@
+"""The primary tier: what is in host memory, who reads it, what fills it.
+
+The actor at the heart of the engine cell. ``lookup``'s None and the pins of a
+block are nothing but the states in ``kvtier/states.py``; this file moves them.
+
+Rules that are not rows of a table:
+
+- A block that a lookup called READY is not evicted before the step ends, so
+  that ``prepare_load()`` in the same step succeeds.
+- A block promoted for a request is leased to it: not evicted before the
+  request reads it, finishes, or lets ``lease_timeout_s`` pass.
+- Promotions hold at most all slots but a reserve, so that stores go on.
+
+Which tier has a block is ``kvtier/whereabouts.py``'s to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvtier import messages as m
+from kvtier.actor import Actor, Mailbox
+from kvtier.backend import Outcome
+from kvtier.events import PRIMARY, Event, EventKind
+from kvtier.metrics import PrimaryCounts, PrimaryStatistics
+from kvtier.promotions import Batch, Promotions
+from kvtier.slots import GPU, SlotTable
+from kvtier.states import BlockState
+from kvtier.store_filter import StoreFilter
+from kvtier.whereabouts import Whereabouts
+
+if TYPE_CHECKING:
+    from kvtier.config import RuntimeConfig
+    from kvtier.messages import Key, RequestId, TierSet
+
+
+class StoreGrant:
+    """The answer to PrepareStore: these keys get these slots; ``evicted`` made room."""
+
+    __slots__ = ("evicted", "keys", "slots")
+
+    def __init__(self, keys: list[Key], slots: list[int], evicted: list[Key]) -> None:
+        self.keys = keys
+        self.slots = slots
+        self.evicted = evicted
+
+
+class _Request:
+    """What the primary tier keeps for one running request."""
+
+    __slots__ = ("counted", "sources")
+
+    def __init__(self) -> None:
+        self.sources: dict[Key, int] = {}  # the tier that delivered the key to it
+        self.counted: set[Key] = set()  # keys whose lookup is in the metrics
+
+
+class PrimaryTier(Actor):
+    """Owns the slots. Asks its policy for victims and its links for blocks."""
+
+    def __init__(self, config: RuntimeConfig, *, collect_events: bool) -> None:
+        handlers: dict[type[Any], Callable[[Any], None]] = {
+            m.Lookup: self._lookup,
+            m.PrepareLoad: self._prepare_load,
+            m.CompleteLoad: self._complete_load,
+            m.PrepareStore: self._prepare_store,
+            m.CompleteStore: self._complete_store,
+            m.Touch: self._touch,
+            m.RequestStarted: self._request_started,
+            m.RequestFinished: self._request_finished,
+            m.StepEnd: self._step_end,
+            m.Tick: self._tick,
+            m.Reset: self._reset,
+            m.ResetFlushed: self._reset_flushed,
+            m.TakeEvents: self._take_events,
+            m.LoadSource: self._load_source,
+            m.Victims: self._victims,
+            m.ProbeEnded: self._probe_ended,
+            m.PromotionEnded: self._promotion_ended,
+            m.PromotionAbandoned: self._promotion_abandoned,
+            m.SlotsReleased: self._slots_released,
+            m.CascadeEnded: self._cascade_ended,
+            m.TierUsable: self._tier_usable,
+            m.PresenceLearned: self._presence_learned,
+            m.TierForgotten: self._tier_forgotten,
+            m.LinkFailed: self._link_failed,
+        }
+        super().__init__("primary", handlers)
+        self.policy: Mailbox
+        self.links: list[Mailbox] = []
+        self.reply: Callable[[object], None]
+        self.counts = PrimaryCounts()
+
+        self._config = config
+        self._collect_events = collect_events
+        self._events: list[Event] = []
+        self._filter = (
+            StoreFilter(config.store_threshold, config.max_tracker_size)
+            if config.store_threshold > 1
+            else None
+        )
+        self.slots = SlotTable(config.slot_count)
+        self._promotions = Promotions(
+            self.slots, config.slot_count - config.store_reserve_slots, config.lease_timeout_s
+        )
+        self._slot_of: dict[Key, int] = {}
+        self._requests: dict[RequestId, _Request] = {}
+        self._whereabouts = Whereabouts(len(config.tiers), config.known_keys_max)
+        self._all_tiers: TierSet = (1 << len(config.tiers)) - 1
+        self._request_level = sum(
+            1 << tier for tier, each in enumerate(config.tiers) if each.request_level
+        )
+        self._cascade_when_ready: dict[Key, TierSet] = {}
+        self._epoch = 0
+        self._step = 0
+        self._now = 0.0
+
+        # A facade call that waits for victims. There is at most one, since the
+        # facade's calls are run to quiescence one after the other.
+        self._store_wanted: list[Key] = []
+        self._suspended: m.Lookup | m.PrepareStore | None = None
+        self._resumed: m.Lookup | m.PrepareStore | None = None
+        self._room_wanted = 0
+        self._victims_asked = 0
+        self._spare: frozenset[Key] = frozenset()
+        self._refused: list[Key] = []
+        self._evicted: list[Key] = []
+
+    # --- lookups ---
+
+    def state_of(self, key: Key) -> BlockState:
+        """Return the key's state. For tests: it counts nothing and asks nobody."""
+        slot = self._slot_of.get(key)
+        if slot is not None:
+            return BlockState.READY if self.slots.is_ready(slot) else BlockState.FILLING
+        return BlockState.PROBING if self._whereabouts.is_probing(key) else BlockState.ABSENT
+
+    def slot_of(self, key: Key) -> int | None:
+        """Return the slot that a FILLING or READY key has. For tests."""
+        return self._slot_of.get(key)
+
+    def resident(self) -> set[Key]:
+        """Return all READY keys. For tests."""
+        return {key for key, slot in self._slot_of.items() if self.slots.is_ready(slot)}
+
+    def statistics(self) -> PrimaryStatistics:
+        """Return a frozen snapshot."""
+        slots, counts = self.slots, self.counts
+        return PrimaryStatistics(
+            slot_count=slots.count,
+            free_slots=len(slots.free),
+            filling_from_gpu_slots=slots.filling_from_gpu,
+            filling_from_tiers_slots=slots.filling_from_tiers,
+            ready_slots=slots.ready_count(),
+            quarantined_slots=len(slots.quarantined),
+            pinned_slots=slots.pinned,
+            promotion_slots=self._promotions.held_slots,
+            requests=len(self._requests),
+            queries=counts.queries,
+            hits=counts.hits,
+            evictions=counts.evictions,
+            promotions_refused=counts.promotions_refused,
+            stores_skipped=counts.stores_skipped,
+            stores_dropped=counts.stores_dropped,
+            unknown_completions=counts.unknown_completions,
+        )
+
+    def _lookup(self, message: m.Lookup) -> None:
+        key = message.key
+        request = self._requests.get(message.request)
+        slot = self._slot_of.get(key)
+        if slot is not None:
+            if self.slots.is_ready(slot):
+                self.slots.hit_step[slot] = self._step
+                if request is not None and key not in request.counted:
+                    request.counted.add(key)
+                    self.counts.queries += 1
+                    self.counts.hits += 1
+                self.reply(BlockState.READY)
+            else:
+                self.reply(BlockState.FILLING)
+            return
+        if request is None:
+            self.reply(BlockState.ABSENT)
+            return
+        if key not in request.counted:
+            request.counted.add(key)
+            self.counts.queries += 1
+        self._look_elsewhere(message)
+
+    def _look_elsewhere(self, message: m.Lookup) -> None:
+        """Promote from the tier that has the key, or say why that can't be now."""
+        tier = self._whereabouts.find(message.key, message.request)
+        if isinstance(tier, BlockState):
+            self.reply(tier)
+        elif not self._promotions.has_room():
+            self.counts.promotions_refused += 1
+            self.reply(BlockState.ABSENT)
+        elif self._make_room(message, self._config.evict_batch_slots, frozenset()):
+            self._start_promotion(message.key, message.request, tier)
+
+    def _start_promotion(self, key: Key, request_id: RequestId, tier: int) -> None:
+        if not self.slots.free:
+            self.counts.promotions_refused += 1
+            self.reply(BlockState.ABSENT)
+            return
+        self._whereabouts.stop_probing((key,))
+        (slot,) = self.slots.take((key,), tier)
+        self._slot_of[key] = slot
+        self._promotions.start(key, slot, request_id, tier, self._now)
+        self.policy.post(m.Admitted(keys=(key,), request=request_id, held=True))
+        self.reply(BlockState.FILLING)
+
+    # --- room ---
+
+    def _make_room(
+        self, message: m.Lookup | m.PrepareStore, count: int, spare: frozenset[Key]
+    ) -> bool:
+        """Return True if the caller may go on; else it is called again with more room.
+
+        Called again it gets True in any case: it must look how much room there is.
+        """
+        if message is self._resumed:
+            return True
+        missing = count - len(self.slots.free)
+        if missing <= 0 or (isinstance(message, m.Lookup) and self.slots.free):
+            return True
+        self._suspended = message
+        self._room_wanted = count
+        self._spare = spare
+        self._victims_asked = missing
+        self.policy.post(m.ChooseVictims(count=missing, spare=spare))
+        return False
+
+    def _victims(self, message: m.Victims) -> None:
+        slots = self.slots
+        for key in message.keys:
+            slot = self._slot_of.get(key)
+            if slot is None:
+                continue
+            if slots.is_held(slot) or slots.hit_step[slot] == self._step:
+                self._refused.append(key)
+                continue
+            del self._slot_of[key]
+            slots.evict(slot)
+            self._evicted.append(key)
+        missing = self._room_wanted - len(slots.free)
+        if missing > 0 and len(message.keys) == self._victims_asked:
+            self._victims_asked = missing
+            self.policy.post(m.ChooseVictims(count=missing, spare=self._spare))
+            return
+        if self._refused:
+            self.policy.post(m.Spared(keys=tuple(self._refused)))
+            self._refused = []
+        if self._evicted:
+            self.counts.evictions += len(self._evicted)
+            self._emit(EventKind.REMOVED, self._evicted)
+        suspended, self._suspended = self._suspended, None
+        if suspended is not None:
+            self._resumed = suspended
+            self.receive(suspended)
+            self._resumed = None
+        self._evicted = []
+
+    # --- GPU loads ---
+
+    def _prepare_load(self, message: m.PrepareLoad) -> None:
+        slots = self.slots
+        found = []
+        for key in message.keys:
+            slot = self._slot_of.get(key)
+            if slot is None or not slots.is_ready(slot):
+                self.reply(None)
+                return
+            found.append(slot)
+        slots.pin(slots.gpu_readers, found)
+        self.policy.post(m.Touched(keys=message.keys, request=message.request))
+        self.policy.post(m.Held(keys=message.keys))
+        self._end_leases(message.request, message.keys)
+        self.reply(found)
+
+    def _complete_load(self, message: m.CompleteLoad) -> None:
+        readers = self.slots.gpu_readers
+        read = []
+        for key in message.keys:
+            slot = self._slot_of.get(key)
+            if slot is None or readers[slot] == 0:
+                self.counts.unknown_completions += 1
+            else:
+                self.slots.unpin(readers, (slot,))
+                read.append(slot)
+        self._unhold(read)
+        self.reply(None)
+
+    # --- GPU stores ---
+
+    def _prepare_store(self, message: m.PrepareStore) -> None:
+        slot_of = self._slot_of
+        if message is self._resumed:
+            wanted = [key for key in self._store_wanted if key not in slot_of]
+        else:
+            wanted = [key for key in dict.fromkeys(message.keys) if key not in slot_of]
+            if self._filter is not None:
+                admitted = set(self._filter.admit(message.keys))
+                kept = [key for key in wanted if key in admitted]
+                self.counts.stores_skipped += len(wanted) - len(kept)
+                wanted = kept
+            self._store_wanted = wanted
+            if self._request_level:
+                self._cascade_resident(message.keys)
+            if wanted:
+                self.counts.allocation_sizes.append(len(wanted))
+        if not wanted:
+            self.reply(StoreGrant([], [], []))
+            return
+        spare = frozenset(message.keys) if len(wanted) > len(self.slots.free) else frozenset()
+        if not self._make_room(message, len(wanted), spare):
+            return
+        room = len(self.slots.free)
+        if room < len(wanted):
+            self.counts.stores_dropped += len(wanted) - room
+            if not room:
+                self.reply(None)
+                return
+            wanted = wanted[:room]
+        granted = self.slots.take(wanted, GPU)
+        slot_of.update(zip(wanted, granted, strict=True))
+        self._whereabouts.stop_probing(wanted)
+        self.policy.post(m.Admitted(keys=tuple(wanted), request=message.request, held=True))
+        evicted, self._evicted = self._evicted, []
+        self.reply(StoreGrant(wanted, granted, evicted))
+
+    def _complete_store(self, message: m.CompleteStore) -> None:
+        slots = self.slots
+        keys = []
+        numbers = []
+        for key in message.keys:
+            slot = self._slot_of.get(key)
+            if slot is None or not slots.is_filling_from(slot, GPU):
+                self.counts.unknown_completions += 1
+                continue
+            keys.append(key)
+            numbers.append(slot)
+        if message.success:
+            for slot in numbers:
+                slots.fill(slot)
+            self._became_ready(keys, numbers, self._all_tiers)
+        else:
+            for slot in numbers:
+                slots.fail_fill(slot)
+            self._not_filled(keys)
+        self.reply(None)
+
+    def _touch(self, message: m.Touch) -> None:
+        self.policy.post(m.Touched(keys=message.keys, request=message.request))
+        for link in self.links:
+            link.post(m.TouchKeys(keys=message.keys))
+        self.reply(None)
+
+    # --- cascades ---
+
+    def _became_ready(
+        self, keys: Sequence[Key], slots: Sequence[int], cascade_to: TierSet
+    ) -> None:
+        """Announce new READY blocks, and cascade them to ``cascade_to``."""
+        if not keys:
+            return
+        self._emit(EventKind.STORED, keys)
+        batches: dict[int, Batch] = {}
+        for key, slot in zip(keys, slots, strict=True):
+            tiers = self._cascade_when_ready.pop(key, 0) | cascade_to
+            for tier in range(len(self.links)):
+                if tiers >> tier & 1:
+                    batch = batches.setdefault(tier, ([], []))
+                    batch[0].append(key)
+                    batch[1].append(slot)
+        self._cascade(batches)
+        self._unhold(slots)
+
+    def _cascade_resident(self, keys: Sequence[Key]) -> None:
+        """Cascade what is here already to the tiers that want whole requests."""
+        ready: Batch = ([], [])
+        for key in keys:
+            slot = self._slot_of.get(key)
+            if slot is None:
+                continue
+            if self.slots.is_ready(slot):
+                ready[0].append(key)
+                ready[1].append(slot)
+            else:
+                self._cascade_when_ready[key] = self._request_level
+        if ready[0]:
+            self.policy.post(m.Held(keys=tuple(ready[0])))
+            self._cascade(
+                {tier: ready for tier in range(len(self.links)) if self._request_level >> tier & 1}
+            )
+
+    def _cascade(self, batches: Mapping[int, Batch]) -> None:
+        """Pin each block once for each tier that is to store it, and send the blocks off."""
+        for _, slots in batches.values():
+            self.slots.pin(self.slots.tier_readers, slots)
+        for tier, (keys, slots) in batches.items():
+            self.links[tier].post(
+                m.Cascade(keys=tuple(keys), slots=tuple(slots), epoch=self._epoch)
+            )
+
+    def _cascade_ended(self, message: m.CascadeEnded) -> None:
+        if message.epoch != self._epoch:
+            self._slots_released(m.SlotsReleased(slots=message.slots))
+            return
+        self.slots.unpin(self.slots.tier_readers, message.slots)
+        self._unhold(message.slots)
+
+    # --- promotions ---
+
+    def _promotion_ended(self, message: m.PromotionEnded) -> None:
+        if message.epoch != self._epoch:
+            self._slots_released(m.SlotsReleased(slots=message.slots))
+            return
+        arrived: Batch = ([], [])
+        failed = []
+        for key, slot, outcome in zip(message.keys, message.slots, message.outcomes, strict=True):
+            if outcome is Outcome.DONE:
+                request = self._requests.get(self._promotions.arrived(slot))
+                if request is not None:
+                    request.sources[key] = message.tier
+                self.slots.fill(slot)
+                arrived[0].append(key)
+                arrived[1].append(slot)
+            else:
+                self._whereabouts.failed(key, self._promotions.lost(key, slot), message.tier)
+                self.slots.fail_fill(slot)
+                failed.append(key)
+        self._not_filled(failed)
+        self._became_ready(*arrived, cascade_to=0)
+
+    def _promotion_abandoned(self, message: m.PromotionAbandoned) -> None:
+        if message.epoch != self._epoch:
+            return
+        for key, slot in zip(message.keys, message.slots, strict=True):
+            self._whereabouts.failed(key, self._promotions.lost(key, slot), message.tier)
+            self.slots.quarantine(slot, 1)
+        self._not_filled(message.keys)
+
+    def _slots_released(self, message: m.SlotsReleased) -> None:
+        for slot in message.slots:
+            self.slots.let_go(slot)
+
+    def _not_filled(self, keys: Sequence[Key]) -> None:
+        """Make keys ABSENT whose fill came to nothing."""
+        for key in keys:
+            del self._slot_of[key]
+            self._cascade_when_ready.pop(key, None)
+        if keys:
+            self.policy.post(m.Gone(keys=tuple(keys)))
+
+    def _end_leases(self, request: RequestId, keys: Sequence[Key] | None = None) -> None:
+        self._unhold(self._promotions.end_leases(request, keys))
+
+    def _unhold(self, slots: Sequence[int]) -> None:
+        """Tell the policy which of ``slots`` may be evicted now."""
+        loose = []
+        for slot in slots:
+            key = self.slots.key_of[slot]
+            if key is not None and not self.slots.is_held(slot):
+                loose.append(key)
+        if loose:
+            self.policy.post(m.Unheld(keys=tuple(loose)))
+
+    # --- requests ---
+
+    def _request_started(self, message: m.RequestStarted) -> None:
+        self._requests[message.request] = _Request()
+        self._whereabouts.start(message.request, message.tiers & self._all_tiers)
+        self.reply(None)
+
+    def _request_finished(self, message: m.RequestFinished) -> None:
+        request = self._requests.pop(message.request, None)
+        if request is not None:
+            keys, slots = self._promotions.call_off(message.request)
+            for slot in slots:
+                self.slots.fail_fill(slot)
+            self._not_filled(keys)
+            self._end_leases(message.request)
+            self._whereabouts.end(message.request)
+            self.policy.post(m.RequestEnded(request=message.request, order=message.order))
+        self.reply(None)
+
+    def _load_source(self, message: m.LoadSource) -> None:
+        request = self._requests.get(message.request)
+        self.reply(PRIMARY if request is None else request.sources.get(message.key, PRIMARY))
+
+    # --- steps, time, resets ---
+
+    def _step_end(self, message: m.StepEnd) -> None:
+        self._step += 1
+        self._whereabouts.end_step()
+        self._pass_time(message.now)
+        self.reply(None)
+
+    def _tick(self, message: m.Tick) -> None:
+        self._pass_time(message.now)
+        self.reply(None)
+
+    def _pass_time(self, now: float) -> None:
+        self._now = now
+        for tier, probed in self._whereabouts.take_unsent().items():
+            self.links[tier].post(m.ProbeKeys(keys=tuple(probed)))
+        for tier, (keys, slots) in self._promotions.take_unsent():
+            self.links[tier].post(
+                m.Promote(keys=tuple(keys), slots=tuple(slots), epoch=self._epoch)
+            )
+        for request in self._promotions.expired(now):
+            self._end_leases(request)
+        for link in self.links:
+            link.post(m.Tick(now=now))
+
+    def _reset(self, _message: m.Reset) -> None:
+        unsent = self._promotions.reset()
+        for request in self._requests.values():
+            request.sources.clear()
+        self._cascade_when_ready.clear()
+        self._whereabouts.reset()
+        self._slot_of.clear()
+        self.slots.reset(unsent)
+        self._epoch += 1
+        self.policy.post(m.Cleared())
+        self._emit(EventKind.CLEARED, ())
+        self.reply(None)
+
+    def _reset_flushed(self, _message: m.ResetFlushed) -> None:
+        self.slots.gpu_flushed()
+        self.reply(None)
+
+    # --- what links say ---
+
+    def _probe_ended(self, message: m.ProbeEnded) -> None:
+        self._whereabouts.answered(message.tier, message.keys, message.present)
+
+    def _tier_usable(self, message: m.TierUsable) -> None:
+        self._whereabouts.set_usable(message.tier, usable=message.usable)
+
+    def _presence_learned(self, message: m.PresenceLearned) -> None:
+        self._whereabouts.learn(message.tier, message.added, message.removed)
+
+    def _tier_forgotten(self, message: m.TierForgotten) -> None:
+        self._whereabouts.forget_tier(message.tier)
+
+    def _link_failed(self, message: m.LinkFailed) -> None:
+        """Give up all that the tier was to fill; nobody will say when it lets go."""
+        self._all_tiers &= ~(1 << message.tier)
+        self._request_level &= self._all_tiers
+        self._whereabouts.set_usable(message.tier, usable=False)
+        for slot in range(self.slots.count):
+            if self.slots.is_filling_from(slot, message.tier):
+                key = self.slots.key_of[slot]
+                assert key is not None
+                self._promotions.lost(key, slot)
+                self.slots.quarantine(slot, 1)
+                self._not_filled((key,))
+
+    # --- events ---
+
+    def _emit(self, kind: EventKind, keys: Sequence[Key]) -> None:
+        if self._collect_events:
+            self._events.append(Event(kind, tuple(keys), PRIMARY))
+
+    def _take_events(self, _message: m.TakeEvents) -> None:
+        events, self._events = self._events, []
+        self.reply(events)

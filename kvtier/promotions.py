@@ -1,0 +1,126 @@
+"""Promotions of the primary tier: what is wanted, under way, and leased.
+
+A promoted block is leased to the request it was promoted for, from the moment
+it gets a slot until the request reads it, ends, or lets the lease run out.
+Slots that promotions hold (being filled by a tier, or leased) are counted, so
+that a reserve stays for stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtier.messages import Key, RequestId
+    from kvtier.slots import SlotTable
+
+Batch = tuple[list["Key"], list[int]]
+
+
+class _Leases:
+    """What one request holds: key → slot."""
+
+    __slots__ = ("slot_of", "until")
+
+    def __init__(self) -> None:
+        self.slot_of: dict[Key, int] = {}
+        self.until = 0.0
+
+
+class Promotions:
+    """Keeps the book; the primary tier moves the slots."""
+
+    def __init__(self, slots: SlotTable, slots_max: int, lease_timeout_s: float) -> None:
+        self._slots = slots
+        self._slots_max = slots_max
+        self._lease_timeout_s = lease_timeout_s
+        self._unsent: dict[tuple[int, RequestId], Batch] = {}
+        self._filling_for: dict[int, RequestId] = {}  # slot → the request it is for
+        self._leases: dict[RequestId, _Leases] = {}
+        self.held_slots = 0  #: filling from a tier, or leased
+
+    def has_room(self) -> bool:
+        """Tell whether one more promotion leaves the reserve for stores untouched."""
+        return self.held_slots < self._slots_max
+
+    def start(self, key: Key, slot: int, request: RequestId, tier: int, now: float) -> None:
+        """Note a promotion, to be sent with the step's others."""
+        leases = self._leases.get(request)
+        if leases is None:
+            leases = self._leases[request] = _Leases()
+        leases.slot_of[key] = slot
+        leases.until = now + self._lease_timeout_s
+        self._slots.leases[slot] = 1
+        self._filling_for[slot] = request
+        self.held_slots += 1
+        keys, slots = self._unsent.setdefault((tier, request), ([], []))
+        keys.append(key)
+        slots.append(slot)
+
+    def take_unsent(self) -> list[tuple[int, Batch]]:
+        """Return what to send to each tier, one batch a request, and forget that it is unsent."""
+        unsent, self._unsent = self._unsent, {}
+        return [(tier, batch) for (tier, _), batch in unsent.items()]
+
+    def call_off(self, request: RequestId) -> Batch:
+        """Give up what was not sent yet for ``request``; the slots are no longer filling for it."""
+        keys: list[Key] = []
+        slots: list[int] = []
+        for tier_request in [each for each in self._unsent if each[1] == request]:
+            batch = self._unsent.pop(tier_request)
+            keys += batch[0]
+            slots += batch[1]
+        for key, slot in zip(keys, slots, strict=True):
+            self.lost(key, slot)
+        return keys, slots
+
+    def arrived(self, slot: int) -> RequestId:
+        """Note that the slot is filled; return the request that it was filled for."""
+        request = self._filling_for.pop(slot)
+        if not self._slots.leases[slot]:
+            self.held_slots -= 1
+        return request
+
+    def lost(self, key: Key, slot: int) -> RequestId:
+        """Note that the slot will not be filled; its lease ends too."""
+        request = self._filling_for.pop(slot)
+        self.held_slots -= 1
+        if self._slots.leases[slot]:
+            self._slots.leases[slot] = 0
+            leases = self._leases[request]
+            del leases.slot_of[key]
+            if not leases.slot_of:
+                del self._leases[request]
+        return request
+
+    def end_leases(self, request: RequestId, keys: Iterable[Key] | None = None) -> list[int]:
+        """End the request's leases on ``keys``, or all; return the slots concerned."""
+        leases = self._leases.get(request)
+        if leases is None:
+            return []
+        ended = []
+        for key in list(leases.slot_of) if keys is None else keys:
+            slot = leases.slot_of.pop(key, None)
+            if slot is None:
+                continue
+            self._slots.leases[slot] = 0
+            if slot not in self._filling_for:
+                self.held_slots -= 1
+            ended.append(slot)
+        if not leases.slot_of:
+            del self._leases[request]
+        return ended
+
+    def expired(self, now: float) -> list[RequestId]:
+        """Return the requests whose leases have run out."""
+        return [request for request, leases in self._leases.items() if now >= leases.until]
+
+    def reset(self) -> list[int]:
+        """Forget everything; return the slots of promotions that were never sent."""
+        unsent = [slot for _, slots in self._unsent.values() for slot in slots]
+        self._unsent.clear()
+        self._filling_for.clear()
+        self._leases.clear()
+        self.held_slots = 0
+        return unsent

@@ -1,0 +1,53 @@
+"""Finds backends and eviction policies by their entry points."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier.backend import Backend
+from kvtier.errors import ConfigError
+from kvtier.policies.base import EvictionPolicy
+
+if TYPE_CHECKING:
+    from kvtier.backend import BackendContext
+    from kvtier.config import TierConfig
+
+BACKENDS: Final = "kvtier.backends"
+POLICIES: Final = "kvtier.eviction_policies"
+
+
+def make_backend(config: TierConfig, context: BackendContext) -> Backend:
+    """Build the backend of one tier. Raises ``ConfigError`` for an unknown type."""
+    found = _find(BACKENDS, config.type, f"secondary tier {config.name}: type", Backend)
+    backend: Backend = found.from_options(config.options, context)
+    return backend
+
+
+def backend_class(kind: str) -> type[Backend]:
+    """Return the class registered for a tier type. Raises ``ConfigError`` if there is none."""
+    found: type[Backend] = _find(BACKENDS, kind, "secondary_tiers: type", Backend)
+    return found
+
+
+def make_policy(name: str, capacity: int) -> EvictionPolicy:
+    """Build an eviction policy for ``capacity`` blocks. Raises ``ConfigError`` if unknown."""
+    policy: EvictionPolicy = _find(POLICIES, name, "eviction_policy", EvictionPolicy)(capacity)
+    return policy
+
+
+def _find(group: str, name: str, key: str, base: type) -> Any:  # noqa: ANN401 - a class of ``base``
+    known = {entry.name: entry for entry in entry_points(group=group)}
+    entry = known.get(name)
+    if entry is None:
+        raise ConfigError(
+            f"{key}={name!r} is not installed. Known: {', '.join(sorted(known)) or 'none'}. "
+            f"Choose one of these, or install the package that provides it (entry point {group})."
+        )
+    found = entry.load()
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(
+            f"{key}={name!r}: the entry point {entry.value!r} is not a subclass of "
+            f"{base.__module__}.{base.__name__}. Ask the package's author to mend it."
+        )
+    return found

@@ -1,0 +1,148 @@
+"""Puts a runtime together: actors, cells, backends, and the facade in front."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from kvtier import messages as m
+from kvtier.backend import BackendContext
+from kvtier.cells import EngineCell
+from kvtier.errors import ConfigError
+from kvtier.facade import SchedulerFacade
+from kvtier.policies.actor import PolicyActor
+from kvtier.primary_tier import PrimaryTier
+from kvtier.registry import make_backend, make_policy
+from kvtier.tier_cell import TierCell
+from kvtier.tier_link import TierLink
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvtier.actor import Actor
+    from kvtier.backend import Backend, Namespace
+    from kvtier.config import RuntimeConfig
+    from kvtier.memory import SlotMemory
+    from kvtier.policies.base import EvictionPolicy
+
+
+def open_runtime(
+    config: RuntimeConfig,
+    memory: SlotMemory,
+    namespace: Namespace,
+    *,
+    collect_events: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+) -> SchedulerFacade:
+    """Start a runtime and return its facade.
+
+    ``memory`` stays the caller's: release it after ``close()`` has returned
+    True. ``namespace`` names everything that changes the bytes of a block.
+    ``collect_events``: fill ``take_events()``, which must then be drained.
+    Raises ``ConfigError`` before any thread runs; a tier whose backend fails
+    later is cut off, and the runtime goes on without it.
+    """
+    if memory.slot_count != config.slot_count or memory.block_bytes != config.block_bytes:
+        raise ConfigError(
+            f"memory of {memory.slot_count} slots of {memory.block_bytes} bytes does not fit "
+            f"slot_count={config.slot_count}, block_bytes={config.block_bytes}. Make them equal."
+        )
+    engine_policy = make_policy(config.eviction_policy, config.slot_count)
+    backends = _make_backends(config, namespace)
+    policies = [_tier_policy(config, tier, backend) for tier, backend in enumerate(backends)]
+
+    engine = build_engine(config, engine_policy, collect_events=collect_events)
+    tier_cells = []
+    for tier, backend, policy, link in zip(
+        config.tiers, backends, policies, engine.links, strict=True
+    ):
+        cell = TierCell(
+            tier.name,
+            backend,
+            memory,
+            engine.cell.inbox(link),
+            messages_max=config.mailbox_messages_max,
+            policy=policy,
+        )
+        link.tier = cell.mailbox
+        tier_cells.append(cell)
+    for cell in tier_cells:
+        cell.start()
+    return SchedulerFacade(
+        engine.cell,
+        engine.primary,
+        engine.links,
+        tier_cells,
+        close_timeout_s=config.close_timeout_s,
+        clock=clock,
+    )
+
+
+class Engine:
+    """The actors of an engine cell, wired to one another. Links have no tiers yet."""
+
+    def __init__(
+        self, cell: EngineCell, primary: PrimaryTier, links: list[TierLink], policy: PolicyActor
+    ) -> None:
+        self.cell = cell
+        self.primary = primary
+        self.links = links
+        self.policy = policy
+
+
+def build_engine(
+    config: RuntimeConfig,
+    policy: EvictionPolicy,
+    *,
+    collect_events: bool,
+    cell: EngineCell | None = None,
+) -> Engine:
+    """Wire up an engine cell. Tests give a ``cell`` of their own."""
+    cell = EngineCell() if cell is None else cell
+    primary = PrimaryTier(config, collect_events=collect_events)
+    host = PolicyActor("policy", policy)
+    primary.reply = cell.reply
+    primary.policy = cell.mailbox(host)
+    host.host = cell.mailbox(primary)
+    links = []
+    for tier in range(len(config.tiers)):
+        link = TierLink(tier, config, collect_events=collect_events)
+        link.primary = cell.mailbox(primary)
+        link.log = cell.log
+        link.reply = cell.reply
+        primary.links.append(cell.mailbox(link))
+        links.append(link)
+
+    def on_fault(actor: Actor) -> None:
+        """Cut off the tier of a link that broke; nothing else can be done without it."""
+        for number, link in enumerate(links):
+            if actor is link:
+                cell.mailbox(primary).post(m.LinkFailed(tier=number))
+
+    cell.on_fault = on_fault
+    return Engine(cell, primary, links, host)
+
+
+def _make_backends(config: RuntimeConfig, namespace: Namespace) -> list[Backend]:
+    backends = []
+    owner_of: dict[str, str] = {}
+    for tier in config.tiers:
+        context = BackendContext(config.block_bytes, namespace, tier.name)
+        backend = make_backend(tier, context)
+        place = backend.place
+        if place is not None:
+            if place in owner_of:
+                raise ConfigError(
+                    f"secondary tiers {owner_of[place]} and {tier.name} both use {place!r}. "
+                    "Give each tier a place of its own."
+                )
+            owner_of[place] = tier.name
+        backends.append(backend)
+    return backends
+
+
+def _tier_policy(config: RuntimeConfig, tier: int, backend: Backend) -> EvictionPolicy | None:
+    capacity = backend.traits.capacity_blocks
+    if capacity is None:
+        return None
+    return make_policy(config.tiers[tier].eviction_policy, capacity)

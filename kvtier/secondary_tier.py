@@ -1,0 +1,270 @@
+"""A secondary tier's own actor: splits jobs into parts, and feeds the backend.
+
+It runs in the tier cell, next to the driver of its backend. Jobs wait in two
+queues. A part is what one call of the backend handles; as many parts run at
+once as the backend has threads, so one big job uses them all. Loads and
+stores have their own limits, so neither starves the other.
+
+Where the backend has a capacity, the tier belongs to this engine alone: then
+this actor knows what is stored, answers probes itself, and makes room by
+asking its eviction policy.
+
+# Invariant: every job that came in is answered once, whatever the backend does,
+#            unless the backend never returns.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import TYPE_CHECKING, Final
+
+from kvtier import messages as m
+from kvtier.actor import Actor, Mailbox
+from kvtier.backend import Outcome
+
+if TYPE_CHECKING:
+    from kvtier.backend import BackendTraits
+    from kvtier.messages import Key
+
+PART_BLOCKS_MAX: Final = 16
+"""A part is at most this long, so that a load need not wait for a long store to end."""
+
+
+class _Job:
+    """One job; parts of it may wait, run or have ended."""
+
+    __slots__ = ("id", "is_load", "keys", "next", "outcomes", "seconds", "slots", "unended")
+
+    def __init__(self, message: m.LoadJob | m.StoreJob) -> None:
+        self.id = message.job
+        self.is_load = isinstance(message, m.LoadJob)
+        self.keys = message.keys
+        self.slots = message.slots
+        self.outcomes: list[Outcome | None] = [None] * len(message.keys)
+        self.next = 0  # the first block that is in no part yet
+        self.unended = len(message.keys)
+        self.seconds = 0.0
+
+    @property
+    def run(self) -> str:
+        """What the eviction policy knows the job by: jobs don't say whose request they serve."""
+        return f"store {self.id}"
+
+
+class _Part:
+    """Some blocks of one job, or of one probe, at the backend."""
+
+    __slots__ = ("indices", "job", "probe", "size")
+
+    def __init__(self, job: _Job | None, indices: list[int], probe: int, size: int) -> None:
+        self.job = job
+        self.indices = indices
+        self.probe = probe
+        self.size = size
+
+
+class SecondaryTier(Actor):
+    """The tier-cell end of one tier. ``policy`` is used only where there is a capacity."""
+
+    def __init__(self, name: str, traits: BackendTraits) -> None:
+        super().__init__(
+            f"tier:{name}",
+            {
+                m.Probe: self._probe,
+                m.LoadJob: self._load_job,
+                m.StoreJob: self._store_job,
+                m.TouchKeys: self._touch_keys,
+                m.PartEnded: self._part_ended,
+                m.Victims: self._victims,
+            },
+        )
+        self.link: Mailbox
+        self.driver: Mailbox
+        self.policy: Mailbox
+        self._traits = traits
+        self._loads: deque[_Job] = deque()
+        self._stores: deque[_Job] = deque()
+        self._loading_parts = 0
+        self._storing_parts = 0
+        self._parts: dict[int, _Part] = {}
+        self._next_part = 0
+        self._touches = 0
+        # With a capacity only:
+        self._resident: set[Key] = set()
+        self._storing: set[Key] = set()
+        self._in_use: Counter[Key] = Counter()  # held at the policy: being loaded, or just stored
+        self._making_room: list[tuple[_Job, list[int]]] = []  # parts that wait for victims
+
+    # --- what the link asks for ---
+
+    def _probe(self, message: m.Probe) -> None:
+        if self._traits.capacity_blocks is not None:
+            present = tuple(key in self._resident for key in message.keys)
+            self.link.post(m.ProbeAnswer(probe=message.probe, present=present))
+            return
+        part = self._new_part(_Part(None, [], message.probe, len(message.keys)))
+        self.driver.post(m.ProbePart(part=part, keys=message.keys))
+
+    def _load_job(self, message: m.LoadJob) -> None:
+        job = _Job(message)
+        self._hold(job.keys)
+        self._loads.append(job)
+        self._start_parts()
+
+    def _store_job(self, message: m.StoreJob) -> None:
+        self._stores.append(_Job(message))
+        self._start_parts()
+
+    def _touch_keys(self, message: m.TouchKeys) -> None:
+        if self._traits.capacity_blocks is not None:
+            self._touches += 1
+            self.policy.post(m.Touched(keys=message.keys, request=f"touch {self._touches}"))
+
+    # --- parts ---
+
+    def _start_parts(self) -> None:
+        while self._loads and self._loading_parts < self._traits.load_parts_max:
+            job, indices = self._next_blocks(self._loads, self._traits.load_parts_max)
+            self._loading_parts += 1
+            part = self._new_part(_Part(job, indices, 0, len(indices)))
+            self.driver.post(
+                m.LoadPart(
+                    part=part,
+                    keys=tuple(job.keys[i] for i in indices),
+                    slots=tuple(job.slots[i] for i in indices),
+                )
+            )
+        while self._stores and self._storing_parts < self._traits.store_parts_max:
+            job, indices = self._next_blocks(self._stores, self._traits.store_parts_max)
+            self._storing_parts += 1
+            if self._traits.capacity_blocks is None:
+                self._send_store(job, indices, ())
+            else:
+                self._make_room(job, indices)
+
+    def _next_blocks(self, queue: deque[_Job], parts_max: int) -> tuple[_Job, list[int]]:
+        """Take the next part's blocks from the queue's first job."""
+        waiting = sum(len(job.keys) - job.next for job in queue)
+        size = max(1, min(PART_BLOCKS_MAX, -(-waiting // parts_max)))
+        job = queue[0]
+        indices = list(range(job.next, min(job.next + size, len(job.keys))))
+        job.next += len(indices)
+        if job.next >= len(job.keys):
+            queue.popleft()
+        return job, indices
+
+    def _send_store(self, job: _Job, indices: list[int], remove: tuple[Key, ...]) -> None:
+        part = self._new_part(_Part(job, indices, 0, len(indices)))
+        self.driver.post(
+            m.StorePart(
+                part=part,
+                keys=tuple(job.keys[i] for i in indices),
+                slots=tuple(job.slots[i] for i in indices),
+                remove=remove,
+            )
+        )
+
+    def _part_ended(self, message: m.PartEnded) -> None:
+        part = self._parts.pop(message.part, None)
+        if part is None:
+            return
+        outcomes = message.outcomes
+        if len(outcomes) != part.size:
+            outcomes = (Outcome.FAILED,) * part.size
+        if part.job is None:
+            present = tuple(outcome is Outcome.DONE for outcome in outcomes)
+            self.link.post(m.ProbeAnswer(probe=part.probe, present=present))
+            return
+        if part.job.is_load:
+            self._loading_parts -= 1
+        else:
+            self._storing_parts -= 1
+        part.job.seconds += message.seconds
+        self._settle(part.job, part.indices, outcomes)
+        self._start_parts()
+
+    def _settle(self, job: _Job, indices: list[int], outcomes: tuple[Outcome, ...]) -> None:
+        """Note outcomes of some of a job's blocks, and answer the job once all have one."""
+        for index, outcome in zip(indices, outcomes, strict=True):
+            job.outcomes[index] = outcome
+        job.unended -= len(indices)
+        if self._traits.capacity_blocks is not None:
+            self._note_contents(job, indices, outcomes)
+        if job.unended:
+            return
+        final = tuple(Outcome.FAILED if each is None else each for each in job.outcomes)
+        self.link.post(m.JobEnded(job=job.id, outcomes=final, seconds=job.seconds))
+        if self._traits.capacity_blocks is not None:
+            done = [k for k, o in zip(job.keys, final, strict=True) if o is Outcome.DONE]
+            self._let_go(job.keys if job.is_load else done)
+            if not job.is_load:
+                # Parts end in any order; a job's blocks are a prefix, head first.
+                self.policy.post(m.RequestEnded(request=job.run, order=job.keys))
+
+    def _new_part(self, part: _Part) -> int:
+        self._next_part += 1
+        self._parts[self._next_part] = part
+        return self._next_part
+
+    # --- contents, where there is a capacity ---
+
+    def _make_room(self, job: _Job, indices: list[int]) -> None:
+        """Have victims chosen for what doesn't fit; the part goes on in ``_victims``."""
+        capacity = self._traits.capacity_blocks
+        assert capacity is not None
+        fresh = {job.keys[i] for i in indices} - self._resident - self._storing
+        missing = len(self._resident) + len(self._storing) + len(fresh) - capacity
+        self._storing |= fresh
+        self._making_room.append((job, indices))
+        if missing > 0:
+            self.policy.post(m.ChooseVictims(count=missing, spare=frozenset()))
+        else:
+            self._victims(m.Victims(keys=()))
+
+    def _victims(self, message: m.Victims) -> None:
+        # Answers come in the order of the questions: both mailboxes are queues.
+        job, indices = self._making_room.pop(0)
+        self._resident.difference_update(message.keys)
+        if message.keys:
+            self.link.post(m.PresenceChanged(added=(), removed=message.keys))
+        self._send_store(job, indices, message.keys)
+
+    def _note_contents(self, job: _Job, indices: list[int], outcomes: tuple[Outcome, ...]) -> None:
+        done: list[Key] = []
+        not_done: list[Key] = []
+        for index, outcome in zip(indices, outcomes, strict=True):
+            (done if outcome is Outcome.DONE else not_done).append(job.keys[index])
+        if not job.is_load:
+            self._storing.difference_update(done, not_done)
+            fresh = tuple(key for key in dict.fromkeys(done) if key not in self._resident)
+            if fresh:
+                self._resident.update(fresh)
+                self.policy.post(m.Admitted(keys=fresh, request=job.run, held=True))
+            self._hold(done)
+            return
+        lost = tuple(
+            key
+            for index, key in ((i, job.keys[i]) for i in indices)
+            if job.outcomes[index] in (Outcome.ABSENT, Outcome.DAMAGED) and key in self._resident
+        )
+        if lost:
+            self._resident.difference_update(lost)
+            self.policy.post(m.Gone(keys=lost))
+            self.link.post(m.PresenceChanged(added=(), removed=lost))
+
+    def _hold(self, keys: tuple[Key, ...] | list[Key]) -> None:
+        """Keep keys from being chosen while they are loaded or their store is unreported."""
+        if self._traits.capacity_blocks is None or not keys:
+            return
+        self._in_use.update(keys)
+        self.policy.post(m.Held(keys=tuple(keys)))
+
+    def _let_go(self, keys: tuple[Key, ...] | list[Key]) -> None:
+        loose = []
+        for key in keys:
+            self._in_use[key] -= 1
+            if self._in_use[key] <= 0:
+                del self._in_use[key]
+                loose.append(key)
+        if loose:
+            self.policy.post(m.Unheld(keys=tuple(loose)))

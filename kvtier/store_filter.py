@@ -1,0 +1,38 @@
+"""Lets a block into the primary tier only once it was offered often enough.
+
+vLLM's ``store_threshold``: most blocks are never used again, and a block that
+is offered a second time has shown that it is.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvtier.messages import Key
+
+
+class StoreFilter:
+    """Counts offers of up to ``max_tracker_size`` keys; the least recently offered go."""
+
+    def __init__(self, threshold: int, max_tracker_size: int) -> None:
+        self._threshold = threshold
+        self._max_tracker_size = max_tracker_size
+        self._offers: OrderedDict[Key, int] = OrderedDict()
+
+    def admit(self, keys: Iterable[Key]) -> list[Key]:
+        """Count one offer of each key; return those offered ``threshold`` times or more."""
+        admitted = []
+        offers = self._offers
+        for key in keys:
+            count = offers.get(key, 0) + 1
+            offers[key] = count
+            offers.move_to_end(key)
+            if count >= self._threshold:
+                admitted.append(key)
+        while len(offers) > self._max_tracker_size:
+            offers.popitem(last=False)
+        return admitted

@@ -1,0 +1,94 @@
+"""Threads for calls that block, and that may never return.
+
+anyio's own worker threads are joined when the process ends, so one hung read
+would keep the engine from exiting. These are daemons: a call that hangs costs
+its thread and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+_Work = tuple["asyncio.AbstractEventLoop", "asyncio.Future[Any]", "Callable[[], Any]"]
+
+
+class DaemonThreads:
+    """A fixed number of daemon threads that run blocking calls for an event loop.
+
+    Threads start with the first call. ``run`` may be cancelled: the caller goes
+    on, the call itself runs to its end, and its result is dropped.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self._count = count
+        self._name = name
+        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._unended: set[asyncio.Future[Any]] = set()
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Run ``call()`` in one of the threads and return what it returns or raises."""
+        if len(self._threads) < self._count:
+            self._start_one()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self._unended.add(future)
+        self._queue.put((loop, future, call))
+        return await future
+
+    def stop(self) -> None:
+        """Let each thread end after what it runs now. Never waits."""
+        for _ in self._threads:
+            self._queue.put(None)
+
+    def busy(self) -> int:
+        """How many calls run or wait, hung and cancelled ones included. Any thread."""
+        return len(self._unended)
+
+    def _start_one(self) -> None:
+        thread = threading.Thread(
+            target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True
+        )
+        self._threads.append(thread)
+        thread.start()
+
+    def _work(self) -> None:
+        while (work := self._queue.get()) is not None:
+            loop, future, call = work
+            try:
+                result = call()
+            except BaseException as error:  # noqa: BLE001 - handed to the caller, not swallowed
+                _report(loop, future, None, error)
+            else:
+                _report(loop, future, result, None)
+            finally:
+                self._unended.discard(future)
+
+
+def _report(
+    loop: asyncio.AbstractEventLoop,
+    future: asyncio.Future[Any],
+    result: Any,  # noqa: ANN401 - whatever the call returned
+    error: BaseException | None,
+) -> None:
+    def settle() -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    try:
+        loop.call_soon_threadsafe(settle)
+    except RuntimeError:
+        # The loop closed while the call hung: nobody is left to tell.
+        return

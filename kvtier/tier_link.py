@@ -1,0 +1,404 @@
+"""The engine cell's end of one secondary tier.
+
+It keeps the jobs and probes in flight, gives each its deadline, and leaves a
+sick tier alone (``kvtier/breaker.py``). Whatever the tier does or doesn't do,
+the primary tier gets exactly one answer to each thing it asked for:
+
+- a probe: ``ProbeEnded``;
+- a promotion: ``PromotionEnded``, or at the deadline ``PromotionAbandoned``
+  and later, when the tier has let go, ``SlotsReleased``;
+- a cascade: ``CascadeEnded``, only when the tier has let go of the slots.
+
+# Invariant: a slot is in at most one promotion job of at most one link.
+# Invariant: an id that isn't in flight is counted and otherwise ignored.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvtier import messages as m
+from kvtier.actor import Actor, Mailbox
+from kvtier.backend import Outcome
+from kvtier.breaker import Breaker
+from kvtier.events import Event, EventKind
+from kvtier.metrics import TierCounts, TierStatistics
+from kvtier.states import BreakerState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvtier.config import RuntimeConfig, TierConfig
+    from kvtier.messages import Key
+
+
+class _Job:
+    """One job in flight."""
+
+    __slots__ = ("abandoned", "deadline", "epoch", "is_load", "keys", "slots", "started")
+
+    def __init__(self, message: m.Promote | m.Cascade, start: int, end: int) -> None:
+        self.is_load = isinstance(message, m.Promote)
+        self.keys = message.keys[start:end]
+        self.slots = message.slots[start:end]
+        self.epoch = message.epoch
+        self.started = 0.0
+        self.deadline = 0.0
+        self.abandoned = False
+
+
+class _Probe:
+    """One probe in flight."""
+
+    __slots__ = ("deadline", "keys", "started")
+
+    def __init__(self, keys: tuple[Key, ...], started: float, deadline: float) -> None:
+        self.keys = keys
+        self.started = started
+        self.deadline = deadline
+
+
+class TierLink(Actor):
+    """Stands between the primary tier and tier number ``tier``."""
+
+    def __init__(self, tier: int, config: RuntimeConfig, *, collect_events: bool) -> None:
+        super().__init__(
+            f"link:{config.tiers[tier].name}",
+            {
+                m.ProbeKeys: self._probe_keys,
+                m.Promote: self._promote,
+                m.Cascade: self._cascade,
+                m.TouchKeys: self._touch_keys,
+                m.Tick: self._tick,
+                m.TakeEvents: self._take_events,
+                m.ProbeAnswer: self._probe_answer,
+                m.JobEnded: self._job_ended,
+                m.PresenceChanged: self._presence_changed,
+                m.TierBroke: self._tier_broke,
+                m.TierFenced: self._tier_fenced,
+                m.TierRestarted: self._tier_restarted,
+            },
+        )
+        self.primary: Mailbox
+        self.tier: Mailbox
+        self.log: Mailbox
+        self.reply: Callable[[object], None]
+        self.counts = TierCounts()
+        self._number = tier
+        self._config = config
+        self._tier_config: TierConfig = config.tiers[tier]
+        self._collect_events = collect_events and self._tier_config.enable_kv_events
+        self._events: list[Event] = []
+        self._breaker = Breaker(
+            config.breaker_failures_max, config.breaker_pause_s, config.breaker_pause_s_max
+        )
+        self._usable = True
+        self._full_until = 0.0
+        self._jobs: dict[int, _Job] = {}
+        self._probes: dict[int, _Probe] = {}
+        self._touched: list[Key] = []
+        self._cascade_slots = 0
+        self._abandoned_slots = 0
+        self._next_id = 0
+        self._now = 0.0
+
+    # --- what the primary tier asks for ---
+
+    def _probe_keys(self, message: m.ProbeKeys) -> None:
+        if len(self._probes) < self._config.jobs_in_flight_max and self._breaker.may_send():
+            probe_id = self._new_id()
+            if self.tier.post(m.Probe(probe=probe_id, keys=message.keys)):
+                deadline = self._now + self._tier_config.probe_timeout_s
+                self._probes[probe_id] = _Probe(message.keys, self._now, deadline)
+                return
+            self._failed("has a full mailbox")
+        self._end_probe(message.keys, (False,) * len(message.keys))
+
+    def _promote(self, message: m.Promote) -> None:
+        # A hit is counted here and not with the probe: most are known without one.
+        self.counts.queries += len(message.keys)
+        self.counts.hits += len(message.keys)
+        for start in range(0, len(message.keys), self._config.job_blocks_max):
+            job = _Job(message, start, start + self._config.job_blocks_max)
+            if not self._send(job):
+                self.counts.promotions_dropped += len(job.keys)
+                self._end_promotion(job, (Outcome.FAILED,) * len(job.keys))
+
+    def _cascade(self, message: m.Cascade) -> None:
+        for start in range(0, len(message.keys), self._config.job_blocks_max):
+            job = _Job(message, start, start + self._config.job_blocks_max)
+            room = self._cascade_slots + len(job.slots) <= self._config.cascade_slots_max
+            if room and self._now >= self._full_until and self._send(job):
+                self._cascade_slots += len(job.slots)
+            else:
+                self.counts.cascades_dropped += len(job.keys)
+                self._end_cascade(job)
+
+    def _touch_keys(self, message: m.TouchKeys) -> None:
+        self._touched += message.keys
+
+    def _send(self, job: _Job) -> bool:
+        """Send a job to the tier. False: the tier is sick or has too much to do."""
+        if len(self._jobs) >= self._config.jobs_in_flight_max:
+            return False
+        if job.is_load and self._abandoned_slots > self._config.abandoned_slots_max:
+            return False
+        if not self._breaker.may_send():
+            return False
+        job_id = self._new_id()
+        kind = m.LoadJob if job.is_load else m.StoreJob
+        if not self.tier.post(kind(job=job_id, keys=job.keys, slots=job.slots)):
+            self._failed("has a full mailbox")
+            return False
+        job.started = self._now
+        if job.is_load:
+            self.counts.promotion_jobs += 1
+            job.deadline = self._now + self._tier_config.promote_timeout_s
+        else:
+            self.counts.cascade_jobs += 1
+            job.deadline = self._now + self._tier_config.store_timeout_s
+        self._jobs[job_id] = job
+        return True
+
+    # --- what the tier answers ---
+
+    def _probe_answer(self, message: m.ProbeAnswer) -> None:
+        probe = self._probes.pop(message.probe, None)
+        if probe is None:
+            self._count_stray(message.probe)
+            return
+        self.counts.probe_seconds.append(self._now - probe.started)
+        if len(message.present) != len(probe.keys):
+            self._failed("answered a probe with the wrong number of answers")
+            self._end_probe(probe.keys, (False,) * len(probe.keys))
+            return
+        self._succeeded()
+        self._end_probe(probe.keys, message.present)
+
+    def _job_ended(self, message: m.JobEnded) -> None:
+        job = self._jobs.pop(message.job, None)
+        if job is None:
+            self._count_stray(message.job)
+            return
+        outcomes = message.outcomes
+        if len(outcomes) != len(job.keys):
+            outcomes = (Outcome.FAILED,) * len(job.keys)
+        self._count_outcomes(job, outcomes, message.seconds)
+        if job.abandoned:
+            self.counts.late_completions += 1
+            if job.is_load:
+                self._abandoned_slots -= len(job.slots)
+                self.primary.post(m.SlotsReleased(slots=job.slots))
+                return
+        elif Outcome.FAILED in outcomes:
+            self._failed("failed a load" if job.is_load else "failed a store")
+        else:
+            self._succeeded()
+        if job.is_load:
+            self._end_promotion(job, outcomes)
+        else:
+            self._cascade_slots -= len(job.slots)
+            self._note_stored(job, outcomes)
+            self._end_cascade(job)
+
+    def _count_outcomes(self, job: _Job, outcomes: tuple[Outcome, ...], seconds: float) -> None:
+        counts = self.counts
+        done = outcomes.count(Outcome.DONE)
+        complete = done == len(outcomes)
+        moved = done * self._config.block_bytes
+        if job.is_load:
+            counts.read_bytes += moved
+            counts.read_seconds += seconds
+            counts.promotion_jobs_failed += not complete
+            counts.promotion_seconds.append((self._now - job.started, complete))
+        else:
+            counts.write_bytes += moved
+            counts.write_seconds += seconds
+            counts.cascade_jobs_failed += not complete
+        counts.absent += outcomes.count(Outcome.ABSENT)
+        counts.damaged += outcomes.count(Outcome.DAMAGED)
+        counts.failed += outcomes.count(Outcome.FAILED)
+        counts.full += outcomes.count(Outcome.FULL)
+
+    def _note_stored(self, job: _Job, outcomes: tuple[Outcome, ...]) -> None:
+        stored = tuple(
+            key for key, outcome in zip(job.keys, outcomes, strict=True) if outcome is Outcome.DONE
+        )
+        if stored:
+            self._learned(stored, ())
+        if Outcome.FULL in outcomes:
+            # No room now: trying each block would only cost its pin. Loads go on.
+            self._full_until = self._now + self._config.breaker_pause_s
+
+    def _presence_changed(self, message: m.PresenceChanged) -> None:
+        self._learned(message.added, message.removed)
+
+    def _learned(self, added: tuple[Key, ...], removed: tuple[Key, ...]) -> None:
+        self.primary.post(m.PresenceLearned(tier=self._number, added=added, removed=removed))
+        if self._collect_events:
+            if added:
+                self._events.append(Event(EventKind.STORED, added, self._number))
+            if removed:
+                self._events.append(Event(EventKind.REMOVED, removed, self._number))
+
+    # --- time ---
+
+    def _tick(self, message: m.Tick) -> None:
+        self._now = message.now
+        for probe_id in [each for each, probe in self._probes.items() if self._due(probe)]:
+            probe = self._probes.pop(probe_id)
+            self.counts.probes_timed_out += 1
+            self._failed("did not answer a probe in time")
+            self._end_probe(probe.keys, (False,) * len(probe.keys))
+        for job in self._jobs.values():
+            if not job.abandoned and self._due(job):
+                job.abandoned = True
+                self.counts.jobs_timed_out += 1
+                self._failed("did not end a job in time")
+                if job.is_load:
+                    self._abandon(job)
+        if self._touched:
+            # Dropped if the mailbox is full: only the tier's eviction order suffers.
+            self.tier.post(m.TouchKeys(keys=tuple(self._touched)))
+            self._touched.clear()
+        self._breaker.pass_time(self._now)
+        self._tell_usable()
+
+    def _due(self, work: _Job | _Probe) -> bool:
+        return self._now >= work.deadline
+
+    # --- the tier's life ---
+
+    def _tier_broke(self, message: m.TierBroke) -> None:
+        """Cut the tier off. Its threads may still be at work, so slots stay as they are."""
+        self.counts.broke += 1
+        self._breaker.broke()
+        self.log.post(
+            m.Notice(event="tier cut off", tier=self._tier_config.name, detail=message.reason)
+        )
+        for probe in self._probes.values():
+            self._end_probe(probe.keys, (False,) * len(probe.keys))
+        self._probes.clear()
+        for job in self._jobs.values():
+            if not job.abandoned:
+                job.abandoned = True
+                if job.is_load:
+                    self._abandon(job)
+        self._tell_usable()
+
+    def _tier_fenced(self, _message: m.TierFenced) -> None:
+        """Take back every slot: nothing of the tier is left that could touch one."""
+        self._breaker.broke()
+        for probe in self._probes.values():
+            self._end_probe(probe.keys, (False,) * len(probe.keys))
+        jobs = list(self._jobs.values())
+        self._probes.clear()
+        self._jobs.clear()
+        for job in jobs:
+            if not job.is_load:
+                self._cascade_slots -= len(job.slots)
+                self._end_cascade(job)
+            elif job.abandoned:
+                self._abandoned_slots -= len(job.slots)
+                self.primary.post(m.SlotsReleased(slots=job.slots))
+            else:
+                self._end_promotion(job, (Outcome.FAILED,) * len(job.keys))
+        self._tell_usable()
+
+    def _tier_restarted(self, _message: m.TierRestarted) -> None:
+        """Go on with a fresh cell. Only after TierFenced."""
+        self._breaker.restarted()
+        self._full_until = 0.0
+        self.primary.post(m.TierForgotten(tier=self._number))
+        self._tell_usable()
+
+    # --- helpers ---
+
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    def _count_stray(self, number: int) -> None:
+        """Count an answer that nothing in flight belongs to: late, doubled or invented."""
+        if 0 < number <= self._next_id:
+            self.counts.late_completions += 1
+        else:
+            self.counts.unknown_completions += 1
+
+    def _end_probe(self, keys: tuple[Key, ...], present: tuple[bool, ...]) -> None:
+        self.counts.queries += len(keys) - sum(present)
+        self.primary.post(m.ProbeEnded(tier=self._number, keys=keys, present=present))
+
+    def _end_promotion(self, job: _Job, outcomes: tuple[Outcome, ...]) -> None:
+        self.primary.post(
+            m.PromotionEnded(
+                tier=self._number,
+                keys=job.keys,
+                slots=job.slots,
+                outcomes=outcomes,
+                epoch=job.epoch,
+            )
+        )
+
+    def _abandon(self, job: _Job) -> None:
+        self._abandoned_slots += len(job.slots)
+        self.primary.post(
+            m.PromotionAbandoned(
+                tier=self._number, keys=job.keys, slots=job.slots, epoch=job.epoch
+            )
+        )
+
+    def _end_cascade(self, job: _Job) -> None:
+        self.primary.post(
+            m.CascadeEnded(tier=self._number, slots=job.slots, epoch=job.epoch)
+        )
+
+    def _succeeded(self) -> None:
+        was = self._breaker.state
+        self._breaker.succeeded()
+        if was is BreakerState.TRIAL and self._breaker.state is BreakerState.CLOSED:
+            self.log.post(m.Notice(event="tier is back", tier=self._tier_config.name, detail=""))
+        self._tell_usable()
+
+    def _failed(self, how: str) -> None:
+        was = self._breaker.state
+        self._breaker.failed(self._now)
+        if was is BreakerState.CLOSED and self._breaker.state is BreakerState.OPEN:
+            self.counts.breaker_opened += 1
+            self.log.post(
+                m.Notice(event="tier left alone for a while", tier=self._tier_config.name, detail=how)
+            )
+        self._tell_usable()
+
+    def _tell_usable(self) -> None:
+        usable = self._breaker.state in (BreakerState.CLOSED, BreakerState.TRIAL)
+        if usable is not self._usable:
+            self._usable = usable
+            self.primary.post(m.TierUsable(tier=self._number, usable=usable))
+
+    def _take_events(self, _message: m.TakeEvents) -> None:
+        events, self._events = self._events, []
+        self.reply(events)
+
+    def in_flight(self) -> tuple[int, int, int]:
+        """Return the probes, promotion jobs and cascade jobs in flight."""
+        loads = sum(job.is_load for job in self._jobs.values())
+        return len(self._probes), loads, len(self._jobs) - loads
+
+    def statistics(self) -> TierStatistics:
+        """Return a frozen snapshot, without the backend's own counters."""
+        probes, loads, stores = self.in_flight()
+        return TierStatistics(
+            name=self._tier_config.name,
+            breaker=self._breaker.state.name,
+            probes_in_flight=probes,
+            promotion_jobs_in_flight=loads,
+            cascade_jobs_in_flight=stores,
+            promotion_slots=sum(len(job.slots) for job in self._jobs.values() if job.is_load),
+            cascade_slots=self._cascade_slots,
+            counts={
+                name: value
+                for name, value in vars(self.counts).items()
+                if not isinstance(value, list)
+            },
+        )

@@ -1,0 +1,197 @@
+"""Which secondary tier has a block, as far as the engine cell knows.
+
+Three sources, in this order: what a running request was told when it asked
+(its *verdict*, which holds until the request ends, so that no key is asked
+for twice by one request); what tiers said of their own accord (*known*); and
+asking them (*probes*, collected during a step and sent at its end).
+
+A tier that failed to deliver a key to a request isn't asked for that key by
+that request again. So each request waits at most once for each tier, and
+``lookup()``'s None ends.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kvtier.states import BlockState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kvtier.messages import Key, RequestId, TierSet
+
+GROUP_BYTES: Final = 4
+"""The last bytes of a key: the KV-cache group's index, big-endian."""
+
+
+class _Search:
+    """What one running request has been told."""
+
+    __slots__ = ("failed", "gaps", "tiers", "verdicts")
+
+    def __init__(self, tiers: TierSet) -> None:
+        self.tiers = tiers  # the tiers it may be served from
+        self.verdicts: dict[Key, TierSet] = {}
+        self.failed: dict[Key, TierSet] = {}
+        self.gaps: set[bytes] = set()  # groups in which a key of this step is PROBING
+
+
+class _Probe:
+    """One key that tiers are being asked for, all at once."""
+
+    __slots__ = ("asked", "found", "pending", "waiters")
+
+    def __init__(self) -> None:
+        self.asked: TierSet = 0
+        self.pending: TierSet = 0
+        self.found: TierSet = 0
+        self.waiters: set[RequestId] = set()
+
+
+class Whereabouts:
+    """Finds the first tier, in configuration order, that has a key. Holds no bytes."""
+
+    def __init__(self, tier_count: int, known_keys_max: int) -> None:
+        self._tier_count = tier_count
+        self._known_keys_max = known_keys_max
+        self._usable: TierSet = (1 << tier_count) - 1
+        self._known: dict[Key, TierSet] = {}
+        self._searches: dict[RequestId, _Search] = {}
+        self._probes: dict[Key, _Probe] = {}
+        self._unsent: dict[int, list[Key]] = {}
+        self._with_gaps: list[_Search] = []
+
+    def start(self, request: RequestId, tiers: TierSet) -> None:
+        """Begin a request that may be served from ``tiers``."""
+        self._searches[request] = _Search(tiers)
+
+    def end(self, request: RequestId) -> None:
+        """Forget what the request was told."""
+        self._searches.pop(request, None)
+
+    def find(self, key: Key, request: RequestId) -> int | BlockState:
+        """Return a tier's number to promote from, or PROBING or ABSENT.
+
+        PROBING also where a tier has the key, but a key before it in this
+        step and group is still PROBING: only a contiguous prefix is promoted.
+        """
+        search = self._searches.get(request)
+        if search is None:
+            return BlockState.ABSENT
+        allowed = search.tiers & self._usable
+        if search.failed:
+            allowed &= ~search.failed.get(key, 0)
+        if not allowed:
+            return BlockState.ABSENT
+        verdict = search.verdicts.get(key)
+        having = allowed & (self._known.get(key, 0) if verdict is None else verdict)
+        if having:
+            if search.gaps and key[-GROUP_BYTES:] in search.gaps:
+                return BlockState.PROBING
+            return (having & -having).bit_length() - 1
+        if verdict is not None:
+            return BlockState.ABSENT
+        self._ask(key, request, allowed)
+        if not search.gaps:
+            self._with_gaps.append(search)
+        search.gaps.add(key[-GROUP_BYTES:])
+        return BlockState.PROBING
+
+    def is_probing(self, key: Key) -> bool:
+        """Tell whether tiers are being asked for the key."""
+        return key in self._probes
+
+    def stop_probing(self, keys: Iterable[Key]) -> None:
+        """Expect no answer for ``keys`` any more: they are being filled."""
+        if self._probes:
+            for key in keys:
+                self._probes.pop(key, None)
+
+    def answered(self, tier: int, keys: Sequence[Key], present: Sequence[bool]) -> None:
+        """Take one tier's answers. What nobody waits for any more is ignored."""
+        bit = 1 << tier
+        for key, found in zip(keys, present, strict=True):
+            probe = self._probes.get(key)
+            if probe is None or not probe.pending & bit:
+                continue
+            probe.pending &= ~bit
+            if found:
+                probe.found |= bit
+            # A later tier's answer can't matter once an earlier tier has the key.
+            if probe.pending & ((probe.found & -probe.found) - 1):
+                continue
+            del self._probes[key]
+            for waiter in probe.waiters:
+                search = self._searches.get(waiter)
+                if search is not None:
+                    search.verdicts[key] = probe.found
+
+    def failed(self, key: Key, request: RequestId, tier: int) -> None:
+        """Note that the tier did not deliver the key."""
+        self._unlearn(key, 1 << tier)
+        search = self._searches.get(request)
+        if search is not None:
+            search.failed[key] = search.failed.get(key, 0) | 1 << tier
+
+    def learn(self, tier: int, added: Sequence[Key], removed: Sequence[Key]) -> None:
+        """Take what a tier says of its contents, gains before losses."""
+        bit = 1 << tier
+        known = self._known
+        for key in added:
+            known[key] = known.get(key, 0) | bit
+        for key in removed:
+            self._unlearn(key, bit)
+        # Forgetting is harmless: the tier is then asked. The oldest go first.
+        while len(known) > self._known_keys_max:
+            del known[next(iter(known))]
+
+    def forget_tier(self, tier: int) -> None:
+        """Forget what is known of a tier that was restarted."""
+        for key in [key for key, tiers in self._known.items() if tiers >> tier & 1]:
+            self._unlearn(key, 1 << tier)
+
+    def set_usable(self, tier: int, *, usable: bool) -> None:
+        """Ask the tier for nothing while it is not usable."""
+        if usable:
+            self._usable |= 1 << tier
+        else:
+            self._usable &= ~(1 << tier)
+
+    def take_unsent(self) -> dict[int, list[Key]]:
+        """Return the keys to ask each tier for, and forget that they are unsent."""
+        unsent, self._unsent = self._unsent, {}
+        return unsent
+
+    def end_step(self) -> None:
+        """Let the next step promote behind this step's gaps."""
+        for search in self._with_gaps:
+            search.gaps.clear()
+        self._with_gaps.clear()
+
+    def reset(self) -> None:
+        """Forget all probes; late answers will be ignored. Tiers keep what they have."""
+        self._probes.clear()
+        self._unsent.clear()
+        for search in self._searches.values():
+            search.failed.clear()
+
+    def _ask(self, key: Key, request: RequestId, allowed: TierSet) -> None:
+        probe = self._probes.get(key)
+        if probe is None:
+            probe = self._probes[key] = _Probe()
+        probe.waiters.add(request)
+        unasked = allowed & ~probe.asked
+        if unasked:
+            probe.asked |= unasked
+            probe.pending |= unasked
+            for tier in range(self._tier_count):
+                if unasked >> tier & 1:
+                    self._unsent.setdefault(tier, []).append(key)
+
+    def _unlearn(self, key: Key, bit: TierSet) -> None:
+        tiers = self._known.get(key, 0) & ~bit
+        if tiers:
+            self._known[key] = tiers
+        else:
+            self._known.pop(key, None)
