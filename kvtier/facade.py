@@ -22,15 +22,16 @@ A scheduler's step looks like this::
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 import structlog
 
 from kvtier import messages as m
 from kvtier.cells import NO_REPLY, EngineCell
 from kvtier.errors import Closed, Misuse
-from kvtier.metrics import Statistics
+from kvtier.metrics import OBSERVATIONS_MAX, Observations, Statistics, TierObservations
 from kvtier.states import ANSWERS, BlockState
 
 if TYPE_CHECKING:
@@ -54,6 +55,12 @@ Seldom, since passing time also sends the step's probes, which are better sent t
 """
 
 
+LOOKUPS_A_SAMPLE: Final = 64
+"""One lookup in this many is timed: timing each would cost as much as a tenth of it."""
+
+T = TypeVar("T")
+
+
 class SchedulerFacade:
     """The synchronous face of one runtime. Build it with ``kvtier.open_runtime``."""
 
@@ -75,6 +82,8 @@ class SchedulerFacade:
         self._clock = clock
         self._closed = False
         self._is_quiet = False
+        self._lookups = 0
+        self._lookup_seconds: deque[float] = deque(maxlen=OBSERVATIONS_MAX)
         self._last_tick = clock()
         self._ask(m.Tick(now=self._last_tick))
 
@@ -105,7 +114,13 @@ class SchedulerFacade:
         PROBING and FILLING end by the tiers' deadlines, whatever tiers do.
         An unknown request is never served from a tier.
         """
-        state = self._ask(m.Lookup(key=key, request=request))
+        self._lookups += 1
+        if self._lookups % LOOKUPS_A_SAMPLE:
+            state = self._ask(m.Lookup(key=key, request=request))
+        else:
+            started = time.perf_counter()
+            state = self._ask(m.Lookup(key=key, request=request))
+            self._lookup_seconds.append(time.perf_counter() - started)
         if state is BlockState.READY:
             return BlockState.READY
         if state is NO_REPLY:
@@ -208,8 +223,9 @@ class SchedulerFacade:
         return sum(sum(link.in_flight()) for link in self._links)
 
     def has_pending_work(self) -> bool:
-        """Tell whether tiers are at work, so that the scheduler should go on stepping."""
-        return self.get_finished() > 0
+        """Tell whether it is worth stepping on: a tier may still end something in time."""
+        self.get_finished()
+        return any(link.awaited() for link in self._links)
 
     def take_events(self) -> list[Event]:
         """Return what became resident or went since the last call, in order for each tier."""
@@ -247,6 +263,21 @@ class SchedulerFacade:
             faults=self._cell.faults,
         )
 
+    def take_observations(self) -> Observations:
+        """Return the single measurements since the last call, for histograms."""
+        tiers = tuple(
+            TierObservations(
+                probe_seconds=_drained(link.counts.probe_seconds),
+                promotion_seconds=_drained(link.counts.promotion_seconds),
+            )
+            for link in self._links
+        )
+        return Observations(
+            allocation_sizes=_drained(self._primary.counts.allocation_sizes),
+            lookup_seconds=_drained(self._lookup_seconds),
+            tiers=tiers,
+        )
+
     def close(self) -> bool:
         """End all tiers, waiting at most ``close_timeout_s`` in all. Safe to call twice.
 
@@ -279,3 +310,9 @@ class SchedulerFacade:
     def _check_open(self) -> None:
         if self._closed:
             raise Closed("the runtime is closed. Open a new one with kvtier.open_runtime.")
+
+
+def _drained(observations: deque[T]) -> list[T]:
+    drained = list(observations)
+    observations.clear()
+    return drained

@@ -6,8 +6,14 @@ only grow; lists of observations are drained by whoever exports them.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
+
+
+OBSERVATIONS_MAX: Final = 10_000
+"""Observations that nobody takes are dropped beyond this many, the oldest first."""
 
 
 class PrimaryCounts:
@@ -21,7 +27,8 @@ class PrimaryCounts:
         self.stores_skipped = 0  # below store_threshold
         self.stores_dropped = 0  # no room
         self.unknown_completions = 0
-        self.allocation_sizes: list[int] = []  # observations: blocks wanted a store
+        # Observations: blocks wanted, one a store.
+        self.allocation_sizes: deque[int] = deque(maxlen=OBSERVATIONS_MAX)
 
 
 class TierCounts:
@@ -50,8 +57,9 @@ class TierCounts:
         self.unknown_completions = 0  # doubled, or never asked for
         self.breaker_opened = 0
         self.broke = 0
-        self.probe_seconds: list[float] = []  # observations: asked until answered
-        self.promotion_seconds: list[tuple[float, bool]] = []  # job length, success
+        # Observations: from asking until the answer; a job's length and success.
+        self.probe_seconds: deque[float] = deque(maxlen=OBSERVATIONS_MAX)
+        self.promotion_seconds: deque[tuple[float, bool]] = deque(maxlen=OBSERVATIONS_MAX)
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,23 @@ class TierStatistics:
     cascade_slots: int
     counts: Mapping[str, int | float]  #: the numbers of ``TierCounts``, by name
     backend: Mapping[str, int] = field(default_factory=dict)  #: the backend's own counters
+
+
+@dataclass(frozen=True)
+class TierObservations:
+    """Single measurements of one tier since they were last taken."""
+
+    probe_seconds: list[float]  #: one a probe: from asking until the answer was taken in
+    promotion_seconds: list[tuple[float, bool]]  #: one a job: its length, and its success
+
+
+@dataclass(frozen=True)
+class Observations:
+    """Single measurements since they were last taken, for histograms."""
+
+    allocation_sizes: list[int]  #: one a store: blocks that wanted a slot
+    lookup_seconds: list[float]  #: a sample: time inside ``lookup``
+    tiers: tuple[TierObservations, ...]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtier import messages as m
@@ -49,11 +50,11 @@ def open_runtime(
         )
     engine_policy = make_policy(config.eviction_policy, config.slot_count)
     backends = _make_backends(config, namespace)
-    policies = [_tier_policy(config, tier, backend) for tier, backend in enumerate(backends)]
+    policies = [_policy_maker(config, tier, backend) for tier, backend in enumerate(backends)]
 
     engine = build_engine(config, engine_policy, collect_events=collect_events)
     tier_cells = []
-    for tier, backend, policy, link in zip(
+    for tier, backend, make_tier_policy, link in zip(
         config.tiers, backends, policies, engine.links, strict=True
     ):
         cell = TierCell(
@@ -62,9 +63,9 @@ def open_runtime(
             memory,
             engine.cell.inbox(link),
             messages_max=config.mailbox_messages_max,
-            policy=policy,
+            make_policy=make_tier_policy,
         )
-        link.tier = cell.mailbox
+        link.tier = cell
         tier_cells.append(cell)
     for cell in tier_cells:
         cell.start()
@@ -141,8 +142,13 @@ def _make_backends(config: RuntimeConfig, namespace: Namespace) -> list[Backend]
     return backends
 
 
-def _tier_policy(config: RuntimeConfig, tier: int, backend: Backend) -> EvictionPolicy | None:
+def _policy_maker(
+    config: RuntimeConfig, tier: int, backend: Backend
+) -> Callable[[], EvictionPolicy] | None:
+    """Return what makes the tier's own policy, if it has a capacity to keep to."""
     capacity = backend.traits.capacity_blocks
     if capacity is None:
         return None
-    return make_policy(config.tiers[tier].eviction_policy, capacity)
+    make = partial(make_policy, config.tiers[tier].eviction_policy, capacity)
+    make()  # an unknown name is refused here, at the door
+    return make

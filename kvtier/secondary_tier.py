@@ -95,6 +95,10 @@ class SecondaryTier(Actor):
         self._in_use: Counter[Key] = Counter()  # held at the policy: being loaded, or just stored
         self._making_room: list[tuple[_Job, list[int]]] = []  # parts that wait for victims
 
+    def is_idle(self) -> bool:
+        """Tell whether nothing waits and nothing is at the backend."""
+        return not (self._parts or self._loads or self._stores or self._making_room)
+
     # --- what the link asks for ---
 
     def _probe(self, message: m.Probe) -> None:

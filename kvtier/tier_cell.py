@@ -12,6 +12,7 @@ import asyncio
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import anyio
@@ -37,12 +38,25 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("kvtier")
 
+RESTART_PAUSE_S: Final = 1.0
+RESTART_PAUSE_S_MAX: Final = 60.0
+"""How long a cell that broke waits before it begins anew: doubled each time, up to this."""
+
+QUIET_POLL_S: Final = 0.1
+ABANDON_S: Final = 0.5
+CLOSE_BACKEND_S: Final = 2.0
+
 DIGEST_THREADS: Final = 2
 """Digests run at memory speed and release the GIL: more threads would only wait for memory."""
 
 
 class TierCell:
-    """Runs one tier's actors and its backend. ``start`` and ``close`` belong to the owner."""
+    """Runs one tier's actors and its backend. ``start`` and ``close`` belong to the owner.
+
+    When an actor raises, or the backend can't be opened, the link is told, the
+    cell waits until none of its threads can touch a slot, and after a pause
+    begins anew with fresh actors.
+    """
 
     def __init__(
         self,
@@ -52,37 +66,60 @@ class TierCell:
         link: Mailbox,
         *,
         messages_max: int,
-        policy: EvictionPolicy | None = None,
+        make_policy: Callable[[], EvictionPolicy] | None = None,
     ) -> None:
         self.name = name
         self.backend = backend
+        self._memory = memory
         self._link = link
         self._messages_max = messages_max
+        self._make_policy = make_policy
         self._arrived: deque[tuple[Actor | BackendDriver, Message]] = deque()
+        self._taking = threading.Lock()
+        self._is_taking = True
         self._wake: Callable[[], None] = lambda: None
-        self._stopping = False
-        self._driver = BackendDriver(name, backend, memory, self._from_driver)
-        self._tier = SecondaryTier(name, backend.traits)
-        self._tier.link = link
-        self._tier.driver = _CellMailbox(self, self._driver)
-        if policy is not None:
-            actor = PolicyActor(f"policy:{name}", policy)
-            actor.host = _CellMailbox(self, self._tier)
-            self._tier.policy = _CellMailbox(self, actor)
+        self._ending = threading.Event()
+        self._abandoned = False
+        self._broke_of: str | None = None  # why the cell is cut off, as it is in the log
+        self._build()
         self._thread = threading.Thread(target=self._run, name=f"kvtier-{name}", daemon=True)
 
-    @property
-    def mailbox(self) -> Mailbox:
-        """Where the link posts. Any thread; refuses when ``messages_max`` are waiting."""
-        return _BoundedMailbox(self, self._tier, self._messages_max)
+    def _build(self) -> None:
+        """Make fresh actors, and wire them to one another."""
+        self._driver = BackendDriver(
+            self.name, self.backend, self._memory, lambda message: self._later(self._tier, message)
+        )
+        self._tier = SecondaryTier(self.name, self.backend.traits)
+        self._tier.link = self._link
+        self._tier.driver = _CellMailbox(self, self._driver)
+        if self._make_policy is not None:
+            policy = PolicyActor(f"policy:{self.name}", self._make_policy())
+            policy.host = _CellMailbox(self, self._tier)
+            self._tier.policy = _CellMailbox(self, policy)
 
     def start(self) -> None:
         """Start the thread. The backend is opened on it; nothing here waits for that."""
         self._thread.start()
 
+    def post(self, message: Message) -> bool:
+        """Take a message for the tier's actor, from any thread. The cell is its mailbox.
+
+        False: ``messages_max`` messages wait, or the cell is ending or cut off.
+        """
+        # Under the lock: a message must not slip in behind the clearing of a cell
+        # that broke, and be carried out by the next one for slots long given away.
+        with self._taking:
+            if not self._is_taking or len(self._arrived) >= self._messages_max:
+                return False
+            self._arrived.append((self._tier, message))
+        self._wake()
+        return True
+
     def ask_to_end(self) -> None:
-        """Ask the cell to end. Returns at once."""
-        self._stopping = True
+        """Take nothing more, end what was begun, then end. Returns at once."""
+        with self._taking:
+            self._is_taking = False
+        self._ending.set()
         self._wake()
 
     def close(self, timeout_s: float) -> bool:
@@ -93,58 +130,86 @@ class TierCell:
         """
         self.ask_to_end()
         self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._abandoned = True
+            self._wake()
+            self._thread.join(ABANDON_S)
         return not self._thread.is_alive() and self._driver.is_quiet()
 
-    def deliver_later(self, actor: Actor | BackendDriver, message: Message) -> None:
-        """Queue a message, from any thread, and wake the loop."""
+    def _later(self, actor: Actor | BackendDriver, message: Message) -> None:
+        """Queue a message from within the cell."""
         self._arrived.append((actor, message))
         self._wake()
 
-    def has_ended(self) -> bool:
-        """Tell whether nothing will be delivered any more."""
-        return self._thread.ident is not None and not self._thread.is_alive()
-
-    def waiting(self) -> int:
-        """How many messages wait."""
-        return len(self._arrived)
-
-    def _from_driver(self, message: Message) -> None:
-        self.deliver_later(self._tier, message)
+    # --- the cell's thread ---
 
     def _run(self) -> None:
-        try:
-            anyio.run(self._main)
-        except BaseException as error:
-            log.exception("tier broke", tier=self.name)
-            self._link.post(m.TierBroke(reason=f"{type(error).__name__}: {error}"))
-        self._driver.stop()
-        if self._driver.is_quiet():
-            self._link.post(m.TierFenced())
+        pause_s = RESTART_PAUSE_S
+        while not self._ending.is_set():
+            try:
+                anyio.run(self._live)
+            except Exception as error:
+                self._break_down(error)
+                if self._ending.wait(pause_s):
+                    return
+                pause_s = min(2 * pause_s, RESTART_PAUSE_S_MAX)
+                self._build()
 
-    async def _main(self) -> None:
+    def _break_down(self, error: Exception) -> None:
+        with self._taking:
+            self._is_taking = False
+            self._arrived.clear()
+        cause = _innermost(error)
+        reason = f"{type(cause).__name__}: {cause}"
+        if reason != self._broke_of:
+            self._broke_of = reason
+            log.error("tier broke", tier=self.name, error=reason)
+        self._link.post(m.TierBroke(reason=reason))
+        self._driver.stop()
+        while not self._driver.is_quiet():
+            if self._ending.wait(QUIET_POLL_S):
+                return
+        self._link.post(m.TierFenced())
+
+    def _back_again(self) -> None:
+        """Take messages again, after the backend of a cell that broke could be opened."""
+        if self._broke_of is not None:
+            log.warning("tier is back", tier=self.name)
+            self._broke_of = None
+            with self._taking:
+                self._is_taking = not self._ending.is_set()
+            self._link.post(m.TierRestarted())
+
+    async def _live(self) -> None:
+        """Open the backend and deliver messages until the cell is to end."""
         event = anyio.Event()
         loop = asyncio.get_running_loop()
 
         def wake() -> None:
-            # From any thread. Closed: the loop is gone, and so is what would be woken.
-            try:
+            # From any thread. Once the loop is closed there is nothing left to wake.
+            with suppress(RuntimeError):
                 loop.call_soon_threadsafe(lambda: event.set())
-            except RuntimeError:
-                return
 
         self._wake = wake
         await self.backend.open()
-        async with anyio.create_task_group() as tasks:
-            self._driver.tasks = tasks
-            while not self._stopping:
-                event = anyio.Event()
-                while self._arrived:
-                    actor, message = self._arrived.popleft()
-                    actor.receive(message)
-                if not self._stopping:
+        self._back_again()
+        try:
+            async with anyio.create_task_group() as tasks:
+                self._driver.tasks = tasks
+                while True:
+                    event = anyio.Event()
+                    while self._arrived:
+                        actor, message = self._arrived.popleft()
+                        actor.receive(message)
+                    if self._abandoned or (self._ending.is_set() and self._tier.is_idle()):
+                        break
                     await event.wait()
-            tasks.cancel_scope.cancel()
-        await self.backend.close()
+                tasks.cancel_scope.cancel()
+        finally:
+            self._wake = lambda: None
+            self._driver.stop()
+            with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_BACKEND_S):
+                await self.backend.close()
 
 
 class _CellMailbox:
@@ -156,23 +221,7 @@ class _CellMailbox:
 
     def post(self, message: Message) -> bool:
         """Take the message."""
-        self._cell.deliver_later(self._actor, message)
-        return True
-
-
-class _BoundedMailbox:
-    """The tier's mailbox for the engine cell."""
-
-    def __init__(self, cell: TierCell, actor: Actor, messages_max: int) -> None:
-        self._cell = cell
-        self._actor = actor
-        self._messages_max = messages_max
-
-    def post(self, message: Message) -> bool:
-        """Take the message, unless too many wait or the cell has ended."""
-        if self._cell.waiting() >= self._messages_max or self._cell.has_ended():
-            return False
-        self._cell.deliver_later(self._actor, message)
+        self._cell._later(self._actor, message)  # noqa: SLF001 - the cell's own mailbox
         return True
 
 
@@ -291,3 +340,10 @@ def _checked(block: LoadBlock, loaded: Loaded, *, accepts_unchecked: bool) -> Ou
         return Outcome.DONE if accepts_unchecked else Outcome.DAMAGED
     sound = block_digest(block.key, block.buffer) == loaded.digest
     return Outcome.DONE if sound else Outcome.DAMAGED
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """Return the first real error in a task group's exception group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -271,11 +271,12 @@ class TierLink(Actor):
 
     def _tier_broke(self, message: m.TierBroke) -> None:
         """Cut the tier off. Its threads may still be at work, so slots stay as they are."""
-        self.counts.broke += 1
+        if self._breaker.state is not BreakerState.CUT_OFF:
+            self.counts.broke += 1
+            self.log.post(
+                m.Notice(event="tier cut off", tier=self._tier_config.name, detail=message.reason)
+            )
         self._breaker.broke()
-        self.log.post(
-            m.Notice(event="tier cut off", tier=self._tier_config.name, detail=message.reason)
-        )
         for probe in self._probes.values():
             self._end_probe(probe.keys, (False,) * len(probe.keys))
         self._probes.clear()
@@ -385,6 +386,10 @@ class TierLink(Actor):
         loads = sum(job.is_load for job in self._jobs.values())
         return len(self._probes), loads, len(self._jobs) - loads
 
+    def awaited(self) -> int:
+        """Return how many probes and jobs may still end in time."""
+        return len(self._probes) + sum(not job.abandoned for job in self._jobs.values())
+
     def statistics(self) -> TierStatistics:
         """Return a frozen snapshot, without the backend's own counters."""
         probes, loads, stores = self.in_flight()
@@ -399,6 +404,6 @@ class TierLink(Actor):
             counts={
                 name: value
                 for name, value in vars(self.counts).items()
-                if not isinstance(value, list)
+                if isinstance(value, int | float)
             },
         )

@@ -1,0 +1,254 @@
+"""vLLM's ``OffloadingManager``, answered by kvtier's facade.
+
+Every method of the interface in vLLM 0.32 and 0.33. All of them run on vLLM's
+scheduler thread; tiers work on threads of their own and never enter here, so
+the lock that 0.33 asks for is an empty one.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Final
+
+from typing_extensions import override
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadPolicy,
+    PrepareStoreOutput,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvtier.events import PRIMARY, Event, EventKind
+from kvtier.registry import backend_class
+from kvtier.runtime import open_runtime
+from kvtier.states import BlockState
+from kvtier.vllm.metrics import MetricsExporter
+from kvtier.vllm.settings import read_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Sequence
+
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        OffloadingConnectorStats,
+    )
+    from vllm.v1.kv_offload.base import LoadStoreSpec, ReqContext, ScheduleEndContext
+
+    from kvtier.backend import Namespace
+    from kvtier.config import RuntimeConfig, TierConfig
+    from kvtier.facade import SchedulerFacade
+    from kvtier.memory import SlotMemory
+    from kvtier.vllm.spec import KVTierOffloadingSpec, Region
+
+_RESULTS: Final = {
+    BlockState.ABSENT: LookupResult.MISS,
+    BlockState.PROBING: LookupResult.RETRY,
+    BlockState.FILLING: LookupResult.HIT_PENDING,
+    BlockState.READY: LookupResult.HIT,
+}
+
+_TELLS_WHEN_FLUSHED: Final = hasattr(OffloadingManager, "on_reset_flushed")
+"""vLLM 0.33 says when workers have let go of what they had at a reset; 0.32 doesn't."""
+
+
+def build_manager(
+    *, spec: KVTierOffloadingSpec, memory: SlotMemory, namespace: Namespace, region: Region
+) -> KVTierManager:
+    """Start the runtime for one engine. Scheduler process only."""
+    config = read_settings(
+        spec.extra_config, slot_count=spec.slot_count, block_bytes=spec.block_bytes
+    )
+    facade = open_runtime(
+        config,
+        memory,
+        namespace,
+        collect_events=spec.kv_events_config.enable_kv_cache_events,
+    )
+    return KVTierManager(facade, config, spec, memory, region)
+
+
+class _Tier:
+    """What vLLM wants to know of one secondary tier."""
+
+    def __init__(self, config: TierConfig) -> None:
+        self.name = config.name
+        self.medium = Medium(backend_class(config.type).medium)
+        self.locality = None if config.locality is None else Locality(config.locality)
+        self.hit_source = CacheHitSource.HOST if self.medium is Medium.CPU else CacheHitSource.DISK
+
+
+class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stubs
+    """One engine's manager. Scheduler thread only."""
+
+    def __init__(
+        self,
+        facade: SchedulerFacade,
+        config: RuntimeConfig,
+        spec: KVTierOffloadingSpec,
+        memory: SlotMemory,
+        region: Region,
+    ) -> None:
+        self.facade = facade
+        self._memory = memory
+        self._region = region
+        self._unlinked = False
+        self._info = getattr(spec, "cpu_info", None)  # vLLM 0.33
+        self._tiers = [_Tier(tier) for tier in config.tiers]
+        self._all_tiers = (1 << len(self._tiers)) - 1
+        self._several_groups = len(spec.config.groups) > 1
+        wants_requests = any(tier.request_level for tier in config.tiers)
+        self._context = RequestOffloadingContext(
+            policy=OffloadPolicy.REQUEST_LEVEL if wants_requests else OffloadPolicy.CHUNK_LEVEL
+        )
+        self._metrics = MetricsExporter(facade, config)
+        # A step that is scheduled has been executed when as many more have been
+        # scheduled as the engine keeps in flight: two with async scheduling, one
+        # a pipeline stage. Twice that, and one more, is on the safe side.
+        self._flush_steps = 2 * max(2, int(spec.config.parallel.pp_size)) + 1
+        self._flush_steps_left = 0
+
+    # --- requests ---
+
+    @override
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        allows = req_context.load_tier_filter.allows
+        tiers = sum(
+            1 << number
+            for number, tier in enumerate(self._tiers)
+            if allows(tier.medium, tier.locality)
+        )
+        self.facade.on_request_started(req_context.req_id, tiers=tiers)
+        return self._context
+
+    @override
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self.facade.on_request_finished(req_context.req_id, self._order(req_context))
+
+    def _order(self, req_context: ReqContext) -> list[bytes] | None:
+        """Sort a request's keys from head to tail where groups come one after the other."""
+        if not self._several_groups:
+            return None
+        positions: dict[bytes, int] = getattr(req_context, "_offload_key_positions", {})
+        return sorted(positions, key=positions.__getitem__)
+
+    # --- lookups and loads ---
+
+    @override
+    def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
+        return _RESULTS[self.facade.lookup_state(key, req_context.req_id)]
+
+    @override
+    def get_load_source(self, key: bytes, req_context: ReqContext) -> CacheHitSource:
+        tier = self.facade.load_source(key, req_context.req_id)
+        return CacheHitSource.HOST if tier == PRIMARY else self._tiers[tier].hit_source
+
+    @override
+    def prepare_load(self, keys: Collection[bytes], req_context: ReqContext) -> LoadStoreSpec:
+        return CPULoadStoreSpec(self.facade.prepare_load(keys, req_context.req_id))
+
+    @override
+    def complete_load(self, keys: Collection[bytes], req_context: ReqContext) -> None:
+        self.facade.complete_load(keys, req_context.req_id)
+
+    @override
+    def touch(self, keys: Collection[bytes], req_context: ReqContext) -> None:
+        self.facade.touch(keys, req_context.req_id)
+
+    # --- stores ---
+
+    @override
+    def prepare_store(
+        self, keys: Collection[bytes], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        grant = self.facade.prepare_store(keys, req_context.req_id)
+        if grant is None:
+            return None
+        return PrepareStoreOutput(
+            keys_to_store=grant.keys,
+            store_spec=CPULoadStoreSpec(grant.slots),
+            evicted_keys=grant.evicted,
+        )
+
+    @override
+    def complete_store(
+        self, keys: Collection[bytes], req_context: ReqContext, success: bool = True
+    ) -> None:
+        self.facade.complete_store(keys, req_context.req_id, success=success)
+
+    # --- steps ---
+
+    @override
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self.facade.step_end()
+        if not self._unlinked:
+            self._unlinked = self._region.try_unlink()
+        if self._flush_steps_left:
+            self._flush_steps_left -= 1
+            if not self._flush_steps_left:
+                self.facade.on_reset_flushed()
+
+    @override
+    def has_pending_work(self) -> bool:
+        return self._flush_steps_left > 0 or self.facade.has_pending_work()
+
+    @override
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return list(self._translated(self.facade.take_events()))
+
+    def _translated(self, events: Sequence[Event]) -> Iterator[OffloadingEvent]:
+        for event in events:
+            if event.kind is EventKind.CLEARED:
+                continue  # vLLM announces a reset itself
+            removed = event.kind is EventKind.REMOVED
+            if event.tier == PRIMARY:
+                yield OffloadingEvent(keys=list(event.keys), medium=Medium.CPU, removed=removed)
+            else:
+                tier = self._tiers[event.tier]
+                yield OffloadingEvent(
+                    keys=list(event.keys),
+                    medium=tier.medium,
+                    removed=removed,
+                    locality=tier.locality,
+                    ownership=tier.name,
+                )
+
+    @override
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        return self._metrics.take()
+
+    # --- resets and the end ---
+
+    @override
+    def reset_cache(self) -> None:
+        self.facade.reset()
+        if not _TELLS_WHEN_FLUSHED:
+            self._flush_steps_left = self._flush_steps
+
+    def on_reset_flushed(self) -> None:
+        """Release what workers had in use at the last reset (called by vLLM 0.33)."""
+        self.facade.on_reset_flushed()
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Guard nothing: no thread but the scheduler's ever enters (asked for by vLLM 0.33)."""
+        return nullcontext()
+
+    def config_info(self) -> list[dict[str, Any]]:
+        """Return the labels of vLLM 0.33's info metric, one mapping a tier."""
+        primary = {} if self._info is None else dict(self._info.as_config_info())
+        return [{**primary, "tier": "0:primary"}, *({"tier": tier.name} for tier in self._tiers)]
+
+    @override
+    def shutdown(self) -> None:
+        if self.facade.close():
+            self._memory.release()
+            self._region.close()
+        else:
+            # A hung tier may still touch the slots. Without a name, the memory
+            # goes with the process.
+            self._region.try_unlink()

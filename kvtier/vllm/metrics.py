@@ -1,0 +1,179 @@
+"""Metrics: vLLM's own names where vLLM has them, ``kvtier:`` for the rest.
+
+vLLM takes increments of counters, values of gauges and lists of observations
+with each step's statistics; Prometheus sees the sums.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
+from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
+from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
+from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
+
+from kvtier.states import BreakerState
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vllm.v1.kv_offload.base import OffloadingMetricMetadata
+
+    from kvtier.config import RuntimeConfig
+    from kvtier.facade import SchedulerFacade
+    from kvtier.metrics import PrimaryStatistics, TierStatistics
+
+_Label = tuple[str, ...]
+
+_PRIMARY_LABEL: Final[_Label] = ("0:primary",)
+_PROMOTION_LATENCY: Final = getattr(TieringOffloadingMetrics, "PROMOTION_LATENCY", None)
+
+_VLLM_TIER_COUNTERS: Final = {
+    "queries": TieringOffloadingMetrics.CHUNK_QUERIES,
+    "hits": TieringOffloadingMetrics.CHUNK_HITS,
+    "read_bytes": TieringOffloadingMetrics.READ_BYTES,
+    "read_seconds": TieringOffloadingMetrics.READ_TIME,
+    "write_bytes": TieringOffloadingMetrics.WRITE_BYTES,
+    "write_seconds": TieringOffloadingMetrics.WRITE_TIME,
+    "promotion_jobs_failed": TieringOffloadingMetrics.PROMOTION_JOB_FAILURES,
+    "cascade_jobs_failed": TieringOffloadingMetrics.CASCADE_JOB_FAILURES,
+}
+"""Counts of one tier that vLLM has a name for: name in ``TierCounts`` → metric."""
+
+_OWN_TIER_COUNTERS: Final = {
+    "absent": "Blocks that a load did not find, though the tier was said to have them.",
+    "damaged": "Blocks whose bytes failed their check; each was treated as a miss.",
+    "failed": "Blocks whose load or store failed at the medium.",
+    "full": "Blocks that a tier had no room for.",
+    "cascades_dropped": "Blocks not sent to a tier that is sick, full or has too much to do.",
+    "promotions_dropped": "Blocks not loaded from a tier that is sick or has too much to do.",
+    "jobs_timed_out": "Jobs that had not ended at their deadline.",
+    "probes_timed_out": "Probes that had no answer at their deadline.",
+    "late_completions": "Jobs and probes that ended after their deadline, or twice.",
+    "unknown_completions": "Completions of jobs that never were.",
+    "breaker_opened": "How often a tier was left alone after failures in a row.",
+    "broke": "How often a tier was cut off because its own code raised.",
+}
+
+_OWN_PRIMARY_COUNTERS: Final = {
+    "evictions": "Blocks evicted from the primary tier.",
+    "stores_dropped": "Blocks not stored for want of room in the primary tier.",
+    "unknown_completions": "Loads and stores completed by the engine that never began.",
+}
+
+_SLOT_STATES: Final = ("free", "filling_from_gpu", "filling_from_tiers", "ready", "quarantined")
+
+_FAULTS: Final = "kvtier:faults"
+_SLOTS: Final = "kvtier:primary_slots"
+_BREAKER: Final = "kvtier:tier_breaker_state"
+
+
+def metric_definitions(_extra_config: Mapping[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+    """Return the metrics that only kvtier has, by name."""
+    definitions: dict[str, OffloadingMetricMetadata] = {
+        _FAULTS: OffloadingCounterMetadata(documentation="Message handlers that raised."),
+        _SLOTS: OffloadingGaugeMetadata(
+            documentation="Slots of the primary tier, by state.", labelnames=("state",)
+        ),
+        _BREAKER: OffloadingGaugeMetadata(
+            documentation="0: tier in use, 1: left alone, 2: on trial, 3: cut off.",
+            labelnames=("tier",),
+        ),
+    }
+    for name, text in _OWN_TIER_COUNTERS.items():
+        definitions[f"kvtier:tier_{name}"] = OffloadingCounterMetadata(
+            documentation=text, labelnames=("tier",)
+        )
+    for name, text in _OWN_PRIMARY_COUNTERS.items():
+        definitions[f"kvtier:primary_{name}"] = OffloadingCounterMetadata(documentation=text)
+    return definitions
+
+
+class MetricsExporter:
+    """Turns what has changed since the last call into vLLM's statistics."""
+
+    def __init__(self, facade: SchedulerFacade, config: RuntimeConfig) -> None:
+        self._facade = facade
+        self._counts_skipped_stores = config.store_threshold >= 2
+        self._before: dict[tuple[str, _Label], float] = {}
+
+    def take(self) -> OffloadingConnectorStats:
+        """Return the increments, gauges and observations since the last call."""
+        stats = OffloadingConnectorStats()
+        now = self._facade.statistics()
+        self._count(stats, _FAULTS, now.faults)
+        self._take_primary(stats, now.primary)
+        for tier in now.tiers:
+            self._take_tier(stats, tier, now.primary.slot_count)
+        self._take_observations(stats, [tier.name for tier in now.tiers])
+        return stats
+
+    def _take_primary(self, stats: OffloadingConnectorStats, now: PrimaryStatistics) -> None:
+        writing = (now.filling_from_gpu_slots + now.filling_from_tiers_slots) / now.slot_count
+        reading = now.pinned_slots / now.slot_count
+        stats.set_gauge(CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC, writing + reading)
+        stats.set_gauge(CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC, writing)
+        stats.set_gauge(CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC, reading)
+        for state in _SLOT_STATES:
+            stats.set_gauge(_SLOTS, getattr(now, f"{state}_slots"), (state,))
+        for name in _OWN_PRIMARY_COUNTERS:
+            self._count(stats, f"kvtier:primary_{name}", getattr(now, name))
+        self._count(
+            stats, TieringOffloadingMetrics.PROMOTION_ALLOCATION_FAILURES, now.promotions_refused
+        )
+        if self._counts_skipped_stores:
+            self._count(stats, CPUOffloadingMetrics.STORES_SKIPPED, now.stores_skipped)
+        self._count(stats, TieringOffloadingMetrics.CHUNK_QUERIES, now.queries, _PRIMARY_LABEL)
+        self._count(stats, TieringOffloadingMetrics.CHUNK_HITS, now.hits, _PRIMARY_LABEL)
+
+    def _take_tier(
+        self, stats: OffloadingConnectorStats, now: TierStatistics, slot_count: int
+    ) -> None:
+        label = (now.name,)
+        for name, metric in _VLLM_TIER_COUNTERS.items():
+            self._count(stats, metric, now.counts[name], label)
+        for name in _OWN_TIER_COUNTERS:
+            self._count(stats, f"kvtier:tier_{name}", now.counts[name], label)
+        gauges = {
+            TieringOffloadingMetrics.PRIMARY_WRITE_USAGE_PERC: now.promotion_slots / slot_count,
+            TieringOffloadingMetrics.PRIMARY_READ_USAGE_PERC: now.cascade_slots / slot_count,
+            TieringOffloadingMetrics.ACTIVE_PROMOTION_JOBS: now.promotion_jobs_in_flight,
+            TieringOffloadingMetrics.ACTIVE_CASCADE_JOBS: now.cascade_jobs_in_flight,
+            _BREAKER: int(BreakerState[now.breaker]),
+        }
+        for metric, value in gauges.items():
+            stats.set_gauge(metric, value, label)
+
+    def _take_observations(self, stats: OffloadingConnectorStats, names: list[str]) -> None:
+        observations = self._facade.take_observations()
+        for size in observations.allocation_sizes:
+            stats.observe_histogram(CPUOffloadingMetrics.CPU_ALLOCATION_SIZE, size)
+        for seconds in observations.lookup_seconds:
+            stats.observe_histogram(
+                TieringOffloadingMetrics.LOOKUP_SYNC_DELAY, seconds, _PRIMARY_LABEL
+            )
+        for name, tier in zip(names, observations.tiers, strict=True):
+            for seconds in tier.probe_seconds:
+                stats.observe_histogram(
+                    TieringOffloadingMetrics.LOOKUP_ASYNC_DELAY, seconds, (name,)
+                )
+            if _PROMOTION_LATENCY is not None:
+                for seconds, success in tier.promotion_seconds:
+                    result = "success" if success else "failure"
+                    stats.observe_histogram(_PROMOTION_LATENCY, seconds, (name, result))
+
+    def _count(
+        self,
+        stats: OffloadingConnectorStats,
+        metric: str,
+        value: float,
+        label: _Label = (),
+    ) -> None:
+        """Report how much a counter has grown; one that stands still is left out."""
+        grown = value - self._before.get((metric, label), 0)
+        if grown:
+            self._before[metric, label] = value
+            stats.increase_counter(metric, grown, label)

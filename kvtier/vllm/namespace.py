@@ -1,0 +1,283 @@
+"""Collects what changes the bytes of a block: the namespace of persistent tiers.
+
+A block that some engine stored may be served by another one only if both would
+have computed the same bytes. The block's key covers what a request brings: its
+tokens, and through vLLM's extra keys LoRA adapters, multimodal inputs, prompt
+embeddings and the cache salt. So none of those is a fact here. The namespace
+covers what an engine brings: weights, positions, KV format and geometry.
+
+The scheduler-side spec is given an ``OffloadingConfig`` only. Workers see the
+whole configuration, so rank 0 collects ``worker_facts`` and leaves them in the
+region's header, and the scheduler joins the two. Facts are few, plain and
+readable, so that two ``namespace.json`` can be compared by eye; what is large
+goes in as a digest. A fact too many costs a cold start, a fact too few serves
+wrong bytes: when in doubt, it is in.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import vllm
+from vllm.platforms import current_platform
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+from vllm.v1.kv_offload.file_mapper import FileMapper
+
+from kvtier.backend import Namespace
+from kvtier.errors import InternalError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from vllm.v1.kv_offload.base import OffloadingSpec
+
+FORMAT_VERSION: Final = 1  #: raise it whenever the meaning of a row's bytes changes
+
+_PAGE_BYTES: Final = 4096
+_SAMPLES_A_FILE = 16
+_SAMPLE_BYTES = 4096
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_CONFIG_NOISE = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
+# With these the angles depend on the model's entries alone, not on the engine's length limit.
+_ROPE_TYPES_WITHOUT_LIMIT = frozenset({None, "default", "linear", "llama3", "mrope"})
+
+
+def worker_facts(vllm_config: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM has no stubs
+    """Return the facts that only a worker sees, as JSON values.
+
+    Call it on rank 0 while vLLM's current configuration is set (it is while
+    ``get_worker`` runs). Reads a few KiB of each local weights file.
+    """
+    model = vllm_config.model_config
+    cache = vllm_config.cache_config
+    return {
+        "vllm": ".".join(vllm.__version__.split(".")[:2]),
+        "platform": str(current_platform.device_type),
+        "attention_backends": _attention_backends(vllm_config),
+        "model": _model_facts(model),
+        "draft_model": _draft_facts(vllm_config.speculative_config),
+        "weights_load_format": _load_format(vllm_config),
+        "kv_cache_dtype": str(cache.cache_dtype),
+        "kv_cache_dtype_skip_layers": sorted(getattr(cache, "kv_cache_dtype_skip_layers", [])),
+        "sliding_window_disabled": bool(getattr(model, "disable_sliding_window", False)),
+        "pipeline_layer_partition": os.environ.get("VLLM_PP_LAYER_PARTITION"),
+        "block_hash": {
+            "algorithm": str(cache.prefix_caching_hash_algo),
+            "seed_digest": _hash_seed_digest(str(cache.prefix_caching_hash_algo)),
+        },
+    }
+
+
+def scheduler_facts(offloading_config: Any) -> dict[str, Any]:  # noqa: ANN401 - no stubs
+    """Return the facts in vLLM's ``OffloadingConfig``, as JSON values."""
+    parallel = offloading_config.parallel
+    canonical = bool(offloading_config.canonical_layout)
+    replicated = bool(offloading_config.replicated_layout)
+    # A row is the same for any number of ranks if they share one copy (replicated) or
+    # one layout (canonical). vLLM also calls plain rows of whole heads portable. They
+    # are not: rank-major rows put the layers of one rank before those of the next.
+    portable = replicated or (canonical and bool(parallel.is_parallelism_agnostic))
+    return {
+        "format": FORMAT_VERSION,
+        "model_name": str(offloading_config.model.name),
+        "kv_dtype": str(offloading_config.model.dtype),
+        "kv_cache_layout": offloading_config.kv_cache_layout,
+        "canonical_layout": canonical,
+        "replicated_layout": replicated,
+        "tokens_per_hash": int(offloading_config.cache.tokens_per_hash),
+        "blocks_per_chunk": int(offloading_config.cache.blocks_per_chunk),
+        "block_bytes": _block_bytes(offloading_config),
+        "groups": [
+            {
+                "group_id": int(group.group_id),
+                "tokens_per_block": int(group.tokens_per_block),
+                "layer_names": list(group.layer_names),
+            }
+            for group in offloading_config.groups
+        ],
+        "parallel": None
+        if portable
+        else {
+            "tp": int(parallel.tp_size),
+            "pp": int(parallel.pp_size),
+            "pcp": int(parallel.pcp_size),
+            "dcp": int(parallel.dcp_size),
+            "world": int(parallel.world_size),
+        },
+    }
+
+
+def build_namespace(
+    offloading_config: Any,  # noqa: ANN401 - vLLM has no stubs
+    worker: Mapping[str, Any] | None,
+) -> Namespace:
+    """Join both sides' facts, and add what vLLM's own fs tier would hash.
+
+    Raises ``InternalError`` if there are no worker facts: without them blocks of
+    different weights could meet in one folder.
+    """
+    if not worker:
+        raise InternalError(
+            "rank 0 has left no facts about the model in the shared region; its log says why"
+        )
+    facts = {**scheduler_facts(offloading_config), "worker": dict(worker)}
+    mapper = FileMapper.from_offloading_spec(
+        root_dir="",
+        offloading_spec=cast("OffloadingSpec", SimpleNamespace(config=offloading_config)),
+        parallel_agnostic=True,  # as vLLM's fs tier does
+    )
+    # Through JSON and back: facts that were written and read must equal these.
+    return Namespace(
+        facts=json.loads(json.dumps(facts, sort_keys=True)),
+        vllm_fields=dict(mapper.fields),
+        vllm_rank=int(mapper.rank),
+    )
+
+
+def _block_bytes(config: Any) -> int:  # noqa: ANN401 - vLLM has no stubs
+    copies = 1 if config.replicated_layout else config.parallel.world_size
+    size = config.worker_kv_bytes_per_block * copies * config.cache.blocks_per_chunk
+    return int(-(-size // _PAGE_BYTES) * _PAGE_BYTES)
+
+
+def _model_facts(model: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM has no stubs
+    config = _plain(model.hf_config.to_dict())
+    text = _plain(model.hf_text_config.to_dict())
+    quantization = {
+        "engine": _plain(getattr(model, "quantization_config", None)),
+        "checkpoint": config.get("quantization_config"),
+    }
+    return {
+        "name": str(model.model),
+        "revision": model.revision,
+        "code_revision": model.code_revision,
+        "commit": getattr(model.hf_config, "_commit_hash", None),
+        "weights": str(getattr(model, "model_weights", "") or model.model),
+        "weights_sample_digest": _weights_sample_digest(str(model.model)),
+        "config_digest": _digest(_without_noise(config)),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": None if model.quantization is None else str(model.quantization),
+        "quantization_digest": _digest(quantization),
+        "implementation": str(_plain(getattr(model, "model_impl", "auto"))),
+        "rope": _rope_facts(text, model),
+    }
+
+
+def _rope_facts(text: Mapping[str, Any], model: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Return how positions turn into angles, which are part of every stored K.
+
+    The configuration's digest has all of it; these stand for the reader's eye,
+    and for the engine's length limit, which some scalings look at.
+    """
+    names = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+    facts: dict[str, Any] = {name: text[name] for name in names if text.get(name) is not None}
+    if not _rope_types(facts) <= _ROPE_TYPES_WITHOUT_LIMIT:
+        facts["max_position_embeddings"] = text.get("max_position_embeddings")
+        facts["max_model_len"] = int(model.max_model_len)
+    return facts
+
+
+def _rope_types(value: Any) -> set[Any]:  # noqa: ANN401 - any JSON value
+    """Find every rope type, however deep (some models keep one a layer type)."""
+    if not isinstance(value, dict):
+        return set()
+    found = {value[key] for key in ("rope_type", "type") if isinstance(value.get(key), str)}
+    return found.union(*(_rope_types(item) for item in value.values()))
+
+
+def _draft_facts(speculative: Any) -> dict[str, Any] | None:  # noqa: ANN401 - no stubs
+    """Return the draft model's facts: its layers' KV lies in the same blocks."""
+    if speculative is None:
+        return None
+    draft = getattr(speculative, "draft_model_config", None)
+    return {
+        "method": str(_plain(getattr(speculative, "method", None))),
+        "kv_cache_dtype": str(_plain(getattr(speculative, "kv_cache_dtype", None))),
+        "model": None if draft is None else _model_facts(draft),
+    }
+
+
+def _load_format(vllm_config: Any) -> str:  # noqa: ANN401 - vLLM has no stubs
+    name = str(_plain(vllm_config.load_config.load_format))
+    # Dummy weights are random numbers, made from the seed.
+    return f"{name}:{vllm_config.model_config.seed}" if name == "dummy" else name
+
+
+def _attention_backends(vllm_config: Any) -> list[str]:  # noqa: ANN401 - vLLM has no stubs
+    names = set()
+    for layer in vllm_config.compilation_config.static_forward_context.values():
+        get_backend = getattr(layer, "get_attn_backend", None)
+        if get_backend is not None:
+            names.add(str(get_backend().get_name()))
+    return sorted(names)
+
+
+def _hash_seed_digest(algorithm: str) -> str:
+    """Digest the seed of the first block's hash.
+
+    vLLM draws a random one for hashes that are not cryptographic, unless
+    PYTHONHASHSEED is set. Its keys then mean nothing to another process, and
+    the random digest keeps this engine's blocks to itself.
+    """
+    seed = resolve_none_hash_seed(get_hash_fn_by_name(algorithm))
+    return hashlib.sha256(str(seed).encode()).hexdigest()[:16]
+
+
+def _weights_sample_digest(model: str) -> str | None:
+    """Digest sizes and samples of the weights in a local folder; None for a hub name.
+
+    A folder may be trained on in place and keep its name. The time of its files
+    would tell, but differs between two copies of one model; samples do not.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        return None
+    digest = hashlib.sha256()
+    for path in _weight_files(folder):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size};".encode())
+        with path.open("rb") as file:
+            for index in range(_SAMPLES_A_FILE):
+                file.seek(max(0, size - _SAMPLE_BYTES) * index // (_SAMPLES_A_FILE - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:32]
+
+
+def _weight_files(folder: Path) -> Iterable[Path]:
+    return sorted({path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)})
+
+
+def _without_noise(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in _CONFIG_NOISE}
+
+
+def _digest(value: Any) -> str:  # noqa: ANN401 - any JSON value
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401, PLR0911 - one return a kind of value
+    """Turn a configuration's value into JSON values that are the same in every process."""
+    if isinstance(value, enum.Enum):  # first: some are strings, too
+        return _plain(value.value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(str(_plain(item)) for item in value)
+    if hasattr(value, "to_dict"):
+        return _plain(value.to_dict())
+    if type(value).__module__ == "torch":  # a dtype
+        return str(value)
+    # repr() may hold an address; a type's name does not.
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -1,0 +1,285 @@
+"""The shared host memory of one engine on the CPU platform.
+
+Every worker rank and the scheduler map one file in ``/dev/shm``:
+
+    row 0 | row 1 | ... | row slot_count-1 | header
+
+A row is one block: the parts of all ranks side by side, then padding to a
+page. ``kvtier/vllm/region_header.py`` has the header.
+
+No file may outlive its engine, however that ends. So the scheduler, which maps
+last, removes the name as soon as all ranks have mapped it; the memory then
+goes with the last process. For an engine killed before that, each participant
+holds a shared ``flock`` while the name exists, and whoever opens a region first
+removes the files that nobody holds. (``flock`` works between containers that
+share ``/dev/shm``; process ids do not.)
+
+Rule of the opening: lock, then look whether the name still leads to what was
+locked. A sweep may have taken the file for a dead one in between; then start anew.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import re
+import stat
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kvtier.errors import ConfigError, InternalError
+from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SHARED_MEMORY_FOLDER: Final = "/dev/shm"  # noqa: S108 - files are made O_EXCL, 0600
+NAME_PREFIX: Final = "kvtier_"
+OPEN_TIMEOUT_S: Final = 60.0
+
+_POLL_S = 0.005
+_POPULATE_STEP_BYTES = 1 << 30  # so that a signal gets through between two steps
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
+_GIB = 1 << 30
+
+
+class HostRegion:
+    """One process's mapping of the region. ``rank`` is None in the scheduler.
+
+    Built once a process, on the thread that starts the engine. Raises
+    ``ConfigError`` if the memory is not there, ``InternalError`` if the other
+    participants want another shape or do not come up within ``timeout_s``.
+    """
+
+    def __init__(  # noqa: PLR0913 - the shape of the memory and its place
+        self,
+        engine_id: str,
+        *,
+        slot_count: int,
+        row_bytes: int,
+        world_size: int,
+        rank: int | None,
+        cpu_bytes_to_use: int | None = None,
+        folder: str = SHARED_MEMORY_FOLDER,
+        timeout_s: float = OPEN_TIMEOUT_S,
+    ) -> None:
+        if slot_count < 1 or row_bytes < 1 or row_bytes % mmap.PAGESIZE:
+            raise InternalError(f"region of {slot_count} rows of {row_bytes} bytes")
+        self.slot_count = slot_count
+        self.row_bytes = row_bytes
+        self.rank = rank
+        self.path = Path(folder) / _file_name(engine_id)
+        self._cpu_bytes_to_use = cpu_bytes_to_use
+        self._rows_bytes = slot_count * row_bytes
+        self._total_bytes = self._rows_bytes + HEADER_BYTES
+        self._map: mmap.mmap | None = None
+        self._closed = False
+        sweep(folder)
+        self._fd, created = self._open(time.monotonic() + timeout_s)
+        try:
+            if created:
+                self._require_space(folder)
+                # One call sizes the file, so a joiner sees nothing or all of it.
+                os.ftruncate(self._fd, self._total_bytes)
+            else:
+                self._wait_for_size(time.monotonic() + timeout_s)
+            mapping = mmap.mmap(self._fd, self._total_bytes)
+            whole = memoryview(mapping)
+            self.header = RegionHeader(whole[self._rows_bytes :], world_size)
+            self._rows = whole[: self._rows_bytes]
+            self._map = mapping  # last: close() takes it for "all three are there"
+            whole.release()
+            self._populate(world_size)
+            self._announce(engine_id)
+        except BaseException:
+            self._unlink_if_ours()
+            self.close()
+            raise
+
+    @property
+    def rows(self) -> memoryview:
+        """All rows, writable, without a copy. Valid until ``close``."""
+        return self._rows
+
+    def fileno(self) -> int:
+        """Return the open file, for a process that is to map the region too."""
+        return self._fd
+
+    def try_unlink(self) -> bool:
+        """Remove the name once every rank has mapped it; True when there is none any more.
+
+        For the scheduler: call it until it returns True. Never waits.
+        """
+        if self._closed or not self._has_name():
+            return True
+        if not self.header.all_mapped():
+            return False
+        self._unlink_if_ours()
+        return True
+
+    def close(self) -> None:
+        """Unmap, and remove the name if it is still there. Safe to call twice.
+
+        With views still out (a tensor, a ``SlotMemory``) the memory goes with the
+        last of them; nothing is pulled away from under a reader.
+        """
+        if self._closed:
+            return
+        # The engine goes down with its first participant, so nobody joins after this.
+        self._unlink_if_ours()
+        self._closed = True
+        if self._map is not None:
+            self._rows.release()
+            self.header.release()
+            with suppress(BufferError):
+                self._map.close()
+            self._map = None
+        os.close(self._fd)
+
+    def _announce(self, engine_id: str) -> None:
+        if self.rank is not None and not self.header.mark_mapped(self.rank):
+            raise ConfigError(
+                f"engine_id={engine_id!r}: rank {self.rank} has mapped {self.path} before. Two "
+                "engines with one engine_id run on this host: give each its own, or leave "
+                "engine_id out of the KV transfer configuration."
+            )
+
+    def _open(self, deadline: float) -> tuple[int, bool]:
+        """Return the locked file and whether this call created it."""
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        while True:
+            created = True
+            try:
+                fd = os.open(self.path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+            except FileExistsError:
+                created = False
+                try:
+                    fd = os.open(self.path, flags)
+                except FileNotFoundError:
+                    continue  # its owner, or a sweep, was quicker
+            if _lock(fd, fcntl.LOCK_SH) and _leads_to(self.path, fd):
+                return fd, created
+            os.close(fd)
+            if time.monotonic() > deadline:
+                raise InternalError(f"{self.path} stayed locked by another process")
+            time.sleep(_POLL_S)
+
+    def _wait_for_size(self, deadline: float) -> None:
+        while (size := os.fstat(self._fd).st_size) == 0:
+            if not self._has_name():
+                raise InternalError(f"the worker that created {self.path} failed; see its log")
+            if time.monotonic() > deadline:
+                raise InternalError(f"{self.path} was not sized in time by its creator")
+            time.sleep(_POLL_S)
+        if size != self._total_bytes:
+            raise InternalError(
+                f"{self.path} has {size} bytes, rank {self.rank} needs {self._total_bytes} "
+                f"({self.slot_count} rows of {self.row_bytes}): the ranks disagree on the shape "
+                "of a block"
+            )
+
+    def _require_space(self, folder: str) -> None:
+        usage = os.statvfs(folder)
+        free = usage.f_bavail * usage.f_frsize
+        if free < self._total_bytes:
+            raise self._no_memory(f"{free} bytes ({free / _GIB:.2f} GiB) are free in {folder}")
+
+    def _no_memory(self, reason: str) -> ConfigError:
+        return ConfigError(
+            f"kv_connector_extra_config: cpu_bytes_to_use={self._cpu_bytes_to_use!r} needs "
+            f"{self._total_bytes} bytes of shared memory, but {reason}. Lower cpu_bytes_to_use, "
+            "or give the host more shared memory (docker run --shm-size, or an emptyDir volume "
+            "with medium: Memory)."
+        )
+
+    def _populate(self, world_size: int) -> None:
+        """Fault in this rank's share of the rows, so that no transfer pays for it.
+
+        The scheduler comes last and takes all: the pages are there by then, and
+        only its own page table is filled.
+        """
+        first, last = 0, self.slot_count
+        if self.rank is not None:
+            first = self.slot_count * self.rank // world_size
+            last = self.slot_count * (self.rank + 1) // world_size
+        try:
+            _in_steps(self._advise, first * self.row_bytes, last * self.row_bytes)
+            if self.rank in (None, 0):
+                _in_steps(self._advise, self._rows_bytes, self._total_bytes)
+        except OSError as error:
+            if error.errno in (errno.ENOMEM, errno.EFAULT, errno.ENOSPC):
+                raise self._no_memory(f"the kernel had no more pages ({error})") from error
+            raise
+
+    def _advise(self, start: int, length: int) -> None:
+        assert self._map is not None
+        try:
+            self._map.madvise(_MADV_POPULATE_WRITE, start, length)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            # A kernel before 5.14. This takes the pages without touching what a peer wrote.
+            os.posix_fallocate(self._fd, start, length)
+
+    def _has_name(self) -> bool:
+        return os.fstat(self._fd).st_nlink > 0
+
+    def _unlink_if_ours(self) -> None:
+        if _leads_to(self.path, self._fd):
+            self.path.unlink(missing_ok=True)
+
+
+def sweep(folder: str = SHARED_MEMORY_FOLDER) -> list[Path]:
+    """Remove the regions of engines that died while they started; return their paths.
+
+    A file that anybody holds a ``flock`` on is left alone, as are files of other users.
+    """
+    removed = []
+    for path in Path(folder).glob(f"{NAME_PREFIX}*"):
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            continue
+        try:
+            regular = stat.S_ISREG(os.fstat(fd).st_mode)
+            if regular and _lock(fd, fcntl.LOCK_EX) and _leads_to(path, fd):
+                path.unlink(missing_ok=True)
+                removed.append(path)
+        finally:
+            os.close(fd)
+    return removed
+
+
+def _lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _leads_to(path: Path, fd: int) -> bool:
+    """Tell whether ``path`` names the file that is open as ``fd``."""
+    try:
+        named = path.lstat()
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(named, os.fstat(fd))
+
+
+def _file_name(engine_id: str) -> str:
+    if re.fullmatch(r"[A-Za-z0-9._-]{1,200}", engine_id):
+        return NAME_PREFIX + engine_id
+    return NAME_PREFIX + hashlib.sha256(engine_id.encode()).hexdigest()
+
+
+def _in_steps(call: Callable[[int, int], None], start: int, end: int) -> None:
+    while start < end:
+        length = min(_POPULATE_STEP_BYTES, end - start)
+        call(start, length)
+        start += length

@@ -1,0 +1,294 @@
+"""The entry point that vLLM loads: ``spec_name: KVTierOffloadingSpec``.
+
+It extends vLLM's ``TieringOffloadingSpec``, so that sizes, the checks of the
+canonical layout and the worker on CUDA, ROCm and XPU are vLLM's own; kvtier
+puts its manager in place of vLLM's, and brings a worker for the CPU platform.
+
+vLLM builds the spec twice: once in each worker (``get_worker``), then in the
+process of the scheduler (``get_manager``), always in this order: the KV caches
+are registered before the scheduler exists. So ``get_manager`` finds every rank
+mapped, and rank 0's facts in the header.
+
+Memory on the CPU platform is kvtier's region (``kvtier/vllm/region.py``). On
+the others it is vLLM's: its last rows are kvtier's header, and the scheduler
+removes the file's name once all ranks have mapped it, because vLLM would leave
+the file behind when an engine is killed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from typing_extensions import override
+from vllm.config import get_current_vllm_config
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from kvtier.errors import ConfigError
+from kvtier.memory import SlotMemory
+from kvtier.vllm.cpu_worker import CPUPlatformWorker
+from kvtier.vllm.namespace import build_namespace, worker_facts
+from kvtier.vllm.pages import HostLayout
+from kvtier.vllm.region import SHARED_MEMORY_FOLDER, HostRegion
+from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import (
+        CanonicalKVCaches,
+        OffloadingManager,
+        OffloadingMetricMetadata,
+        OffloadingWorker,
+    )
+    from vllm.v1.kv_offload.config import OffloadingConfig
+
+
+class Region(Protocol):
+    """What the manager needs of the shared memory, on either kind of platform."""
+
+    @property
+    def rows(self) -> memoryview:
+        """All slots, one after the other."""
+
+    header: RegionHeader
+
+    def try_unlink(self) -> bool:
+        """Remove the name once all ranks have mapped it; True when there is none any more."""
+
+    def close(self) -> None:
+        """Give the memory back. Safe to call twice."""
+
+
+class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is untyped here
+    """vLLM's tiering spec with kvtier's manager. One instance a process and role."""
+
+    @classmethod
+    @override
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        from kvtier.vllm.metrics import metric_definitions  # noqa: PLC0415 - scheduler side only
+
+        definitions: dict[str, OffloadingMetricMetadata] = super().build_metric_definitions(
+            _without_tiers(extra_config)
+        )
+        return {**definitions, **metric_definitions(extra_config)}
+
+    @classmethod  # no @override: vLLM 0.32 does not have it
+    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
+        """Return the label names that the manager's ``config_info`` fills (vLLM 0.33)."""
+        inherited = getattr(super(), "config_info_keys", None)
+        if inherited is None:
+            return ()
+        keys: tuple[str, ...] = inherited(_without_tiers(extra_config))
+        return keys
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        cpu_bytes = config.extra_config.get("cpu_bytes_to_use")
+        if isinstance(cpu_bytes, bool) or not isinstance(cpu_bytes, int) or cpu_bytes < 1:
+            raise ConfigError(
+                f"kv_connector_extra_config: cpu_bytes_to_use={cpu_bytes!r} must be a whole number "
+                "of bytes, without quotes: the room of the primary tier in host memory."
+            )
+        super().__init__(config)
+        self._manager: OffloadingManager | None = None
+        self._kvtier_worker: OffloadingWorker | None = None
+        self._header_rows = 0
+        if not _on_cpu_platform() and self.kv_bytes_per_chunk:
+            self._header_rows = -(-HEADER_BYTES // self.kv_bytes_per_chunk)
+        if self.slot_count < 1:
+            raise ConfigError(
+                f"kv_connector_extra_config: cpu_bytes_to_use={cpu_bytes} holds no block: one "
+                f"takes {self.kv_bytes_per_chunk} bytes, and kvtier keeps {self._header_rows} for "
+                f"itself. Give it at least {(self._header_rows + 1) * self.kv_bytes_per_chunk}."
+            )
+
+    @property
+    def slot_count(self) -> int:
+        """How many blocks the primary tier holds."""
+        return int(self.num_chunks) - self._header_rows
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one slot: all ranks' parts of one block, and padding to a page."""
+        return int(self.kv_bytes_per_chunk)
+
+    @override
+    def get_manager(self) -> OffloadingManager:
+        """Build kvtier's manager over the shared region. Scheduler process, once."""
+        if self._manager is None:
+            from kvtier.vllm.manager import build_manager  # noqa: PLC0415 - scheduler side only
+
+            region = self._open_scheduler_region()
+            try:
+                namespace = build_namespace(self.config, region.header.read())
+                memory = SlotMemory(region.rows, self.slot_count, self.block_bytes)
+                self._manager = build_manager(
+                    spec=self, memory=memory, namespace=namespace, region=region
+                )
+                region.try_unlink()
+            except BaseException:
+                region.close()
+                raise
+        return self._manager
+
+    @override
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """Map the region and return the worker that copies. Worker process, once."""
+        if self._kvtier_worker is None:
+            if _on_cpu_platform():
+                self._kvtier_worker = self._cpu_platform_worker(kv_caches)
+            else:
+                # vLLM's worker creates and maps vLLM's region; the name is there until
+                # the scheduler has seen the flag that is set here.
+                self._kvtier_worker = super().get_worker(kv_caches)
+                header_map = _HeaderMap(self.config.engine_id, self.slot_count, self.block_bytes)
+                try:
+                    self._leave_facts(header_map.header(self.config.parallel.world_size))
+                finally:
+                    header_map.close()
+        return self._kvtier_worker
+
+    def _cpu_platform_worker(self, kv_caches: CanonicalKVCaches) -> CPUPlatformWorker:
+        if self.config.canonical_layout:
+            self._validate_canonical_refs(kv_caches)
+        rank = self.config.parallel.rank
+        region = HostRegion(
+            self.config.engine_id,
+            slot_count=self.slot_count,
+            row_bytes=self.block_bytes,
+            world_size=self.config.parallel.world_size,
+            rank=rank,
+            cpu_bytes_to_use=self.extra_config["cpu_bytes_to_use"],
+        )
+        try:
+            worker = CPUPlatformWorker(
+                kv_caches,
+                region.rows,
+                self._host_layout(rank),
+                canonical=self.config.canonical_layout,
+                release=region.close,
+            )
+            self._leave_facts(region.header, mapped=True)
+        except BaseException:
+            region.close()
+            raise
+        return worker
+
+    def _host_layout(self, rank: int) -> HostLayout:
+        shared = self.config.canonical_layout
+        part = self.block_bytes if shared else int(self.cpu_page_size_per_worker)
+        return HostLayout(
+            slot_count=self.slot_count,
+            row_bytes=self.block_bytes,
+            blocks_per_chunk=int(self.blocks_per_chunk),
+            rank_offset=0 if shared or self.replicated_layout else rank * part,
+            rank_bytes=part,
+        )
+
+    def _leave_facts(self, header: RegionHeader, *, mapped: bool = False) -> None:
+        rank = self.config.parallel.rank
+        if rank == 0:
+            header.publish(worker_facts(get_current_vllm_config()))
+        if not mapped:
+            header.mark_mapped(rank)
+
+    def _open_scheduler_region(self) -> Region:
+        world_size = self.config.parallel.world_size
+        if _on_cpu_platform():
+            return HostRegion(
+                self.config.engine_id,
+                slot_count=self.slot_count,
+                row_bytes=self.block_bytes,
+                world_size=world_size,
+                rank=None,
+                cpu_bytes_to_use=self.extra_config["cpu_bytes_to_use"],
+            )
+        return VLLMRegion(self, world_size)
+
+
+class VLLMRegion:
+    """The scheduler's mapping of vLLM's own region, on platforms with a device."""
+
+    def __init__(self, spec: KVTierOffloadingSpec, world_size: int) -> None:
+        self._region: SharedOffloadRegion | None = SharedOffloadRegion(
+            engine_id=spec.config.engine_id,
+            num_chunks=spec.num_chunks,
+            rank=None,
+            kv_bytes_per_chunk=spec.block_bytes,
+            cpu_page_size=spec.cpu_page_size_per_worker,
+        )
+        # int8 to bytes; a tensor has no buffer of its own.
+        whole = memoryview(self._region.base_tensor.numpy().data).cast("B")
+        end = spec.slot_count * spec.block_bytes
+        self._rows = whole[:end]
+        self.header = RegionHeader(whole[end:], world_size)
+        whole.release()
+        self._path: Path | None = _vllm_region_path(spec.config.engine_id)
+
+    @property
+    def rows(self) -> memoryview:
+        """All slots, one after the other."""
+        return self._rows
+
+    def try_unlink(self) -> bool:
+        """Remove the name once all ranks have mapped it; True when there is none any more.
+
+        vLLM's creator removes it too when it shuts down, and only warns that it is
+        gone (vllm#57303: after SIGKILL nobody would).
+        """
+        if self._path is not None and self.header.all_mapped():
+            self._path.unlink(missing_ok=True)
+            self._path = None
+        return self._path is None
+
+    def close(self) -> None:
+        """Give the memory back. Safe to call twice."""
+        region, self._region = self._region, None
+        if region is None:
+            return
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+            self._path = None
+        self._rows.release()
+        self.header.release()
+        region.cleanup()
+
+
+class _HeaderMap:
+    """A worker's short look at the last rows of vLLM's region, by its file's name."""
+
+    def __init__(self, engine_id: str, slot_count: int, row_bytes: int) -> None:
+        fd = os.open(_vllm_region_path(engine_id), os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._map = mmap.mmap(fd, HEADER_BYTES, offset=slot_count * row_bytes)
+        finally:
+            os.close(fd)
+        self._header: RegionHeader | None = None
+
+    def header(self, world_size: int) -> RegionHeader:
+        self._header = RegionHeader(memoryview(self._map), world_size)
+        return self._header
+
+    def close(self) -> None:
+        if self._header is not None:
+            self._header.release()
+        with suppress(BufferError):
+            self._map.close()
+
+
+def _vllm_region_path(engine_id: str) -> Path:
+    return Path(SHARED_MEMORY_FOLDER) / f"vllm_offload_{engine_id}.mmap"
+
+
+def _on_cpu_platform() -> bool:
+    return bool(current_platform.is_cpu())
+
+
+def _without_tiers(extra_config: dict[str, Any]) -> dict[str, Any]:
+    """Hide kvtier's tiers from vLLM, which knows other types and other keys."""
+    return {**extra_config, "secondary_tiers": []}
