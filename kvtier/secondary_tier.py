@@ -93,7 +93,8 @@ class SecondaryTier(Actor):
         self._resident: set[Key] = set()
         self._storing: set[Key] = set()
         self._in_use: Counter[Key] = Counter()  # held at the policy: being loaded, or just stored
-        self._making_room: list[tuple[_Job, list[int]]] = []  # parts that wait for victims
+        self._making_room: deque[tuple[_Job, list[int], int]] = deque()  # waiting for n victims
+        self._victims_asked = 0
 
     def is_idle(self) -> bool:
         """Tell whether nothing waits and nothing is at the backend."""
@@ -217,17 +218,18 @@ class SecondaryTier(Actor):
         capacity = self._traits.capacity_blocks
         assert capacity is not None
         fresh = {job.keys[i] for i in indices} - self._resident - self._storing
-        missing = len(self._resident) + len(self._storing) + len(fresh) - capacity
         self._storing |= fresh
-        self._making_room.append((job, indices))
-        if missing > 0:
-            self.policy.post(m.ChooseVictims(count=missing, spare=frozenset()))
-        else:
-            self._victims(m.Victims(keys=()))
+        used = len(self._resident) + len(self._storing) - self._victims_asked
+        missing = max(0, used - capacity)
+        self._making_room.append((job, indices, missing))
+        self._victims_asked += missing
+        # Asked even for none: a part must not overtake one that waits for its victims.
+        self.policy.post(m.ChooseVictims(count=missing, spare=frozenset()))
 
     def _victims(self, message: m.Victims) -> None:
         # Answers come in the order of the questions: both mailboxes are queues.
-        job, indices = self._making_room.pop(0)
+        job, indices, asked = self._making_room.popleft()
+        self._victims_asked -= asked
         self._resident.difference_update(message.keys)
         if message.keys:
             self.link.post(m.PresenceChanged(added=(), removed=message.keys))

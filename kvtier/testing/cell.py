@@ -1,0 +1,365 @@
+"""The test cell: every mailbox is a queue of its own, and a test picks the next delivery.
+
+Actors can't tell which cell runs them, so what holds here under every order of
+deliveries holds in the engine cell too. Within one mailbox the order is the
+order of posting; between mailboxes it is the test's to choose:
+
+- A facade call runs the *engine's* mailboxes until none has a message, as the
+  engine cell does, but ``pick`` says which one goes next. It may also pick a
+  mailbox from elsewhere, so an answer of a tier can arrive in the middle.
+- Between calls nothing moves unless the test calls ``deliver`` or ``settle``.
+- No tier has threads here. ``TestTier`` holds the real actors of a tier cell;
+  the test plays the driver of the backend: it sees the parts, copies bytes or
+  doesn't, and answers, or never does.
+
+To check an eviction policy of your own::
+
+    runtime = open_test_runtime(config, MyPolicy(config.slot_count), clock=lambda: now)
+    runtime.cell.pick = lambda waiting: random.randrange(len(waiting))
+    runtime.facade.prepare_store(keys, "r1")
+
+A handler that raises ends the test, unless ``raises_faults`` is False: then its
+actor is cut off, as in the engine cell.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, ClassVar, Final, TypeAlias, cast
+
+from kvtier import messages as m
+from kvtier.actor import Actor
+from kvtier.backend import BackendTraits, Outcome
+from kvtier.cells import NO_REPLY, EngineCell
+from kvtier.errors import InternalError
+from kvtier.facade import SchedulerFacade
+from kvtier.policies.actor import PolicyActor
+from kvtier.runtime import Engine, build_engine
+from kvtier.secondary_tier import SecondaryTier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from kvtier.config import RuntimeConfig
+    from kvtier.messages import Message
+    from kvtier.policies.base import EvictionPolicy
+    from kvtier.primary_tier import PrimaryTier
+    from kvtier.tier_cell import TierCell
+    from kvtier.tier_link import TierLink
+
+Part: TypeAlias = m.ProbePart | m.LoadPart | m.StorePart
+"""What a tier asks of its backend in one call."""
+
+DELIVERIES_MAX: Final = 100_000
+"""A single facade call that needs more than this goes round in circles."""
+
+
+class TestMailbox:
+    """One mailbox of the test cell. ``waiting`` may be read, garbled or doubled by the test."""
+
+    __test__: ClassVar = False
+    __slots__ = ("_cell", "actor", "ages", "is_engine", "name", "waiting")
+
+    def __init__(self, cell: TestCell, actor: Actor, name: str, *, is_engine: bool) -> None:
+        self._cell = cell
+        self.actor = actor
+        self.name = name
+        self.is_engine = is_engine  #: a facade call runs it until it is empty
+        self.waiting: deque[Message] = deque()
+        self.ages: deque[int] = deque()
+
+    def post(self, message: Message) -> bool:
+        """Take the message. Never full."""
+        self.waiting.append(message)
+        self.ages.append(self._cell.next_age())
+        self._cell.on_post(self, message)
+        return True
+
+    def clear(self) -> None:
+        """Lose what waits: its cell is gone."""
+        self.waiting.clear()
+        self.ages.clear()
+
+    def __repr__(self) -> str:
+        """Return the name and what waits."""
+        return f"<{self.name}: {', '.join(type(each).__name__ for each in self.waiting)}>"
+
+
+def oldest_first(_waiting: Sequence[TestMailbox]) -> int:
+    """Deliver as the engine cell does. The default of ``TestCell.pick``."""
+    return 0
+
+
+class TestCell(EngineCell):
+    """A drop-in for ``EngineCell`` that delivers in the order a test picks.
+
+    ``pick`` gets the mailboxes that have messages, the engine's first, then
+    those from elsewhere, each oldest first; it returns an index.
+    ``before_delivery`` and ``after_delivery`` see every delivery, ``on_post``
+    every message that a mailbox took.
+    """
+
+    __test__: ClassVar = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pick: Callable[[Sequence[TestMailbox]], int] = oldest_first
+        self.on_post: Callable[[TestMailbox, Message], None] = lambda _mailbox, _message: None
+        self.before_delivery: Callable[[Actor, Message], None] = lambda _actor, _message: None
+        self.after_delivery: Callable[[Actor, Message], None] = lambda _actor, _message: None
+        self.raises_faults = True
+        self.notices: list[m.Notice] = []
+        self.log = _NoticeList(self.notices)
+        self._engine: dict[Actor, TestMailbox] = {}
+        self._elsewhere: list[TestMailbox] = []
+        self._inboxes: dict[Actor, TestMailbox] = {}
+        self._age = 0
+
+    def mailbox(self, actor: Actor) -> TestMailbox:
+        """Return the actor's mailbox for messages from actors of the engine."""
+        found = self._engine.get(actor)
+        if found is None:
+            found = self._engine[actor] = TestMailbox(self, actor, actor.name, is_engine=True)
+        return found
+
+    def inbox(self, actor: Actor) -> TestMailbox:
+        """Return the actor's mailbox for messages from tiers, which wait to be let in."""
+        found = self._inboxes.get(actor)
+        if found is None:
+            found = self._inboxes[actor] = self.mailbox_elsewhere(actor, f"inbox of {actor.name}")
+        return found
+
+    def mailbox_elsewhere(self, actor: Actor, name: str = "") -> TestMailbox:
+        """Return a new mailbox that no facade call waits for: an actor of another cell."""
+        mailbox = TestMailbox(self, actor, name or actor.name, is_engine=False)
+        self._elsewhere.append(mailbox)
+        return mailbox
+
+    def remove(self, mailbox: TestMailbox) -> None:
+        """Lose a mailbox from elsewhere with all that waits in it: its cell is gone."""
+        mailbox.clear()
+        self._elsewhere.remove(mailbox)
+
+    def waiting(self) -> list[TestMailbox]:
+        """Return what could be delivered: the engine's mailboxes first, each oldest first."""
+        engine = [each for each in self._engine.values() if each.waiting]
+        engine.sort(key=_age_of)
+        return engine + self.waiting_elsewhere()
+
+    def waiting_elsewhere(self) -> list[TestMailbox]:
+        """Return the inboxes and the tiers' mailboxes that have messages, oldest first."""
+        found = [each for each in self._elsewhere if each.waiting]
+        found.sort(key=_age_of)
+        return found
+
+    def deliver(self, mailbox: TestMailbox) -> None:
+        """Deliver the first message that waits in ``mailbox``, and nothing that follows."""
+        mailbox.ages.popleft()
+        message = mailbox.waiting.popleft()
+        actor = mailbox.actor
+        if actor in self._broken:
+            return
+        self.before_delivery(actor, message)
+        try:
+            actor.receive(message)
+        except Exception:
+            if self.raises_faults:
+                raise
+            self._fault(actor, message)
+        self.after_delivery(actor, message)
+
+    def ask(self, actor: Actor, message: Message) -> object:
+        """Post ``message``, run the engine to quiescence in the picked order, return the reply."""
+        self.run()
+        self.mailbox(actor).post(message)
+        self.run()
+        return self._replies.pop() if self._replies else NO_REPLY
+
+    def run(self) -> None:
+        """Deliver in the picked order until the engine's mailboxes are empty."""
+        for _ in range(DELIVERIES_MAX):
+            if not any(each.waiting for each in self._engine.values()):
+                return
+            waiting = self.waiting()
+            self.deliver(waiting[self.pick(waiting)])
+        raise InternalError(f"the engine is not quiet after {DELIVERIES_MAX} deliveries")
+
+    def settle(self) -> None:
+        """Deliver everything everywhere, oldest first, and all that follows from it."""
+        for _ in range(DELIVERIES_MAX):
+            waiting = self.waiting()
+            if not waiting:
+                return
+            self.deliver(waiting[0])
+        raise InternalError(f"the cell is not quiet after {DELIVERIES_MAX} deliveries")
+
+    def break_down(self, actor: Actor) -> None:
+        """Take down an actor as if a handler of its had raised."""
+        try:
+            raise InternalError(f"{actor.name} was taken down by the test")
+        except InternalError:
+            self._fault(actor, m.Cleared())
+
+    def next_age(self) -> int:
+        """Return a number that grows with each message."""
+        self._age += 1
+        return self._age
+
+
+class TestTier:
+    """The tier side of one link: the real actors, and a driver that the test plays.
+
+    ``parts`` are what the backend was asked and has not answered, oldest
+    first. Answer with ``answer``; not answering is a backend that hangs.
+    """
+
+    __test__: ClassVar = False
+
+    def __init__(
+        self,
+        cell: TestCell,
+        link: TierLink,
+        traits: BackendTraits,
+        policy: EvictionPolicy | None = None,
+    ) -> None:
+        if (policy is None) is not (traits.capacity_blocks is None):
+            raise InternalError("a tier has a policy if, and only if, it has a capacity")
+        self.name = link.name.removeprefix("link:")
+        self.is_full = False  #: the tier's mailbox takes nothing from the link
+        self.backend = _NoCounters()
+        self.parts: list[Part] = []
+        self.policy = policy
+        self._cell = cell
+        self.inbox = cell.inbox(link)
+        self.actor = SecondaryTier(self.name, traits)
+        self.mailbox = cell.mailbox_elsewhere(self.actor)
+        self._driver = cell.mailbox_elsewhere(_Driver(self.name, self.parts))
+        self.mailboxes = [self.mailbox, self._driver]
+        self.actor.link = self.inbox
+        self.actor.driver = self._driver
+        if policy is not None:
+            host = PolicyActor(f"policy of {self.actor.name}", policy)
+            host.host = self.mailbox
+            self.actor.policy = cell.mailbox_elsewhere(host)
+            self.mailboxes.append(self.actor.policy)
+        link.tier = _FromLink(self)
+
+    def answer(self, part: Part, outcomes: Sequence[Outcome], seconds: float = 0.0) -> None:
+        """End a part, with one outcome a block; or with any others, to see what happens."""
+        if part in self.parts:
+            self.parts.remove(part)
+        ended = m.PartEnded(part=part.part, outcomes=tuple(outcomes), seconds=seconds)
+        self.mailbox.post(ended)
+
+    def end(self) -> None:
+        """Lose the cell: nothing that waits in it is delivered any more."""
+        self.is_full = True
+        for mailbox in self.mailboxes:
+            self._cell.remove(mailbox)
+        self.mailboxes.clear()
+        self.parts.clear()
+
+    # What the facade asks of a tier cell.
+
+    def ask_to_end(self) -> None:
+        """There is no thread to end."""
+        return
+
+    def close(self, _timeout_s: float) -> bool:
+        """There is no thread to wait for."""
+        return True
+
+
+class TestRuntime:
+    """A facade, the actors behind it, and the cell that holds them all."""
+
+    __test__: ClassVar = False
+
+    def __init__(
+        self, facade: SchedulerFacade, engine: Engine, cell: TestCell, tiers: list[TestTier]
+    ) -> None:
+        self.facade = facade
+        self.engine = engine
+        self.cell = cell
+        self.tiers = tiers
+
+    @property
+    def primary(self) -> PrimaryTier:
+        """The primary tier's actor."""
+        return self.engine.primary
+
+
+def open_test_runtime(
+    config: RuntimeConfig,
+    policy: EvictionPolicy,
+    tiers: Sequence[tuple[BackendTraits, EvictionPolicy | None]] = (),
+    *,
+    clock: Callable[[], float],
+) -> TestRuntime:
+    """Put a runtime together in a test cell. ``tiers``: one entry for each of ``config.tiers``.
+
+    A tier's policy is None exactly where its traits have no capacity. Events
+    are collected.
+    """
+    cell = TestCell()
+    engine = build_engine(config, policy, collect_events=True, cell=cell)
+    held = [
+        TestTier(cell, link, traits, tier_policy)
+        for link, (traits, tier_policy) in zip(engine.links, tiers, strict=True)
+    ]
+    facade = SchedulerFacade(
+        cell,
+        engine.primary,
+        engine.links,
+        # A tier of a test cell has the few members of a tier cell that a facade uses.
+        cast("list[TierCell]", held),
+        close_timeout_s=config.close_timeout_s,
+        clock=clock,
+    )
+    return TestRuntime(facade, engine, cell, held)
+
+
+def _age_of(mailbox: TestMailbox) -> int:
+    return mailbox.ages[0]
+
+
+class _NoticeList:
+    """Keeps the notices that the engine cell would write to the log."""
+
+    def __init__(self, notices: list[m.Notice]) -> None:
+        self._notices = notices
+
+    def post(self, message: Message) -> bool:
+        """Take one notice."""
+        if isinstance(message, m.Notice):
+            self._notices.append(message)
+        return True
+
+
+class _NoCounters:
+    """Stands where a tier cell has its backend."""
+
+    def counters(self) -> Mapping[str, int]:
+        """Nothing is counted."""
+        return {}
+
+
+class _Driver(Actor):
+    """Where parts arrive; the test does the rest."""
+
+    def __init__(self, name: str, parts: list[Part]) -> None:
+        take = parts.append
+        super().__init__(
+            f"driver of {name}", {m.ProbePart: take, m.LoadPart: take, m.StorePart: take}
+        )
+
+
+class _FromLink:
+    """The tier's mailbox as its link sees it: it can be full."""
+
+    def __init__(self, tier: TestTier) -> None:
+        self._tier = tier
+
+    def post(self, message: Message) -> bool:
+        """Take the message, unless the test says that the mailbox is full."""
+        return not self._tier.is_full and self._tier.mailbox.post(message)

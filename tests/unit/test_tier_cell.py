@@ -1,0 +1,308 @@
+"""A tier cell around backends that raise, hang, lie and come back.
+
+The link's end is a queue, so a test waits for a message and never for a clock.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import anyio
+import pytest
+
+from kvtier import messages as m
+from kvtier import tier_cell
+from kvtier.backend import Backend, BackendContext, BackendTraits, LoadBlock, Loaded, Outcome
+from kvtier.backend import StoreBlock
+from kvtier.memory import SlotMemory
+from kvtier.messages import Message
+from kvtier.policies.lru import LRUPolicy
+from kvtier.tier_cell import TierCell
+
+BLOCK = 4096
+WAIT_S = 20.0
+
+
+class LinkEnd:
+    """Stands where the link's inbox is."""
+
+    def __init__(self) -> None:
+        self._messages: queue.Queue[Message] = queue.Queue()
+
+    def post(self, message: Message) -> bool:
+        self._messages.put(message)
+        return True
+
+    def next(self) -> Any:
+        return self._messages.get(timeout=WAIT_S)
+
+    def is_empty(self) -> bool:
+        return self._messages.empty()
+
+
+class DictBackend(Backend):
+    """A correct backend; tests override what is to go wrong."""
+
+    type_name = "dict"
+
+    def __init__(self, capacity_blocks: int | None = None, *, parts: int = 2) -> None:
+        self.traits = BackendTraits(parts, parts, capacity_blocks=capacity_blocks)
+        self.blocks: dict[bytes, tuple[bytes, bytes]] = {}
+        self.closed = threading.Event()
+
+    @classmethod
+    def from_options(cls, options: Any, context: BackendContext) -> DictBackend:
+        raise NotImplementedError
+
+    async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        return [key in self.blocks for key in keys]
+
+    async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
+        answers = []
+        for block in blocks:
+            found = self.blocks.get(block.key)
+            if found is None:
+                answers.append(Loaded(Outcome.ABSENT))
+                continue
+            block.buffer[:] = found[0]
+            answers.append(Loaded(Outcome.DONE, found[1]))
+        return answers
+
+    async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
+        for block in blocks:
+            self.blocks[block.key] = (bytes(block.buffer), block.digest)
+        return [Outcome.DONE] * len(blocks)
+
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self.blocks.pop(key, None)
+
+    async def close(self) -> None:
+        self.closed.set()
+
+
+class Bench:
+    """A started cell over eight slots."""
+
+    def __init__(self, backend: Backend, *, capacity: int | None = None) -> None:
+        self.memory = SlotMemory.anonymous(8, BLOCK)
+        self.link = LinkEnd()
+        self.cell = TierCell(
+            "1:test",
+            backend,
+            self.memory,
+            self.link,
+            messages_max=16,
+            make_policy=None if capacity is None else lambda: LRUPolicy(capacity),
+        )
+        self.cell.start()
+
+    def fill(self, slot: int, byte: int) -> None:
+        self.memory.view(slot)[:] = bytes([byte]) * BLOCK
+
+    def store(self, keys: tuple[bytes, ...], slots: tuple[int, ...], job: int = 1) -> Any:
+        assert self.cell.post(m.StoreJob(job=job, keys=keys, slots=slots))
+        return self.link.next()
+
+    def load(self, keys: tuple[bytes, ...], slots: tuple[int, ...], job: int = 2) -> Any:
+        assert self.cell.post(m.LoadJob(job=job, keys=keys, slots=slots))
+        return self.link.next()
+
+
+@pytest.fixture(autouse=True)
+def _quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_cell, "RESTART_PAUSE_S", 0.001)
+    monkeypatch.setattr(tier_cell, "QUIET_POLL_S", 0.001)
+    monkeypatch.setattr(tier_cell, "ABANDON_S", 0.05)
+
+
+@pytest.fixture
+def benches() -> Iterator[list[Bench]]:
+    started: list[Bench] = []
+    yield started
+    for bench in started:
+        bench.cell.close(0.05)
+
+
+def test_blocks_come_back_as_they_were_stored(benches: list[Bench]) -> None:
+    bench = Bench(DictBackend())
+    benches.append(bench)
+    bench.fill(0, 7)
+    bench.fill(1, 8)
+    assert bench.store((b"a", b"b"), (0, 1)).outcomes == (Outcome.DONE, Outcome.DONE)
+    ended = bench.load((b"a", b"x", b"b"), (2, 3, 4))
+    assert ended.outcomes == (Outcome.DONE, Outcome.ABSENT, Outcome.DONE)
+    assert bytes(bench.memory.view(2)) == b"\x07" * BLOCK
+    assert bytes(bench.memory.view(4)) == b"\x08" * BLOCK
+
+
+def test_wrong_bytes_are_damaged_and_deleted_where_they_came_from(benches: list[Bench]) -> None:
+    """Promise 4: the layer above the backend checks, so a lying medium costs a miss."""
+    backend = DictBackend()
+    bench = Bench(backend)
+    benches.append(bench)
+    bench.store((b"a",), (0,))
+    stored, digest = backend.blocks[b"a"]
+    backend.blocks[b"a"] = (b"\x01" + stored[1:], digest)
+    assert bench.load((b"a",), (1,)).outcomes == (Outcome.DAMAGED,)
+    assert b"a" not in backend.blocks
+
+
+def test_sound_bytes_under_the_wrong_key_are_damaged(benches: list[Bench]) -> None:
+    backend = DictBackend()
+    bench = Bench(backend)
+    benches.append(bench)
+    bench.store((b"a",), (0,))
+    backend.blocks[b"b"] = backend.blocks[b"a"]
+    assert bench.load((b"b",), (1,)).outcomes == (Outcome.DAMAGED,)
+
+
+class Raising(DictBackend):
+    async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
+        raise RuntimeError("medium on fire")
+
+    async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
+        raise OSError(5, "Input/output error")
+
+    async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        raise ValueError("no")
+
+
+def test_a_backend_that_raises_fails_its_blocks_and_nothing_else(benches: list[Bench]) -> None:
+    bench = Bench(Raising())
+    benches.append(bench)
+    assert bench.store((b"a",), (0,)).outcomes == (Outcome.FAILED,)
+    assert bench.load((b"a",), (0,)).outcomes == (Outcome.FAILED,)
+    assert bench.cell.post(m.Probe(probe=9, keys=(b"a",)))
+    assert bench.link.next() == m.ProbeAnswer(probe=9, present=(False,))
+
+
+class Miscounting(DictBackend):
+    async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
+        return [Loaded(Outcome.DONE, b"")] * (len(blocks) + 1)
+
+    async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
+        return []
+
+
+def test_too_many_or_too_few_answers_fail_the_part(benches: list[Bench]) -> None:
+    bench = Bench(Miscounting())
+    benches.append(bench)
+    assert bench.store((b"a", b"b"), (0, 1)).outcomes == (Outcome.FAILED,) * 2
+    assert bench.load((b"a", b"b"), (0, 1)).outcomes == (Outcome.FAILED,) * 2
+
+
+class HangingLoads(DictBackend):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hangs = threading.Event()
+
+    async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
+        self.hangs.set()
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    def busy_threads(self) -> int:
+        return 1
+
+
+def test_stores_go_on_while_a_load_hangs(benches: list[Bench]) -> None:
+    backend = HangingLoads()
+    bench = Bench(backend)
+    benches.append(bench)
+    assert bench.cell.post(m.LoadJob(job=5, keys=(b"a",), slots=(0,)))
+    assert backend.hangs.wait(WAIT_S)
+    assert bench.store((b"b",), (1,), job=6).job == 6
+
+
+def test_close_does_not_wait_for_a_hung_tier_and_says_that_memory_is_in_use() -> None:
+    """Promise 7. The caller must leave the slots mapped: a thread may still write them."""
+    backend = HangingLoads()
+    bench = Bench(backend)
+    assert bench.cell.post(m.LoadJob(job=5, keys=(b"a",), slots=(0,)))
+    assert backend.hangs.wait(WAIT_S)
+    assert bench.cell.close(0.01) is False
+
+
+def test_close_ends_what_was_begun() -> None:
+    """A store that was taken is carried out, so that a restart finds it."""
+    backend = DictBackend()
+    bench = Bench(backend)
+    for number in range(8):
+        assert bench.cell.post(m.StoreJob(job=number, keys=(bytes([number]),), slots=(number,)))
+    assert bench.cell.close(WAIT_S) is True
+    assert len(backend.blocks) == 8
+    assert backend.closed.is_set()
+    assert not bench.cell.post(m.Probe(probe=1, keys=(b"a",)))
+
+
+class OpensLater(DictBackend):
+    def __init__(self, failures: int) -> None:
+        super().__init__()
+        self.failures = failures
+
+    async def open(self) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise ConnectionRefusedError(111, "Connection refused")
+
+
+def test_a_backend_that_cannot_be_opened_is_cut_off_and_heals_by_itself(
+    benches: list[Bench],
+) -> None:
+    bench = Bench(OpensLater(3))
+    benches.append(bench)
+    kinds = [type(bench.link.next()) for _ in range(7)]
+    assert kinds == [m.TierBroke, m.TierFenced] * 3 + [m.TierRestarted]
+    assert bench.store((b"a",), (0,)).outcomes == (Outcome.DONE,)
+
+
+def test_an_actor_that_raises_takes_down_its_own_tier_only(
+    benches: list[Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(DictBackend())
+    benches.append(bench)
+    bench.store((b"a",), (0,))
+    monkeypatch.setattr(
+        "kvtier.secondary_tier.SecondaryTier._start_parts",
+        lambda _self: (_ for _ in ()).throw(RuntimeError("a bug")),
+    )
+    assert bench.cell.post(m.LoadJob(job=7, keys=(b"a",), slots=(1,)))
+    assert bench.link.next() == m.TierBroke(reason="RuntimeError: a bug")
+    assert isinstance(bench.link.next(), m.TierFenced)
+    monkeypatch.undo()
+    assert isinstance(bench.link.next(), m.TierRestarted)
+    assert bench.load((b"a",), (2,), job=8).outcomes == (Outcome.DONE,)
+
+
+def test_a_full_mailbox_refuses(benches: list[Bench]) -> None:
+    class NeverOpens(DictBackend):
+        async def open(self) -> None:
+            await anyio.sleep_forever()
+
+    bench = Bench(NeverOpens())
+    benches.append(bench)
+    taken = [bench.cell.post(m.Probe(probe=number, keys=(b"a",))) for number in range(20)]
+    assert taken == [True] * 16 + [False] * 4
+
+
+def test_a_tier_with_a_capacity_keeps_to_it_and_says_what_it_dropped(
+    benches: list[Bench],
+) -> None:
+    backend = DictBackend(capacity_blocks=4)
+    bench = Bench(backend, capacity=4)
+    benches.append(bench)
+    keys = tuple(bytes([number]) for number in range(4))
+    assert bench.store(keys, (0, 1, 2, 3), job=1).outcomes == (Outcome.DONE,) * 4
+    assert bench.cell.post(m.StoreJob(job=2, keys=(b"x", b"y"), slots=(4, 5)))
+    dropped: list[bytes] = []
+    while not isinstance(message := bench.link.next(), m.JobEnded):
+        dropped += message.removed
+    assert message.outcomes == (Outcome.DONE,) * 2
+    assert dropped == [keys[3], keys[2]], "tails go before heads"
+    assert set(backend.blocks) == {keys[0], keys[1], b"x", b"y"}
+    assert bench.cell.post(m.Probe(probe=3, keys=(keys[0], keys[3])))
+    assert bench.link.next().present == (True, False)
