@@ -30,11 +30,20 @@ class Actor:
 
     def __init__(self, name: str, handlers: Mapping[type[Any], Callable[[Any], None]]) -> None:
         self.name = name
-        self._handlers = dict(handlers)
+        self.handlers = _Handlers(name, handlers)
 
     def receive(self, message: Message) -> None:
         """Handle one message, to completion."""
-        handler = self._handlers.get(type(message))
-        if handler is None:
-            raise InternalError(f"{self.name} does not understand {type(message).__name__}")
-        handler(message)
+        self.handlers[type(message)](message)
+
+
+class _Handlers(dict["type[Any]", "Callable[[Any], None]"]):
+    """The handlers of one actor, by message type."""
+
+    def __init__(self, name: str, handlers: Mapping[type[Any], Callable[[Any], None]]) -> None:
+        super().__init__(handlers)
+        self._name = name
+
+    def __missing__(self, kind: type[Any]) -> Callable[[Any], None]:
+        """Refuse a message that the actor has no handler for."""
+        raise InternalError(f"{self._name} does not understand {kind.__name__}")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from kvtier import messages as m
+from kvtier.errors import Closed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,12 +91,14 @@ class EngineCell:
 
     def _deliver(self) -> None:
         ready = self._ready
+        broken = self._broken
         while ready:
             actor, message = ready.popleft()
-            if self._broken and actor in self._broken:
+            if broken and actor in broken:
                 continue
             try:
-                actor.receive(message)
+                # What ``actor.receive`` does, without its call: this runs for each lookup.
+                actor.handlers[type(message)](message)
             except Exception:
                 self._fault(actor, message)
 
@@ -109,3 +112,15 @@ class EngineCell:
         self._broken.add(actor)
         log.exception("actor broke", actor=actor.name, message=type(message).__name__)
         self.on_fault(actor)
+
+
+class ClosedCell(EngineCell):
+    """Stands where the engine cell was once the runtime is closed: every use is refused."""
+
+    def ask(self, actor: Actor, message: Message) -> object:
+        """Refuse."""
+        raise Closed("the runtime is closed. Open a new one with kvtier.open_runtime.")
+
+    def run(self) -> None:
+        """Refuse."""
+        raise Closed("the runtime is closed. Open a new one with kvtier.open_runtime.")

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Final, TypeVar, cast
 import structlog
 
 from kvtier import messages as m
-from kvtier.cells import NO_REPLY, EngineCell
-from kvtier.errors import Closed, Misuse
+from kvtier.cells import NO_REPLY, ClosedCell, EngineCell
+from kvtier.errors import Misuse
 from kvtier.metrics import OBSERVATIONS_MAX, Observations, Statistics, TierObservations
 from kvtier.states import ANSWERS, BlockState
 
@@ -74,7 +74,7 @@ class SchedulerFacade:
         close_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._cell = cell
+        self._cell: EngineCell = cell
         self._primary = primary
         self._links = links
         self._tier_cells = tier_cells
@@ -116,10 +116,10 @@ class SchedulerFacade:
         """
         self._lookups += 1
         if self._lookups % LOOKUPS_A_SAMPLE:
-            state = self._ask(m.Lookup(key=key, request=request))
+            state = self._cell.ask(self._primary, m.Lookup(key, request))
         else:
             started = time.perf_counter()
-            state = self._ask(m.Lookup(key=key, request=request))
+            state = self._cell.ask(self._primary, m.Lookup(key, request))
             self._lookup_seconds.append(time.perf_counter() - started)
         if state is BlockState.READY:
             return BlockState.READY
@@ -218,7 +218,6 @@ class SchedulerFacade:
 
         Every other call does the first as well.
         """
-        self._check_open()
         self._cell.run()
         return sum(sum(link.in_flight()) for link in self._links)
 
@@ -232,7 +231,7 @@ class SchedulerFacade:
         events: list[Event] = []
         actors: list[PrimaryTier | TierLink] = [self._primary, *self._links]
         for actor in actors:
-            taken = self._ask_actor(actor, m.TakeEvents())
+            taken = self._cell.ask(actor, m.TakeEvents())
             if taken is not NO_REPLY:
                 events += cast("list[Event]", taken)
         return events
@@ -287,6 +286,7 @@ class SchedulerFacade:
         if self._closed:
             return self._is_quiet
         self._closed = True
+        self._cell = ClosedCell()
         deadline = time.monotonic() + self._close_timeout_s
         for cell in self._tier_cells:
             cell.ask_to_end()
@@ -300,16 +300,7 @@ class SchedulerFacade:
     # --- helpers ---
 
     def _ask(self, message: Message) -> object:
-        return self._ask_actor(self._primary, message)
-
-    def _ask_actor(self, actor: PrimaryTier | TierLink, message: Message) -> object:
-        if self._closed:
-            self._check_open()
-        return self._cell.ask(actor, message)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise Closed("the runtime is closed. Open a new one with kvtier.open_runtime.")
+        return self._cell.ask(self._primary, message)
 
 
 def _drained(observations: deque[T]) -> list[T]:

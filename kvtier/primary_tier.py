@@ -17,7 +17,7 @@ Which tier has a block is ``kvtier/whereabouts.py``'s to know.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtier import messages as m
 from kvtier.actor import Actor, Mailbox
@@ -26,13 +26,16 @@ from kvtier.events import PRIMARY, Event, EventKind
 from kvtier.metrics import PrimaryCounts, PrimaryStatistics
 from kvtier.promotions import Batch, Promotions
 from kvtier.slots import GPU, SlotTable
-from kvtier.states import BlockState
+from kvtier.states import BlockState, SlotState
 from kvtier.store_filter import StoreFilter
 from kvtier.whereabouts import Whereabouts
 
 if TYPE_CHECKING:
     from kvtier.config import RuntimeConfig
     from kvtier.messages import Key, RequestId, TierSet
+
+
+_READY: Final = int(SlotState.READY)
 
 
 class StoreGrant:
@@ -101,6 +104,8 @@ class PrimaryTier(Actor):
             else None
         )
         self.slots = SlotTable(config.slot_count)
+        self._slot_state = self.slots.state  # these two are looked at for each lookup
+        self._hit_step = self.slots.hit_step
         self._promotions = Promotions(
             self.slots, config.slot_count - config.store_reserve_slots, config.lease_timeout_s
         )
@@ -171,23 +176,22 @@ class PrimaryTier(Actor):
         request = self._requests.get(message.request)
         slot = self._slot_of.get(key)
         if slot is not None:
-            if self.slots.is_ready(slot):
-                self.slots.hit_step[slot] = self._step
-                if request is not None and key not in request.counted:
-                    request.counted.add(key)
-                    self.counts.queries += 1
-                    self.counts.hits += 1
-                self.reply(BlockState.READY)
-            else:
+            if self._slot_state[slot] != _READY:
                 self.reply(BlockState.FILLING)
-            return
-        if request is None:
+                return
+            self._hit_step[slot] = self._step
+            if request is not None and key not in request.counted:
+                request.counted.add(key)
+                self.counts.queries += 1
+                self.counts.hits += 1
+            self.reply(BlockState.READY)
+        elif request is None:
             self.reply(BlockState.ABSENT)
-            return
-        if key not in request.counted:
-            request.counted.add(key)
-            self.counts.queries += 1
-        self._look_elsewhere(message)
+        else:
+            if key not in request.counted:
+                request.counted.add(key)
+                self.counts.queries += 1
+            self._look_elsewhere(message)
 
     def _look_elsewhere(self, message: m.Lookup) -> None:
         """Promote from the tier that has the key, or say why that can't be now."""

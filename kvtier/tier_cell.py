@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import anyio
 import structlog
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("kvtier")
 
+T = TypeVar("T")
+
 RESTART_PAUSE_S: Final = 1.0
 RESTART_PAUSE_S_MAX: Final = 60.0
 """How long a cell that broke waits before it begins anew: doubled each time, up to this."""
@@ -48,6 +50,9 @@ CLOSE_BACKEND_S: Final = 2.0
 
 DIGEST_THREADS: Final = 2
 """Digests run at memory speed and release the GIL: more threads would only wait for memory."""
+
+DIGEST_INLINE_BYTES_MAX: Final = 1 << 20
+"""Up to here (a tenth of a millisecond) a hand-over to a thread costs more than the digest."""
 
 
 class TierCell:
@@ -286,7 +291,7 @@ class BackendDriver:
                 for key, view in zip(message.keys, views, strict=True)
             ]
 
-        blocks = await self._digests.run(with_digests)
+        blocks = await self._digest(len(views), with_digests)
         if message.remove:
             await self._backend.remove(message.remove)
         outcomes = tuple(Outcome(each) for each in await self._backend.store(blocks))
@@ -306,11 +311,17 @@ class BackendDriver:
                 for block, answer in zip(blocks, loaded, strict=True)
             )
 
-        outcomes = await self._digests.run(checked)
+        outcomes = await self._digest(len(views), checked)
         damaged = [k for k, o in zip(message.keys, outcomes, strict=True) if o is Outcome.DAMAGED]
         if damaged:
             await self._remove_damaged(damaged)
         return outcomes
+
+    async def _digest(self, blocks: int, work: Callable[[], T]) -> T:
+        """Run ``work``, which digests that many blocks: here, or in a thread if it takes long."""
+        if blocks * self._memory.block_bytes <= DIGEST_INLINE_BYTES_MAX:
+            return work()
+        return await self._digests.run(work)
 
     async def _remove_damaged(self, keys: list[bytes]) -> None:
         """Delete bad copies. That this fails too takes nothing from the other blocks."""

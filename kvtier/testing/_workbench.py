@@ -121,7 +121,7 @@ def new_blocks(count: int, size: int = BLOCK_BYTES) -> list[Block]:
     return [new_block(size) for _ in range(count)]
 
 
-def expect(condition: bool, promise: str) -> None:
+def expect(condition: bool, promise: str) -> None:  # noqa: FBT001 - reads as a sentence
     """Raise ``NotConforming`` with the broken promise, also under ``python -O``."""
     if not condition:
         raise NotConforming(promise)

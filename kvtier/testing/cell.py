@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, ClassVar, Final, TypeAlias, cast
 
 from kvtier import messages as m
 from kvtier.actor import Actor
-from kvtier.backend import BackendTraits, Outcome
 from kvtier.cells import NO_REPLY, EngineCell
 from kvtier.errors import InternalError
 from kvtier.facade import SchedulerFacade
@@ -40,6 +39,7 @@ from kvtier.secondary_tier import SecondaryTier
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from kvtier.backend import BackendTraits, Outcome
     from kvtier.config import RuntimeConfig
     from kvtier.messages import Message
     from kvtier.policies.base import EvictionPolicy
@@ -195,10 +195,11 @@ class TestCell(EngineCell):
 
     def break_down(self, actor: Actor) -> None:
         """Take down an actor as if a handler of its had raised."""
+        poison = m.Notice(event="taken down by the test", tier="", detail="")
         try:
-            raise InternalError(f"{actor.name} was taken down by the test")
+            actor.receive(poison)
         except InternalError:
-            self._fault(actor, m.Cleared())
+            self._fault(actor, poison)
 
     def next_age(self) -> int:
         """Return a number that grows with each message."""

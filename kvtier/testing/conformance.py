@@ -267,7 +267,7 @@ async def a_cancelled_call_harms_no_other(make: MakeBackend) -> None:
                 group.cancel_scope.cancel()
         others = new_blocks(8)
         views = [bench.slots.view(32 + index) for index in range(len(others))]
-        outcomes = []
+        outcomes: list[Outcome] = []
         for view, block in zip(views, others, strict=True):
             view[:] = block.data
             answers = await bench.backend.store([StoreBlock(block.key, view, block.digest)])

@@ -7,6 +7,7 @@ the lock that 0.33 asks for is an empty one.
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
@@ -51,6 +52,11 @@ _RESULTS: Final = {
     BlockState.FILLING: LookupResult.HIT_PENDING,
     BlockState.READY: LookupResult.HIT,
 }
+
+SPIN_S: Final = 0.001
+"""Steps that follow one another this fast compute nothing."""
+
+SPIN_YIELD_S: Final = 0.0005
 
 _TELLS_WHEN_FLUSHED: Final = hasattr(OffloadingManager, "on_reset_flushed")
 """vLLM 0.33 says when workers have let go of what they had at a reset; 0.32 doesn't."""
@@ -111,6 +117,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         # a pipeline stage. Twice that, and one more, is on the safe side.
         self._flush_steps = 2 * max(2, int(spec.config.parallel.pp_size)) + 1
         self._flush_steps_left = 0
+        self._last_step = 0.0
 
     # --- requests ---
 
@@ -185,12 +192,26 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self.facade.step_end()
+        self._yield_if_spinning()
         if not self._unlinked:
             self._unlinked = self._region.try_unlink()
         if self._flush_steps_left:
             self._flush_steps_left -= 1
             if not self._flush_steps_left:
                 self.facade.on_reset_flushed()
+
+    def _yield_if_spinning(self) -> None:
+        """Let tiers' threads run while the engine steps without any work of its own.
+
+        An in-process engine spins while requests wait for a promotion, and
+        holds the GIL for Python's switch interval (5 ms) each time a tier's
+        thread needs it. A step that computes takes longer than ``SPIN_S``.
+        """
+        now = time.monotonic()
+        if now - self._last_step < SPIN_S and self.facade.has_pending_work():
+            time.sleep(SPIN_YIELD_S)
+            now = time.monotonic()
+        self._last_step = now
 
     @override
     def has_pending_work(self) -> bool:

@@ -36,6 +36,7 @@ from kvtier.vllm.namespace import build_namespace, worker_facts
 from kvtier.vllm.pages import HostLayout
 from kvtier.vllm.region import SHARED_MEMORY_FOLDER, HostRegion
 from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
+from kvtier.vllm.settings import read_settings
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import (

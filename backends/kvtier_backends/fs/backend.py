@@ -1,0 +1,203 @@
+"""The ``fs`` tier's driver: options in, block files out, threads in between.
+
+Loads, stores and probes have threads of their own, so that what hangs in one
+keeps nobody from the others. A call runs in one thread, block after block.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import structlog
+from anyio import move_on_after
+
+from kvtier.backend import (
+    Backend,
+    BackendContext,
+    BackendTraits,
+    LoadBlock,
+    Loaded,
+    Outcome,
+    StoreBlock,
+)
+from kvtier.options import Options
+from kvtier.threads import DaemonThreads
+from kvtier_backends.fs.files import BlockFiles
+from kvtier_backends.fs.folder import (
+    FolderRefusal,
+    prepare_namespace,
+    prepare_root,
+    probe_direct,
+)
+from kvtier_backends.fs.layout import make_layout
+from kvtier_backends.fs.ledger import Ledger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from kvtier_backends.fs.layout import Layout
+
+logger = structlog.get_logger(__name__)
+_PROBE_THREADS = 2
+_THREADS_MAX = 1024
+_CLOSE_TIMEOUT_S_MAX = 1.0
+
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+
+
+class FsBackend(Backend):
+    """Keeps each block in a file of its own below ``root_dir``.
+
+    Options: ``root_dir`` (a folder, made if missing), ``layout`` (``kvtier`` or
+    ``vllm``), ``unchecked`` (``accept`` or ``refuse`` files without a trailer;
+    by default only layout ``vllm`` accepts), ``n_read_threads``,
+    ``n_write_threads`` (16 each) and ``direct`` (O_DIRECT where it works; true).
+
+    A cancelled call leaves its thread at work until it ends by itself: the
+    buffers of a cancelled load may still be written to, by a hung medium much
+    later. ``close`` waits a second at most.
+    """
+
+    type_name: ClassVar[str] = "fs"
+    medium: ClassVar[str] = "STORAGE"
+
+    def __init__(  # noqa: PLR0913 - from_options is the way in
+        self,
+        layout: Layout,
+        context: BackendContext,
+        *,
+        root: str,
+        read_threads: int,
+        write_threads: int,
+        direct: bool,
+        accept_unchecked: bool,
+    ) -> None:
+        self.traits = BackendTraits(
+            load_parts_max=read_threads,
+            store_parts_max=write_threads,
+            capacity_blocks=None,
+            accepts_unchecked=accept_unchecked,
+        )
+        name = context.tier_name
+        self._root = root
+        self._ledger = Ledger(name)
+        self._files = BlockFiles(
+            layout,
+            context.block_bytes,
+            self._ledger,
+            direct=direct,
+            accept_unchecked=accept_unchecked,
+        )
+        self._readers = DaemonThreads(read_threads, f"{name}-read")
+        self._writers = DaemonThreads(write_threads, f"{name}-write")
+        self._probers = DaemonThreads(_PROBE_THREADS, f"{name}-probe")
+        self._closed = False
+        self._stores_lock = threading.Lock()
+        self._stores_running = 0
+        self._tier_name = name
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], context: BackendContext) -> FsBackend:
+        """Check the options and get the folders ready, or refuse them with a ``ConfigError``."""
+        where = f"secondary tier {context.tier_name}"
+        reader = Options(options, where)
+        given_root = reader.text("root_dir")
+        layout_name = reader.text("layout", "kvtier", choices=("kvtier", "vllm"))
+        usual = "accept" if layout_name == "vllm" else "refuse"
+        unchecked = reader.text("unchecked", usual, choices=("accept", "refuse"))
+        read_threads = reader.integer("n_read_threads", 16, minimum=1, maximum=_THREADS_MAX)
+        write_threads = reader.integer("n_write_threads", 16, minimum=1, maximum=_THREADS_MAX)
+        direct = reader.flag("direct", default=True)
+        reader.finish()
+        root = os.path.abspath(given_root)
+        layout = make_layout(layout_name, root, context)
+        refusal = FolderRefusal(context.tier_name, given_root)
+        prepare_root(root, refusal)
+        prepare_namespace(layout, refusal)
+        direct_works = probe_direct(layout, refusal, wanted=direct)
+        if direct and not direct_works:
+            logger.warning(
+                "fs tier: this filesystem does not take O_DIRECT; going through the page cache",
+                tier=context.tier_name,
+                root_dir=root,
+            )
+        return cls(
+            layout,
+            context,
+            root=root,
+            read_threads=read_threads,
+            write_threads=write_threads,
+            direct=direct_works,
+            accept_unchecked=unchecked == "accept",
+        )
+
+    @property
+    def place(self) -> str:
+        """The folder, with links resolved."""
+        return os.path.realpath(self._root)
+
+    async def open(self) -> None:
+        """Leave a marker, and start to sweep what dead engines left unfinished, if any did."""
+        await self._writers.run(self._announce)
+
+    async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        """Look each file up. A file of the wrong size counts as missing."""
+        return await self._probers.run(partial(_each, self._files.exists, keys))
+
+    async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
+        """Read the blocks one after the other, in one thread."""
+        return await self._readers.run(partial(_each, self._files.load, blocks))
+
+    async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
+        """Write the blocks one after the other, in one thread."""
+        return await self._writers.run(partial(self._store_all, blocks))
+
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        """Remove the files of these keys."""
+        await self._writers.run(partial(_each, self._files.remove, keys))
+
+    async def close(self) -> None:
+        """Let the threads end after what they run now. Waits a second at most."""
+        if self._closed:
+            return
+        self._closed = True
+        with self._stores_lock:
+            idle = self._stores_running == 0
+        if idle:
+            # Otherwise a thread may hang in a store; the marker has its leavings swept later.
+            with move_on_after(_CLOSE_TIMEOUT_S_MAX):
+                await self._writers.run(self._files.sign_off)
+        for threads in (self._readers, self._writers, self._probers):
+            threads.stop()
+
+    def counters(self) -> Mapping[str, int]:
+        """Return counts of what went wrong, by kind; kinds that never did are left out."""
+        return self._ledger.counts()
+
+    def _announce(self) -> None:
+        dead = self._files.announce()
+        if dead:
+            # A walk over all folders: not in the way of anything, and not waited for.
+            threading.Thread(
+                target=self._files.sweep,
+                args=(lambda: not self._closed, dead),
+                name=f"{self._tier_name}-sweep",
+                daemon=True,
+            ).start()
+
+    def _store_all(self, blocks: Sequence[StoreBlock]) -> list[Outcome]:
+        with self._stores_lock:
+            self._stores_running += 1
+        try:
+            return [self._files.store(block) for block in blocks]
+        finally:
+            with self._stores_lock:
+                self._stores_running -= 1
+
+
+def _each(call: Callable[[Item], Answer], items: Sequence[Item]) -> list[Answer]:
+    return [call(item) for item in items]

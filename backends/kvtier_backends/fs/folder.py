@@ -1,0 +1,191 @@
+"""Gets the folders of a namespace ready, or refuses them while the engine starts."""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import stat
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier.errors import ConfigError, NamespaceMismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvtier_backends.fs.layout import Layout
+
+O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
+NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_CONFIG_BYTES_MAX: Final = 1 << 20
+
+
+class FolderRefusal:
+    """Builds the refusals of one tier's ``root_dir``."""
+
+    def __init__(self, tier_name: str, root: str) -> None:
+        self._tier_name = tier_name
+        self._root = root
+
+    def error(self, remedy: str) -> ConfigError:
+        """Return the refusal, with the key, its value and the remedy."""
+        return ConfigError(f"{self._text()} {remedy}")
+
+    def mismatch(self, remedy: str) -> NamespaceMismatch:
+        """Return the refusal of a folder with other blocks in it."""
+        return NamespaceMismatch(f"{self._text()} {remedy}")
+
+    def _text(self) -> str:
+        return f"secondary tier {self._tier_name}: root_dir={self._root!r}"
+
+
+def prepare_root(root: str, refusal: FolderRefusal) -> None:
+    """Create ``root`` for this user alone, or check that it is fit for use."""
+    try:
+        make_folders(root, 0o700)
+    except (FileExistsError, NotADirectoryError):
+        raise refusal.error(
+            "is not a folder, or lies below something that is not. Name a folder."
+        ) from None
+    except OSError as problem:
+        raise refusal.error(
+            f"cannot be created ({problem.strerror}). Create it for this user, or name another."
+        ) from problem
+    _refuse_world_writable(root, refusal)
+
+
+def prepare_namespace(layout: Layout, refusal: FolderRefusal) -> None:
+    """Create the namespace's folders and ``config.json``, or compare with what is there."""
+    try:
+        for folder in (layout.base, layout.blocks):
+            make_folders(folder, layout.folder_mode)
+            _refuse_world_writable(folder, refusal)
+        if not os.path.lexists(layout.config_path):
+            write_config(layout)
+    except FileExistsError as problem:
+        raise refusal.error(f"holds {problem.filename}, which is no folder. Move it.") from None
+    except OSError as problem:
+        raise refusal.error(
+            f"cannot be written ({problem.strerror}: {problem.filename}). "
+            "Give this user the right to write there, free space, or name another folder."
+        ) from problem
+    _compare(_read_config_untrusted(layout.config_path, refusal), layout, refusal)
+
+
+def write_config(layout: Layout) -> None:
+    """Write ``config.json`` in one step, in the form vLLM gives its own."""
+    temporary = f"{layout.config_path}.{os.urandom(8).hex()}.tmp"
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW
+    descriptor = os.open(temporary, flags, layout.file_mode)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(layout.config, file, indent=2, sort_keys=True)
+        os.replace(temporary, layout.config_path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def probe_direct(layout: Layout, refusal: FolderRefusal, *, wanted: bool) -> bool:
+    """Prove that files can be written, and tell whether O_DIRECT works there.
+
+    A full disk is no refusal: what it holds can still be served.
+    """
+    path = f"{layout.blocks}/.probe.{os.urandom(8).hex()}.tmp"
+    flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW
+    try:
+        for extra in (O_DIRECT, 0) if wanted and O_DIRECT else (0,):
+            try:
+                _write_page(path, flags | extra)
+            except OSError as problem:
+                if problem.errno in NO_ROOM:
+                    return bool(extra)
+                if not extra:
+                    raise
+            else:
+                return bool(extra)
+    except OSError as problem:
+        raise refusal.error(
+            f"cannot be written ({problem.strerror}). Give this user the right to write there, "
+            "or name another folder."
+        ) from problem
+    finally:
+        with suppress(OSError):
+            os.unlink(path)
+    return False
+
+
+def make_folders(path: str, mode: int) -> None:
+    """Create ``path`` and its missing parents, each with ``mode`` (umask applies)."""
+    try:
+        os.mkdir(path, mode)
+    except FileNotFoundError:
+        make_folders(os.path.dirname(path), mode)
+        with suppress(FileExistsError):
+            os.mkdir(path, mode)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise
+
+
+def _write_page(path: str, flags: int) -> None:
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        with mmap.mmap(-1, mmap.PAGESIZE) as page:
+            os.write(descriptor, page)
+    finally:
+        os.close(descriptor)
+
+
+def _refuse_world_writable(folder: str, refusal: FolderRefusal) -> None:
+    if os.stat(folder).st_mode & stat.S_IWOTH:
+        raise refusal.error(
+            f"is open to planted blocks: anyone may write to {folder}. Run chmod o-w on it, "
+            "or name a folder of this user's own."
+        )
+
+
+def _read_config_untrusted(path: str, refusal: FolderRefusal) -> dict[str, Any]:
+    """Return the mapping in ``config.json``. Raises ``ConfigError`` and nothing else."""
+    try:
+        # O_NONBLOCK, unlike for blocks: a FIFO here must not keep the engine from starting.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            raw = file.read(_CONFIG_BYTES_MAX)
+        found = json.loads(raw)
+        if isinstance(found, dict):
+            return found
+        reason = "it is not a mapping"
+    except (OSError, ValueError, RecursionError) as problem:
+        reason = str(problem)
+    raise refusal.error(
+        f"has an unreadable {path} ({reason}). If the blocks beside it may go, remove its "
+        "folder; otherwise restore the file or name another root_dir."
+    )
+
+
+def _compare(found: Mapping[str, Any], layout: Layout, refusal: FolderRefusal) -> None:
+    difference = _first_difference(found, layout.config)
+    if difference is not None:
+        name, there, here = difference
+        raise refusal.mismatch(
+            f"holds other blocks: in {layout.config_path}, {name} is {there!r}, and this engine "
+            f"has {here!r}. Name another root_dir, or remove that folder."
+        )
+
+
+def _first_difference(
+    found: Mapping[str, Any], wanted: Mapping[str, Any]
+) -> tuple[str, object, object] | None:
+    for name in sorted({*found, *wanted}):
+        there, here = found.get(name, "(missing)"), wanted.get(name, "(missing)")
+        if isinstance(there, dict) and isinstance(here, dict):
+            inner = _first_difference(there, here)
+            if inner is not None:
+                return f"{name}.{inner[0]}", inner[1], inner[2]
+        elif there != here or type(there) is not type(here):
+            return name, there, here
+    return None

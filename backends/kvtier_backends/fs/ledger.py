@@ -1,0 +1,60 @@
+"""Counts what happens to the files, and says each kind of trouble once an episode."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import structlog
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+logger = structlog.get_logger(__name__)
+
+
+class Ledger:
+    """Counters and log lines of one tier. Any thread may call anything.
+
+    An episode of a kind of trouble begins with its first log line and ends
+    with the next success on the same side (``"load"`` or ``"store"``).
+    """
+
+    def __init__(self, tier_name: str) -> None:
+        self._tier_name = tier_name
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._open: dict[str, set[str]] = {"load": set(), "store": set()}
+
+    def add(self, name: str, count: int = 1) -> None:
+        """Count without a word."""
+        with self._lock:
+            self._counts[name] += count
+
+    def trouble(self, side: str, name: str, path: str, reason: object) -> None:
+        """Count ``name``, and log it if this kind has not been said in this episode."""
+        with self._lock:
+            self._counts[name] += 1
+            kind = f"{name}: {type(reason).__name__} {getattr(reason, 'errno', None)}"
+            if kind in self._open[side]:
+                return
+            self._open[side].add(kind)
+        logger.warning(
+            "fs tier: trouble, said once until the next success",
+            kind=name,
+            tier=self._tier_name,
+            path=path,
+            reason=str(reason),
+        )
+
+    def success(self, side: str) -> None:
+        """End the episodes of ``side``. Costs nothing while all is well."""
+        if self._open[side]:
+            with self._lock:
+                self._open[side].clear()
+
+    def counts(self) -> Mapping[str, int]:
+        """Return a snapshot of all counts that are not 0."""
+        with self._lock:
+            return dict(self._counts)

@@ -1,0 +1,159 @@
+"""Names for files being written, and the removal of those whose writer died.
+
+A block is written under a temporary name beside its place and then renamed.
+The name carries who writes: a host id, the process and when that process
+started, so that a later engine can tell a dead writer from a live one. Each
+writer also keeps a marker in ``<namespace>/writers/``; only if a dead one's is
+found are the folders walked, so a clean start costs one listing.
+
+The host id covers the boot and the process namespace too: two containers of
+one host name do not know each other's process numbers. A writer elsewhere
+cannot be asked, so its files go when they are a day old.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import re
+import socket
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+FOREIGN_AGE_S_MAX: Final = 24 * 3600.0
+_WRITER = re.compile(r"([0-9a-f]{12})-([0-9]{1,10})-([0-9]{1,20})")
+_TEMPORARY = re.compile(r".+\.([0-9a-f]{12}-[0-9]{1,10}-[0-9]{1,20})-[0-9]+\.tmp")
+_STAT_START_FIELD: Final = 19  # of those after the command's name, see proc(5)
+_counter = itertools.count()  # of the whole process: two tiers never share a name
+
+
+class Writer(NamedTuple):
+    """One process that writes blocks, as told by a file's name."""
+
+    host: str
+    pid: int
+    started: int  #: in clock ticks after the boot; 0 if the system does not tell
+
+    def __str__(self) -> str:
+        return f"{self.host}-{self.pid}-{self.started}"
+
+    def is_dead(self, me: Writer, age_s: float) -> bool:
+        """Tell whether it writes no more, given the age of a file of its in seconds."""
+        if self.host != me.host:
+            return age_s > FOREIGN_AGE_S_MAX
+        return _started(self.pid) != self.started
+
+
+def this_writer() -> Writer:
+    """Return the identity of the calling process."""
+    pid = os.getpid()
+    return Writer(_host_id(), pid, _started(pid) or 0)
+
+
+def parse_writer_untrusted(name: str) -> Writer | None:
+    """Return the writer that a marker is named after, or None. Raises nothing."""
+    found = _WRITER.fullmatch(name)
+    return Writer(found[1], int(found[2]), int(found[3])) if found else None
+
+
+def parse_temporary_untrusted(name: str) -> Writer | None:
+    """Return the writer of the temporary file ``name``, or None if it is none of ours."""
+    found = _TEMPORARY.fullmatch(name)
+    return parse_writer_untrusted(found[1]) if found else None
+
+
+def temporary_path(path: str, writer: Writer) -> str:
+    """Return a name beside ``path`` that nobody has used."""
+    return f"{path}.{writer}-{next(_counter)}.tmp"
+
+
+def add_marker(folder: str, writer: Writer, mode: int) -> None:
+    """Announce ``writer`` in the folder of markers. Idempotent."""
+    path = f"{folder}/{writer}"
+    os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, mode))
+
+
+def remove_marker(folder: str, writer: Writer) -> None:
+    """Take the marker of ``writer`` away, if it is there."""
+    with suppress(OSError):
+        os.unlink(f"{folder}/{writer}")
+
+
+def dead_markers(folder: str, me: Writer) -> list[str]:
+    """Return the paths of the markers of writers that write no more."""
+    dead = []
+    for entry in _entries(folder):
+        writer = parse_writer_untrusted(entry.name)
+        if writer is not None and writer.is_dead(me, _age_s(entry)):
+            dead.append(entry.path)
+    return dead
+
+
+def sweep(folder: str, me: Writer, keep_on: Callable[[], bool]) -> Iterator[str]:
+    """Remove the temporary files of dead writers below ``folder``, and yield their paths.
+
+    Walks all fan-out folders, so it belongs in a thread of its own; ends early
+    once ``keep_on()`` is false. What cannot be listed or removed is left.
+    """
+    for entry in _entries(folder):
+        if not keep_on():
+            return
+        if entry.is_dir(follow_symlinks=False):
+            yield from sweep(entry.path, me, keep_on)
+            continue
+        writer = parse_temporary_untrusted(entry.name)
+        if writer is not None and writer.is_dead(me, _age_s(entry)):
+            with suppress(OSError):
+                os.unlink(entry.path)
+                yield entry.path
+
+
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError:
+        return []
+
+
+def _age_s(entry: os.DirEntry[str]) -> float:
+    try:
+        return time.time() - entry.stat(follow_symlinks=False).st_mtime
+    except OSError:
+        return 0.0
+
+
+def _started(pid: int) -> int | None:
+    """Return when the process started, None if there is none of that number."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            after_name = file.read().rpartition(b")")[2].split()
+        return int(after_name[_STAT_START_FIELD])
+    except (FileNotFoundError, ProcessLookupError):
+        return None if os.path.isdir("/proc/self") or not _alive(pid) else 0
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _host_id() -> str:
+    parts = [socket.gethostname()]
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        parts.append(file.read().strip())
+    with suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]

@@ -1,0 +1,224 @@
+"""Files that are not what they should be: never served, and deleted only if they are ours."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import anyio
+import pytest
+from structlog.testing import capture_logs
+
+from kvtier.backend import LoadBlock, Outcome
+from tests.unit.backends._fs import (
+    BLOCK_BYTES,
+    CONTEXT,
+    FILE_BYTES,
+    data_of,
+    key_of,
+    open_fs,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.anyio
+
+
+def let_go(fifo: Path) -> None:
+    """Give the FIFO a writer, so that whoever hangs in opening it goes on."""
+    os.close(os.open(fifo, os.O_RDWR))
+
+
+LENGTHS = [0, 1, 511, 4096, BLOCK_BYTES - 1, BLOCK_BYTES + 1, BLOCK_BYTES + 512, FILE_BYTES - 1]
+
+
+@pytest.mark.parametrize("layout", ["kvtier", "vllm"])
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("length", LENGTHS)
+async def test_a_truncated_file_is_damaged_and_goes(
+    tmp_path: Path, length: int, direct: bool, layout: str
+) -> None:
+    async with open_fs(tmp_path / "kv", direct=direct, layout=layout) as fs:
+        await fs.store(1)
+        os.truncate(fs.path(1), length)
+        assert not await fs.probe(1)
+        assert await fs.load(1) is Outcome.DAMAGED
+        assert not fs.path(1).exists()
+        assert await fs.load(1) is Outcome.ABSENT
+        assert await fs.store(1) is Outcome.DONE
+        assert await fs.load(1) is Outcome.DONE
+
+
+async def test_a_torn_file_is_written_anew_by_a_store(tmp_path: Path) -> None:
+    """Else a block that nobody may load would stand in the way of its own repair."""
+    async with open_fs(tmp_path / "kv") as fs:
+        await fs.store(1)
+        os.truncate(fs.path(1), 4096)
+        assert await fs.store(1) is Outcome.DONE
+        assert await fs.load(1) is Outcome.DONE
+
+
+async def test_a_file_without_a_trailer_is_a_miss_that_stays(tmp_path: Path) -> None:
+    """It may be vLLM's and sound, so it is not ours to delete, nor to serve."""
+    async with open_fs(tmp_path / "kv") as fs:
+        await fs.store(1)
+        os.truncate(fs.path(1), BLOCK_BYTES)
+        assert not await fs.probe(1)
+        assert await fs.load(1) is Outcome.ABSENT
+        assert fs.path(1).exists()
+        assert fs.count("loads_unchecked_refused") == 1
+
+
+async def test_a_file_without_a_trailer_is_served_if_accepted(tmp_path: Path) -> None:
+    async with open_fs(tmp_path / "kv", unchecked="accept") as fs:
+        await fs.store(1)
+        os.truncate(fs.path(1), BLOCK_BYTES)
+        assert await fs.probe(1)
+        view = fs.view()
+        (loaded,) = await fs.backend.load([LoadBlock(key_of(1), view)])
+        assert loaded == (Outcome.DONE, None)
+        assert view == data_of(1)
+        assert fs.backend.traits.accepts_unchecked
+
+
+@pytest.mark.parametrize("offset", [0, 8, 12, 16, 24, 40, 60, 76, 2000, 4088, 4095])
+async def test_a_flipped_bit_in_the_trailer_is_damage(tmp_path: Path, offset: int) -> None:
+    async with open_fs(tmp_path / "kv") as fs:
+        await fs.store(1)
+        raw = bytearray(fs.path(1).read_bytes())
+        raw[BLOCK_BYTES + offset] ^= 4
+        fs.path(1).write_bytes(raw)
+        assert await fs.load(1) is Outcome.DAMAGED
+        assert not fs.path(1).exists()
+
+
+async def test_another_keys_file_is_damage(tmp_path: Path) -> None:
+    async with open_fs(tmp_path / "kv") as fs:
+        await fs.store(1)
+        await fs.store(2)
+        shutil.copy(fs.path(2), fs.path(1))
+        assert await fs.load(1) is Outcome.DAMAGED
+        assert not fs.path(1).exists()
+        assert await fs.load(2) is Outcome.DONE
+
+
+@pytest.mark.parametrize("garbage", [b"\0" * FILE_BYTES, os.urandom(FILE_BYTES), b"x" * 99999])
+async def test_garbage_is_damage(tmp_path: Path, garbage: bytes) -> None:
+    async with open_fs(tmp_path / "kv") as fs:
+        await fs.store(1)
+        fs.path(1).write_bytes(garbage)
+        assert await fs.load(1) is Outcome.DAMAGED
+        assert not fs.path(1).exists()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+async def test_a_folder_or_a_link_in_a_blocks_place_stays(tmp_path: Path, direct: bool) -> None:
+    async with open_fs(tmp_path / "kv", direct=direct) as fs:
+        for number in (1, 2):
+            await fs.store(number)
+            fs.path(number).unlink()
+        fs.path(1).mkdir()
+        fs.path(2).symlink_to("/etc/passwd")
+        for number in (1, 2):
+            assert await fs.load(number) is Outcome.DAMAGED
+            assert await fs.store(number) is Outcome.FAILED
+            await fs.backend.remove([key_of(number)])
+        assert fs.path(1).is_dir()
+        assert fs.path(2).is_symlink()
+        assert fs.temporaries() == []
+
+
+async def test_a_file_in_a_folders_place_fails_stores_only(tmp_path: Path) -> None:
+    async with open_fs(tmp_path / "kv") as fs:
+        fs.path(1).parent.parent.write_bytes(b"")
+        assert await fs.store(1) is Outcome.FAILED
+        assert await fs.load(1) is Outcome.ABSENT
+        assert not await fs.probe(1)
+
+
+async def test_a_hung_load_hangs_its_thread_only(tmp_path: Path) -> None:
+    """A FIFO without a writer stands for a filesystem that never answers."""
+    async with open_fs(tmp_path / "kv", n_read_threads=2) as fs:
+        await fs.store(1)
+        await fs.store(2)
+        fs.path(1).unlink()
+        os.mkfifo(fs.path(1))
+        async with anyio.create_task_group() as group:
+            group.start_soon(fs.load, 1)
+            await anyio.lowlevel.checkpoint()
+            with anyio.fail_after(10):
+                assert await fs.probe(1)
+                assert await fs.load(2) is Outcome.DONE
+                assert await fs.store(3) is Outcome.DONE
+                assert await fs.load(3) is Outcome.DONE
+                assert await fs.store(1) is Outcome.FAILED
+            group.cancel_scope.cancel()
+        let_go(fs.path(1))
+        with anyio.fail_after(10):
+            while not fs.count("blocks_damaged"):
+                await anyio.lowlevel.checkpoint()
+        assert fs.path(1).is_fifo()
+
+
+async def test_closing_while_a_load_hangs_does_not_wait(tmp_path: Path) -> None:
+    context = replace(CONTEXT, tier_name="7:closing")
+    async with open_fs(tmp_path / "kv", context, n_read_threads=1) as fs:
+        await fs.store(1)
+        fs.path(1).unlink()
+        os.mkfifo(fs.path(1))
+        with anyio.move_on_after(0):
+            await fs.load(1)
+        with anyio.fail_after(10):
+            await fs.backend.close()
+    hung = [thread for thread in threading.enumerate() if thread.name == "7:closing-read-0"]
+    assert len(hung) == 1
+    let_go(fs.path(1))
+    hung[0].join(timeout=10)
+    assert not hung[0].is_alive()
+
+
+async def test_a_vanished_folder_is_empty_and_comes_back(tmp_path: Path) -> None:
+    async with open_fs(tmp_path / "kv") as fs:
+        await fs.store(1)
+        shutil.rmtree(tmp_path / "kv")
+        assert not await fs.probe(1)
+        assert await fs.load(1) is Outcome.ABSENT
+        await fs.backend.remove([key_of(1)])
+        assert await fs.store(1) is Outcome.DONE
+        assert await fs.load(1) is Outcome.DONE
+    async with open_fs(tmp_path / "kv") as fs:
+        assert await fs.load(1) is Outcome.DONE
+
+
+async def test_each_trouble_is_said_once_an_episode(tmp_path: Path) -> None:
+    """A sick disk fails a thousand blocks a second; the log must not."""
+    async with open_fs(tmp_path / "kv") as fs:
+        await fs.store(9)
+
+        async def damage(count: int) -> None:
+            for number in range(count):
+                await fs.store(number)
+                os.truncate(fs.path(number), 10)
+                assert await fs.load(number) is Outcome.DAMAGED
+
+        with capture_logs() as logs:
+            await damage(5)
+            assert len(logs) == 1
+            assert await fs.load(9) is Outcome.DONE
+            await damage(5)
+        assert [entry["kind"] for entry in logs] == ["blocks_damaged"] * 2
+        assert fs.count("blocks_damaged") == 10
+        assert fs.count("blocks_discarded") == 10
+
+
+async def test_odd_memory_is_moved_without_o_direct(tmp_path: Path) -> None:
+    """A slot off the page grid cannot go by O_DIRECT everywhere; the block still must."""
+    async with open_fs(tmp_path / "kv") as fs:
+        odd = memoryview(bytearray(BLOCK_BYTES + 1))[1:]
+        fs.view = lambda: odd  # type: ignore[method-assign]
+        assert await fs.store(1) is Outcome.DONE
+        assert await fs.load(1) is Outcome.DONE

@@ -1,0 +1,199 @@
+"""Real faults of a real filesystem: full, read-only, out of descriptors, killed writers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio
+import pytest
+
+from kvtier.backend import Outcome
+from kvtier.errors import ConfigError
+from kvtier_backends.fs import temporary
+from kvtier_backends.fs.temporary import Writer, parse_temporary_untrusted, this_writer
+from tests.unit.backends._fs import make_fs, open_fs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.anyio
+REPOSITORY = Path(__file__).parents[3]
+WAIT_S_MAX = 20
+needs_mount = pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root may mount; the file-size limit test stands in"
+)
+
+
+def child(call: str, root: Path, **options: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.unit.backends._fs_child", call, os.fspath(root)]
+    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "backends"), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    return subprocess.Popen(command, cwd=REPOSITORY, env=environment, text=True, **options)
+
+
+@contextmanager
+def tmpfs(folder: Path, size: str) -> Iterator[Path]:
+    folder.mkdir()
+    mount("-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", folder)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def mount(*arguments: object) -> None:
+    subprocess.run(["mount", *map(str, arguments)], check=True)
+
+
+@needs_mount
+async def test_a_full_disk_is_full_and_keeps_nothing_unfinished(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "small", "256k") as root:
+        async with open_fs(root) as fs:
+            outcomes = [await fs.store(number) for number in range(20)]
+            full = outcomes.index(Outcome.FULL)
+            assert 5 < full < 16
+            assert set(outcomes[:full]) == {Outcome.DONE}
+            assert set(outcomes[full:]) == {Outcome.FULL}
+            assert fs.temporaries() == []
+            for number in range(full):
+                assert await fs.load(number) is Outcome.DONE
+            for number in range(full, 20):
+                assert await fs.load(number) is Outcome.ABSENT
+            assert fs.count("stores_full") == 20 - full
+        async with open_fs(root) as fs:  # a full disk is no reason not to start
+            assert await fs.load(0) is Outcome.DONE
+            fs.path(0).unlink()
+            assert await fs.store(50) is Outcome.DONE
+
+
+@needs_mount
+async def test_a_disk_that_turns_read_only_fails_stores_and_serves_loads(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "small", "1m") as root:
+        async with open_fs(root) as fs:
+            await fs.store(1)
+            await fs.store(2)
+            os.truncate(fs.path(2), 10)
+            mount("-o", "remount,ro", root)
+            assert await fs.store(3) is Outcome.FAILED
+            assert await fs.load(1) is Outcome.DONE
+            assert await fs.load(2) is Outcome.DAMAGED
+            assert fs.count("removes_failed") == 1
+            mount("-o", "remount,rw", root)
+            assert await fs.store(3) is Outcome.DONE
+        mount("-o", "remount,ro", root)
+        with pytest.raises(ConfigError, match="Give this user the right to write"):
+            make_fs(root)
+
+
+@needs_mount
+async def test_what_this_user_may_not_read_fails_and_stays(tmp_path: Path) -> None:
+    """EACCES says nothing of the copy. Root ignores modes, so the user id changes for real."""
+    async with open_fs(tmp_path / "kv") as fs:
+        await fs.store(1)
+        path = fs.path(1)
+        path.chmod(0)
+        for folder in path.parents:
+            if tmp_path in folder.parents:
+                folder.chmod(0o755)
+        for folder in tmp_path.parents:
+            if folder.stat().st_uid == 0 and "pytest" in folder.name:
+                folder.chmod(0o755)
+        tmp_path.chmod(0o755)
+        # Only the effective user of all threads changes what an open may do.
+        os.seteuid(65534)
+        try:
+            assert await fs.load(1) is Outcome.FAILED
+            assert await fs.store(2) is Outcome.FAILED
+            assert await fs.probe(1)
+        finally:
+            os.seteuid(0)
+        assert fs.count("loads_failed") == 1
+        assert await fs.load(1) is Outcome.DONE
+
+
+@pytest.mark.parametrize("call", ["run_out_of_descriptors", "hit_the_file_size_limit"])
+def test_a_limit_of_the_process_is_an_outcome(tmp_path: Path, call: str) -> None:
+    """The assertions are in the child, whose limits they are about."""
+    with child(call, tmp_path / "kv") as process:
+        assert process.wait(timeout=60) == 0
+
+
+async def test_a_killed_writer_leaves_no_wrong_block_and_is_swept_up_after(tmp_path: Path) -> None:
+    with child("store_for_ever", tmp_path / "kv", stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        while int(process.stdout.readline()) < 64:
+            pass
+        process.kill()
+    async with open_fs(tmp_path / "kv") as fs:
+        outcomes = [await fs.load(number) for number in range(400)]
+        assert set(outcomes) <= {Outcome.DONE, Outcome.ABSENT}
+        assert outcomes[:64] == [Outcome.DONE] * 64
+        await no_markers_but(fs.backend.place, 1)
+        assert fs.temporaries() == []
+    await no_markers_but(fs.backend.place, 0)
+
+
+async def test_only_dead_writers_temporaries_are_swept(tmp_path: Path) -> None:
+    me = this_writer()
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    async with open_fs(tmp_path / "kv") as fs:
+        await fs.store(1)
+        block = fs.path(1)
+    old, recent = time.time() - temporary.FOREIGN_AGE_S_MAX - 60, time.time()
+    cases = [  # writer, age, swept
+        (Writer(me.host, ended.pid, 12), recent, True),
+        (Writer(me.host, me.pid, me.started - 1), recent, True),  # its number was given away
+        (me, old, False),
+        (Writer("0" * 12, me.pid, me.started), recent, False),
+        (Writer("0" * 12, me.pid, me.started), old, True),
+    ]
+    files = []
+    for writer, modified, _ in cases:
+        path = Path(temporary.temporary_path(str(block), writer))
+        assert parse_temporary_untrusted(path.name) == writer
+        path.write_bytes(b"half")
+        os.utime(path, (modified, modified))
+        files.append(path)
+    foreign = block.with_name(block.name + "_123456.tmp")  # vLLM's way of naming them
+    foreign.write_bytes(b"half")
+    markers = block.parents[2] / "writers"
+    (markers / str(cases[0][0])).write_bytes(b"")
+    async with open_fs(tmp_path / "kv") as fs:
+        await no_markers_but(fs.backend.place, 1)
+        assert [path.exists() for path in files] == [not swept for _, _, swept in cases]
+        assert foreign.exists()
+        assert await fs.load(1) is Outcome.DONE
+        assert fs.count("temporaries_swept") == 3
+
+
+async def test_without_a_dead_writer_nothing_is_walked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A walk over a million folders is not the price of every start."""
+    async with open_fs(tmp_path / "kv") as fs:
+        await fs.store(1)
+    monkeypatch.setattr("kvtier_backends.fs.files.sweep", pytest.fail)
+    async with open_fs(tmp_path / "kv") as fs:
+        assert await fs.load(1) is Outcome.DONE
+
+
+async def no_markers_but(place: str, count: int) -> None:
+    """Wait until the sweep has taken the markers of dead writers away."""
+    with anyio.fail_after(WAIT_S_MAX):
+        while len(list(Path(place).glob("*/writers/*"))) != count:
+            await anyio.lowlevel.checkpoint()
+
+
+async def test_a_folder_that_vanished_takes_no_room(tmp_path: Path) -> None:
+    async with open_fs(tmp_path / "kv") as fs:
+        shutil.rmtree(tmp_path / "kv")
+        assert not await fs.probe(1)
+        assert not (tmp_path / "kv").exists()

@@ -1,0 +1,166 @@
+"""What the fs backend refuses at start, and how it names things."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvtier.backend import BackendContext, Namespace
+from kvtier.errors import ConfigError, Misuse, NamespaceMismatch
+from kvtier_backends.fs import FsBackend
+from kvtier_backends.fs.layout import make_layout
+from tests.unit.backends._fs import CONTEXT, key_of, make_fs, open_fs
+
+OTHER_FACTS = {"model_name": "org/m", "dtype": "fp8"}
+
+
+def refusal(root: Path | str, context: BackendContext = CONTEXT, **options: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make_fs(root, context, **options)
+    return str(caught.value)
+
+
+def test_a_file_is_no_root(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    assert "Name a folder" in refusal(tmp_path / "file")
+    assert "Name a folder" in refusal(tmp_path / "file" / "below")
+
+
+def test_a_root_that_cannot_be_made_is_refused() -> None:
+    text = refusal("/proc/kvtier")
+    assert "root_dir='/proc/kvtier'" in text
+    assert "Create it" in text
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o702])
+def test_a_world_writable_root_is_refused(tmp_path: Path, mode: int) -> None:
+    """Anyone could plant a block; a sticky bit does not keep them from it."""
+    root = tmp_path / "kv"
+    root.mkdir()
+    root.chmod(mode)
+    assert "chmod o-w" in refusal(root)
+
+
+def test_a_world_writable_namespace_is_refused(tmp_path: Path) -> None:
+    make_fs(tmp_path / "kv")
+    (namespace,) = (tmp_path / "kv").iterdir()
+    namespace.chmod(0o777)
+    assert "chmod o-w" in refusal(tmp_path / "kv")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"layout": "flat"}, "layout='flat' must be one of kvtier, vllm"),
+        ({"unchecked": "yes"}, "unchecked='yes'"),
+        ({"n_read_threads": 0}, "n_read_threads=0"),
+        ({"direct": "true"}, "direct='true'"),
+        ({"n_reed_threads": 1}, "did you mean 'n_read_threads'"),
+    ],
+)
+def test_bad_options_are_refused_by_name(
+    tmp_path: Path, options: dict[str, object], words: str
+) -> None:
+    assert words in refusal(tmp_path, **options)
+
+
+def test_a_missing_root_is_refused() -> None:
+    with pytest.raises(ConfigError, match="root_dir is missing"):
+        FsBackend.from_options({}, CONTEXT)
+
+
+@pytest.mark.parametrize(
+    ("layout", "folder", "file"), [("kvtier", 0o700, 0o600), ("vllm", 0o755, 0o644)]
+)
+@pytest.mark.anyio
+async def test_new_folders_and_files_have_their_modes(
+    tmp_path: Path, layout: str, folder: int, file: int
+) -> None:
+    async with open_fs(tmp_path / "new" / "kv", layout=layout) as fs:
+        await fs.store(1)
+        assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+        assert stat.S_IMODE((tmp_path / "new" / "kv").stat().st_mode) == 0o700
+        for path in (tmp_path / "new" / "kv").rglob("*"):
+            wanted = folder if path.is_dir() else file
+            assert stat.S_IMODE(path.stat().st_mode) == wanted, path
+
+
+def test_the_namespace_is_written_down_in_plain_words(tmp_path: Path) -> None:
+    make_fs(tmp_path / "kv")
+    (config,) = (tmp_path / "kv").glob("org_m_????????????/config.json")
+    assert json.loads(config.read_text()) == {
+        "format": "kvtier-fs",
+        "format_version": 1,
+        "block_bytes": 16384,
+        "facts": {"model_name": "org/m", "dtype": "bf16"},
+    }
+    make_fs(tmp_path / "kv")  # and again, without complaint
+    assert [path.name for path in config.parent.iterdir()] == ["config.json"]
+
+
+def test_other_facts_have_another_folder(tmp_path: Path) -> None:
+    make_fs(tmp_path / "kv")
+    make_fs(tmp_path / "kv", replace(CONTEXT, namespace=Namespace(OTHER_FACTS)))
+    assert len(list((tmp_path / "kv").iterdir())) == 2
+
+
+def test_a_folder_with_other_facts_is_refused(tmp_path: Path) -> None:
+    make_fs(tmp_path / "kv")
+    (config,) = (tmp_path / "kv").glob("*/config.json")
+    config.write_text(config.read_text().replace("bf16", "fp8"))
+    with pytest.raises(NamespaceMismatch, match=r"facts\.dtype is 'fp8'.*has 'bf16'"):
+        make_fs(tmp_path / "kv")
+
+
+def test_another_block_size_is_refused(tmp_path: Path) -> None:
+    make_fs(tmp_path / "kv")
+    with pytest.raises(NamespaceMismatch, match=r"block_bytes is 16384.*has 8192"):
+        make_fs(tmp_path / "kv", replace(CONTEXT, block_bytes=8192))
+
+
+@pytest.mark.parametrize("garbage", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b"1"])
+def test_an_unreadable_config_is_refused(tmp_path: Path, garbage: bytes) -> None:
+    make_fs(tmp_path / "kv")
+    (config,) = (tmp_path / "kv").glob("*/config.json")
+    config.write_bytes(garbage)
+    assert "restore the file" in refusal(tmp_path / "kv")
+
+
+def test_a_fifo_for_a_config_does_not_hang_the_start(tmp_path: Path) -> None:
+    make_fs(tmp_path / "kv")
+    (config,) = (tmp_path / "kv").glob("*/config.json")
+    config.unlink()
+    os.mkfifo(config)
+    assert "restore the file" in refusal(tmp_path / "kv")
+
+
+def test_vllms_layout_needs_vllms_fields(tmp_path: Path) -> None:
+    text = refusal(tmp_path, replace(CONTEXT, namespace=Namespace({})), layout="vllm")
+    assert "layout='vllm'" in text
+    assert "Set layout to 'kvtier'" in text
+
+
+def test_a_relative_root_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert make_fs("kv").place == os.path.realpath(tmp_path / "kv")
+
+
+def test_file_names_fit_for_every_key() -> None:
+    """A file name ends at 255 bytes, and nothing in a key may leave the folder."""
+    layout = make_layout("kvtier", "/r", CONTEXT)
+    keys = [b"", b"\0", b"../../x", *(bytes([n]) * n for n in range(1, 256, 7)), key_of(1)]
+    paths = {layout.path(key) for key in keys}
+    assert len(paths) == len(keys)
+    for path in paths:
+        assert Path(path).parent.parent.parent == Path(layout.blocks)
+        assert len(Path(path).name) < 255 - len(".0123456789ab-4194304-18446744073-99999999.tmp")
+
+
+def test_a_key_too_short_for_vllm_is_misuse() -> None:
+    with pytest.raises(Misuse):
+        make_layout("vllm", "/r", CONTEXT).path(b"1234")

@@ -1,0 +1,121 @@
+"""The docs say what the code does: examples run, and every key and metric is described."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from kvtier import states
+from kvtier.config import RuntimeConfig, TierConfig
+from kvtier.errors import ConfigError
+from kvtier.testing import BACKEND_CHECKS, BackendCheck
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+
+
+def code_blocks(page: str, language: str) -> list[str]:
+    """Return the fenced blocks of one language on a page."""
+    text = (DOCS / page).read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def described(page: str) -> set[str]:
+    """Return what stands in code type at the start of a table row."""
+    return set(re.findall(r"^\| `([\w:]+)` \|", (DOCS / page).read_text(), re.MULTILINE))
+
+
+def example(source: str, name: str) -> ModuleType:
+    """Run an example as a module of its own."""
+    module = ModuleType(name)
+    sys.modules[name] = module
+    exec(compile(source, name, "exec"), module.__dict__)
+    return module
+
+
+@pytest.fixture(scope="module")
+def shelf() -> ModuleType:
+    """Return the complete example of a backend."""
+    return example(code_blocks("how-to/write-a-backend.md", "python")[0], "shelf_example")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("check", BACKEND_CHECKS, ids=lambda check: check.__name__)
+async def test_the_example_backend_keeps_the_contract(
+    check: BackendCheck, shelf: ModuleType
+) -> None:
+    """It is what authors start from."""
+    await check(lambda context: shelf.ShelfBackend.from_options({"capacity_blocks": 64}, context))
+
+
+def test_the_example_test_of_a_backend_runs(shelf: ModuleType) -> None:
+    """Its imports, its decorators and its names exist."""
+    source = code_blocks("how-to/write-a-backend.md", "python")[1]
+    module = example(source, "shelf_test_example")
+    assert hasattr(shelf, "ShelfBackend")
+    assert callable(module.test_shelf_keeps_the_contract)
+
+
+def known_keys(refusal: str) -> set[str]:
+    """Return the keys that a refusal of an unknown key lists."""
+    return set(refusal.partition("Known keys: ")[2].rstrip(".").split(", "))
+
+
+def test_every_configuration_key_is_described() -> None:
+    """The reference has a row for each key that is taken, and names each that is refused."""
+    with pytest.raises(ConfigError) as refused:
+        RuntimeConfig.from_mapping({"no such key": 1}, slot_count=1, block_bytes=1)
+    keys = known_keys(str(refused.value))
+    assert "eviction_policy" in keys
+    tier = TierConfig.from_mapping(1, {"type": "fs"})
+    assert tier.name == "1:fs"
+    page = (DOCS / "reference/configuration.md").read_text()
+    assert {key for key in keys if f"`{key}`" not in page} == set()
+
+
+@pytest.mark.parametrize(
+    "key", ["breaker_failures_max", "close_timeout_s", "job_blocks_max", "known_keys_max"]
+)
+def test_described_defaults_are_those_of_the_code(key: str) -> None:
+    """A sample of numbers that are easily changed in one place only."""
+    default = getattr(RuntimeConfig(slot_count=1, block_bytes=1), key)
+    assert (
+        f"| `{key}` | {default:g} |".replace("1e+06", "1000000")
+        in (DOCS / "reference/configuration.md").read_text()
+    )
+
+
+def test_every_metric_is_described() -> None:
+    """The page and the code name the same metrics of kvtier's own."""
+    source = (ROOT / "kvtier/vllm/metrics.py").read_text()  # importing it would import vllm
+    own = set(re.findall(r'"(kvtier:\w+)"', source))
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict):
+            prefix = {"_OWN_TIER_COUNTERS": "tier", "_OWN_PRIMARY_COUNTERS": "primary"}.get(
+                ast.unparse(node.target)
+            )
+            if prefix:
+                own |= {f"kvtier:{prefix}_{name}" for name in ast.literal_eval(node.value)}
+    assert len(own) > 15
+    assert {row for row in described("reference/metrics.md") if row.startswith("kvtier:")} == own
+
+
+def test_state_tables_are_drawn_from_the_code() -> None:
+    """The pages hold marks, and each mark names a table that exists."""
+    spec = importlib.util.spec_from_file_location("draw_states", DOCS / "draw_states.py")
+    assert spec is not None
+    assert spec.loader is not None
+    drawing = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(drawing)
+    page = (DOCS / "explanation/architecture.md").read_text()
+    drawn = drawing.on_page_markdown(page)
+    assert "<!-- states:" not in drawn
+    for table in (states.BLOCK_TABLE, states.SLOT_TABLE, states.BREAKER_TABLE):
+        for (state, event), to in table.items():
+            assert f"| {state.name} | {event.name} | {to.name} |" in drawn

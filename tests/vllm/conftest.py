@@ -1,0 +1,36 @@
+"""The models that engine tests run on, made once a session."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.vllm.engine import make_gemma, make_llama
+
+with warnings.catch_warnings():
+    # torch and vLLM use deprecated parts of themselves while they are imported.
+    warnings.simplefilter("ignore")
+    import kvtier.vllm  # noqa: F401 - imported for that alone
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a Llama with one KV-cache group."""
+    return make_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a Gemma 3 with a sliding-window and a full-attention group."""
+    return make_gemma(tmp_path_factory.mktemp("gemma"))
+
+
+@pytest.fixture
+def log_folder(tmp_path: Path) -> Path:
+    """Where the child processes of a test write their logs."""
+    return tmp_path / "logs"

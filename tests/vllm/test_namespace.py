@@ -1,0 +1,172 @@
+"""What keeps the blocks of two engines apart, and what does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+
+from kvtier.errors import InternalError
+from kvtier.vllm.namespace import build_namespace, worker_facts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PARALLEL = OffloadingParallelConfig(
+    rank=0,
+    world_size=1,
+    tp_size=1,
+    pp_size=1,
+    pcp_size=1,
+    dcp_size=1,
+    data_parallel_index=0,
+    data_parallel_size=1,
+    data_parallel_rank_local=0,
+    is_parallelism_agnostic=True,
+)
+CONFIG = OffloadingConfig(
+    groups=(OffloadingGroupConfig(tokens_per_block=32, layer_names=("a", "b"), group_id=0),),
+    worker_kv_bytes_per_block=8192,
+    enable_kv_cache_events=False,
+    extra_config={},
+    engine_id="e",
+    model=OffloadingModelConfig(name="org/model", dtype="float16"),
+    cache=OffloadingCacheConfig(tokens_per_hash=32, blocks_per_chunk=1),
+    parallel=PARALLEL,
+    kv_cache_layout="LBHNC",
+)
+TWO_RANKS = replace(PARALLEL, world_size=2, tp_size=2)
+
+
+class HFConfig(SimpleNamespace):
+    """A model's configuration as transformers shows it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def engine_config(folder: Path, **hf: Any) -> Any:
+    entries = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "_commit_hash": "c"}
+    config = HFConfig(**{**entries, **hf})
+    model = SimpleNamespace(
+        model=str(folder),
+        revision=None,
+        code_revision=None,
+        hf_config=config,
+        hf_text_config=config,
+        dtype="torch.float16",
+        quantization=None,
+        max_model_len=1000,
+        seed=0,
+    )
+    return SimpleNamespace(
+        model_config=model,
+        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
+        load_config=SimpleNamespace(load_format="auto"),
+        speculative_config=None,
+        compilation_config=SimpleNamespace(static_forward_context={}),
+    )
+
+
+def facts(config: OffloadingConfig) -> Any:
+    return build_namespace(config, {"model": "m"}).facts
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": OffloadingModelConfig(name="org/other", dtype="float16")},
+        {"model": OffloadingModelConfig(name="org/model", dtype="fp8")},
+        {"cache": OffloadingCacheConfig(tokens_per_hash=32, blocks_per_chunk=2)},
+        {"worker_kv_bytes_per_block": 16384},
+        {"kv_cache_layout": "BLHNC"},
+        {"canonical_layout": True},
+        {"parallel": TWO_RANKS, "worker_kv_bytes_per_block": 4096},
+        {"groups": (replace(CONFIG.groups[0], layer_names=("b", "a")),)},
+    ],
+)
+def test_engines_that_differ_in_geometry_do_not_share(change: dict[str, Any]) -> None:
+    """Two ranks among them: vLLM calls such rows portable, and serves wrong tokens."""
+    assert facts(replace(CONFIG, **change)) != facts(CONFIG)
+
+
+def test_canonical_rows_are_shared_between_numbers_of_ranks() -> None:
+    """That is what the canonical layout is for."""
+    one = replace(CONFIG, canonical_layout=True)
+    two = replace(one, parallel=TWO_RANKS, worker_kv_bytes_per_block=4096)
+    assert facts(one) == facts(two)
+
+
+def test_the_engine_id_and_the_memory_size_do_not_matter() -> None:
+    """A restarted engine has a new id, and must find its blocks."""
+    other = replace(CONFIG, engine_id="f", extra_config={"cpu_bytes_to_use": 1})
+    assert facts(other) == facts(CONFIG)
+
+
+def test_vllm_fields_are_those_of_its_own_fs_tier() -> None:
+    """Backends that speak vLLM's layout find the folder that vLLM would use."""
+    namespace = build_namespace(CONFIG, {"model": "m"})
+    assert namespace.vllm_rank == 0
+    assert namespace.vllm_fields is not None
+    assert namespace.vllm_fields["model_name"] == "org/model"
+    assert namespace.vllm_fields["blocks_per_file"] == 1
+    assert "parallel_agnostic" not in namespace.vllm_fields  # it is: one rank, whole heads
+
+
+def test_no_worker_facts_is_an_error() -> None:
+    """An empty namespace would let two models meet."""
+    with pytest.raises(InternalError, match="no facts about the model"):
+        build_namespace(CONFIG, None)
+
+
+def test_worker_facts_change_with_what_changes_the_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, positions and the hash seed; not the commit's or the folder's time."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(100_000))
+    base = worker_facts(engine_config(tmp_path))
+    assert worker_facts(engine_config(tmp_path)) == base
+
+    scaled = {"rope_type": "longrope", "rope_theta": 1e4}
+    changed = [
+        worker_facts(engine_config(tmp_path, rope_parameters={"rope_type": "default"})),
+        worker_facts(engine_config(tmp_path, rope_parameters=scaled)),
+        worker_facts(engine_config(tmp_path, hidden_size=3)),
+    ]
+    longer = engine_config(tmp_path, rope_parameters=scaled)
+    longer.model_config.max_model_len = 2000
+    changed.append(worker_facts(longer))
+    weights.write_bytes(bytes(99_999) + b"x")
+    changed.append(worker_facts(engine_config(tmp_path)))
+    monkeypatch.setenv("PYTHONHASHSEED", "5")
+    changed.append(worker_facts(engine_config(tmp_path)))
+    assert len({str(entry) for entry in [base, *changed]}) == 1 + len(changed)
+
+
+def test_the_length_limit_matters_only_to_scalings_that_look_at_it(tmp_path: Path) -> None:
+    """Otherwise every change of max_model_len would start cold."""
+    longer = engine_config(tmp_path)
+    longer.model_config.max_model_len = 2000
+    assert worker_facts(longer) == worker_facts(engine_config(tmp_path))
+
+
+def test_random_hash_seeds_keep_an_engine_to_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With xxhash and no PYTHONHASHSEED, keys mean nothing to another process."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    config = engine_config(tmp_path)
+    config.cache_config.prefix_caching_hash_algo = "xxhash"
+    pytest.importorskip("xxhash")
+    assert worker_facts(config)["block_hash"] != worker_facts(config)["block_hash"]

@@ -1,0 +1,235 @@
+"""The shared region: who maps it, when its name goes, what a dead engine leaves."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.errors import ConfigError, InternalError
+from kvtier.memory import SlotMemory
+from kvtier.vllm import region as region_module
+from kvtier.vllm.region import HostRegion, sweep
+from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PAGE = mmap.PAGESIZE
+
+
+def open_region(folder: Path, rank: int | None, **changes: Any) -> HostRegion:
+    shape: dict[str, Any] = {
+        "slot_count": 3,
+        "row_bytes": 2 * PAGE,
+        "world_size": 2,
+        "timeout_s": 5.0,
+        "cpu_bytes_to_use": 6 * PAGE,
+        **changes,
+    }
+    return HostRegion("engine-1", rank=rank, folder=str(folder), **shape)
+
+
+def test_all_participants_see_the_same_bytes(tmp_path: Path) -> None:
+    """Ranks and scheduler map one file; slots are page aligned rows of it."""
+    regions = [open_region(tmp_path, rank) for rank in (0, 1, None)]
+    memory = SlotMemory(regions[2].rows, 3, 2 * PAGE)
+    regions[0].rows[2 * PAGE] = 7
+    regions[1].rows[4 * PAGE + 1] = 9
+    assert memory.view(1)[0] == 7
+    assert memory.view(2)[1] == 9
+    memory.release()
+    for region in regions:
+        region.close()
+
+
+def test_the_name_goes_once_every_rank_has_mapped(tmp_path: Path) -> None:
+    """Until then a late rank could not find the region; after it, nothing can leak."""
+    first = open_region(tmp_path, 0)
+    scheduler = open_region(tmp_path, None)
+    assert not scheduler.try_unlink()
+    assert scheduler.path.exists()
+    second = open_region(tmp_path, 1)
+    assert scheduler.try_unlink()
+    assert scheduler.try_unlink()
+    assert list(tmp_path.iterdir()) == []
+    second.rows[5] = 1
+    assert first.rows[5] == 1
+    for region in (first, second, scheduler):
+        region.close()
+
+
+def test_close_twice_and_with_views_out(tmp_path: Path) -> None:
+    """An exported view keeps its bytes; closing is not an error then."""
+    region = open_region(tmp_path, 0)
+    view = region.rows[PAGE : 2 * PAGE]
+    view[0] = 5
+    region.close()
+    region.close()
+    assert view[0] == 5
+    assert list(tmp_path.iterdir()) == []
+    assert region.try_unlink()
+
+
+def test_a_region_of_a_killed_engine_is_swept(tmp_path: Path) -> None:
+    """SIGKILL before the unlink leaves a file; the next engine removes it."""
+    program = (
+        "import sys; from kvtier.vllm.region import HostRegion\n"
+        f"HostRegion('dead', slot_count=2, row_bytes={PAGE}, world_size=1, rank=0, "
+        f"folder={str(tmp_path)!r})\n"
+        "print('ready', flush=True); sys.stdin.read()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+        assert sweep(str(tmp_path)) == []  # alive: its lock protects it
+        child.send_signal(signal.SIGKILL)
+    left = tmp_path / "kvtier_dead"
+    assert left.exists()
+    region = open_region(tmp_path, 0)
+    assert not left.exists()
+    region.close()
+
+
+def test_a_sweep_leaves_files_of_others_alone(tmp_path: Path) -> None:
+    """Only unlocked regular files with kvtier's prefix are taken."""
+    (tmp_path / "psm_other").write_bytes(b"x")
+    (tmp_path / "kvtier_folder").mkdir()
+    (tmp_path / "kvtier_link").symlink_to(tmp_path / "psm_other")
+    held = os.open(tmp_path / "kvtier_held", os.O_CREAT | os.O_RDWR)
+    fcntl.flock(held, fcntl.LOCK_SH)
+    assert sweep(str(tmp_path)) == []
+    os.close(held)
+    assert sweep(str(tmp_path)) == [tmp_path / "kvtier_held"]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "psm_other",
+        "kvtier_folder",
+        "kvtier_link",
+    }
+
+
+def test_a_creator_that_loses_its_file_to_a_sweep_starts_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between opening and locking, a peer's sweep may take the file for a dead one."""
+    real, stolen = region_module._lock, []
+
+    def lock_after_a_sweep(fd: int, kind: int) -> bool:
+        if not stolen and kind == fcntl.LOCK_SH:
+            stolen.append(True)
+            (tmp_path / "kvtier_engine-1").unlink()
+        return real(fd, kind)
+
+    monkeypatch.setattr(region_module, "_lock", lock_after_a_sweep)
+    first = open_region(tmp_path, 0)
+    second = open_region(tmp_path, 1)
+    second.rows[0] = 3
+    assert first.rows[0] == 3
+    first.close()
+    second.close()
+
+
+def test_many_ranks_opening_at_once_share_one_region(tmp_path: Path) -> None:
+    """Whoever comes first creates; the sweeps of the others do not get in the way."""
+    regions: list[HostRegion] = []
+    threads = [
+        threading.Thread(
+            target=lambda rank=rank: regions.append(open_region(tmp_path, rank, world_size=8))
+        )
+        for rank in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({os.fstat(region.fileno()).st_ino for region in regions}) == 1
+    assert regions[0].header.all_mapped()
+    for region in regions:
+        region.close()
+
+
+def test_too_little_shared_memory_names_the_key_and_the_remedy(tmp_path: Path) -> None:
+    """The operator reads this line, and nothing of the region stays behind."""
+    with pytest.raises(ConfigError, match=r"cpu_bytes_to_use=77 needs .* Lower cpu_bytes_to_use"):
+        open_region(tmp_path, 0, slot_count=1 << 40, cpu_bytes_to_use=77)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_disagree_on_the_shape_do_not_share(tmp_path: Path) -> None:
+    """Wrong sizes would mix slots; the second rank refuses."""
+    first = open_region(tmp_path, 0)
+    with pytest.raises(InternalError, match="disagree on the shape"):
+        open_region(tmp_path, 1, slot_count=4)
+    first.close()
+
+
+def test_a_second_engine_with_the_same_id_is_refused(tmp_path: Path) -> None:
+    """Two engines in one region would overwrite each other's blocks."""
+    first = open_region(tmp_path, 0)
+    with pytest.raises(ConfigError, match="Two engines with one engine_id"):
+        open_region(tmp_path, 0)
+    first.close()
+
+
+def test_a_creator_that_never_sizes_the_file_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    """Unbounded waits at start look like a hang of the whole engine."""
+    held = os.open(tmp_path / "kvtier_engine-1", os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(held, fcntl.LOCK_SH)
+    with pytest.raises(InternalError, match="not sized in time"):
+        open_region(tmp_path, 0, timeout_s=0.02)
+    os.close(held)
+
+
+def test_an_engine_id_that_is_no_file_name_still_works(tmp_path: Path) -> None:
+    """Engine ids are free text in vLLM."""
+    region = HostRegion(
+        "../a b", slot_count=1, row_bytes=PAGE, world_size=1, rank=0, folder=str(tmp_path)
+    )
+    assert region.path.parent == tmp_path
+    region.close()
+
+
+def header() -> RegionHeader:
+    return RegionHeader(memoryview(bytearray(HEADER_BYTES)), world_size=2)
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=8), st.none() | st.booleans() | st.integers() | st.text(max_size=20)
+    )
+)
+def test_a_published_document_is_read_back(document: dict[str, Any]) -> None:
+    """JSON goes through unchanged; before, there is none."""
+    shared = header()
+    assert shared.read() is None
+    shared.publish(document)
+    assert shared.read() == document
+
+
+def test_half_a_document_is_no_document() -> None:
+    """A reader that comes too early sees a wrong CRC and waits."""
+    memory = memoryview(bytearray(HEADER_BYTES))
+    shared = RegionHeader(memory, world_size=1)
+    shared.publish({"model": "a"})
+    memory[8192 + 3] ^= 1
+    assert shared.read() is None
+
+
+def test_a_document_that_is_too_long_is_refused() -> None:
+    """Cut-off facts would be wrong facts."""
+    with pytest.raises(InternalError, match="bytes of JSON"):
+        header().publish({"x": "y" * HEADER_BYTES})
