@@ -32,6 +32,7 @@ from kvtier import messages as m
 from kvtier.cells import NO_REPLY, ClosedCell, EngineCell
 from kvtier.errors import Misuse
 from kvtier.metrics import OBSERVATIONS_MAX, Observations, Statistics, TierObservations
+from kvtier.primary_tier import ABSENT, READY
 from kvtier.states import ANSWERS, BlockState
 
 if TYPE_CHECKING:
@@ -57,6 +58,9 @@ Seldom, since passing time also sends the step's probes, which are better sent t
 
 LOOKUPS_A_SAMPLE: Final = 64
 """One lookup in this many is timed: timing each would cost as much as a tenth of it."""
+
+# A tuple: hashing an enum's member for a dict costs more than the rest of a lookup.
+_ANSWER_OF: Final = tuple(ANSWERS[state] for state in BlockState)
 
 T = TypeVar("T")
 
@@ -121,11 +125,11 @@ class SchedulerFacade:
             started = time.perf_counter()
             state = self._cell.ask(self._primary, m.Lookup(key, request))
             self._lookup_seconds.append(time.perf_counter() - started)
-        if state is BlockState.READY:
-            return BlockState.READY
+        if state is READY:
+            return READY
         if state is NO_REPLY:
-            return BlockState.ABSENT
-        if state is not BlockState.ABSENT:
+            return ABSENT
+        if state is not ABSENT:
             # None is bounded even if nobody calls ``step_end``.
             now = self._clock()
             if now - self._last_tick >= TICK_S:
@@ -135,7 +139,7 @@ class SchedulerFacade:
 
     def lookup(self, key: Key, request: RequestId) -> bool | None:
         """Return True (readable), False (nowhere), or None (ask again in the next step)."""
-        return ANSWERS[self.lookup_state(key, request)]
+        return _ANSWER_OF[self.lookup_state(key, request)]
 
     def lookup_prefix(self, keys: Sequence[Key], request: RequestId) -> int | None:
         """Return how many of ``keys``, from the first on, are readable now.

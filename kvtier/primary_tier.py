@@ -35,7 +35,11 @@ if TYPE_CHECKING:
     from kvtier.messages import Key, RequestId, TierSet
 
 
-_READY: Final = int(SlotState.READY)
+# Looked at for each lookup: a global is found in half the time of an enum's member.
+ABSENT: Final = BlockState.ABSENT
+FILLING: Final = BlockState.FILLING
+READY: Final = BlockState.READY
+_SLOT_READY: Final = int(SlotState.READY)
 
 
 class StoreGrant:
@@ -176,17 +180,17 @@ class PrimaryTier(Actor):
         request = self._requests.get(message.request)
         slot = self._slot_of.get(key)
         if slot is not None:
-            if self._slot_state[slot] != _READY:
-                self.reply(BlockState.FILLING)
+            if self._slot_state[slot] != _SLOT_READY:
+                self.reply(FILLING)
                 return
             self._hit_step[slot] = self._step
             if request is not None and key not in request.counted:
                 request.counted.add(key)
                 self.counts.queries += 1
                 self.counts.hits += 1
-            self.reply(BlockState.READY)
+            self.reply(READY)
         elif request is None:
-            self.reply(BlockState.ABSENT)
+            self.reply(ABSENT)
         else:
             if key not in request.counted:
                 request.counted.add(key)
@@ -200,7 +204,7 @@ class PrimaryTier(Actor):
             self.reply(tier)
         elif not self._promotions.has_room():
             self.counts.promotions_refused += 1
-            self.reply(BlockState.ABSENT)
+            self.reply(ABSENT)
         elif self._make_room(message, self._config.evict_batch_slots, frozenset()):
             self._start_promotion(message.key, message.request, tier)
 

@@ -46,12 +46,14 @@ if TYPE_CHECKING:
     from kvtier.memory import SlotMemory
     from kvtier.vllm.spec import KVTierOffloadingSpec, Region
 
-_RESULTS: Final = {
+_MEANING: Final = {
     BlockState.ABSENT: LookupResult.MISS,
     BlockState.PROBING: LookupResult.RETRY,
     BlockState.FILLING: LookupResult.HIT_PENDING,
     BlockState.READY: LookupResult.HIT,
 }
+# A tuple: hashing an enum's member for a dict costs more than the rest of a lookup.
+_RESULTS: Final = tuple(_MEANING[state] for state in BlockState)
 
 SPIN_S: Final = 0.001
 """Steps that follow one another this fast compute nothing."""
