@@ -12,18 +12,15 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-import structlog
-
 from kvtier import messages as m
 from kvtier.errors import Closed
+from kvtier.logs import log
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvtier.actor import Actor, Mailbox
     from kvtier.messages import Message
-
-log = structlog.get_logger("kvtier")
 
 NO_REPLY: Final = object()
 """What ``ask`` returns when the actor broke before it replied."""
@@ -110,7 +107,9 @@ class EngineCell:
         """
         self.faults += 1
         self._broken.add(actor)
-        log.exception("actor broke", actor=actor.name, message=type(message).__name__)
+        log.error(
+            "actor broke", exc_info=True, actor=actor.name, message=type(message).__name__
+        )
         self.on_fault(actor)
 
 

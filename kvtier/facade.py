@@ -26,11 +26,10 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
-import structlog
-
 from kvtier import messages as m
 from kvtier.cells import NO_REPLY, ClosedCell, EngineCell
 from kvtier.errors import Misuse
+from kvtier.logs import log
 from kvtier.metrics import OBSERVATIONS_MAX, Observations, Statistics, TierObservations
 from kvtier.primary_tier import ABSENT, READY
 from kvtier.states import ANSWERS, BlockState
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
     from kvtier.primary_tier import PrimaryTier, StoreGrant
     from kvtier.tier_cell import TierCell
     from kvtier.tier_link import TierLink
-
-log = structlog.get_logger("kvtier")
 
 ALL_TIERS: Final = -1
 """As a request's ``tiers``: every tier may be asked."""

@@ -16,11 +16,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import anyio
-import structlog
-
 from kvtier import messages as m
 from kvtier.backend import LoadBlock, Loaded, Outcome, StoreBlock, block_digest
 from kvtier.errors import InternalError, StoreFault
+from kvtier.logs import log
 from kvtier.policies.actor import PolicyActor
 from kvtier.secondary_tier import SecondaryTier
 from kvtier.threads import DaemonThreads
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from kvtier.memory import SlotMemory
     from kvtier.messages import Message
     from kvtier.policies.base import EvictionPolicy
-
-log = structlog.get_logger("kvtier")
 
 T = TypeVar("T")
 

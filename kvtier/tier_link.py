@@ -125,14 +125,21 @@ class TierLink(Actor):
                 self._end_promotion(job, (Outcome.FAILED,) * len(job.keys))
 
     def _cascade(self, message: m.Cascade) -> None:
-        for start in range(0, len(message.keys), self._config.job_blocks_max):
-            job = _Job(message, start, start + self._config.job_blocks_max)
-            room = self._cascade_slots + len(job.slots) <= self._config.cascade_slots_max
-            if room and self._now >= self._full_until and self._send(job):
-                self._cascade_slots += len(job.slots)
-            else:
-                self.counts.cascades_dropped += len(job.keys)
-                self._end_cascade(job)
+        start = 0
+        while start < len(message.keys):
+            room = self._config.cascade_slots_max - self._cascade_slots
+            size = min(room, self._config.job_blocks_max)
+            if size > 0 and self._now >= self._full_until:
+                job = _Job(message, start, start + size)
+                if self._send(job):
+                    self._cascade_slots += len(job.slots)
+                    start += size
+                    continue
+            # No room, or a sick tier: that holds for the rest as well.
+            rest = _Job(message, start, len(message.keys))
+            self.counts.cascades_dropped += len(rest.keys)
+            self._end_cascade(rest)
+            return
 
     def _touch_keys(self, message: m.TouchKeys) -> None:
         self._touched += message.keys

@@ -1,0 +1,330 @@
+"""Every backend passes the shipped suite, and the suite can tell a bad one."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from kvtier.backend import (
+    Backend,
+    BackendContext,
+    LoadBlock,
+    Loaded,
+    Outcome,
+    StoreBlock,
+    block_digest,
+)
+from kvtier.testing import (
+    BACKEND_CHECKS,
+    PERSISTENCE_CHECKS,
+    BackendCheck,
+    MakeBackend,
+    NotConforming,
+    _workbench,
+    check_backend,
+    conformance,
+)
+from kvtier_backends.fs import FsBackend
+from kvtier_backends.memory import MemoryBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+pytestmark = pytest.mark.anyio
+CAPACITY_BYTES = 64 * _workbench.BLOCK_BYTES
+
+
+def memory(context: BackendContext) -> Backend:
+    return MemoryBackend.from_options({"capacity_bytes": CAPACITY_BYTES}, context)
+
+
+def fs(root: Path, layout: str, context: BackendContext) -> Backend:
+    options = {"root_dir": str(root / "kv"), "layout": layout, "n_read_threads": 4}
+    return FsBackend.from_options(options, context)
+
+
+@pytest.mark.parametrize("check", BACKEND_CHECKS, ids=lambda check: check.__name__)
+async def test_memory_keeps_the_contract(check: BackendCheck) -> None:
+    await check(memory)
+
+
+@pytest.mark.parametrize("layout", ["kvtier", "vllm"])
+@pytest.mark.parametrize(
+    "check", BACKEND_CHECKS + PERSISTENCE_CHECKS, ids=lambda check: check.__name__
+)
+async def test_fs_keeps_the_contract(check: BackendCheck, layout: str, tmp_path: Path) -> None:
+    await check(partial(fs, tmp_path, layout))
+
+
+async def test_check_backend_runs_all_checks(tmp_path: Path) -> None:
+    await check_backend(memory)
+    await check_backend(partial(fs, tmp_path, "kvtier"), persistent=True)
+
+
+async def test_memory_fails_the_persistence_checks() -> None:
+    with pytest.raises(NotConforming):
+        await check_backend(memory, persistent=True)
+
+
+class FlipsABit(MemoryBackend):
+    async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
+        loaded = list(await super().load(blocks))
+        for block in blocks[5:6]:
+            block.buffer[-1] ^= 1
+        return loaded
+
+
+class AnswersTooFew(MemoryBackend):
+    async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
+        return list(await super().load(blocks))[:-1]
+
+
+class SwapsAnswers(MemoryBackend):
+    async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
+        return list(await super().load(blocks))[::-1]
+
+
+class MakesUpDigests(MemoryBackend):
+    async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
+        loaded = await super().load(blocks)
+        return [
+            answer
+            if answer.digest is None
+            else Loaded(Outcome.DONE, block_digest(block.key, block.buffer))
+            for block, answer in zip(blocks, loaded, strict=True)
+        ]
+
+
+class LosesDigests(MemoryBackend):
+    async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
+        return [answer._replace(digest=None) for answer in await super().load(blocks)]
+
+
+class RaisesOnAMiss(MemoryBackend):
+    async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
+        loaded = await super().load(blocks)
+        if any(answer.outcome is Outcome.ABSENT for answer in loaded):
+            raise KeyError
+        return loaded
+
+
+class RemembersRemoved(MemoryBackend):
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        pass
+
+
+class TripsOverUnknownKeys(MemoryBackend):
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            del self._kept[key]
+
+
+class IgnoresTheGroup(MemoryBackend):
+    async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
+        return await super().load([block._replace(key=block.key[:-4]) for block in blocks])
+
+    async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
+        return await super().store([block._replace(key=block.key[:-4]) for block in blocks])
+
+
+class KeepsAViewOnly(MemoryBackend):
+    async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
+        outcomes = await super().store(blocks)
+        for block in blocks:
+            self._kept[block.key] = self._kept[block.key]._replace(block=block.buffer)
+        return outcomes
+
+
+class WritesPastItsBuffer(MemoryBackend):
+    async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
+        loaded = await super().load(blocks)
+        for block in blocks:
+            whole = memoryview(block.buffer.obj)
+            whole[0] = (whole[0] + 1) % 256
+        return loaded
+
+
+class ProbeSaysYes(MemoryBackend):
+    async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        return [True for _ in keys]
+
+
+class ProbeSaysNo(MemoryBackend):
+    async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        return [False for _ in keys]
+
+
+class HasNoBound(MemoryBackend):
+    async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
+        self._capacity_blocks = 10**9
+        return await super().store(blocks)
+
+
+class RaisesWhenFull(MemoryBackend):
+    async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
+        outcomes = await super().store(blocks)
+        if Outcome.FULL in outcomes:
+            raise MemoryError
+        return outcomes
+
+
+class RefusesTheSecondStore(MemoryBackend):
+    async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
+        known = {block.key for block in blocks if block.key in self._kept}
+        outcomes = await super().store(blocks)
+        return [
+            Outcome.FAILED if block.key in known else outcome
+            for block, outcome in zip(blocks, outcomes, strict=True)
+        ]
+
+
+class MixesStores(MemoryBackend):
+    async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
+        known = [block for block in blocks if block.key in self._kept]
+        outcomes = await super().store(blocks)
+        for block in known:
+            self._kept[block.key] = self._kept[block.key]._replace(digest=block.digest)
+        return outcomes
+
+
+class TripsOverNothing(MemoryBackend):
+    async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
+        blocks[0]
+        return await super().store(blocks)
+
+
+class OneCallAtATime(MemoryBackend):
+    busy = False
+
+    async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
+        if self.busy:
+            return [Outcome.FAILED for _ in blocks]
+        self.busy = True
+        await anyio.lowlevel.checkpoint()
+        self.busy = False
+        return await super().store(blocks)
+
+
+class CountsInFloats(MemoryBackend):
+    def counters(self) -> Mapping[str, int]:
+        return {"blocks": 1.5}
+
+
+class ClosesOnce(MemoryBackend):
+    async def close(self) -> None:
+        self._kept.clear()
+        del self._kept
+
+
+class HangsInALoad(MemoryBackend):
+    async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
+        await anyio.sleep_forever()
+        return await super().load(blocks)
+
+
+class ChangesWhatItStores(MemoryBackend):
+    async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
+        outcomes = await super().store(blocks)
+        for block in blocks:
+            memoryview(block.buffer.obj)[0] ^= 1
+        return outcomes
+
+
+class DiesOfCancellation(MemoryBackend):
+    dead = False
+
+    async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
+        if self.dead:
+            return [Outcome.FAILED for _ in blocks]
+        self.dead = True
+        await anyio.lowlevel.checkpoint()
+        await anyio.lowlevel.checkpoint()
+        self.dead = False
+        return await super().store(blocks)
+
+
+class DeadlocksOnOneKey(MemoryBackend):
+    busy: ClassVar[set[bytes]] = set()
+
+    async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
+        if any(block.key in self.busy for block in blocks):
+            await anyio.sleep_forever()
+        self.busy.update(block.key for block in blocks)
+        await anyio.lowlevel.checkpoint()
+        self.busy.difference_update(block.key for block in blocks)
+        return await super().store(blocks)
+
+
+class PadsToPages(MemoryBackend):
+    async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
+        loaded = await super().load(blocks)
+        for block in blocks:
+            whole = len(block.buffer) // 4096 * 4096
+            block.buffer[whole:] = bytes(len(block.buffer) - whole)
+        return loaded
+
+
+SHELF: dict[str, MemoryBackend] = {}
+
+
+class SharesAllNamespaces(MemoryBackend):
+    """One dictionary for all models."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self._kept = SHELF.setdefault("kept", self._kept)
+
+    async def close(self) -> None:
+        pass
+
+
+FLAWED: dict[type[MemoryBackend], BackendCheck] = {
+    FlipsABit: conformance.blocks_come_back_byte_exact,
+    AnswersTooFew: conformance.blocks_come_back_byte_exact,
+    SwapsAnswers: conformance.blocks_come_back_byte_exact,
+    KeepsAViewOnly: conformance.blocks_come_back_byte_exact,
+    HangsInALoad: conformance.blocks_come_back_byte_exact,
+    LosesDigests: conformance.blocks_come_back_byte_exact,
+    RaisesOnAMiss: conformance.a_load_of_a_missing_key_is_absent,
+    ProbeSaysYes: conformance.a_probe_tells_what_is_there,
+    ProbeSaysNo: conformance.a_probe_tells_what_is_there,
+    RefusesTheSecondStore: conformance.storing_twice_is_done,
+    MixesStores: conformance.storing_twice_is_done,
+    RemembersRemoved: conformance.a_removed_key_is_absent,
+    TripsOverUnknownKeys: conformance.a_removed_key_is_absent,
+    MakesUpDigests: conformance.the_digest_is_kept_not_made_up,
+    OneCallAtATime: conformance.calls_may_overlap,
+    DeadlocksOnOneKey: conformance.calls_may_meet_on_one_key,
+    TripsOverNothing: conformance.any_number_of_blocks_is_a_batch,
+    IgnoresTheGroup: conformance.keys_are_told_apart_byte_by_byte,
+    WritesPastItsBuffer: conformance.a_load_stays_in_its_buffer,
+    ChangesWhatItStores: conformance.a_load_of_a_missing_key_is_absent,
+    HasNoBound: conformance.a_full_store_says_so,
+    RaisesWhenFull: conformance.a_full_store_says_so,
+    DiesOfCancellation: conformance.a_cancelled_call_harms_no_other,
+    ClosesOnce: conformance.reopening_serves_nothing_wrong,
+    SharesAllNamespaces: conformance.namespaces_do_not_mix,
+    PadsToPages: conformance.odd_block_sizes_work_or_are_refused,
+    CountsInFloats: conformance.counters_are_counts,
+}
+
+
+@pytest.mark.parametrize(("flawed", "check"), FLAWED.items(), ids=lambda value: value.__name__)
+async def test_a_flawed_backend_fails_the_check_meant_for_it(
+    flawed: type[MemoryBackend], check: BackendCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each flaw is one that a real driver might have; a suite that passes it is no use."""
+    if flawed in {HangsInALoad, DeadlocksOnOneKey}:
+        monkeypatch.setattr(_workbench, "CHECK_TIMEOUT_S_MAX", 0.05)
+    make: MakeBackend = partial(flawed.from_options, {"capacity_bytes": CAPACITY_BYTES})
+    with pytest.raises((Exception, BaseExceptionGroup)):
+        await check(make)
+
+
+def test_every_check_has_a_flaw_that_it_finds() -> None:
+    assert set(FLAWED.values()) == set(BACKEND_CHECKS)
