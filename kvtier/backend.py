@@ -165,5 +165,3 @@ class Backend(ABC):
     def counters(self) -> Mapping[str, int]:
         """Counts of things only this backend knows, by name. Any thread may call it."""
         return {}
-
-

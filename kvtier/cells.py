@@ -96,7 +96,7 @@ class EngineCell:
             try:
                 # What ``actor.receive`` does, without its call: this runs for each lookup.
                 actor.handlers[type(message)](message)
-            except Exception:
+            except Exception:  # noqa: BLE001 - a bug in an actor must not reach the engine
                 self._fault(actor, message)
 
     def _fault(self, actor: Actor, message: Message) -> None:
@@ -107,16 +107,14 @@ class EngineCell:
         """
         self.faults += 1
         self._broken.add(actor)
-        log.error(
-            "actor broke", exc_info=True, actor=actor.name, message=type(message).__name__
-        )
+        log.error("actor broke", exc_info=True, actor=actor.name, message=type(message).__name__)
         self.on_fault(actor)
 
 
 class ClosedCell(EngineCell):
     """Stands where the engine cell was once the runtime is closed: every use is refused."""
 
-    def ask(self, actor: Actor, message: Message) -> object:
+    def ask(self, actor: Actor, message: Message) -> object:  # noqa: ARG002 - as the open one
         """Refuse."""
         raise Closed("the runtime is closed. Open a new one with kvtier.open_runtime.")
 

@@ -7,12 +7,14 @@ them, and keep their meaning; the others are kvtier's own. A bad value raises
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import ConfigError
 from kvtier.options import Options
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 DEFAULT_POLICY: Final = "lru"
 
@@ -43,7 +45,7 @@ class TierConfig:
             locality=options.text("locality", choices=("LOCAL", "REMOTE"))
             if options.has("locality")
             else None,
-            enable_kv_events=options.flag("enable_kv_events", False),
+            enable_kv_events=options.flag("enable_kv_events", default=False),
             request_level=options.text(
                 "offload_policy", "chunk_level", choices=("chunk_level", "request_level")
             )

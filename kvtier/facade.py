@@ -94,9 +94,7 @@ class SchedulerFacade:
         """Begin a request. ``tiers``: one bit for each tier that may serve it."""
         self._ask(m.RequestStarted(request=request, tiers=tiers))
 
-    def on_request_finished(
-        self, request: RequestId, order: Iterable[Key] | None = None
-    ) -> None:
+    def on_request_finished(self, request: RequestId, order: Iterable[Key] | None = None) -> None:
         """End a request: it looks up, loads and stores nothing more.
 
         Completions of what it began may still follow. Its promoted blocks may

@@ -35,7 +35,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from kvtier.backend import Outcome
+from kvtier.backend import Outcome  # noqa: TC001 - msgspec reads it to decode a message
 
 Key: TypeAlias = bytes
 RequestId: TypeAlias = str
@@ -113,7 +113,7 @@ class StepEnd(Message, frozen=True, gc=False):
 
 
 class Tick(Message, frozen=True, gc=False):
-    """The time is ``now``."""
+    """Time has come to ``now``."""
 
     now: float
 
@@ -207,7 +207,7 @@ class Cleared(Message, frozen=True, gc=False):
 
 
 class ProbeKeys(Message, frozen=True, gc=False):
-    """Does the tier have these?"""
+    """Ask whether the tier has these. Answered with ProbeEnded."""
 
     keys: tuple[Key, ...]
 
@@ -308,7 +308,7 @@ class Notice(Message, frozen=True, gc=False):
 
 
 class Probe(Message, frozen=True, gc=False):
-    """Does the tier have these? Answered with ProbeAnswer."""
+    """Ask whether the tier has these. Answered with ProbeAnswer."""
 
     probe: int
     keys: tuple[Key, ...]

@@ -7,10 +7,11 @@ only grow; lists of observations are drained by whoever exports them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 OBSERVATIONS_MAX: Final = 10_000
 """Observations that nobody takes are dropped beyond this many, the oldest first."""

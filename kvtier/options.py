@@ -58,7 +58,7 @@ class Options:
             raise self.error(key, value, f"must be one of {', '.join(choices)}")
         return value
 
-    def flag(self, key: str, default: bool = REQUIRED) -> bool:
+    def flag(self, key: str, *, default: bool = REQUIRED) -> bool:
         """Return a bool; 0, 1 and "true" are refused."""
         value = self._take(key, default)
         if not isinstance(value, bool):

@@ -16,7 +16,6 @@ Which tier has a block is ``kvtier/whereabouts.py``'s to know.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier import messages as m
@@ -31,6 +30,8 @@ from kvtier.store_filter import StoreFilter
 from kvtier.whereabouts import Whereabouts
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     from kvtier.config import RuntimeConfig
     from kvtier.messages import Key, RequestId, TierSet
 
@@ -67,33 +68,7 @@ class PrimaryTier(Actor):
     """Owns the slots. Asks its policy for victims and its links for blocks."""
 
     def __init__(self, config: RuntimeConfig, *, collect_events: bool) -> None:
-        handlers: dict[type[Any], Callable[[Any], None]] = {
-            m.Lookup: self._lookup,
-            m.PrepareLoad: self._prepare_load,
-            m.CompleteLoad: self._complete_load,
-            m.PrepareStore: self._prepare_store,
-            m.CompleteStore: self._complete_store,
-            m.Touch: self._touch,
-            m.RequestStarted: self._request_started,
-            m.RequestFinished: self._request_finished,
-            m.StepEnd: self._step_end,
-            m.Tick: self._tick,
-            m.Reset: self._reset,
-            m.ResetFlushed: self._reset_flushed,
-            m.TakeEvents: self._take_events,
-            m.LoadSource: self._load_source,
-            m.Victims: self._victims,
-            m.ProbeEnded: self._probe_ended,
-            m.PromotionEnded: self._promotion_ended,
-            m.PromotionAbandoned: self._promotion_abandoned,
-            m.SlotsReleased: self._slots_released,
-            m.CascadeEnded: self._cascade_ended,
-            m.TierUsable: self._tier_usable,
-            m.PresenceLearned: self._presence_learned,
-            m.TierForgotten: self._tier_forgotten,
-            m.LinkFailed: self._link_failed,
-        }
-        super().__init__("primary", handlers)
+        super().__init__("primary", self._all_handlers())
         self.policy: Mailbox
         self.links: list[Mailbox] = []
         self.reply: Callable[[object], None]
@@ -120,6 +95,7 @@ class PrimaryTier(Actor):
         self._request_level = sum(
             1 << tier for tier, each in enumerate(config.tiers) if each.request_level
         )
+        self._reading: dict[RequestId, dict[Key, int]] = {}  # GPU loads under way
         self._cascade_when_ready: dict[Key, TierSet] = {}
         self._epoch = 0
         self._step = 0
@@ -135,6 +111,34 @@ class PrimaryTier(Actor):
         self._spare: frozenset[Key] = frozenset()
         self._refused: list[Key] = []
         self._evicted: list[Key] = []
+
+    def _all_handlers(self) -> dict[type[Any], Callable[[Any], None]]:
+        return {
+            m.Lookup: self._lookup,
+            m.PrepareLoad: self._prepare_load,
+            m.CompleteLoad: self._complete_load,
+            m.PrepareStore: self._prepare_store,
+            m.CompleteStore: self._complete_store,
+            m.Touch: self._touch,
+            m.RequestStarted: self._request_started,
+            m.RequestFinished: self._request_finished,
+            m.StepEnd: self._step_end,
+            m.Tick: self._tick,
+            m.Reset: self._reset,
+            m.ResetFlushed: self._reset_flushed,
+            m.TakeEvents: self._take_events,
+            m.LoadSource: self._load_source,
+            m.Victims: self._victims,
+            m.ProbeEnded: self._probe_ended,
+            m.PromotionEnded: self._promotion_ended,
+            m.PromotionAbandoned: self._promotion_abandoned,
+            m.SlotsReleased: self._slots_released,
+            m.CascadeEnded: self._cascade_ended,
+            m.TierUsable: self._tier_usable,
+            m.PresenceLearned: self._presence_learned,
+            m.TierForgotten: self._tier_forgotten,
+            m.LinkFailed: self._link_failed,
+        }
 
     # --- lookups ---
 
@@ -283,21 +287,30 @@ class PrimaryTier(Actor):
                 return
             found.append(slot)
         slots.pin(slots.gpu_readers, found)
+        reading = self._reading.setdefault(message.request, {})
+        for key in message.keys:
+            reading[key] = reading.get(key, 0) + 1
         self.policy.post(m.Touched(keys=message.keys, request=message.request))
         self.policy.post(m.Held(keys=message.keys))
         self._end_leases(message.request, message.keys)
         self.reply(found)
 
     def _complete_load(self, message: m.CompleteLoad) -> None:
-        readers = self.slots.gpu_readers
+        reading = self._reading.get(message.request, {})
         read = []
         for key in message.keys:
-            slot = self._slot_of.get(key)
-            if slot is None or readers[slot] == 0:
+            loads = reading.get(key)
+            if loads is None:  # Of an older epoch, or never begun.
                 self.counts.unknown_completions += 1
+                continue
+            if loads > 1:
+                reading[key] = loads - 1
             else:
-                self.slots.unpin(readers, (slot,))
-                read.append(slot)
+                del reading[key]
+            read.append(self._slot_of[key])
+        if read and not reading:
+            del self._reading[message.request]
+        self.slots.unpin(self.slots.gpu_readers, read)
         self._unhold(read)
         self.reply(None)
 
@@ -333,6 +346,9 @@ class PrimaryTier(Actor):
                 return
             wanted = wanted[:room]
         granted = self.slots.take(wanted, GPU)
+        writer = self.slots.writer
+        for slot in granted:
+            writer[slot] = message.request
         slot_of.update(zip(wanted, granted, strict=True))
         self._whereabouts.stop_probing(wanted)
         self.policy.post(m.Admitted(keys=tuple(wanted), request=message.request, held=True))
@@ -345,8 +361,12 @@ class PrimaryTier(Actor):
         numbers = []
         for key in message.keys:
             slot = self._slot_of.get(key)
-            if slot is None or not slots.is_filling_from(slot, GPU):
-                self.counts.unknown_completions += 1
+            if (
+                slot is None
+                or not slots.is_filling_from(slot, GPU)
+                or slots.writer[slot] != message.request
+            ):
+                self.counts.unknown_completions += 1  # Of an older epoch, or never begun.
                 continue
             keys.append(key)
             numbers.append(slot)
@@ -368,16 +388,14 @@ class PrimaryTier(Actor):
 
     # --- cascades ---
 
-    def _became_ready(
-        self, keys: Sequence[Key], slots: Sequence[int], cascade_to: TierSet
-    ) -> None:
+    def _became_ready(self, keys: Sequence[Key], slots: Sequence[int], cascade_to: TierSet) -> None:
         """Announce new READY blocks, and cascade them to ``cascade_to``."""
         if not keys:
             return
         self._emit(EventKind.STORED, keys)
         batches: dict[int, Batch] = {}
         for key, slot in zip(keys, slots, strict=True):
-            tiers = self._cascade_when_ready.pop(key, 0) | cascade_to
+            tiers = (self._cascade_when_ready.pop(key, 0) | cascade_to) & self._all_tiers
             for tier in range(len(self.links)):
                 if tiers >> tier & 1:
                     batch = batches.setdefault(tier, ([], []))
@@ -528,6 +546,7 @@ class PrimaryTier(Actor):
         unsent = self._promotions.reset()
         for request in self._requests.values():
             request.sources.clear()
+        self._reading.clear()
         self._cascade_when_ready.clear()
         self._whereabouts.reset()
         self._slot_of.clear()
@@ -560,6 +579,11 @@ class PrimaryTier(Actor):
         self._all_tiers &= ~(1 << message.tier)
         self._request_level &= self._all_tiers
         self._whereabouts.set_usable(message.tier, usable=False)
+        self._whereabouts.give_up(message.tier)
+        keys, unsent = self._promotions.call_off_tier(message.tier)
+        for slot in unsent:
+            self.slots.fail_fill(slot)
+        self._not_filled(keys)
         for slot in range(self.slots.count):
             if self.slots.is_filling_from(slot, message.tier):
                 key = self.slots.key_of[slot]

@@ -8,10 +8,11 @@ that a reserve stays for stores.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kvtier.messages import Key, RequestId
     from kvtier.slots import SlotTable
 
@@ -65,9 +66,16 @@ class Promotions:
 
     def call_off(self, request: RequestId) -> Batch:
         """Give up what was not sent yet for ``request``; the slots are no longer filling for it."""
+        return self._call_off([each for each in self._unsent if each[1] == request])
+
+    def call_off_tier(self, tier: int) -> Batch:
+        """Give up what was not sent yet to ``tier``."""
+        return self._call_off([each for each in self._unsent if each[0] == tier])
+
+    def _call_off(self, batches: list[tuple[int, RequestId]]) -> Batch:
         keys: list[Key] = []
         slots: list[int] = []
-        for tier_request in [each for each in self._unsent if each[1] == request]:
+        for tier_request in batches:
             batch = self._unsent.pop(tier_request)
             keys += batch[0]
             slots += batch[1]

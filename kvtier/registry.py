@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.backend import Backend
@@ -37,6 +36,8 @@ def make_policy(name: str, capacity: int) -> EvictionPolicy:
 
 
 def _find(group: str, name: str, key: str, base: type) -> Any:  # noqa: ANN401 - a class of ``base``
+    from importlib.metadata import entry_points  # noqa: PLC0415 - a fifth of the import time
+
     known = {entry.name: entry for entry in entry_points(group=group)}
     entry = known.get(name)
     if entry is None:

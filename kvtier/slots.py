@@ -9,11 +9,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import InternalError
-from kvtier.messages import Key
 from kvtier.states import (
     SlotState,
     slot_abandoned,
@@ -23,6 +21,11 @@ from kvtier.states import (
     slot_released,
     slot_taken,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kvtier.messages import Key, RequestId
 
 GPU: Final = -1
 """The source of a fill, where a secondary tier would be its number."""
@@ -42,6 +45,7 @@ class SlotTable:
         self.tier_readers = [0] * count
         self.leases = [0] * count
         self.source = [GPU] * count
+        self.writer: list[RequestId] = [""] * count  #: whose GPU store was the last to take it
         self.hit_step = [-1] * count
         self.free = list(range(count - 1, -1, -1))
         self.quarantined: dict[int, int] = {}

@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import anyio
+
 from kvtier import messages as m
 from kvtier.backend import LoadBlock, Loaded, Outcome, StoreBlock, block_digest
 from kvtier.errors import InternalError, StoreFault
@@ -150,7 +151,7 @@ class TierCell:
         while not self._ending.is_set():
             try:
                 anyio.run(self._live)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - a bug in a tier must not reach the engine
                 self._break_down(error)
                 if self._ending.wait(pause_s):
                     return
@@ -190,7 +191,7 @@ class TierCell:
         def wake() -> None:
             # From any thread. Once the loop is closed there is nothing left to wake.
             with suppress(RuntimeError):
-                loop.call_soon_threadsafe(lambda: event.set())
+                loop.call_soon_threadsafe(lambda: event.set())  # noqa: PLW0108 - it changes
 
         self._wake = wake
         await self.backend.open()
@@ -273,7 +274,7 @@ class BackendDriver:
             else:
                 present = await self._backend.probe(message.keys)
                 outcomes = tuple(Outcome.DONE if each else Outcome.ABSENT for each in present)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a backend may raise anything
             self._log_once(error, type(message).__name__)
             outcomes = (Outcome.FAILED,) * len(message.keys)
         seconds = time.perf_counter() - started
@@ -324,7 +325,7 @@ class BackendDriver:
         """Delete bad copies. That this fails too takes nothing from the other blocks."""
         try:
             await self._backend.remove(keys)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a backend may raise anything
             self._log_once(error, "removal of damaged blocks")
 
     def _log_once(self, error: Exception, what: str) -> None:

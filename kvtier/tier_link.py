@@ -351,15 +351,11 @@ class TierLink(Actor):
     def _abandon(self, job: _Job) -> None:
         self._abandoned_slots += len(job.slots)
         self.primary.post(
-            m.PromotionAbandoned(
-                tier=self._number, keys=job.keys, slots=job.slots, epoch=job.epoch
-            )
+            m.PromotionAbandoned(tier=self._number, keys=job.keys, slots=job.slots, epoch=job.epoch)
         )
 
     def _end_cascade(self, job: _Job) -> None:
-        self.primary.post(
-            m.CascadeEnded(tier=self._number, slots=job.slots, epoch=job.epoch)
-        )
+        self.primary.post(m.CascadeEnded(tier=self._number, slots=job.slots, epoch=job.epoch))
 
     def _succeeded(self) -> None:
         was = self._breaker.state
@@ -374,7 +370,9 @@ class TierLink(Actor):
         if was is BreakerState.CLOSED and self._breaker.state is BreakerState.OPEN:
             self.counts.breaker_opened += 1
             self.log.post(
-                m.Notice(event="tier left alone for a while", tier=self._tier_config.name, detail=how)
+                m.Notice(
+                    event="tier left alone for a while", tier=self._tier_config.name, detail=how
+                )
             )
         self._tell_usable()
 

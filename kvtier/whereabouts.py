@@ -158,6 +158,12 @@ class Whereabouts:
         else:
             self._usable &= ~(1 << tier)
 
+    def give_up(self, tier: int) -> None:
+        """Take every answer that the tier still owes as a no: it can't be asked any more."""
+        self._unsent.pop(tier, None)
+        owed = [key for key, probe in self._probes.items() if probe.pending >> tier & 1]
+        self.answered(tier, owed, (False,) * len(owed))
+
     def take_unsent(self) -> dict[int, list[Key]]:
         """Return the keys to ask each tier for, and forget that they are unsent."""
         unsent, self._unsent = self._unsent, {}

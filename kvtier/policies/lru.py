@@ -24,7 +24,6 @@ TAKEN_BACK: Final = ""
 """The run of keys that were chosen and then spared. No request has this name."""
 
 
-
 class _Run:
     """The keys that one request was the last to use, from head to tail."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
@@ -66,6 +67,7 @@ _OWN_PRIMARY_COUNTERS: Final = {
 
 _SLOT_STATES: Final = ("free", "filling_from_gpu", "filling_from_tiers", "ready", "quarantined")
 
+_OWN_PREFIX: Final = "kvtier:"
 _FAULTS: Final = "kvtier:faults"
 _SLOTS: Final = "kvtier:primary_slots"
 _BREAKER: Final = "kvtier:tier_breaker_state"
@@ -90,6 +92,16 @@ def metric_definitions(_extra_config: Mapping[str, Any]) -> dict[str, Offloading
     for name, text in _OWN_PRIMARY_COUNTERS.items():
         definitions[f"kvtier:primary_{name}"] = OffloadingCounterMetadata(documentation=text)
     return definitions
+
+
+def unregister_own_metrics() -> None:
+    """Let go of an earlier engine's metrics, so that a second one in this process may start.
+
+    vLLM does the same at each start, for names that begin with ``vllm:`` only.
+    """
+    for collector in list(REGISTRY._collector_to_names):
+        if getattr(collector, "_name", "").startswith(_OWN_PREFIX):
+            REGISTRY.unregister(collector)
 
 
 class MetricsExporter:

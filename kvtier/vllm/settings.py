@@ -27,7 +27,7 @@ def read_settings(
     """Return the runtime's configuration. Raises ``ConfigError`` for the first bad key."""
     options = Options(extra_config, "kv_connector_extra_config")
     for key in _FLAGS:
-        options.flag(key, False)
+        options.flag(key, default=False)
     for key in _NAMES:
         options.text(key, "")
     for key in _SIZES:

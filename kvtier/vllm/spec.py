@@ -72,8 +72,13 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
     def build_metric_definitions(
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
-        from kvtier.vllm.metrics import metric_definitions  # noqa: PLC0415 - scheduler side only
+        # Scheduler side only.
+        from kvtier.vllm.metrics import (
+            metric_definitions,
+            unregister_own_metrics,
+        )
 
+        unregister_own_metrics()  # vLLM registers what is returned here
         definitions: dict[str, OffloadingMetricMetadata] = super().build_metric_definitions(
             _without_tiers(extra_config)
         )
@@ -107,6 +112,8 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
                 f"takes {self.kv_bytes_per_chunk} bytes, and kvtier keeps {self._header_rows} for "
                 f"itself. Give it at least {(self._header_rows + 1) * self.kv_bytes_per_chunk}."
             )
+        # Workers are built first: a bad key is refused before the model is loaded.
+        read_settings(self.extra_config, slot_count=self.slot_count, block_bytes=self.block_bytes)
 
     @property
     def slot_count(self) -> int:

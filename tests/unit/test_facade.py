@@ -22,7 +22,11 @@ class Story:
             block_bytes=16,
             cascade_slots_fraction_max=1.0,
             tiers=tuple(
-                TierConfig(name=f"{n}:test", type="test", request_level=settings.get("whole", False) is True)
+                TierConfig(
+                    name=f"{n}:test",
+                    type="test",
+                    request_level=settings.get("whole", False) is True,
+                )
                 for n in range(1, tiers + 1)
             ),
             **{name: value for name, value in settings.items() if name != "whole"},  # type: ignore[arg-type]
@@ -71,6 +75,7 @@ def test_what_was_stored_is_found_and_pinned_until_it_was_read() -> None:
     story.facade.on_request_started("w")
     assert story.facade.prepare_store(keys_of(1, b"n"), "w") is None, "all pinned: no room"
     story.facade.complete_load(keys, "r")
+    story.facade.step_end()
     grant = story.facade.prepare_store(keys_of(1, b"n"), "w")
     assert grant is not None
     assert grant.evicted == [keys[3]], "the tail of the only run goes first"

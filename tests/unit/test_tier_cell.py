@@ -7,20 +7,30 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import pytest
 
 from kvtier import messages as m
 from kvtier import tier_cell
-from kvtier.backend import Backend, BackendContext, BackendTraits, LoadBlock, Loaded, Outcome
-from kvtier.backend import StoreBlock
+from kvtier.backend import (
+    Backend,
+    BackendContext,
+    BackendTraits,
+    LoadBlock,
+    Loaded,
+    Outcome,
+    StoreBlock,
+)
 from kvtier.memory import SlotMemory
-from kvtier.messages import Message
 from kvtier.policies.lru import LRUPolicy
 from kvtier.tier_cell import TierCell
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvtier.messages import Message
 
 BLOCK = 4096
 WAIT_S = 20.0

@@ -65,7 +65,7 @@ class FsBackend(Backend):
     type_name: ClassVar[str] = "fs"
     medium: ClassVar[str] = "STORAGE"
 
-    def __init__(  # noqa: PLR0913 - from_options is the way in
+    def __init__(
         self,
         layout: Layout,
         context: BackendContext,
