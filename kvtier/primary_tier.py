@@ -22,6 +22,7 @@ from kvtier import messages as m
 from kvtier.actor import Actor, Mailbox
 from kvtier.backend import Outcome
 from kvtier.events import PRIMARY, Event, EventKind
+from kvtier.eviction import Eviction
 from kvtier.metrics import PrimaryCounts, PrimaryStatistics
 from kvtier.promotions import Batch, Promotions
 from kvtier.slots import GPU, SlotTable
@@ -69,7 +70,6 @@ class PrimaryTier(Actor):
 
     def __init__(self, config: RuntimeConfig, *, collect_events: bool) -> None:
         super().__init__("primary", self._all_handlers())
-        self.policy: Mailbox
         self.links: list[Mailbox] = []
         self.reply: Callable[[object], None]
         self.counts = PrimaryCounts()
@@ -89,6 +89,7 @@ class PrimaryTier(Actor):
             self.slots, config.slot_count - config.store_reserve_slots, config.lease_timeout_s
         )
         self._slot_of: dict[Key, int] = {}
+        self._eviction = Eviction(self.slots, self._slot_of)
         self._requests: dict[RequestId, _Request] = {}
         self._whereabouts = Whereabouts(len(config.tiers), config.known_keys_max)
         self._all_tiers: TierSet = (1 << len(config.tiers)) - 1
@@ -101,16 +102,12 @@ class PrimaryTier(Actor):
         self._step = 0
         self._now = 0.0
 
-        # A facade call that waits for victims. There is at most one, since the
-        # facade's calls are run to quiescence one after the other.
         self._store_wanted: list[Key] = []
-        self._suspended: m.Lookup | m.PrepareStore | None = None
-        self._resumed: m.Lookup | m.PrepareStore | None = None
-        self._room_wanted = 0
-        self._victims_asked = 0
-        self._spare: frozenset[Key] = frozenset()
-        self._refused: list[Key] = []
-        self._evicted: list[Key] = []
+
+    def connect(self, policy: Mailbox, links: Sequence[Mailbox]) -> None:
+        """Tell the actor where its policy and its links are."""
+        self.policy = self._eviction.policy = policy
+        self.links = list(links)
 
     def _all_handlers(self) -> dict[type[Any], Callable[[Any], None]]:
         return {
@@ -209,7 +206,7 @@ class PrimaryTier(Actor):
         elif not self._promotions.has_room():
             self.counts.promotions_refused += 1
             self.reply(ABSENT)
-        elif self._make_room(message, self._config.evict_batch_slots, frozenset()):
+        elif self.slots.free or self._eviction.make_room(message, self._config.evict_batch_slots):
             self._start_promotion(message.key, message.request, tier)
 
     def _start_promotion(self, key: Key, request_id: RequestId, tier: int) -> None:
@@ -226,54 +223,16 @@ class PrimaryTier(Actor):
 
     # --- room ---
 
-    def _make_room(
-        self, message: m.Lookup | m.PrepareStore, count: int, spare: frozenset[Key]
-    ) -> bool:
-        """Return True if the caller may go on; else it is called again with more room.
-
-        Called again it gets True in any case: it must look how much room there is.
-        """
-        if message is self._resumed:
-            return True
-        missing = count - len(self.slots.free)
-        if missing <= 0 or (isinstance(message, m.Lookup) and self.slots.free):
-            return True
-        self._suspended = message
-        self._room_wanted = count
-        self._spare = spare
-        self._victims_asked = missing
-        self.policy.post(m.ChooseVictims(count=missing, spare=spare))
-        return False
-
     def _victims(self, message: m.Victims) -> None:
-        slots = self.slots
-        for key in message.keys:
-            slot = self._slot_of.get(key)
-            if slot is None:
-                continue
-            if slots.is_held(slot) or slots.hit_step[slot] == self._step:
-                self._refused.append(key)
-                continue
-            del self._slot_of[key]
-            slots.evict(slot)
-            self._evicted.append(key)
-        missing = self._room_wanted - len(slots.free)
-        if missing > 0 and len(message.keys) == self._victims_asked:
-            self._victims_asked = missing
-            self.policy.post(m.ChooseVictims(count=missing, spare=self._spare))
+        call = self._eviction.evict(message.keys, self._step)
+        if call is None:
             return
-        if self._refused:
-            self.policy.post(m.Spared(keys=tuple(self._refused)))
-            self._refused = []
-        if self._evicted:
-            self.counts.evictions += len(self._evicted)
-            self._emit(EventKind.REMOVED, self._evicted)
-        suspended, self._suspended = self._suspended, None
-        if suspended is not None:
-            self._resumed = suspended
-            self.receive(suspended)
-            self._resumed = None
-        self._evicted = []
+        evicted = self._eviction.evicted
+        if evicted:
+            self.counts.evictions += len(evicted)
+            self._emit(EventKind.REMOVED, evicted)
+        self.receive(call)
+        self._eviction.end_call()
 
     # --- GPU loads ---
 
@@ -318,7 +277,7 @@ class PrimaryTier(Actor):
 
     def _prepare_store(self, message: m.PrepareStore) -> None:
         slot_of = self._slot_of
-        if message is self._resumed:
+        if self._eviction.was_resumed(message):
             wanted = [key for key in self._store_wanted if key not in slot_of]
         else:
             wanted = [key for key in dict.fromkeys(message.keys) if key not in slot_of]
@@ -336,7 +295,7 @@ class PrimaryTier(Actor):
             self.reply(StoreGrant([], [], []))
             return
         spare = frozenset(message.keys) if len(wanted) > len(self.slots.free) else frozenset()
-        if not self._make_room(message, len(wanted), spare):
+        if not self._eviction.make_room(message, len(wanted), spare):
             return
         room = len(self.slots.free)
         if room < len(wanted):
@@ -352,8 +311,7 @@ class PrimaryTier(Actor):
         slot_of.update(zip(wanted, granted, strict=True))
         self._whereabouts.stop_probing(wanted)
         self.policy.post(m.Admitted(keys=tuple(wanted), request=message.request, held=True))
-        evicted, self._evicted = self._evicted, []
-        self.reply(StoreGrant(wanted, granted, evicted))
+        self.reply(StoreGrant(wanted, granted, self._eviction.evicted))
 
     def _complete_store(self, message: m.CompleteStore) -> None:
         slots = self.slots

@@ -103,7 +103,6 @@ def build_engine(
     primary = PrimaryTier(config, collect_events=collect_events)
     host = PolicyActor("policy", policy)
     primary.reply = cell.reply
-    primary.policy = cell.mailbox(host)
     host.host = cell.mailbox(primary)
     links = []
     for tier in range(len(config.tiers)):
@@ -111,8 +110,8 @@ def build_engine(
         link.primary = cell.mailbox(primary)
         link.log = cell.log
         link.reply = cell.reply
-        primary.links.append(cell.mailbox(link))
         links.append(link)
+    primary.connect(cell.mailbox(host), [cell.mailbox(link) for link in links])
 
     def on_fault(actor: Actor) -> None:
         """Cut off the tier of a link that broke; nothing else can be done without it."""

@@ -54,13 +54,22 @@ class _Job:
 class _Part:
     """Some blocks of one job, or of one probe, at the backend."""
 
-    __slots__ = ("indices", "job", "probe", "size")
+    __slots__ = ("indices", "job", "probe", "remove", "size")
 
-    def __init__(self, job: _Job | None, indices: list[int], probe: int, size: int) -> None:
+    def __init__(
+        self,
+        job: _Job | None,
+        indices: list[int],
+        *,
+        probe: int = 0,
+        size: int,
+        remove: tuple[Key, ...] = (),
+    ) -> None:
         self.job = job
         self.indices = indices
         self.probe = probe
         self.size = size
+        self.remove = remove
 
 
 class SecondaryTier(Actor):
@@ -91,7 +100,8 @@ class SecondaryTier(Actor):
         self._touches = 0
         # With a capacity only:
         self._resident: set[Key] = set()
-        self._storing: set[Key] = set()
+        self._storing: Counter[Key] = Counter()  # in parts that have not ended
+        self._removing: set[Key] = set()  # victims that the backend may still have
         self._in_use: Counter[Key] = Counter()  # held at the policy: being loaded, or just stored
         self._making_room: deque[tuple[_Job, list[int], int]] = deque()  # waiting for n victims
         self._victims_asked = 0
@@ -107,7 +117,7 @@ class SecondaryTier(Actor):
             present = tuple(key in self._resident for key in message.keys)
             self.link.post(m.ProbeAnswer(probe=message.probe, present=present))
             return
-        part = self._new_part(_Part(None, [], message.probe, len(message.keys)))
+        part = self._new_part(_Part(None, [], probe=message.probe, size=len(message.keys)))
         self.driver.post(m.ProbePart(part=part, keys=message.keys))
 
     def _load_job(self, message: m.LoadJob) -> None:
@@ -131,7 +141,7 @@ class SecondaryTier(Actor):
         while self._loads and self._loading_parts < self._traits.load_parts_max:
             job, indices = self._next_blocks(self._loads, self._traits.load_parts_max)
             self._loading_parts += 1
-            part = self._new_part(_Part(job, indices, 0, len(indices)))
+            part = self._new_part(_Part(job, indices, size=len(indices)))
             self.driver.post(
                 m.LoadPart(
                     part=part,
@@ -140,6 +150,8 @@ class SecondaryTier(Actor):
                 )
             )
         while self._stores and self._storing_parts < self._traits.store_parts_max:
+            if self._next_key_is_being_removed():
+                break
             job, indices = self._next_blocks(self._stores, self._traits.store_parts_max)
             self._storing_parts += 1
             if self._traits.capacity_blocks is None:
@@ -153,13 +165,22 @@ class SecondaryTier(Actor):
         size = max(1, min(PART_BLOCKS_MAX, -(-waiting // parts_max)))
         job = queue[0]
         indices = list(range(job.next, min(job.next + size, len(job.keys))))
+        if self._removing and not job.is_load:
+            stop = next((i for i in indices if job.keys[i] in self._removing), len(job.keys))
+            indices = [i for i in indices if i < stop]
         job.next += len(indices)
         if job.next >= len(job.keys):
             queue.popleft()
         return job, indices
 
+    def _next_key_is_being_removed(self) -> bool:
+        """Tell whether a store must wait, lest the removal of an older copy takes its own."""
+        job = self._stores[0]
+        return job.keys[job.next] in self._removing
+
     def _send_store(self, job: _Job, indices: list[int], remove: tuple[Key, ...]) -> None:
-        part = self._new_part(_Part(job, indices, 0, len(indices)))
+        self._removing.update(remove)
+        part = self._new_part(_Part(job, indices, size=len(indices), remove=remove))
         self.driver.post(
             m.StorePart(
                 part=part,
@@ -184,6 +205,7 @@ class SecondaryTier(Actor):
             self._loading_parts -= 1
         else:
             self._storing_parts -= 1
+        self._removing.difference_update(part.remove)
         part.job.seconds += message.seconds
         self._settle(part.job, part.indices, outcomes)
         self._start_parts()
@@ -203,6 +225,10 @@ class SecondaryTier(Actor):
             done = [k for k, o in zip(job.keys, final, strict=True) if o is Outcome.DONE]
             self._let_go(job.keys if job.is_load else done)
             if not job.is_load:
+                # What a load found damaged meanwhile was lost before it was announced.
+                lost = tuple(key for key in done if key not in self._resident)
+                if lost:
+                    self.link.post(m.PresenceChanged(added=(), removed=lost))
                 # Parts end in any order; a job's blocks are a prefix, head first.
                 self.policy.post(m.RequestEnded(request=job.run, order=job.keys))
 
@@ -217,9 +243,11 @@ class SecondaryTier(Actor):
         """Have victims chosen for what doesn't fit; the part goes on in ``_victims``."""
         capacity = self._traits.capacity_blocks
         assert capacity is not None
-        fresh = {job.keys[i] for i in indices} - self._resident - self._storing
-        self._storing |= fresh
-        used = len(self._resident) + len(self._storing) - self._victims_asked
+        keys = [job.keys[i] for i in indices]
+        self._storing.update(keys)
+        self._hold(keys)
+        fresh = sum(key not in self._resident for key in self._storing)
+        used = len(self._resident) + fresh - self._victims_asked
         missing = max(0, used - capacity)
         self._making_room.append((job, indices, missing))
         self._victims_asked += missing
@@ -230,10 +258,15 @@ class SecondaryTier(Actor):
         # Answers come in the order of the questions: both mailboxes are queues.
         job, indices, asked = self._making_room.popleft()
         self._victims_asked -= asked
-        self._resident.difference_update(message.keys)
-        if message.keys:
-            self.link.post(m.PresenceChanged(added=(), removed=message.keys))
-        self._send_store(job, indices, message.keys)
+        # The policy may have chosen before it knew what is in use now.
+        spared = tuple(key for key in message.keys if key in self._in_use)
+        if spared:
+            self.policy.post(m.Spared(keys=spared))
+        victims = tuple(key for key in message.keys if key not in self._in_use)
+        self._resident.difference_update(victims)
+        if victims:
+            self.link.post(m.PresenceChanged(added=(), removed=victims))
+        self._send_store(job, indices, victims)
 
     def _note_contents(self, job: _Job, indices: list[int], outcomes: tuple[Outcome, ...]) -> None:
         done: list[Key] = []
@@ -241,12 +274,12 @@ class SecondaryTier(Actor):
         for index, outcome in zip(indices, outcomes, strict=True):
             (done if outcome is Outcome.DONE else not_done).append(job.keys[index])
         if not job.is_load:
-            self._storing.difference_update(done, not_done)
+            self._storing -= Counter(done + not_done)
             fresh = tuple(key for key in dict.fromkeys(done) if key not in self._resident)
             if fresh:
                 self._resident.update(fresh)
                 self.policy.post(m.Admitted(keys=fresh, request=job.run, held=True))
-            self._hold(done)
+            self._let_go(not_done)
             return
         lost = tuple(
             key
@@ -259,7 +292,7 @@ class SecondaryTier(Actor):
             self.link.post(m.PresenceChanged(added=(), removed=lost))
 
     def _hold(self, keys: tuple[Key, ...] | list[Key]) -> None:
-        """Keep keys from being chosen while they are loaded or their store is unreported."""
+        """Keep keys from being chosen while they are loaded, stored, or not yet reported."""
         if self._traits.capacity_blocks is None or not keys:
             return
         self._in_use.update(keys)

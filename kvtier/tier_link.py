@@ -318,6 +318,8 @@ class TierLink(Actor):
         self._breaker.restarted()
         self._full_until = 0.0
         self.primary.post(m.TierForgotten(tier=self._number))
+        if self._collect_events:
+            self._events.append(Event(EventKind.CLEARED, (), self._number))
         self._tell_usable()
 
     # --- helpers ---

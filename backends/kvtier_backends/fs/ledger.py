@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+EPISODE_S_MIN: Final = 60.0
 
 logger = structlog.get_logger(__name__)
 
@@ -18,14 +21,16 @@ class Ledger:
     """Counters and log lines of one tier. Any thread may call anything.
 
     An episode of a kind of trouble begins with its first log line and ends
-    with the next success on the same side (``"load"`` or ``"store"``).
+    with a success on the same side (``"load"`` or ``"store"``) that comes
+    ``EPISODE_S_MIN`` later or more: a medium that works half of the time is
+    said once as well.
     """
 
     def __init__(self, tier_name: str) -> None:
         self._tier_name = tier_name
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        self._open: dict[str, set[str]] = {"load": set(), "store": set()}
+        self._open: dict[str, dict[str, float]] = {"load": {}, "store": {}}  # kind → when said
 
     def add(self, name: str, count: int = 1) -> None:
         """Count without a word."""
@@ -39,9 +44,9 @@ class Ledger:
             kind = f"{name}: {type(reason).__name__} {getattr(reason, 'errno', None)}"
             if kind in self._open[side]:
                 return
-            self._open[side].add(kind)
+            self._open[side][kind] = time.monotonic()
         logger.warning(
-            "fs tier: trouble, said once until the next success",
+            "fs tier: trouble, said once until it is over",
             kind=name,
             tier=self._tier_name,
             path=path,
@@ -49,10 +54,12 @@ class Ledger:
         )
 
     def success(self, side: str) -> None:
-        """End the episodes of ``side``. Costs nothing while all is well."""
+        """End the episodes of ``side`` that are old enough. Costs nothing while all is well."""
         if self._open[side]:
             with self._lock:
-                self._open[side].clear()
+                before = time.monotonic() - EPISODE_S_MIN
+                still = {kind: said for kind, said in self._open[side].items() if said > before}
+                self._open[side] = still
 
     def counts(self) -> Mapping[str, int]:
         """Return a snapshot of all counts that are not 0."""
