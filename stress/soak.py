@@ -23,6 +23,7 @@ from pathlib import Path
 
 from kvtier import Namespace, RuntimeConfig, SlotMemory, open_runtime
 from kvtier_backends.faults import FaultScript, OperationFaults
+from kvtier_backends.memory import MemoryBackend
 
 BLOCK_BYTES = 16 * 1024
 SLOTS = 96
@@ -88,7 +89,9 @@ class Soak:
             config, self.memory, Namespace({"soak": True}), collect_events=True
         )
         # The script breaks what it built, so it looks behind the facade.
-        self.faulty = self.facade._tier_cells[0].backend  # noqa: SLF001
+        faulty = self.facade._tier_cells[0].backend  # noqa: SLF001
+        assert isinstance(faulty, MemoryBackend)
+        self.faulty = faulty
         self.requests = 0
         self.read = 0
         self.stored = 0
