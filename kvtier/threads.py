@@ -24,7 +24,7 @@ class DaemonThreads:
     """A fixed number of daemon threads that run blocking calls for an event loop.
 
     Threads start with the first call. ``run`` may be cancelled: the caller goes
-    on, the call itself runs to its end, and its result is dropped.
+    on; a call that runs by then runs to its end, and its result is dropped.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -63,6 +63,9 @@ class DaemonThreads:
     def _work(self) -> None:
         while (work := self._queue.get()) is not None:
             loop, future, call = work
+            if future.cancelled():
+                self._unended.discard(future)
+                continue
             try:
                 result = call()
             except BaseException as error:  # noqa: BLE001 - handed to the caller, not swallowed

@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION: Final = 1  #: raise it whenever the meaning of a row's bytes changes
 
+_MIXED_FOLDER: Final = (
+    "can't be used with several workers: vLLM keeps the blocks of all tensor-parallel sizes in one "
+    "folder there, though their bytes differ. Set canonical_layout to true, or layout to 'kvtier'"
+)
 _PAGE_BYTES: Final = 4096
 _SAMPLES_A_FILE = 16
 _SAMPLE_BYTES = 4096
@@ -133,10 +137,13 @@ def build_namespace(
         offloading_spec=cast("OffloadingSpec", SimpleNamespace(config=offloading_config)),
         parallel_agnostic=True,  # as vLLM's fs tier does
     )
+    shared_by_vllm = "parallel_agnostic" not in mapper.fields
+    mixed = shared_by_vllm and facts["parallel"] is not None and facts["parallel"]["world"] > 1
     # Through JSON and back: facts that were written and read must equal these.
     return Namespace(
         facts=json.loads(json.dumps(facts, sort_keys=True)),
-        vllm_fields=dict(mapper.fields),
+        vllm_fields=None if mixed else dict(mapper.fields),
+        vllm_refusal=_MIXED_FOLDER if mixed else "",
         vllm_rank=int(mapper.rank),
     )
 

@@ -122,6 +122,18 @@ def test_vllm_fields_are_those_of_its_own_fs_tier() -> None:
     assert "parallel_agnostic" not in namespace.vllm_fields  # it is: one rank, whole heads
 
 
+def test_several_ranks_get_no_vllm_folder_unless_their_rows_are_canonical() -> None:
+    """vLLM shares one folder between tensor-parallel sizes whose bytes differ."""
+    two = replace(CONFIG, parallel=TWO_RANKS, worker_kv_bytes_per_block=4096)
+    refused = build_namespace(two, {"model": "m"})
+    assert refused.vllm_fields is None
+    assert "canonical_layout" in refused.vllm_refusal
+    canonical = build_namespace(
+        replace(two, canonical_layout=True, kv_cache_layout="LBHNC"), {"model": "m"}
+    )
+    assert canonical.vllm_fields is not None
+
+
 def test_no_worker_facts_is_an_error() -> None:
     """An empty namespace would let two models meet."""
     with pytest.raises(InternalError, match="no facts about the model"):

@@ -88,10 +88,10 @@ class VllmLayout(Layout):
     def __init__(self, root: str, context: BackendContext) -> None:
         namespace = context.namespace
         if namespace.vllm_fields is None:
-            raise ConfigError(
-                f"secondary tier {context.tier_name}: layout='vllm' needs to know vLLM's own "
-                "folder fields, and this engine gave none. Set layout to 'kvtier'."
+            refusal = namespace.vllm_refusal or (
+                "needs vLLM's own folder fields, and this engine gave none. Set layout to 'kvtier'"
             )
+            raise ConfigError(f"secondary tier {context.tier_name}: layout='vllm' {refusal}.")
         fields = _as_json(namespace.vllm_fields)
         model = str(fields["model_name"]).replace("/", "_")
         base = f"{root}/{model}_{_digest(fields)}"
