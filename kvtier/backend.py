@@ -79,8 +79,8 @@ class Namespace:
 
     facts: Mapping[str, Any]
     vllm_fields: Mapping[str, Any] | None = None
-    vllm_refusal: str = ""  #: why ``vllm_fields`` is None, and what to do, as half a sentence
     vllm_rank: int = 0
+    vllm_refusal: str = ""  #: why ``vllm_fields`` is None, and what to do, as half a sentence
 
 
 @dataclass(frozen=True)

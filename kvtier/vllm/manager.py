@@ -120,6 +120,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._flush_steps = 2 * max(2, int(spec.config.parallel.pp_size)) + 1
         self._flush_steps_left = 0
         self._last_step = 0.0
+        self._granted: dict[str, list[list[bytes]]] = {}  # stores under way, by request
 
     # --- requests ---
 
@@ -177,6 +178,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         grant = self.facade.prepare_store(keys, req_context.req_id)
         if grant is None:
             return None
+        if grant.keys:
+            self._granted.setdefault(req_context.req_id, []).append(grant.keys)
         return PrepareStoreOutput(
             keys_to_store=grant.keys,
             store_spec=CPULoadStoreSpec(grant.slots),
@@ -187,7 +190,19 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
     def complete_store(
         self, keys: Collection[bytes], req_context: ReqContext, success: bool = True
     ) -> None:
-        self.facade.complete_store(keys, req_context.req_id, success=success)
+        ordered = self._in_order(keys, req_context.req_id)
+        self.facade.complete_store(ordered, req_context.req_id, success=success)
+
+    def _in_order(self, keys: Collection[bytes], request: str) -> Collection[bytes]:
+        """Return a store's keys from head to tail: vLLM reports them as a set."""
+        grants = self._granted.get(request, [])
+        for index, granted in enumerate(grants):
+            if granted[0] in keys:
+                del grants[index]
+                if not grants:
+                    del self._granted[request]
+                return granted if len(granted) == len(keys) else keys
+        return keys
 
     # --- steps ---
 
@@ -249,6 +264,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
     @override
     def reset_cache(self) -> None:
         self.facade.reset()
+        self._granted.clear()  # their completions will not come any more
         if not _TELLS_WHEN_FLUSHED:
             self._flush_steps_left = self._flush_steps
 
