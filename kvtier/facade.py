@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from kvtier.events import Event
     from kvtier.messages import Key, Message, RequestId, TierSet
-    from kvtier.primary_tier import PrimaryTier, StoreGrant
+    from kvtier.primary_tier import PrimaryTier
     from kvtier.tier_cell import TierCell
     from kvtier.tier_link import TierLink
 
@@ -184,7 +184,7 @@ class SchedulerFacade:
 
     # --- GPU stores ---
 
-    def prepare_store(self, keys: Collection[Key], request: RequestId) -> StoreGrant | None:
+    def prepare_store(self, keys: Collection[Key], request: RequestId) -> m.StoreGrant | None:
         """Give slots to those of ``keys`` that are new, evicting what is needed.
 
         ``keys``: from head to tail. The grant names the keys to store, which
@@ -193,7 +193,7 @@ class SchedulerFacade:
         again in a later step.
         """
         grant = self._ask(m.PrepareStore(keys=tuple(keys), request=request))
-        return None if grant is NO_REPLY else cast("StoreGrant | None", grant)
+        return None if grant is NO_REPLY else cast("m.StoreGrant | None", grant)
 
     def complete_store(
         self, keys: Collection[Key], request: RequestId, *, success: bool = True

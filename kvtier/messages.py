@@ -91,6 +91,14 @@ class PrepareStore(Message, frozen=True, gc=False):
     request: RequestId
 
 
+class StoreGrant(Message, frozen=True):
+    """The answer to PrepareStore: these keys get these slots; ``evicted`` made room."""
+
+    keys: list[Key]
+    slots: list[int]
+    evicted: list[Key]
+
+
 class CompleteStore(Message, frozen=True, gc=False):
     """The GPU has written these blocks, or failed to."""
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvtier import messages as m
 from kvtier.actor import Actor, Mailbox
 from kvtier.backend import Outcome
+from kvtier.cascades import Cascades
 from kvtier.events import PRIMARY, Event, EventKind
 from kvtier.eviction import Eviction
 from kvtier.metrics import PrimaryCounts, PrimaryStatistics
@@ -42,17 +43,6 @@ ABSENT: Final = BlockState.ABSENT
 FILLING: Final = BlockState.FILLING
 READY: Final = BlockState.READY
 _SLOT_READY: Final = int(SlotState.READY)
-
-
-class StoreGrant:
-    """The answer to PrepareStore: these keys get these slots; ``evicted`` made room."""
-
-    __slots__ = ("evicted", "keys", "slots")
-
-    def __init__(self, keys: list[Key], slots: list[int], evicted: list[Key]) -> None:
-        self.keys = keys
-        self.slots = slots
-        self.evicted = evicted
 
 
 class _Request:
@@ -92,12 +82,10 @@ class PrimaryTier(Actor):
         self._eviction = Eviction(self.slots, self._slot_of)
         self._requests: dict[RequestId, _Request] = {}
         self._whereabouts = Whereabouts(len(config.tiers), config.known_keys_max)
-        self._all_tiers: TierSet = (1 << len(config.tiers)) - 1
-        self._request_level = sum(
-            1 << tier for tier, each in enumerate(config.tiers) if each.request_level
-        )
-        self._reading: dict[RequestId, dict[Key, int]] = {}  # GPU loads under way
-        self._cascade_when_ready: dict[Key, TierSet] = {}
+        # The GPU loads under way: request → key → how many. Ended ones and older epochs' are not
+        # in it, so that a completion that nobody waits for takes nobody's pin.
+        self._reading: dict[RequestId, dict[Key, int]] = {}
+        self._cascades = Cascades(self.slots, self._slot_of, config.tiers)
         self._epoch = 0
         self._step = 0
         self._now = 0.0
@@ -287,12 +275,12 @@ class PrimaryTier(Actor):
                 self.counts.stores_skipped += len(wanted) - len(kept)
                 wanted = kept
             self._store_wanted = wanted
-            if self._request_level:
-                self._cascade_resident(message.keys)
+            if len(wanted) < len(message.keys):
+                self._offered_again(message)
             if wanted:
                 self.counts.allocation_sizes.append(len(wanted))
         if not wanted:
-            self.reply(StoreGrant([], [], []))
+            self.reply(m.StoreGrant(keys=[], slots=[], evicted=[]))
             return
         spare = frozenset(message.keys) if len(wanted) > len(self.slots.free) else frozenset()
         if not self._eviction.make_room(message, len(wanted), spare):
@@ -311,7 +299,16 @@ class PrimaryTier(Actor):
         slot_of.update(zip(wanted, granted, strict=True))
         self._whereabouts.stop_probing(wanted)
         self.policy.post(m.Admitted(keys=tuple(wanted), request=message.request, held=True))
-        self.reply(StoreGrant(wanted, granted, self._eviction.evicted))
+        self.reply(m.StoreGrant(keys=wanted, slots=granted, evicted=self._eviction.evicted))
+
+    def _offered_again(self, message: m.PrepareStore) -> None:
+        """Note the use of blocks that are here already; some tiers want them too."""
+        here = tuple(key for key in message.keys if key in self._slot_of)
+        self.policy.post(m.Touched(keys=here, request=message.request))
+        batches = self._cascades.of_offered(here)
+        for keys, _ in batches.values():
+            self.policy.post(m.Held(keys=tuple(keys)))
+        self._cascade(batches)
 
     def _complete_store(self, message: m.CompleteStore) -> None:
         slots = self.slots
@@ -331,7 +328,7 @@ class PrimaryTier(Actor):
         if message.success:
             for slot in numbers:
                 slots.fill(slot)
-            self._became_ready(keys, numbers, self._all_tiers)
+            self._became_ready(keys, numbers, self._cascades.all_tiers)
         else:
             for slot in numbers:
                 slots.fail_fill(slot)
@@ -351,34 +348,8 @@ class PrimaryTier(Actor):
         if not keys:
             return
         self._emit(EventKind.STORED, keys)
-        batches: dict[int, Batch] = {}
-        for key, slot in zip(keys, slots, strict=True):
-            tiers = (self._cascade_when_ready.pop(key, 0) | cascade_to) & self._all_tiers
-            for tier in range(len(self.links)):
-                if tiers >> tier & 1:
-                    batch = batches.setdefault(tier, ([], []))
-                    batch[0].append(key)
-                    batch[1].append(slot)
-        self._cascade(batches)
+        self._cascade(self._cascades.of_ready(keys, slots, cascade_to))
         self._unhold(slots)
-
-    def _cascade_resident(self, keys: Sequence[Key]) -> None:
-        """Cascade what is here already to the tiers that want whole requests."""
-        ready: Batch = ([], [])
-        for key in keys:
-            slot = self._slot_of.get(key)
-            if slot is None:
-                continue
-            if self.slots.is_ready(slot):
-                ready[0].append(key)
-                ready[1].append(slot)
-            else:
-                self._cascade_when_ready[key] = self._request_level
-        if ready[0]:
-            self.policy.post(m.Held(keys=tuple(ready[0])))
-            self._cascade(
-                {tier: ready for tier in range(len(self.links)) if self._request_level >> tier & 1}
-            )
 
     def _cascade(self, batches: Mapping[int, Batch]) -> None:
         """Pin each block once for each tier that is to store it, and send the blocks off."""
@@ -435,7 +406,7 @@ class PrimaryTier(Actor):
         """Make keys ABSENT whose fill came to nothing."""
         for key in keys:
             del self._slot_of[key]
-            self._cascade_when_ready.pop(key, None)
+            self._cascades.forget(key)
         if keys:
             self.policy.post(m.Gone(keys=tuple(keys)))
 
@@ -456,7 +427,7 @@ class PrimaryTier(Actor):
 
     def _request_started(self, message: m.RequestStarted) -> None:
         self._requests[message.request] = _Request()
-        self._whereabouts.start(message.request, message.tiers & self._all_tiers)
+        self._whereabouts.start(message.request, message.tiers & self._cascades.all_tiers)
         self.reply(None)
 
     def _request_finished(self, message: m.RequestFinished) -> None:
@@ -505,7 +476,7 @@ class PrimaryTier(Actor):
         for request in self._requests.values():
             request.sources.clear()
         self._reading.clear()
-        self._cascade_when_ready.clear()
+        self._cascades.reset()
         self._whereabouts.reset()
         self._slot_of.clear()
         self.slots.reset(unsent)
@@ -534,8 +505,7 @@ class PrimaryTier(Actor):
 
     def _link_failed(self, message: m.LinkFailed) -> None:
         """Give up all that the tier was to fill; nobody will say when it lets go."""
-        self._all_tiers &= ~(1 << message.tier)
-        self._request_level &= self._all_tiers
+        self._cascades.cut_off(message.tier)
         self._whereabouts.set_usable(message.tier, usable=False)
         self._whereabouts.give_up(message.tier)
         keys, unsent = self._promotions.call_off_tier(message.tier)

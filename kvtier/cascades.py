@@ -1,0 +1,77 @@
+"""Which blocks of the primary tier go on to which tiers.
+
+A block that the GPU stored is cascaded to every tier. A tier that wants whole
+requests (vLLM's request-level policy) is also given what was here already;
+what is still being filled is parked and follows once it is READY.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kvtier.config import TierConfig
+    from kvtier.messages import Key, TierSet
+    from kvtier.promotions import Batch
+    from kvtier.slots import SlotTable
+
+
+class Cascades:
+    """Decides; the primary tier pins the slots and sends the messages."""
+
+    def __init__(
+        self, slots: SlotTable, slot_of: dict[Key, int], tiers: Sequence[TierConfig]
+    ) -> None:
+        self.all_tiers: TierSet = (1 << len(tiers)) - 1
+        self._whole_requests: TierSet = sum(
+            1 << number for number, tier in enumerate(tiers) if tier.request_level
+        )
+        self._tier_count = len(tiers)
+        self._slots = slots
+        self._slot_of = slot_of
+        self._parked: dict[Key, TierSet] = {}
+
+    def of_ready(self, keys: Sequence[Key], slots: Sequence[int], to: TierSet) -> dict[int, Batch]:
+        """Return what to send to each tier of blocks just READY: to ``to``, and where parked."""
+        batches: dict[int, Batch] = {}
+        for key, slot in zip(keys, slots, strict=True):
+            tiers = (self._parked.pop(key, 0) | to) & self.all_tiers
+            for tier in range(self._tier_count):
+                if tiers >> tier & 1:
+                    batch = batches.setdefault(tier, ([], []))
+                    batch[0].append(key)
+                    batch[1].append(slot)
+        return batches
+
+    def of_offered(self, keys: Iterable[Key]) -> dict[int, Batch]:
+        """Return what to send to tiers that want whole requests of what is here already."""
+        if not self._whole_requests:
+            return {}
+        ready: Batch = ([], [])
+        for key in keys:
+            slot = self._slot_of.get(key)
+            if slot is None:
+                continue
+            if self._slots.is_ready(slot):
+                ready[0].append(key)
+                ready[1].append(slot)
+            else:
+                self._parked[key] = self._whole_requests
+        if not ready[0]:
+            return {}
+        return {n: ready for n in range(self._tier_count) if self._whole_requests >> n & 1}
+
+    def forget(self, key: Key) -> None:
+        """Note that the key's fill came to nothing."""
+        self._parked.pop(key, None)
+
+    def cut_off(self, tier: int) -> None:
+        """Send nothing to the tier any more."""
+        self.all_tiers &= ~(1 << tier)
+        self._whole_requests &= self.all_tiers
+
+    def reset(self) -> None:
+        """Forget what is parked."""
+        self._parked.clear()

@@ -1,0 +1,196 @@
+"""What is not real in the model: the GPU, and the storage behind each tier.
+
+Both copy real bytes between themselves and the slots, piece by piece, at
+moments of the test's choosing. So a slot that is given away too early shows
+as bytes that belong to somebody else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvtier import messages as m
+from kvtier.backend import Outcome, block_digest
+
+if TYPE_CHECKING:
+    from kvtier.messages import Key
+    from kvtier.testing.cell import Part, TestTier
+    from world import World
+
+PIECES = 3
+
+
+def copy_piece(target: memoryview | bytearray, source: memoryview | bytes, piece: int) -> None:
+    """Copy one of the three pieces of a block."""
+    size = len(source) // PIECES
+    target[piece * size : (piece + 1) * size] = source[piece * size : (piece + 1) * size]
+
+
+@dataclass
+class GpuStore:
+    """The GPU writes one block into the slot it was granted."""
+
+    request: str
+    key: Key
+    slot: int
+    data: bytes
+    pieces: int = 0
+    is_stale: bool = False  # granted before a reset
+
+
+@dataclass
+class GpuLoad:
+    """The GPU reads blocks; ``expected`` must be there from prepare_load to complete_load."""
+
+    request: str
+    keys: list[Key]
+    slots: list[int]
+    expected: list[bytes]
+    is_stale: bool = False
+
+
+class Gpu:
+    """All that the GPU is doing with slots."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.stores: list[GpuStore] = []
+        self.loads: list[GpuLoad] = []
+        self.late: list[GpuStore | GpuLoad] = []  # flushed, but the scheduler may be told yet
+
+    def write_piece(self, store: GpuStore) -> None:
+        """Write the next third of the block."""
+        if store.pieces < PIECES:
+            copy_piece(self.world.memory.view(store.slot), store.data, store.pieces)
+            store.pieces += 1
+
+    def write_rest(self, store: GpuStore) -> None:
+        """Write what is missing."""
+        while store.pieces < PIECES:
+            self.write_piece(store)
+
+    def reset(self) -> None:
+        """Everything begun so far is stale; the GPU goes on with it until it is flushed."""
+        for work in (*self.stores, *self.loads):
+            work.is_stale = True
+
+    def flush(self) -> None:
+        """End all that is stale, late writes included."""
+        for store in self.stores:
+            if store.is_stale:
+                self.write_rest(store)
+        self.late += [each for each in (*self.stores, *self.loads) if each.is_stale]
+        self.stores = [each for each in self.stores if not each.is_stale]
+        self.loads = [each for each in self.loads if not each.is_stale]
+
+
+@dataclass
+class Work:
+    """One part at a device: what has been copied so far."""
+
+    part: Part
+    buffers: list[bytearray]  # store: what was read from the slots
+    digests: list[bytes]
+    pieces: int = 0
+
+
+class FakeDevice:
+    """One tier's storage and the driver in front of it: real bytes, checked digests."""
+
+    def __init__(self, world: World, tier: TestTier) -> None:
+        self.world = world
+        self.tier = tier
+        self.blocks: dict[Key, tuple[bytes, bytes]] = {}  # key → bytes, digest
+        self.orphans: list[Part] = []  # its tier broke; the threads go on
+        self._works: dict[int, Work] = {}
+
+    def restart(self, tier: TestTier, *, keeps: bool) -> None:
+        """Serve a fresh cell."""
+        self.tier = tier
+        self._works.clear()
+        if not keeps:
+            self.blocks.clear()
+
+    def work_of(self, part: Part) -> Work:
+        """Begin a part, or go on with it. A store's digests are taken when it begins."""
+        work = self._works.get(part.part)
+        if work is None:
+            work = self._works[part.part] = Work(part, [], [])
+            if isinstance(part, m.StorePart):
+                for key in part.remove:
+                    self.blocks.pop(key, None)
+                views = self.world.memory.views(part.slots)
+                work.buffers = [bytearray(len(view)) for view in views]
+                work.digests = [
+                    block_digest(key, view) for key, view in zip(part.keys, views, strict=True)
+                ]
+        return work
+
+    def copy(self, part: Part) -> None:
+        """Move the next third of each block of a part."""
+        work = self.work_of(part)
+        if isinstance(part, m.ProbePart) or work.pieces >= PIECES:
+            return
+        for number, (key, slot) in enumerate(zip(part.keys, part.slots, strict=True)):
+            view = self.world.memory.view(slot)
+            if isinstance(part, m.StorePart):
+                copy_piece(work.buffers[number], view, work.pieces)
+            elif key in self.blocks:
+                copy_piece(view, self.blocks[key][0], work.pieces)
+        work.pieces += 1
+
+    def copy_rest(self, part: Part) -> None:
+        """Move what is missing."""
+        if not isinstance(part, m.ProbePart):
+            while self.work_of(part).pieces < PIECES:
+                self.copy(part)
+
+    def end(self, part: Part, failing: int) -> tuple[Outcome, ...]:
+        """Return the outcomes; bit i of ``failing``: block i fails in the middle of the copy."""
+        if not failing or isinstance(part, m.ProbePart):
+            self.copy_rest(part)
+        else:
+            self.work_of(part)
+            if ~failing & ((1 << len(part.keys)) - 1):
+                self.copy_rest(part)
+        outcomes = tuple(
+            Outcome.FAILED if failing >> number & 1 else self._end_one(part, number, key)
+            for number, key in enumerate(part.keys)
+        )
+        self._works.pop(part.part, None)
+        return outcomes
+
+    def _end_one(self, part: Part, number: int, key: Key) -> Outcome:
+        if isinstance(part, m.ProbePart):
+            return Outcome.DONE if key in self.blocks else Outcome.ABSENT
+        if isinstance(part, m.StorePart):
+            return self._stored(part, number, key)
+        held = self.blocks.get(key)
+        if held is None:
+            return Outcome.ABSENT
+        # As the driver of a tier cell: what is in the slot is checked, not what was meant.
+        if block_digest(key, self.world.memory.view(part.slots[number])) != held[1]:
+            del self.blocks[key]
+            return Outcome.DAMAGED
+        return Outcome.DONE
+
+    def _stored(self, part: m.StorePart, number: int, key: Key) -> Outcome:
+        work = self.work_of(part)
+        data = bytes(work.buffers[number])
+        assert data in self.world.committed[key], f"a tier was given {data!r} for {key!r}"
+        capacity = self.tier.actor._traits.capacity_blocks
+        if capacity is not None and key not in self.blocks and len(self.blocks) >= capacity:
+            return Outcome.FULL
+        self.blocks[key] = (data, work.digests[number])
+        return Outcome.DONE
+
+    def damage(self, key: Key) -> None:
+        """Flip a byte of a copy, behind everybody's back."""
+        data, digest = self.blocks[key]
+        self.blocks[key] = (bytes([data[0] ^ 0xFF]) + data[1:], digest)
+
+    def is_sound(self, key: Key) -> bool:
+        """Tell whether there is a copy that passes its check."""
+        held = self.blocks.get(key)
+        return held is not None and block_digest(key, memoryview(held[0])) == held[1]

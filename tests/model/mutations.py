@@ -1,0 +1,344 @@
+"""Mistakes that one could make in the real code, each as a context manager that makes it.
+
+A model checker that never fails proves nothing. Each of these must be caught.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from kvtier import messages as m
+from kvtier.backend import Outcome
+from kvtier.breaker import Breaker
+from kvtier.events import EventKind
+from kvtier.eviction import Eviction
+from kvtier.policies.lru import LRUPolicy
+from kvtier.primary_tier import PrimaryTier
+from kvtier.promotions import Promotions
+from kvtier.secondary_tier import SecondaryTier
+from kvtier.slots import SlotTable
+from kvtier.tier_link import TierLink
+from kvtier.whereabouts import Whereabouts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+MUTATIONS: dict[str, Any] = {}
+
+
+def mutation(make: Callable[[], Iterator[None]]) -> Callable[[], Any]:
+    """Register a mutation under its function's name."""
+    made = contextmanager(make)
+    MUTATIONS[make.__name__] = made
+    return made
+
+
+@mutation
+def drop_an_unpin() -> Iterator[None]:
+    """The end of a cascade leaves its pin."""
+
+    def ended(self: PrimaryTier, message: m.CascadeEnded) -> None:
+        if message.epoch != self._epoch:
+            self._slots_released(m.SlotsReleased(slots=message.slots))
+        else:
+            self._unhold(message.slots)
+
+    with patch.object(PrimaryTier, "_cascade_ended", ended):
+        yield
+
+
+@mutation
+def evict_a_pinned_slot() -> Iterator[None]:
+    """The policy is not told of GPU loads, and the primary tier does not look."""
+
+    def is_held(self: SlotTable, slot: int) -> bool:
+        return bool(self.state[slot] == 1 or self.leases[slot])
+
+    with patch.object(SlotTable, "is_held", is_held), patch.object(LRUPolicy, "hold", _nothing):
+        yield
+
+
+@mutation
+def reuse_a_quarantined_slot_at_once() -> Iterator[None]:
+    """An abandoned slot goes straight back to the free ones."""
+    real = SlotTable.quarantine
+
+    def quarantine(self: SlotTable, slot: int, users: int) -> None:
+        real(self, slot, users)
+        while self.let_go(slot):
+            pass
+
+    with patch.object(SlotTable, "quarantine", quarantine):
+        yield
+
+
+@mutation
+def free_a_slot_whose_fill_is_abandoned() -> Iterator[None]:
+    """At a promotion's deadline its slot counts as let go of."""
+
+    def abandoned(self: PrimaryTier, message: m.PromotionAbandoned) -> None:
+        if message.epoch == self._epoch:
+            for key, slot in zip(message.keys, message.slots, strict=True):
+                request = self._promotions.lost(key, slot)
+                self._whereabouts.failed(key, request, message.tier)
+                self.slots.fail_fill(slot)
+            self._not_filled(message.keys)
+
+    with patch.object(PrimaryTier, "_promotion_abandoned", abandoned):
+        yield
+
+
+@mutation
+def forget_the_deadline_of_promotions() -> Iterator[None]:
+    """A load that hangs is waited for."""
+
+    def due(self: TierLink, work: Any) -> bool:
+        return not getattr(work, "is_load", False) and self._now >= work.deadline
+
+    with patch.object(TierLink, "_due", due):
+        yield
+
+
+@mutation
+def forget_the_deadline_of_probes() -> Iterator[None]:
+    """A probe that hangs is waited for."""
+
+    def due(self: TierLink, work: Any) -> bool:
+        return hasattr(work, "is_load") and bool(self._now >= work.deadline)
+
+    with patch.object(TierLink, "_due", due):
+        yield
+
+
+@mutation
+def accept_a_late_completion() -> Iterator[None]:
+    """A load that ends after its deadline is reported as if in time."""
+    real = TierLink._job_ended
+
+    def ended(self: TierLink, message: m.JobEnded) -> None:
+        job = self._jobs.get(message.job)
+        if job is not None and job.is_load and job.abandoned:
+            job.abandoned = False
+            self._abandoned_slots -= len(job.slots)
+        real(self, message)
+
+    with patch.object(TierLink, "_job_ended", ended):
+        yield
+
+
+@mutation
+def ignore_the_epoch_of_a_cascade() -> Iterator[None]:
+    """The end of a cascade from before a reset takes a pin of after it."""
+
+    def ended(self: PrimaryTier, message: m.CascadeEnded) -> None:
+        self.slots.unpin(self.slots.tier_readers, message.slots)
+        self._unhold(message.slots)
+
+    with patch.object(PrimaryTier, "_cascade_ended", ended):
+        yield
+
+
+@mutation
+def ignore_the_epoch_of_a_promotion() -> Iterator[None]:
+    """A load from before a reset is taken for one of after it."""
+    real = PrimaryTier._promotion_ended
+
+    def ended(self: PrimaryTier, message: m.PromotionEnded) -> None:
+        real(
+            self,
+            m.PromotionEnded(
+                tier=message.tier,
+                keys=message.keys,
+                slots=message.slots,
+                outcomes=message.outcomes,
+                epoch=self._epoch,
+            ),
+        )
+
+    with patch.object(PrimaryTier, "_promotion_ended", ended):
+        yield
+
+
+@mutation
+def take_a_doubled_completion_for_another() -> Iterator[None]:
+    """A job that ended is still waited for, so that its second end counts too."""
+    real = TierLink._job_ended
+
+    def ended(self: TierLink, message: m.JobEnded) -> None:
+        job = self._jobs.get(message.job)
+        real(self, message)
+        if job is not None:
+            self._jobs[message.job] = job
+
+    with patch.object(TierLink, "_job_ended", ended):
+        yield
+
+
+@mutation
+def skip_the_lease() -> Iterator[None]:
+    """Promoted blocks may be evicted before they are read."""
+    real = Promotions.start
+
+    def start(self: Promotions, key: bytes, slot: int, request: str, *rest: Any) -> None:
+        real(self, key, slot, request, *rest)
+        self.end_leases(request)
+
+    with patch.object(Promotions, "start", start):
+        yield
+
+
+@mutation
+def skip_the_reserve() -> Iterator[None]:
+    """Promotions take every slot there is."""
+
+    def has_room(_self: Promotions) -> bool:
+        return True
+
+    with patch.object(Promotions, "has_room", has_room):
+        yield
+
+
+@mutation
+def promote_behind_a_gap() -> Iterator[None]:
+    """A block is promoted though the one before it may be nowhere."""
+    real = Whereabouts.find
+
+    def find(self: Whereabouts, key: bytes, request: str) -> Any:
+        for search in self._searches.values():
+            search.gaps.clear()
+        return real(self, key, request)
+
+    with patch.object(Whereabouts, "find", find):
+        yield
+
+
+@mutation
+def drop_a_removed_event() -> Iterator[None]:
+    """Nobody is told of evictions."""
+    real = PrimaryTier._emit
+
+    def emit(self: PrimaryTier, kind: EventKind, keys: Any) -> None:
+        if kind is not EventKind.REMOVED:
+            real(self, kind, keys)
+
+    with patch.object(PrimaryTier, "_emit", emit):
+        yield
+
+
+@mutation
+def admit_a_failed_block() -> Iterator[None]:
+    """A block that failed, or fails its check, is served."""
+    real = PrimaryTier._promotion_ended
+
+    def ended(self: PrimaryTier, message: m.PromotionEnded) -> None:
+        outcomes = (Outcome.DONE,) * len(message.keys)
+        real(
+            self,
+            m.PromotionEnded(
+                tier=message.tier,
+                keys=message.keys,
+                slots=message.slots,
+                outcomes=outcomes,
+                epoch=message.epoch,
+            ),
+        )
+
+    with patch.object(PrimaryTier, "_promotion_ended", ended):
+        yield
+
+
+@mutation
+def forget_a_hold_after_a_cascade() -> Iterator[None]:
+    """A block stays unevictable for ever once a tier has stored it."""
+
+    def ended(self: PrimaryTier, message: m.CascadeEnded) -> None:
+        if message.epoch != self._epoch:
+            self._slots_released(m.SlotsReleased(slots=message.slots))
+        else:
+            self.slots.unpin(self.slots.tier_readers, message.slots)
+
+    with patch.object(PrimaryTier, "_cascade_ended", ended):
+        yield
+
+
+@mutation
+def evict_what_was_called_a_hit() -> Iterator[None]:
+    """A lookup that says READY doesn't keep the block until the step ends."""
+    real = Eviction.evict
+
+    def evict(self: Eviction, victims: Any, _step: int) -> Any:
+        return real(self, victims, -2)
+
+    with patch.object(Eviction, "evict", evict):
+        yield
+
+
+@mutation
+def leave_a_flushed_slot_in_quarantine() -> Iterator[None]:
+    """What the GPU has let go of is not taken back."""
+    with patch.object(SlotTable, "gpu_flushed", _nothing):
+        yield
+
+
+@mutation
+def take_back_the_gpu_slots_at_a_reset() -> Iterator[None]:
+    """A reset does not wait for the GPU's late writes."""
+    real = SlotTable.reset
+
+    def reset(self: SlotTable, unsent: Any) -> None:
+        real(self, unsent)
+        self.gpu_flushed()
+
+    with patch.object(SlotTable, "reset", reset):
+        yield
+
+
+@mutation
+def let_a_tier_overflow() -> Iterator[None]:
+    """A tier with a capacity forgets to make room, and thinks it did."""
+    real = SecondaryTier._victims
+
+    def victims(self: SecondaryTier, message: m.Victims) -> None:
+        real(self, m.Victims(keys=()))
+
+    with patch.object(SecondaryTier, "_victims", victims):
+        yield
+
+
+@mutation
+def let_a_stray_answer_pass_uncounted() -> Iterator[None]:
+    """Answers that nobody waits for leave no trace."""
+    with patch.object(TierLink, "_count_stray", _nothing):
+        yield
+
+
+@mutation
+def let_a_cut_off_tier_keep_its_slots() -> Iterator[None]:
+    """A fenced tier's cascades are forgotten with their pins."""
+    real = TierLink._tier_fenced
+
+    def fenced(self: TierLink, message: m.TierFenced) -> None:
+        for job in [each for each, job in self._jobs.items() if not job.is_load]:
+            self._cascade_slots -= len(self._jobs.pop(job).slots)
+        real(self, message)
+
+    with patch.object(TierLink, "_tier_fenced", fenced):
+        yield
+
+
+@mutation
+def never_try_a_tier_again() -> Iterator[None]:
+    """A trial that succeeded leaves the breaker where it is, in a state no row leads from."""
+
+    def restarted(self: Breaker) -> None:
+        self._failures = 0
+
+    with patch.object(Breaker, "restarted", restarted):
+        yield
+
+
+def _nothing(*_: object, **__: object) -> None:
+    return

@@ -1,0 +1,320 @@
+"""The promises of design.md. Each is an invariant named by the sentence that it proves.
+
+They are asserted after every rule, when the engine is quiet. What must hold
+between two deliveries of one call is in ``world.World.observe``; what belongs
+to one call (a HIT, the reserve, the contiguous prefix) stands at its rule.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from hypothesis.stateful import invariant, precondition
+
+from kvtier.events import PRIMARY
+from kvtier.policies.lru import LRUPolicy
+from kvtier.slots import GPU
+from kvtier.states import BlockState, BreakerState, SlotState
+from world import KEYS
+
+if TYPE_CHECKING:
+    from world import World
+
+IN_USE = (SlotState.READY, SlotState.QUARANTINED)
+
+
+def is_running(machine: Promises) -> bool:
+    """Tell whether the world is set up."""
+    return hasattr(machine, "world")
+
+
+class Promises:
+    """A mixin for a state machine with a ``world``."""
+
+    world: World
+
+    @precondition(is_running)
+    @invariant()
+    def rules_are_counted(self) -> None:
+        self.world.rules_run += 1
+
+    # --- 1 ---
+
+    @precondition(is_running)
+    @invariant()
+    def p1_a_slot_is_in_exactly_one_of_free_filling_ready_quarantined(self) -> None:
+        slots = self.world.slots
+        states = [SlotState(each) for each in slots.state]
+        free = Counter(slots.free)
+        keys_at = Counter(self.world.primary._slot_of.values())
+        for slot, state in enumerate(states):
+            assert free[slot] == (state is SlotState.FREE), slot
+            assert (slot in slots.quarantined) is (state is SlotState.QUARANTINED), slot
+            assert keys_at[slot] == (state in {SlotState.FILLING, SlotState.READY}), slot
+            key = slots.key_of[slot]
+            if state in {SlotState.FILLING, SlotState.READY}:
+                assert key is not None
+                assert self.world.primary.slot_of(key) == slot
+            else:
+                assert key is None
+
+    @precondition(is_running)
+    @invariant()
+    def p1_a_filling_slot_is_filled_by_one_named_source(self) -> None:
+        world = self.world
+        unsent = {
+            (slot, tier)
+            for (tier, _), (_, batch) in world.primary._promotions._unsent.items()
+            for slot in batch
+        }
+        for slot, state in enumerate(world.slots.state):
+            if state != SlotState.FILLING:
+                continue
+            source = world.slots.source[slot]
+            if source == GPU:
+                named = sum(each.slot == slot and not each.is_stale for each in world.gpu.stores)
+            else:
+                named = world.promoting[source, world.epoch, slot] + ((slot, source) in unsent)
+            assert named == 1, (slot, source, named)
+
+    # --- 2 ---
+
+    @precondition(is_running)
+    @invariant()
+    def p2_pins_are_gpu_loads_plus_cascades_that_read_now(self) -> None:
+        world = self.world
+        loads = Counter(
+            slot for load in world.gpu.loads if not load.is_stale for slot in load.slots
+        )
+        cascades: Counter[int] = Counter()
+        for (_, epoch, slot), count in world.cascading.items():
+            if epoch == world.epoch:
+                cascades[slot] += count
+        for slot in range(world.slots.count):
+            assert world.slots.gpu_readers[slot] == loads[slot], slot
+            assert world.slots.tier_readers[slot] == cascades[slot], slot
+
+    @precondition(is_running)
+    @invariant()
+    def p2_a_pinned_slot_is_neither_evicted_nor_written(self) -> None:
+        world = self.world
+        for load in world.gpu.loads:
+            for key, slot in zip(load.keys, load.slots, strict=True):
+                if not load.is_stale:
+                    assert world.primary.slot_of(key) == slot
+                    assert world.slots.is_ready(slot)
+
+    # --- 3 ---
+
+    @precondition(is_running)
+    @invariant()
+    def p3_a_slot_that_is_written_has_one_writer_and_no_reader(self) -> None:
+        world = self.world
+        writers, readers = world.writers(), world.readers()
+        seen: set[int] = set()
+        for (slot, source), count in writers.items():
+            assert count == 1, f"slot {slot} is written {count} times by {source}"
+            assert slot not in seen, f"slot {slot} has two writers"
+            seen.add(slot)
+            assert not readers[slot], f"slot {slot} is read and written"
+            state = SlotState(world.slots.state[slot])
+            if state is SlotState.FILLING:
+                assert world.slots.source[slot] == source
+            else:
+                assert state is SlotState.QUARANTINED, f"{source} may write {state!r} slot {slot}"
+        for slot in readers:
+            state = SlotState(world.slots.state[slot])
+            assert state in IN_USE, f"slot {slot} is read and {state!r}"
+
+    # --- 4 ---
+
+    @precondition(is_running)
+    @invariant()
+    def p4_ready_bytes_are_the_bytes_last_committed_for_the_key(self) -> None:
+        world = self.world
+        assert set(world.bytes_of) == world.primary.resident()
+        for key, expected in world.bytes_of.items():
+            slot = world.primary.slot_of(key)
+            assert slot is not None
+            assert world.memory.view(slot) == expected, key
+
+    @precondition(is_running)
+    @invariant()
+    def p4_a_gpu_load_reads_the_committed_bytes_from_prepare_to_complete(self) -> None:
+        world = self.world
+        for load in world.gpu.loads:
+            for slot, expected in zip(load.slots, load.expected, strict=True):
+                assert world.memory.view(slot) == expected, (load, slot)
+
+    # --- 6 ---
+
+    @precondition(is_running)
+    @invariant()
+    def p6_no_key_stays_probing_or_filling_from_a_tier_past_its_deadline(self) -> None:
+        world = self.world
+        now = world.primary._now
+        for key, since in world.pending_since.items():
+            if world.states[key] is BlockState.PROBING:
+                bound = len(world.links) * world.config.tiers[0].probe_timeout_s
+            else:
+                bound = world.config.tiers[0].promote_timeout_s
+            assert now - since < bound, f"{key!r} is {world.states[key]!r} for {now - since} s"
+
+    # --- 8 ---
+
+    @precondition(is_running)
+    @invariant()
+    def p8_late_doubled_and_unknown_completions_are_counted_and_otherwise_ignored(self) -> None:
+        world = self.world
+        assert world.cell.faults == len(world.broken_links)
+        for tier, link in enumerate(world.links):
+            counted = link.counts.late_completions + link.counts.unknown_completions
+            assert counted == world.strays[tier], world.links[tier].name
+
+    # --- 9 ---
+
+    @precondition(is_running)
+    @invariant()
+    def p9_the_event_stream_folds_to_the_resident_set(self) -> None:
+        world = self.world
+        world.in_order(b"")
+        world.drain_events()
+        assert world.folded[PRIMARY] == world.primary.resident()
+        for number, tier in enumerate(world.runtime.tiers):
+            if world.knows_contents(number):
+                assert world.folded[number] == tier.actor._resident, tier.name
+
+    # --- 11 ---
+
+    @precondition(is_running)
+    @invariant()
+    def p11_promotions_leave_a_reserve_for_stores(self) -> None:
+        world = self.world
+        slots = world.slots
+        held = sum(
+            (state == SlotState.FILLING and slots.source[slot] != GPU) or slots.leases[slot] > 0
+            for slot, state in enumerate(slots.state)
+        )
+        assert held == world.primary._promotions.held_slots
+        assert held <= slots.count - world.config.store_reserve_slots
+
+    @precondition(is_running)
+    @invariant()
+    def p11_promoted_blocks_are_leased_until_their_request_has_read_them(self) -> None:
+        world = self.world
+        for key in world.leases:
+            slot = world.primary.slot_of(key)
+            assert slot is not None, f"{key!r} is leased and gone"
+            assert world.slots.leases[slot], f"{key!r} is leased, and its slot is not"
+
+    # --- what no promise names, and all of them need ---
+
+    @precondition(is_running)
+    @invariant()
+    def the_policy_knows_the_keys_that_have_slots_and_holds_those_in_use(self) -> None:
+        world = self.world
+        policy = world.policy
+        assert set(policy._run_of) == set(world.primary._slot_of)
+        for key, slot in world.primary._slot_of.items():
+            assert (key in policy._held) == world.slots.is_held(slot), key
+        assert policy._held <= set(policy._run_of)
+
+    @precondition(is_running)
+    @invariant()
+    def statistics_agree_with_the_slots(self) -> None:
+        slots = self.world.slots
+        seen = self.world.facade.statistics().primary
+        states = Counter(SlotState(each) for each in slots.state)
+        assert seen.free_slots == states[SlotState.FREE]
+        assert seen.ready_slots == states[SlotState.READY]
+        assert seen.quarantined_slots == states[SlotState.QUARANTINED]
+        filling = Counter(
+            slots.source[slot] == GPU
+            for slot, state in enumerate(slots.state)
+            if state == SlotState.FILLING
+        )
+        assert seen.filling_from_gpu_slots == filling[True]
+        assert seen.filling_from_tiers_slots == filling[False]
+        pinned = sum(
+            bool(gpu or tier)
+            for gpu, tier in zip(slots.gpu_readers, slots.tier_readers, strict=True)
+        )
+        assert seen.pinned_slots == pinned
+        assert seen.requests == len(self.world.requests)
+
+    @precondition(is_running)
+    @invariant()
+    def a_tier_with_a_capacity_keeps_within_it(self) -> None:
+        world = self.world
+        for number, shape in enumerate(world.shape.tiers):
+            if shape.capacity is not None:
+                device = world.devices[number]
+                assert len(device.blocks) <= shape.capacity
+                # Of a backend that can't count nothing is known but what it answers next.
+                if world.exact[number]:
+                    assert len(device.tier.actor._resident) <= shape.capacity
+
+    @precondition(is_running)
+    @invariant()
+    def a_tiers_policy_knows_what_is_resident(self) -> None:
+        for tier in self.world.runtime.tiers:
+            is_quiet = tier.mailboxes and not any(each.waiting for each in tier.mailboxes)
+            if is_quiet and isinstance(tier.policy, LRUPolicy):
+                known = set(tier.policy._run_of)
+                assert known == tier.actor._resident, (known, tier.actor._resident)
+                assert tier.policy._held >= set(tier.actor._in_use) & tier.actor._resident
+
+    @precondition(is_running)
+    @invariant()
+    def a_link_never_lets_more_be_under_way_than_its_bounds(self) -> None:
+        config = self.world.config
+        for link in self.world.links:
+            seen = link.statistics()
+            jobs = seen.promotion_jobs_in_flight + seen.cascade_jobs_in_flight
+            assert jobs <= config.jobs_in_flight_max
+            assert seen.probes_in_flight <= config.jobs_in_flight_max
+            assert 0 <= seen.cascade_slots <= config.cascade_slots_max
+            lost = sum(len(job.slots) for job in link._jobs.values() if job.abandoned and job.is_load)
+            assert link._abandoned_slots == lost
+            stores = sum(len(job.slots) for job in link._jobs.values() if not job.is_load)
+            assert link._cascade_slots == stores
+
+
+def assert_p10_at_rest(world: World) -> None:
+    """At rest every pin is 0, nothing is quarantined, and free + ready = capacity."""
+    slots = world.slots
+    # A link that broke is our own fault, not a tier's: what it knew is lost, with its slots.
+    lost = {slot for (tier, _, slot) in world.promoting if tier in world.broken_links}
+    lost |= {slot for (tier, _, slot) in world.cascading if tier in world.broken_links}
+    lost |= set(world.abandoned)
+    assert not world.promoting or world.broken_links, world.promoting
+    assert not world.cascading or world.broken_links, world.cascading
+    assert not world.abandoned or world.broken_links, world.abandoned
+    for slot, state in enumerate(slots.state):
+        if slot not in lost:
+            assert state in {SlotState.FREE, SlotState.READY}, (slot, SlotState(state))
+            assert not slots.gpu_readers[slot]
+            assert not slots.tier_readers[slot]
+            assert not slots.leases[slot]
+    if not lost:
+        assert slots.pinned == 0
+        assert not slots.quarantined
+        assert len(slots.free) + slots.ready_count() == slots.count
+        assert not world.policy._held
+    promotions = world.primary._promotions
+    assert promotions.held_slots == 0
+    assert not promotions._filling_for
+    assert not promotions._leases
+    assert not world.primary._whereabouts._searches
+    assert not world.primary._cascades._parked
+    for key in KEYS:
+        assert world.primary.state_of(key) in {BlockState.ABSENT, BlockState.READY}, key
+    for number, tier in enumerate(world.runtime.tiers):
+        is_cut_off = world.links[number]._breaker.state is BreakerState.CUT_OFF
+        assert is_cut_off == world.fenced[number] or number in world.broken_links
+        if not world.fenced[number]:
+            assert tier.actor.is_idle()
+            assert not tier.actor._in_use
+            assert not tier.actor._storing
+            assert not tier.actor._removing

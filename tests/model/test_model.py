@@ -1,0 +1,67 @@
+"""The model checker: every promise, under every order of events that it can think of.
+
+``KVTIER_MODEL_PROFILE=ci`` (the default) runs a fixed number of examples, in
+about two minutes. ``long`` runs fresh seeds for ``KVTIER_MODEL_SECONDS``. A
+failure prints a blob; ``@reproduce_failure`` on ``KVTierSpec.TestCase`` runs it again.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+
+import pytest
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from machine import KVTierSpec
+
+STEPS = 60
+EXAMPLES_CI = 1_500
+EXAMPLES_A_SEED = 300
+PROFILE = os.environ.get("KVTIER_MODEL_PROFILE", "ci")
+SECONDS = float(os.environ.get("KVTIER_MODEL_SECONDS", "600"))
+
+
+def profile(examples: int) -> settings:
+    """Return settings for so many examples. Shrinking takes minutes; explaining takes more."""
+    return settings(
+        max_examples=examples,
+        stateful_step_count=STEPS,
+        deadline=None,
+        database=None,
+        print_blob=True,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def check(number: int, examples: int) -> None:
+    """Check one seed."""
+    seeded = type("KVTierSpec", (KVTierSpec,), {})
+    run_state_machine_as_test(seed(number)(seeded), settings=profile(examples))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.skipif(PROFILE != "ci", reason="KVTIER_MODEL_PROFILE asks for the long run")
+def test_every_promise_holds_under_every_order_of_events() -> None:
+    check(20_261_121, EXAMPLES_CI)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.skipif(PROFILE != "long", reason="runs with KVTIER_MODEL_PROFILE=long")
+def test_every_promise_holds_for_as_long_as_told(capsys: pytest.CaptureFixture[str]) -> None:
+    started = time.monotonic()
+    ran = 0
+    while time.monotonic() - started < SECONDS:
+        number = random.SystemRandom().randrange(2**32)
+        with capsys.disabled():
+            sys.stderr.write(f"seed {number}, {ran} examples so far\n")
+        check(number, EXAMPLES_A_SEED)
+        ran += EXAMPLES_A_SEED
+    with capsys.disabled():
+        sys.stderr.write(f"{ran} examples in {time.monotonic() - started:.0f} s\n")

@@ -1,0 +1,387 @@
+"""The world of the model: the real runtime in a test cell, a GPU and tiers that are not real.
+
+The model is plain dicts, asked first where possible: what was committed for a
+key, what each READY key's bytes must be, what the GPU and the tiers are doing
+with which slot. ``observe`` sees every single delivery, so that what must hold
+between two deliveries of one facade call is checked there.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fakes import FakeDevice, Gpu
+from kvtier import messages as m
+from kvtier.backend import BackendTraits
+from kvtier.config import RuntimeConfig, TierConfig
+from kvtier.events import PRIMARY, EventKind
+from kvtier.memory import SlotMemory
+from kvtier.policies.lru import LRUPolicy
+from kvtier.slots import GPU
+from kvtier.states import BLOCK_TABLE, SLOT_TABLE, BlockState, SlotState
+from kvtier.testing.cell import TestMailbox, open_test_runtime
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtier.actor import Actor
+    from kvtier.messages import Key, Message
+
+BLOCK_BYTES = 24
+PIECES = 3  # a copy is made in as many pieces, with anything in between
+PIECE_BYTES = BLOCK_BYTES // PIECES
+KEY_MOVES = {(before, after) for (before, _), after in BLOCK_TABLE.items()}
+SLOT_MOVES = {(int(before), int(after)) for (before, _), after in SLOT_TABLE.items()}
+
+
+def block(name: str, group: int = 0) -> Key:
+    """Name a block as vLLM does: hash, then the KV-cache group's index."""
+    return name.encode().ljust(4, b"-") + group.to_bytes(4, "big")
+
+
+SHARED = tuple(block(f"s{i}") for i in range(3))
+PATHS: tuple[tuple[Key, ...], ...] = (
+    SHARED + tuple(block(f"a{i}") for i in range(4)),
+    SHARED + tuple(block(f"b{i}") for i in range(3)),
+    # Two KV-cache groups: each has a prefix of its own.
+    tuple(block(f"s{i}", group) for i in range(3) for group in range(2)),
+)
+KEYS = tuple(dict.fromkeys(key for path in PATHS for key in path))
+
+
+def pattern(key: Key, version: int) -> bytes:
+    """Return bytes that no other key and no other store of the key has, in any piece."""
+    number = KEYS.index(key)
+    return b"".join(struct.pack(">HIH", number, version, piece) for piece in range(PIECES))
+
+
+@dataclass(frozen=True)
+class TierShape:
+    """One tier of a run."""
+
+    capacity: int | None = None  #: None: others may change what it holds
+    request_level: bool = False
+    parts_max: int = 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one run of the model is configured with."""
+
+    slot_count: int = 6
+    tiers: tuple[TierShape, ...] = (TierShape(capacity=4), TierShape())
+    job_blocks_max: int = 2
+    store_threshold: int = 0
+    cascade_slots_fraction_max: float = 1.0
+    abandoned_slots_fraction_max: float = 0.5
+    jobs_in_flight_max: int = 8
+    breaker_failures_max: int = 3
+    store_reserve_fraction: float = 1 / 16
+
+
+@dataclass
+class Request:
+    """One running request, as the scheduler sees it."""
+
+    name: str
+    path: tuple[Key, ...]
+    tiers: int
+    behind: dict[bytes, Key] = field(default_factory=dict)  # group → key PROBING in this step
+    hits: dict[Key, None] = field(default_factory=dict)  # said True in this step
+
+
+class _CheckedStates(bytearray):
+    """The states of all slots; each move must be a row of the table."""
+
+    def __setitem__(self, slot: object, after: object) -> None:
+        """Move one slot."""
+        assert isinstance(slot, int)
+        assert isinstance(after, int)
+        move = (self[slot], after)
+        assert move in SLOT_MOVES, f"slot {slot}: {SlotState(move[0])!r} → {SlotState(after)!r}"
+        super().__setitem__(slot, after)
+
+
+class World:
+    """One run: what is real, what is fake, and what the model knows."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.now = 1000.0
+        self.config = RuntimeConfig(
+            slot_count=shape.slot_count,
+            block_bytes=BLOCK_BYTES,
+            store_threshold=shape.store_threshold,
+            tiers=tuple(
+                TierConfig(
+                    name=f"{number}:fake",
+                    type="fake",
+                    enable_kv_events=True,
+                    request_level=tier.request_level,
+                    probe_timeout_s=1.0,
+                    promote_timeout_s=2.0,
+                    store_timeout_s=4.0,
+                )
+                for number, tier in enumerate(shape.tiers, start=1)
+            ),
+            lease_timeout_s=6.0,
+            store_reserve_fraction=shape.store_reserve_fraction,
+            cascade_slots_fraction_max=shape.cascade_slots_fraction_max,
+            abandoned_slots_fraction_max=shape.abandoned_slots_fraction_max,
+            job_blocks_max=shape.job_blocks_max,
+            jobs_in_flight_max=shape.jobs_in_flight_max,
+            breaker_failures_max=shape.breaker_failures_max,
+            breaker_pause_s=1.0,
+            breaker_pause_s_max=4.0,
+        )
+        self.memory = SlotMemory.anonymous(shape.slot_count, BLOCK_BYTES)
+        self.runtime = open_test_runtime(
+            self.config,
+            LRUPolicy(shape.slot_count),
+            [
+                (
+                    self.traits(tier),
+                    None if tier.capacity is None else LRUPolicy(tier.capacity),
+                )
+                for tier in shape.tiers
+            ],
+            clock=lambda: self.now,
+        )
+        self.facade = self.runtime.facade
+        self.cell = self.runtime.cell
+        self.primary = self.runtime.primary
+        self.slots = self.primary.slots
+        self.slots.state = self.primary._slot_state = _CheckedStates(self.slots.state)
+        self.links = self.runtime.engine.links
+        self.policy = self.runtime.engine.policy.policy
+
+        self.rules_run = 0
+        self.last_run: dict[str, int] = {}  # rule → rules_run then
+
+        # The scheduler and its GPU.
+        self.requests: dict[str, Request] = {}
+        self.requests_started = 0
+        self.gpu = Gpu(self)
+        self.versions = 0
+
+        # Bytes.
+        self.committed: dict[Key, set[bytes]] = {key: set() for key in KEYS}
+        self.bytes_of: dict[Key, bytes] = {}  # READY keys
+
+        # Jobs, as slots: what tiers are at liberty to do with which slot.
+        self.devices = [FakeDevice(self, tier) for tier in self.runtime.tiers]
+        self.at_tier: list[dict[int, m.LoadJob | m.StoreJob]] = [{} for _ in shape.tiers]
+        self.promoting: Counter[tuple[int, int, int]] = Counter()  # tier, epoch, slot
+        self.abandoned: Counter[int] = Counter()  # slot
+        self.cascading: Counter[tuple[int, int, int]] = Counter()  # tier, epoch, slot
+        self.epoch = 0
+        self.strays = [0 for _ in shape.tiers]
+        self.honest = [True for _ in shape.tiers]  # its messages were not garbled by the test
+        self.exact = [True for _ in shape.tiers]  # its backend gave one outcome a block
+        self.dead = [False for _ in shape.tiers]  # broke, and was not fenced yet
+        self.fenced = [False for _ in shape.tiers]
+        self.broken_links: set[int] = set()
+        self.known_answers: dict[str, dict[Key, BlockState]] = {}
+
+        # Promises over time.
+        self.leases: dict[Key, tuple[str, float]] = {}
+        self.lease_until: dict[str, float] = {}
+        self.pending_since: dict[Key, float] = {}  # PROBING or filling from a tier, and sent
+        self.folded: dict[int, set[Key]] = {
+            tier: set() for tier in range(PRIMARY, len(shape.tiers))
+        }
+        self.states = dict.fromkeys(KEYS, BlockState.ABSENT)
+
+        self.cell.after_delivery = self.observe
+        self.cell.before_delivery = self.foresee
+        self.cell.on_post = self.note_post
+
+    @staticmethod
+    def traits(tier: TierShape) -> BackendTraits:
+        """Return what a tier of this shape tells of its backend."""
+        return BackendTraits(tier.parts_max, tier.parts_max, tier.capacity)
+
+    # --- calling the facade ---
+
+    def in_order(self, schedule: bytes) -> None:
+        """Take the next deliveries in the order of ``schedule``; b"" is the engine cell's own.
+
+        A byte may also pick a mailbox from elsewhere: then something of a
+        tier's happens in the middle of the facade call.
+        """
+        choices = iter(schedule)
+        self.cell.pick = lambda waiting: next(choices, 0) % len(waiting)
+
+    # --- what is seen of the runtime ---
+
+    def note_post(self, mailbox: TestMailbox, message: Message) -> None:
+        """Note which jobs a tier may work on: from the post of the job to the post of its end."""
+        if isinstance(message, m.LoadJob | m.StoreJob):
+            for tier, held in enumerate(self.runtime.tiers):
+                if held.mailbox is mailbox:
+                    self.at_tier[tier][message.job] = message
+        elif isinstance(message, m.JobEnded):
+            for tier, held in enumerate(self.runtime.tiers):
+                if held.inbox is mailbox:
+                    self.at_tier[tier].pop(message.job, None)
+
+    def foresee(self, actor: Actor, message: Message) -> None:
+        """Note what is about to be delivered, where what was before matters."""
+        if isinstance(message, m.StepEnd | m.Tick) and actor is self.primary:
+            self._expire_leases(message.now)
+        for tier, link in enumerate(self.links):
+            if actor is link:
+                self._count_strays(tier, message)
+                self._take_request(tier, message)
+
+    def _count_strays(self, tier: int, message: Message) -> None:
+        """Count what the link must count: ends of jobs and probes that it doesn't wait for."""
+        link = self.links[tier]
+        if isinstance(message, m.JobEnded):
+            job = link._jobs.get(message.job)
+            self.strays[tier] += job is None or job.abandoned
+        elif isinstance(message, m.ProbeAnswer):
+            self.strays[tier] += message.probe not in link._probes
+
+    def _take_request(self, tier: int, message: Message) -> None:
+        """Note what the primary tier asked of a link: each must end once."""
+        if isinstance(message, m.Promote):
+            for slot in message.slots:
+                self.promoting[tier, message.epoch, slot] += 1
+        elif isinstance(message, m.Cascade):
+            for slot in message.slots:
+                self.cascading[tier, message.epoch, slot] += 1
+
+    def observe(self, actor: Actor, message: Message) -> None:
+        """Check what must hold after every single delivery."""
+        if actor is self.primary:
+            self._take_end(message)
+            if isinstance(message, m.Reset):
+                self.epoch += 1
+                self.leases.clear()
+                self.lease_until.clear()
+            self._see_moves(message)
+
+    def _take_end(self, message: Message) -> None:
+        """Every job gets exactly one completion, and every slot of it is in it."""
+        if isinstance(message, m.PromotionEnded | m.PromotionAbandoned):
+            for slot in message.slots:
+                self._end_one(self.promoting, (message.tier, message.epoch, slot))
+                if isinstance(message, m.PromotionAbandoned):
+                    self.abandoned[slot] += 1
+        elif isinstance(message, m.SlotsReleased):
+            for slot in message.slots:
+                self._end_one(self.abandoned, slot)
+        elif isinstance(message, m.CascadeEnded):
+            for slot in message.slots:
+                self._end_one(self.cascading, (message.tier, message.epoch, slot))
+
+    @staticmethod
+    def _end_one(open_ones: Counter, one: object) -> None:
+        assert open_ones[one] > 0, f"ended twice, or never begun: {one}"
+        open_ones[one] -= 1
+        if not open_ones[one]:
+            del open_ones[one]
+
+    def _see_moves(self, message: Message) -> None:
+        for key in KEYS:
+            before, after = self.states[key], self.primary.state_of(key)
+            if before is after:
+                if after is BlockState.FILLING and isinstance(message, m.Reset):
+                    raise AssertionError(f"{key!r} is FILLING after a reset")
+                continue
+            self.states[key] = after
+            assert (before, after) in KEY_MOVES, f"{key!r}: {before!r} → {after!r}"
+            if before is BlockState.FILLING or before is BlockState.PROBING:
+                self.pending_since.pop(key, None)
+            if after is BlockState.READY:
+                self._became_ready(key)
+            elif before is BlockState.READY:
+                self._left(key, message)
+            elif after is BlockState.ABSENT:
+                self.leases.pop(key, None)
+
+    def _became_ready(self, key: Key) -> None:
+        """READY bytes are bytes that somebody committed for the key, whole."""
+        slot = self.primary.slot_of(key)
+        assert slot is not None
+        data = bytes(self.memory.view(slot))
+        assert data in self.committed[key], f"{key!r} became READY with {data!r}"
+        self.bytes_of[key] = data
+
+    def _left(self, key: Key, message: Message) -> None:
+        """What is pinned, leased, or was called a HIT in this step is not evicted."""
+        del self.bytes_of[key]
+        if isinstance(message, m.Reset):
+            return
+        assert key not in self.leases, f"{key!r} is leased to {self.leases[key]} and was evicted"
+        for request in self.requests.values():
+            assert key not in request.hits, f"{key!r} was a HIT in this step and was evicted"
+        for load in self.gpu.loads:
+            assert load.is_stale or key not in load.keys, f"{key!r} is read and was evicted"
+
+    def _expire_leases(self, now: float) -> None:
+        for request in [each for each, until in self.lease_until.items() if now >= until]:
+            self.end_leases(request)
+
+    def end_leases(self, request: str, keys: Sequence[Key] = KEYS) -> None:
+        """Forget the request's leases on ``keys``."""
+        for key in [key for key, (whose, _) in self.leases.items() if whose == request]:
+            if key in keys:
+                del self.leases[key]
+        if not any(whose == request for whose, _ in self.leases.values()):
+            self.lease_until.pop(request, None)
+
+    # --- the truth about slots ---
+
+    def writers(self) -> Counter[tuple[int, int]]:
+        """Return slot and source of everybody who may write: the GPU, or a tier's number."""
+        found = Counter((store.slot, GPU) for store in self.gpu.stores)
+        for tier, jobs in enumerate(self.at_tier):
+            for job in jobs.values():
+                if isinstance(job, m.LoadJob):
+                    found.update((slot, tier) for slot in job.slots)
+        return found
+
+    def readers(self) -> Counter[int]:
+        """Return the slots that somebody may read, and how many do."""
+        found = Counter(slot for load in self.gpu.loads for slot in load.slots)
+        for jobs in self.at_tier:
+            for job in jobs.values():
+                if isinstance(job, m.StoreJob):
+                    found.update(job.slots)
+        return found
+
+    def drain_events(self) -> None:
+        """Fold what became resident and what went."""
+        for event in self.facade.take_events():
+            resident = self.folded[event.tier]
+            if event.kind is EventKind.STORED:
+                resident.update(event.keys)
+            elif event.kind is EventKind.REMOVED:
+                resident.difference_update(event.keys)
+            else:
+                resident.clear()
+
+    def knows_contents(self, number: int) -> bool:
+        """Tell whether the tier's contents are known, and all it had to say has arrived."""
+        tier = self.runtime.tiers[number]
+        return (
+            self.shape.tiers[number].capacity is not None
+            and self.honest[number]
+            and not self.dead[number]
+            and not self.fenced[number]
+            and number not in self.broken_links
+            and not tier.inbox.waiting
+            and not any(each.waiting for each in tier.mailboxes)
+            and not any(isinstance(job, m.StoreJob) for job in self.at_tier[number].values())
+        )
+
+    def is_busy(self, number: int) -> bool:
+        """Tell whether the tier has something to do, or to say."""
+        tier = self.runtime.tiers[number]
+        boxes = [tier.inbox, *tier.mailboxes]
+        return bool(tier.parts) or any(each.waiting for each in boxes)

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvtier import messages as m
+from kvtier.backend import BackendTraits, Outcome
+from kvtier.config import RuntimeConfig, TierConfig
+from kvtier.policies.lru import LRUPolicy
+from kvtier.testing.cell import TestCell, TestTier
+from kvtier.tier_link import TierLink
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtier.messages import Message
+
+DONE, ABSENT, DAMAGED, FAILED = Outcome.DONE, Outcome.ABSENT, Outcome.DAMAGED, Outcome.FAILED
+
+
+def keys(count: int, name: str = "k") -> tuple[bytes, ...]:
+    return tuple(f"{name}{number:03}".encode() for number in range(count))
+
+
+class Bench:
+    """One tier on its own: what its link would send, and what it answers."""
+
+    def __init__(self, parts_max: int = 4, capacity: int | None = None) -> None:
+        config = RuntimeConfig(slot_count=8, block_bytes=8, tiers=(TierConfig("1:t", "t"),))
+        self.cell = TestCell()
+        self.link = TierLink(0, config, collect_events=False)
+        policy = None if capacity is None else LRUPolicy(capacity)
+        traits = BackendTraits(parts_max, parts_max, capacity)
+        self.tier = TestTier(self.cell, self.link, traits, policy)
+        self.jobs = 0
+
+    def send(self, message: Message) -> None:
+        self.link.tier.post(message)
+        self.run()
+
+    def load(self, *wanted: bytes) -> int:
+        self.jobs += 1
+        self.send(m.LoadJob(job=self.jobs, keys=wanted, slots=tuple(range(len(wanted)))))
+        return self.jobs
+
+    def store(self, *given: bytes) -> int:
+        self.jobs += 1
+        self.send(m.StoreJob(job=self.jobs, keys=given, slots=tuple(range(len(given)))))
+        return self.jobs
+
+    def run(self) -> None:
+        while waiting := [each for each in self.tier.mailboxes if each.waiting]:
+            self.cell.deliver(waiting[0])
+
+    def answer(self, outcome: Outcome = DONE, part: int = 0) -> m.LoadPart | m.StorePart:
+        chosen = self.tier.parts[part]
+        assert not isinstance(chosen, m.ProbePart)
+        self.tier.answer(chosen, [outcome] * len(chosen.keys), 1.0)
+        self.run()
+        return chosen
+
+    def keep(self, *given: bytes) -> None:
+        self.store(*given)
+        while self.tier.parts:
+            self.answer()
+
+    def said(self) -> list[Message]:
+        said = list(self.tier.inbox.waiting)
+        self.tier.inbox.clear()
+        return said
+
+
+def sizes(parts: Sequence[m.ProbePart | m.LoadPart | m.StorePart]) -> list[int]:
+    return [len(part.keys) for part in parts]
+
+
+@pytest.mark.parametrize("blocks", [1, 4, 64, 256])
+def test_a_job_is_split_over_all_threads(blocks: int) -> None:
+    """vLLM gives one job to one thread: 256 blocks took four steps."""
+    bench = Bench(parts_max=4)
+    bench.load(*keys(blocks))
+    assert len(bench.tier.parts) == min(blocks, 4)
+    assert max(sizes(bench.tier.parts)) == min(16, -(-blocks // 4))
+
+
+def test_a_part_is_bounded_so_that_a_load_need_not_wait_long() -> None:
+    bench = Bench(parts_max=2)
+    bench.load(*keys(100))
+    assert sizes(bench.tier.parts) == [16, 16]
+    bench.answer()
+    assert sizes(bench.tier.parts) == [16, 16]
+
+
+def test_loads_and_stores_do_not_starve_each_other() -> None:
+    bench = Bench(parts_max=1)
+    bench.store(*keys(40, "s"))
+    bench.load(*keys(2))
+    assert [type(part) for part in bench.tier.parts] == [m.StorePart, m.LoadPart]
+
+
+def test_the_answers_of_all_parts_are_one_answer_in_the_order_of_the_job() -> None:
+    bench = Bench(parts_max=3)
+    job = bench.load(*keys(3))
+    bench.answer(FAILED, part=2)
+    bench.answer(DONE, part=0)
+    assert bench.said() == []
+    bench.answer(ABSENT, part=0)
+    assert bench.said() == [m.JobEnded(job=job, outcomes=(DONE, ABSENT, FAILED), seconds=3.0)]
+    assert bench.tier.actor.is_idle()
+
+
+def test_a_part_with_the_wrong_number_of_answers_failed() -> None:
+    bench = Bench(parts_max=1)
+    job = bench.load(*keys(2))
+    bench.tier.answer(bench.tier.parts[0], [DONE])
+    bench.run()
+    assert bench.said() == [m.JobEnded(job=job, outcomes=(FAILED, FAILED), seconds=0.0)]
+
+
+def test_a_part_that_ends_twice_ends_once() -> None:
+    bench = Bench(parts_max=1)
+    bench.load(*keys(1))
+    part = bench.answer()
+    bench.tier.answer(part, [DONE])
+    bench.run()
+    assert len(bench.said()) == 1
+
+
+def test_a_probe_of_a_shared_tier_is_asked_of_the_backend() -> None:
+    bench = Bench()
+    bench.send(m.Probe(probe=7, keys=keys(2)))
+    bench.tier.answer(bench.tier.parts[0], [DONE, ABSENT])
+    bench.run()
+    assert bench.said() == [m.ProbeAnswer(probe=7, present=(True, False))]
+
+
+# --- with a capacity ---
+
+
+def test_a_probe_of_a_known_tier_is_answered_without_the_backend() -> None:
+    bench = Bench(capacity=4)
+    bench.keep(*keys(1))
+    bench.said()
+    bench.send(m.Probe(probe=7, keys=keys(2)))
+    assert bench.tier.parts == []
+    assert bench.said() == [m.ProbeAnswer(probe=7, present=(True, False))]
+
+
+def test_room_is_made_by_removing_tails_first_and_no_more_than_needed() -> None:
+    bench = Bench(parts_max=4, capacity=4)
+    bench.keep(*keys(4))
+    bench.said()
+    bench.store(*keys(2, "new"))
+    parts = list(bench.tier.parts)
+    removed = [key for part in parts if isinstance(part, m.StorePart) for key in part.remove]
+    assert removed == [keys(4)[3], keys(4)[2]]
+    assert [each.removed for each in bench.said()] == [(keys(4)[3],), (keys(4)[2],)]
+
+
+def test_what_is_loaded_is_not_evicted() -> None:
+    bench = Bench(parts_max=1, capacity=1)
+    bench.keep(b"a")
+    bench.load(b"a")
+    bench.store(b"b")
+    (_, store) = bench.tier.parts
+    assert isinstance(store, m.StorePart)
+    assert store.remove == ()
+
+
+def test_what_is_stored_again_is_not_evicted_meanwhile() -> None:
+    """Else its removal could overtake its store, and the tier would think that it has it."""
+    bench = Bench(parts_max=2, capacity=1)
+    bench.keep(b"a")
+    bench.store(b"a")
+    bench.store(b"b")
+    assert [part.remove for part in bench.tier.parts if isinstance(part, m.StorePart)] == [(), ()]
+
+
+def test_a_store_waits_while_an_older_copy_is_being_removed() -> None:
+    bench = Bench(parts_max=2, capacity=1)
+    bench.keep(b"a")
+    bench.store(b"b")
+    bench.store(b"a")
+    (first,) = bench.tier.parts
+    assert isinstance(first, m.StorePart)
+    assert first.remove == (b"a",)
+    bench.answer()
+    (second,) = bench.tier.parts
+    assert second.keys == (b"a",)
+
+
+def test_a_damaged_block_is_forgotten_and_said_so() -> None:
+    bench = Bench(parts_max=1, capacity=2)
+    bench.keep(b"a")
+    bench.said()
+    bench.load(b"a")
+    bench.answer(DAMAGED)
+    assert m.PresenceChanged(added=(), removed=(b"a",)) in bench.said()
+    bench.send(m.Probe(probe=1, keys=(b"a",)))
+    assert bench.said() == [m.ProbeAnswer(probe=1, present=(False,))]
+
+
+def test_a_failed_load_says_nothing_of_the_copy() -> None:
+    bench = Bench(parts_max=1, capacity=2)
+    bench.keep(b"a")
+    bench.load(b"a")
+    bench.answer(FAILED)
+    bench.said()
+    bench.send(m.Probe(probe=1, keys=(b"a",)))
+    assert bench.said() == [m.ProbeAnswer(probe=1, present=(True,))]
+
+
+def test_a_failed_store_takes_no_room() -> None:
+    bench = Bench(parts_max=1, capacity=1)
+    bench.store(b"a")
+    bench.answer(FAILED)
+    bench.store(b"b")
+    assert [part.remove for part in bench.tier.parts if isinstance(part, m.StorePart)] == [()]
+
+
+def test_what_a_load_found_damaged_before_its_store_was_reported_is_announced_as_gone() -> None:
+    bench = Bench(parts_max=2, capacity=4)
+    bench.keep(b"a")
+    bench.said()
+    bench.store(b"a", b"b")
+    bench.load(b"a")
+    store_a, store_b, load = bench.tier.parts
+    for part, outcome in ((store_a, DONE), (load, DAMAGED), (store_b, DONE)):
+        bench.tier.answer(part, [outcome])
+        bench.run()
+    kinds = [type(each) for each in bench.said()]
+    assert kinds[-2:] == [m.JobEnded, m.PresenceChanged]

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+import pytest
+
+from kvtier import states
+from kvtier.breaker import Breaker
+from kvtier.errors import InternalError
+from kvtier.slots import GPU, SlotTable
+from kvtier.states import (
+    ANSWERS,
+    BLOCK_TABLE,
+    BREAKER_TABLE,
+    SLOT_TABLE,
+    BlockEvent,
+    BlockState,
+    BreakerEvent,
+    BreakerState,
+    SlotEvent,
+    SlotState,
+)
+
+SLOT_MOVES = {
+    SlotEvent.TAKEN: states.slot_taken,
+    SlotEvent.FILLED: states.slot_filled,
+    SlotEvent.FILL_FAILED: states.slot_fill_failed,
+    SlotEvent.EVICTED: states.slot_evicted,
+    SlotEvent.ABANDONED: states.slot_abandoned,
+    SlotEvent.RELEASED: states.slot_released,
+}
+
+
+@pytest.mark.parametrize(("state", "event"), list(product(SlotState, SlotEvent)))
+def test_a_slot_moves_as_a_row_says_or_raises(state: SlotState, event: SlotEvent) -> None:
+    row = SLOT_TABLE.get((state, event))
+    if row is None:
+        with pytest.raises(InternalError, match=f"{state.name} cannot be {event.name}"):
+            SLOT_MOVES[event](int(state))
+    else:
+        assert SLOT_MOVES[event](int(state)) == row
+
+
+@pytest.mark.parametrize(("state", "event"), list(product(BreakerState, BreakerEvent)))
+def test_a_breaker_moves_as_a_row_says_or_raises(
+    state: BreakerState, event: BreakerEvent
+) -> None:
+    breaker = Breaker(3, 1.0, 8.0)
+    breaker.state = state
+    row = BREAKER_TABLE.get((state, event))
+    if row is None:
+        with pytest.raises(InternalError, match=f"{state.name} cannot be {event.name}"):
+            breaker._move(event)
+    else:
+        breaker._move(event)
+        assert breaker.state is row
+
+
+@pytest.mark.parametrize(
+    ("table", "kinds", "first"),
+    [
+        (BLOCK_TABLE, BlockState, BlockState.ABSENT),
+        (SLOT_TABLE, SlotState, SlotState.FREE),
+        (BREAKER_TABLE, BreakerState, BreakerState.CLOSED),
+    ],
+)
+def test_every_state_is_reached_and_left(table: dict, kinds: type, first: object) -> None:
+    assert {after for _, after in table.items()} | {first} == set(kinds)
+    assert {before for before, _ in table} == set(kinds)
+
+
+def test_every_event_of_a_block_has_a_row() -> None:
+    assert {event for _, event in BLOCK_TABLE} == set(BlockEvent)
+
+
+def test_every_state_of_a_block_has_an_answer() -> None:
+    assert set(ANSWERS) == set(BlockState)
+    assert [state for state, said in ANSWERS.items() if said] == [BlockState.READY]
+
+
+def test_a_slot_without_such_a_reader_is_not_unpinned() -> None:
+    slots = SlotTable(2)
+    (slot,) = slots.take([b"k"], GPU)
+    slots.fill(slot)
+    with pytest.raises(InternalError, match="no such reader"):
+        slots.unpin(slots.gpu_readers, [slot])
+
+
+def test_a_quarantined_slot_is_free_when_its_last_user_lets_go() -> None:
+    slots = SlotTable(1)
+    (slot,) = slots.take([b"k"], GPU)
+    slots.fill(slot)
+    slots.pin(slots.gpu_readers, [slot])
+    slots.pin(slots.tier_readers, [slot, slot])
+    slots.reset([])
+    assert slots.quarantined == {slot: 3}
+    slots.gpu_flushed()
+    assert slots.let_go(slot)
+    assert not slots.free
+    assert slots.let_go(slot)
+    assert slots.free == [slot]
+    assert not slots.let_go(slot)
+
+
+# --- the breaker ---
+
+
+def opened() -> Breaker:
+    breaker = Breaker(2, 1.0, 3.0)
+    breaker.failed(0.0)
+    assert breaker.may_send()
+    breaker.failed(0.0)
+    assert breaker.state is BreakerState.OPEN
+    return breaker
+
+
+def test_failures_in_a_row_open_the_breaker() -> None:
+    assert not opened().may_send()
+
+
+def test_a_success_in_between_starts_the_count_again() -> None:
+    breaker = Breaker(2, 1.0, 3.0)
+    breaker.failed(0.0)
+    breaker.succeeded()
+    breaker.failed(0.0)
+    assert breaker.state is BreakerState.CLOSED
+
+
+def test_a_trial_is_one_piece_of_work() -> None:
+    breaker = opened()
+    breaker.pass_time(0.5)
+    assert not breaker.may_send()
+    breaker.pass_time(1.0)
+    assert breaker.may_send()
+    assert not breaker.may_send()
+    breaker.succeeded()
+    assert breaker.state is BreakerState.CLOSED
+    assert breaker.may_send()
+
+
+def test_each_failed_trial_doubles_the_pause_up_to_a_bound() -> None:
+    breaker = opened()
+    now = 0.0
+    for pause, longer in pairwise([1.0, 2.0, 3.0, 3.0]):
+        now += pause
+        breaker.pass_time(now)
+        assert breaker.state is BreakerState.TRIAL
+        assert breaker.may_send()
+        breaker.failed(now)
+        breaker.pass_time(now + longer - 0.01)
+        assert breaker.state is BreakerState.OPEN
+
+
+def test_only_a_restart_ends_a_cut_off() -> None:
+    breaker = opened()
+    breaker.broke()
+    breaker.broke()
+    breaker.succeeded()
+    breaker.failed(1.0)
+    breaker.pass_time(100.0)
+    assert breaker.state is BreakerState.CUT_OFF
+    assert not breaker.may_send()
+    breaker.restarted()
+    assert breaker.may_send()

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.store_filter import StoreFilter
+
+KEYS = st.sampled_from([b"a", b"b", b"c", b"d"])
+
+
+def test_a_block_is_admitted_when_it_was_offered_often_enough() -> None:
+    offers = StoreFilter(3, 10)
+    assert [offers.admit([b"a"]) for _ in range(4)] == [[], [], [b"a"], [b"a"]]
+
+
+def test_the_least_recently_offered_is_forgotten_first() -> None:
+    offers = StoreFilter(2, 2)
+    offers.admit([b"a", b"b"])
+    offers.admit([b"c"])
+    assert offers.admit([b"b"]) == [b"b"]
+    assert offers.admit([b"a"]) == []
+
+
+@given(
+    threshold=st.integers(1, 3),
+    size=st.integers(1, 4),
+    calls=st.lists(st.lists(KEYS, max_size=4, unique=True), max_size=30),
+)
+def test_it_agrees_with_a_slow_model(threshold: int, size: int, calls: list[list[bytes]]) -> None:
+    offers = StoreFilter(threshold, size)
+    model: list[tuple[bytes, int]] = []  # least recently offered first
+    for keys in calls:
+        expected = []
+        for key in keys:
+            count = dict(model).get(key, 0) + 1
+            model = [each for each in model if each[0] != key] + [(key, count)]
+            if count >= threshold:
+                expected.append(key)
+        model = model[-size:]
+        assert offers.admit(keys) == expected
