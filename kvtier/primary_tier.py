@@ -455,11 +455,16 @@ class PrimaryTier(Actor):
         self.reply(None)
 
     def _tick(self, message: m.Tick) -> None:
+        # Where no step ever ends, what was promoted behind a gap must not wait for one.
+        self._whereabouts.end_step()
         self._pass_time(message.now)
         self.reply(None)
 
     def _pass_time(self, now: float) -> None:
         self._now = now
+        # First of all: links count deadlines from the last Tick, which may be long ago.
+        for link in self.links:
+            link.post(m.Tick(now=now))
         for tier, probed in self._whereabouts.take_unsent().items():
             self.links[tier].post(m.ProbeKeys(keys=tuple(probed)))
         for tier, (keys, slots) in self._promotions.take_unsent():
@@ -468,8 +473,6 @@ class PrimaryTier(Actor):
             )
         for request in self._promotions.expired(now):
             self._end_leases(request)
-        for link in self.links:
-            link.post(m.Tick(now=now))
 
     def _reset(self, _message: m.Reset) -> None:
         unsent = self._promotions.reset()

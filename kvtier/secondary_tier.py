@@ -259,9 +259,7 @@ class SecondaryTier(Actor):
         job, indices, asked = self._making_room.popleft()
         self._victims_asked -= asked
         # The policy may have chosen before it knew what is in use now.
-        spared = tuple(
-            key for key in message.keys if key in self._in_use and key in self._resident
-        )
+        spared = tuple(key for key in message.keys if key in self._in_use and key in self._resident)
         if spared:
             self.policy.post(m.Spared(keys=spared))
         victims = tuple(key for key in message.keys if key not in self._in_use)

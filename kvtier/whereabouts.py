@@ -118,14 +118,25 @@ class Whereabouts:
             probe.pending &= ~bit
             if found:
                 probe.found |= bit
-            # A later tier's answer can't matter once an earlier tier has the key.
-            if probe.pending & ((probe.found & -probe.found) - 1):
+            if probe.pending and not self._is_settled(probe):
                 continue
             del self._probes[key]
             for waiter in probe.waiters:
                 search = self._searches.get(waiter)
                 if search is not None:
                     search.verdicts[key] = probe.found
+
+    def _is_settled(self, probe: _Probe) -> bool:
+        """Tell whether the answers still owed can't matter to anybody who waits.
+
+        A slow last tier then holds up nobody. It is not asked again should the
+        tier that has the key fail to deliver it: the block is recomputed.
+        """
+        first = probe.found & -probe.found
+        if not first or probe.pending & (first - 1):
+            return False
+        searches = (self._searches.get(waiter) for waiter in probe.waiters)
+        return all(search is None or search.tiers & first for search in searches)
 
     def failed(self, key: Key, request: RequestId, tier: int) -> None:
         """Note that the tier did not deliver the key."""

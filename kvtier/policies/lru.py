@@ -120,11 +120,15 @@ class LRUPolicy(EvictionPolicy):
 
     def take_back(self, keys: Sequence[Key]) -> None:
         """See ``EvictionPolicy.take_back``."""
+        # They were chosen tail first, so the last of them stands nearest to the head.
+        # One that was admitted again meanwhile has a newer place.
+        back = [key for key in reversed(keys) if key not in self._run_of]
+        if not back:
+            return
         run = self._runs.get(TAKEN_BACK)
         if run is None:
             run = self._runs[TAKEN_BACK] = _Run(TAKEN_BACK)
-        # They were chosen tail first, so the last of them stands nearest to the head.
-        for key in reversed(keys):
+        for key in back:
             run.keys[key] = None
             self._run_of[key] = run
         self._runs.move_to_end(TAKEN_BACK, last=False)

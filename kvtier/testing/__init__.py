@@ -1,4 +1,8 @@
-"""What kvtier ships for the authors of backends: the conformance suite."""
+"""What kvtier ships for the authors of backends and of eviction policies.
+
+The conformance suite of backends is here. The test cell, in which a test picks
+the order of deliveries, is ``kvtier.testing.cell``.
+"""
 
 from kvtier.testing.conformance import BACKEND_CHECKS as BACKEND_CHECKS
 from kvtier.testing.conformance import PERSISTENCE_CHECKS as PERSISTENCE_CHECKS

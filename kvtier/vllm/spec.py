@@ -100,6 +100,8 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
                 f"kv_connector_extra_config: cpu_bytes_to_use={cpu_bytes!r} must be a whole number "
                 "of bytes, without quotes: the room of the primary tier in host memory."
             )
+        # Every key once before vLLM reads some of them, and less strictly.
+        read_settings(config.extra_config, slot_count=1, block_bytes=1)
         super().__init__(config)
         self._manager: OffloadingManager | None = None
         self._kvtier_worker: OffloadingWorker | None = None

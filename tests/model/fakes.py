@@ -14,9 +14,10 @@ from kvtier import messages as m
 from kvtier.backend import Outcome, block_digest
 
 if TYPE_CHECKING:
+    from world import World
+
     from kvtier.messages import Key
     from kvtier.testing.cell import Part, TestTier
-    from world import World
 
 PIECES = 3
 

@@ -12,18 +12,18 @@ import sys
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from fakes import GpuLoad, GpuStore
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from promises import Promises, assert_p10_at_rest, is_running
+from world import KEYS, PATHS, Request, Shape, TierShape, World, pattern
 
-from fakes import GpuLoad, GpuStore
 from kvtier import messages as m
 from kvtier.backend import block_digest
 from kvtier.policies.lru import LRUPolicy
 from kvtier.slots import GPU
 from kvtier.states import ANSWERS, BlockState, BreakerState, SlotState
 from kvtier.testing.cell import TestTier
-from promises import Promises, assert_p10_at_rest, is_running
-from world import KEYS, PATHS, Request, Shape, TierShape, World, pattern
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,7 +56,9 @@ T = TypeVar("T")
 WORK_MAX = 400  # what a tier that answers everything does before the model gives up on it
 
 
-def is_due(name: str, pause: int, also: Callable[[KVTierSpec], object] = bool) -> Callable[..., Any]:
+def is_due(
+    name: str, pause: int, also: Callable[[KVTierSpec], object] = bool
+) -> Callable[..., Any]:
     """Let a rule run only now and then, so that what lies between can become interesting.
 
     Its name is due ``pause`` rules after it last ran. ``also``: a precondition.
@@ -332,9 +334,7 @@ class KVTierSpec(Promises, RuleBasedStateMachine):
             assert world.states[store.key] is BlockState.READY
             assert world.bytes_of[store.key] == store.data
 
-    @is_due(
-        "fail", 6, lambda self: any(not each.is_stale for each in self.world.gpu.stores)
-    )
+    @is_due("fail", 6, lambda self: any(not each.is_stale for each in self.world.gpu.stores))
     @rule(which=PICKS, count=st.integers(1, 4), schedule=SCHEDULES)
     def stores_fail(self, which: int, count: int, schedule: bytes) -> None:
         """Half written or not at all, the GPU has let go."""
@@ -732,7 +732,9 @@ class KVTierSpec(Promises, RuleBasedStateMachine):
         world = self.world
         world.in_order(b"")
         while world.gpu.stores:
-            self.stores_fail(0, 4, b"") if not world.gpu.stores[0].is_stale else self.the_gpu_is_flushed(b"")
+            self.stores_fail(0, 4, b"") if not world.gpu.stores[
+                0
+            ].is_stale else self.the_gpu_is_flushed(b"")
         bound = 3 * len(world.links) * (len(world.requests) + 1)
         for _ in range(bound):
             answers = [

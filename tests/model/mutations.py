@@ -14,7 +14,6 @@ from kvtier.backend import Outcome
 from kvtier.breaker import Breaker
 from kvtier.events import EventKind
 from kvtier.eviction import Eviction
-from kvtier.policies.lru import LRUPolicy
 from kvtier.primary_tier import PrimaryTier
 from kvtier.promotions import Promotions
 from kvtier.secondary_tier import SecondaryTier
@@ -53,12 +52,32 @@ def drop_an_unpin() -> Iterator[None]:
 @mutation
 def evict_a_pinned_slot() -> Iterator[None]:
     """The policy is not told of GPU loads, and the primary tier does not look."""
+    real = PrimaryTier._prepare_load
+
+    def prepare_load(self: PrimaryTier, message: m.PrepareLoad) -> None:
+        policy = self.policy
+        self.policy = _WithoutHeld(policy)
+        real(self, message)
+        self.policy = policy
 
     def is_held(self: SlotTable, slot: int) -> bool:
-        return bool(self.state[slot] == 1 or self.leases[slot])
+        return bool(self.state[slot] == 1 or self.leases[slot] or self.tier_readers[slot])
 
-    with patch.object(SlotTable, "is_held", is_held), patch.object(LRUPolicy, "hold", _nothing):
+    with (
+        patch.object(PrimaryTier, "_prepare_load", prepare_load),
+        patch.object(SlotTable, "is_held", is_held),
+    ):
         yield
+
+
+class _WithoutHeld:
+    """A policy's mailbox that loses the word of what is held."""
+
+    def __init__(self, policy: Any) -> None:
+        self._policy = policy
+
+    def post(self, message: m.Message) -> bool:
+        return isinstance(message, m.Held) or self._policy.post(message)
 
 
 @mutation
@@ -301,7 +320,7 @@ def let_a_tier_overflow() -> Iterator[None]:
     """A tier with a capacity forgets to make room, and thinks it did."""
     real = SecondaryTier._victims
 
-    def victims(self: SecondaryTier, message: m.Victims) -> None:
+    def victims(self: SecondaryTier, _message: m.Victims) -> None:
         real(self, m.Victims(keys=()))
 
     with patch.object(SecondaryTier, "_victims", victims):

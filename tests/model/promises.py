@@ -11,12 +11,12 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from hypothesis.stateful import invariant, precondition
+from world import KEYS
 
 from kvtier.events import PRIMARY
 from kvtier.policies.lru import LRUPolicy
 from kvtier.slots import GPU
 from kvtier.states import BlockState, BreakerState, SlotState
-from world import KEYS
 
 if TYPE_CHECKING:
     from world import World
@@ -275,7 +275,9 @@ class Promises:
             assert jobs <= config.jobs_in_flight_max
             assert seen.probes_in_flight <= config.jobs_in_flight_max
             assert 0 <= seen.cascade_slots <= config.cascade_slots_max
-            lost = sum(len(job.slots) for job in link._jobs.values() if job.abandoned and job.is_load)
+            lost = sum(
+                len(job.slots) for job in link._jobs.values() if job.abandoned and job.is_load
+            )
             assert link._abandoned_slots == lost
             stores = sum(len(job.slots) for job in link._jobs.values() if not job.is_load)
             assert link._cascade_slots == stores

@@ -15,14 +15,13 @@ import time
 import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
-
 from machine import KVTierSpec
 
 STEPS = 60
-EXAMPLES_CI = 1_500
+EXAMPLES_CI = 2_000
 EXAMPLES_A_SEED = 300
 PROFILE = os.environ.get("KVTIER_MODEL_PROFILE", "ci")
-SECONDS = float(os.environ.get("KVTIER_MODEL_SECONDS", "600"))
+SECONDS = float(os.environ.get("KVTIER_MODEL_SECONDS") or 600)
 
 
 def profile(examples: int) -> settings:
@@ -44,17 +43,13 @@ def check(number: int, examples: int) -> None:
     run_state_machine_as_test(seed(number)(seeded), settings=profile(examples))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(0)
-@pytest.mark.skipif(PROFILE != "ci", reason="KVTIER_MODEL_PROFILE asks for the long run")
-def test_every_promise_holds_under_every_order_of_events() -> None:
+def check_fixed_seed() -> None:
+    """Run as many examples of one seed as CI has time for."""
     check(20_261_121, EXAMPLES_CI)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(0)
-@pytest.mark.skipif(PROFILE != "long", reason="runs with KVTIER_MODEL_PROFILE=long")
-def test_every_promise_holds_for_as_long_as_told(capsys: pytest.CaptureFixture[str]) -> None:
+def check_fresh_seeds(capsys: pytest.CaptureFixture[str]) -> None:
+    """Run fresh seeds, printed, for as long as told."""
     started = time.monotonic()
     ran = 0
     while time.monotonic() - started < SECONDS:
@@ -65,3 +60,14 @@ def test_every_promise_holds_for_as_long_as_told(capsys: pytest.CaptureFixture[s
         ran += EXAMPLES_A_SEED
     with capsys.disabled():
         sys.stderr.write(f"{ran} examples in {time.monotonic() - started:.0f} s\n")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_every_promise_holds_under_every_order_of_events(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if PROFILE == "long":
+        check_fresh_seeds(capsys)
+    else:
+        check_fixed_seed()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fakes import FakeDevice, Gpu
+
 from kvtier import messages as m
 from kvtier.backend import BackendTraits
 from kvtier.config import RuntimeConfig, TierConfig

@@ -133,6 +133,17 @@ def test_what_is_taken_back_is_the_next_to_go_in_the_same_order() -> None:
     assert policy.choose_victims(3, set()) == [*chosen, KEYS[1]]
 
 
+def test_what_was_admitted_again_is_not_taken_back() -> None:
+    policy = LRUPolicy(6)
+    policy.admit(KEYS[:1], "r", held=False)
+    chosen = policy.choose_victims(1, set())
+    policy.admit(chosen, "new", held=False)
+    policy.take_back(chosen)
+    assert len(policy) == 1
+    assert policy.choose_victims(2, set()) == chosen
+    assert policy.choose_victims(2, set()) == []
+
+
 def test_after_clear_nothing_is_known_or_held() -> None:
     policy = LRUPolicy(6)
     policy.admit(KEYS[:2], "r", held=True)

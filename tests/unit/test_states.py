@@ -42,9 +42,7 @@ def test_a_slot_moves_as_a_row_says_or_raises(state: SlotState, event: SlotEvent
 
 
 @pytest.mark.parametrize(("state", "event"), list(product(BreakerState, BreakerEvent)))
-def test_a_breaker_moves_as_a_row_says_or_raises(
-    state: BreakerState, event: BreakerEvent
-) -> None:
+def test_a_breaker_moves_as_a_row_says_or_raises(state: BreakerState, event: BreakerEvent) -> None:
     breaker = Breaker(3, 1.0, 8.0)
     breaker.state = state
     row = BREAKER_TABLE.get((state, event))
