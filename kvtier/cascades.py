@@ -35,6 +35,9 @@ class Cascades:
 
     def of_ready(self, keys: Sequence[Key], slots: Sequence[int], to: TierSet) -> dict[int, Batch]:
         """Return what to send to each tier of blocks just READY: to ``to``, and where parked."""
+        if not self._parked:
+            whole = (list(keys), list(slots))
+            return {n: whole for n in range(self._tier_count) if to & self.all_tiers & 1 << n}
         batches: dict[int, Batch] = {}
         for key, slot in zip(keys, slots, strict=True):
             tiers = (self._parked.pop(key, 0) | to) & self.all_tiers

@@ -65,6 +65,7 @@ class Eviction:
         Refused: what is held by now, and what a lookup of this step called readable.
         """
         slots = self._slots
+        going = []
         for key in victims:
             slot = self._slot_of.get(key)
             if slot is None:
@@ -73,8 +74,9 @@ class Eviction:
                 self._refused.append(key)
             else:
                 del self._slot_of[key]
-                slots.evict(slot)
+                going.append(slot)
                 self.evicted.append(key)
+        slots.evict(going)
         missing = self._slots_wanted - len(slots.free)
         if missing > 0 and len(victims) == self._victims_asked:
             self._ask(missing)

@@ -326,8 +326,7 @@ class PrimaryTier(Actor):
             keys.append(key)
             numbers.append(slot)
         if message.success:
-            for slot in numbers:
-                slots.fill(slot)
+            slots.fill(numbers)
             self._became_ready(keys, numbers, self._cascades.all_tiers)
         else:
             for slot in numbers:
@@ -380,7 +379,6 @@ class PrimaryTier(Actor):
                 request = self._requests.get(self._promotions.arrived(slot))
                 if request is not None:
                     request.sources[key] = message.tier
-                self.slots.fill(slot)
                 arrived[0].append(key)
                 arrived[1].append(slot)
             else:
@@ -388,6 +386,7 @@ class PrimaryTier(Actor):
                 self.slots.fail_fill(slot)
                 failed.append(key)
         self._not_filled(failed)
+        self.slots.fill(arrived[1])
         self._became_ready(*arrived, cascade_to=0)
 
     def _promotion_abandoned(self, message: m.PromotionAbandoned) -> None:

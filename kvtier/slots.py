@@ -70,10 +70,15 @@ class SlotTable:
             self.filling_from_tiers += len(slots)
         return slots
 
-    def fill(self, slot: int) -> None:
-        """Note that the slot's bytes have arrived."""
-        self.state[slot] = slot_filled(self.state[slot])
-        self._no_longer_filling(slot)
+    def fill(self, slots: Sequence[int]) -> None:
+        """Note that these slots' bytes have arrived, all from one source."""
+        state = self.state
+        for slot in slots:
+            state[slot] = slot_filled(state[slot])
+        if slots and self.source[slots[0]] == GPU:
+            self.filling_from_gpu -= len(slots)
+        else:
+            self.filling_from_tiers -= len(slots)
 
     def fail_fill(self, slot: int) -> None:
         """Note that the writer failed, and has let go."""
@@ -98,11 +103,14 @@ class SlotTable:
             if not self.gpu_readers[slot] and not self.tier_readers[slot]:
                 self.pinned -= 1
 
-    def evict(self, slot: int) -> None:
-        """Free a ready slot that nobody reads."""
-        self.state[slot] = slot_evicted(self.state[slot])
-        self._vacate(slot)
-        self.free.append(slot)
+    def evict(self, slots: Sequence[int]) -> None:
+        """Free ready slots that nobody holds."""
+        state, key_of, hit_step = self.state, self.key_of, self.hit_step
+        for slot in slots:
+            state[slot] = slot_evicted(state[slot])
+            key_of[slot] = None
+            hit_step[slot] = -1
+        self.free += slots
 
     def quarantine(self, slot: int, users: int) -> None:
         """Take the slot from its key while ``users`` may still write or read it."""
@@ -135,11 +143,11 @@ class SlotTable:
 
     def is_held(self, slot: int) -> bool:
         """Tell whether the slot is pinned, leased or being filled."""
-        return (
-            self.state[slot] == _FILLING
-            or self.gpu_readers[slot] > 0
-            or self.tier_readers[slot] > 0
-            or self.leases[slot] > 0
+        return bool(
+            self.gpu_readers[slot]
+            or self.tier_readers[slot]
+            or self.leases[slot]
+            or self.state[slot] == _FILLING
         )
 
     def reset(self, unsent: Iterable[int]) -> None:
@@ -162,7 +170,8 @@ class SlotTable:
                 if users:
                     self.quarantine(slot, users)
                 else:
-                    self.evict(slot)
+                    self.leases[slot] = 0
+                    self.evict((slot,))
 
     def gpu_flushed(self) -> None:
         """Note that the GPU has let go of every slot quarantined by a reset."""

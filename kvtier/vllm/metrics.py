@@ -99,7 +99,7 @@ def unregister_own_metrics() -> None:
 
     vLLM does the same at each start, for names that begin with ``vllm:`` only.
     """
-    for collector in list(REGISTRY._collector_to_names):
+    for collector in list(REGISTRY._collector_to_names):  # noqa: SLF001 - as vLLM does
         if getattr(collector, "_name", "").startswith(_OWN_PREFIX):
             REGISTRY.unregister(collector)
 

@@ -73,7 +73,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
         # Scheduler side only.
-        from kvtier.vllm.metrics import (
+        from kvtier.vllm.metrics import (  # noqa: PLC0415
             metric_definitions,
             unregister_own_metrics,
         )

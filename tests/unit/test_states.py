@@ -79,7 +79,7 @@ def test_every_state_of_a_block_has_an_answer() -> None:
 def test_a_slot_without_such_a_reader_is_not_unpinned() -> None:
     slots = SlotTable(2)
     (slot,) = slots.take([b"k"], GPU)
-    slots.fill(slot)
+    slots.fill([slot])
     with pytest.raises(InternalError, match="no such reader"):
         slots.unpin(slots.gpu_readers, [slot])
 
@@ -87,7 +87,7 @@ def test_a_slot_without_such_a_reader_is_not_unpinned() -> None:
 def test_a_quarantined_slot_is_free_when_its_last_user_lets_go() -> None:
     slots = SlotTable(1)
     (slot,) = slots.take([b"k"], GPU)
-    slots.fill(slot)
+    slots.fill([slot])
     slots.pin(slots.gpu_readers, [slot])
     slots.pin(slots.tier_readers, [slot, slot])
     slots.reset([])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.vllm.engine import make_gemma, make_llama
+from tests.vllm.models import make_gemma, make_llama
 
 with warnings.catch_warnings():
     # torch and vLLM use deprecated parts of themselves while they are imported.

@@ -1,167 +1,25 @@
-"""Runs scenarios on a real vLLM engine, each in a process of its own.
+"""A real vLLM engine with kvtier, in this process, and what a test asks of it.
 
-vLLM keeps state in module globals and environment variables, so a scenario is
-a plain function at module level that a child process calls; its JSON result is
-what the test looks at. ``python -m tests.vllm.engine`` is that child.
-
+Scenarios that use it run in processes of their own: ``tests/vllm/children.py``.
 This folder must not become a package: it would hide vLLM itself.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
 import random
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tests.vllm.models import VOCABULARY
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 BLOCK_TOKENS = 32  #: the CPU attention backend wants a multiple of 32
-VOCABULARY = 512
-SCENARIO_TIMEOUT_S = 240.0
-LOG_TAIL_CHARACTERS = 6000
-
-_ROOT = Path(__file__).parents[2]
-_CHILD_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_LOGGING_LEVEL": "INFO",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-# vLLM's own warnings are not ours to fix, so the child does not make errors of them.
-_CHILD_FLAGS = ["-W", "ignore"]
-
-
-class ScenarioError(AssertionError):
-    """Raised when the child ended badly. The text ends with its log."""
-
-
-def run_scenario(
-    scenario: Callable[..., Any],
-    *,
-    log_folder: Path,
-    environment: Mapping[str, str] | None = None,
-    timeout_s: float = SCENARIO_TIMEOUT_S,
-    **arguments: object,
-) -> Any:
-    """Call ``scenario(**arguments)`` in a new process and return its result.
-
-    Arguments and result are JSON values. Raises ``ScenarioError`` if the child
-    fails or takes longer than ``timeout_s``; it is killed then.
-    """
-    log_folder.mkdir(parents=True, exist_ok=True)
-    stem = log_folder / f"{scenario.__name__}-{time.monotonic_ns()}"
-    log_path, result_path = stem.with_suffix(".log"), stem.with_suffix(".json")
-    source = sys.modules[scenario.__module__].__file__
-    assert source is not None
-    call = json.dumps(
-        {
-            "file": source,
-            "function": scenario.__name__,
-            "arguments": arguments,
-            "result": str(result_path),
-        }
-    )
-    with log_path.open("wb") as log:
-        child = subprocess.Popen(
-            [sys.executable, *_CHILD_FLAGS, "-m", "tests.vllm.engine", call],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=_child_environment(environment or {}),
-        )
-        try:
-            ended = str(child.wait(timeout_s))
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-            ended = f"none within {timeout_s} s"
-    if ended != "0" or not result_path.exists():
-        tail = log_path.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:]
-        raise ScenarioError(f"{scenario.__name__}: exit status {ended}\n{tail}")
-    return json.loads(result_path.read_text())
-
-
-def _child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    inherited = os.environ.get("PYTHONPATH", "")
-    places = [str(_ROOT), str(_ROOT / "backends"), *filter(None, [inherited])]
-    return {
-        **os.environ,
-        **_CHILD_ENVIRONMENT,
-        "PYTHONPATH": os.pathsep.join(places),
-        **extra,
-    }
-
-
-def make_llama(folder: Path) -> Path:
-    """Write a Llama of 4 layers with random weights: one KV-cache group."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return _save(
-        LlamaForCausalLM,
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=4096,
-            bos_token_id=1,
-            eos_token_id=2,
-        ),
-        folder,
-    )
-
-
-def make_gemma(folder: Path) -> Path:
-    """Write a Gemma 3 with sliding-window and full attention: two KV-cache groups."""
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    return _save(
-        Gemma3ForCausalLM,
-        Gemma3TextConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            sliding_window=128,
-            layer_types=["sliding_attention", "full_attention"] * 2,
-            max_position_embeddings=4096,
-            bos_token_id=1,
-            eos_token_id=2,
-            # Tied, a random Gemma only repeats its last token, whatever the cache holds.
-            tie_word_embeddings=False,
-        ),
-        folder,
-    )
-
-
-def _save(model_class: Any, config: Any, folder: Path) -> Path:
-    import torch
-
-    torch.manual_seed(0)
-    model = model_class(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            # Spread the logits: a tie would make equal runs give different tokens.
-            if parameter.ndim > 1:
-                parameter.mul_(3.0)
-    model.save_pretrained(folder)
-    return folder
+SETTLE_TIMEOUT_S = 60.0
+METRICS = ("vllm:kv_offload", "kvtier:", "vllm:num_preemptions")
 
 
 def make_prompts(count: int, tokens: int, seed: int = 7) -> list[list[int]]:
@@ -190,16 +48,17 @@ class Engine:
     def __init__(self, llm: Any) -> None:
         self.llm = llm
 
-    def run(self, prompts: list[list[int]], max_tokens: int = 8) -> Round:
+    def run(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int = 8,
+        transfer_params: Mapping[str, Any] | None = None,
+    ) -> Round:
         """Generate greedily from every prompt, all submitted at once."""
-        from vllm import SamplingParams
-
         started_s = time.monotonic()
         outputs = self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],
-            SamplingParams(
-                temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
-            ),
+            greedy(max_tokens, transfer_params),
             use_tqdm=False,
         )
         return Round(
@@ -211,9 +70,14 @@ class Engine:
             ],
         )
 
-    def run_one_by_one(self, prompts: list[list[int]], max_tokens: int = 8) -> Round:
+    def run_one_by_one(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int = 8,
+        transfer_params: Mapping[str, Any] | None = None,
+    ) -> Round:
         """Generate from one prompt after the other, so that no two share a batch."""
-        rounds = [self.run([prompt], max_tokens) for prompt in prompts]
+        rounds = [self.run([prompt], max_tokens, transfer_params) for prompt in prompts]
         return Round(
             tokens=[entry.tokens[0] for entry in rounds],
             cached=[entry.cached[0] for entry in rounds],
@@ -226,35 +90,82 @@ class Engine:
         for _ in range(count):
             self.llm.llm_engine.step()
 
+    def settle(self, timeout_s: float = SETTLE_TIMEOUT_S) -> dict[str, Any]:
+        """Step until no tier has anything to end in time; return kvtier's statistics.
+
+        The one-token prompt at the end publishes the counters. It is shorter than
+        a block, so that no tier sees it.
+        """
+        self.idle(timeout_s)
+        self.run([[3]], max_tokens=1)
+        self.idle(timeout_s)
+        return self.statistics()
+
+    def idle(self, timeout_s: float = SETTLE_TIMEOUT_S) -> None:
+        """Step until the engine has nothing to do."""
+        deadline_s = time.monotonic() + timeout_s
+        while self.core().scheduler.has_requests():
+            self.step()
+            if time.monotonic() > deadline_s:
+                raise AssertionError(f"not at rest after {timeout_s} s: {self.statistics()}")
+
+    def statistics(self) -> dict[str, Any]:
+        """Return ``facade.statistics()`` as JSON values."""
+        return asdict(self.manager().facade.statistics())
+
     def forget(self) -> None:
         """Empty the engine's own prefix cache, and only that."""
         assert self.llm.reset_prefix_cache()
 
+    def core(self) -> Any:
+        """Return the engine core (in-process engines only)."""
+        return self.llm.llm_engine.engine_core.engine_core
+
     def connector(self) -> Any:
         """Return the scheduler's side of the connector (in-process engines only)."""
-        core = self.llm.llm_engine.engine_core.engine_core
-        return core.scheduler.get_kv_connector()
+        return self.core().scheduler.get_kv_connector()
 
     def manager(self) -> Any:
         """Return the offloading manager (in-process engines only)."""
-        return self.connector().scheduler.manager
+        return self.connector().connector_scheduler.manager
 
-    def metrics(self, prefix: str = "vllm:kv_offload") -> dict[str, float]:
-        """Return counters, gauges and histogram sums as ``name{label="value"}``."""
-        found: dict[str, float] = {}
-        for metric in self.llm.get_metrics():
-            if not metric.name.startswith(prefix):
+    def metrics(self) -> dict[str, float]:
+        """Return what Prometheus sees, without the labels that all have: ``name{tier="1:fs"}``."""
+        from prometheus_client import REGISTRY
+
+        return flat_metrics(REGISTRY.collect())
+
+
+def flat_metrics(families: Iterable[Any]) -> dict[str, float]:
+    """Return samples of counters and gauges, and sums and counts of histograms."""
+    found: dict[str, float] = {}
+    for family in families:
+        if not family.name.startswith(METRICS):
+            continue
+        for sample in family.samples:
+            if sample.name.endswith(("_created", "_bucket")):
                 continue
             labels = ",".join(
                 f'{name}="{value}"'
-                for name, value in sorted(metric.labels.items())
+                for name, value in sorted(sample.labels.items())
                 if name not in ("engine", "model_name")
             )
-            name = f"{metric.name}{{{labels}}}" if labels else metric.name
-            value = metric.value if hasattr(metric, "value") else getattr(metric, "sum", None)
-            if value is not None:
-                found[name] = float(value)
-        return found
+            name = sample.name.removesuffix("_total")
+            found[f"{name}{{{labels}}}" if labels else name] = float(sample.value)
+    return found
+
+
+def greedy(max_tokens: int, transfer_params: Mapping[str, Any] | None = None) -> Any:
+    """Return sampling parameters that give the same tokens for the same logits."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args=transfer_params and {"kv_transfer_params": dict(transfer_params)},
+    )
 
 
 @contextmanager
@@ -310,19 +221,3 @@ def kvtier_config(**options: object) -> dict[str, Any]:
         "cpu_bytes_to_use": 64 << 20,
         **options,
     }
-
-
-def _child_main() -> None:
-    call = json.loads(sys.argv[1])
-    spec = importlib.util.spec_from_file_location("scenario", call["file"])
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["scenario"] = module
-    spec.loader.exec_module(module)
-    result = getattr(module, call["function"])(**call["arguments"])
-    Path(call["result"]).write_text(json.dumps(result))
-
-
-if __name__ == "__main__":
-    _child_main()

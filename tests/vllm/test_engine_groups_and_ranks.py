@@ -1,0 +1,101 @@
+"""Several KV-cache groups, and several ranks: chunk ids and rows are laid out as vLLM has them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.vllm.children import run_scenario
+from tests.vllm.engine import engine, kvtier_config
+from tests.vllm.play import assert_at_rest, ours_in_shm, play, play_round, prompts_of, whole_blocks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LENGTHS = [700, 400, 130]  #: in tokens; the window is 128, so all but one leave it
+RANKS = 2
+TWO_RANKS = "test-two-ranks"
+RANKS_TIMEOUT_S = 280.0
+FS_READ = 'vllm:kv_offload_tiering_read_bytes{tier="1:fs"}'
+LOADED = "vllm:kv_offload_load_bytes"
+
+
+def memory_then_disk(
+    model: str, root: str, lengths: list[int], options: dict[str, Any]
+) -> list[dict[str, Any]]:
+    config = kvtier_config(secondary_tiers=[{"type": "fs", "root_dir": root}], **options)
+    first = play(model, config, lengths, rounds=2, blocks=160)
+    return first + play(model, config, lengths, rounds=1, blocks=160)
+
+
+@pytest.mark.parametrize(
+    ("options", "block_tokens"),
+    [({}, 32), ({"blocks_per_chunk": 2}, 64)],
+    ids=["one-gpu-block", "two-gpu-blocks"],
+)
+def test_sliding_window_and_full_attention(
+    gemma: Path, tmp_path: Path, log_folder: Path, options: dict[str, Any], block_tokens: int
+) -> None:
+    """A worker that mixes up the groups' chunk ids serves hits and wrong tokens."""
+    cold, memory, disk = run_scenario(
+        memory_then_disk,
+        log_folder=log_folder,
+        model=str(gemma),
+        root=str(tmp_path / "kv"),
+        lengths=LENGTHS,
+        options=options,
+    )
+    expected = whole_blocks(LENGTHS, block_tokens)
+    assert cold["cached"] == [0] * len(LENGTHS)
+    for hits in (memory, disk):
+        assert hits["cached"] == expected
+        assert hits["tokens"] == cold["tokens"]
+        assert_at_rest(hits["statistics"])
+    assert memory["metrics"].get(FS_READ, 0) == 0
+    # Not all of the window's blocks are read, but all of the other group's are.
+    full_attention = sum(expected) // block_tokens * disk["block_bytes"]
+    assert full_attention < disk["metrics"][LOADED] < 2 * full_attention
+    assert disk["metrics"][FS_READ] >= disk["metrics"][LOADED]
+
+
+def two_ranks(model: str, root: str, lengths: list[int], rounds: int) -> list[dict[str, Any]]:
+    config = kvtier_config(secondary_tiers=[{"type": "fs", "root_dir": root}])
+    told = []
+    with engine(
+        model,
+        config,
+        tensor_parallel_size=RANKS,
+        distributed_executor_backend="mp",
+        engine_id=TWO_RANKS,
+    ) as running:
+        for _ in range(rounds):
+            told.append(play_round(running, prompts_of(lengths)))
+            told[-1]["named_in_shm"] = ours_in_shm(TWO_RANKS)
+    return told
+
+
+def test_two_tensor_parallel_ranks(llama: Path, tmp_path: Path, log_folder: Path) -> None:
+    """Each rank writes its own part of a row; a new engine's ranks find theirs."""
+    arguments: dict[str, Any] = {
+        "log_folder": log_folder,
+        "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        "timeout_s": RANKS_TIMEOUT_S,
+        "model": str(llama),
+        "root": str(tmp_path / "kv"),
+        "lengths": LENGTHS,
+    }
+    cold, memory = run_scenario(two_ranks, rounds=2, **arguments)
+    (disk,) = run_scenario(two_ranks, rounds=1, **arguments)
+    expected = whole_blocks(LENGTHS)
+    size = sum(expected) // 32 * cold["block_bytes"]
+    assert cold["cached"] == [0] * len(LENGTHS)
+    for hits in (memory, disk):
+        assert hits["cached"] == expected
+        assert hits["tokens"] == cold["tokens"]
+        assert hits["named_in_shm"] == []  # the name is gone once all ranks have mapped it
+        assert_at_rest(hits["statistics"])
+    assert memory["metrics"].get(FS_READ, 0) == 0
+    assert disk["metrics"][FS_READ] == size
+    # Workers count what each of them copied, and vLLM adds that up.
+    assert disk["metrics"][LOADED] == size

@@ -1,0 +1,84 @@
+"""``kill -9`` at any moment: nothing of ours stays in memory, and the disk serves on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from itertools import count
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from tests.vllm.children import run_scenario, start_scenario
+from tests.vllm.engine import engine, kvtier_config
+from tests.vllm.play import assert_at_rest, ours_in_shm, play, play_round, prompts_of, whole_blocks
+
+LENGTHS = [900, 640, 200]
+WHILE_RUNNING, WHILE_STARTING = "test-killed-running", "test-killed-starting"
+FS_HITS = 'vllm:kv_offload_tiering_chunk_hits{tier="1:fs"}'
+
+
+def config_of(root: str) -> dict[str, Any]:
+    return kvtier_config(secondary_tiers=[{"type": "fs", "root_dir": root}])
+
+
+def write_whole(path: str, text: str) -> None:
+    unfinished = Path(f"{path}.tmp")
+    unfinished.write_text(text)
+    unfinished.rename(path)
+
+
+def work_until_killed(model: str, root: str, ready: str) -> None:
+    """Play one round, say so, then keep all parts busy for ever."""
+    with engine(model, config_of(root), engine_id=WHILE_RUNNING) as running:
+        cold = play_round(running, prompts_of(LENGTHS))
+        write_whole(ready, json.dumps(cold["tokens"]))
+        for number in count(1):
+            running.run(prompts_of(LENGTHS, seed=1000 * number))
+
+
+def start_until_killed(model: str, root: str, ready: str) -> None:
+    """Stop where memory is mapped and still has a name."""
+
+    def build_namespace(*_: Any) -> None:
+        write_whole(ready, ",".join(ours_in_shm(WHILE_STARTING)))
+        signal.pause()
+
+    patch("kvtier.vllm.spec.build_namespace", build_namespace).start()
+    with engine(model, config_of(root), engine_id=WHILE_STARTING):
+        raise AssertionError("the engine has started")
+
+
+def test_engines_killed_at_work_and_at_start(llama: Path, tmp_path: Path, log_folder: Path) -> None:
+    """The name of the memory goes early; what a killed start leaves, the next start sweeps."""
+    arguments = {"model": str(llama), "root": str(tmp_path / "kv")}
+    at_work, at_start = tmp_path / "at_work", tmp_path / "at_start"
+    with (
+        start_scenario(work_until_killed, log_folder, {}, ready=str(at_work), **arguments) as first,
+        start_scenario(
+            start_until_killed, log_folder, {}, ready=str(at_start), **arguments
+        ) as second,
+    ):
+        named = second.wait_for(at_start)
+        tokens = json.loads(first.wait_for(at_work))
+        assert named == f"kvtier_{WHILE_STARTING}"
+        for child in (first, second):
+            assert child.process.poll() is None
+            os.killpg(child.process.pid, signal.SIGKILL)
+            assert child.process.wait() == -signal.SIGKILL
+    assert ours_in_shm(WHILE_RUNNING) == []
+
+    (disk,) = run_scenario(
+        play,
+        log_folder=log_folder,
+        model=str(llama),
+        extra_config=config_of(arguments["root"]),
+        lengths=LENGTHS,
+        rounds=1,
+    )
+    assert ours_in_shm(WHILE_STARTING) == []
+    assert disk["tokens"] == tokens
+    assert disk["cached"] == whole_blocks(LENGTHS)
+    assert disk["metrics"][FS_HITS] == sum(whole_blocks(LENGTHS)) // 32
+    assert_at_rest(disk["statistics"])

@@ -1,0 +1,213 @@
+"""The HTTP server: the engine core in a process of its own, requests and metrics over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from tests.vllm.children import child_environment, kill_group
+from tests.vllm.engine import flat_metrics, kvtier_config
+from tests.vllm.play import ours_in_shm, prompts_of, whole_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+LENGTHS = [500, 900]
+START_TIMEOUT_S = 180.0
+REQUEST_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 60.0
+POLL_S = 0.1
+BLOCK_BYTES = 65_536  #: two of K and V, four layers, two heads of 32 float32 for 32 tokens
+ENGINE_ID = "test-server"
+ONLY_MEMORY = {"kv_load_tiers": [{"medium": "CPU"}]}
+
+QUERIES = "vllm:kv_offload_tiering_chunk_queries"
+HITS = "vllm:kv_offload_tiering_chunk_hits"
+READ = 'vllm:kv_offload_tiering_read_bytes{tier="1:fs"}'
+WRITTEN = 'vllm:kv_offload_tiering_write_bytes{tier="1:fs"}'
+LOADED = "vllm:kv_offload_load_bytes"
+STORED = "vllm:kv_offload_store_bytes"
+
+
+class Server:
+    """One running server, on loopback."""
+
+    def __init__(self, port: int, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        self._port = port
+
+    def call(self, path: str, body: object = None) -> str:
+        """Send GET, or with a ``body`` POST, and return the answer's text."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._port}{path}",
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:
+            text: str = answer.read().decode()
+        return text
+
+    def complete(self, prompt: list[int], max_tokens: int = 8, **extra: Any) -> dict[str, Any]:
+        """Return the tokens and how many tokens of the prompt were not computed."""
+        body = {
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            **extra,
+        }
+        answer = json.loads(self.call("/v1/completions", body))
+        details = answer["usage"].get("prompt_tokens_details") or {}
+        return {
+            "tokens": answer["choices"][0]["token_ids"],
+            "cached": details.get("cached_tokens") or 0,
+        }
+
+    def forget(self, query: str = "") -> None:
+        """Empty the prefix cache; refused while the last transfers end."""
+        deadline_s = time.monotonic() + REQUEST_TIMEOUT_S
+        while not json.loads(self.call(f"/reset_prefix_cache{query}", {}))["success"]:
+            assert time.monotonic() < deadline_s
+            time.sleep(POLL_S)
+
+    def play(self, **extra: Any) -> tuple[list[list[int]], list[int]]:
+        """Complete all prompts with an empty prefix cache; return tokens and cached tokens."""
+        self.forget()
+        answers = [self.complete(prompt, **extra) for prompt in prompts_of(LENGTHS)]
+        return [each["tokens"] for each in answers], [each["cached"] for each in answers]
+
+    def metrics(self) -> dict[str, float]:
+        """Scrape ``/metrics``."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        return flat_metrics(text_string_to_metric_families(self.call("/metrics")))
+
+    def metrics_when(self, reached: Callable[[dict[str, float]], bool]) -> dict[str, float]:
+        """Scrape until ``reached``; a request shorter than a block has counters published."""
+        deadline_s = time.monotonic() + REQUEST_TIMEOUT_S
+        while True:
+            self.complete([3], max_tokens=1)
+            found = self.metrics()
+            if reached(found):
+                return found
+            assert time.monotonic() < deadline_s, found
+            time.sleep(POLL_S)
+
+
+@contextmanager
+def server(model: Path, extra_config: dict[str, Any], log_folder: Path) -> Iterator[Server]:
+    """Start a server and wait until it answers; it is gone afterwards in any case."""
+    log_folder.mkdir(parents=True, exist_ok=True)
+    log_path = log_folder / f"server-{time.monotonic_ns()}.log"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    transfer = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "engine_id": ENGINE_ID,
+        "kv_connector_extra_config": extra_config,
+    }
+    options = {
+        "--model": str(model),
+        "--host": "127.0.0.1",
+        "--port": str(port),
+        "--dtype": "float32",
+        "--block-size": "32",
+        "--num-gpu-blocks-override": "70",
+        "--max-model-len": "2048",
+        "--seed": "0",
+        "--kv-transfer-config": json.dumps(transfer),
+    }
+    flags = ["--enforce-eager", "--skip-tokenizer-init", "--enable-prompt-tokens-details"]
+    command = [sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server", *flags]
+    for name, value in options.items():
+        command += [name, value]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=child_environment(
+                {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"}
+            ),
+            start_new_session=True,
+        )
+    running = Server(port, process)
+    try:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while not is_up(running):
+            ended = process.poll() is not None or time.monotonic() > deadline_s
+            assert not ended, log_path.read_text(errors="replace")[-6000:]
+            time.sleep(POLL_S)
+        yield running
+    finally:
+        kill_group(process)
+
+
+def is_up(running: Server) -> bool:
+    try:
+        running.call("/health")
+    except (urllib.error.URLError, OSError):
+        return False
+    return True
+
+
+def test_a_server_that_is_killed_and_one_that_takes_over(
+    llama: Path, tmp_path: Path, log_folder: Path
+) -> None:
+    """Cold, from memory, then after ``kill -9`` of all its processes from disk."""
+    config = kvtier_config(secondary_tiers=[{"type": "fs", "root_dir": str(tmp_path / "kv")}])
+    expected = whole_blocks(LENGTHS)
+    blocks = sum(expected) // 32
+    size = blocks * BLOCK_BYTES
+
+    with server(llama, config, log_folder) as first:
+        tokens, cached = first.play()
+        assert cached == [0] * len(LENGTHS)
+        first.metrics_when(lambda now: now.get(WRITTEN) == size)
+        assert first.play() == (tokens, expected)
+        seen = first.metrics_when(lambda now: now.get(LOADED) == size)
+        assert seen[STORED] == seen[WRITTEN] == size
+        assert seen.get(READ, 0) == 0
+        assert seen[f'{HITS}{{tier="0:primary"}}'] == blocks
+        assert seen[f'{QUERIES}{{tier="0:primary"}}'] == 2 * blocks
+        assert seen[f'{QUERIES}{{tier="1:fs"}}'] == blocks
+        assert seen["vllm:kv_offload_cpu_cache_usage_perc"] == 0
+        assert seen["vllm:kv_offload_cpu_allocation_size_sum"] == blocks
+        assert seen['vllm:kv_offload_tiering_active_cascade_jobs{tier="1:fs"}'] == 0
+        assert seen['kvtier:primary_slots{state="ready"}'] == blocks
+        assert seen['kvtier:primary_slots{state="quarantined"}'] == 0
+        assert seen['kvtier:tier_breaker_state{tier="1:fs"}'] == 0
+        assert ours_in_shm(ENGINE_ID) == []  # gone already, so a kill can leave nothing
+        os.killpg(first.process.pid, signal.SIGKILL)
+        first.process.wait()
+    assert ours_in_shm(ENGINE_ID) == []
+
+    with server(llama, config, log_folder) as second:
+        # The disk has all of it, and may not be asked.
+        assert second.play(kv_transfer_params=ONLY_MEMORY) == (tokens, [0] * len(LENGTHS))
+        seen = second.metrics_when(lambda now: now.get(STORED) == size)
+        assert seen.get(READ, 0) == 0
+        assert seen.get(f'{QUERIES}{{tier="1:fs"}}', 0) == 0
+        # What it has recomputed is in memory now, which it may use.
+        assert second.play(kv_transfer_params=ONLY_MEMORY) == (tokens, expected)
+
+        second.forget("?reset_external=true")  # memory, not the disk
+        assert second.play() == (tokens, expected)
+        seen = second.metrics_when(lambda now: now.get(READ) == size)
+        assert seen[f'{HITS}{{tier="1:fs"}}'] == blocks
+        assert seen['kvtier:primary_slots{state="quarantined"}'] == 0
+        second.process.send_signal(signal.SIGTERM)
+        assert second.process.wait(STOP_TIMEOUT_S) is not None
+    assert ours_in_shm(ENGINE_ID) == []

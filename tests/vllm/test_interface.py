@@ -1,0 +1,143 @@
+"""vLLM's offloading interface, as installed (0.32) and as it will be (0.33)."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import pytest
+from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec, OffloadingWorker
+
+from kvtier.vllm import KVTierOffloadingSpec
+from kvtier.vllm.cpu_worker import CPUPlatformWorker
+from kvtier.vllm.manager import KVTierManager
+from tests.vllm.children import run_scenario
+from tests.vllm.engine import engine, kvtier_config
+from tests.vllm.play import play_round, prompts_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PAIRS = [
+    (OffloadingManager, KVTierManager),
+    (OffloadingSpec, KVTierOffloadingSpec),
+    (OffloadingWorker, CPUPlatformWorker),
+]
+#: What 0.33 adds, and how it is called there: positional arguments after self.
+ADDED_IN_0_33 = [
+    (KVTierManager, "lock", None),
+    (KVTierManager, "on_reset_flushed", 0),
+    (KVTierManager, "config_info", 0),
+    (KVTierOffloadingSpec, "config_info_keys", 1),
+    (CPUPlatformWorker, "submit_load", 4),
+]
+
+
+def public(base: type) -> Iterator[tuple[str, Any]]:
+    for name, member in inspect.getmembers(base):
+        if not name.startswith("_") and (callable(member) or isinstance(member, property)):
+            yield name, member
+
+
+@pytest.mark.parametrize(("base", "ours"), PAIRS)
+def test_nothing_abstract_is_left(base: type, ours: type) -> None:
+    """An engine would find out when it builds the object."""
+    assert inspect.isabstract(base)
+    assert not inspect.isabstract(ours)
+    assert issubclass(ours, base)
+
+
+@pytest.mark.parametrize(
+    ("base", "ours", "name"),
+    [(base, ours, name) for base, ours in PAIRS for name, _ in public(base)],
+)
+def test_every_public_method_is_provided_with_a_signature_that_fits(
+    base: type, ours: type, name: str
+) -> None:
+    """A default of vLLM's that is taken unseen is a feature that silently is none."""
+    provided = getattr(ours, name)
+    provider = next(each for each in ours.__mro__ if name in vars(each))
+    assert provider is not base, f"{ours.__name__} only inherits {name}"
+    if not callable(provided):
+        return
+    theirs = inspect.signature(getattr(base, name)).parameters
+    mine = inspect.signature(provided).parameters
+    for parameter in theirs.values():
+        assert parameter.name in mine, f"{ours.__name__}.{name} lacks {parameter.name}"
+        assert mine[parameter.name].kind is parameter.kind
+        has_default = parameter.default is not inspect.Parameter.empty
+        assert not has_default or mine[parameter.name].default == parameter.default
+    order = [each for each in mine if each in theirs]
+    assert order == list(theirs)
+    for extra in set(mine) - set(theirs):
+        assert mine[extra].default is not inspect.Parameter.empty
+
+
+@pytest.mark.parametrize(("ours", "name", "arguments"), ADDED_IN_0_33)
+def test_what_0_33_adds_is_there(ours: type, name: str, arguments: int | None) -> None:
+    """The adapter serves both versions; the installed one can't tell that it does."""
+    found = inspect.getattr_static(ours, name)
+    if arguments is None:
+        assert isinstance(found, property)
+        return
+    signature = inspect.signature(getattr(ours, name))
+    takes_self = not isinstance(found, classmethod)
+    signature.bind(*[None] * (arguments + takes_self))
+
+
+def test_submit_load_takes_expedited_by_name_and_without() -> None:
+    """0.32 doesn't pass it; 0.33 does, by keyword."""
+    parameter = inspect.signature(CPUPlatformWorker.submit_load).parameters["expedited"]
+    assert parameter.default is False
+    assert parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+def emitted(model: str, root: str, lengths: list[int]) -> dict[str, Any]:
+    """Note every metric that the manager hands to vLLM, in a run with all kinds of events."""
+    from kvtier.vllm.manager import KVTierManager
+
+    seen: dict[str, int] = {}
+    real = KVTierManager.get_stats
+
+    def get_stats(self: KVTierManager) -> Any:
+        stats = real(self)
+        for name, values in (stats._values if stats is not None else {}).items():
+            for labels in values:
+                seen[name] = len(labels)
+        return stats
+
+    patch.object(KVTierManager, "get_stats", get_stats).start()
+    tiers = [
+        {"type": "fs", "root_dir": root},
+        {"type": "memory", "capacity_bytes": 1 << 20, "faults": {"load": {"fail_every": 2}}},
+    ]
+    config = kvtier_config(cpu_bytes_to_use=30 * 65_536, secondary_tiers=tiers, store_threshold=2)
+    with engine(model, config) as running:
+        *_, last = [play_round(running, prompts_of(lengths)) for _ in range(3)]
+    labels = {
+        name: len(definition.labelnames)
+        for name, definition in KVTierOffloadingSpec.build_metric_definitions(config).items()
+    }
+    return {"seen": seen, "declared": labels, "cached": last["cached"]}
+
+
+def test_metrics_that_are_emitted_have_been_declared(
+    llama: Path, tmp_path: Path, log_folder: Path
+) -> None:
+    """vLLM fails an engine step for a metric that it doesn't know."""
+    told = run_scenario(
+        emitted,
+        log_folder=log_folder,
+        model=str(llama),
+        root=str(tmp_path / "kv"),
+        lengths=[600, 900],
+    )
+    assert sum(told["cached"]) > 0
+    unknown = set(told["seen"]) - set(told["declared"])
+    assert not unknown
+    for name, labels in told["seen"].items():
+        assert told["declared"][name] == labels, name
+    assert {name.split(":")[0] for name in told["seen"]} == {"vllm", "kvtier"}
+    assert len(told["seen"]) > 20
