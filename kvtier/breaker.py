@@ -1,15 +1,27 @@
 """When a tier is given work, and when it is left alone for a while.
 
-The table is ``BREAKER_TABLE``; this adds the counting and the pauses: after
-``failures_max`` failures in a row the tier is left alone for ``pause_s``, then
-one piece of work is tried; each failed trial doubles the pause, up to
+The table is ``BREAKER_TABLE``; this adds the counting and the pauses. Probes,
+loads and stores are counted apart, since one of them may work while another
+hangs: after ``failures_max`` failures of one kind in a row the tier is left
+alone for ``pause_s``. Then one piece of work of that kind is tried, and the
+other kinds are let through; any failure begins a pause twice as long, up to
 ``pause_s_max``.
 """
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 from kvtier.errors import InternalError
 from kvtier.states import BREAKER_TABLE, BreakerEvent, BreakerState
+
+
+class Work(IntEnum):
+    """What a tier is asked to do."""
+
+    PROBE = 0
+    LOAD = 1
+    STORE = 2
 
 
 class Breaker:
@@ -21,34 +33,38 @@ class Breaker:
         self._first_pause_s = pause_s
         self._pause_s_max = pause_s_max
         self._pause_s = pause_s
-        self._failures = 0
+        self._failures = [0] * len(Work)
+        self._sick = Work.PROBE  # the kind of work that failed too often
         self._open_until = 0.0
         self._trial_under_way = False
 
-    def may_send(self) -> bool:
-        """Tell whether work may be sent now; in TRIAL that is one piece."""
+    def may_send(self, work: Work) -> bool:
+        """Tell whether work may be sent now; in TRIAL that is one piece of the sick kind."""
         if self.state is BreakerState.CLOSED:
             return True
-        if self.state is BreakerState.TRIAL and not self._trial_under_way:
-            self._trial_under_way = True
+        if self.state is not BreakerState.TRIAL:
+            return False
+        if work is not self._sick:
             return True
-        return False
+        may = not self._trial_under_way
+        self._trial_under_way = True
+        return may
 
-    def succeeded(self) -> None:
+    def succeeded(self, work: Work) -> None:
         """Note that the tier did some work."""
-        self._failures = 0
-        if self.state is BreakerState.TRIAL:
+        self._failures[work] = 0
+        if self.state is BreakerState.TRIAL and work is self._sick:
             self._move(BreakerEvent.SUCCEEDED)
             self._pause_s = self._first_pause_s
 
-    def failed(self, now: float) -> None:
+    def failed(self, work: Work, now: float) -> None:
         """Note that the tier failed, or let a deadline pass."""
-        self._failures += 1
+        self._failures[work] += 1
         if self.state is BreakerState.TRIAL:
             self._pause_s = min(self._pause_s * 2, self._pause_s_max)
-            self._open(BreakerEvent.FAILED, now)
-        elif self.state is BreakerState.CLOSED and self._failures >= self._failures_max:
-            self._open(BreakerEvent.FAILED_TOO_OFTEN, now)
+            self._open(BreakerEvent.FAILED, work, now)
+        elif self.state is BreakerState.CLOSED and self._failures[work] >= self._failures_max:
+            self._open(BreakerEvent.FAILED_TOO_OFTEN, work, now)
 
     def pass_time(self, now: float) -> None:
         """Begin a trial once the pause is over."""
@@ -64,11 +80,12 @@ class Breaker:
     def restarted(self) -> None:
         """Trust a fresh cell."""
         self._move(BreakerEvent.RESTARTED)
-        self._failures = 0
+        self._failures = [0] * len(Work)
         self._pause_s = self._first_pause_s
 
-    def _open(self, event: BreakerEvent, now: float) -> None:
+    def _open(self, event: BreakerEvent, work: Work, now: float) -> None:
         self._move(event)
+        self._sick = work
         self._open_until = now + self._pause_s
 
     def _move(self, event: BreakerEvent) -> None:

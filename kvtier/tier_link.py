@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from kvtier import messages as m
 from kvtier.actor import Actor, Mailbox
 from kvtier.backend import Outcome
-from kvtier.breaker import Breaker
+from kvtier.breaker import Breaker, Work
 from kvtier.events import Event, EventKind
 from kvtier.metrics import TierCounts, TierStatistics
 from kvtier.states import BreakerState
@@ -45,6 +45,11 @@ class _Job:
         self.started = 0.0
         self.deadline = 0.0
         self.abandoned = False
+
+    @property
+    def work(self) -> Work:
+        """What the breaker calls it."""
+        return Work.LOAD if self.is_load else Work.STORE
 
 
 class _Probe:
@@ -105,13 +110,15 @@ class TierLink(Actor):
     # --- what the primary tier asks for ---
 
     def _probe_keys(self, message: m.ProbeKeys) -> None:
-        if len(self._probes) < self._config.jobs_in_flight_max and self._breaker.may_send():
+        if len(self._probes) < self._config.jobs_in_flight_max and self._breaker.may_send(
+            Work.PROBE
+        ):
             probe_id = self._new_id()
             if self.tier.post(m.Probe(probe=probe_id, keys=message.keys)):
                 deadline = self._now + self._tier_config.probe_timeout_s
                 self._probes[probe_id] = _Probe(message.keys, self._now, deadline)
                 return
-            self._failed("has a full mailbox")
+            self._failed(Work.PROBE, "has a full mailbox")
         self._end_probe(message.keys, (False,) * len(message.keys))
 
     def _promote(self, message: m.Promote) -> None:
@@ -150,12 +157,12 @@ class TierLink(Actor):
             return False
         if job.is_load and self._abandoned_slots > self._config.abandoned_slots_max:
             return False
-        if not self._breaker.may_send():
+        if not self._breaker.may_send(job.work):
             return False
         job_id = self._new_id()
         kind = m.LoadJob if job.is_load else m.StoreJob
         if not self.tier.post(kind(job=job_id, keys=job.keys, slots=job.slots)):
-            self._failed("has a full mailbox")
+            self._failed(job.work, "has a full mailbox")
             return False
         job.started = self._now
         if job.is_load:
@@ -176,10 +183,10 @@ class TierLink(Actor):
             return
         self.counts.probe_seconds.append(self._now - probe.started)
         if len(message.present) != len(probe.keys):
-            self._failed("answered a probe with the wrong number of answers")
+            self._failed(Work.PROBE, "answered a probe with the wrong number of answers")
             self._end_probe(probe.keys, (False,) * len(probe.keys))
             return
-        self._succeeded()
+        self._succeeded(Work.PROBE)
         self._end_probe(probe.keys, message.present)
 
     def _job_ended(self, message: m.JobEnded) -> None:
@@ -198,9 +205,9 @@ class TierLink(Actor):
                 self.primary.post(m.SlotsReleased(slots=job.slots))
                 return
         elif Outcome.FAILED in outcomes:
-            self._failed("failed a load" if job.is_load else "failed a store")
+            self._failed(job.work, "failed a load" if job.is_load else "failed a store")
         else:
-            self._succeeded()
+            self._succeeded(job.work)
         if job.is_load:
             self._end_promotion(job, outcomes)
         else:
@@ -255,13 +262,13 @@ class TierLink(Actor):
         for probe_id in [each for each, probe in self._probes.items() if self._due(probe)]:
             probe = self._probes.pop(probe_id)
             self.counts.probes_timed_out += 1
-            self._failed("did not answer a probe in time")
+            self._failed(Work.PROBE, "did not answer a probe in time")
             self._end_probe(probe.keys, (False,) * len(probe.keys))
         for job in self._jobs.values():
             if not job.abandoned and self._due(job):
                 job.abandoned = True
                 self.counts.jobs_timed_out += 1
-                self._failed("did not end a job in time")
+                self._failed(job.work, "did not end a job in time")
                 if job.is_load:
                     self._abandon(job)
         if self._touched:
@@ -359,16 +366,16 @@ class TierLink(Actor):
     def _end_cascade(self, job: _Job) -> None:
         self.primary.post(m.CascadeEnded(tier=self._number, slots=job.slots, epoch=job.epoch))
 
-    def _succeeded(self) -> None:
+    def _succeeded(self, work: Work) -> None:
         was = self._breaker.state
-        self._breaker.succeeded()
+        self._breaker.succeeded(work)
         if was is BreakerState.TRIAL and self._breaker.state is BreakerState.CLOSED:
             self.log.post(m.Notice(event="tier is back", tier=self._tier_config.name, detail=""))
         self._tell_usable()
 
-    def _failed(self, how: str) -> None:
+    def _failed(self, work: Work, how: str) -> None:
         was = self._breaker.state
-        self._breaker.failed(self._now)
+        self._breaker.failed(work, self._now)
         if was is BreakerState.CLOSED and self._breaker.state is BreakerState.OPEN:
             self.counts.breaker_opened += 1
             self.log.post(

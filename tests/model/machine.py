@@ -374,6 +374,9 @@ class KVTierSpec(Promises, RuleBasedStateMachine):
     def a_step_ends(self, seconds: float, schedule: bytes) -> None:
         """The clock may have jumped meanwhile."""
         world = self.world
+        # What the scheduler has not ended a step for is not the tier's to answer yet.
+        for key in {key for keys in world.primary._whereabouts._unsent.values() for key in keys}:
+            world.pending_since.pop(key, None)
         world.now += seconds
         world.in_order(schedule)
         world.facade.step_end()

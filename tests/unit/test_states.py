@@ -5,7 +5,7 @@ from itertools import pairwise, product
 import pytest
 
 from kvtier import states
-from kvtier.breaker import Breaker
+from kvtier.breaker import Breaker, Work
 from kvtier.errors import InternalError
 from kvtier.slots import GPU, SlotTable
 from kvtier.states import (
@@ -105,35 +105,35 @@ def test_a_quarantined_slot_is_free_when_its_last_user_lets_go() -> None:
 
 def opened() -> Breaker:
     breaker = Breaker(2, 1.0, 3.0)
-    breaker.failed(0.0)
-    assert breaker.may_send()
-    breaker.failed(0.0)
+    breaker.failed(Work.LOAD, 0.0)
+    assert breaker.may_send(Work.LOAD)
+    breaker.failed(Work.LOAD, 0.0)
     assert breaker.state is BreakerState.OPEN
     return breaker
 
 
 def test_failures_in_a_row_open_the_breaker() -> None:
-    assert not opened().may_send()
+    assert not opened().may_send(Work.LOAD)
 
 
 def test_a_success_in_between_starts_the_count_again() -> None:
     breaker = Breaker(2, 1.0, 3.0)
-    breaker.failed(0.0)
-    breaker.succeeded()
-    breaker.failed(0.0)
+    breaker.failed(Work.LOAD, 0.0)
+    breaker.succeeded(Work.LOAD)
+    breaker.failed(Work.LOAD, 0.0)
     assert breaker.state is BreakerState.CLOSED
 
 
 def test_a_trial_is_one_piece_of_work() -> None:
     breaker = opened()
     breaker.pass_time(0.5)
-    assert not breaker.may_send()
+    assert not breaker.may_send(Work.LOAD)
     breaker.pass_time(1.0)
-    assert breaker.may_send()
-    assert not breaker.may_send()
-    breaker.succeeded()
+    assert breaker.may_send(Work.LOAD)
+    assert not breaker.may_send(Work.LOAD)
+    breaker.succeeded(Work.LOAD)
     assert breaker.state is BreakerState.CLOSED
-    assert breaker.may_send()
+    assert breaker.may_send(Work.LOAD)
 
 
 def test_each_failed_trial_doubles_the_pause_up_to_a_bound() -> None:
@@ -143,20 +143,37 @@ def test_each_failed_trial_doubles_the_pause_up_to_a_bound() -> None:
         now += pause
         breaker.pass_time(now)
         assert breaker.state is BreakerState.TRIAL
-        assert breaker.may_send()
-        breaker.failed(now)
+        assert breaker.may_send(Work.LOAD)
+        breaker.failed(Work.LOAD, now)
         breaker.pass_time(now + longer - 0.01)
         assert breaker.state is BreakerState.OPEN
+
+
+def test_probes_that_work_do_not_excuse_loads_that_hang() -> None:
+    """Else each request of a lone user would wait for a load's deadline, for ever."""
+    breaker = Breaker(2, 1.0, 3.0)
+    for _ in range(2):
+        breaker.succeeded(Work.PROBE)
+        breaker.failed(Work.LOAD, 0.0)
+    assert breaker.state is BreakerState.OPEN
+    breaker.pass_time(1.0)
+    assert breaker.may_send(Work.PROBE), "a load can only be tried after a probe"
+    breaker.succeeded(Work.PROBE)
+    assert breaker.state is BreakerState.TRIAL
+    assert breaker.may_send(Work.LOAD)
+    assert not breaker.may_send(Work.LOAD)
+    breaker.failed(Work.LOAD, 2.0)
+    assert breaker.state is BreakerState.OPEN
 
 
 def test_only_a_restart_ends_a_cut_off() -> None:
     breaker = opened()
     breaker.broke()
     breaker.broke()
-    breaker.succeeded()
-    breaker.failed(1.0)
+    breaker.succeeded(Work.LOAD)
+    breaker.failed(Work.LOAD, 1.0)
     breaker.pass_time(100.0)
     assert breaker.state is BreakerState.CUT_OFF
-    assert not breaker.may_send()
+    assert not breaker.may_send(Work.LOAD)
     breaker.restarted()
-    assert breaker.may_send()
+    assert breaker.may_send(Work.LOAD)
