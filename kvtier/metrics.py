@@ -63,6 +63,11 @@ class TierCounts:
         self.promotion_seconds: deque[tuple[float, bool]] = deque(maxlen=OBSERVATIONS_MAX)
 
 
+def numbers(counts: PrimaryCounts | TierCounts) -> dict[str, int | float]:
+    """Return the counters by name, without the observations."""
+    return {name: value for name, value in vars(counts).items() if isinstance(value, int | float)}
+
+
 @dataclass(frozen=True)
 class PrimaryStatistics:
     """One moment of the primary tier. Slots sum up to ``slot_count``."""
@@ -76,13 +81,7 @@ class PrimaryStatistics:
     pinned_slots: int  #: read by the GPU or by cascades now
     promotion_slots: int  #: filling from a tier, or leased to a request
     requests: int
-    queries: int
-    hits: int
-    evictions: int
-    promotions_refused: int
-    stores_skipped: int
-    stores_dropped: int
-    unknown_completions: int
+    counts: Mapping[str, int | float]  #: the numbers of ``PrimaryCounts``, by name
 
 
 @dataclass(frozen=True)

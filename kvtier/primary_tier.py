@@ -10,8 +10,7 @@ Rules that are not rows of a table:
 - A block promoted for a request is leased to it: not evicted before the
   request reads it, finishes, or lets ``lease_timeout_s`` pass.
 - Promotions hold at most all slots but a reserve, so that stores go on.
-
-Which tier has a block is ``kvtier/whereabouts.py``'s to know.
+- Which tier has a block is ``kvtier/whereabouts.py``'s to know.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ from kvtier.backend import Outcome
 from kvtier.cascades import Cascades
 from kvtier.events import PRIMARY, Event, EventKind
 from kvtier.eviction import Eviction
-from kvtier.metrics import PrimaryCounts, PrimaryStatistics
+from kvtier.gpu_loads import GpuLoads
+from kvtier.metrics import PrimaryCounts, PrimaryStatistics, numbers
 from kvtier.promotions import Batch, Promotions
 from kvtier.slots import GPU, SlotTable
 from kvtier.states import BlockState, SlotState
@@ -63,7 +63,6 @@ class PrimaryTier(Actor):
         self.links: list[Mailbox] = []
         self.reply: Callable[[object], None]
         self.counts = PrimaryCounts()
-
         self._config = config
         self._collect_events = collect_events
         self._events: list[Event] = []
@@ -82,15 +81,12 @@ class PrimaryTier(Actor):
         self._eviction = Eviction(self.slots, self._slot_of)
         self._requests: dict[RequestId, _Request] = {}
         self._whereabouts = Whereabouts(len(config.tiers), config.known_keys_max)
-        # The GPU loads under way: request → key → how many. Ended ones and older epochs' are not
-        # in it, so that a completion that nobody waits for takes nobody's pin.
-        self._reading: dict[RequestId, dict[Key, int]] = {}
+        self._gpu_loads = GpuLoads()
         self._cascades = Cascades(self.slots, self._slot_of, config.tiers)
         self._epoch = 0
         self._step = 0
         self._now = 0.0
-
-        self._store_wanted: list[Key] = []
+        self._store_wanted: list[Key] = []  # by the store that waits for victims
 
     def connect(self, policy: Mailbox, links: Sequence[Mailbox]) -> None:
         """Tell the actor where its policy and its links are."""
@@ -114,14 +110,14 @@ class PrimaryTier(Actor):
             m.TakeEvents: self._take_events,
             m.LoadSource: self._load_source,
             m.Victims: self._victims,
-            m.ProbeEnded: self._probe_ended,
+            m.ProbeEnded: lambda x: self._whereabouts.answered(x.tier, x.keys, x.present),
             m.PromotionEnded: self._promotion_ended,
             m.PromotionAbandoned: self._promotion_abandoned,
             m.SlotsReleased: self._slots_released,
             m.CascadeEnded: self._cascade_ended,
-            m.TierUsable: self._tier_usable,
-            m.PresenceLearned: self._presence_learned,
-            m.TierForgotten: self._tier_forgotten,
+            m.TierUsable: lambda x: self._whereabouts.set_usable(x.tier, usable=x.usable),
+            m.PresenceLearned: lambda x: self._whereabouts.learn(x.tier, x.added, x.removed),
+            m.TierForgotten: lambda x: self._whereabouts.forget_tier(x.tier),
             m.LinkFailed: self._link_failed,
         }
 
@@ -144,7 +140,7 @@ class PrimaryTier(Actor):
 
     def statistics(self) -> PrimaryStatistics:
         """Return a frozen snapshot."""
-        slots, counts = self.slots, self.counts
+        slots = self.slots
         return PrimaryStatistics(
             slot_count=slots.count,
             free_slots=len(slots.free),
@@ -155,13 +151,7 @@ class PrimaryTier(Actor):
             pinned_slots=slots.pinned,
             promotion_slots=self._promotions.held_slots,
             requests=len(self._requests),
-            queries=counts.queries,
-            hits=counts.hits,
-            evictions=counts.evictions,
-            promotions_refused=counts.promotions_refused,
-            stores_skipped=counts.stores_skipped,
-            stores_dropped=counts.stores_dropped,
-            unknown_completions=counts.unknown_completions,
+            counts=numbers(self.counts),
         )
 
     def _lookup(self, message: m.Lookup) -> None:
@@ -234,29 +224,16 @@ class PrimaryTier(Actor):
                 return
             found.append(slot)
         slots.pin(slots.gpu_readers, found)
-        reading = self._reading.setdefault(message.request, {})
-        for key in message.keys:
-            reading[key] = reading.get(key, 0) + 1
+        self._gpu_loads.begin(message.request, message.keys)
         self.policy.post(m.Touched(keys=message.keys, request=message.request))
         self.policy.post(m.Held(keys=message.keys))
         self._end_leases(message.request, message.keys)
         self.reply(found)
 
     def _complete_load(self, message: m.CompleteLoad) -> None:
-        reading = self._reading.get(message.request, {})
-        read = []
-        for key in message.keys:
-            loads = reading.get(key)
-            if loads is None:  # Of an older epoch, or never begun.
-                self.counts.unknown_completions += 1
-                continue
-            if loads > 1:
-                reading[key] = loads - 1
-            else:
-                del reading[key]
-            read.append(self._slot_of[key])
-        if read and not reading:
-            del self._reading[message.request]
+        ended = self._gpu_loads.end(message.request, message.keys)
+        self.counts.unknown_completions += len(message.keys) - len(ended)
+        read = [self._slot_of[key] for key in ended]
         self.slots.unpin(self.slots.gpu_readers, read)
         self._unhold(read)
         self.reply(None)
@@ -477,7 +454,7 @@ class PrimaryTier(Actor):
         unsent = self._promotions.reset()
         for request in self._requests.values():
             request.sources.clear()
-        self._reading.clear()
+        self._gpu_loads.reset()
         self._cascades.reset()
         self._whereabouts.reset()
         self._slot_of.clear()
@@ -492,18 +469,6 @@ class PrimaryTier(Actor):
         self.reply(None)
 
     # --- what links say ---
-
-    def _probe_ended(self, message: m.ProbeEnded) -> None:
-        self._whereabouts.answered(message.tier, message.keys, message.present)
-
-    def _tier_usable(self, message: m.TierUsable) -> None:
-        self._whereabouts.set_usable(message.tier, usable=message.usable)
-
-    def _presence_learned(self, message: m.PresenceLearned) -> None:
-        self._whereabouts.learn(message.tier, message.added, message.removed)
-
-    def _tier_forgotten(self, message: m.TierForgotten) -> None:
-        self._whereabouts.forget_tier(message.tier)
 
     def _link_failed(self, message: m.LinkFailed) -> None:
         """Give up all that the tier was to fill; nobody will say when it lets go."""

@@ -22,7 +22,7 @@ from kvtier.actor import Actor, Mailbox
 from kvtier.backend import Outcome
 from kvtier.breaker import Breaker, Work
 from kvtier.events import Event, EventKind
-from kvtier.metrics import TierCounts, TierStatistics
+from kvtier.metrics import TierCounts, TierStatistics, numbers
 from kvtier.states import BreakerState
 
 if TYPE_CHECKING:
@@ -415,9 +415,5 @@ class TierLink(Actor):
             cascade_jobs_in_flight=stores,
             promotion_slots=sum(len(job.slots) for job in self._jobs.values() if job.is_load),
             cascade_slots=self._cascade_slots,
-            counts={
-                name: value
-                for name, value in vars(self.counts).items()
-                if isinstance(value, int | float)
-            },
+            counts=numbers(self.counts),
         )

@@ -132,14 +132,18 @@ class MetricsExporter:
         for state in _SLOT_STATES:
             stats.set_gauge(_SLOTS, getattr(now, f"{state}_slots"), (state,))
         for name in _OWN_PRIMARY_COUNTERS:
-            self._count(stats, f"kvtier:primary_{name}", getattr(now, name))
+            self._count(stats, f"kvtier:primary_{name}", now.counts[name])
         self._count(
-            stats, TieringOffloadingMetrics.PROMOTION_ALLOCATION_FAILURES, now.promotions_refused
+            stats,
+            TieringOffloadingMetrics.PROMOTION_ALLOCATION_FAILURES,
+            now.counts["promotions_refused"],
         )
         if self._counts_skipped_stores:
-            self._count(stats, CPUOffloadingMetrics.STORES_SKIPPED, now.stores_skipped)
-        self._count(stats, TieringOffloadingMetrics.CHUNK_QUERIES, now.queries, _PRIMARY_LABEL)
-        self._count(stats, TieringOffloadingMetrics.CHUNK_HITS, now.hits, _PRIMARY_LABEL)
+            self._count(stats, CPUOffloadingMetrics.STORES_SKIPPED, now.counts["stores_skipped"])
+        self._count(
+            stats, TieringOffloadingMetrics.CHUNK_QUERIES, now.counts["queries"], _PRIMARY_LABEL
+        )
+        self._count(stats, TieringOffloadingMetrics.CHUNK_HITS, now.counts["hits"], _PRIMARY_LABEL)
 
     def _take_tier(
         self, stats: OffloadingConnectorStats, now: TierStatistics, slot_count: int

@@ -321,7 +321,7 @@ def test_a_block_is_stored_once_it_was_offered_often_enough() -> None:
     assert first is not None
     assert second is not None
     assert (first.keys, second.keys) == ([], keys)
-    assert story.facade.statistics().primary.stores_skipped == 2
+    assert story.facade.statistics().primary.counts["stores_skipped"] == 2
 
 
 def test_a_failed_store_leaves_nothing_behind() -> None:
@@ -346,7 +346,7 @@ def test_completions_of_what_never_began_are_counted_and_ignored() -> None:
     story.store(keys_of(1))
     story.facade.complete_load(keys_of(1), "r")
     story.facade.complete_store(keys_of(3), "r")
-    assert story.facade.statistics().primary.unknown_completions == 4
+    assert story.facade.statistics().primary.counts["unknown_completions"] == 4
 
 
 def test_a_closed_runtime_says_so() -> None:

@@ -1,0 +1,50 @@
+"""The GPU loads under way, by request.
+
+A completion takes only what its own request began in this epoch: one that
+nobody waits for (older than a reset, or doubled) takes nobody's pin.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvtier.messages import Key, RequestId
+
+
+class GpuLoads:
+    """Counts how often each request is loading each key."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[RequestId, dict[Key, int]] = {}
+
+    def begin(self, request: RequestId, keys: Iterable[Key]) -> None:
+        """Note that the GPU begins to read ``keys``."""
+        loads = self._under_way.setdefault(request, {})
+        for key in keys:
+            loads[key] = loads.get(key, 0) + 1
+
+    def end(self, request: RequestId, keys: Iterable[Key]) -> list[Key]:
+        """Note that the GPU has read ``keys``; return those that it had begun to."""
+        loads = self._under_way.get(request)
+        if loads is None:
+            return []
+        ended = []
+        for key in keys:
+            count = loads.get(key)
+            if count is None:
+                continue
+            if count > 1:
+                loads[key] = count - 1
+            else:
+                del loads[key]
+            ended.append(key)
+        if not loads:
+            del self._under_way[request]
+        return ended
+
+    def reset(self) -> None:
+        """Forget all loads: a new epoch begins."""
+        self._under_way.clear()
