@@ -1,0 +1,93 @@
+"""The scheduler's mapping of vLLM's own region, which is what platforms with a device use.
+
+vLLM's class maps memory on any machine; only the worker that copies needs the device.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROW_BYTES = 65536
+SLOTS = 3
+
+
+class Engine:
+    """A spec's few attributes, and the region as vLLM's worker of rank 0 maps it."""
+
+    def __init__(self) -> None:
+        from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+
+        from kvtier.vllm.region_header import HEADER_BYTES
+
+        rows = SLOTS + -(-HEADER_BYTES // ROW_BYTES)
+        self.engine_id = f"test-{uuid4().hex}"
+        self.path = Path(f"/dev/shm/vllm_offload_{self.engine_id}.mmap")
+        self.spec: Any = SimpleNamespace(
+            config=SimpleNamespace(engine_id=self.engine_id),
+            num_chunks=rows,
+            block_bytes=ROW_BYTES,
+            slot_count=SLOTS,
+            cpu_page_size_per_worker=ROW_BYTES,
+        )
+        self.worker: Any = SharedOffloadRegion(
+            engine_id=self.engine_id,
+            num_chunks=rows,
+            rank=0,
+            kv_bytes_per_chunk=ROW_BYTES,
+            cpu_page_size=ROW_BYTES,
+        )
+
+    def announce(self) -> None:
+        """Leave what a worker leaves for the scheduler."""
+        from kvtier.vllm.spec import _HeaderMap
+
+        mapped = _HeaderMap(self.engine_id, SLOTS, ROW_BYTES)
+        header = mapped.header(1)
+        header.publish({"model": "m"})
+        header.mark_mapped(0)
+        mapped.close()
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine()
+    yield engine
+    engine.worker.cleanup()
+    engine.path.unlink(missing_ok=True)
+
+
+def test_the_scheduler_sees_the_workers_bytes_and_facts(engine: Engine) -> None:
+    from kvtier.vllm.spec import VLLMRegion
+
+    engine.announce()
+    engine.worker.base_tensor[ROW_BYTES : ROW_BYTES + 4] = 7
+    region = VLLMRegion(engine.spec, 1)
+    assert region.header.read() == {"model": "m"}
+    assert len(region.rows) == SLOTS * ROW_BYTES
+    assert bytes(region.rows[ROW_BYTES : ROW_BYTES + 4]) == b"\x07" * 4
+    region.rows[0] = 9
+    assert int(engine.worker.base_tensor[0]) == 9
+    region.close()
+    region.close()
+
+
+def test_the_name_goes_once_every_rank_has_mapped_the_region(engine: Engine) -> None:
+    """vLLM leaves the file behind when an engine is killed (vllm#57303)."""
+    from kvtier.vllm.spec import VLLMRegion
+
+    region = VLLMRegion(engine.spec, 1)
+    assert not region.try_unlink()
+    assert engine.path.exists()
+    engine.announce()
+    assert region.try_unlink()
+    assert not engine.path.exists()
+    assert region.try_unlink()
+    region.close()
