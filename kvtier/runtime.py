@@ -18,7 +18,7 @@ from kvtier.tier_cell import TierCell
 from kvtier.tier_link import TierLink
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvtier.actor import Actor
     from kvtier.backend import Backend, Namespace
@@ -49,13 +49,17 @@ def open_runtime(
             f"slot_count={config.slot_count}, block_bytes={config.block_bytes}. Make them equal."
         )
     engine_policy = make_policy(config.eviction_policy, config.slot_count)
-    backends = _make_backends(config, namespace)
+    makers = [
+        partial(make_backend, tier, BackendContext(config.block_bytes, namespace, tier.name))
+        for tier in config.tiers
+    ]
+    backends = _make_backends(config, makers)
     policies = [_policy_maker(config, tier, backend) for tier, backend in enumerate(backends)]
 
     engine = build_engine(config, engine_policy, collect_events=collect_events)
     tier_cells = []
-    for tier, backend, make_tier_policy, link in zip(
-        config.tiers, backends, policies, engine.links, strict=True
+    for tier, backend, maker, make_tier_policy, link in zip(
+        config.tiers, backends, makers, policies, engine.links, strict=True
     ):
         cell = TierCell(
             tier.name,
@@ -63,6 +67,7 @@ def open_runtime(
             memory,
             engine.cell.inbox(link),
             messages_max=config.mailbox_messages_max,
+            make_backend=maker,
             make_policy=make_tier_policy,
         )
         link.tier = cell
@@ -123,12 +128,11 @@ def build_engine(
     return Engine(cell, primary, links, host)
 
 
-def _make_backends(config: RuntimeConfig, namespace: Namespace) -> list[Backend]:
+def _make_backends(config: RuntimeConfig, makers: Sequence[Callable[[], Backend]]) -> list[Backend]:
     backends = []
     owner_of: dict[str, str] = {}
-    for tier in config.tiers:
-        context = BackendContext(config.block_bytes, namespace, tier.name)
-        backend = make_backend(tier, context)
+    for tier, maker in zip(config.tiers, makers, strict=True):
+        backend = maker()
         place = backend.place
         if place is not None:
             if place in owner_of:

@@ -69,10 +69,13 @@ class TierCell:
         link: Mailbox,
         *,
         messages_max: int,
+        make_backend: Callable[[], Backend],
         make_policy: Callable[[], EvictionPolicy] | None = None,
     ) -> None:
+        """``backend`` serves first; ``make_backend`` makes another for each new beginning."""
         self.name = name
         self.backend = backend
+        self._make_backend = make_backend
         self._memory = memory
         self._link = link
         self._messages_max = messages_max
@@ -150,13 +153,14 @@ class TierCell:
         pause_s = RESTART_PAUSE_S
         while not self._ending.is_set():
             try:
+                if self._broke_of is not None:
+                    self._begin_anew()
                 anyio.run(self._live)
             except Exception as error:  # noqa: BLE001 - a bug in a tier must not reach the engine
                 self._break_down(error)
                 if self._ending.wait(pause_s):
                     return
                 pause_s = min(2 * pause_s, RESTART_PAUSE_S_MAX)
-                self._build()
 
     def _break_down(self, error: Exception) -> None:
         with self._taking:
@@ -173,6 +177,11 @@ class TierCell:
             if self._ending.wait(QUIET_POLL_S):
                 return
         self._link.post(m.TierFenced())
+
+    def _begin_anew(self) -> None:
+        """Replace the actors, and the backend: a closed one isn't opened again."""
+        self.backend = self._make_backend()
+        self._build()
 
     def _back_again(self) -> None:
         """Take messages again, after the backend of a cell that broke could be opened."""

@@ -106,6 +106,7 @@ class Bench:
             self.memory,
             self.link,
             messages_max=16,
+            make_backend=lambda: backend,
             make_policy=None if capacity is None else lambda: LRUPolicy(capacity),
         )
         self.cell.start()

@@ -174,6 +174,10 @@ class FsBackend(Backend):
         for threads in (self._readers, self._writers, self._probers):
             threads.stop()
 
+    def busy_threads(self) -> int:
+        """Count the calls that may still touch a block's buffer, cancelled and hung ones too."""
+        return self._readers.busy() + self._writers.busy()
+
     def counters(self) -> Mapping[str, int]:
         """Return counts of what went wrong, by kind; kinds that never did are left out."""
         return self._ledger.counts()

@@ -1,0 +1,131 @@
+"""A whole runtime: real cells, real threads, the real ``fs`` backend."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvtier import ConfigError, Namespace, RuntimeConfig, SlotMemory, open_runtime, tier_cell
+from kvtier.secondary_tier import SecondaryTier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kvtier import SchedulerFacade
+
+BLOCK_BYTES = 4096
+SLOTS = 4
+WAIT_S = 20.0
+KEYS = [bytes([number]) * 32 + bytes(4) for number in range(SLOTS)]
+
+
+class Runtime:
+    """A runtime over one ``fs`` tier, and what a scheduler and its GPU would do with it."""
+
+    def __init__(self, root: Path, **settings: object) -> None:
+        config = RuntimeConfig.from_mapping(
+            {
+                "cascade_slots_fraction_max": 1.0,
+                "secondary_tiers": [{"type": "fs", "root_dir": str(root), "n_read_threads": 2}],
+                **settings,
+            },
+            slot_count=SLOTS,
+            block_bytes=BLOCK_BYTES,
+        )
+        self.memory = SlotMemory.anonymous(SLOTS, BLOCK_BYTES)
+        self.facade: SchedulerFacade = open_runtime(config, self.memory, Namespace({"model": "m"}))
+
+    def until(self, done: Callable[[], object]) -> None:
+        """Step until ``done()``; threads of tiers run between the steps."""
+        pause = threading.Event()
+        for _ in range(int(WAIT_S * 1000)):
+            if done():
+                return
+            self.facade.step_end()
+            pause.wait(0.001)
+        raise AssertionError("it never came to pass")
+
+    def store(self, keys: list[bytes]) -> None:
+        self.facade.on_request_started("writer")
+        grant = self.facade.prepare_store(keys, "writer")
+        assert grant is not None
+        for key, slot in zip(grant.keys, grant.slots, strict=True):
+            self.memory.view(slot)[:] = key[:1] * BLOCK_BYTES
+        self.facade.complete_store(grant.keys, "writer")
+        self.facade.on_request_finished("writer")
+        self.until(lambda: not self.facade.has_pending_work())
+
+    def hits(self, keys: list[bytes], request: str) -> int:
+        """Return how many blocks are served, all of them with their own bytes."""
+        self.facade.on_request_started(request)
+        self.until(lambda: self.facade.lookup_prefix(keys, request) is not None)
+        found = self.facade.lookup_prefix(keys, request)
+        assert found is not None
+        slots = self.facade.prepare_load(keys[:found], request)
+        for key, slot in zip(keys, slots, strict=False):
+            assert self.memory.view(slot) == key[:1] * BLOCK_BYTES
+        self.facade.complete_load(keys[:found], request)
+        self.facade.on_request_finished(request)
+        return found
+
+
+def test_blocks_survive_the_runtime_that_stored_them(tmp_path: Path) -> None:
+    first = Runtime(tmp_path / "kv")
+    first.store(KEYS)
+    assert first.facade.close() is True
+    first.memory.release()
+    second = Runtime(tmp_path / "kv")
+    assert second.hits(KEYS[:3], "r") == 3
+    assert second.facade.close() is True
+
+
+def test_closing_over_a_hung_read_says_that_the_memory_is_in_use(tmp_path: Path) -> None:
+    """The read may end much later, and write into a slot: it must still be there."""
+    first = Runtime(tmp_path / "kv")
+    first.store(KEYS[:1])
+    first.facade.close()
+    (path,) = (tmp_path / "kv").rglob("*.kv")
+    path.unlink()
+    os.mkfifo(path)
+    second = Runtime(tmp_path / "kv", close_timeout_s=0.2)
+    second.facade.on_request_started("r")
+    second.until(lambda: second.facade.lookup(KEYS[0], "r") is not False)
+    second.until(
+        lambda: (
+            second.facade.statistics().primary.filling_from_tiers_slots
+            or second.facade.lookup(KEYS[0], "r")
+        )
+    )
+    assert second.facade.close() is False
+    os.close(os.open(path, os.O_RDWR))
+
+
+def test_a_tier_that_broke_serves_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fresh actors and a fresh backend: a closed one's threads are gone."""
+    monkeypatch.setattr(tier_cell, "RESTART_PAUSE_S", 0.001)
+    monkeypatch.setattr(tier_cell, "QUIET_POLL_S", 0.001)
+    runtime = Runtime(tmp_path / "kv")
+    runtime.store(KEYS[:2])
+
+    def broken(_self: SecondaryTier) -> None:
+        raise RuntimeError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SecondaryTier, "_start_parts", broken)
+        runtime.facade.reset()
+        assert runtime.hits(KEYS[:1], "while it breaks") == 0
+        runtime.until(lambda: runtime.facade.statistics().tiers[0].counts["broke"])
+    runtime.until(lambda: runtime.facade.statistics().tiers[0].breaker == "CLOSED")
+    assert runtime.hits(KEYS[:2], "after it") == 2
+    assert runtime.facade.statistics().primary.quarantined_slots == 0
+    assert runtime.facade.close() is True
+
+
+def test_memory_that_does_not_fit_is_refused() -> None:
+    config = RuntimeConfig(slot_count=2, block_bytes=BLOCK_BYTES)
+    with pytest.raises(ConfigError, match=r"memory of 4 slots .* does not fit slot_count=2"):
+        open_runtime(config, SlotMemory.anonymous(4, BLOCK_BYTES), Namespace({}))
