@@ -174,14 +174,15 @@ class PrimaryTier(Actor):
             if key not in request.counted:
                 request.counted.add(key)
                 self.counts.queries += 1
-            self._look_elsewhere(message)
+            found = self._whereabouts.find(key, message.request)
+            if isinstance(found, BlockState):
+                self.reply(found)
+            else:
+                self._promote(message, found)
 
-    def _look_elsewhere(self, message: m.Lookup) -> None:
-        """Promote from the tier that has the key, or say why that can't be now."""
-        tier = self._whereabouts.find(message.key, message.request)
-        if isinstance(tier, BlockState):
-            self.reply(tier)
-        elif not self._promotions.has_room():
+    def _promote(self, message: m.Lookup, tier: int) -> None:
+        """Promote from the tier that has the key, if there is room."""
+        if not self._promotions.has_room():
             self.counts.promotions_refused += 1
             self.reply(ABSENT)
         elif self.slots.free or self._eviction.make_room(message, self._config.evict_batch_slots):
