@@ -132,14 +132,15 @@ class TierCell:
         """Ask the cell to end and wait up to ``timeout_s``. False: something still runs.
 
         False means that a thread of the tier may still touch the slots: the
-        memory must stay mapped.
+        memory must stay mapped. What was begun may take all of the time but
+        the last ``ABANDON_S``; then it is given up.
         """
         self.ask_to_end()
-        self._thread.join(timeout_s)
+        self._thread.join(max(0.0, timeout_s - ABANDON_S))
         if self._thread.is_alive():
             self._abandoned = True
             self._wake()
-            self._thread.join(ABANDON_S)
+            self._thread.join(min(timeout_s, ABANDON_S))
         return not self._thread.is_alive() and self._driver.is_quiet()
 
     def _later(self, actor: Actor | BackendDriver, message: Message) -> None:
