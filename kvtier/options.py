@@ -91,7 +91,7 @@ class Options:
         """Refuse a key of vLLM's that has no meaning here, with what to do instead."""
         if self.has(key):
             raise self.error(key, self._values[key], remedy)
-        self._known.add(key)
+        self._values.pop(key, None)
 
     def finish(self) -> None:
         """Refuse every key that was neither read nor allowed."""
