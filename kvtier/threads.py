@@ -66,14 +66,14 @@ class DaemonThreads:
             if future.cancelled():
                 self._unended.discard(future)
                 continue
+            result, error = None, None
             try:
                 result = call()
-            except BaseException as error:  # noqa: BLE001 - handed to the caller, not swallowed
-                _report(loop, future, None, error)
-            else:
-                _report(loop, future, result, None)
-            finally:
-                self._unended.discard(future)
+            except BaseException as raised:  # noqa: BLE001 - handed to the caller, not swallowed
+                error = raised
+            # Before the report: whoever has it may count on the call being over.
+            self._unended.discard(future)
+            _report(loop, future, result, error)
 
 
 def _report(
