@@ -1,0 +1,134 @@
+"""ARC: what two requests used is kept from a scan; ghosts move the target; tails before heads."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.policies.arc import ARCPolicy
+
+
+def keys_of(text: str) -> list[bytes]:
+    return [letter.encode() for letter in text]
+
+
+def admit(policy: ARCPolicy, text: str, request: str) -> None:
+    policy.admit(keys_of(text), request, held=False)
+
+
+def victims(policy: ARCPolicy, count: int, spare: str = "") -> str:
+    return b"".join(policy.choose_victims(count, frozenset(keys_of(spare)))).decode()
+
+
+def test_tails_go_before_heads_and_old_requests_before_new_ones() -> None:
+    policy = ARCPolicy(8)
+    admit(policy, "abc", "r1")
+    admit(policy, "def", "r2")
+    assert victims(policy, 4) == "cbaf"
+
+
+def test_blocks_that_two_requests_used_outlive_a_scan() -> None:
+    policy = ARCPolicy(6)
+    admit(policy, "ab", "r1")
+    policy.touch(keys_of("ab"), "r2")
+    for number, scanned in enumerate(["cd", "ef", "gh"]):
+        admit(policy, scanned, f"scan {number}")
+    assert victims(policy, 6) == "dcfehg"
+    assert victims(policy, 6) == "ba"
+
+
+def test_a_request_that_uses_its_own_blocks_again_does_not_make_them_frequent() -> None:
+    policy = ARCPolicy(4)
+    admit(policy, "ab", "r1")
+    policy.touch(keys_of("ab"), "r1")
+    admit(policy, "c", "r2")
+    assert victims(policy, 3) == "bac"
+
+
+def test_a_recent_ghost_that_comes_back_is_frequent_and_gives_recent_blocks_more_room() -> None:
+    policy = ARCPolicy(2)
+    admit(policy, "ab", "r1")
+    policy.touch(keys_of("a"), "r2")  # a is frequent, b recent
+    assert victims(policy, 1) == "b"
+    admit(policy, "b", "r3")  # b comes back: frequent, and the target of recent blocks is 1
+    assert victims(policy, 1) == "a"
+    admit(policy, "c", "r4")
+    assert victims(policy, 1) == "b", "one recent block is within the target"
+    assert victims(policy, 1) == "c", "nothing else is left"
+
+
+def test_a_frequent_ghost_that_comes_back_takes_the_room_again() -> None:
+    policy = ARCPolicy(2)
+    admit(policy, "ab", "r1")
+    policy.touch(keys_of("a"), "r2")
+    assert victims(policy, 1) == "b"
+    admit(policy, "b", "r3")
+    assert victims(policy, 1) == "a"
+    admit(policy, "a", "r4")  # a frequent ghost: the target of recent blocks is 0 again
+    admit(policy, "c", "r5")
+    assert victims(policy, 1) == "c"
+
+
+def test_what_is_held_stays_held_when_it_becomes_frequent() -> None:
+    policy = ARCPolicy(4)
+    policy.admit(keys_of("ab"), "r1", held=True)
+    policy.touch(keys_of("a"), "r2")
+    assert victims(policy, 4) == ""
+    policy.unhold(keys_of("a"))
+    assert victims(policy, 4) == "a"
+
+
+def test_what_is_taken_back_is_the_next_to_go() -> None:
+    policy = ARCPolicy(4)
+    admit(policy, "abc", "r1")
+    chosen = policy.choose_victims(2, frozenset())
+    policy.take_back(chosen)
+    assert len(policy) == 3
+    assert victims(policy, 3) == "cba"
+
+
+KEYS = st.sampled_from(keys_of("abcdefgh"))
+STEPS = st.one_of(
+    st.tuples(st.just("admit"), st.lists(KEYS, unique=True), st.booleans()),
+    st.tuples(st.just("touch"), st.lists(KEYS, unique=True), st.integers(0, 3)),
+    st.tuples(st.just("hold"), st.lists(KEYS, unique=True)),
+    st.tuples(st.just("unhold"), st.lists(KEYS, unique=True)),
+    st.tuples(st.just("forget"), st.lists(KEYS, unique=True)),
+    st.tuples(st.just("choose"), st.integers(0, 8), st.sets(KEYS)),
+    st.tuples(st.just("end"), st.integers(0, 3)),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(history=st.lists(STEPS, max_size=40))
+def test_it_gives_what_it_has_and_never_what_is_held_or_spared(history: list[tuple]) -> None:
+    policy = ARCPolicy(8)
+    resident: set[bytes] = set()
+    held: set[bytes] = set()
+    for number, (verb, *given_) in enumerate(history):
+        if verb == "admit":
+            new = [key for key in given_[0] if key not in resident]
+            policy.admit(new, f"r{number % 4}", held=given_[1])
+            resident |= set(new)
+            held |= set(new) if given_[1] else set()
+        elif verb == "touch":
+            policy.touch(given_[0], f"r{given_[1]}")
+        elif verb in {"hold", "unhold"}:
+            known = [key for key in given_[0] if key in resident]
+            getattr(policy, verb)(known)
+            held = held | set(known) if verb == "hold" else held - set(known)
+        elif verb == "forget":
+            policy.forget(given_[0])
+            resident -= set(given_[0])
+            held -= set(given_[0])
+        elif verb == "end":
+            policy.end_request(f"r{given_[0]}", None)
+        else:
+            chosen = policy.choose_victims(given_[0], given_[1])
+            assert len(set(chosen)) == len(chosen)
+            assert not set(chosen) & (held | given_[1])
+            assert len(chosen) == min(given_[0], len(resident - held - given_[1]))
+            resident -= set(chosen)
+        assert len(policy) == len(resident)
+        ghosts = len(policy._recent_ghosts) + len(policy._frequent_ghosts)
+        assert ghosts <= 2 * policy.capacity
