@@ -54,8 +54,10 @@ class ARCPolicy(EvictionPolicy):
                 back.append(key)
             else:
                 new.append(key)
-        self._recent.admit(new, request, held=held)
-        self._frequent.admit(back, request, held=held)
+        self._recent.admit(new, request, held=False)
+        self._frequent.admit(back, request, held=False)
+        if held:
+            self.hold(keys)
         self._brought_by.update(dict.fromkeys(new, request))
 
     def touch(self, keys: Sequence[Key], request: RequestId) -> None:
@@ -63,19 +65,17 @@ class ARCPolicy(EvictionPolicy):
         again = [
             key for key in keys if key in self._recent and self._brought_by.get(key) != request
         ]
-        held = [key for key in again if self._recent.is_held(key)]
         self._recent.forget(again)
         for key in again:
             self._brought_by.pop(key, None)
         self._recent.touch(keys, request)
         self._frequent.admit(again, request, held=False)
-        self._frequent.hold(held)
         self._frequent.touch(keys, request)
 
     def hold(self, keys: Sequence[Key]) -> None:
-        """See ``EvictionPolicy.hold``."""
-        for part in (self._recent, self._frequent):
-            part.hold([key for key in keys if key in part])
+        """See ``EvictionPolicy.hold``. Told to both lists: a held block may change between them."""
+        self._recent.hold(keys)
+        self._frequent.hold(keys)
 
     def unhold(self, keys: Sequence[Key]) -> None:
         """See ``EvictionPolicy.unhold``."""

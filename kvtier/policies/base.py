@@ -33,7 +33,10 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def hold(self, keys: Sequence[Key]) -> None:
-        """Never choose ``keys`` until ``unhold``. A key is held once, however often asked."""
+        """Never choose ``keys`` until ``unhold``, resident already or not.
+
+        A key is held once, however often asked.
+        """
 
     @abstractmethod
     def unhold(self, keys: Sequence[Key]) -> None:

@@ -147,10 +147,6 @@ class LRUPolicy(EvictionPolicy):
         """Tell whether the key is resident."""
         return key in self._run_of
 
-    def is_held(self, key: Key) -> bool:
-        """Tell whether the key must not be chosen now."""
-        return key in self._held
-
     def _newest(self, request: RequestId) -> _Run:
         run = self._runs.get(request)
         if run is None:

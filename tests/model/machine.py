@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvtier.messages import Key
+    from kvtier.policies.base import EvictionPolicy
 
 SCHEDULES = st.one_of(st.just(b""), st.binary(max_size=10))
 PICKS = st.integers(0, 7)
@@ -88,11 +89,12 @@ class KVTierSpec(Promises, RuleBasedStateMachine):
     """The runtime, seen from a scheduler and from its tiers."""
 
     shapes: ClassVar[st.SearchStrategy[Shape]] = SHAPES
+    make_policy: ClassVar[type[EvictionPolicy]] = LRUPolicy
 
     @initialize(data=st.data(), warmth=st.integers(0, 3))
     def opens(self, data: st.DataObject, warmth: int) -> None:
         """A runtime of some shape is opened, empty or with blocks in its tiers."""
-        self.world = World(data.draw(self.shapes, label="shape"))
+        self.world = World(data.draw(self.shapes, label="shape"), self.make_policy)
         for path in PATHS[:warmth]:
             self.a_request_comes_and_stores_all(path, b"")
             self.tiers_do_all_they_were_asked()
@@ -648,7 +650,7 @@ class KVTierSpec(Promises, RuleBasedStateMachine):
         if inbox.waiting or link._breaker.state is not BreakerState.CUT_OFF:
             return
         shape = world.shape.tiers[number]
-        policy = None if shape.capacity is None else LRUPolicy(shape.capacity)
+        policy = None if shape.capacity is None else self.make_policy(shape.capacity)
         held = TestTier(world.cell, link, world.traits(shape), policy)
         world.runtime.tiers[number] = held
         world.devices[number].restart(held, keeps=shape.capacity is None)

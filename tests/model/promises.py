@@ -11,10 +11,10 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from hypothesis.stateful import invariant, precondition
+from known_policies import held_by, known_to
 from world import KEYS
 
 from kvtier.events import PRIMARY
-from kvtier.policies.lru import LRUPolicy
 from kvtier.slots import GPU
 from kvtier.states import BlockState, BreakerState, SlotState
 
@@ -215,10 +215,11 @@ class Promises:
     def the_policy_knows_the_keys_that_have_slots_and_holds_those_in_use(self) -> None:
         world = self.world
         policy = world.policy
-        assert set(policy._run_of) == set(world.primary._slot_of)
+        known, held = known_to(policy), held_by(policy)
+        assert known == set(world.primary._slot_of)
         for key, slot in world.primary._slot_of.items():
-            assert (key in policy._held) == world.slots.is_held(slot), key
-        assert policy._held <= set(policy._run_of)
+            assert (key in held) == world.slots.is_held(slot), key
+        assert held <= known
 
     @precondition(is_running)
     @invariant()
@@ -260,10 +261,11 @@ class Promises:
     def a_tiers_policy_knows_what_is_resident(self) -> None:
         for tier in self.world.runtime.tiers:
             is_quiet = tier.mailboxes and not any(each.waiting for each in tier.mailboxes)
-            if is_quiet and isinstance(tier.policy, LRUPolicy):
-                known = set(tier.policy._run_of)
+            if is_quiet and tier.policy is not None:
+                known = known_to(tier.policy)
                 assert known == tier.actor._resident, (known, tier.actor._resident)
-                assert tier.policy._held >= set(tier.actor._in_use) & tier.actor._resident
+                held = held_by(tier.policy)
+                assert held >= set(tier.actor._in_use) & tier.actor._resident
 
     @precondition(is_running)
     @invariant()
@@ -303,7 +305,7 @@ def assert_p10_at_rest(world: World) -> None:
         assert slots.pinned == 0
         assert not slots.quarantined
         assert len(slots.free) + slots.ready_count() == slots.count
-        assert not world.policy._held
+        assert not held_by(world.policy)
     promotions = world.primary._promotions
     assert promotions.held_slots == 0
     assert not promotions._filling_for

@@ -12,6 +12,7 @@ import pytest
 from world import PATHS, Shape, TierShape, World
 
 from kvtier import messages as m
+from kvtier.policies.lru import LRUPolicy
 from kvtier.states import BlockState
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ KEY: Key = PATHS[0][0]
 
 @pytest.fixture
 def world() -> World:
-    found = World(Shape(tiers=(TierShape(), TierShape())))
+    found = World(Shape(tiers=(TierShape(), TierShape())), LRUPolicy)
     found.facade.on_request_started("r")
     return found
 

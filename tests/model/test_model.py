@@ -15,10 +15,11 @@ import time
 import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
+from known_policies import POLICIES
 from machine import KVTierSpec
 
 STEPS = 60
-EXAMPLES_CI = 2_000
+EXAMPLES_CI = 1_200  # with each policy
 EXAMPLES_A_SEED = 300
 PROFILE = os.environ.get("KVTIER_MODEL_PROFILE", "ci")
 SECONDS = float(os.environ.get("KVTIER_MODEL_SECONDS") or 600)
@@ -37,26 +38,26 @@ def profile(examples: int) -> settings:
     )
 
 
-def check(number: int, examples: int) -> None:
+def check(policy: str, number: int, examples: int) -> None:
     """Check one seed."""
-    seeded = type("KVTierSpec", (KVTierSpec,), {})
+    seeded = type("KVTierSpec", (KVTierSpec,), {"make_policy": POLICIES[policy]})
     run_state_machine_as_test(seed(number)(seeded), settings=profile(examples))
 
 
-def check_fixed_seed() -> None:
+def check_fixed_seed(policy: str) -> None:
     """Run as many examples of one seed as CI has time for."""
-    check(20_261_121, EXAMPLES_CI)
+    check(policy, 20_261_121, EXAMPLES_CI)
 
 
-def check_fresh_seeds(capsys: pytest.CaptureFixture[str]) -> None:
+def check_fresh_seeds(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Run fresh seeds, printed, for as long as told."""
     started = time.monotonic()
     ran = 0
-    while time.monotonic() - started < SECONDS:
+    while time.monotonic() - started < SECONDS / len(POLICIES):
         number = random.SystemRandom().randrange(2**32)
         with capsys.disabled():
-            sys.stderr.write(f"seed {number}, {ran} examples so far\n")
-        check(number, EXAMPLES_A_SEED)
+            sys.stderr.write(f"{policy}: seed {number}, {ran} examples so far\n")
+        check(policy, number, EXAMPLES_A_SEED)
         ran += EXAMPLES_A_SEED
     with capsys.disabled():
         sys.stderr.write(f"{ran} examples in {time.monotonic() - started:.0f} s\n")
@@ -64,10 +65,11 @@ def check_fresh_seeds(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_every_promise_holds_under_every_order_of_events(
-    capsys: pytest.CaptureFixture[str],
+    policy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if PROFILE == "long":
-        check_fresh_seeds(capsys)
+        check_fresh_seeds(policy, capsys)
     else:
-        check_fixed_seed()
+        check_fixed_seed(policy)

@@ -20,7 +20,6 @@ from kvtier.backend import BackendTraits
 from kvtier.config import RuntimeConfig, TierConfig
 from kvtier.events import PRIMARY, EventKind
 from kvtier.memory import SlotMemory
-from kvtier.policies.lru import LRUPolicy
 from kvtier.slots import GPU
 from kvtier.states import BLOCK_TABLE, SLOT_TABLE, BlockState, SlotState
 from kvtier.testing.cell import TestMailbox, open_test_runtime
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
     from kvtier.actor import Actor
     from kvtier.messages import Key, Message
+    from kvtier.policies.base import EvictionPolicy
 
 BLOCK_BYTES = 24
 PIECES = 3  # a copy is made in as many pieces, with anything in between
@@ -109,7 +109,7 @@ class _CheckedStates(bytearray):
 class World:
     """One run: what is real, what is fake, and what the model knows."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, make_policy: type[EvictionPolicy]) -> None:
         self.shape = shape
         self.now = 1000.0
         self.config = RuntimeConfig(
@@ -141,11 +141,11 @@ class World:
         self.memory = SlotMemory.anonymous(shape.slot_count, BLOCK_BYTES)
         self.runtime = open_test_runtime(
             self.config,
-            LRUPolicy(shape.slot_count),
+            make_policy(shape.slot_count),
             [
                 (
                     self.traits(tier),
-                    None if tier.capacity is None else LRUPolicy(tier.capacity),
+                    None if tier.capacity is None else make_policy(tier.capacity),
                 )
                 for tier in shape.tiers
             ],
