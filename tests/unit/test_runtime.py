@@ -30,7 +30,14 @@ class Runtime:
         config = RuntimeConfig.from_mapping(
             {
                 "cascade_slots_fraction_max": 1.0,
-                "secondary_tiers": [{"type": "fs", "root_dir": str(root), "n_read_threads": 2}],
+                "secondary_tiers": [
+                    {
+                        "type": "fs",
+                        "root_dir": str(root),
+                        "n_read_threads": 2,
+                        "probe_timeout_s": WAIT_S,
+                    }
+                ],
                 **settings,
             },
             slot_count=SLOTS,
@@ -92,12 +99,13 @@ def test_closing_over_a_hung_read_says_that_the_memory_is_in_use(tmp_path: Path)
     path.unlink()
     os.mkfifo(path)
     second = Runtime(tmp_path / "kv", close_timeout_s=0.2)
+    (cell,) = second.facade._tier_cells
     second.facade.on_request_started("r")
-    second.until(lambda: second.facade.lookup(KEYS[0], "r") is not False)
     second.until(
         lambda: (
-            second.facade.statistics().primary.filling_from_tiers_slots
-            or second.facade.lookup(KEYS[0], "r")
+            second.facade.lookup(KEYS[0], "r") is None
+            and second.facade.statistics().tiers[0].promotion_jobs_in_flight
+            and cell.backend.busy_threads()
         )
     )
     assert second.facade.close() is False
