@@ -105,7 +105,7 @@ def test_events_fold_to_what_is_there(llama: Path, tmp_path: Path, log_folder: P
             assert place.issuperset(event["hashes"])
             place.difference_update(event["hashes"])
             removed += len(event["hashes"])
-    assert removed == again["statistics"]["primary"]["evictions"] > 0
+    assert removed == again["statistics"]["primary"]["counts"]["evictions"] > 0
     assert sorted(there["CPU", None]) == told["resident"]
     files = {path.stem[: -2 * GROUP_BYTES] for path in (tmp_path / "kv").rglob("*.kv")}
     assert there["STORAGE", "1:fs"] == files
