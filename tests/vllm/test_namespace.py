@@ -180,5 +180,4 @@ def test_random_hash_seeds_keep_an_engine_to_itself(
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     config = engine_config(tmp_path)
     config.cache_config.prefix_caching_hash_algo = "xxhash"
-    pytest.importorskip("xxhash")
     assert worker_facts(config)["block_hash"] != worker_facts(config)["block_hash"]

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.anyio
 REPOSITORY = Path(__file__).parents[3]
 WAIT_S_MAX = 20
 needs_mount = pytest.mark.skipif(
-    os.geteuid() != 0, reason="only root may mount; the file-size limit test stands in"
+    os.geteuid() != 0, reason="needs root to mount; the file-size limit test stands in"
 )
 
 
