@@ -10,7 +10,7 @@ the difference.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from kvtier import messages as m
 from kvtier.errors import Closed
@@ -116,8 +116,8 @@ class ClosedCell(EngineCell):
 
     def ask(self, actor: Actor, message: Message) -> object:  # noqa: ARG002 - as the open one
         """Refuse."""
-        raise Closed("the runtime is closed. Open a new one with kvtier.open_runtime.")
+        self.run()
 
-    def run(self) -> None:
+    def run(self) -> NoReturn:
         """Refuse."""
         raise Closed("the runtime is closed. Open a new one with kvtier.open_runtime.")

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 DEFAULT_POLICY: Final = "lru"
 
+_NO_BACKPRESSURE: Final = (
+    "has no meaning here: kvtier bounds what is in flight itself. "
+    "Remove it, or set cascade_slots_fraction_max"
+)
+
 
 @dataclass(frozen=True)
 class TierConfig:
@@ -56,11 +61,7 @@ class TierConfig:
             store_timeout_s=options.number("store_timeout_s", cls.store_timeout_s),
             options={key: value for key, value in values.items() if key not in _TIER_KEYS},
         )
-        options.refuse(
-            "backpressure",
-            "has no meaning here: kvtier bounds what is in flight itself. "
-            "Remove it, or set cascade_slots_fraction_max",
-        )
+        options.refuse("backpressure", _NO_BACKPRESSURE)
         options.refuse(
             "module_path",
             "has no meaning here: kvtier finds backends by the entry point kvtier.backends. "
@@ -159,11 +160,7 @@ class RuntimeConfig:
         where = "kv_connector_extra_config"
         options = Options(values, where)
         options.allow(*read_elsewhere)
-        options.refuse(
-            "backpressure",
-            "has no meaning here: kvtier bounds what is in flight itself. "
-            "Remove it, or set cascade_slots_fraction_max",
-        )
+        options.refuse("backpressure", _NO_BACKPRESSURE)
         options.refuse(
             "cache_policy_module_path",
             "has no meaning here: kvtier finds policies by the entry point "

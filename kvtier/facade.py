@@ -222,7 +222,7 @@ class SchedulerFacade:
 
     def has_pending_work(self) -> bool:
         """Tell whether it is worth stepping on: a tier may still end something in time."""
-        self.get_finished()
+        self._cell.run()
         return any(link.awaited() for link in self._links)
 
     def take_events(self) -> list[Event]:

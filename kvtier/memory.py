@@ -15,8 +15,6 @@ from kvtier.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-PAGE_BYTES = mmap.PAGESIZE
-
 
 class SlotMemory:
     """``slot_count`` slots of ``block_bytes`` bytes each.

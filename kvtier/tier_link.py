@@ -291,9 +291,7 @@ class TierLink(Actor):
                 m.Notice(event="tier cut off", tier=self._tier_config.name, detail=message.reason)
             )
         self._breaker.broke()
-        for probe in self._probes.values():
-            self._end_probe(probe.keys, (False,) * len(probe.keys))
-        self._probes.clear()
+        self._end_all_probes()
         for job in self._jobs.values():
             if not job.abandoned:
                 job.abandoned = True
@@ -304,10 +302,8 @@ class TierLink(Actor):
     def _tier_fenced(self, _message: m.TierFenced) -> None:
         """Take back every slot: nothing of the tier is left that could touch one."""
         self._breaker.broke()
-        for probe in self._probes.values():
-            self._end_probe(probe.keys, (False,) * len(probe.keys))
+        self._end_all_probes()
         jobs = list(self._jobs.values())
-        self._probes.clear()
         self._jobs.clear()
         for job in jobs:
             if not job.is_load:
@@ -345,6 +341,13 @@ class TierLink(Actor):
     def _end_probe(self, keys: tuple[Key, ...], present: tuple[bool, ...]) -> None:
         self.counts.queries += len(keys) - sum(present)
         self.primary.post(m.ProbeEnded(tier=self._number, keys=keys, present=present))
+
+    def _end_all_probes(self) -> None:
+        """Answer for a tier that will not: it has nothing of what it was asked for."""
+        probes = list(self._probes.values())
+        self._probes.clear()
+        for probe in probes:
+            self._end_probe(probe.keys, (False,) * len(probe.keys))
 
     def _end_promotion(self, job: _Job, outcomes: tuple[Outcome, ...]) -> None:
         self.primary.post(

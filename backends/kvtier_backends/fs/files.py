@@ -195,12 +195,7 @@ class BlockFiles:
         buffers = [block.buffer, *self._pages.views]
         descriptor = os.open(path, _READ_FLAGS | self._direct)
         try:
-            try:
-                count = os.preadv(descriptor, buffers, 0)
-            except OSError as problem:
-                if not self._give_up_direct(descriptor, problem):
-                    raise
-                count = os.preadv(descriptor, buffers, 0)
+            count = self._transfer(os.preadv, descriptor, buffers)
             if count != self._file_bytes:
                 return self._read_short(descriptor, path, count)
         finally:
@@ -240,12 +235,7 @@ class BlockFiles:
         buffers = [block.buffer, *self._pages.views]
         descriptor = self._create(temporary)
         try:
-            try:
-                count = os.pwritev(descriptor, buffers, 0)
-            except OSError as problem:
-                if not self._give_up_direct(descriptor, problem):
-                    raise
-                count = os.pwritev(descriptor, buffers, 0)
+            count = self._transfer(os.pwritev, descriptor, buffers)
         finally:
             os.close(descriptor)
         if count != self._file_bytes:
@@ -263,6 +253,20 @@ class BlockFiles:
                 write_config(self._layout)
             make_folders(os.path.dirname(temporary), self._layout.folder_mode)
             return os.open(temporary, flags, self._layout.file_mode)
+
+    def _transfer(
+        self,
+        move: Callable[[int, list[memoryview], int], int],
+        descriptor: int,
+        buffers: list[memoryview],
+    ) -> int:
+        """Do one ``preadv`` or ``pwritev``, again without O_DIRECT if that was in the way."""
+        try:
+            return move(descriptor, buffers, 0)
+        except OSError as problem:
+            if not self._give_up_direct(descriptor, problem):
+                raise
+            return move(descriptor, buffers, 0)
 
     def _give_up_direct(self, descriptor: int, problem: OSError) -> bool:
         """Turn O_DIRECT off for this file if the filesystem refuses the transfer's alignment."""
