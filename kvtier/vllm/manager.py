@@ -107,7 +107,6 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._unlinked = False
         self._info = getattr(spec, "cpu_info", None)  # vLLM 0.33
         self._tiers = [_Tier(tier) for tier in config.tiers]
-        self._all_tiers = (1 << len(self._tiers)) - 1
         self._several_groups = len(spec.config.groups) > 1
         wants_requests = any(tier.request_level for tier in config.tiers)
         self._context = RequestOffloadingContext(
