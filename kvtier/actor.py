@@ -36,6 +36,10 @@ class Actor:
         """Handle one message, to completion."""
         self.handlers[type(message)](message)
 
+    def go_deaf(self) -> None:
+        """Ignore every message from now on."""
+        self.handlers = _Deaf(self.name, {})
+
 
 class _Handlers(dict["type[Any]", "Callable[[Any], None]"]):
     """The handlers of one actor, by message type."""
@@ -47,3 +51,11 @@ class _Handlers(dict["type[Any]", "Callable[[Any], None]"]):
     def __missing__(self, kind: type[Any]) -> Callable[[Any], None]:
         """Refuse a message that the actor has no handler for."""
         raise InternalError(f"{self._name} does not understand {kind.__name__}")
+
+
+class _Deaf(_Handlers):
+    """Handlers that do nothing, whatever the message."""
+
+    def __missing__(self, kind: type[Any]) -> Callable[[Any], None]:
+        """Ignore the message."""
+        return lambda _message: None

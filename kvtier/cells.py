@@ -58,7 +58,6 @@ class EngineCell:
         self._ready: deque[tuple[Actor, Message]] = deque()
         self._arrived: deque[tuple[Actor, Message]] = deque()
         self._replies: list[object] = []
-        self._broken: set[Actor] = set()
         self.reply: Callable[[object], None] = self._replies.append
         self.log: Mailbox = _LogMailbox()
         self.faults = 0
@@ -76,9 +75,15 @@ class EngineCell:
         """Deliver what has arrived, then ``message``, run to quiescence, return the reply."""
         if self._arrived:
             self.run()
-        self._ready.append((actor, message))
-        self._deliver()
-        return self._replies.pop() if self._replies else NO_REPLY
+        # Nothing waits now, so the message is the next one: no need to queue it first.
+        try:
+            actor.handlers[type(message)](message)
+        except Exception:  # noqa: BLE001 - a bug in an actor must not reach the engine
+            self._fault(actor, message)
+        if self._ready:
+            self._deliver()
+        replies = self._replies
+        return replies.pop() if replies else NO_REPLY
 
     def run(self) -> None:
         """Deliver what other threads have sent so far, and all that follows from it."""
@@ -88,15 +93,12 @@ class EngineCell:
 
     def _deliver(self) -> None:
         ready = self._ready
-        broken = self._broken
         while ready:
             actor, message = ready.popleft()
-            if broken and actor in broken:
-                continue
             try:
                 # What ``actor.receive`` does, without its call: this runs for each lookup.
                 actor.handlers[type(message)](message)
-            except Exception:  # noqa: BLE001 - a bug in an actor must not reach the engine
+            except Exception:  # noqa: BLE001 - as above
                 self._fault(actor, message)
 
     def _fault(self, actor: Actor, message: Message) -> None:
@@ -106,7 +108,7 @@ class EngineCell:
         the primary tier gone, the facade answers that nothing is here.
         """
         self.faults += 1
-        self._broken.add(actor)
+        actor.go_deaf()
         log.error("actor broke", exc_info=True, actor=actor.name, message=type(message).__name__)
         self.on_fault(actor)
 

@@ -46,7 +46,7 @@ class Eviction:
         if call is self._resumed:
             return True
         self.evicted = []
-        missing = slots - len(self._slots.free)
+        missing = slots - self._slots.free_count()
         if missing <= 0:
             return True
         self._aside = call
@@ -59,25 +59,26 @@ class Eviction:
         """Tell whether this is the second time that ``call`` is handled."""
         return call is self._resumed
 
-    def evict(self, victims: Sequence[Key], step: int) -> Call | None:
+    def evict(self, victims: Sequence[Key]) -> Call | None:
         """Evict what may go; return the call to handle again, None if more victims were asked for.
 
         Refused: what is held by now, and what a lookup of this step called readable.
         """
-        slots = self._slots
+        slots, slot_of = self._slots, self._slot_of
+        hits = slots.hits
         going = []
         for key in victims:
-            slot = self._slot_of.get(key)
+            slot = slot_of.get(key)
             if slot is None:
                 continue
-            if slots.is_held(slot) or slots.hit_step[slot] == step:
+            if slot in hits or slots.is_held(slot):
                 self._refused.append(key)
             else:
-                del self._slot_of[key]
+                del slot_of[key]
                 going.append(slot)
                 self.evicted.append(key)
         slots.evict(going)
-        missing = self._slots_wanted - len(slots.free)
+        missing = self._slots_wanted - slots.free_count()
         if missing > 0 and len(victims) == self._victims_asked:
             self._ask(missing)
             return None

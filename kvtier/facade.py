@@ -53,9 +53,6 @@ Seldom, since passing time also sends the step's probes, which are better sent t
 """
 
 
-LOOKUPS_A_SAMPLE: Final = 64
-"""One lookup in this many is timed: timing each would cost as much as a tenth of it."""
-
 # A tuple: hashing an enum's member for a dict costs more than the rest of a lookup.
 _ANSWER_OF: Final = tuple(ANSWERS[state] for state in BlockState)
 
@@ -83,7 +80,7 @@ class SchedulerFacade:
         self._clock = clock
         self._closed = False
         self._is_quiet = False
-        self._lookups = 0
+        self._times_next_lookup = True
         self._lookup_seconds: deque[float] = deque(maxlen=OBSERVATIONS_MAX)
         self._last_tick = clock()
         self._ask(m.Tick(now=self._last_tick))
@@ -98,8 +95,9 @@ class SchedulerFacade:
         """End a request: it looks up, loads and stores nothing more.
 
         Completions of what it began may still follow. Its promoted blocks may
-        be evicted now. ``order``: its keys from head to tail, where calls did
-        not come in that order (several KV-cache groups).
+        be evicted now. ``order``: all its keys from head to tail, those too
+        that were found in the GPU and so not read from here. Eviction policies
+        take it for a use of them all.
         """
         keys = None if order is None else tuple(order)
         self._ask(m.RequestFinished(request=request, order=keys))
@@ -113,13 +111,10 @@ class SchedulerFacade:
         PROBING and FILLING end by the tiers' deadlines, whatever tiers do.
         An unknown request is never served from a tier.
         """
-        self._lookups += 1
-        if self._lookups % LOOKUPS_A_SAMPLE:
-            state = self._cell.ask(self._primary, m.Lookup(key, request))
+        if self._times_next_lookup:
+            state = self._timed_lookup(m.Lookup(key, request))
         else:
-            started = time.perf_counter()
             state = self._cell.ask(self._primary, m.Lookup(key, request))
-            self._lookup_seconds.append(time.perf_counter() - started)
         if state is READY:
             return READY
         if state is NO_REPLY:
@@ -209,6 +204,7 @@ class SchedulerFacade:
 
     def step_end(self) -> None:
         """End a step: send the step's probes and promotions, and let deadlines pass."""
+        self._times_next_lookup = True
         self._last_tick = self._clock()
         self._ask(m.StepEnd(now=self._last_tick))
 
@@ -297,6 +293,14 @@ class SchedulerFacade:
         return self._is_quiet
 
     # --- helpers ---
+
+    def _timed_lookup(self, message: m.Lookup) -> object:
+        """Do what is done for each lookup, and time it: the first one of each step."""
+        self._times_next_lookup = False
+        started = time.perf_counter()
+        state = self._cell.ask(self._primary, message)
+        self._lookup_seconds.append(time.perf_counter() - started)
+        return state
 
     def _ask(self, message: Message) -> object:
         return self._cell.ask(self._primary, message)

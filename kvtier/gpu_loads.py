@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from kvtier.messages import Key, RequestId
 
@@ -45,6 +45,12 @@ class GpuLoads:
             del self._under_way[request]
         return ended
 
-    def reset(self) -> None:
-        """Forget all loads: a new epoch begins."""
+    def reset(self, slot_of: Mapping[Key, int]) -> dict[int, int]:
+        """Forget all loads: a new epoch begins. Return how many there were of each slot."""
+        reads: dict[int, int] = {}
+        for loads in self._under_way.values():
+            for key, count in loads.items():
+                slot = slot_of[key]
+                reads[slot] = reads.get(slot, 0) + count
         self._under_way.clear()
+        return reads

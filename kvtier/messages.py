@@ -21,7 +21,8 @@ message                when the mailbox is full
 Probe                  refused; the tier counts as not having the keys
 LoadJob                refused; the promotion fails at once, the slots are free
 StoreJob               refused; the blocks are not cascaded, and counted
-TouchKeys              dropped; the tier's eviction order is a little older
+TouchKeys,             dropped; the tier's eviction order is a little older
+RequestEnded, Tick
 ProbeAnswer, JobEnded  never refused: there is at most one for each probe and
                        job in flight, and those are bounded
 PresenceChanged        never refused: at most one for each job in flight
@@ -57,7 +58,7 @@ class RequestStarted(Message, frozen=True, gc=False):
 
 
 class RequestFinished(Message, frozen=True, gc=False):
-    """A request asks for nothing more. ``order``: its keys from head to tail, if known."""
+    """A request asks for nothing more. ``order``: all its keys, head to tail, if known."""
 
     request: RequestId
     order: tuple[Key, ...] | None
@@ -182,7 +183,7 @@ class Gone(Message, frozen=True, gc=False):
 
 
 class RequestEnded(Message, frozen=True, gc=False):
-    """``request`` is over. ``order``: its keys from head to tail, if known."""
+    """``request`` is over, and has used ``order``: all its keys, head to tail, if known."""
 
     request: RequestId
     order: tuple[Key, ...] | None
@@ -264,6 +265,7 @@ class SlotsReleased(Message, frozen=True, gc=False):
 class Cascade(Message, frozen=True, gc=False):
     """Store these blocks, which are pinned once for this tier, from these slots."""
 
+    request: RequestId
     keys: tuple[Key, ...]
     slots: tuple[int, ...]
     epoch: int
@@ -273,6 +275,7 @@ class CascadeEnded(Message, frozen=True, gc=False):
     """The tier reads these slots no longer."""
 
     tier: int
+    keys: tuple[Key, ...]
     slots: tuple[int, ...]
     epoch: int
 
@@ -338,9 +341,10 @@ class LoadJob(Message, frozen=True, gc=False):
 
 
 class StoreJob(Message, frozen=True, gc=False):
-    """Keep these blocks, read from these slots. Answered with JobEnded."""
+    """Keep these blocks of one request, read from these slots. Answered with JobEnded."""
 
     job: int
+    request: RequestId
     keys: tuple[Key, ...]
     slots: tuple[int, ...]
 
@@ -354,9 +358,10 @@ class JobEnded(Message, frozen=True, gc=False):
 
 
 class TouchKeys(Message, frozen=True, gc=False):
-    """These blocks were used; for a tier that evicts."""
+    """These blocks were used by ``request``; for a tier that evicts. So is RequestEnded."""
 
     keys: tuple[Key, ...]
+    request: RequestId
 
 
 class PresenceChanged(Message, frozen=True, gc=False):

@@ -21,7 +21,8 @@ class PrimaryCounts:
     """Counted by the primary tier, in blocks unless the name says otherwise."""
 
     def __init__(self) -> None:
-        self.queries = 0  # keys looked up, once a request and key
+        # Keys looked up, once a request and key; counted when the request loads, stores or ends.
+        self.queries = 0
         self.hits = 0  # of these, READY at once
         self.evictions = 0
         self.promotions_refused = 0  # lookups answered ABSENT for want of a slot

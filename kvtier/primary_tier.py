@@ -25,11 +25,13 @@ from kvtier.events import PRIMARY, Event, EventKind
 from kvtier.eviction import Eviction
 from kvtier.gpu_loads import GpuLoads
 from kvtier.metrics import PrimaryCounts, PrimaryStatistics, numbers
+from kvtier.policies.actor import POLICY_TIME_S
 from kvtier.promotions import Batch, Promotions
-from kvtier.slots import GPU, SlotTable
+from kvtier.requests import Request
+from kvtier.slots import SlotTable
 from kvtier.states import BlockState, SlotState
 from kvtier.store_filter import StoreFilter
-from kvtier.whereabouts import Whereabouts
+from kvtier.whereabouts import ASKING, NOWHERE, Whereabouts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -43,16 +45,6 @@ ABSENT: Final = BlockState.ABSENT
 FILLING: Final = BlockState.FILLING
 READY: Final = BlockState.READY
 _SLOT_READY: Final = int(SlotState.READY)
-
-
-class _Request:
-    """What the primary tier keeps for one running request."""
-
-    __slots__ = ("counted", "sources")
-
-    def __init__(self) -> None:
-        self.sources: dict[Key, int] = {}  # the tier that delivered the key to it
-        self.counted: set[Key] = set()  # keys whose lookup is in the metrics
 
 
 class PrimaryTier(Actor):
@@ -72,20 +64,20 @@ class PrimaryTier(Actor):
             else None
         )
         self.slots = SlotTable(config.slot_count)
-        self._slot_state = self.slots.state  # these two are looked at for each lookup
-        self._hit_step = self.slots.hit_step
+        self._slot_state = self.slots.state  # looked at for each lookup, as is the next
+        self._note_hit = self.slots.hits.add
         self._promotions = Promotions(
             self.slots, config.slot_count - config.store_reserve_slots, config.lease_timeout_s
         )
         self._slot_of: dict[Key, int] = {}
         self._eviction = Eviction(self.slots, self._slot_of)
-        self._requests: dict[RequestId, _Request] = {}
+        self._requests: dict[RequestId, Request] = {}
         self._whereabouts = Whereabouts(len(config.tiers), config.known_keys_max)
         self._gpu_loads = GpuLoads()
         self._cascades = Cascades(self.slots, self._slot_of, config.tiers)
         self._epoch = 0
-        self._step = 0
         self._now = 0.0
+        self._policy_time = 0.0  # what the policy was told last
         self._store_wanted: list[Key] = []  # by the store that waits for victims
 
     def connect(self, policy: Mailbox, links: Sequence[Mailbox]) -> None:
@@ -143,9 +135,9 @@ class PrimaryTier(Actor):
         slots = self.slots
         return PrimaryStatistics(
             slot_count=slots.count,
-            free_slots=len(slots.free),
-            filling_from_gpu_slots=slots.filling_from_gpu,
-            filling_from_tiers_slots=slots.filling_from_tiers,
+            free_slots=slots.free_count(),
+            filling_from_gpu_slots=len(slots.gpu_fills),
+            filling_from_tiers_slots=len(slots.tier_fills),
             ready_slots=slots.ready_count(),
             quarantined_slots=len(slots.quarantined),
             pinned_slots=slots.pinned,
@@ -158,43 +150,44 @@ class PrimaryTier(Actor):
         key = message.key
         request = self._requests.get(message.request)
         slot = self._slot_of.get(key)
-        if slot is not None:
-            if self._slot_state[slot] != _SLOT_READY:
-                self.reply(FILLING)
-                return
-            self._hit_step[slot] = self._step
-            if request is not None and key not in request.counted:
-                request.counted.add(key)
-                self.counts.queries += 1
-                self.counts.hits += 1
+        if slot is not None and self._slot_state[slot] == _SLOT_READY:
+            self._note_hit(slot)
+            if request is not None:
+                request.hits.add(key)
             self.reply(READY)
-        elif request is None:
+            return
+        if request is None:
+            self.reply(ABSENT if slot is None else FILLING)
+            return
+        request.misses.add(key)
+        if slot is not None:
+            self.reply(FILLING)
+            return
+        found = self._whereabouts.find(key, request.search)
+        if found == NOWHERE:
             self.reply(ABSENT)
+        elif found == ASKING:
+            self.reply(BlockState.PROBING)
         else:
-            if key not in request.counted:
-                request.counted.add(key)
-                self.counts.queries += 1
-            found = self._whereabouts.find(key, message.request)
-            if isinstance(found, BlockState):
-                self.reply(found)
-            else:
-                self._promote(message, found)
+            self._promote(message, found)
 
     def _promote(self, message: m.Lookup, tier: int) -> None:
         """Promote from the tier that has the key, if there is room."""
         if not self._promotions.has_room():
             self.counts.promotions_refused += 1
             self.reply(ABSENT)
-        elif self.slots.free or self._eviction.make_room(message, self._config.evict_batch_slots):
+        elif self.slots.free_count() or self._eviction.make_room(
+            message, self._config.evict_batch_slots
+        ):
             self._start_promotion(message.key, message.request, tier)
 
     def _start_promotion(self, key: Key, request_id: RequestId, tier: int) -> None:
-        if not self.slots.free:
+        if not self.slots.free_count():
             self.counts.promotions_refused += 1
             self.reply(BlockState.ABSENT)
             return
         self._whereabouts.stop_probing((key,))
-        (slot,) = self.slots.take((key,), tier)
+        slot = self.slots.take_for_tier(tier)
         self._slot_of[key] = slot
         self._promotions.start(key, slot, request_id, tier, self._now)
         self.policy.post(m.Admitted(keys=(key,), request=request_id, held=True))
@@ -203,7 +196,7 @@ class PrimaryTier(Actor):
     # --- room ---
 
     def _victims(self, message: m.Victims) -> None:
-        call = self._eviction.evict(message.keys, self._step)
+        call = self._eviction.evict(message.keys)
         if call is None:
             return
         evicted = self._eviction.evicted
@@ -216,27 +209,26 @@ class PrimaryTier(Actor):
     # --- GPU loads ---
 
     def _prepare_load(self, message: m.PrepareLoad) -> None:
-        slots = self.slots
-        found = []
-        for key in message.keys:
-            slot = self._slot_of.get(key)
-            if slot is None or not slots.is_ready(slot):
-                self.reply(None)
-                return
-            found.append(slot)
-        slots.pin(slots.gpu_readers, found)
-        self._gpu_loads.begin(message.request, message.keys)
-        self.policy.post(m.Touched(keys=message.keys, request=message.request))
-        self.policy.post(m.Held(keys=message.keys))
-        self._end_leases(message.request, message.keys)
+        keys = message.keys
+        found = [self._slot_of.get(key, -1) for key in keys]
+        state = self._slot_state
+        if any(slot < 0 or state[slot] != _SLOT_READY for slot in found):
+            self.reply(None)
+            return
+        self._count_lookups(message.request)
+        self.slots.pin(found)
+        self._gpu_loads.begin(message.request, keys)
+        self.policy.post(m.Touched(keys, message.request))
+        self.policy.post(m.Held(keys))
+        self._end_leases(message.request, keys)
         self.reply(found)
 
     def _complete_load(self, message: m.CompleteLoad) -> None:
         ended = self._gpu_loads.end(message.request, message.keys)
         self.counts.unknown_completions += len(message.keys) - len(ended)
         read = [self._slot_of[key] for key in ended]
-        self.slots.unpin(self.slots.gpu_readers, read)
-        self._unhold(read)
+        self.slots.unpin(read)
+        self._unhold(ended, read)
         self.reply(None)
 
     # --- GPU stores ---
@@ -260,23 +252,24 @@ class PrimaryTier(Actor):
         if not wanted:
             self.reply(m.StoreGrant(keys=[], slots=[], evicted=[]))
             return
-        spare = frozenset(message.keys) if len(wanted) > len(self.slots.free) else frozenset()
+        self._count_lookups(message.request)
+        # Its own blocks stay: they are the heads of what is stored now.
+        spare: frozenset[Key] = frozenset()
+        if len(wanted) < len(message.keys):
+            spare = frozenset(message.keys)
         if not self._eviction.make_room(message, len(wanted), spare):
             return
-        room = len(self.slots.free)
+        room = self.slots.free_count()
         if room < len(wanted):
             self.counts.stores_dropped += len(wanted) - room
             if not room:
                 self.reply(None)
                 return
             wanted = wanted[:room]
-        granted = self.slots.take(wanted, GPU)
-        writer = self.slots.writer
-        for slot in granted:
-            writer[slot] = message.request
+        granted = self.slots.take_for_gpu(len(wanted), message.request)
         slot_of.update(zip(wanted, granted, strict=True))
         self._whereabouts.stop_probing(wanted)
-        self.policy.post(m.Admitted(keys=tuple(wanted), request=message.request, held=True))
+        self.policy.post(m.Admitted(tuple(wanted), message.request, held=True))
         self.reply(m.StoreGrant(keys=wanted, slots=granted, evicted=self._eviction.evicted))
 
     def _offered_again(self, message: m.PrepareStore) -> None:
@@ -284,65 +277,62 @@ class PrimaryTier(Actor):
         here = tuple(key for key in message.keys if key in self._slot_of)
         self.policy.post(m.Touched(keys=here, request=message.request))
         batches = self._cascades.of_offered(here)
-        for keys, _ in batches.values():
+        if batches:
+            keys, _ = next(iter(batches.values()))  # the same for all tiers
             self.policy.post(m.Held(keys=tuple(keys)))
-        self._cascade(batches)
+        self._cascade(batches, message.request)
 
     def _complete_store(self, message: m.CompleteStore) -> None:
-        slots = self.slots
+        slot_of, fills, request = self._slot_of, self.slots.gpu_fills, message.request
         keys = []
-        numbers = []
+        slots = []
         for key in message.keys:
-            slot = self._slot_of.get(key)
-            if (
-                slot is None
-                or not slots.is_filling_from(slot, GPU)
-                or slots.writer[slot] != message.request
-            ):
+            slot = slot_of.get(key, -1)
+            if fills.get(slot) == request:
+                keys.append(key)
+                slots.append(slot)
+            else:
                 self.counts.unknown_completions += 1  # Of an older epoch, or never begun.
-                continue
-            keys.append(key)
-            numbers.append(slot)
         if message.success:
-            slots.fill(numbers)
-            self._became_ready(keys, numbers, self._cascades.all_tiers)
+            self.slots.fill(slots, fills)
+            self._became_ready(keys, slots, request, self._cascades.all_tiers)
         else:
-            for slot in numbers:
-                slots.fail_fill(slot)
+            for slot in slots:
+                self.slots.fail_fill(slot)
             self._not_filled(keys)
         self.reply(None)
 
     def _touch(self, message: m.Touch) -> None:
         self.policy.post(m.Touched(keys=message.keys, request=message.request))
         for link in self.links:
-            link.post(m.TouchKeys(keys=message.keys))
+            link.post(m.TouchKeys(keys=message.keys, request=message.request))
         self.reply(None)
 
     # --- cascades ---
 
-    def _became_ready(self, keys: Sequence[Key], slots: Sequence[int], cascade_to: TierSet) -> None:
+    def _became_ready(
+        self, keys: Sequence[Key], slots: Sequence[int], request: RequestId, cascade_to: TierSet
+    ) -> None:
         """Announce new READY blocks, and cascade them to ``cascade_to``."""
         if not keys:
             return
         self._emit(EventKind.STORED, keys)
-        self._cascade(self._cascades.of_ready(keys, slots, cascade_to))
-        self._unhold(slots)
+        self._cascade(self._cascades.of_ready(keys, slots, cascade_to), request)
+        self._unhold(keys, slots)
 
-    def _cascade(self, batches: Mapping[int, Batch]) -> None:
+    def _cascade(self, batches: Mapping[int, Batch], request: RequestId) -> None:
         """Pin each block once for each tier that is to store it, and send the blocks off."""
         for _, slots in batches.values():
-            self.slots.pin(self.slots.tier_readers, slots)
+            self.slots.pin(slots)
         for tier, (keys, slots) in batches.items():
-            self.links[tier].post(
-                m.Cascade(keys=tuple(keys), slots=tuple(slots), epoch=self._epoch)
-            )
+            self.links[tier].post(m.Cascade(request, tuple(keys), tuple(slots), self._epoch))
 
     def _cascade_ended(self, message: m.CascadeEnded) -> None:
         if message.epoch != self._epoch:
             self._slots_released(m.SlotsReleased(slots=message.slots))
             return
-        self.slots.unpin(self.slots.tier_readers, message.slots)
-        self._unhold(message.slots)
+        self.slots.unpin(message.slots)
+        self._unhold(message.keys, message.slots)
 
     # --- promotions ---
 
@@ -352,9 +342,11 @@ class PrimaryTier(Actor):
             return
         arrived: Batch = ([], [])
         failed = []
+        request_id = ""
         for key, slot, outcome in zip(message.keys, message.slots, message.outcomes, strict=True):
             if outcome is Outcome.DONE:
-                request = self._requests.get(self._promotions.arrived(slot))
+                request_id = self._promotions.arrived(slot)  # the same for the whole job
+                request = self._requests.get(request_id)
                 if request is not None:
                     request.sources[key] = message.tier
                 arrived[0].append(key)
@@ -364,8 +356,8 @@ class PrimaryTier(Actor):
                 self.slots.fail_fill(slot)
                 failed.append(key)
         self._not_filled(failed)
-        self.slots.fill(arrived[1])
-        self._became_ready(*arrived, cascade_to=0)
+        self.slots.fill(arrived[1], self.slots.tier_fills)
+        self._became_ready(*arrived, request_id, cascade_to=0)
 
     def _promotion_abandoned(self, message: m.PromotionAbandoned) -> None:
         if message.epoch != self._epoch:
@@ -388,36 +380,45 @@ class PrimaryTier(Actor):
             self.policy.post(m.Gone(keys=tuple(keys)))
 
     def _end_leases(self, request: RequestId, keys: Sequence[Key] | None = None) -> None:
-        self._unhold(self._promotions.end_leases(request, keys))
+        self._unhold(*self._promotions.end_leases(request, keys))
 
-    def _unhold(self, slots: Sequence[int]) -> None:
-        """Tell the policy which of ``slots`` may be evicted now."""
-        loose = []
-        for slot in slots:
-            key = self.slots.key_of[slot]
-            if key is not None and not self.slots.is_held(slot):
-                loose.append(key)
+    def _unhold(self, keys: Sequence[Key], slots: Sequence[int]) -> None:
+        """Tell the policy which of ``keys`` may be evicted now."""
+        pins, leased = self.slots.pins, self.slots.leased
+        loose = [
+            key
+            for key, slot in zip(keys, slots, strict=True)
+            if not pins[slot] and slot not in leased and self._slot_state[slot] == _SLOT_READY
+        ]
         if loose:
-            self.policy.post(m.Unheld(keys=tuple(loose)))
+            self.policy.post(m.Unheld(tuple(loose)))
 
     # --- requests ---
 
     def _request_started(self, message: m.RequestStarted) -> None:
-        self._requests[message.request] = _Request()
-        self._whereabouts.start(message.request, message.tiers & self._cascades.all_tiers)
+        search = self._whereabouts.start(message.request, message.tiers & self._cascades.all_tiers)
+        self._requests[message.request] = Request(search)
         self.reply(None)
 
     def _request_finished(self, message: m.RequestFinished) -> None:
         request = self._requests.pop(message.request, None)
         if request is not None:
+            request.count(self.counts)
             keys, slots = self._promotions.call_off(message.request)
             for slot in slots:
                 self.slots.fail_fill(slot)
             self._not_filled(keys)
             self._end_leases(message.request)
             self._whereabouts.end(message.request)
-            self.policy.post(m.RequestEnded(request=message.request, order=message.order))
+            ended = m.RequestEnded(request=message.request, order=message.order)
+            for listener in (self.policy, *self.links):
+                listener.post(ended)
         self.reply(None)
+
+    def _count_lookups(self, request_id: RequestId) -> None:
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.count(self.counts)
 
     def _load_source(self, message: m.LoadSource) -> None:
         request = self._requests.get(message.request)
@@ -426,7 +427,7 @@ class PrimaryTier(Actor):
     # --- steps, time, resets ---
 
     def _step_end(self, message: m.StepEnd) -> None:
-        self._step += 1
+        self.slots.hits.clear()
         self._whereabouts.end_step()
         self._pass_time(message.now)
         self.reply(None)
@@ -439,27 +440,28 @@ class PrimaryTier(Actor):
 
     def _pass_time(self, now: float) -> None:
         self._now = now
+        if now - self._policy_time >= POLICY_TIME_S:
+            self._policy_time = now
+            self.policy.post(m.Tick(now=now))
         # First of all: links count deadlines from the last Tick, which may be long ago.
         for link in self.links:
             link.post(m.Tick(now=now))
         for tier, probed in self._whereabouts.take_unsent().items():
             self.links[tier].post(m.ProbeKeys(keys=tuple(probed)))
         for tier, (keys, slots) in self._promotions.take_unsent():
-            self.links[tier].post(
-                m.Promote(keys=tuple(keys), slots=tuple(slots), epoch=self._epoch)
-            )
+            self.links[tier].post(m.Promote(tuple(keys), tuple(slots), self._epoch))
         for request in self._promotions.expired(now):
             self._end_leases(request)
 
     def _reset(self, _message: m.Reset) -> None:
-        unsent = self._promotions.reset()
+        for slot in self._promotions.reset():
+            self.slots.fail_fill(slot)
         for request in self._requests.values():
             request.sources.clear()
-        self._gpu_loads.reset()
+        self.slots.reset(self._gpu_loads.reset(self._slot_of))
         self._cascades.reset()
         self._whereabouts.reset()
         self._slot_of.clear()
-        self.slots.reset(unsent)
         self._epoch += 1
         self.policy.post(m.Cleared())
         self._emit(EventKind.CLEARED, ())
@@ -480,10 +482,8 @@ class PrimaryTier(Actor):
         for slot in unsent:
             self.slots.fail_fill(slot)
         self._not_filled(keys)
-        for slot in range(self.slots.count):
-            if self.slots.is_filling_from(slot, message.tier):
-                key = self.slots.key_of[slot]
-                assert key is not None
+        for key, slot in list(self._slot_of.items()):
+            if self.slots.tier_fills.get(slot) == message.tier:
                 self._promotions.lost(key, slot)
                 self.slots.quarantine(slot, 1)
                 self._not_filled((key,))

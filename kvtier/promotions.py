@@ -52,7 +52,7 @@ class Promotions:
             leases = self._leases[request] = _Leases()
         leases.slot_of[key] = slot
         leases.until = now + self._lease_timeout_s
-        self._slots.leases[slot] = 1
+        self._slots.leased.add(slot)
         self._filling_for[slot] = request
         self.held_slots += 1
         keys, slots = self._unsent.setdefault((tier, request), ([], []))
@@ -86,7 +86,7 @@ class Promotions:
     def arrived(self, slot: int) -> RequestId:
         """Note that the slot is filled; return the request that it was filled for."""
         request = self._filling_for.pop(slot)
-        if not self._slots.leases[slot]:
+        if slot not in self._slots.leased:
             self.held_slots -= 1
         return request
 
@@ -94,28 +94,29 @@ class Promotions:
         """Note that the slot will not be filled; its lease ends too."""
         request = self._filling_for.pop(slot)
         self.held_slots -= 1
-        if self._slots.leases[slot]:
-            self._slots.leases[slot] = 0
+        if slot in self._slots.leased:
+            self._slots.leased.remove(slot)
             leases = self._leases[request]
             del leases.slot_of[key]
             if not leases.slot_of:
                 del self._leases[request]
         return request
 
-    def end_leases(self, request: RequestId, keys: Iterable[Key] | None = None) -> list[int]:
-        """End the request's leases on ``keys``, or all; return the slots concerned."""
+    def end_leases(self, request: RequestId, keys: Iterable[Key] | None = None) -> Batch:
+        """End the request's leases on ``keys``, or all; return which ones there were."""
+        ended: Batch = ([], [])
         leases = self._leases.get(request)
         if leases is None:
-            return []
-        ended = []
+            return ended
         for key in list(leases.slot_of) if keys is None else keys:
             slot = leases.slot_of.pop(key, None)
             if slot is None:
                 continue
-            self._slots.leases[slot] = 0
+            self._slots.leased.remove(slot)
             if slot not in self._filling_for:
                 self.held_slots -= 1
-            ended.append(slot)
+            ended[0].append(key)
+            ended[1].append(slot)
         if not leases.slot_of:
             del self._leases[request]
         return ended
@@ -130,5 +131,6 @@ class Promotions:
         self._unsent.clear()
         self._filling_for.clear()
         self._leases.clear()
+        self._slots.leased.clear()
         self.held_slots = 0
         return unsent

@@ -71,6 +71,7 @@ def open_runtime(
             make_policy=make_tier_policy,
         )
         link.tier = cell
+        link.tells_uses = make_tier_policy is not None
         tier_cells.append(cell)
     for cell in tier_cells:
         cell.start()

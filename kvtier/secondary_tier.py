@@ -24,31 +24,40 @@ from kvtier.backend import Outcome
 
 if TYPE_CHECKING:
     from kvtier.backend import BackendTraits
-    from kvtier.messages import Key
+    from kvtier.messages import Key, RequestId
 
 PART_BLOCKS_MAX: Final = 16
 """A part is at most this long, so that a load need not wait for a long store to end."""
+
+ENDED_REQUESTS_MAX: Final = 1024
+"""So many requests that are over are remembered: their last blocks may be stored afterwards."""
 
 
 class _Job:
     """One job; parts of it may wait, run or have ended."""
 
-    __slots__ = ("id", "is_load", "keys", "next", "outcomes", "seconds", "slots", "unended")
+    __slots__ = (
+        "id",
+        "is_load",
+        "keys",
+        "next",
+        "outcomes",
+        "request",
+        "seconds",
+        "slots",
+        "unended",
+    )
 
     def __init__(self, message: m.LoadJob | m.StoreJob) -> None:
         self.id = message.job
         self.is_load = isinstance(message, m.LoadJob)
         self.keys = message.keys
         self.slots = message.slots
+        self.request = "" if isinstance(message, m.LoadJob) else message.request
         self.outcomes: list[Outcome | None] = [None] * len(message.keys)
         self.next = 0  # the first block that is in no part yet
         self.unended = len(message.keys)
         self.seconds = 0.0
-
-    @property
-    def run(self) -> str:
-        """What the eviction policy knows the job by: jobs don't say whose request they serve."""
-        return f"store {self.id}"
 
 
 class _Part:
@@ -83,6 +92,8 @@ class SecondaryTier(Actor):
                 m.LoadJob: self._load_job,
                 m.StoreJob: self._store_job,
                 m.TouchKeys: self._touch_keys,
+                m.RequestEnded: self._request_ended,
+                m.Tick: self._tick,
                 m.PartEnded: self._part_ended,
                 m.Victims: self._victims,
             },
@@ -97,7 +108,6 @@ class SecondaryTier(Actor):
         self._storing_parts = 0
         self._parts: dict[int, _Part] = {}
         self._next_part = 0
-        self._touches = 0
         # With a capacity only:
         self._resident: set[Key] = set()
         self._storing: Counter[Key] = Counter()  # in parts that have not ended
@@ -105,6 +115,7 @@ class SecondaryTier(Actor):
         self._in_use: Counter[Key] = Counter()  # held at the policy: being loaded, or just stored
         self._making_room: deque[tuple[_Job, list[int], int]] = deque()  # waiting for n victims
         self._victims_asked = 0
+        self._ended: dict[RequestId, None] = {}  # the last of them, oldest first
 
     def is_idle(self) -> bool:
         """Tell whether nothing waits and nothing is at the backend."""
@@ -132,8 +143,18 @@ class SecondaryTier(Actor):
 
     def _touch_keys(self, message: m.TouchKeys) -> None:
         if self._traits.capacity_blocks is not None:
-            self._touches += 1
-            self.policy.post(m.Touched(keys=message.keys, request=f"touch {self._touches}"))
+            self.policy.post(m.Touched(keys=message.keys, request=message.request))
+
+    def _request_ended(self, message: m.RequestEnded) -> None:
+        if self._traits.capacity_blocks is not None:
+            self._ended[message.request] = None
+            if len(self._ended) > ENDED_REQUESTS_MAX:
+                del self._ended[next(iter(self._ended))]
+            self.policy.post(message)
+
+    def _tick(self, message: m.Tick) -> None:
+        if self._traits.capacity_blocks is not None:
+            self.policy.post(message)
 
     # --- parts ---
 
@@ -229,8 +250,9 @@ class SecondaryTier(Actor):
                 lost = tuple(key for key in done if key not in self._resident)
                 if lost:
                     self.link.post(m.PresenceChanged(added=(), removed=lost))
-                # Parts end in any order; a job's blocks are a prefix, head first.
-                self.policy.post(m.RequestEnded(request=job.run, order=job.keys))
+                if job.request in self._ended:
+                    # The policy was told before that the request is over, and so once more.
+                    self.policy.post(m.RequestEnded(request=job.request, order=None))
 
     def _new_part(self, part: _Part) -> int:
         self._next_part += 1
@@ -278,7 +300,7 @@ class SecondaryTier(Actor):
             fresh = tuple(key for key in dict.fromkeys(done) if key not in self._resident)
             if fresh:
                 self._resident.update(fresh)
-                self.policy.post(m.Admitted(keys=fresh, request=job.run, held=True))
+                self.policy.post(m.Admitted(keys=fresh, request=job.request, held=True))
             self._let_go(not_done)
             return
         lost = tuple(

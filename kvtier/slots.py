@@ -5,119 +5,135 @@
 # Invariant: a ready slot's pins are its GPU loads plus its cascades.
 # Invariant: a quarantined slot belongs to no key; it has at least one user that
 #            has not let go, and comes free when the last one has.
+
+What all slots have is in flat arrays, which the garbage collector passes over
+or is quick about; what few slots have at a time is in dicts.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import InternalError
 from kvtier.states import (
+    SLOT_ABANDONED,
+    SLOT_EVICTED,
+    SLOT_FILL_FAILED,
+    SLOT_FILLED,
+    SLOT_RELEASED,
+    SLOT_TAKEN,
     SlotState,
-    slot_abandoned,
-    slot_evicted,
-    slot_fill_failed,
-    slot_filled,
-    slot_released,
-    slot_taken,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from kvtier.messages import Key, RequestId
+    from kvtier.messages import RequestId
 
 GPU: Final = -1
 """The source of a fill, where a secondary tier would be its number."""
 
-_READY: Final = int(SlotState.READY)
 _FILLING: Final = int(SlotState.FILLING)
+_READY: Final = int(SlotState.READY)
 
 
 class SlotTable:
-    """The state, the key, the readers and the writer of every slot."""
+    """The state, the pins and the writer of every slot."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.state = bytearray(count)
-        self.key_of: list[Key | None] = [None] * count
-        self.gpu_readers = [0] * count
-        self.tier_readers = [0] * count
-        self.leases = [0] * count
-        self.source = [GPU] * count
-        self.writer: list[RequestId] = [""] * count  #: whose GPU store was the last to take it
-        self.hit_step = [-1] * count
-        self.free = list(range(count - 1, -1, -1))
-        self.quarantined: dict[int, int] = {}
+        self.pins = [0] * count  #: readers that have not let go (vLLM's ref_cnt)
         self.pinned = 0  #: slots with a reader
-        self.filling_from_gpu = 0
-        self.filling_from_tiers = 0
+        self.leased: set[int] = set()  #: filling or ready slots kept for one request
+        self.gpu_fills: dict[int, RequestId] = {}  #: filling slots, and whose store it is
+        self.tier_fills: dict[int, int] = {}  #: filling slots, and the tier that does it
+        self.hits: set[int] = set()  #: what a lookup of this step called READY
+        self.quarantined: dict[int, int] = {}
+        self._freed: list[int] = []
+        self._unused = 0  # slots from this one on were never taken
         self._gpu_quarantined: list[int] = []
 
-    def take(self, keys: Sequence[Key], source: int) -> list[int]:
-        """Give each key a free slot, to be filled by ``source``. There must be enough."""
-        free, state, key_of, sources = self.free, self.state, self.key_of, self.source
-        slots = []
-        for key in keys:
-            slot = free.pop()
-            state[slot] = slot_taken(state[slot])
-            key_of[slot] = key
-            sources[slot] = source
-            slots.append(slot)
-        if source == GPU:
-            self.filling_from_gpu += len(slots)
-        else:
-            self.filling_from_tiers += len(slots)
+    def free_count(self) -> int:
+        """How many slots are free."""
+        return len(self._freed) + self.count - self._unused
+
+    def ready_count(self) -> int:
+        """How many slots are READY: whatever is in no other state."""
+        filling = len(self.gpu_fills) + len(self.tier_fills)
+        return self.count - self.free_count() - filling - len(self.quarantined)
+
+    # --- filling ---
+
+    def take_for_gpu(self, count: int, request: RequestId) -> list[int]:
+        """Take free slots that the GPU will fill for ``request``. There must be enough."""
+        slots = self._take(count)
+        fills = self.gpu_fills
+        for slot in slots:
+            fills[slot] = request
         return slots
 
-    def fill(self, slots: Sequence[int]) -> None:
-        """Note that these slots' bytes have arrived, all from one source."""
+    def take_for_tier(self, tier: int) -> int:
+        """Take a free slot that ``tier`` will fill. There must be one."""
+        (slot,) = self._take(1)
+        self.tier_fills[slot] = tier
+        return slot
+
+    def fill(self, slots: Sequence[int], source: dict[int, Any]) -> None:
+        """Note that bytes have arrived; ``source`` is ``gpu_fills`` or ``tier_fills``."""
         state = self.state
         for slot in slots:
-            state[slot] = slot_filled(state[slot])
-        if slots and self.source[slots[0]] == GPU:
-            self.filling_from_gpu -= len(slots)
-        else:
-            self.filling_from_tiers -= len(slots)
+            state[slot] = SLOT_FILLED[state[slot]]
+            del source[slot]
 
     def fail_fill(self, slot: int) -> None:
         """Note that the writer failed, and has let go."""
-        self.state[slot] = slot_fill_failed(self.state[slot])
+        self.state[slot] = SLOT_FILL_FAILED[self.state[slot]]
         self._no_longer_filling(slot)
-        self._vacate(slot)
-        self.free.append(slot)
+        self._freed.append(slot)
 
-    def pin(self, readers: list[int], slots: Iterable[int]) -> None:
-        """Add a reader to each slot; ``readers`` is ``gpu_readers`` or ``tier_readers``."""
+    # --- reading ---
+
+    def pin(self, slots: Sequence[int]) -> None:
+        """Add a reader to each slot."""
+        pins = self.pins
         for slot in slots:
-            if not self.gpu_readers[slot] and not self.tier_readers[slot]:
+            count = pins[slot]
+            if not count:
                 self.pinned += 1
-            readers[slot] += 1
+            pins[slot] = count + 1
 
-    def unpin(self, readers: list[int], slots: Iterable[int]) -> None:
+    def unpin(self, slots: Sequence[int]) -> None:
         """Take a reader from each slot. Each must have one."""
+        pins = self.pins
         for slot in slots:
-            if readers[slot] < 1:
-                raise InternalError(f"slot {slot} has no such reader")
-            readers[slot] -= 1
-            if not self.gpu_readers[slot] and not self.tier_readers[slot]:
+            count = pins[slot] - 1
+            if count < 0:
+                raise InternalError(f"slot {slot} has no reader")
+            if not count:
                 self.pinned -= 1
+            pins[slot] = count
+
+    # --- evicting ---
+
+    def is_held(self, slot: int) -> bool:
+        """Tell whether the slot is pinned, leased or being filled."""
+        return bool(self.pins[slot]) or slot in self.leased or self.state[slot] == _FILLING
 
     def evict(self, slots: Sequence[int]) -> None:
         """Free ready slots that nobody holds."""
-        state, key_of, hit_step = self.state, self.key_of, self.hit_step
+        state = self.state
         for slot in slots:
-            state[slot] = slot_evicted(state[slot])
-            key_of[slot] = None
-            hit_step[slot] = -1
-        self.free += slots
+            state[slot] = SLOT_EVICTED[state[slot]]
+        self._freed += slots
+
+    # --- quarantine ---
 
     def quarantine(self, slot: int, users: int) -> None:
         """Take the slot from its key while ``users`` may still write or read it."""
         if self.state[slot] == _FILLING:
             self._no_longer_filling(slot)
-        self.state[slot] = slot_abandoned(self.state[slot])
-        self._vacate(slot)
+        self.state[slot] = SLOT_ABANDONED[self.state[slot]]
         self.quarantined[slot] = users
 
     def let_go(self, slot: int) -> bool:
@@ -129,49 +145,36 @@ class SlotTable:
             self.quarantined[slot] = users - 1
         else:
             del self.quarantined[slot]
-            self.state[slot] = slot_released(self.state[slot])
-            self.free.append(slot)
+            self.state[slot] = SLOT_RELEASED[self.state[slot]]
+            self._freed.append(slot)
         return True
 
-    def is_ready(self, slot: int) -> bool:
-        """Tell whether the slot holds readable bytes."""
-        return self.state[slot] == _READY
-
-    def is_filling_from(self, slot: int, source: int) -> bool:
-        """Tell whether ``source`` is filling the slot."""
-        return self.state[slot] == _FILLING and self.source[slot] == source
-
-    def is_held(self, slot: int) -> bool:
-        """Tell whether the slot is pinned, leased or being filled."""
-        return bool(
-            self.gpu_readers[slot]
-            or self.tier_readers[slot]
-            or self.leases[slot]
-            or self.state[slot] == _FILLING
-        )
-
-    def reset(self, unsent: Iterable[int]) -> None:
+    def reset(self, gpu_reads: Mapping[int, int]) -> None:
         """Take every slot from its key; whatever is still in use is quarantined.
 
-        ``unsent``: slots meant for promotions that were never sent to a tier.
+        ``gpu_reads``: how many of the GPU's loads read each slot. All leases
+        have ended before.
         """
-        for slot in unsent:
-            self.fail_fill(slot)
+        going = []
         for slot, state in enumerate(self.state):
             if state == _FILLING:
-                if self.source[slot] == GPU:
+                if slot in self.gpu_fills:
                     self._gpu_quarantined.append(slot)
                 self.quarantine(slot, 1)
             elif state == _READY:
-                users = self.tier_readers[slot]
-                if self.gpu_readers[slot]:
-                    users += 1
+                loads = gpu_reads.get(slot, 0)
+                users = self.pins[slot] - loads
+                self.pins[slot] = 0
+                if loads:
+                    users += 1  # the GPU lets go of all its loads at once
                     self._gpu_quarantined.append(slot)
                 if users:
                     self.quarantine(slot, users)
                 else:
-                    self.leases[slot] = 0
-                    self.evict((slot,))
+                    going.append(slot)
+        self.evict(going)
+        self.pinned = 0
+        self.hits.clear()
 
     def gpu_flushed(self) -> None:
         """Note that the GPU has let go of every slot quarantined by a reset."""
@@ -179,20 +182,32 @@ class SlotTable:
             self.let_go(slot)
         self._gpu_quarantined.clear()
 
-    def ready_count(self) -> int:
-        """How many slots are READY: whatever is in no other state."""
-        filling = self.filling_from_gpu + self.filling_from_tiers
-        return self.count - len(self.free) - filling - len(self.quarantined)
+    # --- what single slots are in; for what isn't done thousands of times a step ---
+
+    def is_ready(self, slot: int) -> bool:
+        """Tell whether the slot holds readable bytes."""
+        return self.state[slot] == _READY
+
+    def source_of(self, slot: int) -> int | None:
+        """Return who fills the slot: ``GPU``, a tier's number, or None for nobody. For tests."""
+        return GPU if slot in self.gpu_fills else self.tier_fills.get(slot)
+
+    def free_slots(self) -> Iterable[int]:
+        """Return all free slots. For tests."""
+        return [*self._freed, *range(self._unused, self.count)]
+
+    def _take(self, count: int) -> list[int]:
+        freed, state = self._freed, self.state
+        first = max(0, len(freed) - count)
+        slots = freed[first:]
+        del freed[first:]
+        unused = self._unused + count - len(slots)
+        slots += range(self._unused, unused)
+        self._unused = unused
+        for slot in slots:
+            state[slot] = SLOT_TAKEN[state[slot]]
+        return slots
 
     def _no_longer_filling(self, slot: int) -> None:
-        if self.source[slot] == GPU:
-            self.filling_from_gpu -= 1
-        else:
-            self.filling_from_tiers -= 1
-
-    def _vacate(self, slot: int) -> None:
-        if self.gpu_readers[slot] or self.tier_readers[slot]:
-            self.pinned -= 1
-        self.key_of[slot] = None
-        self.gpu_readers[slot] = self.tier_readers[slot] = self.leases[slot] = 0
-        self.hit_step[slot] = -1
+        if self.gpu_fills.pop(slot, None) is None:
+            del self.tier_fills[slot]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from kvtier.errors import InternalError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 
 class BlockState(IntEnum):
@@ -118,22 +118,22 @@ BREAKER_TABLE: Final[Mapping[tuple[BreakerState, BreakerEvent], BreakerState]] =
 }
 
 
-def _compile(event: SlotEvent) -> Callable[[int], int]:
-    """Turn the rows of one slot event into a lookup that raises where no row is."""
-    row = {int(state): int(to) for (state, when), to in SLOT_TABLE.items() if when is event}
+class SlotMoves(dict[int, int]):
+    """The rows of one slot event: from state to state, as ints. No row: ``InternalError``."""
 
-    def move(state: int) -> int:
-        to = row.get(state)
-        if to is None:
-            raise InternalError(f"slot in state {SlotState(state).name} cannot be {event.name}")
-        return to
+    def __init__(self, event: SlotEvent) -> None:
+        rows = {int(state): int(to) for (state, when), to in SLOT_TABLE.items() if when is event}
+        super().__init__(rows)
+        self._event = event
 
-    return move
+    def __missing__(self, state: int) -> int:
+        """Refuse a move that has no row."""
+        raise InternalError(f"slot in state {SlotState(state).name} cannot be {self._event.name}")
 
 
-slot_taken: Final = _compile(SlotEvent.TAKEN)
-slot_filled: Final = _compile(SlotEvent.FILLED)
-slot_fill_failed: Final = _compile(SlotEvent.FILL_FAILED)
-slot_evicted: Final = _compile(SlotEvent.EVICTED)
-slot_abandoned: Final = _compile(SlotEvent.ABANDONED)
-slot_released: Final = _compile(SlotEvent.RELEASED)
+SLOT_TAKEN: Final = SlotMoves(SlotEvent.TAKEN)
+SLOT_FILLED: Final = SlotMoves(SlotEvent.FILLED)
+SLOT_FILL_FAILED: Final = SlotMoves(SlotEvent.FILL_FAILED)
+SLOT_EVICTED: Final = SlotMoves(SlotEvent.EVICTED)
+SLOT_ABANDONED: Final = SlotMoves(SlotEvent.ABANDONED)
+SLOT_RELEASED: Final = SlotMoves(SlotEvent.RELEASED)

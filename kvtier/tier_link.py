@@ -23,6 +23,7 @@ from kvtier.backend import Outcome
 from kvtier.breaker import Breaker, Work
 from kvtier.events import Event, EventKind
 from kvtier.metrics import TierCounts, TierStatistics, numbers
+from kvtier.policies.actor import POLICY_TIME_S
 from kvtier.states import BreakerState
 
 if TYPE_CHECKING:
@@ -35,10 +36,20 @@ if TYPE_CHECKING:
 class _Job:
     """One job in flight."""
 
-    __slots__ = ("abandoned", "deadline", "epoch", "is_load", "keys", "slots", "started")
+    __slots__ = (
+        "abandoned",
+        "deadline",
+        "epoch",
+        "is_load",
+        "keys",
+        "request",
+        "slots",
+        "started",
+    )
 
     def __init__(self, message: m.Promote | m.Cascade, start: int, end: int) -> None:
         self.is_load = isinstance(message, m.Promote)
+        self.request = "" if isinstance(message, m.Promote) else message.request
         self.keys = message.keys[start:end]
         self.slots = message.slots[start:end]
         self.epoch = message.epoch
@@ -73,7 +84,8 @@ class TierLink(Actor):
                 m.ProbeKeys: self._probe_keys,
                 m.Promote: self._promote,
                 m.Cascade: self._cascade,
-                m.TouchKeys: self._touch_keys,
+                m.TouchKeys: self._used,
+                m.RequestEnded: self._used,
                 m.Tick: self._tick,
                 m.TakeEvents: self._take_events,
                 m.ProbeAnswer: self._probe_answer,
@@ -89,6 +101,7 @@ class TierLink(Actor):
         self.log: Mailbox
         self.reply: Callable[[object], None]
         self.counts = TierCounts()
+        self.tells_uses = False  #: whether the tier evicts, and so wants to know what is used
         self._number = tier
         self._config = config
         self._tier_config: TierConfig = config.tiers[tier]
@@ -101,7 +114,8 @@ class TierLink(Actor):
         self._full_until = 0.0
         self._jobs: dict[int, _Job] = {}
         self._probes: dict[int, _Probe] = {}
-        self._touched: list[Key] = []
+        self._uses: list[m.TouchKeys | m.RequestEnded] = []  # not sent yet
+        self._tiers_time = 0.0  # what the tier was told last
         self._cascade_slots = 0
         self._abandoned_slots = 0
         self._next_id = 0
@@ -148,8 +162,9 @@ class TierLink(Actor):
             self._end_cascade(rest)
             return
 
-    def _touch_keys(self, message: m.TouchKeys) -> None:
-        self._touched += message.keys
+    def _used(self, message: m.TouchKeys | m.RequestEnded) -> None:
+        if self.tells_uses:
+            self._uses.append(message)
 
     def _send(self, job: _Job) -> bool:
         """Send a job to the tier. False: the tier is sick or has too much to do."""
@@ -160,8 +175,12 @@ class TierLink(Actor):
         if not self._breaker.may_send(job.work):
             return False
         job_id = self._new_id()
-        kind = m.LoadJob if job.is_load else m.StoreJob
-        if not self.tier.post(kind(job=job_id, keys=job.keys, slots=job.slots)):
+        order: m.LoadJob | m.StoreJob
+        if job.is_load:
+            order = m.LoadJob(job=job_id, keys=job.keys, slots=job.slots)
+        else:
+            order = m.StoreJob(job=job_id, request=job.request, keys=job.keys, slots=job.slots)
+        if not self.tier.post(order):
             self._failed(job.work, "has a full mailbox")
             return False
         job.started = self._now
@@ -271,12 +290,20 @@ class TierLink(Actor):
                 self._failed(job.work, "did not end a job in time")
                 if job.is_load:
                     self._abandon(job)
-        if self._touched:
-            # Dropped if the mailbox is full: only the tier's eviction order suffers.
-            self.tier.post(m.TouchKeys(keys=tuple(self._touched)))
-            self._touched.clear()
+        self._tell_uses()
         self._breaker.pass_time(self._now)
         self._tell_usable()
+
+    def _tell_uses(self) -> None:
+        """Send on what was used. Dropped if the mailbox is full: the tier then evicts worse."""
+        if not self._uses:
+            return
+        if self._now - self._tiers_time >= POLICY_TIME_S:
+            self._tiers_time = self._now
+            self.tier.post(m.Tick(now=self._now))
+        for use in self._uses:
+            self.tier.post(use)
+        self._uses.clear()
 
     def _due(self, work: _Job | _Probe) -> bool:
         return self._now >= work.deadline
@@ -367,7 +394,9 @@ class TierLink(Actor):
         )
 
     def _end_cascade(self, job: _Job) -> None:
-        self.primary.post(m.CascadeEnded(tier=self._number, slots=job.slots, epoch=job.epoch))
+        self.primary.post(
+            m.CascadeEnded(tier=self._number, keys=job.keys, slots=job.slots, epoch=job.epoch)
+        )
 
     def _succeeded(self, work: Work) -> None:
         was = self._breaker.state

@@ -14,23 +14,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvtier.states import BlockState
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvtier.messages import Key, RequestId, TierSet
 
+NOWHERE: Final = -1
+"""No tier that the request may use has the key."""
+
+ASKING: Final = -2
+"""Tiers are being asked."""
+
 GROUP_BYTES: Final = 4
 """The last bytes of a key: the KV-cache group's index, big-endian."""
 
 
-class _Search:
+class Search:
     """What one running request has been told."""
 
-    __slots__ = ("failed", "gaps", "tiers", "verdicts")
+    __slots__ = ("failed", "gaps", "request", "tiers", "verdicts")
 
-    def __init__(self, tiers: TierSet) -> None:
+    def __init__(self, request: RequestId, tiers: TierSet) -> None:
+        self.request = request
         self.tiers = tiers  # the tiers it may be served from
         self.verdicts: dict[Key, TierSet] = {}
         self.failed: dict[Key, TierSet] = {}
@@ -57,46 +62,44 @@ class Whereabouts:
         self._known_keys_max = known_keys_max
         self._usable: TierSet = (1 << tier_count) - 1
         self._known: dict[Key, TierSet] = {}
-        self._searches: dict[RequestId, _Search] = {}
+        self._searches: dict[RequestId, Search] = {}
         self._probes: dict[Key, _Probe] = {}
         self._unsent: dict[int, list[Key]] = {}
-        self._with_gaps: list[_Search] = []
+        self._with_gaps: list[Search] = []
 
-    def start(self, request: RequestId, tiers: TierSet) -> None:
-        """Begin a request that may be served from ``tiers``."""
-        self._searches[request] = _Search(tiers)
+    def start(self, request: RequestId, tiers: TierSet) -> Search:
+        """Begin a request that may be served from ``tiers``; return what ``find`` needs."""
+        search = self._searches[request] = Search(request, tiers)
+        return search
 
     def end(self, request: RequestId) -> None:
         """Forget what the request was told."""
         self._searches.pop(request, None)
 
-    def find(self, key: Key, request: RequestId) -> int | BlockState:
-        """Return a tier's number to promote from, or PROBING or ABSENT.
+    def find(self, key: Key, search: Search) -> int:
+        """Return a tier's number to promote from, ``NOWHERE``, or ``ASKING``.
 
-        PROBING also where a tier has the key, but a key before it in this
-        step and group is still PROBING: only a contiguous prefix is promoted.
+        ``ASKING`` also where a tier has the key, but a key before it in this
+        step and group is being asked for: only a contiguous prefix is promoted.
         """
-        search = self._searches.get(request)
-        if search is None:
-            return BlockState.ABSENT
         allowed = search.tiers & self._usable
         if search.failed:
             allowed &= ~search.failed.get(key, 0)
         if not allowed:
-            return BlockState.ABSENT
+            return NOWHERE
         verdict = search.verdicts.get(key)
         having = allowed & (self._known.get(key, 0) if verdict is None else verdict)
         if having:
             if search.gaps and key[-GROUP_BYTES:] in search.gaps:
-                return BlockState.PROBING
+                return ASKING
             return (having & -having).bit_length() - 1
         if verdict is not None:
-            return BlockState.ABSENT
-        self._ask(key, request, allowed)
+            return NOWHERE
+        self._ask(key, search.request, allowed)
         if not search.gaps:
             self._with_gaps.append(search)
         search.gaps.add(key[-GROUP_BYTES:])
-        return BlockState.PROBING
+        return ASKING
 
     def is_probing(self, key: Key) -> bool:
         """Tell whether tiers are being asked for the key."""

@@ -6,13 +6,17 @@ secondary tier in its own. Only ``ChooseVictims`` is answered.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvtier import messages as m
 from kvtier.actor import Actor, Mailbox
 
 if TYPE_CHECKING:
     from kvtier.policies.base import EvictionPolicy
+
+
+POLICY_TIME_S: Final = 1.0
+"""How often a policy is told the time, at most."""
 
 
 class PolicyActor(Actor):
@@ -30,6 +34,7 @@ class PolicyActor(Actor):
                 m.RequestEnded: lambda x: policy.end_request(x.request, x.order),
                 m.ChooseVictims: self._choose_victims,
                 m.Spared: lambda x: policy.take_back(x.keys),
+                m.Tick: lambda x: policy.pass_time(x.now),
                 m.Cleared: lambda _: policy.clear(),
             },
         )

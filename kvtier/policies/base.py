@@ -48,7 +48,11 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def end_request(self, request: RequestId, order: Sequence[Key] | None) -> None:
-        """Learn that ``request`` is over; ``order``: its keys from head to tail, if known."""
+        """Learn that ``request`` is over.
+
+        ``order``, if known: all its keys from head to tail, resident or not,
+        read from here or found in the GPU. It has used them all.
+        """
 
     @abstractmethod
     def choose_victims(self, count: int, spare: Collection[Key]) -> list[Key]:
@@ -57,6 +61,9 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def take_back(self, keys: Sequence[Key]) -> None:
         """Take back keys just chosen that were not evicted; they are the next to go."""
+
+    def pass_time(self, now: float) -> None:  # noqa: B027 - most policies need no clock
+        """Learn that it is ``now``: seconds of the runtime's clock, about once a second."""
 
     @abstractmethod
     def clear(self) -> None:

@@ -157,8 +157,6 @@ class TestCell(EngineCell):
         mailbox.ages.popleft()
         message = mailbox.waiting.popleft()
         actor = mailbox.actor
-        if actor in self._broken:
-            return
         self.before_delivery(actor, message)
         try:
             actor.receive(message)
@@ -244,6 +242,7 @@ class TestTier:
             self.actor.policy = cell.mailbox_elsewhere(host)
             self.mailboxes.append(self.actor.policy)
         link.tier = _FromLink(self)
+        link.tells_uses = policy is not None
 
     def answer(self, part: Part, outcomes: Sequence[Outcome], seconds: float = 0.0) -> None:
         """End a part, with one outcome a block; or with any others, to see what happens."""

@@ -102,6 +102,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         region: Region,
     ) -> None:
         self.facade = facade
+        self._lookup_state = facade.lookup_state  # called for each key
         self._memory = memory
         self._region = region
         self._unlinked = False
@@ -138,18 +139,18 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
     def on_request_finished(self, req_context: ReqContext) -> None:
         self.facade.on_request_finished(req_context.req_id, self._order(req_context))
 
-    def _order(self, req_context: ReqContext) -> list[bytes] | None:
-        """Sort a request's keys from head to tail where groups come one after the other."""
-        if not self._several_groups:
-            return None
+    def _order(self, req_context: ReqContext) -> Collection[bytes]:
+        """Return all keys of a request from head to tail."""
         positions: dict[bytes, int] = getattr(req_context, "_offload_key_positions", {})
-        return sorted(positions, key=positions.__getitem__)
+        if self._several_groups:  # they come one after the other
+            return sorted(positions, key=positions.__getitem__)
+        return positions
 
     # --- lookups and loads ---
 
     @override
     def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
-        return _RESULTS[self.facade.lookup_state(key, req_context.req_id)]
+        return _RESULTS[self._lookup_state(key, req_context.req_id)]
 
     @override
     def get_load_source(self, key: bytes, req_context: ReqContext) -> CacheHitSource:

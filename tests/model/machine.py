@@ -22,7 +22,7 @@ from kvtier import messages as m
 from kvtier.backend import block_digest
 from kvtier.policies.lru import LRUPolicy
 from kvtier.slots import GPU
-from kvtier.states import ANSWERS, BlockState, BreakerState, SlotState
+from kvtier.states import ANSWERS, BlockState, BreakerState
 from kvtier.testing.cell import TestTier
 
 if TYPE_CHECKING:
@@ -214,7 +214,8 @@ class KVTierSpec(Promises, RuleBasedStateMachine):
         assert gap is None, f"{key!r} is promoted behind {gap!r}, which may be nowhere"
         slot = world.primary.slot_of(key)
         assert slot is not None
-        source = world.slots.source[slot]
+        source = world.slots.source_of(slot)
+        assert source is not None
         assert source != GPU
         assert request.tiers >> source & 1, f"{request.name} may not be served from {source}"
         until = world.primary._now + world.config.lease_timeout_s
@@ -231,14 +232,12 @@ class KVTierSpec(Promises, RuleBasedStateMachine):
     def _assert_nothing_can_be_evicted(self, spare: Sequence[Key]) -> None:
         world = self.world
         slots = world.slots
-        assert not slots.free, "there are free slots"
-        for slot, state in enumerate(slots.state):
-            if state == SlotState.READY:
-                assert (
-                    slots.is_held(slot)
-                    or slots.hit_step[slot] == world.primary._step
-                    or slots.key_of[slot] in spare
-                ), f"slot {slot} could have been evicted"
+        assert not slots.free_count(), "there are free slots"
+        for key, slot in world.primary._slot_of.items():
+            if slots.is_ready(slot):
+                assert slots.is_held(slot) or slot in slots.hits or key in spare, (
+                    f"slot {slot} could have been evicted"
+                )
 
     # --- GPU loads ---
 
@@ -387,7 +386,7 @@ class KVTierSpec(Promises, RuleBasedStateMachine):
             request.hits.clear()
         for key, state in world.states.items():
             slot = world.primary.slot_of(key)
-            from_tier = state is BlockState.FILLING and world.slots.source[slot or 0] != GPU
+            from_tier = state is BlockState.FILLING and slot in world.slots.tier_fills
             if state is BlockState.PROBING or from_tier:
                 world.pending_since.setdefault(key, world.now)
 

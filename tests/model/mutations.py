@@ -18,8 +18,9 @@ from kvtier.primary_tier import PrimaryTier
 from kvtier.promotions import Promotions
 from kvtier.secondary_tier import SecondaryTier
 from kvtier.slots import SlotTable
+from kvtier.states import SlotState
 from kvtier.tier_link import TierLink
-from kvtier.whereabouts import Whereabouts
+from kvtier.whereabouts import Search, Whereabouts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -61,7 +62,7 @@ def evict_a_pinned_slot() -> Iterator[None]:
         self.policy = policy
 
     def is_held(self: SlotTable, slot: int) -> bool:
-        return bool(self.state[slot] == 1 or self.leases[slot] or self.tier_readers[slot])
+        return self.state[slot] == SlotState.FILLING or slot in self.leased
 
     with (
         patch.object(PrimaryTier, "_prepare_load", prepare_load),
@@ -153,8 +154,8 @@ def ignore_the_epoch_of_a_cascade() -> Iterator[None]:
     """The end of a cascade from before a reset takes a pin of after it."""
 
     def ended(self: PrimaryTier, message: m.CascadeEnded) -> None:
-        self.slots.unpin(self.slots.tier_readers, message.slots)
-        self._unhold(message.slots)
+        self.slots.unpin(message.slots)
+        self._unhold(message.keys, message.slots)
 
     with patch.object(PrimaryTier, "_cascade_ended", ended):
         yield
@@ -225,10 +226,9 @@ def promote_behind_a_gap() -> Iterator[None]:
     """A block is promoted though the one before it may be nowhere."""
     real = Whereabouts.find
 
-    def find(self: Whereabouts, key: bytes, request: str) -> Any:
-        for search in self._searches.values():
-            search.gaps.clear()
-        return real(self, key, request)
+    def find(self: Whereabouts, key: bytes, search: Search) -> int:
+        search.gaps.clear()
+        return real(self, key, search)
 
     with patch.object(Whereabouts, "find", find):
         yield
@@ -277,7 +277,7 @@ def forget_a_hold_after_a_cascade() -> Iterator[None]:
         if message.epoch != self._epoch:
             self._slots_released(m.SlotsReleased(slots=message.slots))
         else:
-            self.slots.unpin(self.slots.tier_readers, message.slots)
+            self.slots.unpin(message.slots)
 
     with patch.object(PrimaryTier, "_cascade_ended", ended):
         yield

@@ -46,18 +46,13 @@ class Promises:
     def p1_a_slot_is_in_exactly_one_of_free_filling_ready_quarantined(self) -> None:
         slots = self.world.slots
         states = [SlotState(each) for each in slots.state]
-        free = Counter(slots.free)
+        free = Counter(slots.free_slots())
         keys_at = Counter(self.world.primary._slot_of.values())
         for slot, state in enumerate(states):
             assert free[slot] == (state is SlotState.FREE), slot
             assert (slot in slots.quarantined) is (state is SlotState.QUARANTINED), slot
             assert keys_at[slot] == (state in {SlotState.FILLING, SlotState.READY}), slot
-            key = slots.key_of[slot]
-            if state in {SlotState.FILLING, SlotState.READY}:
-                assert key is not None
-                assert self.world.primary.slot_of(key) == slot
-            else:
-                assert key is None
+            assert (slots.source_of(slot) is not None) is (state is SlotState.FILLING), slot
 
     @precondition(is_running)
     @invariant()
@@ -71,7 +66,8 @@ class Promises:
         for slot, state in enumerate(world.slots.state):
             if state != SlotState.FILLING:
                 continue
-            source = world.slots.source[slot]
+            source = world.slots.source_of(slot)
+            assert source is not None
             if source == GPU:
                 named = sum(each.slot == slot and not each.is_stale for each in world.gpu.stores)
             else:
@@ -92,8 +88,7 @@ class Promises:
             if epoch == world.epoch:
                 cascades[slot] += count
         for slot in range(world.slots.count):
-            assert world.slots.gpu_readers[slot] == loads[slot], slot
-            assert world.slots.tier_readers[slot] == cascades[slot], slot
+            assert world.slots.pins[slot] == loads[slot] + cascades[slot], slot
 
     @precondition(is_running)
     @invariant()
@@ -120,7 +115,7 @@ class Promises:
             assert not readers[slot], f"slot {slot} is read and written"
             state = SlotState(world.slots.state[slot])
             if state is SlotState.FILLING:
-                assert world.slots.source[slot] == source
+                assert world.slots.source_of(slot) == source
             else:
                 assert state is SlotState.QUARANTINED, f"{source} may write {state!r} slot {slot}"
         for slot in readers:
@@ -192,10 +187,7 @@ class Promises:
     def p11_promotions_leave_a_reserve_for_stores(self) -> None:
         world = self.world
         slots = world.slots
-        held = sum(
-            (state == SlotState.FILLING and slots.source[slot] != GPU) or slots.leases[slot] > 0
-            for slot, state in enumerate(slots.state)
-        )
+        held = len(slots.leased | slots.tier_fills.keys())
         assert held == world.primary._promotions.held_slots
         assert held <= slots.count - world.config.store_reserve_slots
 
@@ -206,7 +198,7 @@ class Promises:
         for key in world.leases:
             slot = world.primary.slot_of(key)
             assert slot is not None, f"{key!r} is leased and gone"
-            assert world.slots.leases[slot], f"{key!r} is leased, and its slot is not"
+            assert slot in world.slots.leased, f"{key!r} is leased, and its slot is not"
 
     # --- what no promise names, and all of them need ---
 
@@ -230,18 +222,10 @@ class Promises:
         assert seen.free_slots == states[SlotState.FREE]
         assert seen.ready_slots == states[SlotState.READY]
         assert seen.quarantined_slots == states[SlotState.QUARANTINED]
-        filling = Counter(
-            slots.source[slot] == GPU
-            for slot, state in enumerate(slots.state)
-            if state == SlotState.FILLING
-        )
-        assert seen.filling_from_gpu_slots == filling[True]
-        assert seen.filling_from_tiers_slots == filling[False]
-        pinned = sum(
-            bool(gpu or tier)
-            for gpu, tier in zip(slots.gpu_readers, slots.tier_readers, strict=True)
-        )
-        assert seen.pinned_slots == pinned
+        filling = seen.filling_from_gpu_slots + seen.filling_from_tiers_slots
+        assert filling == states[SlotState.FILLING]
+        assert seen.filling_from_gpu_slots == len(slots.gpu_fills)
+        assert seen.pinned_slots == sum(map(bool, slots.pins))
         assert seen.requests == len(self.world.requests)
 
     @precondition(is_running)
@@ -298,13 +282,12 @@ def assert_p10_at_rest(world: World) -> None:
     for slot, state in enumerate(slots.state):
         if slot not in lost:
             assert state in {SlotState.FREE, SlotState.READY}, (slot, SlotState(state))
-            assert not slots.gpu_readers[slot]
-            assert not slots.tier_readers[slot]
-            assert not slots.leases[slot]
+            assert not slots.pins[slot]
+            assert slot not in slots.leased
     if not lost:
         assert slots.pinned == 0
         assert not slots.quarantined
-        assert len(slots.free) + slots.ready_count() == slots.count
+        assert slots.free_count() + slots.ready_count() == slots.count
         assert not held_by(world.policy)
     promotions = world.primary._promotions
     assert promotions.held_slots == 0

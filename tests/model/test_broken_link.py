@@ -54,5 +54,5 @@ def test_a_promotion_not_yet_sent_to_a_broken_link_is_called_off(
         world.facade.reset()
     world.facade.on_request_finished("r")
     world.facade.step_end()
-    assert len(world.slots.free) == world.slots.count
+    assert world.slots.free_count() == world.slots.count
     assert world.cell.faults == 1

@@ -7,7 +7,7 @@ import pytest
 from kvtier import states
 from kvtier.breaker import Breaker, Work
 from kvtier.errors import InternalError
-from kvtier.slots import GPU, SlotTable
+from kvtier.slots import SlotTable
 from kvtier.states import (
     ANSWERS,
     BLOCK_TABLE,
@@ -22,12 +22,12 @@ from kvtier.states import (
 )
 
 SLOT_MOVES = {
-    SlotEvent.TAKEN: states.slot_taken,
-    SlotEvent.FILLED: states.slot_filled,
-    SlotEvent.FILL_FAILED: states.slot_fill_failed,
-    SlotEvent.EVICTED: states.slot_evicted,
-    SlotEvent.ABANDONED: states.slot_abandoned,
-    SlotEvent.RELEASED: states.slot_released,
+    SlotEvent.TAKEN: states.SLOT_TAKEN,
+    SlotEvent.FILLED: states.SLOT_FILLED,
+    SlotEvent.FILL_FAILED: states.SLOT_FILL_FAILED,
+    SlotEvent.EVICTED: states.SLOT_EVICTED,
+    SlotEvent.ABANDONED: states.SLOT_ABANDONED,
+    SlotEvent.RELEASED: states.SLOT_RELEASED,
 }
 
 
@@ -36,9 +36,9 @@ def test_a_slot_moves_as_a_row_says_or_raises(state: SlotState, event: SlotEvent
     row = SLOT_TABLE.get((state, event))
     if row is None:
         with pytest.raises(InternalError, match=f"{state.name} cannot be {event.name}"):
-            SLOT_MOVES[event](int(state))
+            SLOT_MOVES[event][int(state)]
     else:
-        assert SLOT_MOVES[event](int(state)) == row
+        assert SLOT_MOVES[event][int(state)] == row
 
 
 @pytest.mark.parametrize(("state", "event"), list(product(BreakerState, BreakerEvent)))
@@ -78,25 +78,25 @@ def test_every_state_of_a_block_has_an_answer() -> None:
 
 def test_a_slot_without_such_a_reader_is_not_unpinned() -> None:
     slots = SlotTable(2)
-    (slot,) = slots.take([b"k"], GPU)
-    slots.fill([slot])
-    with pytest.raises(InternalError, match="no such reader"):
-        slots.unpin(slots.gpu_readers, [slot])
+    (slot,) = slots.take_for_gpu(1, "r")
+    slots.fill([slot], slots.gpu_fills)
+    with pytest.raises(InternalError, match="has no reader"):
+        slots.unpin([slot])
 
 
 def test_a_quarantined_slot_is_free_when_its_last_user_lets_go() -> None:
     slots = SlotTable(1)
-    (slot,) = slots.take([b"k"], GPU)
-    slots.fill([slot])
-    slots.pin(slots.gpu_readers, [slot])
-    slots.pin(slots.tier_readers, [slot, slot])
-    slots.reset([])
+    (slot,) = slots.take_for_gpu(1, "r")
+    slots.fill([slot], slots.gpu_fills)
+    slots.pin([slot, slot])  # two loads of the GPU, which lets go of both at once
+    slots.pin([slot, slot])  # two cascades
+    slots.reset({slot: 2})
     assert slots.quarantined == {slot: 3}
     slots.gpu_flushed()
     assert slots.let_go(slot)
-    assert not slots.free
+    assert not slots.free_count()
     assert slots.let_go(slot)
-    assert slots.free == [slot]
+    assert slots.free_slots() == [slot]
     assert not slots.let_go(slot)
 
 

@@ -115,7 +115,7 @@ class Bench:
         self.memory.view(slot)[:] = bytes([byte]) * BLOCK
 
     def store(self, keys: tuple[bytes, ...], slots: tuple[int, ...], job: int = 1) -> Any:
-        assert self.cell.post(m.StoreJob(job=job, keys=keys, slots=slots))
+        assert self.cell.post(m.StoreJob(job=job, request="r", keys=keys, slots=slots))
         return self.link.next()
 
     def load(self, keys: tuple[bytes, ...], slots: tuple[int, ...], job: int = 2) -> Any:
@@ -243,7 +243,7 @@ def test_close_ends_what_was_begun() -> None:
     backend = DictBackend()
     bench = Bench(backend)
     for number in range(8):
-        assert bench.cell.post(m.StoreJob(job=number, keys=(bytes([number]),), slots=(number,)))
+        assert bench.cell.post(m.StoreJob(job=number, request="r", keys=(bytes([number]),), slots=(number,)))
     assert bench.cell.close(WAIT_S) is True
     assert len(backend.blocks) == 8
     assert backend.closed.is_set()
@@ -308,7 +308,7 @@ def test_a_tier_with_a_capacity_keeps_to_it_and_says_what_it_dropped(
     benches.append(bench)
     keys = tuple(bytes([number]) for number in range(4))
     assert bench.store(keys, (0, 1, 2, 3), job=1).outcomes == (Outcome.DONE,) * 4
-    assert bench.cell.post(m.StoreJob(job=2, keys=(b"x", b"y"), slots=(4, 5)))
+    assert bench.cell.post(m.StoreJob(job=2, request="r", keys=(b"x", b"y"), slots=(4, 5)))
     dropped: list[bytes] = []
     while not isinstance(message := bench.link.next(), m.JobEnded):
         dropped += message.removed

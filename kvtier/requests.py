@@ -1,0 +1,50 @@
+"""What the primary tier keeps for each running request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtier.messages import Key
+    from kvtier.metrics import PrimaryCounts
+    from kvtier.whereabouts import Search
+
+
+class Request:
+    """One running request: what it looked up, and which tier delivered what to it."""
+
+    __slots__ = (
+        "_hits_counted",
+        "_queries_counted",
+        "_seen",
+        "hits",
+        "misses",
+        "search",
+        "sources",
+    )
+
+    def __init__(self, search: Search) -> None:
+        self.search = search
+        self.sources: dict[Key, int] = {}  #: the tier that delivered the key to it
+        self.hits: set[Key] = set()  #: keys that a lookup called READY
+        self.misses: set[Key] = set()  #: keys that a lookup did not; they may be hits later
+        self._seen = 0
+        self._queries_counted = 0
+        self._hits_counted = 0
+
+    def count(self, counts: PrimaryCounts) -> None:
+        """Add what was looked up since the last time, each key once a request.
+
+        A hit counts if it was one at the first lookup. Done when a request
+        loads, stores or ends, since a lookup has no time for it.
+        """
+        seen = len(self.hits) + len(self.misses)
+        if seen == self._seen:
+            return
+        self._seen = seen
+        hits = len(self.hits - self.misses)
+        queries = hits + len(self.misses)
+        counts.queries += queries - self._queries_counted
+        counts.hits += hits - self._hits_counted
+        self._queries_counted = queries
+        self._hits_counted = hits
