@@ -1,6 +1,7 @@
 """Which blocks of the primary tier go on to which tiers.
 
-A block that the GPU stored is cascaded to every tier. A tier that wants whole
+A block that the GPU stored is cascaded to every tier, unless the tier's
+admission policy (``kvtier/admission/``) refuses it. A tier that wants whole
 requests (vLLM's request-level policy) is also given what was here already;
 what is still being filled is parked and follows once it is READY.
 """
@@ -9,17 +10,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+from kvtier import messages as m
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from kvtier.actor import Mailbox
     from kvtier.config import TierConfig
-    from kvtier.messages import Key, TierSet
+    from kvtier.messages import Key, RequestId, TierSet
     from kvtier.promotions import Batch
     from kvtier.slots import SlotTable
 
 
 class Cascades:
-    """Decides; the primary tier pins the slots and sends the messages."""
+    """Decides, pins the slots and sends them off; the primary tier hears of their end."""
 
     def __init__(
         self, slots: SlotTable, slot_of: dict[Key, int], tiers: Sequence[TierConfig]
@@ -32,6 +36,14 @@ class Cascades:
         self._slots = slots
         self._slot_of = slot_of
         self._parked: dict[Key, TierSet] = {}
+        self.gates: list[Mailbox] = []  #: of each tier: its admission gate, else its link
+
+    def send(self, batches: Mapping[int, Batch], request: RequestId, epoch: int) -> None:
+        """Pin each block once for each tier that is to store it, and send the blocks off."""
+        for _, slots in batches.values():
+            self._slots.pin(slots)
+        for tier, (keys, slots) in batches.items():
+            self.gates[tier].post(m.Cascade(request, tuple(keys), tuple(slots), epoch))
 
     def of_ready(self, keys: Sequence[Key], slots: Sequence[int], to: TierSet) -> dict[int, Batch]:
         """Return what to send to each tier of blocks just READY: to ``to``, and where parked."""
@@ -65,6 +77,16 @@ class Cascades:
         if not ready[0]:
             return {}
         return {n: ready for n in range(self._tier_count) if self._whole_requests >> n & 1}
+
+    def of_wanted(self, tier: int, keys: Iterable[Key]) -> dict[int, Batch]:
+        """Return what to send to a tier that wants ``keys`` now: those that are READY."""
+        ready: Batch = ([], [])
+        for key in keys:
+            slot = self._slot_of.get(key)
+            if slot is not None and self._slots.is_ready(slot):
+                ready[0].append(key)
+                ready[1].append(slot)
+        return {tier: ready} if ready[0] and self.all_tiers >> tier & 1 else {}
 
     def forget(self, key: Key) -> None:
         """Note that the key's fill came to nothing."""

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 DEFAULT_POLICY: Final = "lru"
 
+ADMIT_ALL: Final = "all"
+"""The admission of a tier that every block is written to: no policy at all."""
+
 _NO_BACKPRESSURE: Final = (
     "has no meaning here: kvtier bounds what is in flight itself. "
     "Remove it, or set cascade_slots_fraction_max"
@@ -35,6 +38,8 @@ class TierConfig:
     enable_kv_events: bool = False
     request_level: bool = False  #: wants all blocks of a request, prefix hits too
     eviction_policy: str = DEFAULT_POLICY  #: used where the backend has a capacity
+    admission: str = ADMIT_ALL  #: which blocks are written to the tier
+    admission_options: Mapping[str, Any] = field(default_factory=dict)
     probe_timeout_s: float = 1.0
     promote_timeout_s: float = 10.0
     store_timeout_s: float = 60.0
@@ -44,6 +49,7 @@ class TierConfig:
         """Read one entry; ``number`` counts from 1. Keys unknown here are the backend's."""
         kind = Options(values, f"secondary_tiers[{number - 1}]").text("type")
         options = Options(values, f"secondary_tiers[{number - 1}] ({kind})")
+        admission = dict(_policy_mapping(options, "admission", ADMIT_ALL))
         config = cls(
             name=f"{number}:{kind}",
             type=kind,
@@ -56,6 +62,8 @@ class TierConfig:
             )
             == "request_level",
             eviction_policy=options.text("eviction_policy", DEFAULT_POLICY),
+            admission=admission.pop("policy"),
+            admission_options=admission,
             probe_timeout_s=options.number("probe_timeout_s", cls.probe_timeout_s),
             promote_timeout_s=options.number("promote_timeout_s", cls.promote_timeout_s),
             store_timeout_s=options.number("store_timeout_s", cls.store_timeout_s),
@@ -70,6 +78,15 @@ class TierConfig:
         return config
 
 
+def _policy_mapping(options: Options, key: str, default: str) -> dict[str, Any]:
+    """Read a policy given by its name, or as ``{"policy": name, ...}`` with its own options."""
+    if not options.is_mapping(key):
+        return {"policy": options.text(key, default)}
+    values = options.mapping(key)
+    name = Options(values, f"{options.where}: {key}").text("policy")
+    return {**values, "policy": name}
+
+
 _TIER_KEYS: Final = frozenset(
     {
         "type",
@@ -77,6 +94,7 @@ _TIER_KEYS: Final = frozenset(
         "enable_kv_events",
         "offload_policy",
         "eviction_policy",
+        "admission",
         "probe_timeout_s",
         "promote_timeout_s",
         "store_timeout_s",

@@ -271,6 +271,22 @@ class Cascade(Message, frozen=True, gc=False):
     epoch: int
 
 
+class CascadeRefused(Message, frozen=True, gc=False):
+    """The tier's admission policy doesn't want these blocks of a Cascade."""
+
+    keys: tuple[Key, ...]
+    slots: tuple[int, ...]
+    epoch: int
+
+
+class CascadeWanted(Message, frozen=True, gc=False):
+    """The tier's admission policy wants these now, which ``request`` used, if they are here."""
+
+    tier: int
+    keys: tuple[Key, ...]
+    request: RequestId
+
+
 class CascadeEnded(Message, frozen=True, gc=False):
     """The tier reads these slots no longer."""
 

@@ -52,6 +52,7 @@ class TierCounts:
         self.failed = 0  # the medium failed, load or store
         self.full = 0  # a store found no room
         self.cascades_dropped = 0  # not even tried: breaker, bounds, no room lately
+        self.cascades_refused = 0  # by the tier's admission policy
         self.promotions_dropped = 0
         self.jobs_timed_out = 0  # jobs
         self.probes_timed_out = 0  # probes

@@ -23,7 +23,7 @@ class Options:
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self._values = dict(values)
-        self._where = where
+        self.where = where
         self._known: set[str] = set()
 
     def integer(
@@ -83,6 +83,10 @@ class Options:
         """Tell whether the key was given (None counts as not given)."""
         return self._values.get(key) is not None
 
+    def is_mapping(self, key: str) -> bool:
+        """Tell whether the key was given as a mapping."""
+        return isinstance(self._values.get(key), dict)
+
     def allow(self, *keys: str) -> None:
         """Accept keys that somebody else reads."""
         self._known.update(keys)
@@ -100,13 +104,13 @@ class Options:
                 near = difflib.get_close_matches(key, self._known, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else "remove it."
                 raise ConfigError(
-                    f"{self._where}: unknown key {key!r} (value {self._values[key]!r}); {hint} "
+                    f"{self.where}: unknown key {key!r} (value {self._values[key]!r}); {hint} "
                     f"Known keys: {', '.join(sorted(self._known))}."
                 )
 
     def error(self, key: str, value: object, remedy: str) -> ConfigError:
         """Build the refusal of one key."""
-        return ConfigError(f"{self._where}: {key}={value!r} {remedy}.")
+        return ConfigError(f"{self.where}: {key}={value!r} {remedy}.")
 
     def _take(self, key: str, default: object) -> Any:  # noqa: ANN401 - the callers check it
         self._known.add(key)
@@ -114,5 +118,5 @@ class Options:
         if value is not None:
             return value
         if default is REQUIRED:
-            raise ConfigError(f"{self._where}: {key} is missing. Set it.")
+            raise ConfigError(f"{self.where}: {key} is missing. Set it.")
         return default

@@ -53,6 +53,7 @@ class PrimaryTier(Actor):
     def __init__(self, config: RuntimeConfig, *, collect_events: bool) -> None:
         super().__init__("primary", self._all_handlers())
         self.links: list[Mailbox] = []
+        self._policies: list[Mailbox] = []  # of eviction and of admission
         self.reply: Callable[[object], None]
         self.counts = PrimaryCounts()
         self._config = config
@@ -80,10 +81,14 @@ class PrimaryTier(Actor):
         self._policy_time = 0.0  # what the policy was told last
         self._store_wanted: list[Key] = []  # by the store that waits for victims
 
-    def connect(self, policy: Mailbox, links: Sequence[Mailbox]) -> None:
-        """Tell the actor where its policy and its links are."""
+    def connect(
+        self, policy: Mailbox, links: Sequence[Mailbox], gates: Mapping[int, Mailbox]
+    ) -> None:
+        """Tell the actor where its policy and its links are, and tiers' admission gates if any."""
         self.policy = self._eviction.policy = policy
         self.links = list(links)
+        self._cascades.gates = [gates.get(tier, link) for tier, link in enumerate(links)]
+        self._policies = [policy, *gates.values()]
 
     def _all_handlers(self) -> dict[type[Any], Callable[[Any], None]]:
         return {
@@ -106,6 +111,7 @@ class PrimaryTier(Actor):
             m.PromotionEnded: self._promotion_ended,
             m.PromotionAbandoned: self._promotion_abandoned,
             m.SlotsReleased: self._slots_released,
+            m.CascadeWanted: self._cascade_wanted,
             m.CascadeEnded: self._cascade_ended,
             m.TierUsable: lambda x: self._whereabouts.set_usable(x.tier, usable=x.usable),
             m.PresenceLearned: lambda x: self._whereabouts.learn(x.tier, x.added, x.removed),
@@ -114,13 +120,6 @@ class PrimaryTier(Actor):
         }
 
     # --- lookups ---
-
-    def state_of(self, key: Key) -> BlockState:
-        """Return the key's state. For tests: it counts nothing and asks nobody."""
-        slot = self._slot_of.get(key)
-        if slot is not None:
-            return BlockState.READY if self.slots.is_ready(slot) else BlockState.FILLING
-        return BlockState.PROBING if self._whereabouts.is_probing(key) else BlockState.ABSENT
 
     def slot_of(self, key: Key) -> int | None:
         """Return the slot that a FILLING or READY key has. For tests."""
@@ -240,10 +239,9 @@ class PrimaryTier(Actor):
         else:
             wanted = [key for key in dict.fromkeys(message.keys) if key not in slot_of]
             if self._filter is not None:
-                admitted = set(self._filter.admit(message.keys))
-                kept = [key for key in wanted if key in admitted]
-                self.counts.stores_skipped += len(wanted) - len(kept)
-                wanted = kept
+                wanted_before = len(wanted)
+                wanted = self._filter.keep(wanted, message.keys)
+                self.counts.stores_skipped += wanted_before - len(wanted)
             self._store_wanted = wanted
             if len(wanted) < len(message.keys):
                 self._offered_again(message)
@@ -277,10 +275,7 @@ class PrimaryTier(Actor):
         here = tuple(key for key in message.keys if key in self._slot_of)
         self.policy.post(m.Touched(keys=here, request=message.request))
         batches = self._cascades.of_offered(here)
-        if batches:
-            keys, _ = next(iter(batches.values()))  # the same for all tiers
-            self.policy.post(m.Held(keys=tuple(keys)))
-        self._cascade(batches, message.request)
+        self._hold_and_cascade(batches, message.request)
 
     def _complete_store(self, message: m.CompleteStore) -> None:
         slot_of, fills, request = self._slot_of, self.slots.gpu_fills, message.request
@@ -317,15 +312,19 @@ class PrimaryTier(Actor):
         if not keys:
             return
         self._emit(EventKind.STORED, keys)
-        self._cascade(self._cascades.of_ready(keys, slots, cascade_to), request)
+        batches = self._cascades.of_ready(keys, slots, cascade_to)
+        self._cascades.send(batches, request, self._epoch)
         self._unhold(keys, slots)
 
-    def _cascade(self, batches: Mapping[int, Batch], request: RequestId) -> None:
-        """Pin each block once for each tier that is to store it, and send the blocks off."""
-        for _, slots in batches.values():
-            self.slots.pin(slots)
-        for tier, (keys, slots) in batches.items():
-            self.links[tier].post(m.Cascade(request, tuple(keys), tuple(slots), self._epoch))
+    def _hold_and_cascade(self, batches: Mapping[int, Batch], request: RequestId) -> None:
+        """Cascade blocks that were READY before, the same ones for each tier."""
+        for keys, _ in list(batches.values())[:1]:
+            self.policy.post(m.Held(keys=tuple(keys)))
+        self._cascades.send(batches, request, self._epoch)
+
+    def _cascade_wanted(self, message: m.CascadeWanted) -> None:
+        batches = self._cascades.of_wanted(message.tier, message.keys)
+        self._hold_and_cascade(batches, message.request)
 
     def _cascade_ended(self, message: m.CascadeEnded) -> None:
         if message.epoch != self._epoch:
@@ -411,7 +410,7 @@ class PrimaryTier(Actor):
             self._end_leases(message.request)
             self._whereabouts.end(message.request)
             ended = m.RequestEnded(request=message.request, order=message.order)
-            for listener in (self.policy, *self.links):
+            for listener in (*self._policies, *self.links):
                 listener.post(ended)
         self.reply(None)
 
@@ -442,7 +441,8 @@ class PrimaryTier(Actor):
         self._now = now
         if now - self._policy_time >= POLICY_TIME_S:
             self._policy_time = now
-            self.policy.post(m.Tick(now=now))
+            for policy in self._policies:
+                policy.post(m.Tick(now=now))
         # First of all: links count deadlines from the last Tick, which may be long ago.
         for link in self.links:
             link.post(m.Tick(now=now))

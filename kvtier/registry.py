@@ -1,19 +1,26 @@
-"""Finds backends and eviction policies by their entry points."""
+"""Finds backends, eviction policies and admission policies by their entry points."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from kvtier.admission.base import AdmissionPolicy
 from kvtier.backend import Backend
+from kvtier.config import ADMIT_ALL
 from kvtier.errors import ConfigError
+from kvtier.options import Options
 from kvtier.policies.base import EvictionPolicy
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtier.admission.base import AdmissionContext
     from kvtier.backend import BackendContext
     from kvtier.config import TierConfig
 
 BACKENDS: Final = "kvtier.backends"
 POLICIES: Final = "kvtier.eviction_policies"
+ADMISSIONS: Final = "kvtier.admission_policies"
 
 
 def make_backend(config: TierConfig, context: BackendContext) -> Backend:
@@ -35,14 +42,27 @@ def make_policy(name: str, capacity: int) -> EvictionPolicy:
     return policy
 
 
-def _find(group: str, name: str, key: str, base: type) -> Any:  # noqa: ANN401 - a class of ``base``
+def make_admission(config: TierConfig, context: AdmissionContext) -> AdmissionPolicy:
+    """Build a tier's admission policy. Raises ``ConfigError`` for an unknown one, or bad options.
+
+    Not for ``ADMIT_ALL``, which is none.
+    """
+    where = f"secondary tier {config.name}: admission"
+    found = _find(ADMISSIONS, config.admission, where, AdmissionPolicy, also=(ADMIT_ALL,))
+    policy: AdmissionPolicy = found(Options(config.admission_options, where), context)
+    return policy
+
+
+def _find(group: str, name: str, key: str, base: type, also: Sequence[str] = ()) -> Any:  # noqa: ANN401 - a class of ``base``
+    """Load the class registered as ``name``. ``also``: names to be shown as known besides."""
     from importlib.metadata import entry_points  # noqa: PLC0415 - a fifth of the import time
 
     known = {entry.name: entry for entry in entry_points(group=group)}
     entry = known.get(name)
     if entry is None:
+        names = ", ".join(sorted([*known, *also])) or "none"
         raise ConfigError(
-            f"{key}={name!r} is not installed. Known: {', '.join(sorted(known)) or 'none'}. "
+            f"{key}={name!r} is not installed. Known: {names}. "
             f"Choose one of these, or install the package that provides it (entry point {group})."
         )
     found = entry.load()

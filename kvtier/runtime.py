@@ -7,13 +7,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtier import messages as m
+from kvtier.admission.base import AdmissionContext
+from kvtier.admission.gate import AdmissionGate
 from kvtier.backend import BackendContext
 from kvtier.cells import EngineCell
+from kvtier.config import ADMIT_ALL
 from kvtier.errors import ConfigError
 from kvtier.facade import SchedulerFacade
 from kvtier.policies.actor import PolicyActor
 from kvtier.primary_tier import PrimaryTier
-from kvtier.registry import make_backend, make_policy
+from kvtier.registry import make_admission, make_backend, make_policy
 from kvtier.tier_cell import TierCell
 from kvtier.tier_link import TierLink
 
@@ -89,12 +92,18 @@ class Engine:
     """The actors of an engine cell, wired to one another. Links have no tiers yet."""
 
     def __init__(
-        self, cell: EngineCell, primary: PrimaryTier, links: list[TierLink], policy: PolicyActor
+        self,
+        cell: EngineCell,
+        primary: PrimaryTier,
+        policy: PolicyActor,
+        links: list[TierLink],
+        gates: list[AdmissionGate],
     ) -> None:
         self.cell = cell
         self.primary = primary
-        self.links = links
         self.policy = policy
+        self.links = links
+        self.gates = gates  #: of the tiers that don't take every block
 
 
 def build_engine(
@@ -117,7 +126,16 @@ def build_engine(
         link.log = cell.log
         link.reply = cell.reply
         links.append(link)
-    primary.connect(cell.mailbox(host), [cell.mailbox(link) for link in links])
+    gates = _make_gates(config)
+    for gate in gates:
+        gate.primary = cell.mailbox(primary)
+        gate.link = cell.mailbox(links[gate.tier])
+        gate.log = cell.log
+    primary.connect(
+        cell.mailbox(host),
+        [cell.mailbox(link) for link in links],
+        {gate.tier: cell.mailbox(gate) for gate in gates},
+    )
 
     def on_fault(actor: Actor) -> None:
         """Cut off the tier of a link that broke; nothing else can be done without it."""
@@ -126,7 +144,17 @@ def build_engine(
                 cell.mailbox(primary).post(m.LinkFailed(tier=number))
 
     cell.on_fault = on_fault
-    return Engine(cell, primary, links, host)
+    return Engine(cell, primary, host, links, gates)
+
+
+def _make_gates(config: RuntimeConfig) -> list[AdmissionGate]:
+    """Make a gate for each tier that isn't to have every block."""
+    context = AdmissionContext(block_bytes=config.block_bytes, slot_count=config.slot_count)
+    return [
+        AdmissionGate(number, tier.name, make_admission(tier, context))
+        for number, tier in enumerate(config.tiers)
+        if tier.admission != ADMIT_ALL
+    ]
 
 
 def _make_backends(config: RuntimeConfig, makers: Sequence[Callable[[], Backend]]) -> list[Backend]:

@@ -23,16 +23,20 @@ class StoreFilter:
         self._max_tracker_size = max_tracker_size
         self._offers: OrderedDict[Key, int] = OrderedDict()
 
-    def admit(self, keys: Iterable[Key]) -> list[Key]:
-        """Count one offer of each key; return those offered ``threshold`` times or more."""
-        admitted = []
+    def keep(self, wanted: Iterable[Key], offered: Iterable[Key]) -> list[Key]:
+        """Count an offer of each key of ``offered``.
+
+        Return those of ``wanted``, which are among them, that were offered
+        ``threshold`` times or more.
+        """
+        often = set()
         offers = self._offers
-        for key in keys:
+        for key in offered:
             count = offers.get(key, 0) + 1
             offers[key] = count
             offers.move_to_end(key)
             if count >= self._threshold:
-                admitted.append(key)
+                often.add(key)
         while len(offers) > self._max_tracker_size:
             offers.popitem(last=False)
-        return admitted
+        return [key for key in wanted if key in often]

@@ -84,6 +84,7 @@ class TierLink(Actor):
                 m.ProbeKeys: self._probe_keys,
                 m.Promote: self._promote,
                 m.Cascade: self._cascade,
+                m.CascadeRefused: self._cascade_refused,
                 m.TouchKeys: self._used,
                 m.RequestEnded: self._used,
                 m.Tick: self._tick,
@@ -161,6 +162,10 @@ class TierLink(Actor):
             self.counts.cascades_dropped += len(rest.keys)
             self._end_cascade(rest)
             return
+
+    def _cascade_refused(self, message: m.CascadeRefused) -> None:
+        self.counts.cascades_refused += len(message.keys)
+        self._end_cascade(message)
 
     def _used(self, message: m.TouchKeys | m.RequestEnded) -> None:
         if self.tells_uses:
@@ -393,9 +398,11 @@ class TierLink(Actor):
             m.PromotionAbandoned(tier=self._number, keys=job.keys, slots=job.slots, epoch=job.epoch)
         )
 
-    def _end_cascade(self, job: _Job) -> None:
+    def _end_cascade(self, blocks: _Job | m.CascadeRefused) -> None:
         self.primary.post(
-            m.CascadeEnded(tier=self._number, keys=job.keys, slots=job.slots, epoch=job.epoch)
+            m.CascadeEnded(
+                tier=self._number, keys=blocks.keys, slots=blocks.slots, epoch=blocks.epoch
+            )
         )
 
     def _succeeded(self, work: Work) -> None:

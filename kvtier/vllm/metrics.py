@@ -50,6 +50,7 @@ _OWN_TIER_COUNTERS: Final = {
     "failed": "Blocks whose load or store failed at the medium.",
     "full": "Blocks that a tier had no room for.",
     "cascades_dropped": "Blocks not sent to a tier that is sick, full or has too much to do.",
+    "cascades_refused": "Blocks that the tier's admission policy found not worth writing.",
     "promotions_dropped": "Blocks not loaded from a tier that is sick or has too much to do.",
     "jobs_timed_out": "Jobs that had not ended at their deadline.",
     "probes_timed_out": "Probes that had no answer at their deadline.",

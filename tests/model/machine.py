@@ -43,6 +43,7 @@ SHAPES = st.builds(
             TIERS[:2],
             (TierShape(), TierShape(capacity=5, parts_max=1)),
             (TierShape(capacity=2, request_level=True), TierShape(parts_max=1)),
+            (TierShape(admission="second_touch"), TierShape(capacity=4, admission="second_touch")),
         ]
     ),
     job_blocks_max=st.integers(1, 4),
@@ -403,7 +404,7 @@ class KVTierSpec(Promises, RuleBasedStateMachine):
         world.in_order(schedule)
         world.facade.reset()
         for key in KEYS:
-            assert world.primary.state_of(key) is BlockState.ABSENT
+            assert world.state_of(key) is BlockState.ABSENT
 
     @is_due("empty", 12, lambda self: self.world.slots.ready_count() > 2)
     @rule(schedule=SCHEDULES)

@@ -25,7 +25,6 @@ from kvtier.whereabouts import Search, Whereabouts
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-
 MUTATIONS: dict[str, Any] = {}
 
 
@@ -44,7 +43,7 @@ def drop_an_unpin() -> Iterator[None]:
         if message.epoch != self._epoch:
             self._slots_released(m.SlotsReleased(slots=message.slots))
         else:
-            self._unhold(message.slots)
+            self._unhold(message.keys, message.slots)
 
     with patch.object(PrimaryTier, "_cascade_ended", ended):
         yield
@@ -218,6 +217,17 @@ def skip_the_reserve() -> Iterator[None]:
         return True
 
     with patch.object(Promotions, "has_room", has_room):
+        yield
+
+
+@mutation
+def lose_what_an_admission_policy_refuses() -> Iterator[None]:
+    """Nobody is told that a refused block is not going to be read."""
+
+    def refused(_self: TierLink, _message: m.CascadeRefused) -> None:
+        return
+
+    with patch.object(TierLink, "_cascade_refused", refused):
         yield
 
 

@@ -296,7 +296,7 @@ def assert_p10_at_rest(world: World) -> None:
     assert not world.primary._whereabouts._searches
     assert not world.primary._cascades._parked
     for key in KEYS:
-        assert world.primary.state_of(key) in {BlockState.ABSENT, BlockState.READY}, key
+        assert world.state_of(key) in {BlockState.ABSENT, BlockState.READY}, key
     for number, tier in enumerate(world.runtime.tiers):
         is_cut_off = world.links[number]._breaker.state is BreakerState.CUT_OFF
         assert is_cut_off == world.fenced[number] or number in world.broken_links

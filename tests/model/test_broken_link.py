@@ -49,7 +49,7 @@ def test_a_promotion_not_yet_sent_to_a_broken_link_is_called_off(
     assert world.facade.lookup_state(KEY, "r") is BlockState.FILLING
     world.cell.break_down(world.links[0])
     world.cell.run()
-    assert world.primary.state_of(KEY) is BlockState.ABSENT
+    assert world.state_of(KEY) is BlockState.ABSENT
     if ends_by_reset:
         world.facade.reset()
     world.facade.on_request_finished("r")

@@ -66,6 +66,7 @@ class TierShape:
     capacity: int | None = None  #: None: others may change what it holds
     request_level: bool = False
     parts_max: int = 2
+    admission: str = "all"
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ class World:
                     type="fake",
                     enable_kv_events=True,
                     request_level=tier.request_level,
+                    admission=tier.admission,
                     probe_timeout_s=1.0,
                     promote_timeout_s=2.0,
                     store_timeout_s=4.0,
@@ -157,6 +159,7 @@ class World:
         self.slots = self.primary.slots
         self.slots.state = self.primary._slot_state = _CheckedStates(self.slots.state)
         self.links = self.runtime.engine.links
+        self.gates = {gate.tier: gate for gate in self.runtime.engine.gates}
         self.policy = self.runtime.engine.policy.policy
 
         self.rules_run = 0
@@ -236,7 +239,9 @@ class World:
         for tier, link in enumerate(self.links):
             if actor is link:
                 self._count_strays(tier, message)
-                self._take_request(tier, message)
+                self._take_promotion(tier, message)
+            if actor is self.gates.get(tier, link):
+                self._take_cascade(tier, message)
 
     def _count_strays(self, tier: int, message: Message) -> None:
         """Count what the link must count: ends of jobs and probes that it doesn't wait for."""
@@ -247,12 +252,15 @@ class World:
         elif isinstance(message, m.ProbeAnswer):
             self.strays[tier] += message.probe not in link._probes
 
-    def _take_request(self, tier: int, message: Message) -> None:
+    def _take_promotion(self, tier: int, message: Message) -> None:
         """Note what the primary tier asked of a link: each must end once."""
         if isinstance(message, m.Promote):
             for slot in message.slots:
                 self.promoting[tier, message.epoch, slot] += 1
-        elif isinstance(message, m.Cascade):
+
+    def _take_cascade(self, tier: int, message: Message) -> None:
+        """Note what the primary tier asked of a link, or of the gate before it."""
+        if isinstance(message, m.Cascade):
             for slot in message.slots:
                 self.cascading[tier, message.epoch, slot] += 1
 
@@ -289,7 +297,7 @@ class World:
 
     def _see_moves(self, message: Message) -> None:
         for key in KEYS:
-            before, after = self.states[key], self.primary.state_of(key)
+            before, after = self.states[key], self.state_of(key)
             if before is after:
                 if after is BlockState.FILLING and isinstance(message, m.Reset):
                     raise AssertionError(f"{key!r} is FILLING after a reset")
@@ -337,6 +345,14 @@ class World:
             self.lease_until.pop(request, None)
 
     # --- the truth about slots ---
+
+    def state_of(self, key: Key) -> BlockState:
+        """Return the key's state. It counts nothing and asks nobody."""
+        slot = self.primary.slot_of(key)
+        if slot is not None:
+            return BlockState.READY if self.slots.is_ready(slot) else BlockState.FILLING
+        probing = self.primary._whereabouts.is_probing(key)
+        return BlockState.PROBING if probing else BlockState.ABSENT
 
     def writers(self) -> Counter[tuple[int, int]]:
         """Return slot and source of everybody who may write: the GPU, or a tier's number."""

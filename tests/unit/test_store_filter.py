@@ -10,15 +10,15 @@ KEYS = st.sampled_from([b"a", b"b", b"c", b"d"])
 
 def test_a_block_is_admitted_when_it_was_offered_often_enough() -> None:
     offers = StoreFilter(3, 10)
-    assert [offers.admit([b"a"]) for _ in range(4)] == [[], [], [b"a"], [b"a"]]
+    assert [offers.keep([b"a"], [b"a"]) for _ in range(4)] == [[], [], [b"a"], [b"a"]]
 
 
 def test_the_least_recently_offered_is_forgotten_first() -> None:
     offers = StoreFilter(2, 2)
-    offers.admit([b"a", b"b"])
-    offers.admit([b"c"])
-    assert offers.admit([b"b"]) == [b"b"]
-    assert offers.admit([b"a"]) == []
+    offers.keep([b"a", b"b"], [b"a", b"b"])
+    offers.keep([b"c"], [b"c"])
+    assert offers.keep([b"b"], [b"b"]) == [b"b"]
+    assert offers.keep([b"a"], [b"a"]) == []
 
 
 @given(
@@ -37,4 +37,4 @@ def test_it_agrees_with_a_slow_model(threshold: int, size: int, calls: list[list
             if count >= threshold:
                 expected.append(key)
         model = model[-size:]
-        assert offers.admit(keys) == expected
+        assert offers.keep(keys, keys) == expected

@@ -1,0 +1,1 @@
+"""Which blocks are worth writing to a tier."""

@@ -1,0 +1,52 @@
+"""What an admission policy decides, as plain calls.
+
+Every block that the GPU stores is offered to every tier. Most blocks are
+never used again, so a tier whose writes are dear (an SSD wears out, an object
+store charges for each) may be given an admission policy, which lets only some
+of them through. It never waits and does no I/O; ``kvtier/admission/gate.py``
+gives it a mailbox. A third party registers a class under the entry-point
+group ``kvtier.admission_policies``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtier.messages import Key, RequestId
+    from kvtier.options import Options
+
+
+@dataclass(frozen=True)
+class AdmissionContext:
+    """What a policy is told of the runtime that it serves."""
+
+    block_bytes: int
+    slot_count: int  #: of the primary tier
+
+
+class AdmissionPolicy(ABC):
+    """Decides for one tier. Reads its own keys from ``options``; unknown ones are refused."""
+
+    @abstractmethod
+    def __init__(self, options: Options, context: AdmissionContext) -> None:
+        """Check the options. Raises ``ConfigError``."""
+
+    @abstractmethod
+    def admit(self, keys: Sequence[Key], request: RequestId) -> list[bool]:
+        """Tell which of ``keys``, blocks of ``request`` from head to tail, are worth writing."""
+
+    @abstractmethod
+    def end_request(self, request: RequestId, order: Sequence[Key] | None) -> list[Key]:
+        """Learn that ``request`` is over, and has used ``order``: all its keys, head to tail.
+
+        Return the keys that were refused earlier and are worth writing now:
+        those that are still in the primary tier will be offered again.
+        """
+
+    def pass_time(self, now: float) -> None:  # noqa: B027 - most policies need no clock
+        """Learn that it is ``now``: seconds of the runtime's clock, about once a second."""

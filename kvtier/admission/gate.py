@@ -1,0 +1,104 @@
+"""The actor that hosts an admission policy, between the primary tier and one tier's link.
+
+A tier without an admission policy has no gate: its link gets all cascades.
+
+# Invariant: each block of each Cascade goes on to the link once, as a Cascade or as
+#            refused, whatever the policy does.
+"""
+
+from __future__ import annotations
+
+from itertools import compress
+from typing import TYPE_CHECKING
+
+from kvtier import messages as m
+from kvtier.actor import Actor, Mailbox
+from kvtier.errors import InternalError
+
+if TYPE_CHECKING:
+    from kvtier.admission.base import AdmissionPolicy
+
+
+class AdmissionGate(Actor):
+    """Lets through what the policy of tier number ``tier`` admits."""
+
+    def __init__(self, tier: int, name: str, policy: AdmissionPolicy) -> None:
+        super().__init__(
+            f"gate:{name}",
+            {
+                m.Cascade: self._cascade,
+                m.RequestEnded: self._request_ended,
+                m.Tick: self._tick,
+            },
+        )
+        self.primary: Mailbox
+        self.link: Mailbox
+        self.log: Mailbox
+        self.tier = tier
+        self._policy = policy
+        self._tier_name = name
+        self._broke = False
+
+    def _cascade(self, message: m.Cascade) -> None:
+        admitted = self._admit(message)
+        if all(admitted):
+            self.link.post(message)
+            return
+        refused = [not each for each in admitted]
+        self.link.post(
+            m.CascadeRefused(
+                keys=tuple(compress(message.keys, refused)),
+                slots=tuple(compress(message.slots, refused)),
+                epoch=message.epoch,
+            )
+        )
+        if any(admitted):
+            self.link.post(
+                m.Cascade(
+                    request=message.request,
+                    keys=tuple(compress(message.keys, admitted)),
+                    slots=tuple(compress(message.slots, admitted)),
+                    epoch=message.epoch,
+                )
+            )
+
+    def _request_ended(self, message: m.RequestEnded) -> None:
+        if self._broke:
+            return
+        try:
+            wanted = self._policy.end_request(message.request, message.order)
+        except Exception as error:  # noqa: BLE001 - a policy may be anybody's
+            self._note_broken(error)
+            return
+        if wanted:
+            self.primary.post(
+                m.CascadeWanted(tier=self.tier, keys=tuple(wanted), request=message.request)
+            )
+
+    def _tick(self, message: m.Tick) -> None:
+        if not self._broke:
+            try:
+                self._policy.pass_time(message.now)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._note_broken(error)
+
+    def _admit(self, message: m.Cascade) -> list[bool]:
+        """Ask the policy; whatever it does, there is one answer a key."""
+        if not self._broke:
+            try:
+                admitted = self._policy.admit(message.keys, message.request)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._note_broken(error)
+            else:
+                if len(admitted) == len(message.keys):
+                    return admitted
+                wrong = f"{len(admitted)} answers for {len(message.keys)} keys"
+                self._note_broken(InternalError(wrong))
+        return [True] * len(message.keys)
+
+    def _note_broken(self, error: Exception) -> None:
+        """Admit everything from now on: to lose the policy must not be to lose blocks."""
+        self._broke = True
+        self.log.post(
+            m.Notice(event="admission policy broke", tier=self._tier_name, detail=repr(error))
+        )

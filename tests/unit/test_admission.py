@@ -1,0 +1,145 @@
+"""Which blocks go on to a tier: gates and policies over real actors in the test cell."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier import ConfigError, RuntimeConfig, TierConfig
+from kvtier.admission.base import AdmissionContext
+from kvtier.admission.second_touch import SecondTouchAdmission
+from kvtier.backend import BackendTraits, Outcome
+from kvtier.options import Options
+from kvtier.policies.lru import LRUPolicy
+from kvtier.testing.cell import TestRuntime, open_test_runtime
+
+KEYS = [bytes([code]) + bytes(4) for code in b"abcdef"]
+CONTEXT = AdmissionContext(block_bytes=16, slot_count=8)
+
+
+class Story:
+    """A runtime with one tier, written to only on a block's second touch."""
+
+    def __init__(self, **options: object) -> None:
+        tier = TierConfig("1:t", "t", admission="second_touch", admission_options=options)
+        config = RuntimeConfig(
+            slot_count=8, block_bytes=16, cascade_slots_fraction_max=1.0, tiers=(tier,)
+        )
+        self.runtime: TestRuntime = open_test_runtime(
+            config, LRUPolicy(8), [(BackendTraits(1, 1), None)], clock=lambda: 0.0
+        )
+        self.facade = self.runtime.facade
+
+    def serve(self, request: str, keys: list[bytes]) -> list[bytes]:
+        """Serve a request; return what the tier was given to store meanwhile."""
+        facade = self.facade
+        facade.on_request_started(request)
+        grant = facade.prepare_store(keys, request)
+        assert grant is not None
+        facade.complete_store(grant.keys, request)
+        facade.on_request_finished(request, keys)
+        stored: list[bytes] = []
+        self.runtime.cell.settle()
+        tier = self.runtime.tiers[0]
+        while tier.parts:
+            part = tier.parts[0]
+            stored += part.keys
+            tier.answer(part, [Outcome.DONE] * len(part.keys))
+            self.runtime.cell.settle()
+        facade.step_end()
+        return stored
+
+
+def test_a_block_is_written_when_a_second_request_has_used_it() -> None:
+    story = Story()
+    assert story.serve("first", KEYS[:3]) == []
+    assert story.serve("second", KEYS[:2]) == KEYS[:2]
+    assert story.serve("third", KEYS[:3]) == [KEYS[2]]
+    assert story.facade.statistics().tiers[0].counts["cascades_refused"] == 3
+
+
+def test_nothing_stays_pinned_for_what_was_refused() -> None:
+    story = Story()
+    story.serve("first", KEYS[:3])
+    seen = story.facade.statistics().primary
+    assert (seen.pinned_slots, seen.ready_slots) == (0, 3)
+
+
+def test_a_block_that_comes_back_from_the_gpu_was_written_once_and_is_again() -> None:
+    story = Story()
+    story.serve("first", KEYS[:1])
+    assert story.serve("second", KEYS[:1]) == KEYS[:1]
+    story.facade.reset()
+    story.facade.on_reset_flushed()
+    assert story.serve("third", KEYS[:1]) == KEYS[:1], "it was used twice before"
+
+
+@pytest.mark.parametrize("how", ["raises", "is short"])
+def test_a_policy_that_breaks_is_left_out_and_said_once(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To lose the policy must not be to lose blocks."""
+
+    def admit(_self: object, _keys: object, _request: str) -> list[bool]:
+        if how == "raises":
+            raise ValueError("no")
+        return []
+
+    monkeypatch.setattr(SecondTouchAdmission, "admit", admit)
+    story = Story()
+    assert story.serve("first", KEYS[:2]) == KEYS[:2]
+    assert story.serve("second", KEYS[2:4]) == KEYS[2:4]
+    said = [note.event for note in story.runtime.cell.notices]
+    assert said == ["admission policy broke"]
+    assert story.facade.statistics().faults == 0
+
+
+uses = st.lists(
+    st.tuples(
+        st.sampled_from(["admit", "end"]),
+        st.sampled_from(["r1", "r2", "r3"]),
+        st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True),
+    ),
+    max_size=30,
+)
+
+
+@given(uses, st.integers(1, 4))
+def test_second_touch_agrees_with_a_slow_obvious_model(
+    history: list[tuple[str, str, list[bytes]]], remembered: int
+) -> None:
+    policy = SecondTouchAdmission(Options({"remembered_blocks_max": remembered}, "x"), CONTEXT)
+    seen: list[tuple[bytes, str]] = []  # key and first user; "": a second one has come
+    for what, request, keys in history:
+        users = dict(seen)
+        if what == "end":
+            wanted = [key for key in keys if users.get(key, request) not in {request, ""}]
+            assert policy.end_request(request, keys) == wanted
+            continue
+        expected = []
+        for key in keys:
+            first = users.get(key)
+            seen = [each for each in seen if each[0] != key]
+            is_second = first not in {None, request}
+            seen.append((key, "" if is_second else request))
+            expected.append(is_second)
+        seen = seen[-remembered:]
+        assert policy.admit(keys, request) == expected
+
+
+def test_bad_options_are_refused_by_name() -> None:
+    def config(admission: object) -> TierConfig:
+        return TierConfig.from_mapping(1, {"type": "memory", "admission": admission})
+
+    given_as_text = config("second_touch")
+    assert (given_as_text.admission, given_as_text.admission_options) == ("second_touch", {})
+    read = config({"policy": "second_touch", "remembered_blocks_max": 7})
+    assert read.admission_options == {"remembered_blocks_max": 7}
+    assert read.options == {}
+    with pytest.raises(ConfigError, match=r"admission: policy is missing"):
+        config({"remembered_blocks_max": 7})
+    with pytest.raises(ConfigError, match=r"remembered_blocks_max=0 must be at least 1"):
+        Story(remembered_blocks_max=0)
+    with pytest.raises(ConfigError, match=r"unknown key 'remember'"):
+        Story(remember=1)
