@@ -1,0 +1,403 @@
+"""What ``kvtier size`` does: asks the model, replays the trace, and shows what a size buys."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from kvtier.cli.main import INTERRUPTED
+from kvtier.cli.terminal import progress, table, write_json
+from kvtier.cli.trace_input import check_report_options, describe, read_trace_in_sight
+from kvtier.config import DEFAULT_POLICY
+from kvtier.errors import ConfigError
+from kvtier.replay.curves import Workload, parse_capacities, parse_policies, replay
+from kvtier.replay.pictures import draw_sizes
+from kvtier.replay.sizes import read_bytes
+from kvtier.sizing.geometry import Geometry, make_geometry, read_geometry
+from kvtier.sizing.recommend import (
+    GIB,
+    SizePoint,
+    TierAdvice,
+    Workfacts,
+    advise,
+    knee_of_curve,
+    saved_by_a_gib_more,
+    tier_table,
+)
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping, Sequence
+
+PICTURE: Final = "hit_ratio_by_size.png"
+BLOCK_TOKENS: Final = 16  #: vLLM's default, where no trace says another
+PRICE_MAX: Final = 1e9
+_TIER: Final = re.compile(r"\s*([A-Za-z0-9_-]{1,30})\s*=\s*([^=\s]{1,20})\s*")
+
+
+class _Asked(NamedTuple):
+    """The command line, read and checked."""
+
+    geometry: Geometry
+    tp: int
+    tiers: dict[str, int]  # bytes
+    prices: dict[str, float]
+
+    def token_bytes(self) -> int:
+        return self.geometry.bytes_per_token_in_vllm(self.tp)
+
+
+def run_size(arguments: argparse.Namespace) -> int:
+    """Print the recommendation, and write the report and the picture if asked.
+
+    Returns the exit status. After Ctrl-C the curve ends early, and nothing is recommended.
+    """
+    asked = _Asked(
+        _geometry(arguments), arguments.tp, _tiers(arguments.tiers), _prices(arguments.price)
+    )
+    token_bytes = asked.token_bytes()
+    if arguments.trace is None:
+        if arguments.pictures:
+            raise ConfigError("--pictures needs --trace: without one there is nothing to draw.")
+        check_report_options(arguments)
+        block_tokens = arguments.block_tokens or BLOCK_TOKENS
+        _show_model(asked, block_tokens)
+        report = _json_of_model(asked, block_tokens)
+        if asked.tiers:
+            _show_tokens(asked)
+            _show_engines(asked, next(iter(asked.tiers.values())) // token_bytes, "first tier")
+        complete = True
+    else:
+        report, complete = _with_trace(arguments, asked)
+    if arguments.json:
+        write_json(arguments.json, report)
+        print(f"Figures: {arguments.json}")
+    return 0 if complete else INTERRUPTED
+
+
+def _with_trace(arguments: argparse.Namespace, asked: _Asked) -> tuple[dict[str, Any], bool]:
+    policies = parse_policies(arguments.policy or DEFAULT_POLICY)
+    if len(policies) != 1:
+        raise ConfigError(f"--policy {arguments.policy}: size works with one. Name one.")
+    check_report_options(arguments)
+    trace = read_trace_in_sight(arguments.trace, arguments)
+    workload = Workload(trace)
+    facts = Workfacts(
+        block_bytes=asked.token_bytes() * trace.block_tokens,
+        block_tokens=trace.block_tokens,
+        requests=len(trace.requests),
+        references=trace.references,
+        largest_request_blocks=max(len(request.blocks) for request in trace.requests),
+    )
+    tier_blocks = _tier_blocks(asked.tiers, facts.block_bytes, workload.distinct_blocks)
+    ladder = parse_capacities(arguments.capacities, workload.distinct_blocks)
+    points, complete = _curve(workload, policies[0], {*ladder, *tier_blocks.values()})
+
+    _show_model(asked, trace.block_tokens)
+    best = knee_of_curve(points) if complete else None
+    title = f"Hit ratio of {trace.name} at each size, policy {policies[0]}"
+    _show_curve(title if complete else f"{title} (interrupted: incomplete)", points, best, facts)
+    report = _json_of_model(asked, trace.block_tokens) | {
+        "complete": complete,
+        "trace": describe(trace),
+        "policy": policies[0],
+        "curve": _json_of_curve(points, facts),
+        "knee": None if best is None else _json_of_curve(points, facts)[best],
+    }
+    if complete:
+        report |= _tiers_with_trace(asked, facts, points, best, tier_blocks)
+        if arguments.pictures:
+            picture = Path(arguments.pictures) / PICTURE
+            _draw(picture, f"What a size buys: {trace.name}", points, best, facts, policies[0])
+            print(f"Picture: {picture}")
+    return report, complete
+
+
+def _curve(workload: Workload, policy: str, capacities: set[int]) -> tuple[list[SizePoint], bool]:
+    """Replay at each capacity; the last point is the endless cache, which needs no replay."""
+    points = []
+    smaller = sorted(each for each in capacities if each < workload.distinct_blocks)
+    try:
+        with progress("replaying", len(smaller) * len(workload.requests)) as bar:
+            for capacity in smaller:
+                point = replay(workload, policy, capacity, bar.advance)
+                points.append(SizePoint(capacity, point.hit_ratio))
+    except KeyboardInterrupt:
+        return points, False
+    points.append(SizePoint(workload.distinct_blocks, workload.endless_hit_ratio()))
+    return points, True
+
+
+def _tiers_with_trace(
+    asked: _Asked,
+    facts: Workfacts,
+    points: Sequence[SizePoint],
+    best: int | None,
+    tier_blocks: Mapping[str, int],
+) -> dict[str, Any]:
+    """Show the tiers at hand and the recommended ones; return what the report says of them."""
+    report: dict[str, Any] = {}
+    point_of = {point.blocks: point for point in points}
+    first = None if best is None else ("size at the knee", points[best].blocks)
+    if tier_blocks:
+        given = tier_table(
+            [
+                (name, point_of[blocks], asked.prices.get(name))
+                for name, blocks in tier_blocks.items()
+            ]
+        )
+        _show_tiers("The tiers given", given, facts)
+        report["tiers"] = _json_of_tiers(given, facts)
+        first = (f"tier {given[0].name}, as given", given[0].blocks)
+    if asked.prices:
+        recommended = advise(points, asked.prices, facts)
+        _show_tiers("Recommended at these prices", recommended, facts)
+        report["recommended"] = _json_of_tiers(recommended, facts)
+        first = (f"tier {recommended[0].name}, as recommended", recommended[0].blocks)
+    if first is not None:
+        _show_engines(asked, first[1] * facts.block_tokens, first[0])
+        report["engines"] = _json_of_engines(asked, first[1] * facts.block_tokens)
+    return report
+
+
+# --- the command line ---
+
+
+def _geometry(arguments: argparse.Namespace) -> Geometry:
+    flags = {
+        "--layers": arguments.layers,
+        "--kv-heads": arguments.kv_heads,
+        "--head-dim": arguments.head_dim,
+    }
+    given = [name for name, value in flags.items() if value is not None]
+    if arguments.model is not None:
+        if given:
+            raise ConfigError(f"--model and {given[0]} exclude each other. Give one of them.")
+        return read_geometry(arguments.model, dtype=arguments.dtype)
+    if len(given) < len(flags):
+        raise ConfigError(f"Give --model, or all of {', '.join(flags)}.")
+    return make_geometry(
+        layers=arguments.layers,
+        kv_heads=arguments.kv_heads,
+        head_dim=arguments.head_dim,
+        dtype=arguments.dtype,
+    )
+
+
+def _pairs(text: str | None, name: str) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for part in text.split(",") if text else ():
+        found = _TIER.fullmatch(part)
+        if found is None or found[1] in pairs:
+            raise ConfigError(f"{name} {text}: {part!r} is not one more TIER=VALUE.")
+        pairs[found[1]] = found[2]
+    return pairs
+
+
+def _tiers(text: str | None) -> dict[str, int]:
+    return {tier: read_bytes(size, tier) for tier, size in _pairs(text, "--tiers").items()}
+
+
+def _prices(text: str | None) -> dict[str, float]:
+    prices = {}
+    for tier, price in _pairs(text, "--price").items():
+        try:
+            prices[tier] = float(price)
+        except ValueError:
+            prices[tier] = math.nan
+        if not 0 < prices[tier] <= PRICE_MAX:
+            raise ConfigError(f"--price {text}: {price!r} is not a price above 0.")
+    return prices
+
+
+def _tier_blocks(tiers: Mapping[str, int], block_bytes: int, distinct: int) -> dict[str, int]:
+    blocks = {}
+    for name, size in tiers.items():
+        blocks[name] = min(size // block_bytes, distinct)
+        if not blocks[name]:
+            raise ConfigError(
+                f"--tiers: {name} has {size:,} bytes, and a block of the trace takes "
+                f"{block_bytes:,}. Make it larger."
+            )
+    return blocks
+
+
+# --- tables ---
+
+
+def _show_model(asked: _Asked, block_tokens: int) -> None:
+    geometry, token_bytes = asked.geometry, asked.token_bytes()
+    rows = [
+        ["bytes per token", f"{token_bytes:,}"],
+        [f"bytes per block of {block_tokens} tokens", f"{token_bytes * block_tokens:,}"],
+        ["tokens in a GiB", f"{GIB // token_bytes:,}"],
+        *(
+            [
+                f"{group.what}, {group.layers} layers: KV heads x entries",
+                f"{group.kv_heads} x {group.entries_per_head}",
+            ]
+            for group in geometry.groups
+        ),
+    ]
+    table(f"KV cache of {geometry.name}, {geometry.dtype}", ["", ""], rows)
+    for note in (*geometry.notes, *_notes_on_tp(asked)):
+        print(f"- {note}")
+
+
+def _notes_on_tp(asked: _Asked) -> list[str]:
+    geometry, tp = asked.geometry, asked.tp
+    if tp == 1:
+        return []
+    if geometry.is_latent:
+        note = (
+            "vLLM's offloading stores latent vectors once if there is one node and no other "
+            f"parallelism; otherwise, and in SGLang, each of {tp} ranks stores its own"
+        )
+        return [note]
+    heads = min(group.kv_heads for group in geometry.groups)
+    if tp > heads:
+        return [f"{tp} ranks share {heads} KV heads: each head is stored {tp // heads} times"]
+    return []
+
+
+def _show_tokens(asked: _Asked) -> None:
+    rows = [
+        [name, f"{size / GIB:,.1f}", f"{size // asked.token_bytes():,}"]
+        for name, size in asked.tiers.items()
+    ]
+    table("Tokens per tier", ["tier", "GiB", "tokens"], rows)
+
+
+def _show_curve(
+    title: str, points: Sequence[SizePoint], best: int | None, facts: Workfacts
+) -> None:
+    rows = []
+    end = points[-1].blocks if points else 1
+    for index, (point, saved) in enumerate(
+        zip(points, saved_by_a_gib_more(points, facts), strict=True)
+    ):
+        rows.append(
+            [
+                f"{100 * point.blocks / end:.3g} %",
+                f"{point.blocks:,}",
+                f"{point.blocks * facts.block_bytes / GIB:,.1f}",
+                f"{point.blocks * facts.block_tokens:,}",
+                f"{point.hit_ratio:.3f}",
+                "-" if saved is None else f"{saved:,.0f}",
+                "knee" if index == best else "",
+            ]
+        )
+    columns = ["share", "blocks", "GiB", "tokens", "hit ratio", "1 GiB more saves", ""]
+    table(title, columns, rows)
+    print("1 GiB more saves: prompt tokens per 1,000 requests that need not be computed.")
+
+
+def _show_tiers(title: str, tiers: Sequence[TierAdvice], facts: Workfacts) -> None:
+    rows = []
+    for tier in tiers:
+        gib = tier.blocks * facts.block_bytes / GIB
+        rows.append(
+            [
+                tier.name,
+                f"{gib:,.1f}",
+                f"{tier.blocks * facts.block_tokens:,}",
+                f"{tier.own_hit_ratio:.3f}",
+                f"{tier.hit_ratio:.3f}",
+                "-" if tier.price_per_gib is None else f"{gib * tier.price_per_gib:,.2f}",
+            ]
+        )
+    table(title, ["tier", "GiB", "tokens", "hits here", "hits so far", "price"], rows)
+
+
+def _show_engines(asked: _Asked, tokens: int, what: str) -> None:
+    sizes = _json_of_engines(asked, tokens)
+    print(
+        f"{tokens:,} tokens ({what}):\n"
+        f"  vLLM: cpu_bytes_to_use={sizes['vllm_cpu_bytes_to_use']} "
+        "(total over all workers, not per rank)\n"
+        f"  SGLang: --hicache-size {sizes['sglang_hicache_size']} "
+        f"(GB of 10^9 bytes, per rank) with --tp {asked.tp}"
+    )
+
+
+def _draw(
+    path: Path,
+    title: str,
+    points: Sequence[SizePoint],
+    best: int | None,
+    facts: Workfacts,
+    policy: str,
+) -> None:
+    scaled = [(point.blocks * facts.block_bytes / GIB, point.hit_ratio) for point in points]
+    draw_sizes(
+        path,
+        title,
+        scaled,
+        None if best is None else scaled[best],
+        policy=policy,
+        endless=points[-1].hit_ratio,
+    )
+
+
+# --- JSON ---
+
+
+def _json_of_model(asked: _Asked, block_tokens: int) -> dict[str, Any]:
+    token_bytes = asked.token_bytes()
+    return {
+        "report": "kvtier size",
+        "complete": True,
+        "model": {
+            "name": asked.geometry.name,
+            "dtype": asked.geometry.dtype,
+            "groups": [group._asdict() for group in asked.geometry.groups],
+            "notes": [*asked.geometry.notes, *_notes_on_tp(asked)],
+            "tp": asked.tp,
+        },
+        "bytes_per_token": token_bytes,
+        "bytes_per_token_per_rank": asked.geometry.bytes_per_token_per_rank(asked.tp),
+        "block_tokens": block_tokens,
+        "bytes_per_block": token_bytes * block_tokens,
+        "tokens_per_gib": GIB // token_bytes,
+        "tokens_per_tier": {name: size // token_bytes for name, size in asked.tiers.items()},
+    }
+
+
+def _json_of_curve(points: Sequence[SizePoint], facts: Workfacts) -> list[dict[str, Any]]:
+    return [
+        {
+            "blocks": point.blocks,
+            "bytes": point.blocks * facts.block_bytes,
+            "tokens": point.blocks * facts.block_tokens,
+            "hit_ratio": point.hit_ratio,
+            "tokens_saved_per_1000_requests_by_a_gib_more": saved,
+        }
+        for point, saved in zip(points, saved_by_a_gib_more(points, facts), strict=True)
+    ]
+
+
+def _json_of_tiers(tiers: Sequence[TierAdvice], facts: Workfacts) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": tier.name,
+            "blocks": tier.blocks,
+            "bytes": tier.blocks * facts.block_bytes,
+            "tokens": tier.blocks * facts.block_tokens,
+            "hit_ratio": tier.own_hit_ratio,
+            "hit_ratio_so_far": tier.hit_ratio,
+            "price": None
+            if tier.price_per_gib is None
+            else tier.price_per_gib * tier.blocks * facts.block_bytes / GIB,
+        }
+        for tier in tiers
+    ]
+
+
+def _json_of_engines(asked: _Asked, tokens: int) -> dict[str, int]:
+    per_rank = tokens * asked.geometry.bytes_per_token_per_rank(asked.tp)
+    return {
+        "vllm_cpu_bytes_to_use": tokens * asked.token_bytes(),
+        "sglang_hicache_size": math.ceil(per_rank / 10**9),
+    }

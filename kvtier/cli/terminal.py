@@ -1,0 +1,159 @@
+"""What all commands show alike: tables on stdout, progress on stderr, JSON files written whole.
+
+On a terminal, progress is a bar that goes away. Elsewhere it is a plain line
+now and then, so that a log stays readable.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from kvtier.errors import Misuse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rich.console import Console
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
+
+PLAIN_WIDTH_COLUMNS: Final = 200  #: of a table in a file or a pipe; it is as narrow as it can be
+PLAIN_LINE_EVERY_S: Final = 10.0
+BAR_UPDATE_EVERY_S: Final = 0.1
+
+
+class ToolMissing(Misuse):
+    """Raised when *you* run a command without the packages it shows things with. Install them."""
+
+    def __init__(self, package: str) -> None:
+        super().__init__(f"this needs {package}. Install it with: pip install 'kvtier[tools]'")
+
+
+class Progress(Protocol):
+    """How far something has come."""
+
+    def advance(self, count: int = 1) -> None:
+        """Note that ``count`` more of the total are done."""
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table on stdout. The first column is text; the others stand to the right."""
+    console = _console(sys.stdout)
+    from rich import box  # noqa: PLC0415 - as in _console
+    from rich.table import Table  # noqa: PLC0415 - as in _console
+    from rich.text import Text  # noqa: PLC0415 - as in _console
+
+    shown = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    shown.show_header = any(columns)
+    for index, column in enumerate(columns):
+        shown.add_column(Text(column), justify="right" if index else "left", no_wrap=index > 0)
+    for row in rows:
+        shown.add_row(*(Text(str(cell)) for cell in row))
+    console.print(shown)
+
+
+@contextmanager
+def progress(label: str, total: int | None) -> Iterator[Progress]:
+    """Show how far something has come until the block ends. ``total`` None: not known."""
+    if not sys.stderr.isatty():
+        yield _PlainProgress(label, total)
+        return
+    console = _console(sys.stderr)
+    from rich import progress as rich_progress  # noqa: PLC0415 - as in _console
+
+    with rich_progress.Progress(
+        rich_progress.TextColumn("{task.description}", markup=False),
+        rich_progress.BarColumn(),
+        rich_progress.TaskProgressColumn(),
+        rich_progress.TimeElapsedColumn(),
+        rich_progress.TextColumn("left:"),
+        rich_progress.TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    ) as bar:
+        yield _BarProgress(bar, bar.add_task(label, total=total))
+
+
+def check_can_write(path: str | Path) -> None:
+    """Raise ``Misuse`` if no file can be made at ``path``; better now than after the work."""
+    folder = Path(path).absolute().parent
+    if Path(path).is_dir():
+        raise Misuse(f"{path} is a folder. Name a file.")
+    if not folder.is_dir():
+        raise Misuse(f"{path}: there is no folder {folder}. Make it first.")
+    if not os.access(folder, os.W_OK):
+        raise Misuse(f"{path}: the folder {folder} may not be written to.")
+
+
+def write_json(path: str | Path, data: Any) -> None:  # noqa: ANN401 - whatever JSON can hold
+    """Write ``data`` to ``path``: whole, or not at all. Leaves no other file behind."""
+    path = Path(path)
+    text = json.dumps(data, indent=2, allow_nan=False) + "\n"
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        raise Misuse(f"{path}: cannot be written: {error.strerror or error}.") from error
+    finally:
+        with suppress(OSError):
+            unfinished.unlink()
+
+
+def _console(stream: Any) -> Console:  # noqa: ANN401 - a text stream
+    try:
+        from rich.console import Console  # noqa: PLC0415 - an extra, and slow to import
+    except ImportError as error:
+        raise ToolMissing("rich") from error
+    width = None if stream.isatty() else PLAIN_WIDTH_COLUMNS
+    return Console(file=stream, width=width, highlight=False)
+
+
+class _BarProgress:
+    """A bar. It is drawn at most ten times a second, however often it is told."""
+
+    def __init__(self, bar: RichProgress, task: TaskID) -> None:
+        self._bar = bar
+        self._task = task
+        self._waiting = 0
+        self._next_update = 0.0
+
+    def advance(self, count: int = 1) -> None:
+        """See ``Progress.advance``."""
+        self._waiting += count
+        now = time.monotonic()
+        if now >= self._next_update:
+            self._bar.advance(self._task, self._waiting)
+            self._waiting = 0
+            self._next_update = now + BAR_UPDATE_EVERY_S
+
+
+class _PlainProgress:
+    """A line on stderr now and then; none for what is soon over."""
+
+    def __init__(self, label: str, total: int | None) -> None:
+        self._label = label
+        self._total = total
+        self._done = 0
+        self._start = time.monotonic()
+        self._next_line = self._start + PLAIN_LINE_EVERY_S
+
+    def advance(self, count: int = 1) -> None:
+        """See ``Progress.advance``."""
+        self._done += count
+        now = time.monotonic()
+        if now < self._next_line:
+            return
+        self._next_line = now + PLAIN_LINE_EVERY_S
+        so_far = now - self._start
+        line = f"{self._label}: {self._done:,}"
+        if self._total and self._done:
+            left = so_far * max(self._total - self._done, 0) / self._done
+            line += f" of {self._total:,}, about {left:.0f} s left"
+        print(f"{line}, {so_far:.0f} s so far", file=sys.stderr, flush=True)

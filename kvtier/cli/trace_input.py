@@ -1,0 +1,89 @@
+"""Reads a trace in sight of the user, and checks at the door where its report is to go."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier.cli.terminal import check_can_write, progress
+from kvtier.errors import Misuse
+from kvtier.replay.traces import read_trace
+
+if TYPE_CHECKING:
+    import argparse
+
+    from kvtier.replay.traces import Trace
+
+BAD_LINES_SHOWN_MAX: Final = 5
+
+
+def check_report_options(arguments: argparse.Namespace) -> None:
+    """Raise ``Misuse`` now if the report could not be written later. Makes the pictures' folder."""
+    if arguments.json:
+        check_can_write(arguments.json)
+    if arguments.pictures:
+        from kvtier.replay.pictures import check_can_draw  # noqa: PLC0415 - needed for pictures only
+
+        check_can_draw()
+        try:
+            Path(arguments.pictures).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Misuse(
+                f"--pictures {arguments.pictures}: cannot be made: {error.strerror}."
+            ) from error
+        check_can_write(Path(arguments.pictures) / "any.png")
+
+
+def read_trace_in_sight(path: str | Path, arguments: argparse.Namespace) -> Trace:
+    """Read the trace with a progress bar; say on stderr what was skipped or sorted."""
+    done = 0
+    with progress("reading the trace", 100) as bar:
+
+        def report(read: int, size: int) -> None:
+            nonlocal done
+            percent = 100 * read // size if size else 0
+            bar.advance(percent - done)
+            done = percent
+
+        trace = read_trace(
+            path,
+            format=arguments.format,
+            block_tokens=arguments.block_tokens,
+            on_bad_line=arguments.on_bad_line,
+            limit=arguments.limit,
+            on_progress=report,
+        )
+    for line in _notes(trace):
+        print(f"{trace.name}: {line}", file=sys.stderr)
+    return trace
+
+
+def describe(trace: Trace) -> dict[str, Any]:
+    """Return what a JSON report says of the trace."""
+    return {
+        "name": trace.name,
+        "format": trace.format,
+        "block_tokens": trace.block_tokens,
+        "requests": len(trace.requests),
+        "references": trace.references,
+        "distinct_blocks": trace.distinct_blocks,
+        "seconds": trace.requests[-1].time_s,
+        "bad_line_count": trace.bad_line_count,
+        "bad_lines": [{"line": number, "what": what} for number, what in trace.bad_lines],
+        "out_of_order_count": trace.out_of_order_count,
+    }
+
+
+def _notes(trace: Trace) -> list[str]:
+    notes = []
+    if trace.bad_line_count:
+        notes.append(f"skipped {trace.bad_line_count:,} bad lines")
+        notes += [
+            f"line {number}: {what}" for number, what in trace.bad_lines[:BAD_LINES_SHOWN_MAX]
+        ]
+    if trace.out_of_order_count:
+        notes.append(
+            f"{trace.out_of_order_count:,} requests stood after later ones, and were sorted by time"
+        )
+    return notes

@@ -1,0 +1,1 @@
+"""Plays recorded requests: through the real runtime, or through eviction policies alone."""

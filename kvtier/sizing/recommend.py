@@ -1,0 +1,123 @@
+"""What a size buys, and which size to buy.
+
+The curve is a policy's hit ratio at a ladder of capacities, by replay. It ends
+at the endless cache: all of the trace's blocks.
+
+- The **knee** is where the curve is furthest above the straight line from
+  nothing to the endless cache, both axes scaled to 1. Before it, a byte buys
+  more than the average byte; behind it, less.
+- Tiers hold copies: what is in DRAM is also on the disk behind it. So the
+  first tiers together hit what the largest of them hits alone, and each
+  is sized on the same curve.
+- With prices, the cheapest tier gets the knee. Each dearer one is then as large
+  as it still makes the best of its money: the point of the curve furthest above
+  the line from nothing to the tier below, the axes being the hits and the
+  money that the tier below has. But it holds the largest request at least, or
+  that request could never be hit whole.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+GIB: Final = 2**30
+
+
+class SizePoint(NamedTuple):
+    """One point of the curve."""
+
+    blocks: int
+    hit_ratio: float
+
+
+class Workfacts(NamedTuple):
+    """What the trace says beside its curve."""
+
+    block_bytes: int
+    block_tokens: int
+    requests: int
+    references: int
+    largest_request_blocks: int
+
+
+class TierAdvice(NamedTuple):
+    """One tier, how large, and what it does."""
+
+    name: str
+    blocks: int
+    hit_ratio: float  #: of this tier and all before it
+    own_hit_ratio: float  #: of what the tiers before it miss
+    price_per_gib: float | None
+
+
+def knee(points: Sequence[SizePoint], *, cost_of_end: float, cost_per_block: float) -> int | None:
+    """Return the index of the point furthest above the line from nothing to the last point.
+
+    The last point's hits and ``cost_of_end`` are 1 on their axes. None if no
+    point is above the line.
+    """
+    hits = points[-1].hit_ratio
+    if not hits:
+        return None
+    heights = [
+        point.hit_ratio / hits - point.blocks * cost_per_block / cost_of_end for point in points
+    ]
+    best = max(range(len(points)), key=heights.__getitem__)
+    return best if heights[best] > 0 else None
+
+
+def knee_of_curve(points: Sequence[SizePoint]) -> int | None:
+    """Return the index of the curve's knee; its last point is the endless cache."""
+    return knee(points, cost_of_end=points[-1].blocks, cost_per_block=1.0)
+
+
+def advise(
+    points: Sequence[SizePoint], prices: Mapping[str, float], facts: Workfacts
+) -> list[TierAdvice]:
+    """Return a size for each priced tier, dearest first: it is taken to be the fastest."""
+    by_price = sorted(prices.items(), key=lambda item: item[1])
+    top = knee_of_curve(points)
+    sizes: list[tuple[str, float, int]] = []
+    for name, price in by_price:
+        if not sizes:
+            chosen = top if top is not None else 0
+        else:
+            _, price_below, below = sizes[-1]
+            best = knee(
+                points[: below + 1],
+                cost_of_end=points[below].blocks * price_below or 1.0,
+                cost_per_block=price,
+            )
+            least = _first_that_holds(points, facts.largest_request_blocks)
+            chosen = min(below, max(best or 0, least))
+        sizes.append((name, price, chosen))
+    return tier_table([(name, points[chosen], price) for name, price, chosen in reversed(sizes)])
+
+
+def tier_table(tiers: Sequence[tuple[str, SizePoint, float | None]]) -> list[TierAdvice]:
+    """Return what each tier does, given fastest first with its point on the curve."""
+    table = []
+    before = 0.0
+    for name, point, price in tiers:
+        together = max(before, point.hit_ratio)
+        table.append(TierAdvice(name, point.blocks, together, together - before, price))
+        before = together
+    return table
+
+
+def saved_by_a_gib_more(points: Sequence[SizePoint], facts: Workfacts) -> list[float | None]:
+    """For each point: tokens per 1,000 requests that one GiB more saves from being computed."""
+    saved: list[float | None] = []
+    for here, larger in pairwise(points):
+        gib = (larger.blocks - here.blocks) * facts.block_bytes / GIB
+        tokens = (larger.hit_ratio - here.hit_ratio) * facts.references * facts.block_tokens
+        saved.append(1000 * tokens / facts.requests / gib)
+    return [*saved, None]
+
+
+def _first_that_holds(points: Sequence[SizePoint], blocks: int) -> int:
+    return next(index for index, point in enumerate(points) if point.blocks >= blocks)

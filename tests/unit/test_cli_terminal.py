@@ -1,0 +1,96 @@
+"""What all commands promise on the terminal: plain text in a pipe, files whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvtier.cli.terminal import ToolMissing, check_can_write, progress, table, write_json
+from kvtier.errors import Misuse
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_table_in_a_pipe_is_plain_text_and_never_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    """Brackets are no markup: names of files and policies may have them."""
+    wide = "x" * 90
+    table("hits [red]", ["policy", "1 %", "2 %"], [["[bold]lru", 0.5, wide], ["arc", 1, 2]])
+    out = capsys.readouterr().out
+    assert "hits [red]" in out
+    assert "[bold]lru" in out
+    assert wide in out
+    assert "\x1b" not in out
+
+
+def test_progress_in_a_pipe_is_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("kvtier.cli.terminal.time.monotonic", lambda: now)
+    with progress("playing", 1000) as bar:
+        for _ in range(10):
+            now += 3.0
+            bar.advance(50)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
+        "playing: 200 of 1,000, about 48 s left, 12 s so far",
+        "playing: 400 of 1,000, about 36 s left, 24 s so far",
+    ]
+
+
+def test_progress_on_a_terminal_is_a_bar_that_goes_away(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress("playing", 3) as bar:
+        for _ in range(3):
+            bar.advance()
+    err = capsys.readouterr().err
+    assert "playing" in err
+    assert err.endswith("\x1b[1A\x1b[2K")
+
+
+def test_json_is_written_whole_and_nothing_else_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    write_json(path, {"hits": [1, 2]})
+    write_json(path, {"hits": [3]})
+    assert json.loads(path.read_text()) == {"hits": [3]}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_json_that_fails_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "report.json"
+    write_json(path, {"hits": [1]})
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(path), "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_json(path, {"hits": [2]})
+    assert json.loads(path.read_text()) == {"hits": [1]}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+    check_can_write(tmp_path / "report.json")
+    with pytest.raises(Misuse, match="there is no folder"):
+        check_can_write(tmp_path / "absent" / "report.json")
+    with pytest.raises(Misuse, match="is a folder"):
+        check_can_write(tmp_path)
+    with pytest.raises(Misuse, match="cannot be written"):
+        write_json(tmp_path / "absent" / "report.json", {})
+
+
+def test_without_rich_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    with pytest.raises(ToolMissing, match=r"pip install 'kvtier\[tools\]'"):
+        table("hits", ["policy"], [["lru"]])

@@ -1,0 +1,118 @@
+"""What pictures promise: each can be drawn, of nothing too, and is left whole or not at all."""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.errors import Misuse
+from kvtier.replay import pictures
+from kvtier.replay.curves import MIN, CurvePoint
+from kvtier.replay.pictures import (
+    PicturesMissing,
+    check_can_draw,
+    draw_curves,
+    draw_hit_ratio_over_time,
+    draw_latency,
+    draw_occupancy,
+    draw_sizes,
+    format_seconds,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytest.importorskip("matplotlib")
+
+
+def line(name: str, *hits: int) -> list[CurvePoint]:
+    return [CurvePoint(name, 10 * 2**index, hit, 100, 0.1) for index, hit in enumerate(hits)]
+
+
+CURVES = {"lru": line("lru", 5, 20, 30), "arc": line("arc", 5, 22), MIN: line(MIN, 20, 30, 36)}
+DRAWN: dict[str, Callable[[Any], None]] = {
+    "curves": lambda path: draw_curves(path, "title", CURVES, distinct_blocks=64),
+    "curves in bytes": lambda path: draw_curves(
+        path, "title", CURVES, distinct_blocks=64, block_bytes=2**26
+    ),
+    "curves without hits": lambda path: draw_curves(
+        path, "title", {"lru": line("lru", 0)}, distinct_blocks=64
+    ),
+    "hits over time": lambda path: draw_hit_ratio_over_time(
+        path, "title", [0, 60, 5000], {"dram": [0, 0.2, 0.1], "disk": [0, 0.1, 0.3]}
+    ),
+    "no hits over time": lambda path: draw_hit_ratio_over_time(path, "title", [], {"dram": []}),
+    "occupancy": lambda path: draw_occupancy(
+        path, "title", [0, 1], {"dram": [0, 2**30], "disk": [0, 2**35]}, {"dram": 2**30}
+    ),
+    "no occupancy": lambda path: draw_occupancy(path, "title", [], {"dram": [], "disk": []}, {}),
+    "latency": lambda path: draw_latency(
+        path, "title", {"load": [1e-3, 2e-3, 5e-1], "store": [0.0, 1e-6], "probe": []}
+    ),
+    "latencies of zero": lambda path: draw_latency(path, "title", {"load": [0.0]}),
+    "sizes": lambda path: draw_sizes(
+        path, "title", [(1, 0.1), (10, 0.3)], (1, 0.1), policy="lru", endless=0.3
+    ),
+    "sizes without a knee": lambda path: draw_sizes(
+        path, "title", [(1, 0.0)], None, policy="lru", endless=0.0
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DRAWN)
+def test_a_picture_is_drawn_without_a_warning(tmp_path: Path, what: str) -> None:
+    """Warnings are errors here: of axes without extent, of glyphs that are missing."""
+    path = tmp_path / "picture.png"
+    DRAWN[what](path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 5000
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_interrupted_picture_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(tmp_path), "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        DRAWN["sizes"](tmp_path / "picture.png")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(Misuse, match=r"picture\.png: cannot be written"):
+        DRAWN["sizes"](tmp_path / "absent" / "picture.png")
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(PicturesMissing, match=r"pip install 'kvtier\[tools\]'"):
+        check_can_draw()
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
+def test_labels_keep_their_order_and_their_distance(heights: list[float]) -> None:
+    placed = pictures._spread(heights, 0.1)
+    order = sorted(range(len(heights)), key=heights.__getitem__)
+    in_order = [placed[index] for index in order]
+    assert all(b - a >= 0.1 - 1e-9 for a, b in pairwise(in_order))
+    if all(b - a >= 0.1 for a, b in pairwise(sorted(heights))):
+        assert placed == pytest.approx(heights)
+
+
+def test_times_are_written_in_the_unit_that_suits_them() -> None:
+    assert [format_seconds(each) for each in (2.5, 0.0125, 3e-6, 40e-9, 0)] == [
+        "2.5 s",
+        "12.5 ms",
+        "3 µs",
+        "40 ns",
+        "0 ns",
+    ]
