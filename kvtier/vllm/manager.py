@@ -28,9 +28,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtier.events import PRIMARY, Event, EventKind
 from kvtier.registry import backend_class
 from kvtier.runtime import open_runtime
+from kvtier.settings import read_settings
 from kvtier.states import BlockState
 from kvtier.vllm.metrics import MetricsExporter
-from kvtier.vllm.settings import read_settings
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence

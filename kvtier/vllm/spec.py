@@ -31,12 +31,12 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvtier.errors import ConfigError
 from kvtier.memory import SlotMemory
+from kvtier.settings import read_settings
 from kvtier.vllm.cpu_worker import CPUPlatformWorker
 from kvtier.vllm.namespace import build_namespace, worker_facts
 from kvtier.vllm.pages import HostLayout
 from kvtier.vllm.region import SHARED_MEMORY_FOLDER, HostRegion
 from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
-from kvtier.vllm.settings import read_settings
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import (

@@ -1,0 +1,67 @@
+"""The clock of a replay: real time while a tier works, a jump while none does.
+
+Tiers are real and need real time; an engine's computing is only stated. With
+jumps, time passes at its real pace as long as any tier has work in flight, and
+goes straight to the next event when nothing but stated time would pass. So a
+duration on this clock is what it would be if the engine really computed, and a
+tier's deadlines, which the runtime counts on the same clock, stay real: no
+jump ever happens while one runs. Without jumps the clock is a real one, and
+stated time is slept through.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+STEP_S: Final = 0.001
+"""How long a step of the engine takes while it waits for a tier.
+
+It is slept, so that the threads of tiers get the processor.
+"""
+
+SLEEP_S_MAX: Final = 0.1
+"""The longest sleep without a look at whether the run is to stop."""
+
+
+class ReplayClock:
+    """Seconds since the start, real ones and skipped ones."""
+
+    def __init__(
+        self,
+        *,
+        jumps: bool,
+        real: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._jumps = jumps
+        self._real = real
+        self._sleep = sleep
+        self._zero = real()
+        self.skipped_s = 0.0
+
+    def now(self) -> float:
+        """Return the time."""
+        return self._real() - self._zero + self.skipped_s
+
+    def real_s(self) -> float:
+        """Return the seconds that have really passed."""
+        return self._real() - self._zero
+
+    def pass_time(self, until: float | None, *, tiers_work: bool) -> None:
+        """Let time pass, at most until the next event (None: there is none).
+
+        May return early; then the caller looks again.
+        """
+        left = STEP_S if until is None else until - self.now()
+        if left <= 0:
+            return
+        if tiers_work:
+            self._sleep(min(left, STEP_S))
+        elif self._jumps and until is not None:
+            self.skipped_s += left
+        else:
+            self._sleep(min(left, SLEEP_S_MAX))

@@ -1,0 +1,376 @@
+"""Plays a trace through a real runtime, as an engine's scheduler would drive it.
+
+Each step: what the GPU did since the last one is reported, arrivals enter,
+requests that wait for tiers look their prefix up again, prompts that have been
+computed are stored, and the step ends. Then the GPU copies what the step
+decided. Between steps the clock (``kvtier/replay/clock.py``) passes the time.
+
+A request's way: it arrives; enters when there is room among the requests in
+flight; looks up its blocks until none of the answers is None; loads its hits;
+has the rest of its prompt computed, in stated time; gets its first token; has
+what was computed stored; and ends when its output has been computed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+from kvtier.events import PRIMARY, EventKind
+from kvtier.replay.content import key_of
+from kvtier.replay.measurements import Measured, Misread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvtier.events import Event
+    from kvtier.facade import SchedulerFacade
+    from kvtier.messages import Key
+    from kvtier.metrics import Statistics
+    from kvtier.replay.clock import ReplayClock
+    from kvtier.replay.engine_model import EngineModel
+    from kvtier.replay.gpu import StandInGpu
+    from kvtier.replay.traces import Trace, TraceRequest
+
+INTERVALS: Final = 120
+"""Stretches that the trace's time is cut into, for what is shown over time."""
+
+OBSERVE_STEPS: Final = 256
+"""After so many steps the runtime's observations are taken: it keeps a limited number."""
+
+T = TypeVar("T")
+
+
+class _Request:
+    """One request in flight."""
+
+    __slots__ = ("from_trace", "hits", "keys", "name", "scheduler_s", "sources", "waits_since")
+
+    def __init__(self, name: str, from_trace: TraceRequest, now: float) -> None:
+        self.name = name
+        self.from_trace = from_trace
+        self.keys = [key_of(block) for block in from_trace.blocks]
+        self.waits_since = now
+        self.hits = 0
+        self.sources: list[int] = []  # of each hit: the tier that it was promoted from, or PRIMARY
+        self.scheduler_s = 0.0
+
+
+class _Copy(NamedTuple):
+    """What the GPU copies for one request between two steps."""
+
+    request: _Request
+    keys: Sequence[Key]
+    slots: Sequence[int]
+    is_load: bool
+
+
+class _Due(NamedTuple):
+    """Something that happens to a request when its time has come."""
+
+    at: float
+    number: int  #: breaks ties
+    happen: Callable[[_Request, float], None]
+    request: _Request
+
+
+class Player:
+    """One run of one trace."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        facade: SchedulerFacade,
+        gpu: StandInGpu,
+        model: EngineModel,
+        clock: ReplayClock,
+        tier_names: Sequence[str],
+    ) -> None:
+        """``facade`` must run on ``clock.now``, and collect the events of all tiers."""
+        self._block_tokens = trace.block_tokens
+        self._facade = facade
+        self._gpu = gpu
+        self._model = model
+        self._clock = clock
+        last_s = model.arrival_s(trace.requests[-1]) if trace.requests else 0.0
+        interval_s = max(last_s, 1.0) / INTERVALS
+        self.measured = Measured(("0:primary", *tier_names), interval_s, facade.statistics())
+        self._to_come = deque(trace.requests)
+        self._entered = 0
+        self._in_flight = 0
+        self._looking: list[_Request] = []
+        self._storing: list[_Request] = []  # computed, and not given room for it yet
+        self._due: list[_Due] = []
+        self._due_number = count()
+        self._computed_until = 0.0
+        self._copies: list[_Copy] = []
+        self._cascading: list[dict[Key, float]] = [{} for _ in tier_names]
+        self._resident: list[set[Key]] = [set() for _ in tier_names]
+        self._looked_at_s = clock.real_s()
+
+    def run(
+        self,
+        should_stop: Callable[[], bool] = lambda: False,
+        on_progress: Callable[[int], None] = lambda _: None,
+    ) -> bool:
+        """Play; True if the trace was played to its end, False if it was stopped.
+
+        ``on_progress`` is told how many more requests have had their first token.
+        """
+        while (self._to_come or self._in_flight or self._copies) and not should_stop():
+            before = self.measured.requests
+            self._step()
+            if self.measured.requests > before:
+                on_progress(self.measured.requests - before)
+        played = not (self._to_come or self._in_flight or self._copies)
+        while played and self._facade.has_pending_work() and not should_stop():
+            self._end_step()
+            self._clock.pass_time(None, tiers_work=True)
+        self._observe()
+        self._look_at(self._facade.statistics())
+        return played
+
+    # --- one step ---
+
+    def _step(self) -> None:
+        self._report_copies()
+        self._enter()
+        looking, self._looking = self._looking, []
+        for request in looking:
+            self._look_up(request)
+        now = self._clock.now()
+        while self._due and self._due[0].at <= now:
+            due = heapq.heappop(self._due)
+            due.happen(due.request, due.at)
+        storing, self._storing = self._storing, []
+        for request in storing:
+            self._store(request)
+        self._end_step()
+        if self._copies:
+            self._copy()
+        else:
+            self._pass_time()
+
+    def _pass_time(self) -> None:
+        """Let time pass until something can happen."""
+        tiers_work = self._facade.has_pending_work()
+        if self._looking and not tiers_work:
+            return  # the answers are there
+        until = self._due[0].at if self._due else None
+        if self._to_come and self._in_flight < self._model.requests_in_flight_max:
+            arrival = self._model.arrival_s(self._to_come[0])
+            until = arrival if until is None else min(until, arrival)
+        self._clock.pass_time(until, tiers_work=tiers_work)
+
+    # --- a request's way ---
+
+    def _enter(self) -> None:
+        now = self._clock.now()
+        while self._to_come and self._in_flight < self._model.requests_in_flight_max:
+            arrival = self._model.arrival_s(self._to_come[0])
+            if arrival > now:
+                break
+            self._entered += 1
+            request = _Request(f"r{self._entered}", self._to_come.popleft(), now)
+            self.measured.entering.add(now - arrival)
+            self._in_flight += 1
+            self._looking.append(request)
+            self._call(request, "start request", 1, self._facade.on_request_started, request.name)
+
+    def _look_up(self, request: _Request) -> None:
+        started = time.perf_counter()
+        hits = self._facade.lookup_prefix(request.keys, request.name)
+        seconds = time.perf_counter() - started
+        request.scheduler_s += seconds
+        self.measured.scheduler_s += seconds  # the facade itself samples the time per key
+        if hits is None:
+            self._looking.append(request)
+            return
+        self.measured.waiting.add(self._clock.now() - request.waits_since)
+        request.hits = hits
+        if not hits:
+            self._compute(request)
+            return
+        facade = self._facade
+        keys = request.keys[:hits]
+        request.sources = self._call(request, "load_source", hits, self._sources_of, request)
+        slots = self._call(request, "prepare_load", hits, facade.prepare_load, keys, request.name)
+        self._copies.append(_Copy(request, keys, slots, is_load=True))
+
+    def _sources_of(self, request: _Request) -> list[int]:
+        """Return where each hit came from, as vLLM asks for its metrics."""
+        keys = request.keys[: request.hits]
+        return [self._facade.load_source(key, request.name) for key in keys]
+
+    def _compute(self, request: _Request) -> None:
+        """Have the GPU compute what is missing of the prompt, when it gets to it."""
+        start = max(self._clock.now(), self._computed_until)
+        self._computed_until = start + self._model.prefill_s(self._missing_tokens(request))
+        self._happens(self._computed_until, self._first_token, request)
+
+    def _missing_tokens(self, request: _Request) -> int:
+        """Return how many prompt tokens are computed: one even where all were hit."""
+        return max(1, request.from_trace.input_tokens - request.hits * self._block_tokens)
+
+    def _first_token(self, request: _Request, at: float) -> None:
+        self._count(request, at)
+        if request.hits < len(request.keys):
+            self._storing.append(request)
+        decoded = at + self._model.decode_s(request.from_trace.output_tokens)
+        self._happens(decoded, self._finish, request)
+
+    def _store(self, request: _Request) -> None:
+        keys = request.keys[request.hits :]
+        prepare = self._facade.prepare_store
+        grant = self._call(request, "prepare_store", len(keys), prepare, keys, request.name)
+        if grant is None:
+            self.measured.stores_refused += 1
+            self._storing.append(request)
+        elif grant.keys:
+            self._copies.append(_Copy(request, grant.keys, grant.slots, is_load=False))
+
+    def _finish(self, request: _Request, _: float) -> None:
+        if request in self._storing:
+            self._storing.remove(request)
+        finish = self._facade.on_request_finished
+        self._call(request, "finish request", 1, finish, request.name, request.keys)
+        self.measured.scheduler.add(request.scheduler_s)
+        self._in_flight -= 1
+
+    def _happens(
+        self, at: float, happen: Callable[[_Request, float], None], request: _Request
+    ) -> None:
+        heapq.heappush(self._due, _Due(at, next(self._due_number), happen, request))
+
+    def _count(self, request: _Request, at: float) -> None:
+        """Count the request where its first token came."""
+        measured = self.measured
+        seconds = at - self._model.arrival_s(request.from_trace)
+        interval = measured.interval_at(at)
+        measured.requests += 1
+        measured.input_tokens += request.from_trace.input_tokens
+        measured.computed_tokens += self._missing_tokens(request)
+        measured.first_token.add(seconds)
+        interval.requests += 1
+        interval.first_token.add(seconds)
+        measured.referenced_blocks += len(request.keys)
+        interval.referenced_blocks += len(request.keys)
+        tokens_left = request.from_trace.input_tokens
+        for tier in request.sources:
+            source = 0 if tier == PRIMARY else tier + 1
+            measured.hit_blocks[source] += 1
+            interval.hit_blocks[source] += 1
+            tokens = min(self._block_tokens, tokens_left)
+            measured.hit_tokens[source] += tokens
+            tokens_left -= tokens
+
+    # --- the GPU ---
+
+    def _copy(self) -> None:
+        """Do what the GPU does between two steps: write and read slots."""
+        started = time.perf_counter()
+        for copy in self._copies:
+            if not copy.is_load:
+                self._gpu.store(copy.keys, copy.slots)
+                continue
+            for wrong in self._gpu.load(copy.keys, copy.slots):
+                tier = copy.request.sources[copy.keys.index(wrong.key)]
+                source = self.measured.sources[0 if tier == PRIMARY else tier + 1]
+                self.measured.note_misread(Misread(copy.request.name, source, wrong))
+        self.measured.gpu_s += time.perf_counter() - started
+
+    def _report_copies(self) -> None:
+        """Tell the runtime what has been copied."""
+        copies, self._copies = self._copies, []
+        facade = self._facade
+        for request, keys, _, is_load in copies:
+            if is_load:
+                self._call(
+                    request, "complete_load", len(keys), facade.complete_load, keys, request.name
+                )
+                self._compute(request)
+                continue
+            now = self._clock.now()
+            for cascading in self._cascading:
+                cascading.update(dict.fromkeys(keys, now))
+            self._call(
+                request, "complete_store", len(keys), facade.complete_store, keys, request.name
+            )
+
+    # --- the runtime ---
+
+    def _call(
+        self,
+        request: _Request,
+        name: str,
+        keys: int,
+        function: Callable[..., T],
+        *arguments: Any,  # noqa: ANN401 - what the facade's method takes
+    ) -> T:
+        """Call the facade, and note how long it took."""
+        started = time.perf_counter()
+        answer = function(*arguments)
+        seconds = time.perf_counter() - started
+        request.scheduler_s += seconds
+        self.measured.note_operation(name, seconds, keys)
+        return answer
+
+    def _end_step(self) -> None:
+        measured = self.measured
+        started = time.perf_counter()
+        self._facade.step_end()
+        events = self._facade.take_events()
+        measured.note_operation("end step", time.perf_counter() - started, 1)
+        measured.steps += 1
+        self._follow(events)
+        if measured.steps % OBSERVE_STEPS == 0:
+            self._observe()
+        self._look_at(self._facade.statistics())
+
+    def _follow(self, events: Sequence[Event]) -> None:
+        """Keep track of what the secondary tiers hold."""
+        now = self._clock.now()
+        for kind, keys, tier in events:
+            if tier == PRIMARY:
+                continue
+            resident = self._resident[tier]
+            if kind is EventKind.STORED:
+                resident.update(keys)
+                cascading = self._cascading[tier]
+                for key in keys:
+                    since = cascading.pop(key, None)
+                    if since is not None:
+                        self.measured.tiers[tier].cascade.add(now - since)
+            elif kind is EventKind.REMOVED:
+                resident.difference_update(keys)
+                self.measured.tiers[tier].evicted_blocks += len(keys)
+            else:
+                resident.clear()
+
+    def _look_at(self, statistics: Statistics) -> None:
+        """Note how full and how busy the tiers are."""
+        real_s = self._clock.real_s()
+        passed_s = real_s - self._looked_at_s
+        tiers_before = self.measured.statistics.tiers
+        for tier, before in zip(self.measured.tiers, tiers_before, strict=True):
+            if before.promotion_jobs_in_flight:
+                tier.loading_s += passed_s
+            if before.cascade_jobs_in_flight:
+                tier.storing_s += passed_s
+        self._looked_at_s = real_s
+        self.measured.statistics = statistics
+        self.measured.interval_at(self._clock.now()).resident_blocks = [
+            statistics.primary.ready_slots,
+            *(len(resident) for resident in self._resident),
+        ]
+
+    def _observe(self) -> None:
+        """Take the runtime's own observations."""
+        observed = self._facade.take_observations()
+        self.measured.lookup.seconds.extend(observed.lookup_seconds)
+        for measured, tier in zip(self.measured.tiers, observed.tiers, strict=True):
+            measured.probe.seconds.extend(tier.probe_seconds)
+            measured.promotion.seconds.extend(length for length, _ in tier.promotion_seconds)

@@ -1,0 +1,173 @@
+"""A replay's report as tables: each a title, columns and rows, made of the JSON mapping."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_SHOWN: Final = ("mean", "p50", "p90", "p99")
+"""Of a time to first token."""
+
+TIER_TROUBLE: Final = (
+    "cascades_dropped",
+    "promotions_dropped",
+    "damaged",
+    "failed",
+    "full",
+    "jobs_timed_out",
+    "probes_timed_out",
+    "breaker_opened",
+)
+"""Counters of a secondary tier that are shown where they are not 0."""
+
+
+class Table(NamedTuple):
+    """What ``kvtier.cli.terminal.table`` takes."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[object]]
+
+
+def tables(report: Mapping[str, Any]) -> list[Table]:
+    """Return what a person wants to read of a report, in order."""
+    return [_hits(report), _moves(report), _operations(report), _first_token(report), _sum(report)]
+
+
+def _hits(report: Mapping[str, Any]) -> Table:
+    requests = report["requests"]
+    rows = [
+        (
+            tier["name"],
+            f"{tier['hit_blocks']:,}",
+            f"{tier['hit_ratio']:.4f}",
+            f"{tier['hit_tokens']:,}",
+        )
+        for tier in report["tiers"]
+    ]
+    hit_tokens = sum(tier["hit_tokens"] for tier in report["tiers"])
+    rows.append(
+        (
+            "all hits",
+            f"{requests['hit_blocks']:,}",
+            f"{requests['hit_ratio']:.4f}",
+            f"{hit_tokens:,}",
+        )
+    )
+    missed = requests["referenced_blocks"] - requests["hit_blocks"]
+    rows.append(
+        (
+            "computed",
+            f"{missed:,}",
+            f"{1 - requests['hit_ratio']:.4f}",
+            f"{requests['computed_tokens']:,}",
+        )
+    )
+    return Table("Where the prompts' blocks came from", ("", "blocks", "share", "tokens"), rows)
+
+
+def _moves(report: Mapping[str, Any]) -> Table:
+    primary = report["tiers"][0]["name"]
+    gpu = report["gpu"]
+    rows: list[Sequence[object]] = [
+        (f"GPU > {primary}", f"{gpu['stored_bytes'] / 1e9:.3f}", "", "", "", ""),
+        (f"{primary} > GPU", f"{gpu['loaded_bytes'] / 1e9:.3f}", "", "", "", ""),
+    ]
+    for tier in report["tiers"][1:]:
+        for label, moved, took in (
+            (f"{primary} > {tier['name']}", tier["cascaded"], tier["cascade_s"]),
+            (f"{tier['name']} > {primary}", tier["promoted"], tier["promotion_s"]),
+        ):
+            rate = moved["bytes_per_busy_s"]
+            rows.append(
+                (
+                    label,
+                    f"{moved['bytes'] / 1e9:.3f}",
+                    f"{moved['busy_s']:.1f}",
+                    "-" if rate is None else f"{rate / 1e9:.3f}",
+                    _milliseconds(took["p50"]),
+                    _milliseconds(took["p99"]),
+                )
+            )
+    columns = ("", "GB", "busy s", "GB/s", "p50 ms", "p99 ms")
+    return Table("Bytes moved; times of a cascaded block, of a promotion job", columns, rows)
+
+
+def _operations(report: Mapping[str, Any]) -> Table:
+    rows = [
+        (name, f"{each['count']:,}", _microseconds(each["p50"]), _microseconds(each["p99"]))
+        for name, each in report["operations_s"].items()
+    ]
+    rows += [
+        (
+            f"probe of {tier['name']}",
+            f"{tier['probe_s']['count']:,}",
+            _microseconds(tier["probe_s"]["p50"]),
+            _microseconds(tier["probe_s"]["p99"]),
+        )
+        for tier in report["tiers"][1:]
+    ]
+    own = report["scheduler_s"]["own_calls"]
+    rows.append(
+        (
+            "own calls of a request",
+            f"{own['count']:,}",
+            _microseconds(own["p50"]),
+            _microseconds(own["p99"]),
+        )
+    )
+    return Table(
+        "Calls, time per key (lookups: a sample)",
+        ("", "calls", "p50 µs", "p99 µs"),
+        rows,
+    )
+
+
+def _first_token(report: Mapping[str, Any]) -> Table:
+    names = {
+        "with_kvtier": "with kvtier",
+        "without": "without",
+        "of_which_entering": "with: until entering",
+        "of_which_waiting_for_tiers": "with: waiting for tiers",
+    }
+    rows = [
+        (name, *(_milliseconds(report["first_token_s"][key][which]) for which in _SHOWN))
+        for key, name in names.items()
+    ]
+    return Table("Time to first token, ms: computing stated, tiers real", ("", *_SHOWN), rows)
+
+
+def _sum(report: Mapping[str, Any]) -> Table:
+    time_s = report["time_s"]
+    tiers = report["tiers"]
+    rows: list[Sequence[object]] = [
+        ("requests with a first token", f"{report['requests']['first_tokens']:,}"),
+        ("real time", f"{time_s['real']:.1f} s, {time_s['replayed']:,.1f} s on the replay's clock"),
+        ("scheduler thread per request", f"{report['scheduler_s']['per_request'] * 1e6:.0f} µs"),
+        ("peak memory", f"{report['peak_memory_bytes'] / 2**20:.0f} MiB"),
+        ("evicted", ", ".join(f"{tier['name']}: {tier['evicted_blocks']:,}" for tier in tiers)),
+        ("stores without room, tried again", f"{tiers[0]['stores_refused']:,}"),
+        ("blocks not stored for want of room", f"{tiers[0]['counts']['stores_dropped']:,}"),
+        ("promotions refused for want of room", f"{tiers[0]['counts']['promotions_refused']:,}"),
+    ]
+    for tier in tiers[1:]:
+        trouble = [
+            f"{name} {tier['counts'][name]:,}" for name in TIER_TROUBLE if tier["counts"][name]
+        ]
+        rows.append((f"trouble of {tier['name']}", ", ".join(trouble) or "none"))
+    loaded, checked = report["gpu"]["loaded_blocks"], report["gpu"]["checked_blocks"]
+    rows.append(
+        ("blocks read, and compared", f"{loaded:,}, {checked:,} ({report['settings']['verify']})")
+    )
+    rows.append(("wrong blocks", f"{report['wrong_blocks']:,}"))
+    return Table("The run", ("", "value"), rows)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:,.2f}"
+
+
+def _microseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e6:,.2f}"

@@ -1,0 +1,146 @@
+"""One replay from beginning to end: folders, runtime, player, and everything closed again."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from array import array
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+import xxhash
+
+from kvtier.backend import Namespace
+from kvtier.replay.clock import ReplayClock
+from kvtier.replay.folders import Folders
+from kvtier.replay.gpu import StandInGpu
+from kvtier.replay.player import Player
+from kvtier.runtime import open_runtime
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from kvtier.replay.measurements import Measured
+    from kvtier.replay.settings import ReplaySettings
+    from kvtier.replay.traces import Trace
+
+
+class Progress(Protocol):
+    """How far something has come."""
+
+    def advance(self, count: int = 1) -> None:
+        """Note that ``count`` more of the total are done."""
+
+
+ShowProgress: TypeAlias = "Callable[[str, int], AbstractContextManager[Progress]]"
+"""Given what is done and how much of it there is, shows how far it has come."""
+
+
+class _Unseen:
+    def advance(self, count: int = 1) -> None:
+        pass
+
+
+def unseen_progress(_label: str, _total: int) -> AbstractContextManager[Progress]:
+    """Show nothing."""
+    return nullcontext(_Unseen())
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a replay came to."""
+
+    trace: Trace
+    settings: ReplaySettings
+    measured: Measured
+    played: bool  #: to the trace's end
+    real_s: float
+    replayed_s: float  #: real seconds and skipped ones
+    blocks_stored: int  #: by the GPU
+    blocks_loaded: int
+    blocks_checked: int
+    peak_memory_bytes: int  #: of this process, the trace and the report included
+    closed: bool  #: all tiers ended in time
+    leftovers: list[str]  #: folders that could not be removed
+
+
+def replay(
+    trace: Trace,
+    settings: ReplaySettings,
+    *,
+    should_stop: Callable[[], bool] = lambda: False,
+    progress: ShowProgress = unseen_progress,
+) -> Replayed:
+    """Play the trace. Raises ``ConfigError`` before anything is started.
+
+    The folders of tiers are removed even if this raises. ``progress``: such as
+    ``kvtier.cli.terminal.progress``.
+    """
+    folders = Folders(keep=settings.keep)
+    leftovers: list[str] = []
+    try:
+        for tier in settings.runtime.tiers:
+            if "root_dir" in tier.options:
+                folders.claim(str(tier.options["root_dir"]))
+        played = _play(trace, settings, should_stop, progress)
+    finally:
+        pieces = folders.to_remove()
+        with progress("removing the tiers' folders", len(pieces)) as bar:
+            leftovers += folders.remove(pieces, bar.advance)
+    return replace(played, leftovers=leftovers)
+
+
+def namespace_of(trace: Trace) -> Namespace:
+    """Return a namespace that only a replay of the same requests shares."""
+    digest = xxhash.xxh3_128(str(trace.block_tokens).encode())
+    for request in trace.requests:
+        digest.update(array("q", request.blocks).tobytes())
+    fields = {"model_name": "kvtier-replay", "trace": digest.hexdigest()}
+    return Namespace(facts=fields, vllm_fields=fields)
+
+
+def _play(
+    trace: Trace,
+    settings: ReplaySettings,
+    should_stop: Callable[[], bool],
+    progress: ShowProgress,
+) -> Replayed:
+    config = settings.runtime
+    # Events tell what each tier holds, and when a cascade has ended.
+    watched = tuple(replace(tier, enable_kv_events=True) for tier in config.tiers)
+    config = replace(config, tiers=watched)
+    gpu = StandInGpu(config.slot_count, config.block_bytes, settings.verify)
+    clock = ReplayClock(jumps=settings.jumps)
+    facade = open_runtime(
+        config, gpu.memory, namespace_of(trace), collect_events=True, clock=clock.now
+    )
+    closed = False
+    try:
+        player = Player(
+            trace, facade, gpu, settings.model, clock, [tier.name for tier in config.tiers]
+        )
+        with progress("replaying", len(trace.requests)) as bar:
+            played = player.run(should_stop, bar.advance)
+    finally:
+        closed = facade.close()
+    return Replayed(
+        trace=trace,
+        settings=settings,
+        measured=player.measured,
+        played=played,
+        real_s=clock.real_s(),
+        replayed_s=clock.now(),
+        blocks_stored=gpu.blocks_stored,
+        blocks_loaded=gpu.blocks_loaded,
+        blocks_checked=gpu.blocks_checked,
+        peak_memory_bytes=_peak_memory_bytes(),
+        closed=closed,
+        leftovers=[],
+    )
+
+
+def _peak_memory_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

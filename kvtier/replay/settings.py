@@ -1,0 +1,109 @@
+"""Reads a replay's settings: vLLM's configuration mapping, and short forms of its keys."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier.errors import ConfigError
+from kvtier.replay.gpu import Verify
+from kvtier.replay.sizes import read_bytes
+from kvtier.settings import read_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvtier.config import RuntimeConfig
+    from kvtier.replay.engine_model import EngineModel
+
+SHORT_TIERS: Final = {"fs": "root_dir", "memory": "capacity_bytes"}
+"""What the text after the colon of a short tier is, by type."""
+
+_SHARE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    """Everything that a replay needs besides its trace."""
+
+    runtime: RuntimeConfig
+    model: EngineModel
+    jumps: bool = True  #: the clock skips stated time
+    verify: Verify = Verify.FULL
+    keep: bool = False  #: leave the tiers' folders as they are in the end
+
+
+def read_slots(text: str, *, block_bytes: int, distinct_blocks: int) -> int:
+    """Return the slots in a size, or in a share of the trace's distinct blocks such as 2%."""
+    share = _SHARE.fullmatch(text)
+    if share is not None:
+        return int(distinct_blocks * float(share[1]) / 100)
+    return read_bytes(text, "--dram") // block_bytes
+
+
+def read_config_file(path: str) -> dict[str, Any]:
+    """Return ``kv_connector_extra_config`` from a JSON file, which may hold what is around it."""
+    try:
+        values = json.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror or error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--config {path}: not JSON ({error}).") from error
+    if isinstance(values, dict):
+        values = values.get("kv_connector_extra_config", values)
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config {path}: not a mapping. Write kv_connector_extra_config.")
+    return values
+
+
+def read_tier(text: str) -> dict[str, Any]:
+    """Return an entry of ``secondary_tiers`` from its JSON, or from a short form: ``fs:PATH``."""
+    if text.lstrip().startswith("{"):
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"--tier {text}: not JSON ({error}).") from error
+        assert isinstance(values, dict)
+        return values
+    kind, _, value = text.partition(":")
+    if kind not in SHORT_TIERS or not value:
+        short = ", ".join(f"{kind}:{key.upper()}" for kind, key in SHORT_TIERS.items())
+        raise ConfigError(
+            f"--tier {text!r} is unknown. Write {short}, or an entry of secondary_tiers as JSON."
+        )
+    key = SHORT_TIERS[kind]
+    return {"type": kind, key: read_bytes(value, "--tier") if key == "capacity_bytes" else value}
+
+
+def read_runtime(
+    values: Mapping[str, Any],
+    *,
+    dram: str | None,
+    tiers: Sequence[str],
+    policy: str | None,
+    block_bytes: int,
+    distinct_blocks: int,
+) -> RuntimeConfig:
+    """Return the runtime's configuration; what is given besides ``values`` takes its place."""
+    if dram is None:
+        dram = str(values.get("cpu_bytes_to_use", ""))
+        if not dram:
+            raise ConfigError("the primary tier has no size. Pass --dram, such as 2GiB or 5%.")
+    values = dict(values)
+    if tiers:
+        values["secondary_tiers"] = [read_tier(text) for text in tiers]
+    if policy is not None:
+        values["eviction_policy"] = policy
+    config = read_settings(
+        values,
+        slot_count=read_slots(dram, block_bytes=block_bytes, distinct_blocks=distinct_blocks),
+        block_bytes=block_bytes,
+    )
+    if policy is None:
+        return config
+    return replace(
+        config, tiers=tuple(replace(tier, eviction_policy=policy) for tier in config.tiers)
+    )

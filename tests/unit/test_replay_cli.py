@@ -1,0 +1,202 @@
+"""``kvtier replay`` as a person runs it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvtier.backend import Loaded, Outcome, block_digest
+from kvtier.cli.main import BAD_INPUT, INTERRUPTED, main
+from kvtier.cli.replay import WRONG, add_arguments
+from kvtier_backends.memory import MemoryBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).resolve().parents[2]
+WAIT_S = 60.0
+
+
+def write_trace(path: Path, *, requests: int = 12, apart_s: float = 5.0) -> Path:
+    """Write two conversations that grow in turns, in the plain format."""
+    with path.open("w") as file:
+        for number in range(requests):
+            blocks = [1000 * (number % 2) + block for block in range(number // 2 % 10 + 1)]
+            line = {
+                "time_s": number * apart_s,
+                "tokens": len(blocks) * 16,
+                "output_tokens": 4,
+                "blocks": blocks,
+            }
+            file.write(json.dumps(line) + "\n")
+    return path
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return write_trace(tmp_path / "trace.jsonl")
+
+
+def replay(trace: Path, *options: object) -> int:
+    return main(["replay", str(trace), "--block-bytes", "4KiB", *map(str, options)])
+
+
+def test_a_replay_prints_tables_and_writes_report_and_pictures(trace, tmp_path, capsys) -> None:
+    status = replay(
+        trace,
+        *("--dram", "50%", "--tier", f"fs:{tmp_path / 'tier'}"),
+        *("--json", tmp_path / "report.json", "--pictures", tmp_path / "pictures"),
+    )
+    printed = capsys.readouterr().out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert status == 0
+    assert (report["format"], report["version"], report["partial"]) == ("kvtier-replay", 1, False)
+    assert report["settings"]["slot_count"] == 6
+    assert report["requests"]["hit_blocks"] == 30
+    assert report["gpu"]["checked_blocks"] == 30
+    for text in ("0:primary", "1:fs", "Time to first token", "wrong blocks", "prepare_store"):
+        assert text in printed
+    assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == [
+        "hit-ratio.png",
+        "latency.png",
+        "occupancy.png",
+    ]
+    assert not (tmp_path / "tier").exists()
+
+
+def test_a_wrong_byte_makes_the_run_fail_and_says_where(trace, monkeypatch, capsys) -> None:
+    """The negative control: a backend that harms a block and vouches for it."""
+    real = MemoryBackend._load_one
+
+    def load(self, block, hit) -> Loaded:
+        loaded = real(self, block, hit)
+        if loaded.outcome is Outcome.DONE:
+            block.buffer[-1] ^= 1
+            return Loaded(Outcome.DONE, block_digest(block.key, block.buffer))
+        return loaded
+
+    monkeypatch.setattr(MemoryBackend, "_load_one", load)
+    status = replay(trace, "--dram", "16KiB", "--tier", "memory:1MiB")
+    failed = capsys.readouterr().err
+    assert status == WRONG
+    assert "blocks held wrong bytes" in failed
+    assert "from 1:memory, slot " in failed
+    assert "from byte 4088 on" in failed
+
+
+def test_two_tiers_may_come_from_a_configuration_of_vllms(trace, tmp_path, capsys) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(
+        json.dumps(
+            {
+                "spec_name": "KVTierOffloadingSpec",
+                "cpu_bytes_to_use": 4 * 4096,
+                "secondary_tiers": [
+                    {"type": "memory", "capacity_bytes": 4 * 4096},
+                    {"type": "fs", "root_dir": str(tmp_path / "tier")},
+                ],
+            }
+        )
+    )
+    assert replay(trace, "--config", config, "--policy", "arc", "--verify", "head") == 0
+    printed = capsys.readouterr().out
+    assert "2:fs" in printed
+    assert "(head)" in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--tier", "fs:x"], "no size"),
+        (["--dram", "lots"], "--dram='lots' is not a size"),
+        (["--dram", "50%", "--speed", "fast"], "--speed 'fast'"),
+        (["--dram", "50%", "--speed", "0"], "speed=0.0 must be above 0"),
+        (["--dram", "50%", "--policy", "none"], "eviction_policy='none'"),
+        (["--dram", "50%", "--json", "no/such/folder"], "no folder"),
+        (["--dram", "50%", "--tier", "tape:x"], "--tier 'tape:x'"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_is_made(
+    trace, tmp_path, monkeypatch, capsys, options, said
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert replay(trace, *options) == BAD_INPUT
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [trace]
+
+
+def test_a_folder_with_something_in_it_is_refused_and_stays(trace, tmp_path, capsys) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "precious").write_text("x")
+    assert replay(trace, "--dram", "50%", "--tier", f"fs:{tmp_path / 'mine'}") == BAD_INPUT
+    assert "is not empty" in capsys.readouterr().err
+    assert (tmp_path / "mine" / "precious").read_text() == "x"
+
+
+def test_policies_are_compared_without_the_runtime(trace, capsys) -> None:
+    assert replay(trace, "--policies", "lru", "--capacities", "50%") == 0
+    assert "MIN" in capsys.readouterr().out
+
+
+def test_the_page_describes_every_option_and_every_key(trace, tmp_path) -> None:
+    page = (ROOT / "docs/how-to/replay-a-trace.md").read_text()
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    options = {option for action in parser._actions for option in action.option_strings[-1:]}
+    assert {option for option in options - {"--help"} if f"`{option}" not in page} == set()
+    replay(trace, "--dram", "50%", "--tier", "memory:1MiB", "--json", tmp_path / "report.json")
+    report = json.loads((tmp_path / "report.json").read_text())
+    primary, secondary = report["tiers"]
+    stretch = report["over_time"][0]
+    keys = {*report, *report["requests"], *report["settings"], *report["time_s"], *report["gpu"]}
+    keys |= {*primary, *secondary, *stretch, *report["first_token_s"], *report["scheduler_s"]}
+    assert {key for key in keys if f"`{key}`" not in page} == set()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_a_valid_partial_report_and_no_litter(tmp_path, number) -> None:
+    """In the middle of a replay that would take minutes in real time."""
+    trace = write_trace(tmp_path / "trace.jsonl", requests=2_000)
+    work = tmp_path / "work"
+    work.mkdir()
+    program = "import sys\nfrom kvtier.cli.main import main\nsys.exit(main(sys.argv[1:]))"
+    options = ["--json", "report.json", "--speed", "50", "--block-bytes", "4KiB"]
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, "replay", trace, "--dram=1MiB", "--tier=fs:tier", *options],
+        cwd=work,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'backends'}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        until(lambda: any(work.rglob("*.kv")) or child.poll() is not None)
+        child.send_signal(number)
+        _, failed = child.communicate(timeout=WAIT_S)
+    finally:
+        child.kill()
+        child.wait()
+    assert child.returncode == INTERRUPTED, failed
+    report = json.loads((work / "report.json").read_text())
+    assert report["partial"]
+    assert report["requests"]["first_tokens"] > 0
+    assert report["wrong_blocks"] == 0
+    assert [path.name for path in work.iterdir()] == ["report.json"]
+
+
+def until(done: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    for _ in range(int(WAIT_S * 100)):
+        if done():
+            return
+        pause.wait(0.01)
+    raise AssertionError("it never came to pass")
