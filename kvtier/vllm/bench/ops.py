@@ -1,0 +1,183 @@
+"""What each call costs the scheduler thread: both managers in one process.
+
+Requests alternate between the sides, and who goes first alternates too, so
+that a noisy machine and a warm cache favour neither. A run builds both
+managers anew, fills them, loads what they hold, and stores as much again,
+which evicts. The ratio of each call is one of medians from the same run.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import statistics
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm.utils.gc_utils import freeze_gc_heap
+
+from kvtier.vllm.bench.sides import KVTIER, SIDES, VLLM, Setup, Side, vllm_policy_beside
+from kvtier.vllm.bench.turns import (
+    BOUND_OF,
+    LOOKUP_ASKED,
+    LOOKUP_PROBING,
+    PER_CALL,
+    Player,
+    Stopwatch,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+BLOCK_BYTES: Final = 4096
+"""Of each slot. No byte of it is touched without a tier; a tier's files want whole pages."""
+
+LRU_FACTOR_MAX: Final = 2.0
+"""A policy may cost this many times what lru does."""
+
+_SEED: Final = 2026
+_WARM_UP_REQUESTS: Final = 8
+_PROBED_REQUESTS: Final = 12
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is to be measured. Blocks are rounded down to whole requests, one at least."""
+
+    blocks: int
+    request_blocks: int
+    runs: int
+    with_tier: bool = False
+    samples: int | None = None  #: requests of each kind whose calls are timed; None: all that fit
+
+    @property
+    def requests(self) -> int:
+        """How many requests fill the primary tier."""
+        return max(1, self.blocks // self.request_blocks)
+
+
+Watches = dict[str, Stopwatch]
+
+
+def measure(options: Options, policy: str, on_run: Callable[[], object]) -> dict[str, Any]:
+    """Return all figures of one policy. ``on_run`` is called after each run and the warm-up."""
+    play(replace(options, blocks=_WARM_UP_REQUESTS * options.request_blocks), policy)
+    on_run()
+    runs = []
+    for _ in range(options.runs):
+        runs.append(play(options, policy))
+        on_run()
+    return {
+        "policy": policy,
+        "vllm_policy": vllm_policy_beside(policy),
+        "blocks": options.requests * options.request_blocks,
+        "calls": {name: figures(name, runs) for name in BOUND_OF if runs[0][KVTIER].ns[name]},
+    }
+
+
+def play(options: Options, policy: str) -> Watches:
+    """Play one run on fresh managers and return what each side's calls took."""
+    watches = {name: Stopwatch() for name in SIDES}
+    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
+        place = Path(folder)
+        if not options.with_tier:
+            _play_probes(options, policy, place, watches)
+        sides = _build(options, policy, place if options.with_tier else None)
+        try:
+            _play_requests(options, sides, watches)
+        finally:
+            _close(sides)
+    return watches
+
+
+def _play_requests(options: Options, sides: Sequence[Side], watches: Watches) -> None:
+    players = [Player(side, watches[side.name]) for side in sides]
+    count = options.request_blocks
+    stored = options.requests
+    samples = options.samples or stored
+    loads = random.Random(_SEED).choices(range(stored), k=samples)  # noqa: S311 - not for secrets
+    for number in range(stored):
+        for player in _alternating(players, number):
+            if number < stored - samples:
+                player.fill(number * count, count)
+            else:
+                player.store(number * count, count)
+    for number, request in enumerate(loads):
+        for player in _alternating(players, number):
+            player.load(request * count, count)
+    for number in range(stored, stored + samples):
+        for player in _alternating(players, number):
+            player.store(number * count, count, evicting=True)
+
+
+def _play_probes(options: Options, policy: str, folder: Path, watches: Watches) -> None:
+    """Add lookups that ask a tier: a run without tiers has none. Nothing is stored."""
+    few = replace(options, blocks=options.request_blocks)
+    sides = _build(few, policy, folder)
+    try:
+        probes = {side.name: Stopwatch() for side in sides}
+        players = [Player(side, probes[side.name]) for side in sides]
+        for number in range(_PROBED_REQUESTS):
+            for player in _alternating(players, number):
+                player.ask(number * options.request_blocks, options.request_blocks)
+    finally:
+        _close(sides)
+    for name, watch in probes.items():
+        for call in (LOOKUP_ASKED, LOOKUP_PROBING):
+            watches[name].ns[call] = watch.ns[call]
+
+
+def _alternating(players: Sequence[Player], number: int) -> Sequence[Player]:
+    return players if number % 2 else players[::-1]
+
+
+def _build(options: Options, policy: str, tier_folder: Path | None) -> list[Side]:
+    setup = Setup(options.requests * options.request_blocks, BLOCK_BYTES, policy, tier_folder)
+    sides: list[Side] = []
+    try:
+        sides += [Side(name, setup) for name in SIDES]
+    except BaseException:
+        _close(sides)
+        raise
+    freeze_gc_heap()  # as vLLM's engine core does when it has started
+    return sides
+
+
+def _close(sides: list[Side]) -> None:
+    for side in sides:
+        side.close()
+    sides.clear()
+    gc.unfreeze()
+    gc.collect()
+
+
+def figures(name: str, runs: Sequence[Watches]) -> dict[str, Any]:
+    """Return one call's figures: medians of the runs' medians, and the ratios."""
+    medians = {side: [statistics.median(run[side].ns[name]) for run in runs] for side in SIDES}
+    ratios = [ours / theirs for ours, theirs in zip(medians[KVTIER], medians[VLLM], strict=True)]
+    bound = BOUND_OF[name]
+    ratio = statistics.median(medians[KVTIER]) / statistics.median(medians[VLLM])
+    return {
+        "unit": "ns/call" if name in PER_CALL else "ns/key",
+        **{
+            side: {
+                "median_ns": statistics.median(medians[side]),
+                "p99_ns": percentile([value for run in runs for value in run[side].ns[name]], 99),
+            }
+            for side in SIDES
+        },
+        "ratio": ratio,
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+        "bound": bound,
+        "holds": None if bound is None else ratio <= bound,
+    }
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return the smallest value that at least ``percent`` of all do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]

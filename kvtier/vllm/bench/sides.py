@@ -1,0 +1,178 @@
+"""The two managers that are compared, each set up as vLLM would set it up.
+
+Both get slots in private memory, a ReqContext per request and keys of their
+own: what vLLM makes anew for each request is made anew here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from contextlib import suppress
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext, make_offload_key
+from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
+from vllm.v1.kv_offload.tiering.manager import (
+    CPUPrimaryTierOffloadingManager,
+    TieringOffloadingManager,
+)
+
+from kvtier.backend import Namespace
+from kvtier.memory import SlotMemory
+from kvtier.runtime import open_runtime
+from kvtier.settings import read_settings
+from kvtier.vllm.manager import KVTierManager
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+KVTIER: Final = "kvtier"
+VLLM: Final = "vllm"
+SIDES: Final = (VLLM, KVTIER)
+
+VLLM_POLICIES: Final = ("lru", "arc")
+BLOCK_TOKENS: Final = 16
+NOTHING_NEW: Final = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
+
+
+def vllm_policy_beside(policy: str) -> str:
+    """Return the policy that vLLM runs beside kvtier's: the same one where it has it."""
+    return policy if policy in VLLM_POLICIES else "lru"
+
+
+def make_keys(first: int, count: int) -> list[bytes]:
+    """Return the keys of blocks ``first``, ``first + 1``, ...: new objects at each call."""
+    return [
+        make_offload_key(hashlib.sha256(number.to_bytes(8, "big")).digest(), 0)
+        for number in range(first, first + count)
+    ]
+
+
+def make_context(request: str, keys: Sequence[bytes]) -> Any:  # noqa: ANN401 - vLLM has no stubs
+    """Return a request's context as vLLM's connector fills it."""
+    context = ReqContext(req_id=request)
+    for number, key in enumerate(keys, start=1):
+        context.set_offload_key_position(key, number * BLOCK_TOKENS)
+    return context
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How large a side is, and where its secondary tier lies, if it has one."""
+
+    slot_count: int
+    block_bytes: int
+    policy: str
+    tier_folder: Path | None = None
+
+
+class Side:
+    """One manager, ready for calls. ``close`` gives everything back."""
+
+    def __init__(self, name: str, setup: Setup) -> None:
+        self.name = name
+        self.has_tier = setup.tier_folder is not None
+        build = _kvtier_manager if name == KVTIER else _vllm_manager
+        self.manager = build(setup)
+
+    def step(self) -> None:
+        """End a scheduler step in which nothing was scheduled."""
+        self.manager.on_schedule_end(NOTHING_NEW)
+
+    def close(self) -> None:
+        """Shut the manager down and unmap its slots."""
+        self.manager.shutdown()
+
+
+def _kvtier_manager(setup: Setup) -> Any:  # noqa: ANN401 - as vLLM's
+    tiers = []
+    if setup.tier_folder is not None:
+        tiers.append({"type": "fs", "root_dir": str(setup.tier_folder / KVTIER)})
+    config = read_settings(
+        {"eviction_policy": setup.policy, "secondary_tiers": tiers},
+        slot_count=setup.slot_count,
+        block_bytes=setup.block_bytes,
+    )
+    region = _PrivateRegion(setup)
+    memory = SlotMemory(memoryview(region.map), setup.slot_count, setup.block_bytes)
+    facade = open_runtime(config, memory, Namespace({}), collect_events=True)
+    return KVTierManager(
+        facade, config, cast("Any", _offloading_spec()), memory, cast("Any", region)
+    )
+
+
+def _vllm_manager(setup: Setup) -> Any:  # noqa: ANN401 - vLLM has no stubs
+    primary = CPUPrimaryTierOffloadingManager(
+        num_chunks=setup.slot_count,
+        mmap_region=_PrivateRegion(setup),
+        cache_policy=vllm_policy_beside(setup.policy),
+        enable_events=True,
+    )
+    tiers = []
+    if setup.tier_folder is not None:
+        tiers.append(
+            FileSystemTierManager(
+                _offloading_spec(),
+                primary.get_kv_memoryview(),
+                "fs",
+                root_dir=str(setup.tier_folder / VLLM),
+            )
+        )
+    return TieringOffloadingManager(primary_tier=primary, secondary_tiers=tiers)
+
+
+class _PrivateRegion:
+    """Slots that no worker maps; what either manager needs of a shared region."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.map = mmap.mmap(-1, setup.slot_count * setup.block_bytes)
+        self._shape = [setup.slot_count, setup.block_bytes]
+
+    def create_kv_memoryview(self) -> memoryview:
+        """Return one row a slot, for vLLM."""
+        return memoryview(self.map).cast("B").cast("B", self._shape)
+
+    def cleanup(self) -> None:
+        """Unmap, for vLLM."""
+        self.close()
+
+    def try_unlink(self) -> bool:
+        """Tell kvtier that there is no name to remove."""
+        return True
+
+    def close(self) -> None:
+        """Unmap, for kvtier. With views still out, the memory goes with the last of them."""
+        with suppress(BufferError):
+            self.map.close()
+
+
+def _offloading_spec() -> SimpleNamespace:
+    """Return what both managers and vLLM's fs tier read of an ``OffloadingSpec``."""
+    parallel = SimpleNamespace(
+        rank=0,
+        world_size=1,
+        tp_size=1,
+        pp_size=1,
+        pcp_size=1,
+        dcp_size=1,
+        is_parallelism_agnostic=True,
+    )
+    group = SimpleNamespace(tokens_per_block=BLOCK_TOKENS, layer_names=("layer",), group_id=0)
+    config = SimpleNamespace(
+        groups=[group],
+        parallel=parallel,
+        replicated_layout=False,
+        canonical_layout=False,
+        kv_cache_layout=None,
+        cache=SimpleNamespace(tokens_per_hash=BLOCK_TOKENS),
+        model=SimpleNamespace(name="bench", dtype="bfloat16"),
+    )
+    return SimpleNamespace(
+        config=config,
+        blocks_per_chunk=1,
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=True),
+    )

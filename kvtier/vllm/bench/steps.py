@@ -1,0 +1,77 @@
+"""How many scheduler steps pass from the first lookup of a prefix on disk to its HIT.
+
+Managers only, with the ``fs`` tier of either side: an engine's own steps would
+blur it. A step is lookups as vLLM's connector makes them, then the step's end,
+then the time that the forward pass of a model takes. Two cases:
+
+- *restarted*: a new manager over the folder, which has to find out what is there;
+- *known*: the manager that stored the blocks, after a reset of its primary tier.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Final
+
+from vllm.v1.kv_offload.base import LookupResult
+
+from kvtier.errors import InternalError
+from kvtier.vllm.bench.sides import SIDES, Setup, Side, make_context, make_keys
+from kvtier.vllm.bench.turns import Player, Stopwatch
+
+BLOCKS: Final = 256
+BLOCK_BYTES: Final = 64 << 10
+STEP_S: Final = 0.02
+STEPS_MAX: Final = 100
+KNOWN: Final = "known"
+RESTARTED: Final = "restarted"
+STEPS_PROMISED: Final = {KNOWN: 2, RESTARTED: 3}
+
+
+def measure_steps(
+    blocks: int = BLOCKS, block_bytes: int = BLOCK_BYTES
+) -> dict[str, dict[str, int]]:
+    """Return the steps of each case for each side."""
+    found: dict[str, dict[str, int]] = {KNOWN: {}, RESTARTED: {}}
+    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
+        setup = Setup(2 * blocks, block_bytes, "lru", Path(folder))
+        for name in SIDES:
+            side = Side(name, setup)
+            try:
+                Player(side, Stopwatch()).fill(0, blocks)
+                side.manager.reset_cache()
+                found[KNOWN][name] = _steps_to_hit(side, blocks)
+            finally:
+                side.close()
+            side = Side(name, setup)
+            try:
+                found[RESTARTED][name] = _steps_to_hit(side, blocks)
+            finally:
+                side.close()
+    return found
+
+
+def _steps_to_hit(side: Side, blocks: int) -> int:
+    keys = make_keys(0, blocks)
+    context = make_context("reader", keys)
+    side.manager.on_new_request(context)
+    for step in range(1, STEPS_MAX + 1):
+        if _is_hit(side, keys, context):
+            side.manager.on_request_finished(context)
+            return step
+        side.step()
+        time.sleep(STEP_S)
+    raise InternalError(f"{side.name}: no HIT within {STEPS_MAX} steps")
+
+
+def _is_hit(side: Side, keys: list[bytes], context: object) -> bool:
+    """Look a prefix up as vLLM's connector does; a miss would end the comparison."""
+    is_hit = True
+    for key in keys:
+        result = side.manager.lookup(key, context)
+        if result is LookupResult.MISS:
+            raise InternalError(f"{side.name}: a block that was stored is a miss")
+        is_hit = is_hit and result is LookupResult.HIT
+    return is_hit

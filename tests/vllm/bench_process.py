@@ -1,0 +1,108 @@
+"""``kvtier bench`` in a process of its own, and what a test asks of what it leaves behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.vllm.children import child_environment, kill_group
+from tests.vllm.play import SHM
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TIMEOUT_S = 240.0
+MARK = "KVTIER_TEST_MARK"
+
+
+class Bench:
+    """A benchmark under way. ``folder`` is where its temporary files go."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], folder: Path, log: Path, mark: str
+    ) -> None:
+        self.process = process
+        self.folder = folder
+        self._log = log
+        self._mark = f"{MARK}={mark}".encode()
+        self._regions_before = set(regions())
+
+    def wait(self) -> int:
+        """Wait for the end and return the exit status."""
+        return self.process.wait(TIMEOUT_S)
+
+    def log(self) -> str:
+        """Return all that it has printed."""
+        return self._log.read_text(errors="replace")
+
+    def wait_for_child(self, module: str) -> None:
+        """Wait until it has started a part of itself in another process."""
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while not any(module in _command_line(process) for process in self.processes()):
+            assert self.process.poll() is None, self.log()
+            assert time.monotonic() < deadline_s, self.log()
+            time.sleep(0.02)
+
+    def interrupt(self) -> None:
+        """Do what Ctrl-C does."""
+        self.process.send_signal(signal.SIGINT)
+
+    def processes(self) -> list[Path]:
+        """Return its processes: they inherit its environment."""
+        found = []
+        for process in Path("/proc").iterdir():
+            if process.name.isdigit():
+                try:
+                    environment = (process / "environ").read_bytes()
+                except OSError:
+                    continue
+                if self._mark in environment.split(b"\0"):
+                    found.append(process)
+        return found
+
+    def assert_nothing_is_left(self) -> None:
+        """No process, no folder, no shared memory."""
+        assert self.processes() == []
+        assert list(self.folder.iterdir()) == []
+        assert set(regions()) <= self._regions_before
+
+
+@contextmanager
+def start_bench(tmp_path: Path, *options: str) -> Iterator[Bench]:
+    """Start ``kvtier bench`` with these options; it is killed at the end in any case."""
+    folder, log_path, mark = tmp_path / "temporary", tmp_path / "log", str(uuid.uuid4())
+    folder.mkdir()
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "kvtier.cli.main", "bench", *options],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=child_environment({"TMPDIR": str(folder), MARK: mark}),
+            start_new_session=True,
+        )
+    try:
+        yield Bench(process, folder, log_path, mark)
+    finally:
+        kill_group(process)
+
+
+def regions() -> list[str]:
+    """Return the names of all engines' shared memory."""
+    return [
+        path.name
+        for path in SHM.iterdir()
+        if path.name.startswith(("vllm_offload_bench", "kvtier_"))
+    ]
+
+
+def _command_line(process: Path) -> str:
+    try:
+        return (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
