@@ -22,20 +22,20 @@ A scheduler's step looks like this::
 from __future__ import annotations
 
 import time
-from collections import deque
-from dataclasses import replace
-from typing import TYPE_CHECKING, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Final, cast
+
+from msgspec.structs import replace
 
 from kvtier import messages as m
 from kvtier.cells import NO_REPLY, ClosedCell, EngineCell
 from kvtier.errors import Misuse
 from kvtier.logs import log
-from kvtier.metrics import OBSERVATIONS_MAX, Observations, Statistics, TierObservations
-from kvtier.primary_tier import ABSENT, READY
+from kvtier.lookups import ABSENT, READY
+from kvtier.metrics import Observations, Observed, Statistics, TierObservations
 from kvtier.states import ANSWERS, BlockState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from kvtier.events import Event
     from kvtier.messages import Key, Message, RequestId, TierSet
@@ -55,8 +55,6 @@ Seldom, since passing time also sends the step's probes, which are better sent t
 
 # A tuple: hashing an enum's member for a dict costs more than the rest of a lookup.
 _ANSWER_OF: Final = tuple(ANSWERS[state] for state in BlockState)
-
-T = TypeVar("T")
 
 
 class SchedulerFacade:
@@ -81,7 +79,7 @@ class SchedulerFacade:
         self._closed = False
         self._is_quiet = False
         self._times_next_lookup = True
-        self._lookup_seconds: deque[float] = deque(maxlen=OBSERVATIONS_MAX)
+        self._lookup_seconds: Observed[float] = Observed()
         self._last_tick = clock()
         self._ask(m.Tick(now=self._last_tick))
 
@@ -119,17 +117,28 @@ class SchedulerFacade:
             return READY
         if state is NO_REPLY:
             return ABSENT
-        if state is not ABSENT:
-            # None is bounded even if nobody calls ``step_end``.
-            now = self._clock()
-            if now - self._last_tick >= TICK_S:
-                self._last_tick = now
-                self._ask(m.Tick(now=now))
+        self._let_time_pass(cast("BlockState", state))
         return cast("BlockState", state)
 
     def lookup(self, key: Key, request: RequestId) -> bool | None:
         """Return True (readable), False (nowhere), or None (ask again in the next step)."""
         return _ANSWER_OF[self.lookup_state(key, request)]
+
+    def lookup_states(self, keys: Collection[Key], request: RequestId) -> list[BlockState]:
+        """Do ``lookup_state`` for ``keys``, from head to tail, in one go: several times cheaper.
+
+        Returns their states from the first on, and maybe fewer: nothing behind
+        the first ABSENT is looked up, nor what ``lookup_state`` must make room for.
+        """
+        started = time.perf_counter()
+        states = self._ask(m.LookupPrefix(tuple(keys), request))
+        if states is NO_REPLY:
+            return []
+        found = cast("list[BlockState]", states)
+        if found:
+            self._lookup_seconds.add((time.perf_counter() - started) / len(found))
+            self._let_time_pass(found[-1])
+        return found
 
     def lookup_prefix(self, keys: Sequence[Key], request: RequestId) -> int | None:
         """Return how many of ``keys``, from the first on, are readable now.
@@ -137,24 +146,19 @@ class SchedulerFacade:
         None: that isn't known yet, ask again in the next step. Keys behind the
         first that is nowhere are not looked up.
         """
-        hits = 0
-        pending = False
-        for key in keys:
-            answer = self.lookup(key, request)
-            if answer is False:
-                break
-            if answer is None:
-                pending = True
-            hits += 1
-        return None if pending else hits
+        states = self.lookup_states(keys, request)
+        while ABSENT not in states[-1:] and len(states) < len(keys):
+            states.append(self.lookup_state(keys[len(states)], request))
+        hits = states[:-1] if ABSENT in states[-1:] else states
+        return len(hits) if all(state is READY for state in hits) else None
 
-    def load_source(self, key: Key, request: RequestId) -> int:
-        """Return the number of the tier that delivered the block to this request.
+    def load_sources(self, request: RequestId) -> Mapping[Key, int]:
+        """Return which of the request's blocks tiers delivered to it: key → the tier's number.
 
-        ``kvtier.events.PRIMARY`` (-1) where it was in the primary tier anyway.
+        All other READY blocks were in the primary tier anyway.
         """
-        source = self._ask(m.LoadSource(key=key, request=request))
-        return -1 if source is NO_REPLY else cast("int", source)
+        sources = self._ask(m.LoadSources(request=request))
+        return {} if sources is NO_REPLY else cast("dict[Key, int]", sources)
 
     # --- GPU loads ---
 
@@ -207,6 +211,7 @@ class SchedulerFacade:
         self._times_next_lookup = True
         self._last_tick = self._clock()
         self._ask(m.StepEnd(now=self._last_tick))
+        self._wake_tiers()
 
     def get_finished(self) -> int:
         """Take in what tiers have reported; return how many jobs and probes are in flight.
@@ -214,11 +219,13 @@ class SchedulerFacade:
         Every other call does the first as well.
         """
         self._cell.run()
+        self._wake_tiers()
         return sum(sum(link.in_flight()) for link in self._links)
 
     def has_pending_work(self) -> bool:
         """Tell whether it is worth stepping on: a tier may still end something in time."""
         self._cell.run()
+        self._wake_tiers()
         return any(link.awaited() for link in self._links)
 
     def take_events(self) -> list[Event]:
@@ -261,14 +268,14 @@ class SchedulerFacade:
         """Return the single measurements since the last call, for histograms."""
         tiers = tuple(
             TierObservations(
-                probe_seconds=_drained(link.counts.probe_seconds),
-                promotion_seconds=_drained(link.counts.promotion_seconds),
+                probe_seconds=link.probe_seconds.take(),
+                promotion_seconds=link.promotion_seconds.take(),
             )
             for link in self._links
         )
         return Observations(
-            allocation_sizes=_drained(self._primary.counts.allocation_sizes),
-            lookup_seconds=_drained(self._lookup_seconds),
+            allocation_sizes=self._primary.allocation_sizes.take(),
+            lookup_seconds=self._lookup_seconds.take(),
             tiers=tiers,
         )
 
@@ -294,19 +301,28 @@ class SchedulerFacade:
 
     # --- helpers ---
 
+    def _let_time_pass(self, state: BlockState) -> None:
+        """Keep None bounded even if nobody calls ``step_end``."""
+        if state is ABSENT or state is READY:
+            return
+        now = self._clock()
+        if now - self._last_tick >= TICK_S:
+            self._last_tick = now
+            self._ask(m.Tick(now=now))
+            self._wake_tiers()
+
     def _timed_lookup(self, message: m.Lookup) -> object:
         """Do what is done for each lookup, and time it: the first one of each step."""
         self._times_next_lookup = False
         started = time.perf_counter()
         state = self._cell.ask(self._primary, message)
-        self._lookup_seconds.append(time.perf_counter() - started)
+        self._lookup_seconds.add(time.perf_counter() - started)
         return state
+
+    def _wake_tiers(self) -> None:
+        """Have tiers take what was sent to them since the last time."""
+        for cell in self._tier_cells:
+            cell.wake()
 
     def _ask(self, message: Message) -> object:
         return self._cell.ask(self._primary, message)
-
-
-def _drained(observations: deque[T]) -> list[T]:
-    drained = list(observations)
-    observations.clear()
-    return drained

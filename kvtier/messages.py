@@ -71,6 +71,17 @@ class Lookup(Message, frozen=True, gc=False):
     request: RequestId
 
 
+class LookupPrefix(Message, frozen=True, gc=False):
+    """Where are these blocks? Answered with their BlockStates, from the first on.
+
+    There may be fewer: the first ABSENT is the last, and a block that something
+    must be evicted for is left to be asked for by itself.
+    """
+
+    keys: tuple[Key, ...]
+    request: RequestId
+
+
 class PrepareLoad(Message, frozen=True, gc=False):
     """Pin these READY blocks for the GPU. Answered with their slots."""
 
@@ -131,10 +142,9 @@ class TakeEvents(Message, frozen=True, gc=False):
     """Answered with the list of Events since the last one."""
 
 
-class LoadSource(Message, frozen=True, gc=False):
-    """Which tier did this block come from? Answered with its number, -1 for the primary."""
+class LoadSources(Message, frozen=True, gc=False):
+    """Which blocks of this request did tiers deliver? Answered with key → the tier's number."""
 
-    key: Key
     request: RequestId
 
 
@@ -158,10 +168,14 @@ class Admitted(Message, frozen=True, gc=False):
 
 
 class Touched(Message, frozen=True, gc=False):
-    """These resident keys were used by ``request``, given from head to tail."""
+    """These resident keys were used by ``request``, given from head to tail.
+
+    ``held``: they must not be chosen until Unheld either.
+    """
 
     keys: tuple[Key, ...]
     request: RequestId
+    held: bool = False
 
 
 class Held(Message, frozen=True, gc=False):

@@ -1,17 +1,21 @@
 """What kvtier counts, and the frozen snapshot that ``statistics()`` returns.
 
-Actors count in the plain mutable classes; nobody else writes them. Counters
-only grow; lists of observations are drained by whoever exports them.
+Actors count in the plain mutable classes, whose attributes are the counters;
+nobody else writes them. Counters only grow; observations are taken by whoever
+exports them.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+T = TypeVar("T")
 
 OBSERVATIONS_MAX: Final = 10_000
 """Observations that nobody takes are dropped beyond this many, the oldest first."""
@@ -29,8 +33,6 @@ class PrimaryCounts:
         self.stores_skipped = 0  # below store_threshold
         self.stores_dropped = 0  # no room
         self.unknown_completions = 0
-        # Observations: blocks wanted, one a store.
-        self.allocation_sizes: deque[int] = deque(maxlen=OBSERVATIONS_MAX)
 
 
 class TierCounts:
@@ -60,18 +62,23 @@ class TierCounts:
         self.unknown_completions = 0  # doubled, or never asked for
         self.breaker_opened = 0
         self.broke = 0
-        # Observations: from asking until the answer; a job's length and success.
-        self.probe_seconds: deque[float] = deque(maxlen=OBSERVATIONS_MAX)
-        self.promotion_seconds: deque[tuple[float, bool]] = deque(maxlen=OBSERVATIONS_MAX)
 
 
-def numbers(counts: PrimaryCounts | TierCounts) -> dict[str, int | float]:
-    """Return the counters by name, without the observations."""
-    return {name: value for name, value in vars(counts).items() if isinstance(value, int | float)}
+class Observed(Generic[T]):
+    """Single measurements that wait to be taken."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[T] = deque(maxlen=OBSERVATIONS_MAX)
+        self.add = self._waiting.append
+
+    def take(self) -> list[T]:
+        """Return what was added since the last time."""
+        taken = list(self._waiting)
+        self._waiting.clear()
+        return taken
 
 
-@dataclass(frozen=True)
-class PrimaryStatistics:
+class PrimaryStatistics(msgspec.Struct, frozen=True):
     """One moment of the primary tier. Slots sum up to ``slot_count``."""
 
     slot_count: int
@@ -86,8 +93,7 @@ class PrimaryStatistics:
     counts: Mapping[str, int | float]  #: the numbers of ``PrimaryCounts``, by name
 
 
-@dataclass(frozen=True)
-class TierStatistics:
+class TierStatistics(msgspec.Struct, frozen=True):
     """One moment of one secondary tier."""
 
     name: str
@@ -98,19 +104,17 @@ class TierStatistics:
     promotion_slots: int
     cascade_slots: int
     counts: Mapping[str, int | float]  #: the numbers of ``TierCounts``, by name
-    backend: Mapping[str, int] = field(default_factory=dict)  #: the backend's own counters
+    backend: Mapping[str, int] = msgspec.field(default_factory=dict)  #: the backend's own counters
 
 
-@dataclass(frozen=True)
-class TierObservations:
+class TierObservations(msgspec.Struct, frozen=True):
     """Single measurements of one tier since they were last taken."""
 
     probe_seconds: list[float]  #: one a probe: from asking until the answer was taken in
     promotion_seconds: list[tuple[float, bool]]  #: one a job: its length, and its success
 
 
-@dataclass(frozen=True)
-class Observations:
+class Observations(msgspec.Struct, frozen=True):
     """Single measurements since they were last taken, for histograms."""
 
     allocation_sizes: list[int]  #: one a store: blocks that wanted a slot
@@ -118,8 +122,7 @@ class Observations:
     tiers: tuple[TierObservations, ...]
 
 
-@dataclass(frozen=True)
-class Statistics:
+class Statistics(msgspec.Struct, frozen=True):
     """What ``SchedulerFacade.statistics()`` returns."""
 
     primary: PrimaryStatistics

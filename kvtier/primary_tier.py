@@ -24,14 +24,15 @@ from kvtier.cascades import Cascades
 from kvtier.events import PRIMARY, Event, EventKind
 from kvtier.eviction import Eviction
 from kvtier.gpu_loads import GpuLoads
-from kvtier.metrics import PrimaryCounts, PrimaryStatistics, numbers
+from kvtier.lookups import Lookups
+from kvtier.metrics import Observed, PrimaryCounts, PrimaryStatistics
 from kvtier.policies.actor import POLICY_TIME_S
 from kvtier.promotions import Batch, Promotions
 from kvtier.requests import Request
 from kvtier.slots import SlotTable
-from kvtier.states import BlockState, SlotState
+from kvtier.states import SlotState
 from kvtier.store_filter import StoreFilter
-from kvtier.whereabouts import ASKING, NOWHERE, Whereabouts
+from kvtier.whereabouts import Whereabouts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -40,10 +41,6 @@ if TYPE_CHECKING:
     from kvtier.messages import Key, RequestId, TierSet
 
 
-# Looked at for each lookup: a global is found in half the time of an enum's member.
-ABSENT: Final = BlockState.ABSENT
-FILLING: Final = BlockState.FILLING
-READY: Final = BlockState.READY
 _SLOT_READY: Final = int(SlotState.READY)
 
 
@@ -51,11 +48,11 @@ class PrimaryTier(Actor):
     """Owns the slots. Asks its policy for victims and its links for blocks."""
 
     def __init__(self, config: RuntimeConfig, *, collect_events: bool) -> None:
-        super().__init__("primary", self._all_handlers())
         self.links: list[Mailbox] = []
         self._policies: list[Mailbox] = []  # of eviction and of admission
         self.reply: Callable[[object], None]
         self.counts = PrimaryCounts()
+        self.allocation_sizes: Observed[int] = Observed()  #: blocks wanted, one a store
         self._config = config
         self._collect_events = collect_events
         self._events: list[Event] = []
@@ -65,34 +62,43 @@ class PrimaryTier(Actor):
             else None
         )
         self.slots = SlotTable(config.slot_count)
-        self._slot_state = self.slots.state  # looked at for each lookup, as is the next
-        self._note_hit = self.slots.hits.add
         self._promotions = Promotions(
             self.slots, config.slot_count - config.store_reserve_slots, config.lease_timeout_s
         )
         self._slot_of: dict[Key, int] = {}
         self._eviction = Eviction(self.slots, self._slot_of)
-        self._requests: dict[RequestId, Request] = {}
         self._whereabouts = Whereabouts(len(config.tiers), config.known_keys_max)
+        self._lookups = Lookups(
+            self.slots,
+            self._slot_of,
+            self._whereabouts,
+            self._promotions,
+            self._eviction,
+            self.counts,
+            room=config.evict_batch_slots,
+        )
+        self._requests = self._lookups.requests
         self._gpu_loads = GpuLoads()
         self._cascades = Cascades(self.slots, self._slot_of, config.tiers)
         self._epoch = 0
-        self._now = 0.0
         self._policy_time = 0.0  # what the policy was told last
         self._store_wanted: list[Key] = []  # by the store that waits for victims
+        super().__init__("primary", self._all_handlers())
 
     def connect(
         self, policy: Mailbox, links: Sequence[Mailbox], gates: Mapping[int, Mailbox]
     ) -> None:
         """Tell the actor where its policy and its links are, and tiers' admission gates if any."""
-        self.policy = self._eviction.policy = policy
+        self.policy = self._eviction.policy = self._lookups.policy = policy
+        self._lookups.reply = self.reply
         self.links = list(links)
         self._cascades.gates = [gates.get(tier, link) for tier, link in enumerate(links)]
         self._policies = [policy, *gates.values()]
 
     def _all_handlers(self) -> dict[type[Any], Callable[[Any], None]]:
         return {
-            m.Lookup: self._lookup,
+            m.Lookup: self._lookups.lookup,
+            m.LookupPrefix: self._lookups.lookup_prefix,
             m.PrepareLoad: self._prepare_load,
             m.CompleteLoad: self._complete_load,
             m.PrepareStore: self._prepare_store,
@@ -105,7 +111,7 @@ class PrimaryTier(Actor):
             m.Reset: self._reset,
             m.ResetFlushed: self._reset_flushed,
             m.TakeEvents: self._take_events,
-            m.LoadSource: self._load_source,
+            m.LoadSources: self._load_sources,
             m.Victims: self._victims,
             m.ProbeEnded: lambda x: self._whereabouts.answered(x.tier, x.keys, x.present),
             m.PromotionEnded: self._promotion_ended,
@@ -142,55 +148,8 @@ class PrimaryTier(Actor):
             pinned_slots=slots.pinned,
             promotion_slots=self._promotions.held_slots,
             requests=len(self._requests),
-            counts=numbers(self.counts),
+            counts=vars(self.counts).copy(),
         )
-
-    def _lookup(self, message: m.Lookup) -> None:
-        key = message.key
-        request = self._requests.get(message.request)
-        slot = self._slot_of.get(key)
-        if slot is not None and self._slot_state[slot] == _SLOT_READY:
-            self._note_hit(slot)
-            if request is not None:
-                request.hits.add(key)
-            self.reply(READY)
-            return
-        if request is None:
-            self.reply(ABSENT if slot is None else FILLING)
-            return
-        request.misses.add(key)
-        if slot is not None:
-            self.reply(FILLING)
-            return
-        found = self._whereabouts.find(key, request.search)
-        if found == NOWHERE:
-            self.reply(ABSENT)
-        elif found == ASKING:
-            self.reply(BlockState.PROBING)
-        else:
-            self._promote(message, found)
-
-    def _promote(self, message: m.Lookup, tier: int) -> None:
-        """Promote from the tier that has the key, if there is room."""
-        if not self._promotions.has_room():
-            self.counts.promotions_refused += 1
-            self.reply(ABSENT)
-        elif self.slots.free_count() or self._eviction.make_room(
-            message, self._config.evict_batch_slots
-        ):
-            self._start_promotion(message.key, message.request, tier)
-
-    def _start_promotion(self, key: Key, request_id: RequestId, tier: int) -> None:
-        if not self.slots.free_count():
-            self.counts.promotions_refused += 1
-            self.reply(BlockState.ABSENT)
-            return
-        self._whereabouts.stop_probing((key,))
-        slot = self.slots.take_for_tier(tier)
-        self._slot_of[key] = slot
-        self._promotions.start(key, slot, request_id, tier, self._now)
-        self.policy.post(m.Admitted(keys=(key,), request=request_id, held=True))
-        self.reply(BlockState.FILLING)
 
     # --- room ---
 
@@ -210,16 +169,16 @@ class PrimaryTier(Actor):
     def _prepare_load(self, message: m.PrepareLoad) -> None:
         keys = message.keys
         found = [self._slot_of.get(key, -1) for key in keys]
-        state = self._slot_state
+        state = self.slots.state
         if any(slot < 0 or state[slot] != _SLOT_READY for slot in found):
             self.reply(None)
             return
         self._count_lookups(message.request)
         self.slots.pin(found)
         self._gpu_loads.begin(message.request, keys)
-        self.policy.post(m.Touched(keys, message.request))
-        self.policy.post(m.Held(keys))
-        self._end_leases(message.request, keys)
+        self.policy.post(m.Touched(keys, message.request, held=True))
+        if self.slots.leased:
+            self._end_leases(message.request, keys)
         self.reply(found)
 
     def _complete_load(self, message: m.CompleteLoad) -> None:
@@ -246,7 +205,7 @@ class PrimaryTier(Actor):
             if len(wanted) < len(message.keys):
                 self._offered_again(message)
             if wanted:
-                self.counts.allocation_sizes.append(len(wanted))
+                self.allocation_sizes.add(len(wanted))
         if not wanted:
             self.reply(m.StoreGrant(keys=[], slots=[], evicted=[]))
             return
@@ -312,8 +271,9 @@ class PrimaryTier(Actor):
         if not keys:
             return
         self._emit(EventKind.STORED, keys)
-        batches = self._cascades.of_ready(keys, slots, cascade_to)
-        self._cascades.send(batches, request, self._epoch)
+        if self.links:
+            batches = self._cascades.of_ready(keys, slots, cascade_to)
+            self._cascades.send(batches, request, self._epoch)
         self._unhold(keys, slots)
 
     def _hold_and_cascade(self, batches: Mapping[int, Batch], request: RequestId) -> None:
@@ -387,7 +347,7 @@ class PrimaryTier(Actor):
         loose = [
             key
             for key, slot in zip(keys, slots, strict=True)
-            if not pins[slot] and slot not in leased and self._slot_state[slot] == _SLOT_READY
+            if not pins[slot] and slot not in leased and self.slots.state[slot] == _SLOT_READY
         ]
         if loose:
             self.policy.post(m.Unheld(tuple(loose)))
@@ -419,9 +379,9 @@ class PrimaryTier(Actor):
         if request is not None:
             request.count(self.counts)
 
-    def _load_source(self, message: m.LoadSource) -> None:
+    def _load_sources(self, message: m.LoadSources) -> None:
         request = self._requests.get(message.request)
-        self.reply(PRIMARY if request is None else request.sources.get(message.key, PRIMARY))
+        self.reply({} if request is None else dict(request.sources))
 
     # --- steps, time, resets ---
 
@@ -438,7 +398,7 @@ class PrimaryTier(Actor):
         self.reply(None)
 
     def _pass_time(self, now: float) -> None:
-        self._now = now
+        self._promotions.now = now
         if now - self._policy_time >= POLICY_TIME_S:
             self._policy_time = now
             for policy in self._policies:
@@ -450,7 +410,7 @@ class PrimaryTier(Actor):
             self.links[tier].post(m.ProbeKeys(keys=tuple(probed)))
         for tier, (keys, slots) in self._promotions.take_unsent():
             self.links[tier].post(m.Promote(tuple(keys), tuple(slots), self._epoch))
-        for request in self._promotions.expired(now):
+        for request in self._promotions.expired():
             self._end_leases(request)
 
     def _reset(self, _message: m.Reset) -> None:

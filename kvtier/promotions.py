@@ -40,18 +40,19 @@ class Promotions:
         self._filling_for: dict[int, RequestId] = {}  # slot → the request it is for
         self._leases: dict[RequestId, _Leases] = {}
         self.held_slots = 0  #: filling from a tier, or leased
+        self.now = 0.0
 
     def has_room(self) -> bool:
         """Tell whether one more promotion leaves the reserve for stores untouched."""
         return self.held_slots < self._slots_max
 
-    def start(self, key: Key, slot: int, request: RequestId, tier: int, now: float) -> None:
+    def start(self, key: Key, slot: int, request: RequestId, tier: int) -> None:
         """Note a promotion, to be sent with the step's others."""
         leases = self._leases.get(request)
         if leases is None:
             leases = self._leases[request] = _Leases()
         leases.slot_of[key] = slot
-        leases.until = now + self._lease_timeout_s
+        leases.until = self.now + self._lease_timeout_s
         self._slots.leased.add(slot)
         self._filling_for[slot] = request
         self.held_slots += 1
@@ -121,8 +122,9 @@ class Promotions:
             del self._leases[request]
         return ended
 
-    def expired(self, now: float) -> list[RequestId]:
+    def expired(self) -> list[RequestId]:
         """Return the requests whose leases have run out."""
+        now = self.now
         return [request for request, leases in self._leases.items() if now >= leases.until]
 
     def reset(self) -> list[int]:

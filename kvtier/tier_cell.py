@@ -83,7 +83,10 @@ class TierCell:
         self._arrived: deque[tuple[Actor | BackendDriver, Message]] = deque()
         self._taking = threading.Lock()
         self._is_taking = True
-        self._wake: Callable[[], None] = lambda: None
+        # Two ways to have the loop look for messages: from other threads, and from its own.
+        self._wake_from_outside: Callable[[], None] = lambda: None
+        self._wake_from_inside: Callable[[], None] = lambda: None
+        self._is_woken = False
         self._ending = threading.Event()
         self._abandoned = False
         self._broke_of: str | None = None  # why the cell is cut off, as it is in the log
@@ -110,7 +113,8 @@ class TierCell:
     def post(self, message: Message) -> bool:
         """Take a message for the tier's actor, from any thread. The cell is its mailbox.
 
-        False: ``messages_max`` messages wait, or the cell is ending or cut off.
+        It is delivered after the next ``wake``. False: ``messages_max``
+        messages wait, or the cell is ending or cut off.
         """
         # Under the lock: a message must not slip in behind the clearing of a cell
         # that broke, and be carried out by the next one for slots long given away.
@@ -118,15 +122,24 @@ class TierCell:
             if not self._is_taking or len(self._arrived) >= self._messages_max:
                 return False
             self._arrived.append((self._tier, message))
-        self._wake()
         return True
+
+    def wake(self) -> None:
+        """Have what was posted delivered. Any thread.
+
+        To wake a thread costs a system call, during which it may take the GIL
+        and keep it for a while. So the scheduler does it once a step, not for each message.
+        """
+        if self._arrived and not self._is_woken:
+            self._is_woken = True
+            self._wake_from_outside()
 
     def ask_to_end(self) -> None:
         """Take nothing more, end what was begun, then end. Returns at once."""
         with self._taking:
             self._is_taking = False
         self._ending.set()
-        self._wake()
+        self._wake_from_outside()
 
     def close(self, timeout_s: float) -> bool:
         """Ask the cell to end and wait up to ``timeout_s``. False: something still runs.
@@ -139,14 +152,14 @@ class TierCell:
         self._thread.join(max(0.0, timeout_s - ABANDON_S))
         if self._thread.is_alive():
             self._abandoned = True
-            self._wake()
+            self._wake_from_outside()
             self._thread.join(min(timeout_s, ABANDON_S))
         return not self._thread.is_alive() and self._driver.is_quiet()
 
     def _later(self, actor: Actor | BackendDriver, message: Message) -> None:
-        """Queue a message from within the cell."""
+        """Queue a message from within the cell. Loop thread only."""
         self._arrived.append((actor, message))
-        self._wake()
+        self._wake_from_inside()
 
     # --- the cell's thread ---
 
@@ -203,7 +216,8 @@ class TierCell:
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(lambda: event.set())  # noqa: PLW0108 - it changes
 
-        self._wake = wake
+        self._wake_from_outside = wake
+        self._wake_from_inside = lambda: event.set()  # noqa: PLW0108 - it changes
         await self.backend.open()
         self._back_again()
         try:
@@ -211,6 +225,7 @@ class TierCell:
                 self._driver.tasks = tasks
                 while True:
                     event = anyio.Event()
+                    self._is_woken = False
                     while self._arrived:
                         actor, message = self._arrived.popleft()
                         actor.receive(message)
@@ -219,7 +234,7 @@ class TierCell:
                     await event.wait()
                 tasks.cancel_scope.cancel()
         finally:
-            self._wake = lambda: None
+            self._wake_from_outside = self._wake_from_inside = lambda: None
             self._driver.stop()
             with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_BACKEND_S):
                 await self.backend.close()

@@ -22,7 +22,7 @@ from kvtier.actor import Actor, Mailbox
 from kvtier.backend import Outcome
 from kvtier.breaker import Breaker, Work
 from kvtier.events import Event, EventKind
-from kvtier.metrics import TierCounts, TierStatistics, numbers
+from kvtier.metrics import Observed, TierCounts, TierStatistics
 from kvtier.policies.actor import POLICY_TIME_S
 from kvtier.states import BreakerState
 
@@ -102,6 +102,8 @@ class TierLink(Actor):
         self.log: Mailbox
         self.reply: Callable[[object], None]
         self.counts = TierCounts()
+        self.probe_seconds: Observed[float] = Observed()  #: from asking until the answer
+        self.promotion_seconds: Observed[tuple[float, bool]] = Observed()  #: and its success
         self.tells_uses = False  #: whether the tier evicts, and so wants to know what is used
         self._number = tier
         self._config = config
@@ -205,7 +207,7 @@ class TierLink(Actor):
         if probe is None:
             self._count_stray(message.probe)
             return
-        self.counts.probe_seconds.append(self._now - probe.started)
+        self.probe_seconds.add(self._now - probe.started)
         if len(message.present) != len(probe.keys):
             self._failed(Work.PROBE, "answered a probe with the wrong number of answers")
             self._end_probe(probe.keys, (False,) * len(probe.keys))
@@ -248,7 +250,7 @@ class TierLink(Actor):
             counts.read_bytes += moved
             counts.read_seconds += seconds
             counts.promotion_jobs_failed += not complete
-            counts.promotion_seconds.append((self._now - job.started, complete))
+            self.promotion_seconds.add((self._now - job.started, complete))
         else:
             counts.write_bytes += moved
             counts.write_seconds += seconds
@@ -454,5 +456,5 @@ class TierLink(Actor):
             cascade_jobs_in_flight=stores,
             promotion_slots=sum(len(job.slots) for job in self._jobs.values() if job.is_load),
             cascade_slots=self._cascade_slots,
-            counts=numbers(self.counts),
+            counts=vars(self.counts).copy(),
         )

@@ -27,7 +27,7 @@ class PolicyActor(Actor):
             name,
             {
                 m.Admitted: lambda x: policy.admit(x.keys, x.request, held=x.held),
-                m.Touched: lambda x: policy.touch(x.keys, x.request),
+                m.Touched: self._touched,
                 m.Held: lambda x: policy.hold(x.keys),
                 m.Unheld: lambda x: policy.unhold(x.keys),
                 m.Gone: lambda x: policy.forget(x.keys),
@@ -40,6 +40,11 @@ class PolicyActor(Actor):
         )
         self.policy = policy
         self.host: Mailbox
+
+    def _touched(self, message: m.Touched) -> None:
+        self.policy.touch(message.keys, message.request)
+        if message.held:
+            self.policy.hold(message.keys)
 
     def _choose_victims(self, message: m.ChooseVictims) -> None:
         victims = self.policy.choose_victims(message.count, message.spare)

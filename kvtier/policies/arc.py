@@ -6,25 +6,23 @@ second request used too in a *frequent* one. Keys that left either are
 remembered as ghosts; one that comes back says that its list was too short, and
 moves the target between the two.
 
-Both lists are ``LRUPolicy``, so within a request tails go before heads. A
-block that the request which brought it uses again (a store and then a load,
-say) is not used a second time in ARC's sense.
+Both lists are ``Runs``, so within a request tails go before heads. A block
+that the request which brought it uses again (a store and then a load, say) is
+not used a second time in ARC's sense. Ghosts are at most ``capacity`` keys,
+and by one request's blocks more between two calls of ``choose_victims``.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from kvtier.policies.base import EvictionPolicy
-from kvtier.policies.lru import LRUPolicy
+from kvtier.policies.runs import Runs, hold, unhold
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from kvtier.messages import Key, RequestId
-
-_Ghosts = OrderedDict["Key", None]
 
 
 class ARCPolicy(EvictionPolicy):
@@ -32,101 +30,96 @@ class ARCPolicy(EvictionPolicy):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self._recent = LRUPolicy(capacity)
-        self._frequent = LRUPolicy(capacity)
-        self._recent_ghosts: _Ghosts = OrderedDict()
-        self._frequent_ghosts: _Ghosts = OrderedDict()
-        self._brought_by: dict[Key, RequestId] = {}  # of the recent blocks
+        self._held: dict[Key, None] = {}
+        self._recent = Runs(self._held.keys())
+        self._frequent = Runs(self._held.keys())
+        self._recent_ghosts = Runs()
+        self._frequent_ghosts = Runs()
         self._recent_target = 0.0  # blocks; the paper's p
 
     def admit(self, keys: Sequence[Key], request: RequestId, *, held: bool) -> None:
         """See ``EvictionPolicy.admit``. A ghost that comes back is frequent at once."""
-        new = []
-        back = []
-        for key in keys:
-            if key in self._recent_ghosts:
-                self._adapt(len(self._frequent_ghosts) / len(self._recent_ghosts), longer=True)
-                del self._recent_ghosts[key]
-                back.append(key)
-            elif key in self._frequent_ghosts:
-                self._adapt(len(self._recent_ghosts) / len(self._frequent_ghosts), longer=False)
-                del self._frequent_ghosts[key]
-                back.append(key)
-            else:
-                new.append(key)
-        self._recent.admit(new, request, held=False)
-        self._frequent.admit(back, request, held=False)
         if held:
-            self.hold(keys)
-        self._brought_by.update(dict.fromkeys(new, request))
+            hold(self._held, keys)
+        if not (self._recent.isdisjoint(keys) and self._frequent.isdisjoint(keys)):
+            self._use(keys, request)
+            keys = [key for key in keys if key not in self]
+        back = self._adapt(keys)
+        self._recent.put([key for key in keys if key not in back] if back else keys, request)
+        self._frequent.put(back, request)
 
     def touch(self, keys: Sequence[Key], request: RequestId) -> None:
         """See ``EvictionPolicy.touch``. Used by a second request, a block becomes frequent."""
-        again = [
-            key for key in keys if key in self._recent and self._brought_by.get(key) != request
-        ]
-        self._recent.forget(again)
-        for key in again:
-            self._brought_by.pop(key, None)
-        self._recent.touch(keys, request)
-        self._frequent.admit(again, request, held=False)
-        self._frequent.touch(keys, request)
+        self._use(keys, request)
+
+    def _use(self, keys: Sequence[Key], request: RequestId) -> None:
+        """Make frequent what is recent and was brought by another request."""
+        recent = self._recent.run_of
+        frequent = self._frequent.run_of
+        own = self._recent.open(request)
+        again = []
+        used = []
+        for key in keys:
+            run = recent.get(key, own)
+            if run is not own:
+                again.append(key)
+                used.append(key)
+            elif key in frequent:
+                used.append(key)
+        self._recent.drop(again)
+        self._recent.use(keys, request)
+        self._frequent.put(used, request)
 
     def hold(self, keys: Sequence[Key]) -> None:
-        """See ``EvictionPolicy.hold``. Told to both lists: a held block may change between them."""
-        self._recent.hold(keys)
-        self._frequent.hold(keys)
+        """See ``EvictionPolicy.hold``."""
+        hold(self._held, keys)
 
     def unhold(self, keys: Sequence[Key]) -> None:
         """See ``EvictionPolicy.unhold``."""
-        self._recent.unhold(keys)
-        self._frequent.unhold(keys)
+        unhold(self._held, keys)
+        self._recent.unheld(keys)
+        self._frequent.unheld(keys)
 
     def forget(self, keys: Sequence[Key]) -> None:
         """See ``EvictionPolicy.forget``. Nobody chose them, so they leave no ghost."""
-        self._recent.forget(keys)
-        self._frequent.forget(keys)
-        for key in keys:
-            self._brought_by.pop(key, None)
+        self._recent.drop(keys)
+        self._frequent.drop(keys)
+        unhold(self._held, keys)
 
     def end_request(self, request: RequestId, order: Sequence[Key] | None) -> None:
         """See ``EvictionPolicy.end_request``."""
-        self._recent.end_request(request, order)
-        self._frequent.end_request(request, order)
+        if order is not None:
+            self._use(order, request)
+        self._recent.end(request, order)
+        self._frequent.end(request, order)
 
     def choose_victims(self, count: int, spare: Collection[Key]) -> list[Key]:
         """See ``EvictionPolicy.choose_victims``. Recent blocks down to the target, then frequent.
 
         Where a list has nothing to give, the other one does.
         """
-        too_many = max(0, len(self._recent) - int(self._recent_target))
-        recent = self._recent.choose_victims(min(count, too_many), spare)
-        frequent = self._frequent.choose_victims(count - len(recent), spare)
-        recent += self._recent.choose_victims(count - len(recent) - len(frequent), spare)
-        for key in recent:
-            self._brought_by.pop(key, None)
-        self._recent_ghosts.update(dict.fromkeys(recent))
-        self._frequent_ghosts.update(dict.fromkeys(frequent))
+        too_many = len(self._recent) + count - 1 - int(self._recent_target)
+        recent = self._recent.take(min(count, too_many), spare)
+        frequent = self._frequent.take(count - len(recent), spare)
+        recent += self._recent.take(count - len(recent) - len(frequent), spare)
+        self._recent_ghosts.put(recent[::-1], None)
+        self._frequent_ghosts.put(frequent[::-1], None)
         self._trim_ghosts()
         return recent + frequent
 
     def take_back(self, keys: Sequence[Key]) -> None:
         """See ``EvictionPolicy.take_back``. Their ghosts show where they came from."""
-        frequent = [key for key in keys if key in self._frequent_ghosts]
-        recent = [key for key in keys if key not in self._frequent_ghosts and key not in self]
-        for key in keys:
-            self._recent_ghosts.pop(key, None)
-            self._frequent_ghosts.pop(key, None)
-        self._recent.take_back(recent)
-        self._frequent.take_back(frequent)
+        back = [key for key in reversed(keys) if key not in self]
+        self._frequent.put_first([key for key in back if key in self._frequent_ghosts])
+        self._recent.put_first([key for key in back if key not in self._frequent_ghosts])
+        self._recent_ghosts.drop(back)
+        self._frequent_ghosts.drop(back)
 
     def clear(self) -> None:
         """See ``EvictionPolicy.clear``."""
-        self._recent.clear()
-        self._frequent.clear()
-        self._recent_ghosts.clear()
-        self._frequent_ghosts.clear()
-        self._brought_by.clear()
+        for runs in (self._recent, self._frequent, self._recent_ghosts, self._frequent_ghosts):
+            runs.clear()
+        self._held.clear()
         self._recent_target = 0.0
 
     def __len__(self) -> int:
@@ -137,19 +130,29 @@ class ARCPolicy(EvictionPolicy):
         """Tell whether the key is resident."""
         return key in self._recent or key in self._frequent
 
-    def _adapt(self, ratio: float, *, longer: bool) -> None:
-        """Move the target of the recent list by the paper's step: the ghosts' ratio, at least 1."""
-        step = max(1.0, ratio)
-        target = self._recent_target + (step if longer else -step)
-        self._recent_target = min(float(self.capacity), max(0.0, target))
+    def _adapt(self, keys: Sequence[Key]) -> dict[Key, None]:
+        """Let ghosts that come back move the target by the paper's step; return them."""
+        back: dict[Key, None] = {}
+        recent, frequent = self._recent_ghosts, self._frequent_ghosts
+        if recent.isdisjoint(keys) and frequent.isdisjoint(keys):
+            return back
+        for key in keys:
+            if key in recent:
+                step = max(1.0, len(frequent) / len(recent))
+                self._recent_target = min(float(self.capacity), self._recent_target + step)
+            elif key in frequent:
+                step = max(1.0, len(recent) / len(frequent))
+                self._recent_target = max(0.0, self._recent_target - step)
+            else:
+                continue
+            recent.drop((key,))
+            frequent.drop((key,))
+            back[key] = None
+        return back
 
     def _trim_ghosts(self) -> None:
         """Keep to the paper's bounds: recent with its ghosts one capacity, all together two."""
-        while self._recent_ghosts and (
-            len(self._recent) + len(self._recent_ghosts) > self.capacity
-        ):
-            self._recent_ghosts.popitem(last=False)
+        surplus = len(self._recent) + len(self._recent_ghosts) - self.capacity
+        self._recent_ghosts.take(surplus, ())
         ghosts = len(self._recent_ghosts) + len(self._frequent_ghosts)
-        surplus = len(self) + ghosts - 2 * self.capacity
-        for _ in range(min(surplus, len(self._frequent_ghosts))):
-            self._frequent_ghosts.popitem(last=False)
+        self._frequent_ghosts.take(len(self) + ghosts - 2 * self.capacity, ())

@@ -202,8 +202,8 @@ class Player:
 
     def _sources_of(self, request: _Request) -> list[int]:
         """Return where each hit came from, as vLLM asks for its metrics."""
-        keys = request.keys[: request.hits]
-        return [self._facade.load_source(key, request.name) for key in keys]
+        sources = self._facade.load_sources(request.name)
+        return [sources.get(key, PRIMARY) for key in request.keys[: request.hits]]
 
     def _compute(self, request: _Request) -> None:
         """Have the GPU compute what is missing of the prompt, when it gets to it."""

@@ -1,6 +1,6 @@
 """What kvtier ships for the authors of backends and of eviction policies.
 
-The conformance suite of backends is here. The test cell, in which a test picks
+The conformance suites of both are here. The test cell, in which a test picks
 the order of deliveries, is ``kvtier.testing.cell``.
 """
 
@@ -10,12 +10,20 @@ from kvtier.testing.conformance import BackendCheck as BackendCheck
 from kvtier.testing.conformance import MakeBackend as MakeBackend
 from kvtier.testing.conformance import NotConforming as NotConforming
 from kvtier.testing.conformance import check_backend as check_backend
+from kvtier.testing.policy_conformance import POLICY_CHECKS as POLICY_CHECKS
+from kvtier.testing.policy_conformance import MakePolicy as MakePolicy
+from kvtier.testing.policy_conformance import PolicyCheck as PolicyCheck
+from kvtier.testing.policy_conformance import check_policy as check_policy
 
 __all__ = [
     "BACKEND_CHECKS",
     "PERSISTENCE_CHECKS",
+    "POLICY_CHECKS",
     "BackendCheck",
     "MakeBackend",
+    "MakePolicy",
     "NotConforming",
+    "PolicyCheck",
     "check_backend",
+    "check_policy",
 ]

@@ -39,7 +39,7 @@ CHECK_TIMEOUT_S_MAX = 60.0  # of one check; a module variable so that a slow sto
 
 
 class NotConforming(AssertionError):
-    """Raised by a check when *the backend* breaks the contract. The text says which part."""
+    """Raised by a check when a backend or policy breaks its contract. The text says which part."""
 
 
 class Bench(NamedTuple):

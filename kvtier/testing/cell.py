@@ -261,6 +261,10 @@ class TestTier:
 
     # What the facade asks of a tier cell.
 
+    def wake(self) -> None:
+        """There is no thread to wake."""
+        return
+
     def ask_to_end(self) -> None:
         """There is no thread to end."""
         return

@@ -33,7 +33,7 @@ from kvtier.states import BlockState
 from kvtier.vllm.metrics import MetricsExporter
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
         OffloadingConnectorStats,
@@ -62,6 +62,12 @@ SPIN_YIELD_S: Final = 0.0005
 
 _TELLS_WHEN_FLUSHED: Final = hasattr(OffloadingManager, "on_reset_flushed")
 """vLLM 0.33 says when workers have let go of what they had at a reset; 0.32 doesn't."""
+
+
+def _positions(req_context: ReqContext) -> dict[bytes, int]:
+    """Return the end token of each key of a request, in the order in which vLLM made the keys."""
+    positions: dict[bytes, int] = getattr(req_context, "_offload_key_positions", {})
+    return positions
 
 
 def build_manager(
@@ -120,6 +126,9 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._flush_steps = 2 * max(2, int(spec.config.parallel.pp_size)) + 1
         self._flush_steps_left = 0
         self._last_step = 0.0
+        # What this step has found out of each request: answers to lookups, sources of blocks.
+        self._ahead: dict[str, dict[bytes, LookupResult]] = {}
+        self._sources: dict[str, Mapping[bytes, int]] = {}
         self._granted: dict[str, list[list[bytes]]] = {}  # stores under way, by request
 
     # --- requests ---
@@ -137,11 +146,13 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
+        self._ahead.pop(req_context.req_id, None)
+        self._sources.pop(req_context.req_id, None)
         self.facade.on_request_finished(req_context.req_id, self._order(req_context))
 
     def _order(self, req_context: ReqContext) -> Collection[bytes]:
         """Return all keys of a request from head to tail."""
-        positions: dict[bytes, int] = getattr(req_context, "_offload_key_positions", {})
+        positions = _positions(req_context)
         if self._several_groups:  # they come one after the other
             return sorted(positions, key=positions.__getitem__)
         return positions
@@ -150,12 +161,46 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     @override
     def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
-        return _RESULTS[self._lookup_state(key, req_context.req_id)]
+        ahead = self._ahead.get(req_context.req_id)
+        if ahead is None:
+            ahead = self._look_ahead(key, req_context)
+        result = ahead.get(key)
+        if result is None:
+            return _RESULTS[self._lookup_state(key, req_context.req_id)]
+        return result
+
+    def _look_ahead(self, key: bytes, req_context: ReqContext) -> dict[bytes, LookupResult]:
+        """Look up all that vLLM will ask for next, in one go; return what is known for this step.
+
+        Within a step a HIT stays one; what was under way is asked for again in
+        the next step. vLLM asks from head to tail up to the first MISS, unless
+        there are several groups.
+        """
+        keys = [] if self._several_groups else self._keys_from(key, req_context)
+        ahead: dict[bytes, LookupResult] = {}
+        if len(keys) > 1:
+            states = self.facade.lookup_states(keys, req_context.req_id)
+            ahead = {key: _RESULTS[state] for key, state in zip(keys, states, strict=False)}
+        self._ahead[req_context.req_id] = ahead
+        return ahead
+
+    @staticmethod
+    def _keys_from(key: bytes, req_context: ReqContext) -> list[bytes]:
+        """Return the request's keys from ``key`` on, in order; none if it is not one of them."""
+        keys = list(_positions(req_context))
+        try:
+            return keys[keys.index(key) :]
+        except ValueError:
+            return []
 
     @override
     def get_load_source(self, key: bytes, req_context: ReqContext) -> CacheHitSource:
-        tier = self.facade.load_source(key, req_context.req_id)
-        return CacheHitSource.HOST if tier == PRIMARY else self._tiers[tier].hit_source
+        sources = self._sources.get(req_context.req_id)
+        if sources is None:
+            sources = self.facade.load_sources(req_context.req_id)
+            self._sources[req_context.req_id] = sources
+        tier = sources.get(key)
+        return CacheHitSource.HOST if tier is None else self._tiers[tier].hit_source
 
     @override
     def prepare_load(self, keys: Collection[bytes], req_context: ReqContext) -> LoadStoreSpec:
@@ -175,6 +220,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
     def prepare_store(
         self, keys: Collection[bytes], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
+        self._ahead.clear()
         grant = self.facade.prepare_store(keys, req_context.req_id)
         if grant is None:
             return None
@@ -190,6 +236,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
     def complete_store(
         self, keys: Collection[bytes], req_context: ReqContext, success: bool = True
     ) -> None:
+        self._ahead.clear()
         ordered = self._in_order(keys, req_context.req_id)
         self.facade.complete_store(ordered, req_context.req_id, success=success)
 
@@ -208,6 +255,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._ahead.clear()
+        self._sources.clear()
         self.facade.step_end()
         self._yield_if_spinning()
         if not self._unlinked:
@@ -263,6 +312,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     @override
     def reset_cache(self) -> None:
+        self._ahead.clear()
+        self._sources.clear()
         self.facade.reset()
         self._granted.clear()  # their completions will not come any more
         if not _TELLS_WHEN_FLUSHED:

@@ -66,7 +66,24 @@ _OWN_PRIMARY_COUNTERS: Final = {
     "unknown_completions": "Loads and stores completed by the engine that never began.",
 }
 
-_SLOT_STATES: Final = ("free", "filling_from_gpu", "filling_from_tiers", "ready", "quarantined")
+_PRIMARY_COUNTERS: Final[Mapping[str, tuple[str, _Label]]] = {
+    **{name: (f"kvtier:primary_{name}", ()) for name in _OWN_PRIMARY_COUNTERS},
+    "promotions_refused": (TieringOffloadingMetrics.PROMOTION_ALLOCATION_FAILURES, ()),
+    "queries": (TieringOffloadingMetrics.CHUNK_QUERIES, _PRIMARY_LABEL),
+    "hits": (TieringOffloadingMetrics.CHUNK_HITS, _PRIMARY_LABEL),
+}
+"""Counts of the primary tier: name in ``PrimaryCounts`` → metric and labels."""
+
+_TIER_COUNTERS: Final = {
+    **_VLLM_TIER_COUNTERS,
+    **{name: f"kvtier:tier_{name}" for name in _OWN_TIER_COUNTERS},
+}
+
+_SLOT_STATES: Final = {
+    (state,): f"{state}_slots"
+    for state in ("free", "filling_from_gpu", "filling_from_tiers", "ready", "quarantined")
+}
+"""Label of a gauge → attribute of ``PrimaryStatistics``."""
 
 _OWN_PREFIX: Final = "kvtier:"
 _FAULTS: Final = "kvtier:faults"
@@ -106,63 +123,69 @@ def unregister_own_metrics() -> None:
 
 
 class MetricsExporter:
-    """Turns what has changed since the last call into vLLM's statistics."""
+    """Turns what has changed since the last call into vLLM's statistics.
+
+    Called in each step of the engine, so what stands still costs next to nothing.
+    """
 
     def __init__(self, facade: SchedulerFacade, config: RuntimeConfig) -> None:
         self._facade = facade
-        self._counts_skipped_stores = config.store_threshold >= 2
-        self._before: dict[tuple[str, _Label], float] = {}
+        self._primary_metrics = dict(_PRIMARY_COUNTERS)
+        if config.store_threshold >= 2:
+            self._primary_metrics["stores_skipped"] = (CPUOffloadingMetrics.STORES_SKIPPED, ())
+        self._tier_metrics = [
+            {name: (metric, (tier.name,)) for name, metric in _TIER_COUNTERS.items()}
+            for tier in config.tiers
+        ]
+        self._faults = 0
+        self._counts: list[Mapping[str, float]] = [{} for _ in range(1 + len(config.tiers))]
+        self._slots: tuple[int, ...] = ()
+        self._gauges: dict[tuple[str, _Label], float] = {}
 
     def take(self) -> OffloadingConnectorStats:
         """Return the increments, gauges and observations since the last call."""
         stats = OffloadingConnectorStats()
         now = self._facade.statistics()
-        self._count(stats, _FAULTS, now.faults)
-        self._take_primary(stats, now.primary)
-        for tier in now.tiers:
-            self._take_tier(stats, tier, now.primary.slot_count)
+        if now.faults > self._faults:
+            stats.increase_counter(_FAULTS, now.faults - self._faults)
+            self._faults = now.faults
+        self._count(stats, 0, now.primary.counts, self._primary_metrics)
+        self._take_slots(stats, now.primary)
+        for number, tier in enumerate(now.tiers):
+            self._count(stats, 1 + number, tier.counts, self._tier_metrics[number])
+            self._take_jobs(stats, tier, now.primary.slot_count)
         self._take_observations(stats, [tier.name for tier in now.tiers])
         return stats
 
-    def _take_primary(self, stats: OffloadingConnectorStats, now: PrimaryStatistics) -> None:
+    def _take_slots(self, stats: OffloadingConnectorStats, now: PrimaryStatistics) -> None:
+        slots = (
+            now.free_slots,
+            now.filling_from_gpu_slots,
+            now.filling_from_tiers_slots,
+            now.quarantined_slots,
+            now.pinned_slots,
+        )
+        if slots == self._slots:
+            return
+        self._slots = slots
         writing = (now.filling_from_gpu_slots + now.filling_from_tiers_slots) / now.slot_count
         reading = now.pinned_slots / now.slot_count
-        stats.set_gauge(CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC, writing + reading)
-        stats.set_gauge(CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC, writing)
-        stats.set_gauge(CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC, reading)
-        for state in _SLOT_STATES:
-            stats.set_gauge(_SLOTS, getattr(now, f"{state}_slots"), (state,))
-        for name in _OWN_PRIMARY_COUNTERS:
-            self._count(stats, f"kvtier:primary_{name}", now.counts[name])
-        self._count(
-            stats,
-            TieringOffloadingMetrics.PROMOTION_ALLOCATION_FAILURES,
-            now.counts["promotions_refused"],
-        )
-        if self._counts_skipped_stores:
-            self._count(stats, CPUOffloadingMetrics.STORES_SKIPPED, now.counts["stores_skipped"])
-        self._count(
-            stats, TieringOffloadingMetrics.CHUNK_QUERIES, now.counts["queries"], _PRIMARY_LABEL
-        )
-        self._count(stats, TieringOffloadingMetrics.CHUNK_HITS, now.counts["hits"], _PRIMARY_LABEL)
+        self._set(stats, CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC, writing + reading)
+        self._set(stats, CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC, writing)
+        self._set(stats, CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC, reading)
+        for state, attribute in _SLOT_STATES.items():
+            self._set(stats, _SLOTS, getattr(now, attribute), state)
 
-    def _take_tier(
+    def _take_jobs(
         self, stats: OffloadingConnectorStats, now: TierStatistics, slot_count: int
     ) -> None:
+        names = TieringOffloadingMetrics
         label = (now.name,)
-        for name, metric in _VLLM_TIER_COUNTERS.items():
-            self._count(stats, metric, now.counts[name], label)
-        for name in _OWN_TIER_COUNTERS:
-            self._count(stats, f"kvtier:tier_{name}", now.counts[name], label)
-        gauges = {
-            TieringOffloadingMetrics.PRIMARY_WRITE_USAGE_PERC: now.promotion_slots / slot_count,
-            TieringOffloadingMetrics.PRIMARY_READ_USAGE_PERC: now.cascade_slots / slot_count,
-            TieringOffloadingMetrics.ACTIVE_PROMOTION_JOBS: now.promotion_jobs_in_flight,
-            TieringOffloadingMetrics.ACTIVE_CASCADE_JOBS: now.cascade_jobs_in_flight,
-            _BREAKER: int(BreakerState[now.breaker]),
-        }
-        for metric, value in gauges.items():
-            stats.set_gauge(metric, value, label)
+        self._set(stats, names.PRIMARY_WRITE_USAGE_PERC, now.promotion_slots / slot_count, label)
+        self._set(stats, names.PRIMARY_READ_USAGE_PERC, now.cascade_slots / slot_count, label)
+        self._set(stats, names.ACTIVE_PROMOTION_JOBS, now.promotion_jobs_in_flight, label)
+        self._set(stats, names.ACTIVE_CASCADE_JOBS, now.cascade_jobs_in_flight, label)
+        self._set(stats, _BREAKER, int(BreakerState[now.breaker]), label)
 
     def _take_observations(self, stats: OffloadingConnectorStats, names: list[str]) -> None:
         observations = self._facade.take_observations()
@@ -185,12 +208,25 @@ class MetricsExporter:
     def _count(
         self,
         stats: OffloadingConnectorStats,
-        metric: str,
-        value: float,
-        label: _Label = (),
+        actor: int,
+        now: Mapping[str, float],
+        metrics: Mapping[str, tuple[str, _Label]],
     ) -> None:
-        """Report how much a counter has grown; one that stands still is left out."""
-        grown = value - self._before.get((metric, label), 0)
-        if grown:
-            self._before[metric, label] = value
-            stats.increase_counter(metric, grown, label)
+        """Report how much an actor's counters have grown."""
+        before = self._counts[actor]
+        if now == before:
+            return
+        self._counts[actor] = now
+        for name, value in now.items() - before.items():
+            grown = value - before.get(name, 0)
+            if grown and name in metrics:
+                metric, label = metrics[name]
+                stats.increase_counter(metric, grown, label)
+
+    def _set(
+        self, stats: OffloadingConnectorStats, metric: str, value: float, label: _Label = ()
+    ) -> None:
+        """Report a gauge that has moved."""
+        if self._gauges.get((metric, label)) != value:
+            self._gauges[metric, label] = value
+            stats.set_gauge(metric, value, label)

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from world import KEYS
 
 from kvtier.policies.arc import ARCPolicy
 from kvtier.policies.lru import LRUPolicy
+from kvtier.policies.lru2 import LRU2Policy
+from kvtier.policies.s3fifo import S3FIFOPolicy
 
 if TYPE_CHECKING:
     from kvtier.messages import Key
-    from kvtier.policies.base import EvictionPolicy
 
-POLICIES = {"lru": LRUPolicy, "arc": ARCPolicy}
+POLICIES = {"lru": LRUPolicy, "arc": ARCPolicy, "s3fifo": S3FIFOPolicy, "lru2": LRU2Policy}
 
 
-def known_to(policy: EvictionPolicy) -> set[Key]:
+def known_to(policy: Any) -> set[Key]:
     """Return the keys that the policy takes for resident."""
-    if isinstance(policy, ARCPolicy):
-        return known_to(policy._recent) | known_to(policy._frequent)
-    assert isinstance(policy, LRUPolicy)
-    return set(policy._run_of)
+    known = {key for key in KEYS if key in policy}
+    assert len(known) == len(policy), "it counts keys that it does not know, or the other way"
+    return known
 
 
-def held_by(policy: EvictionPolicy) -> set[Key]:
-    """Return the keys that the policy would not choose."""
-    if isinstance(policy, ARCPolicy):
-        return held_by(policy._recent) | held_by(policy._frequent)
-    assert isinstance(policy, LRUPolicy)
-    return policy._held
+def held_by(policy: Any) -> set[Key]:
+    """Return the keys that the policy would not choose. Ours keep them all in one place."""
+    return set(policy._held)

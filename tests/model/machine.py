@@ -154,6 +154,25 @@ class KVTierSpec(Promises, RuleBasedStateMachine):
                 break
 
     @precondition(lambda self: self.world.requests)
+    @rule(which=PICKS, count=st.integers(1, 7), schedule=SCHEDULES)
+    def a_request_looks_up_its_prefix_in_one_go(
+        self, which: int, count: int, schedule: bytes
+    ) -> None:
+        """As vLLM's adapter does: it ends at the first block that is nowhere, or earlier."""
+        request = self._request(which)
+        world = self.world
+        world.in_order(schedule)
+        before = dict(world.states)
+        refused = world.primary.counts.promotions_refused
+        keys = request.path[:count]
+        states = world.facade.lookup_states(keys, request.name)
+        assert BlockState.ABSENT not in states[:-1]
+        for key, state in zip(keys, states, strict=False):
+            self._note_answer(request, key, before[key], state)
+        if world.primary.counts.promotions_refused > refused and not schedule:
+            self._assert_full()
+
+    @precondition(lambda self: self.world.requests)
     @rule(which=PICKS, index=PICKS, schedule=SCHEDULES)
     def a_request_looks_up_one_block(self, which: int, index: int, schedule: bytes) -> None:
         """A sliding window asks for blocks in the middle."""
@@ -195,18 +214,22 @@ class KVTierSpec(Promises, RuleBasedStateMachine):
         before = world.states[key]
         refused = world.primary.counts.promotions_refused
         state = world.facade.lookup_state(key, request.name)
-        group = key[-4:]
+        self._note_answer(request, key, before, state)
+        if world.primary.counts.promotions_refused > refused and not schedule:
+            self._assert_full()
+        return state
+
+    def _note_answer(
+        self, request: Request, key: Key, before: BlockState, state: BlockState
+    ) -> None:
         if before is BlockState.READY:
             assert state is BlockState.READY
         if state is BlockState.READY:
             request.hits[key] = None
         elif state is BlockState.PROBING:
-            request.behind.setdefault(group, key)
+            request.behind.setdefault(key[-4:], key)
         elif state is BlockState.FILLING and before in {BlockState.ABSENT, BlockState.PROBING}:
             self._promotion_began(request, key)
-        if world.primary.counts.promotions_refused > refused and not schedule:
-            self._assert_full()
-        return state
 
     def _promotion_began(self, request: Request, key: Key) -> None:
         """Only a contiguous prefix is promoted, and the promoted block is leased."""
@@ -219,7 +242,7 @@ class KVTierSpec(Promises, RuleBasedStateMachine):
         assert source is not None
         assert source != GPU
         assert request.tiers >> source & 1, f"{request.name} may not be served from {source}"
-        until = world.primary._now + world.config.lease_timeout_s
+        until = world.primary._promotions.now + world.config.lease_timeout_s
         world.leases[key] = (request.name, until)
         world.lease_until[request.name] = until
 

@@ -77,7 +77,9 @@ class _WithoutHeld:
         self._policy = policy
 
     def post(self, message: m.Message) -> bool:
-        return isinstance(message, m.Held) or self._policy.post(message)
+        if isinstance(message, m.Touched):
+            message = m.Touched(message.keys, message.request)
+        return self._policy.post(message)
 
 
 @mutation

@@ -157,7 +157,7 @@ class World:
         self.cell = self.runtime.cell
         self.primary = self.runtime.primary
         self.slots = self.primary.slots
-        self.slots.state = self.primary._slot_state = _CheckedStates(self.slots.state)
+        self.slots.state = self.primary._lookups._slot_state = _CheckedStates(self.slots.state)
         self.links = self.runtime.engine.links
         self.gates = {gate.tier: gate for gate in self.runtime.engine.gates}
         self.policy = self.runtime.engine.policy.policy

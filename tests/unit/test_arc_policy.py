@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -87,6 +89,108 @@ def test_what_is_taken_back_is_the_next_to_go() -> None:
     assert victims(policy, 3) == "cba"
 
 
+def test_room_for_many_blocks_is_made_as_if_they_came_one_after_the_other() -> None:
+    policy = ARCPolicy(4)
+    admit(policy, "abcd", "r1")
+    policy.touch(keys_of("ab"), "r2")  # a and b are frequent
+    assert victims(policy, 1) == "d"
+    admit(policy, "d", "r3")  # back: frequent, and the target of recent blocks is 1
+    assert victims(policy, 3) == "cba", "one frequent block, which is all that the target asks for"
+
+
+def test_a_use_in_the_gpu_counts_when_the_request_ends() -> None:
+    policy = ARCPolicy(4)
+    admit(policy, "ab", "r1")
+    policy.end_request("r1", keys_of("ab"))
+    policy.end_request("r2", keys_of("xa"))
+    admit(policy, "c", "r3")
+    assert victims(policy, 3) == "bca"
+
+
+class SlowARC:
+    """The same in the most obvious way: the paper's lists, the next to go first.
+
+    Requests come one after the other. Held is held for good.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.recent: list[bytes] = []
+        self.frequent: list[bytes] = []
+        self.recent_ghosts: list[bytes] = []
+        self.frequent_ghosts: list[bytes] = []
+        self.target = 0.0
+        self.held: set[bytes] = set()
+
+    def resident(self) -> list[bytes]:
+        return self.recent + self.frequent
+
+    def request(self, order: list[bytes], *, held: bool) -> None:
+        brought = []
+        frequent = []
+        for key in order:
+            ghosts = len(self.recent_ghosts), len(self.frequent_ghosts)
+            if key in self.resident():
+                frequent.append(key)
+            elif key in self.recent_ghosts:
+                self.target = min(self.capacity, self.target + max(1, ghosts[1] / ghosts[0]))
+                self.recent_ghosts.remove(key)
+                frequent.append(key)
+            elif key in self.frequent_ghosts:
+                self.target = max(0, self.target - max(1, ghosts[0] / ghosts[1]))
+                self.frequent_ghosts.remove(key)
+                frequent.append(key)
+            else:
+                brought.append(key)
+            self.held |= {key} if held and key not in self.resident() else set()
+        self.recent = [key for key in self.recent if key not in frequent] + brought[::-1]
+        self.frequent = [key for key in self.frequent if key not in frequent] + frequent[::-1]
+
+    def choose_victims(self, count: int, spare: list[bytes]) -> list[bytes]:
+        kept = {*self.held, *spare}
+        recent = [key for key in self.recent if key not in kept]
+        frequent = [key for key in self.frequent if key not in kept]
+        length = len(self.recent)
+        wanted = min(count, len(recent) + len(frequent))
+        first_from_frequent = max(0, int(self.target) + 1 - length)
+        from_frequent = min(len(frequent), max(min(wanted, first_from_frequent), 0))
+        from_recent = min(len(recent), wanted - from_frequent)
+        from_frequent = wanted - from_recent
+        chosen = recent[:from_recent], frequent[:from_frequent]
+        self.recent = [key for key in self.recent if key not in chosen[0]]
+        self.frequent = [key for key in self.frequent if key not in chosen[1]]
+        self.recent_ghosts += chosen[0]
+        self.frequent_ghosts += chosen[1]
+        while self.recent_ghosts and len(self.recent + self.recent_ghosts) > self.capacity:
+            self.recent_ghosts.pop(0)
+        ghosts = self.recent_ghosts, self.frequent_ghosts
+        while ghosts[1] and len(self.resident() + ghosts[0] + ghosts[1]) > 2 * self.capacity:
+            ghosts[1].pop(0)
+        return chosen[0] + chosen[1]
+
+
+REQUESTS = st.lists(st.integers(0, 20).map(lambda number: b"%d" % number), unique=True, max_size=6)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    history=st.lists(st.tuples(REQUESTS, st.booleans(), st.integers(0, 5), REQUESTS), max_size=40)
+)
+def test_it_agrees_with_a_slow_obvious_model(history: list[tuple[Any, ...]]) -> None:
+    policy, model = ARCPolicy(6), SlowARC(6)
+    for number, (order, held, count, spare) in enumerate(history):
+        here = [key for key in order if key in policy]
+        new = [key for key in order if key not in policy]
+        held_now = held and number % 5 == 0
+        policy.touch(here, f"r{number}")
+        policy.admit(new, f"r{number}", held=held_now)
+        policy.end_request(f"r{number}", order)
+        model.request(order, held=held_now)
+        assert policy.choose_victims(count, spare) == model.choose_victims(count, spare)
+        assert policy._recent_target == model.target
+        assert len(policy) == len(model.resident())
+
+
 KEYS = st.sampled_from(keys_of("abcdefgh"))
 STEPS = st.one_of(
     st.tuples(st.just("admit"), st.lists(KEYS, unique=True), st.booleans()),
@@ -101,7 +205,9 @@ STEPS = st.one_of(
 
 @settings(max_examples=300, deadline=None)
 @given(history=st.lists(STEPS, max_size=40))
-def test_it_gives_what_it_has_and_never_what_is_held_or_spared(history: list[tuple]) -> None:
+def test_it_gives_what_it_has_and_never_what_is_held_or_spared(
+    history: list[tuple[Any, ...]],
+) -> None:
     policy = ARCPolicy(8)
     resident: set[bytes] = set()
     held: set[bytes] = set()

@@ -46,7 +46,9 @@ class Bench:
 
     def store(self, *given: bytes) -> int:
         self.jobs += 1
-        self.send(m.StoreJob(job=self.jobs, request="r", keys=given, slots=tuple(range(len(given)))))
+        self.send(
+            m.StoreJob(job=self.jobs, request="r", keys=given, slots=tuple(range(len(given))))
+        )
         return self.jobs
 
     def run(self) -> None:

@@ -114,12 +114,18 @@ class Bench:
     def fill(self, slot: int, byte: int) -> None:
         self.memory.view(slot)[:] = bytes([byte]) * BLOCK
 
+    def post(self, message: m.Message) -> bool:
+        """Send a message as the facade does: post it, and wake the cell."""
+        taken = self.cell.post(message)
+        self.cell.wake()
+        return taken
+
     def store(self, keys: tuple[bytes, ...], slots: tuple[int, ...], job: int = 1) -> Any:
-        assert self.cell.post(m.StoreJob(job=job, request="r", keys=keys, slots=slots))
+        assert self.post(m.StoreJob(job=job, request="r", keys=keys, slots=slots))
         return self.link.next()
 
     def load(self, keys: tuple[bytes, ...], slots: tuple[int, ...], job: int = 2) -> Any:
-        assert self.cell.post(m.LoadJob(job=job, keys=keys, slots=slots))
+        assert self.post(m.LoadJob(job=job, keys=keys, slots=slots))
         return self.link.next()
 
 
@@ -187,7 +193,7 @@ def test_a_backend_that_raises_fails_its_blocks_and_nothing_else(benches: list[B
     benches.append(bench)
     assert bench.store((b"a",), (0,)).outcomes == (Outcome.FAILED,)
     assert bench.load((b"a",), (0,)).outcomes == (Outcome.FAILED,)
-    assert bench.cell.post(m.Probe(probe=9, keys=(b"a",)))
+    assert bench.post(m.Probe(probe=9, keys=(b"a",)))
     assert bench.link.next() == m.ProbeAnswer(probe=9, present=(False,))
 
 
@@ -224,7 +230,7 @@ def test_stores_go_on_while_a_load_hangs(benches: list[Bench]) -> None:
     backend = HangingLoads()
     bench = Bench(backend)
     benches.append(bench)
-    assert bench.cell.post(m.LoadJob(job=5, keys=(b"a",), slots=(0,)))
+    assert bench.post(m.LoadJob(job=5, keys=(b"a",), slots=(0,)))
     assert backend.hangs.wait(WAIT_S)
     assert bench.store((b"b",), (1,), job=6).job == 6
 
@@ -233,7 +239,7 @@ def test_close_does_not_wait_for_a_hung_tier_and_says_that_memory_is_in_use() ->
     """Promise 7. The caller must leave the slots mapped: a thread may still write them."""
     backend = HangingLoads()
     bench = Bench(backend)
-    assert bench.cell.post(m.LoadJob(job=5, keys=(b"a",), slots=(0,)))
+    assert bench.post(m.LoadJob(job=5, keys=(b"a",), slots=(0,)))
     assert backend.hangs.wait(WAIT_S)
     assert bench.cell.close(0.01) is False
 
@@ -243,11 +249,13 @@ def test_close_ends_what_was_begun() -> None:
     backend = DictBackend()
     bench = Bench(backend)
     for number in range(8):
-        assert bench.cell.post(m.StoreJob(job=number, request="r", keys=(bytes([number]),), slots=(number,)))
+        assert bench.post(
+            m.StoreJob(job=number, request="r", keys=(bytes([number]),), slots=(number,))
+        )
     assert bench.cell.close(WAIT_S) is True
     assert len(backend.blocks) == 8
     assert backend.closed.is_set()
-    assert not bench.cell.post(m.Probe(probe=1, keys=(b"a",)))
+    assert not bench.post(m.Probe(probe=1, keys=(b"a",)))
 
 
 class OpensLater(DictBackend):
@@ -281,7 +289,7 @@ def test_an_actor_that_raises_takes_down_its_own_tier_only(
         "kvtier.secondary_tier.SecondaryTier._start_parts",
         lambda _self: (_ for _ in ()).throw(RuntimeError("a bug")),
     )
-    assert bench.cell.post(m.LoadJob(job=7, keys=(b"a",), slots=(1,)))
+    assert bench.post(m.LoadJob(job=7, keys=(b"a",), slots=(1,)))
     assert bench.link.next() == m.TierBroke(reason="RuntimeError: a bug")
     assert isinstance(bench.link.next(), m.TierFenced)
     monkeypatch.undo()
@@ -296,7 +304,7 @@ def test_a_full_mailbox_refuses(benches: list[Bench]) -> None:
 
     bench = Bench(NeverOpens())
     benches.append(bench)
-    taken = [bench.cell.post(m.Probe(probe=number, keys=(b"a",))) for number in range(20)]
+    taken = [bench.post(m.Probe(probe=number, keys=(b"a",))) for number in range(20)]
     assert taken == [True] * 16 + [False] * 4
 
 
@@ -308,12 +316,12 @@ def test_a_tier_with_a_capacity_keeps_to_it_and_says_what_it_dropped(
     benches.append(bench)
     keys = tuple(bytes([number]) for number in range(4))
     assert bench.store(keys, (0, 1, 2, 3), job=1).outcomes == (Outcome.DONE,) * 4
-    assert bench.cell.post(m.StoreJob(job=2, request="r", keys=(b"x", b"y"), slots=(4, 5)))
+    assert bench.post(m.StoreJob(job=2, request="r", keys=(b"x", b"y"), slots=(4, 5)))
     dropped: list[bytes] = []
     while not isinstance(message := bench.link.next(), m.JobEnded):
         dropped += message.removed
     assert message.outcomes == (Outcome.DONE,) * 2
     assert dropped == [keys[3], keys[2]], "tails go before heads"
     assert set(backend.blocks) == {keys[0], keys[1], b"x", b"y"}
-    assert bench.cell.post(m.Probe(probe=3, keys=(keys[0], keys[3])))
+    assert bench.post(m.Probe(probe=3, keys=(keys[0], keys[3])))
     assert bench.link.next().present == (True, False)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import random
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from msgspec import to_builtins
 
 from tests.vllm.models import VOCABULARY
 
@@ -111,7 +113,7 @@ class Engine:
 
     def statistics(self) -> dict[str, Any]:
         """Return ``facade.statistics()`` as JSON values."""
-        return asdict(self.manager().facade.statistics())
+        return to_builtins(self.manager().facade.statistics())
 
     def forget(self) -> None:
         """Empty the engine's own prefix cache, and only that."""

@@ -1,0 +1,180 @@
+"""S3-FIFO, aware of requests.
+
+Yang et al., "FIFO Queues are All You Need for Cache Eviction", SOSP 2023. New
+blocks enter a *small* queue. What two more requests used before it gets out
+moves on to the *main* queue; the rest is evicted and remembered as a ghost. A
+ghost that comes back enters the main queue. What gets out of that goes round
+again, once for each of its uses.
+
+Deviations from the paper:
+
+- Both queues are ``Runs``, so within a request tails go before heads. A run
+  stands where its request last put something in, or ended.
+- All that one request does to a block is one use, and none if it brought it.
+- A call gives up looking for blocks that were not used after
+  ``LOOKED_AT_MAX``, instead of going round the whole main queue up to three
+  times; then the next go, used or not.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kvtier.policies.base import EvictionPolicy
+from kvtier.policies.runs import Runs, hold, unhold
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from kvtier.messages import Key, RequestId
+
+SMALL_FRACTION: Final = 0.1
+"""How much of the capacity the small queue keeps."""
+GHOST_FRACTION: Final = 0.9
+"""How many keys are remembered: as many as the main queue has room for."""
+USES_MAX: Final = 3
+USES_TO_STAY: Final = 2
+"""How many uses bring a block from the small queue to the main one."""
+LOOKED_AT_MAX: Final = 1024
+"""How many blocks a call looks at in vain: five milliseconds."""
+
+
+class S3FIFOPolicy(EvictionPolicy):
+    """A small queue in front of a main one; tails before heads within a request."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._held: dict[Key, None] = {}
+        self._small = Runs(self._held.keys())
+        self._main = Runs(self._held.keys())
+        self._ghosts = Runs()
+        self._uses: dict[Key, int] = {}  # of resident blocks, if any
+        self._used_by: dict[RequestId, dict[Key, None]] = {}  # of requests that are not over
+
+    def admit(self, keys: Sequence[Key], request: RequestId, *, held: bool) -> None:
+        """See ``EvictionPolicy.admit``. A ghost that comes back enters the main queue."""
+        if held:
+            hold(self._held, keys)
+        if not (self._small.isdisjoint(keys) and self._main.isdisjoint(keys)):
+            self.touch(keys, request)
+            keys = [key for key in keys if key not in self]
+        self._used_by.setdefault(request, {}).update(dict.fromkeys(keys))
+        if not self._ghosts.isdisjoint(keys):
+            back = [key for key in keys if key in self._ghosts]
+            keys = [key for key in keys if key not in self._ghosts]
+            self._ghosts.drop(back)
+            self._main.put(back, request)
+        self._small.put(keys, request)
+
+    def touch(self, keys: Sequence[Key], request: RequestId) -> None:
+        """See ``EvictionPolicy.touch``. It moves nothing."""
+        used = self._used_by.setdefault(request, {})
+        uses = self._uses
+        small, main = self._small.run_of, self._main.run_of
+        for key in keys:
+            if key not in used and (key in small or key in main):
+                used[key] = None
+                uses[key] = min(USES_MAX, uses.get(key, 0) + 1)
+
+    def hold(self, keys: Sequence[Key]) -> None:
+        """See ``EvictionPolicy.hold``."""
+        hold(self._held, keys)
+
+    def unhold(self, keys: Sequence[Key]) -> None:
+        """See ``EvictionPolicy.unhold``."""
+        unhold(self._held, keys)
+        self._small.unheld(keys)
+        self._main.unheld(keys)
+
+    def forget(self, keys: Sequence[Key]) -> None:
+        """See ``EvictionPolicy.forget``. Nobody chose them, so they leave no ghost."""
+        self._small.drop(keys)
+        self._main.drop(keys)
+        unhold(self._held, keys)
+        self._forget_uses(keys)
+
+    def end_request(self, request: RequestId, order: Sequence[Key] | None) -> None:
+        """See ``EvictionPolicy.end_request``. What it put into a queue gets its order there."""
+        if order is not None:
+            self.touch(order, request)
+        for queue in (self._small, self._main):
+            run = queue.open(request)
+            if run is not None:
+                queue.end(request, order and [key for key in order if queue.run_of.get(key) is run])
+        self._used_by.pop(request, None)
+
+    def choose_victims(self, count: int, spare: Collection[Key]) -> list[Key]:
+        """See ``EvictionPolicy.choose_victims``."""
+        victims: list[Key] = []
+        stay: list[Key] = []  # they enter the main queue together, for the sake of long runs
+        small_target = int(SMALL_FRACTION * self.capacity)
+        while (missing := count - len(victims)) > 0 and len(stay) < LOOKED_AT_MAX:
+            surplus = len(self._small) - small_target
+            if taken := self._small.take(min(missing, surplus), spare):
+                victims += self._leave_small(taken, stay)
+            elif taken := self._main.take(missing, spare):
+                victims += self._leave_main(taken, stay)
+            elif stay:
+                self._main.put(stay[::-1], None)
+                stay = []
+            elif taken := self._small.take(1, spare):  # the next may stand in the main queue
+                victims += self._leave_small(taken, stay)
+            else:
+                break
+        self._main.put(stay[::-1], None)
+        for queue in (self._main, self._small):
+            victims += queue.take(count - len(victims), spare)
+        self._ghosts.take(len(self._ghosts) - int(GHOST_FRACTION * self.capacity), ())
+        self._forget_uses(victims)
+        return victims
+
+    def _leave_small(self, taken: list[Key], stay: list[Key]) -> list[Key]:
+        """Return those that go, now ghosts. What was used moves on to the main queue."""
+        uses = self._uses
+        stay += [key for key in taken if uses.get(key, 0) >= USES_TO_STAY]
+        going = [key for key in taken if uses.get(key, 0) < USES_TO_STAY]
+        self._ghosts.put(going[::-1], None)
+        return going
+
+    def _leave_main(self, taken: list[Key], stay: list[Key]) -> list[Key]:
+        """Return those that go. What was used goes round again, for one use less."""
+        uses = self._uses
+        going = []
+        for key in taken:
+            left = uses.get(key, 0) - 1
+            if left < 0:
+                going.append(key)
+                continue
+            stay.append(key)
+            if left:
+                uses[key] = left
+            else:
+                del uses[key]
+        return going
+
+    def take_back(self, keys: Sequence[Key]) -> None:
+        """See ``EvictionPolicy.take_back``. Ghosts were in the small queue."""
+        back = [key for key in reversed(keys) if key not in self]
+        self._small.put_first([key for key in back if key in self._ghosts])
+        self._main.put_first([key for key in back if key not in self._ghosts])
+        self._ghosts.drop(back)
+
+    def clear(self) -> None:
+        """See ``EvictionPolicy.clear``."""
+        for runs in (self._small, self._main, self._ghosts):
+            runs.clear()
+        self._held.clear()
+        self._uses.clear()
+        self._used_by.clear()
+
+    def __len__(self) -> int:
+        """See ``EvictionPolicy.__len__``."""
+        return len(self._small) + len(self._main)
+
+    def __contains__(self, key: object) -> bool:
+        """Tell whether the key is resident."""
+        return key in self._small or key in self._main
+
+    def _forget_uses(self, keys: Collection[Key]) -> None:
+        for key in keys:
+            self._uses.pop(key, None)
