@@ -31,6 +31,7 @@ from kvtier.cells import NO_REPLY, ClosedCell, EngineCell
 from kvtier.errors import Misuse
 from kvtier.logs import log
 from kvtier.lookups import ABSENT, READY
+from kvtier.messages import Lookup
 from kvtier.metrics import Observations, Observed, Statistics, TierObservations
 from kvtier.states import ANSWERS, BlockState
 
@@ -110,14 +111,14 @@ class SchedulerFacade:
         An unknown request is never served from a tier.
         """
         if self._times_next_lookup:
-            state = self._timed_lookup(m.Lookup(key, request))
+            state = self._timed_lookup(Lookup(key, request))
         else:
-            state = self._cell.ask(self._primary, m.Lookup(key, request))
+            state = self._cell.ask(self._primary, Lookup(key, request))
         if state is READY:
             return READY
-        if state is NO_REPLY:
+        if state is ABSENT or state is NO_REPLY:
             return ABSENT
-        self._let_time_pass(cast("BlockState", state))
+        self._let_time_pass()
         return cast("BlockState", state)
 
     def lookup(self, key: Key, request: RequestId) -> bool | None:
@@ -137,7 +138,8 @@ class SchedulerFacade:
         found = cast("list[BlockState]", states)
         if found:
             self._lookup_seconds.add((time.perf_counter() - started) / len(found))
-            self._let_time_pass(found[-1])
+            if BlockState.PROBING in found or BlockState.FILLING in found:
+                self._let_time_pass()
         return found
 
     def lookup_prefix(self, keys: Sequence[Key], request: RequestId) -> int | None:
@@ -301,17 +303,15 @@ class SchedulerFacade:
 
     # --- helpers ---
 
-    def _let_time_pass(self, state: BlockState) -> None:
+    def _let_time_pass(self) -> None:
         """Keep None bounded even if nobody calls ``step_end``."""
-        if state is ABSENT or state is READY:
-            return
         now = self._clock()
         if now - self._last_tick >= TICK_S:
             self._last_tick = now
             self._ask(m.Tick(now=now))
             self._wake_tiers()
 
-    def _timed_lookup(self, message: m.Lookup) -> object:
+    def _timed_lookup(self, message: Lookup) -> object:
         """Do what is done for each lookup, and time it: the first one of each step."""
         self._times_next_lookup = False
         started = time.perf_counter()

@@ -54,6 +54,7 @@ class Lookups:
         self._note_hit = slots.hits.add
         self._slot_of = slot_of
         self._whereabouts = whereabouts
+        self._find = whereabouts.find
         self._promotions = promotions
         self._eviction = eviction
         self._counts = counts
@@ -74,7 +75,14 @@ class Lookups:
             self.reply(ABSENT if slot is None else FILLING)
             return
         request.misses.add(key)
-        state = FILLING if slot is not None else self._find(key, request)
+        if slot is not None:
+            self.reply(FILLING)
+            return
+        tier = self._find(key, request.search)
+        if tier == NOWHERE:
+            self.reply(ABSENT)
+            return
+        state = self._go_on(tier, key, request)
         if state is None:
             if not self._eviction.make_room(message, self._room):
                 return  # it will be handled again
@@ -99,9 +107,12 @@ class Lookups:
                 hit_slots.append(slot)
                 states.append(READY)
                 continue
-            state = FILLING if slot is not None else self._find(key, request)
-            if state is None:
-                break
+            state = FILLING
+            if slot is None:
+                found = self._go_on(self._find(key, request.search), key, request)
+                if found is None:
+                    break
+                state = found
             request.misses.add(key)
             states.append(state)
             if state is ABSENT:
@@ -110,9 +121,11 @@ class Lookups:
         self._slots.hits.update(hit_slots)
         self.reply(states)
 
-    def _find(self, key: Key, request: Request) -> BlockState | None:
-        """Ask where the key is, or begin to promote it. None: there must be a free slot first."""
-        tier = self._whereabouts.find(key, request.search)
+    def _go_on(self, tier: int, key: Key, request: Request) -> BlockState | None:
+        """Return the state of a key that has no slot, after what ``find`` said of it.
+
+        Begin to promote it from a tier. None: there must be a free slot first.
+        """
         if tier == NOWHERE:
             return ABSENT
         if tier == ASKING:

@@ -168,9 +168,8 @@ class PrimaryTier(Actor):
 
     def _prepare_load(self, message: m.PrepareLoad) -> None:
         keys = message.keys
-        found = [self._slot_of.get(key, -1) for key in keys]
-        state = self.slots.state
-        if any(slot < 0 or state[slot] != _SLOT_READY for slot in found):
+        found = list(map(self._slot_of.get, keys))
+        if not self.slots.are_ready(found):
             self.reply(None)
             return
         self._count_lookups(message.request)

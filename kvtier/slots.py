@@ -12,7 +12,7 @@ or is quick about; what few slots have at a time is in dicts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeGuard, cast
 
 from kvtier.errors import InternalError
 from kvtier.states import (
@@ -191,6 +191,12 @@ class SlotTable:
     def source_of(self, slot: int) -> int | None:
         """Return who fills the slot: ``GPU``, a tier's number, or None for nobody. For tests."""
         return GPU if slot in self.gpu_fills else self.tier_fills.get(slot)
+
+    def are_ready(self, slots: Sequence[int | None]) -> TypeGuard[list[int]]:
+        """Tell whether there is no None among the slots, and all hold readable bytes."""
+        if None in slots:
+            return False
+        return {_READY}.issuperset(map(self.state.__getitem__, cast("Sequence[int]", slots)))
 
     def free_slots(self) -> Iterable[int]:
         """Return all free slots. For tests."""

@@ -126,8 +126,9 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._flush_steps = 2 * max(2, int(spec.config.parallel.pp_size)) + 1
         self._flush_steps_left = 0
         self._last_step = 0.0
-        # What this step has found out of each request: answers to lookups, sources of blocks.
-        self._ahead: dict[str, dict[bytes, LookupResult]] = {}
+        # What this step has found out: answers to one request's lookups, sources of blocks.
+        self._ahead: dict[bytes, LookupResult] = {}
+        self._ahead_of: ReqContext | None = None
         self._sources: dict[str, Mapping[bytes, int]] = {}
         self._granted: dict[str, list[list[bytes]]] = {}  # stores under way, by request
 
@@ -146,7 +147,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._ahead.pop(req_context.req_id, None)
+        self._ahead_of = None
         self._sources.pop(req_context.req_id, None)
         self.facade.on_request_finished(req_context.req_id, self._order(req_context))
 
@@ -161,28 +162,24 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     @override
     def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
-        ahead = self._ahead.get(req_context.req_id)
-        if ahead is None:
-            ahead = self._look_ahead(key, req_context)
-        result = ahead.get(key)
+        if req_context is not self._ahead_of:
+            self._look_ahead(key, req_context)
+        result = self._ahead.get(key)
         if result is None:
             return _RESULTS[self._lookup_state(key, req_context.req_id)]
         return result
 
-    def _look_ahead(self, key: bytes, req_context: ReqContext) -> dict[bytes, LookupResult]:
-        """Look up all that vLLM will ask for next, in one go; return what is known for this step.
+    def _look_ahead(self, key: bytes, req_context: ReqContext) -> None:
+        """Look up all that vLLM will ask for next, in one go.
 
         Within a step a HIT stays one; what was under way is asked for again in
-        the next step. vLLM asks from head to tail up to the first MISS, unless
-        there are several groups.
+        the next step. vLLM asks from head to tail up to the first MISS, one
+        request after the other, unless there are several groups.
         """
         keys = [] if self._several_groups else self._keys_from(key, req_context)
-        ahead: dict[bytes, LookupResult] = {}
-        if len(keys) > 1:
-            states = self.facade.lookup_states(keys, req_context.req_id)
-            ahead = {key: _RESULTS[state] for key, state in zip(keys, states, strict=False)}
-        self._ahead[req_context.req_id] = ahead
-        return ahead
+        states = self.facade.lookup_states(keys, req_context.req_id) if len(keys) > 1 else []
+        self._ahead = {key: _RESULTS[state] for key, state in zip(keys, states, strict=False)}
+        self._ahead_of = req_context
 
     @staticmethod
     def _keys_from(key: bytes, req_context: ReqContext) -> list[bytes]:
@@ -220,7 +217,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
     def prepare_store(
         self, keys: Collection[bytes], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        self._ahead.clear()
+        self._ahead_of = None
         grant = self.facade.prepare_store(keys, req_context.req_id)
         if grant is None:
             return None
@@ -236,7 +233,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
     def complete_store(
         self, keys: Collection[bytes], req_context: ReqContext, success: bool = True
     ) -> None:
-        self._ahead.clear()
+        self._ahead_of = None
         ordered = self._in_order(keys, req_context.req_id)
         self.facade.complete_store(ordered, req_context.req_id, success=success)
 
@@ -255,7 +252,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self._ahead.clear()
+        self._ahead_of = None
         self._sources.clear()
         self.facade.step_end()
         self._yield_if_spinning()
@@ -312,7 +309,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     @override
     def reset_cache(self) -> None:
-        self._ahead.clear()
+        self._ahead_of = None
         self._sources.clear()
         self.facade.reset()
         self._granted.clear()  # their completions will not come any more

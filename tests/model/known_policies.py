@@ -9,12 +9,19 @@ from world import KEYS
 from kvtier.policies.arc import ARCPolicy
 from kvtier.policies.lru import LRUPolicy
 from kvtier.policies.lru2 import LRU2Policy
+from kvtier.policies.reuse import ReusePolicy
 from kvtier.policies.s3fifo import S3FIFOPolicy
 
 if TYPE_CHECKING:
     from kvtier.messages import Key
 
-POLICIES = {"lru": LRUPolicy, "arc": ARCPolicy, "s3fifo": S3FIFOPolicy, "lru2": LRU2Policy}
+POLICIES = {
+    "lru": LRUPolicy,
+    "arc": ARCPolicy,
+    "s3fifo": S3FIFOPolicy,
+    "lru2": LRU2Policy,
+    "reuse": ReusePolicy,
+}
 
 
 def known_to(policy: Any) -> set[Key]:

@@ -1,0 +1,349 @@
+"""Keeps what is most likely to be used again soonest, for the room it takes.
+
+Blocks form a prefix tree (``reuse_tree``): a block is useless without its
+ancestors, so leaves go first. When a request ends, its path through the tree is
+cut into nodes, and each node is put into a *cohort* (``reuse_cohorts``) by what
+the request did to it: new blocks that begin, branch off, or take a conversation
+on; blocks used again, and how often, and after which gap; the last block, which
+is rarely full. ``reuse_model`` learns how soon each cohort is used again, and
+``reuse_ghosts`` remembers evicted stretches, so that it learns from misses too.
+
+Within a cohort the oldest node goes first. Among the oldest nodes of all
+cohorts it is the one with the lowest Gittins index at its age. So a victim
+costs no search: one lookup in an array of a few hundred cohorts for each node,
+and nodes are stretches of many blocks.
+
+Time is the runtime's clock where there is one. Otherwise it is the number of
+admitted blocks, in 1024ths of the capacity.
+"""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from kvtier.policies.base import EvictionPolicy
+from kvtier.policies.reuse_ghosts import Ghosts
+from kvtier.policies.reuse_model import ReuseModel
+from kvtier.policies.reuse_paths import Paths
+from kvtier.policies.reuse_tree import NO_NODE, PrefixTree
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from kvtier.messages import Key, RequestId
+
+LEARN_REQUESTS: Final = 256
+"""The model is worked out anew after this many requests, or half as many as it has seen."""
+
+LOOK_UNITS: Final = 1.0
+"""Ages of the oldest nodes are looked at again after this time, a tick of the runtime's."""
+
+LOOK_BLOCKS: Final = 512
+"""The same without a clock, in admitted blocks: a look costs as much as some dozen of them."""
+
+ENDED_MAX: Final = 64
+"""Orders kept of requests that ended before all their blocks were stored (as in a slow tier)."""
+
+GROUP_BYTES: Final = 4  #: at a key's end: its KV-cache group. Each group makes a chain of its own
+
+_GROUP_OF: Final = itemgetter(slice(-GROUP_BYTES, None))
+
+TAKEN_BACK_INDEX: Final = -1.0  #: below all others
+
+
+class _Running:
+    """What a request that has not ended has used and brought."""
+
+    __slots__ = ("began", "brought", "nodes")
+
+    def __init__(self, began: int) -> None:
+        self.began = began  #: when, in admitted blocks
+        self.nodes: set[int] = set()
+        self.brought: dict[bytes, int] = {}  #: the node of its new blocks, by KV-cache group
+
+
+class _Ended:
+    """A request that ended when some of its blocks were not resident."""
+
+    __slots__ = ("cohorts", "order")
+
+    def __init__(self, order: Sequence[Key], cohorts: dict[bytes, int]) -> None:
+        self.order = order
+        self.cohorts = cohorts  #: of its new blocks, by KV-cache group
+
+
+class ReusePolicy(EvictionPolicy):
+    """Gittins' index over cohorts that are learnt; tails before heads."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._model = ReuseModel()
+        self._cohorts = self._model.cohorts
+        self._ghosts = Ghosts(capacity)
+        self._start()
+
+    def _start(self) -> None:
+        self._tree = PrefixTree(self._cohorts.count)
+        self._paths = Paths(self._tree, self._model, self._ghosts)
+        self._held: set[Key] = set()
+        self._running: dict[RequestId, _Running] = {}
+        self._ended: dict[RequestId, _Ended] = {}
+        self._admitted = 0
+        self._has_clock = False
+        self._now = 0.0
+        self._requests = 0
+        self._learn_at = 16
+        self._looked_at = -1.0
+        self._index = np.full(self._cohorts.count, np.inf)
+
+    # --- what the policy is told ---
+
+    def admit(self, keys: Sequence[Key], request: RequestId, *, held: bool) -> None:
+        """See ``EvictionPolicy.admit``. New blocks stay aside until their request ends."""
+        tree = self._tree
+        new: Sequence[Key] = keys
+        if not tree.node_of.keys().isdisjoint(keys):
+            self.touch(keys, request)
+            new = [key for key in keys if key not in tree.node_of]
+        for chain in _chains(new):
+            running = self._run(request)
+            group = chain[0][-GROUP_BYTES:]
+            node = running.brought.get(group, NO_NODE)
+            if node == NO_NODE or not tree.is_open(node):  # another request took it on
+                node = running.brought[group] = tree.open(self._cohorts.unordered, self._now)
+                running.nodes.add(node)
+            tree.bring(node, chain)
+            self._admitted += len(chain)
+            if not self._has_clock:
+                self._set_now(self._admitted * 1024.0 / self.capacity)
+        if held:
+            self._held.update(keys)
+
+    def touch(self, keys: Sequence[Key], request: RequestId) -> None:
+        """See ``EvictionPolicy.touch``. Counted once, when the request ends."""
+        tree = self._tree
+        nodes = set(map(tree.node_of.get, keys))
+        nodes.discard(None)
+        if nodes:
+            mine = self._run(request).nodes
+            for node in nodes:
+                if node is not None and node not in mine:
+                    mine.add(node)
+                    tree.use(node)
+
+    def hold(self, keys: Sequence[Key]) -> None:
+        """See ``EvictionPolicy.hold``."""
+        self._held.update(keys)
+
+    def unhold(self, keys: Sequence[Key]) -> None:
+        """See ``EvictionPolicy.unhold``."""
+        self._held.difference_update(keys)
+
+    def forget(self, keys: Sequence[Key]) -> None:
+        """See ``EvictionPolicy.forget``. Nobody chose them, so they leave no ghosts."""
+        self._tree.remove(keys)
+        self._held.difference_update(keys)
+
+    def end_request(self, request: RequestId, order: Sequence[Key] | None) -> None:
+        """See ``EvictionPolicy.end_request``. Here its blocks are put into cohorts."""
+        running = self._running.pop(request, None)
+        ended = None
+        if order:
+            self._use_order(request, order)
+        elif running is not None:
+            ended = self._ended.get(request)
+            if ended is not None:
+                for chain in _chains(ended.order):
+                    self._paths.complete(chain, ended.cohorts[chain[0][-GROUP_BYTES:]])
+        if running is not None:
+            self._stop(running, count_uses=order is None and ended is None)
+        self._requests += 1
+        if self._requests >= self._learn_at:
+            self._learn_at = self._requests + min(LEARN_REQUESTS, self._requests // 2)
+            self._model.refresh(self._now)
+        elif self._model.work():
+            self._looked_at = -1.0
+
+    def pass_time(self, now: float) -> None:
+        """See ``EvictionPolicy.pass_time``. The first time replaces the count of blocks."""
+        if not self._has_clock:
+            self._has_clock = True
+            self._model.clear(now)
+            self._ghosts.clear()
+            self._tree.set_used(now)
+            self._looked_at = -1.0
+        self._set_now(now)
+
+    def clear(self) -> None:
+        """See ``EvictionPolicy.clear``. What was learnt of gaps and chances stays."""
+        has_clock, now = self._has_clock, self._now
+        self._ghosts.clear()
+        self._start()
+        self._has_clock = has_clock
+        self._set_now(now)
+
+    def __len__(self) -> int:
+        """See ``EvictionPolicy.__len__``."""
+        return len(self._tree.node_of)
+
+    def __contains__(self, key: object) -> bool:
+        """Tell whether the key is resident."""
+        return key in self._tree.node_of
+
+    # --- what it is asked ---
+
+    def choose_victims(self, count: int, spare: Collection[Key]) -> list[Key]:
+        """See ``EvictionPolicy.choose_victims``."""
+        tree = self._tree
+        if not isinstance(spare, set | frozenset):
+            spare = frozenset(spare)
+        self._look()
+        victims: list[Key] = []
+        passed: list[int] = []
+        while len(victims) < count:
+            node = self._most_dispensable()
+            if node == NO_NODE:
+                break
+            if tree.children[node] or tree.busy[node]:
+                tree.put_aside(node)
+                continue
+            gone = tree.cut(node, count - len(victims), self._held, spare)
+            if gone:
+                self._remember(node)
+                victims += gone
+            if tree.size[node] == 0:
+                tree.discard_empty(node)
+            elif len(victims) < count:
+                tree.put_aside(node)
+                passed.append(node)
+        for node in reversed(passed):
+            tree.come_back(node)
+        if len(victims) < count:
+            victims += self._take_what_there_is(count - len(victims), spare)
+        return victims
+
+    def take_back(self, keys: Sequence[Key]) -> None:
+        """See ``EvictionPolicy.take_back``."""
+        back = tuple([key for key in reversed(keys) if key not in self._tree.node_of])
+        if back:
+            cohort = self._cohorts.taken_back
+            self._tree.place(self._tree.add(back, cohort, self._now), cohort, self._now)
+
+    def chance_of_reuse(self, keys: Sequence[Key], request: RequestId) -> list[float]:
+        """Return the chance that each key, about to be stored, is ever used again.
+
+        ``keys`` are the new blocks of a running request. What it took on is
+        known by what it has touched.
+        """
+        tree, cohorts = self._tree, self._cohorts
+        turn, gap = 0, 0.0
+        running = self._running.get(request)
+        for node in running.nodes if running is not None else ():
+            turn = max(turn, cohorts.turn_of[tree.cohort[node]])
+            gap = max(gap, self._now - tree.used[node])
+        new = len(keys)
+        cohort = cohorts.turn(turn + 1, gap, new) if turn else cohorts.first(new)
+        return [float(self._model.chance[cohort])] * len(keys)
+
+    # --- a chain of blocks that a request used ---
+
+    def _use_order(self, request: RequestId, order: Sequence[Key]) -> None:
+        cohorts: dict[bytes, int] = {}
+        any_absent = False
+        for chain in _chains(order):
+            cohort, absent = self._paths.use(chain)
+            cohorts[chain[0][-GROUP_BYTES:]] = cohort
+            any_absent = any_absent or absent
+        if any_absent:
+            self._ended[request] = _Ended(order, cohorts)
+            if len(self._ended) > ENDED_MAX:
+                del self._ended[next(iter(self._ended))]
+
+    def _set_now(self, now: float) -> None:
+        self._now = self._paths.now = now
+
+    # --- requests that run ---
+
+    def _run(self, request: RequestId) -> _Running:
+        """Return the record of a running request. One that never ends must not last for ever."""
+        running = self._running.get(request)
+        if running is None:
+            oldest = next(iter(self._running), None)
+            if oldest is not None and self._running[oldest].began < self._admitted - self.capacity:
+                self.end_request(oldest, None)
+            running = self._running[request] = _Running(self._admitted)
+        return running
+
+    def _stop(self, running: _Running, *, count_uses: bool) -> None:
+        """Let go of a request's nodes, and place those whose order nobody told."""
+        tree = self._tree
+        for node in sorted(running.nodes):
+            if count_uses or tree.is_open(node):
+                self._paths.use_node(node)
+            tree.release(node)
+
+    # --- victims ---
+
+    def _look(self) -> None:
+        """Work out the index of the oldest node of each cohort, if time has passed."""
+        step = LOOK_UNITS if self._has_clock else LOOK_BLOCKS * 1024.0 / self.capacity
+        if 0.0 <= self._now - self._looked_at < step and self._looked_at >= 0.0:
+            return
+        tree = self._tree
+        self._looked_at = self._now
+        first = np.frombuffer(tree.first_of, dtype=np.int32)
+        self._index = np.full(len(first), np.inf)
+        if tree.used:
+            ages = self._now - np.frombuffer(tree.used)[first]
+            np.copyto(self._index, self._model.index_at(ages), where=first != NO_NODE)
+            if first[self._cohorts.taken_back] != NO_NODE:
+                self._index[self._cohorts.taken_back] = TAKEN_BACK_INDEX
+        tree.changed.clear()
+
+    def _most_dispensable(self) -> int:
+        """Return the node with the lowest index, of those that are the oldest of a cohort."""
+        tree, index = self._tree, self._index
+        for cohort in tree.changed:
+            node = tree.first_of[cohort]
+            if node == NO_NODE:
+                index[cohort] = np.inf
+            elif cohort == self._cohorts.taken_back:
+                index[cohort] = TAKEN_BACK_INDEX
+            else:
+                index[cohort] = self._model.index_of(cohort, self._now - tree.used[node])
+        tree.changed.clear()
+        return tree.first_of[int(index.argmin())]
+
+    def _remember(self, node: int) -> None:
+        """Leave a ghost of all that ``node`` has lost from its tail."""
+        tree = self._tree
+        end, keys = tree.end[node], tree.keys[node]
+        length = len(keys) - end
+        share = min(1.0, length / tree.placed[node])
+        self._ghosts.remember(keys[end], tree.cohort[node], share, length, tree.used[node])
+
+    def _take_what_there_is(self, count: int, spare: Collection[Key]) -> list[Key]:
+        """Return up to ``count`` keys that may go, out of turn: room matters more than order."""
+        tree, held = self._tree, self._held
+        gone: list[Key] = []
+        nodes = [(tree.busy[n] > 0, tree.used[n], -tree.depth(n), n) for n in tree.nodes()]
+        for _, _, _, node in sorted(nodes):
+            if len(gone) >= count:
+                break
+            may_go = [k for k in reversed(tree.keys_of(node)) if k not in held and k not in spare]
+            gone += may_go[: count - len(gone)]
+        tree.remove(gone)
+        return gone
+
+
+def _chains(keys: Sequence[Key]) -> list[tuple[Key, ...]]:
+    """Return the chains in ``keys``, one for each KV-cache group, each key once."""
+    if len(set(map(_GROUP_OF, keys))) <= 1 and len(set(keys)) == len(keys):
+        return [tuple(keys)] if keys else []
+    chains: dict[bytes, dict[Key, None]] = {}
+    for key in keys:
+        chains.setdefault(key[-GROUP_BYTES:], {})[key] = None
+    return [tuple(chain) for chain in chains.values()]

@@ -1,0 +1,226 @@
+"""What a request did to the prefix tree, and so what is expected of its blocks.
+
+A request uses a chain of blocks, from head to tail. Walking it gives its *path*:
+nodes that were resident, cut where the chain leaves them; stretches that were
+evicted and came back, as their ghosts tell; and below them what is new. Each
+part is then placed in its cohort.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvtier.policies.reuse_cohorts import use_level
+from kvtier.policies.reuse_tree import NO_NODE
+
+if TYPE_CHECKING:
+    from kvtier.messages import Key
+    from kvtier.policies.reuse_ghosts import Ghosts
+    from kvtier.policies.reuse_model import ReuseModel
+    from kvtier.policies.reuse_tree import PrefixTree
+
+
+class _Use:
+    """What is known of a request's chain, as it is walked from head to tail."""
+
+    __slots__ = ("absent", "blocks", "branches", "fresh", "gap", "nodes", "turn")
+
+    def __init__(self) -> None:
+        self.nodes: list[int] = []  #: its path through what was known
+        self.fresh: list[int] = []  #: nodes of the new blocks below its path
+        self.absent = False  #: some of its blocks are not resident
+        self.blocks = 0  #: how many blocks were known, from the head on
+        self.turn = 0  #: of the conversation that it takes on; 0: of none
+        self.gap = 0.0  #: since the deepest known block was used
+        self.branches = False  #: leaves an earlier request in the middle
+
+
+class Paths:
+    """Places the blocks of requests in cohorts, and counts what came back."""
+
+    def __init__(self, tree: PrefixTree, model: ReuseModel, ghosts: Ghosts) -> None:
+        self.now = 0.0
+        self._tree = tree
+        self._model = model
+        self._cohorts = model.cohorts
+        self._ghosts = ghosts
+
+    def use(self, chain: tuple[Key, ...]) -> tuple[int, bool]:
+        """Give the blocks of a request that ends their places.
+
+        Return the cohort of the new ones, and whether some are not resident.
+        """
+        use = self._walk(chain)
+        return self._place_chain(use, len(chain)), use.absent
+
+    def use_node(self, node: int) -> None:
+        """Count a use of a node by a request whose order nobody told."""
+        tree = self._tree
+        if tree.is_open(node):
+            tree.uses[node] = 1
+            self.place(node, self._cohorts.unordered)
+        elif tree.size[node]:
+            gap = max(0.0, self.now - tree.used[node])
+            self._model.come_back(tree.cohort[node], gap, tree.size[node] / tree.placed[node])
+            tree.uses[node] += 1
+            shared = self._is_shared(node)
+            self.place(node, self._cohorts.used_again(tree.uses[node], gap, 0, shared=shared))
+
+    def place(self, node: int, cohort: int) -> None:
+        """Put a node that was used now in a cohort."""
+        self._tree.place(node, cohort, self.now)
+        self._model.enter(cohort)
+
+    def complete(self, chain: tuple[Key, ...], cohort: int) -> None:
+        """Give places to blocks that were stored after their request had ended."""
+        tree = self._tree
+        parent, end = NO_NODE, 0
+        while end < len(chain):
+            at = end
+            node, end = tree.run(chain, at)
+            if node == NO_NODE:
+                continue
+            whole = end - at == tree.size[node]
+            if tree.is_open(node):
+                node = node if whole else tree.split_off(node, chain[at:end])
+                tree.set_parent(node, parent)
+                tree.uses[node] = 1
+                self.place(node, cohort)
+            else:
+                node = node if whole else tree.split(node, chain[at:end])
+                tree.set_parent(node, parent)
+                if not whole:
+                    self.place(node, tree.cohort[node])
+            parent = node
+
+    def _place_chain(self, use: _Use, length: int) -> int:
+        """Put the blocks of a request in their cohorts; return the one of the new blocks."""
+        cohorts, tree = self._cohorts, self._tree
+        new = length - use.blocks
+        if use.branches:
+            cohort = cohorts.branch(use.gap, new)
+            use.turn = 0
+        elif use.turn:
+            cohort = cohorts.turn(use.turn + 1, use.gap, new)
+        else:
+            cohort = cohorts.first(length)
+        self._place_path(use, new)
+        if use.fresh:
+            above = use.nodes[-1] if use.nodes else NO_NODE
+            body = tree.join(use.fresh)
+            last = tree.cut_last(body)
+            if last != body:
+                tree.set_parent(body, above)
+                self.place(body, cohort)
+                tree.last[body] = last
+                above = body
+            elif above != NO_NODE and not self._is_shared(above):
+                tree.last[above] = last
+            tree.set_parent(last, above)
+            self.place(last, cohorts.last(use.turn + 1))
+        return cohort
+
+    def _walk(self, chain: tuple[Key, ...]) -> _Use:
+        """Find the nodes of a chain, count what came back, and cut off what it did not use."""
+        tree, use = self._tree, _Use()
+        end = 0
+        while end < len(chain):
+            at = end
+            node, end = tree.run(chain, at)
+            if node == NO_NODE or tree.is_open(node):
+                self._meet_ghosts(chain, at, end, node, use)
+                continue
+            if use.fresh:  # stored again, above what was still there
+                use.nodes.append(tree.join(use.fresh))
+                use.fresh = []
+            share = (end - at) / tree.placed[node]
+            self._count_return(tree.cohort[node], tree.used[node], share, use)
+            use.branches = end - at < tree.size[node]
+            use.nodes.append(tree.split(node, chain[at:end]) if use.branches else node)
+            use.blocks = end
+        return use
+
+    def _meet_ghosts(self, chain: tuple[Key, ...], at: int, end: int, node: int, use: _Use) -> None:
+        """Go through blocks that were not here when the request began: once evicted, or new."""
+        tree = self._tree
+        use.absent = use.absent or node == NO_NODE
+        while at < end:
+            ghost = self._ghosts.take(chain[at], self.now)
+            if ghost is None:
+                break
+            self._count_return(ghost.cohort, ghost.used, ghost.share, use)
+            keys = chain[at : at + max(1, min(ghost.length, end - at))]
+            use.branches = False
+            at += len(keys)
+            use.blocks = at
+            if node != NO_NODE:
+                back = tree.split_off(node, keys)
+                tree.cohort[back] = ghost.cohort
+                tree.used[back] = ghost.used
+                tree.uses[back] = self._cohorts.uses_of[ghost.cohort]
+                use.nodes.append(back)
+        if node != NO_NODE and at < end:
+            whole = end - at == tree.size[node]
+            use.fresh.append(node if whole else tree.split_off(node, chain[at:end]))
+
+    def _count_return(self, cohort: int, used: float, share: float, use: _Use) -> None:
+        use.gap = max(0.0, self.now - used)
+        use.turn = self._cohorts.turn_of[cohort] or use.turn
+        self._model.come_back(cohort, use.gap, share)
+
+    def _place_path(self, use: _Use, new: int) -> None:
+        """Put what was used again, with ``new`` blocks below it, in its cohorts."""
+        tree, cohorts, nodes = self._tree, self._cohorts, use.nodes
+        parent = NO_NODE
+        for node in nodes:
+            tree.set_parent(node, parent)
+            parent = node
+        on_path = set(nodes)
+        shared = 0  # so many nodes of the path, from the head on, have other branches
+        for depth, node in enumerate(nodes, start=1):
+            goes_on = depth < len(nodes)
+            others = tree.children[node] - goes_on
+            if others and (goes_on or use.fresh):
+                others -= self._supersede(node, on_path)
+            if others or self._is_shared(node):
+                shared = depth
+            tree.uses[node] += 1
+        for depth, node in enumerate(self._merge(nodes, shared), start=1):
+            gap = max(0.0, self.now - tree.used[node])
+            cohort = cohorts.used_again(tree.uses[node], gap, new, shared=depth <= shared)
+            self.place(node, cohort)
+
+    def _merge(self, nodes: list[int], shared: int) -> list[int]:
+        """Merge what is alike below the ``shared`` nodes of a path; return the path that is left.
+
+        So a conversation has as many nodes as there are levels of uses, not one for each turn.
+        """
+        tree = self._tree
+        left = nodes[: shared + 1]
+        for at in range(shared + 1, len(nodes)):
+            upper, lower = left[-1], nodes[at]
+            below = nodes[at + 1] if at + 1 < len(nodes) else NO_NODE
+            alike = use_level(tree.uses[upper]) == use_level(tree.uses[lower])
+            if alike and tree.children[lower] == (below != NO_NODE):
+                if below != NO_NODE:
+                    tree.set_parent(below, upper)
+                tree.merge(upper, lower)
+            else:
+                left.append(lower)
+        nodes[:] = left
+        return left
+
+    def _supersede(self, node: int, on_path: set[int]) -> int:
+        """Return 1 if the last block of an earlier request hung here that this one left out."""
+        tree, cohorts = self._tree, self._cohorts
+        last = tree.last[node]
+        if last == NO_NODE or last in on_path or tree.parent[last] != node:
+            return 0
+        if not cohorts.is_last(tree.cohort[last]):
+            return 0
+        tree.set_parent(last, NO_NODE)
+        self.place(last, cohorts.superseded)
+        return 1
+
+    def _is_shared(self, node: int) -> bool:
+        return self._tree.cohort[node] >= self._cohorts.first_shared
