@@ -16,7 +16,7 @@ from kvtier.options import Options
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-DEFAULT_POLICY: Final = "lru"
+DEFAULT_POLICY: Final = "reuse"
 
 ADMIT_ALL: Final = "all"
 """The admission of a tier that every block is written to: no policy at all."""

@@ -32,13 +32,16 @@ TierBroke, TierFenced  never refused: one of each in a tier's life
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
 from kvtier.backend import Outcome  # noqa: TC001 - msgspec reads it to decode a message
 
 Key: TypeAlias = bytes
+GROUP_BYTES: Final = 4
+"""The last bytes of a key: the KV-cache group's index, big-endian. Each group is a chain."""
+
 RequestId: TypeAlias = str
 TierSet: TypeAlias = int
 

@@ -175,7 +175,9 @@ class PrimaryTier(Actor):
         self._count_lookups(message.request)
         self.slots.pin(found)
         self._gpu_loads.begin(message.request, keys)
-        self.policy.post(m.Touched(keys, message.request, held=True))
+        touched = m.Touched(keys, message.request, held=True)
+        for policy in self._policies:
+            policy.post(touched)
         if self.slots.leased:
             self._end_leases(message.request, keys)
         self.reply(found)

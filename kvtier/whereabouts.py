@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from kvtier.messages import GROUP_BYTES
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -24,9 +26,6 @@ NOWHERE: Final = -1
 
 ASKING: Final = -2
 """Tiers are being asked."""
-
-GROUP_BYTES: Final = 4
-"""The last bytes of a key: the KV-cache group's index, big-endian."""
 
 
 class Search:

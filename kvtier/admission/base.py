@@ -40,6 +40,9 @@ class AdmissionPolicy(ABC):
     def admit(self, keys: Sequence[Key], request: RequestId) -> list[bool]:
         """Tell which of ``keys``, blocks of ``request`` from head to tail, are worth writing."""
 
+    def touch(self, keys: Sequence[Key], request: RequestId) -> None:  # noqa: B027 - as pass_time
+        """Learn that ``request`` goes on from ``keys``, which it found in the primary tier."""
+
     @abstractmethod
     def end_request(self, request: RequestId, order: Sequence[Key] | None) -> list[Key]:
         """Learn that ``request`` is over, and has used ``order``: all its keys, head to tail.

@@ -16,6 +16,8 @@ from kvtier.actor import Actor, Mailbox
 from kvtier.errors import InternalError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvtier.admission.base import AdmissionPolicy
 
 
@@ -28,6 +30,7 @@ class AdmissionGate(Actor):
             {
                 m.Cascade: self._cascade,
                 m.RequestEnded: self._request_ended,
+                m.Touched: self._touched,
                 m.Tick: self._tick,
             },
         )
@@ -75,10 +78,16 @@ class AdmissionGate(Actor):
                 m.CascadeWanted(tier=self.tier, keys=tuple(wanted), request=message.request)
             )
 
+    def _touched(self, message: m.Touched) -> None:
+        self._tell(self._policy.touch, message.keys, message.request)
+
     def _tick(self, message: m.Tick) -> None:
+        self._tell(self._policy.pass_time, message.now)
+
+    def _tell(self, learn: Callable[..., None], *what: object) -> None:
         if not self._broke:
             try:
-                self._policy.pass_time(message.now)
+                learn(*what)
             except Exception as error:  # noqa: BLE001 - as above
                 self._note_broken(error)
 

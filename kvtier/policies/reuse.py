@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from kvtier.messages import GROUP_BYTES
 from kvtier.policies.base import EvictionPolicy
 from kvtier.policies.reuse_ghosts import Ghosts
 from kvtier.policies.reuse_model import ReuseModel
@@ -47,7 +48,6 @@ LOOK_BLOCKS: Final = 512
 ENDED_MAX: Final = 64
 """Orders kept of requests that ended before all their blocks were stored (as in a slow tier)."""
 
-GROUP_BYTES: Final = 4  #: at a key's end: its KV-cache group. Each group makes a chain of its own
 
 _GROUP_OF: Final = itemgetter(slice(-GROUP_BYTES, None))
 

@@ -39,6 +39,12 @@ GUESS_VOTES: Final = 8.0
 HAZARD_GUESS: Final = 0.05
 """Before anything is known: alike in each half octave, so the index falls with age as in LRU."""
 
+RETURNS_MIN: Final = 100.0
+"""Until so many votes have returned, a chance takes the first guess for what is not known."""
+
+AGES_AHEAD: Final = 4
+"""Bins past the oldest age seen that a chance takes the first guess for: four times that age."""
+
 HAZARD_MAX: Final = 0.9
 """A product of factors may exceed a chance."""
 
@@ -127,10 +133,16 @@ class ReuseModel:
             returned *= 0.5
             self._snapshots = [each * 0.5 for each in self._snapshots]
         self._take_snapshot(now, entered)
-        hazards = self._hazards(returned, self._at_risk(now, entered, returned))
+        at_risk = self._at_risk(now, entered, returned)
+        hazards = self._hazards(returned, at_risk)
         alive = np.cumprod(1.0 - hazards, axis=1) / (1.0 - hazards)
         returns = alive * hazards
-        self.chance: Floats = returns.sum(axis=1)
+        # Ages that hardly anything has reached yet have only the first guess to tell of them:
+        # it counts for the next ages to be reached, and for all while there is little else.
+        seen = int((at_risk.sum(axis=0) >= GUESS_VOTES).sum())
+        if returned.sum() < RETURNS_MIN:
+            seen = AGE_BINS
+        self.chance: Floats = returns[:, : seen + AGES_AHEAD].sum(axis=1)
         self._gains = returns
         self._costs = (alive - 0.5 * returns) * _WIDTHS
         self._done = 0

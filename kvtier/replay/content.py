@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 from kvtier.errors import ConfigError
+from kvtier.messages import GROUP_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +29,7 @@ _WORD_VALUES: Final = 1 << 64
 _STRIDE: Final = 0x9E3779B97F4A7C15
 """From one word to the next. Odd, so that words repeat only after 2**64 of them."""
 
-_KV_CACHE_GROUP: Final = bytes(4)
+_KV_CACHE_GROUP: Final = bytes(GROUP_BYTES)
 
 
 def key_of(block: int) -> bytes:

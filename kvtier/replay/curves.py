@@ -21,6 +21,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import ConfigError, InternalError
+from kvtier.messages import GROUP_BYTES
 from kvtier.registry import POLICIES, make_policy
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ MIN: Final = "MIN"
 ALL: Final = "all"
 REQUESTS_PER_REPORT: Final = 50
 CAPACITIES_MAX: Final = 100
+
+_GROUP: Final = bytes(GROUP_BYTES)
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Workload:
         for request in trace.requests:
             for block in request.blocks:
                 if block not in key_of:
-                    key_of[block] = block.to_bytes(8)
+                    key_of[block] = block.to_bytes(8) + _GROUP
         self.requests: list[tuple[int, list[Key]]] = [
             (int(request.time_s), [key_of[block] for block in request.blocks])
             for request in trace.requests

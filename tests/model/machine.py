@@ -43,7 +43,10 @@ SHAPES = st.builds(
             TIERS[:2],
             (TierShape(), TierShape(capacity=5, parts_max=1)),
             (TierShape(capacity=2, request_level=True), TierShape(parts_max=1)),
-            (TierShape(admission="second_touch"), TierShape(capacity=4, admission="second_touch")),
+            (
+                TierShape(admission="second_touch"),
+                TierShape(capacity=4, admission="predicted_reuse"),
+            ),
         ]
     ),
     job_blocks_max=st.integers(1, 4),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvtier import ConfigError, RuntimeConfig, TierConfig
 from kvtier.admission.base import AdmissionContext
+from kvtier.admission.predicted_reuse import BURST_S, DAY_S, PredictedReuseAdmission
 from kvtier.admission.second_touch import SecondTouchAdmission
 from kvtier.backend import BackendTraits, Outcome
 from kvtier.options import Options
@@ -126,6 +127,59 @@ def test_second_touch_agrees_with_a_slow_obvious_model(
             expected.append(is_second)
         seen = seen[-remembered:]
         assert policy.admit(keys, request) == expected
+
+
+def predicted(**options: object) -> PredictedReuseAdmission:
+    return PredictedReuseAdmission(Options(options, "x"), CONTEXT)
+
+
+def test_what_a_conversation_adds_is_worth_writing_once_conversations_have_gone_on() -> None:
+    """One prompt in four begins a conversation, and each of those is continued."""
+    policy = predicted(threshold=0.55, remembered_blocks_max=4_000)
+    admitted: dict[str, list[bool]] = {"first": [], "next": []}
+    for number in range(400):
+        policy.pass_time(float(10 * number))
+        head = number.to_bytes(4, "big")
+        path = [head + bytes([i]) + bytes(4) for i in range(6)]
+        first = f"first {number}"
+        admitted["first"] += policy.admit(path[:3], first)[:1]
+        policy.end_request(first, path[:3])
+        if number % 4 == 0:
+            for turn, size in ((1, 4), (2, 5), (3, 6)):
+                policy.pass_time(float(10 * number + 2 * turn))
+                following = f"turn {turn} of {number}"
+                policy.touch(path[: size - 1], following)
+                admitted["next"] += policy.admit(path[size - 1 : size], following)
+                policy.end_request(following, path[:size])
+    assert sum(admitted["first"][-40:]) < 5
+    assert sum(admitted["next"][-40:]) > 20
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 5_000), st.integers(1, 40)), max_size=30),
+    st.integers(16, 40_000),
+)
+def test_a_budget_of_written_bytes_is_kept(
+    offers: list[tuple[float, int]], bytes_per_day: int
+) -> None:
+    """Whatever is offered when: no more than the budget so far, with what may be saved up."""
+    policy = predicted(write_bytes_per_day_max=bytes_per_day, remembered_blocks_max=500)
+    now, written, started = 100.0, 0, 0.0
+    for number, (pause, size) in enumerate(offers):
+        now += pause
+        started = started or now
+        policy.pass_time(now)
+        keys = [number.to_bytes(4, "big") + bytes([i]) + bytes(4) for i in range(size)]
+        written += CONTEXT.block_bytes * sum(policy.admit(keys, f"r{number}"))
+        policy.end_request(f"r{number}", keys)
+        assert written <= bytes_per_day * (now - started + BURST_S) / DAY_S + CONTEXT.block_bytes
+
+
+def test_a_budget_and_a_threshold_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match=r"threshold=0.3 does not go together"):
+        predicted(threshold=0.3, write_bytes_per_day_max=1_000)
+    with pytest.raises(ConfigError, match=r"write_bytes_per_day_max=3 must be at least 16"):
+        predicted(write_bytes_per_day_max=3)
 
 
 def test_bad_options_are_refused_by_name() -> None:

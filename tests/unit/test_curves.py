@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError, InternalError
+from kvtier.messages import GROUP_BYTES
 from kvtier.policies.lru import LRUPolicy
 from kvtier.replay import curves
 from kvtier.replay.curves import (
@@ -161,7 +162,7 @@ class Recorder(LRUPolicy):
 
 
 def numbers(keys: Collection[Key]) -> list[int]:
-    return [int.from_bytes(key) for key in keys]
+    return [int.from_bytes(key[:-GROUP_BYTES]) for key in keys]
 
 
 def test_a_policy_is_called_as_the_primary_tier_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
