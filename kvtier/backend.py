@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import xxhash
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 DIGEST_BYTES = 16
 
@@ -114,6 +114,10 @@ class Backend(ABC):
     limits in ``traits``, and may meet on one key (after a reset, or from another engine).
     """
 
+    #: Call it on the loop's thread when blocks are gone for reasons of the backend's own, where
+    #: there is a capacity. Set before ``open``.
+    on_lost: Callable[[Sequence[bytes]], None] = staticmethod(lambda _keys: None)
+
     type_name: ClassVar[str]  #: the ``type`` in ``secondary_tiers``
     medium: ClassVar[str] = "STORAGE"  #: vLLM's word for KV events: CPU or STORAGE
     traits: BackendTraits
@@ -135,6 +139,14 @@ class Backend(ABC):
     async def open(self) -> None:
         """Get ready. Called once, first. Raising cuts the tier off; the engine goes on."""
         return
+
+    def contents(self) -> Iterable[Sequence[bytes]]:
+        """Return what a backend with a capacity has kept from before, once it is open.
+
+        In batches that were stored together, from head to tail; the batch that
+        was stored longest ago first.
+        """
+        return ()
 
     @abstractmethod
     async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:

@@ -445,6 +445,18 @@ class StorePart(Message, frozen=True, gc=False):
     remove: tuple[Key, ...]
 
 
+class ContentsFound(Message, frozen=True, gc=False):
+    """The backend had these when it was opened: blocks once stored together, head to tail."""
+
+    keys: tuple[Key, ...]
+
+
+class ContentsLost(Message, frozen=True, gc=False):
+    """The backend no longer has these, for reasons of its own."""
+
+    keys: tuple[Key, ...]
+
+
 class PartEnded(Message, frozen=True, gc=False):
     """One outcome a key. For a probe DONE means present."""
 

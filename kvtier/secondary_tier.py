@@ -96,6 +96,8 @@ class SecondaryTier(Actor):
                 m.Tick: self._tick,
                 m.PartEnded: self._part_ended,
                 m.Victims: self._victims,
+                m.ContentsFound: self._contents_found,
+                m.ContentsLost: self._contents_lost,
             },
         )
         self.link: Mailbox
@@ -115,6 +117,7 @@ class SecondaryTier(Actor):
         self._in_use: Counter[Key] = Counter()  # held at the policy: being loaded, or just stored
         self._making_room: deque[tuple[_Job, list[int], int]] = deque()  # waiting for n victims
         self._victims_asked = 0
+        self._batches_found = 0
         self._ended: dict[RequestId, None] = {}  # the last of them, oldest first
 
     def is_idle(self) -> bool:
@@ -308,10 +311,34 @@ class SecondaryTier(Actor):
             for index, key in ((i, job.keys[i]) for i in indices)
             if job.outcomes[index] in (Outcome.ABSENT, Outcome.DAMAGED) and key in self._resident
         )
-        if lost:
-            self._resident.difference_update(lost)
-            self.policy.post(m.Gone(keys=lost))
-            self.link.post(m.PresenceChanged(added=(), removed=lost))
+        self._lose(lost)
+
+    def _contents_found(self, message: m.ContentsFound) -> None:
+        """Take up blocks from before. Nobody knows whose they were: each batch is a run."""
+        capacity = self._traits.capacity_blocks
+        assert capacity is not None
+        room = capacity - len(self._resident) - len(self._storing) + self._victims_asked
+        fresh = tuple(key for key in message.keys if key not in self._resident)[: max(0, room)]
+        if not fresh:
+            return
+        self._batches_found += 1
+        request = f"found {self._batches_found}"
+        self._resident.update(fresh)
+        self.policy.post(m.Admitted(keys=fresh, request=request, held=False))
+        held = tuple(key for key in fresh if key in self._in_use)
+        if held:
+            self.policy.post(m.Held(keys=held))
+        self.policy.post(m.RequestEnded(request=request, order=None))
+        self.link.post(m.PresenceChanged(added=fresh, removed=()))
+
+    def _contents_lost(self, message: m.ContentsLost) -> None:
+        self._lose(tuple(key for key in message.keys if key in self._resident))
+
+    def _lose(self, keys: tuple[Key, ...]) -> None:
+        if keys:
+            self._resident.difference_update(keys)
+            self.policy.post(m.Gone(keys=keys))
+            self.link.post(m.PresenceChanged(added=(), removed=keys))
 
     def _hold(self, keys: tuple[Key, ...] | list[Key]) -> None:
         """Keep keys from being chosen while they are loaded, stored, or not yet reported."""

@@ -26,7 +26,7 @@ from kvtier.secondary_tier import SecondaryTier
 from kvtier.threads import DaemonThreads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from anyio.abc import TaskGroup
 
@@ -48,6 +48,10 @@ CLOSE_BACKEND_S: Final = 2.0
 
 DIGEST_THREADS: Final = 2
 """Digests run at memory speed and release the GIL: more threads would only wait for memory."""
+
+CONTENTS_A_PAUSE: Final = 512
+CONTENTS_PAUSE_S: Final = 0.002
+"""So many blocks found at the start are passed on at a time: a million in some seconds."""
 
 DIGEST_INLINE_BYTES_MAX: Final = 1 << 20
 """Up to here (a tenth of a millisecond) a hand-over to a thread costs more than the digest."""
@@ -218,11 +222,14 @@ class TierCell:
 
         self._wake_from_outside = wake
         self._wake_from_inside = lambda: event.set()  # noqa: PLW0108 - it changes
+        self.backend.on_lost = self._driver.tell_lost
         await self.backend.open()
         self._back_again()
         try:
             async with anyio.create_task_group() as tasks:
                 self._driver.tasks = tasks
+                if self.backend.traits.capacity_blocks is not None:
+                    tasks.start_soon(self._driver.tell_contents)
                 while True:
                     event = anyio.Event()
                     self._is_woken = False
@@ -280,6 +287,23 @@ class BackendDriver:
         if not isinstance(message, m.ProbePart | m.LoadPart | m.StorePart):
             raise InternalError(f"a driver does not understand {type(message).__name__}")
         self.tasks.start_soon(self._run, message)
+
+    def tell_lost(self, keys: Sequence[bytes]) -> None:
+        """Pass on that blocks are gone. Loop thread only."""
+        self._report(m.ContentsLost(keys=tuple(keys)))
+
+    async def tell_contents(self) -> None:
+        """Pass on what the backend has from before, slowly enough for the scheduler's steps.
+
+        Meanwhile the tier says that it lacks what it has not been told of yet.
+        """
+        told = 0
+        for keys in self._backend.contents():
+            self._report(m.ContentsFound(keys=tuple(keys)))
+            told += len(keys)
+            if told >= CONTENTS_A_PAUSE:
+                told = 0
+                await anyio.sleep(CONTENTS_PAUSE_S)
 
     def is_quiet(self) -> bool:
         """Tell whether no thread of the driver or the backend may touch a slot any more."""

@@ -666,9 +666,12 @@ class KVTierSpec(Promises, RuleBasedStateMachine):
         world.runtime.tiers[number].inbox.post(m.TierFenced())
 
     @precondition(lambda self: any(self.world.fenced))
-    @rule(tier=PICKS)
-    def a_tier_is_restarted(self, tier: int) -> None:
-        """A fresh cell serves it. Only after the link knows that the old one is fenced."""
+    @rule(tier=PICKS, keeps=st.booleans())
+    def a_tier_is_restarted(self, tier: int, keeps: bool) -> None:
+        """A fresh cell serves it. Only after the link knows that the old one is fenced.
+
+        A tier of its own may have kept its blocks; then its backend says so.
+        """
         world = self.world
         number = pick([each for each, fenced in enumerate(world.fenced) if fenced], tier)
         link = world.links[number]
@@ -679,11 +682,25 @@ class KVTierSpec(Promises, RuleBasedStateMachine):
         policy = None if shape.capacity is None else self.make_policy(shape.capacity)
         held = TestTier(world.cell, link, world.traits(shape), policy)
         world.runtime.tiers[number] = held
-        world.devices[number].restart(held, keeps=shape.capacity is None)
+        world.devices[number].restart(held, keeps=keeps or shape.capacity is None)
         world.fenced[number] = False
         world.honest[number] = True
         world.exact[number] = True
         inbox.post(m.TierRestarted())
+        if shape.capacity is not None:
+            for key in world.devices[number].blocks:
+                held.mailbox.post(m.ContentsFound(keys=(key,)))
+
+    @is_due("lose", 8, lambda self: any(e.capacity is not None for e in self.world.shape.tiers))
+    @rule(tier=PICKS, key=st.sampled_from(KEYS))
+    def a_backend_loses_a_block(self, tier: int, key: Key) -> None:
+        """A region of it went bad, or the block is too old. It says so; or it had it never."""
+        world = self.world
+        own = [each for each, shape in enumerate(world.shape.tiers) if shape.capacity is not None]
+        number = pick(own, tier)
+        world.devices[number].blocks.pop(key, None)
+        if not (world.dead[number] or world.fenced[number]):
+            world.runtime.tiers[number].mailbox.post(m.ContentsLost(keys=(key,)))
 
     # --- rest ---
 

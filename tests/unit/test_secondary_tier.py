@@ -233,3 +233,39 @@ def test_what_a_load_found_damaged_before_its_store_was_reported_is_announced_as
         bench.run()
     kinds = [type(each) for each in bench.said()]
     assert kinds[-2:] == [m.JobEnded, m.PresenceChanged]
+
+
+def test_what_a_backend_has_from_before_is_announced_and_evicted_like_the_rest() -> None:
+    """Oldest batch first; within a batch tails go before heads."""
+    bench = Bench(capacity=4)
+    for batch in (keys(2, "old"), keys(2, "new")):
+        bench.tier.mailbox.post(m.ContentsFound(keys=batch))
+    bench.run()
+    assert bench.said() == [
+        m.PresenceChanged(added=keys(2, "old"), removed=()),
+        m.PresenceChanged(added=keys(2, "new"), removed=()),
+    ]
+    bench.store(b"more")
+    part = bench.tier.parts[0]
+    assert isinstance(part, m.StorePart)
+    assert part.remove == keys(2, "old")[1:]
+
+
+def test_no_more_is_taken_up_than_fits() -> None:
+    bench = Bench(capacity=3)
+    bench.keep(*keys(2))
+    bench.said()
+    bench.tier.mailbox.post(m.ContentsFound(keys=(*keys(2), *keys(2, "more"))))
+    bench.run()
+    assert bench.said() == [m.PresenceChanged(added=keys(1, "more"), removed=())]
+
+
+def test_what_a_backend_loses_is_no_longer_announced() -> None:
+    bench = Bench(capacity=4)
+    bench.keep(*keys(2))
+    bench.said()
+    bench.tier.mailbox.post(m.ContentsLost(keys=(keys(1)[0], b"never had")))
+    bench.run()
+    assert bench.said() == [m.PresenceChanged(added=(), removed=keys(1))]
+    bench.send(m.Probe(probe=1, keys=keys(2)))
+    assert bench.said() == [m.ProbeAnswer(probe=1, present=(False, True))]
