@@ -247,7 +247,7 @@ class ProbeEnded(Message, frozen=True, gc=False):
 
 
 class Promote(Message, frozen=True, gc=False):
-    """Load these blocks into these slots, for ``request``."""
+    """Load these blocks, all for one request, into these slots."""
 
     keys: tuple[Key, ...]
     slots: tuple[int, ...]

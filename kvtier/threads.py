@@ -1,4 +1,4 @@
-"""Threads for calls that block, and that may never return.
+"""Threads for calls that block, and that may never return; and how to wake a loop in one.
 
 anyio's own worker threads are joined when the process ends, so one hung read
 would keep the engine from exiting. These are daemons: a call that hangs costs
@@ -8,9 +8,13 @@ its thread and nothing else.
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
 import queue
 import threading
-from typing import TYPE_CHECKING, Any, TypeVar
+import weakref
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,6 +22,36 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _Work = tuple["asyncio.AbstractEventLoop", "asyncio.Future[Any]", "Callable[[], Any]"]
+
+
+_write_with_gil: Final = ctypes.PyDLL(None).write
+_write_with_gil.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t)
+_ONE: Final = (1).to_bytes(
+    8, "little"
+)  # what an eventfd counts up by; every target is little-endian
+
+
+class Bell:
+    """Wakes an event loop from another thread, without letting go of the GIL.
+
+    ``call_soon_threadsafe`` writes to a socket and lets go of the GIL for it:
+    the woken thread takes the GIL, and may keep it for Python's switch interval
+    of 5 ms. Rung like this, it waits until the caller has nothing to do.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor: Final = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  #: for add_reader
+        # Only when nobody can ring any more: the number might be another file's by then.
+        weakref.finalize(self, os.close, self.descriptor)
+
+    def ring(self) -> None:
+        """Wake the loop that reads the descriptor. Any thread; never waits."""
+        _write_with_gil(self.descriptor, _ONE, len(_ONE))
+
+    def answer(self) -> None:
+        """Note that the loop is awake. Loop thread only."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.descriptor)
 
 
 class DaemonThreads:

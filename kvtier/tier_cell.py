@@ -12,7 +12,6 @@ import asyncio
 import threading
 import time
 from collections import deque
-from contextlib import suppress
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import anyio
@@ -23,7 +22,7 @@ from kvtier.errors import InternalError, StoreFault
 from kvtier.logs import log
 from kvtier.policies.actor import PolicyActor
 from kvtier.secondary_tier import SecondaryTier
-from kvtier.threads import DaemonThreads
+from kvtier.threads import Bell, DaemonThreads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -88,7 +87,7 @@ class TierCell:
         self._taking = threading.Lock()
         self._is_taking = True
         # Two ways to have the loop look for messages: from other threads, and from its own.
-        self._wake_from_outside: Callable[[], None] = lambda: None
+        self._bell = Bell()
         self._wake_from_inside: Callable[[], None] = lambda: None
         self._is_woken = False
         self._ending = threading.Event()
@@ -129,21 +128,17 @@ class TierCell:
         return True
 
     def wake(self) -> None:
-        """Have what was posted delivered. Any thread.
-
-        To wake a thread costs a system call, during which it may take the GIL
-        and keep it for a while. So the scheduler does it once a step, not for each message.
-        """
+        """Have what was posted delivered. Any thread; the scheduler does it once a step."""
         if self._arrived and not self._is_woken:
             self._is_woken = True
-            self._wake_from_outside()
+            self._bell.ring()
 
     def ask_to_end(self) -> None:
         """Take nothing more, end what was begun, then end. Returns at once."""
         with self._taking:
             self._is_taking = False
         self._ending.set()
-        self._wake_from_outside()
+        self._bell.ring()
 
     def close(self, timeout_s: float) -> bool:
         """Ask the cell to end and wait up to ``timeout_s``. False: something still runs.
@@ -156,7 +151,7 @@ class TierCell:
         self._thread.join(max(0.0, timeout_s - ABANDON_S))
         if self._thread.is_alive():
             self._abandoned = True
-            self._wake_from_outside()
+            self._bell.ring()
             self._thread.join(min(timeout_s, ABANDON_S))
         return not self._thread.is_alive() and self._driver.is_quiet()
 
@@ -215,12 +210,11 @@ class TierCell:
         event = anyio.Event()
         loop = asyncio.get_running_loop()
 
-        def wake() -> None:
-            # From any thread. Once the loop is closed there is nothing left to wake.
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(lambda: event.set())  # noqa: PLW0108 - it changes
+        def rung() -> None:
+            self._bell.answer()
+            event.set()
 
-        self._wake_from_outside = wake
+        loop.add_reader(self._bell.descriptor, rung)
         self._wake_from_inside = lambda: event.set()  # noqa: PLW0108 - it changes
         self.backend.on_lost = self._driver.tell_lost
         await self.backend.open()
@@ -241,7 +235,8 @@ class TierCell:
                     await event.wait()
                 tasks.cancel_scope.cancel()
         finally:
-            self._wake_from_outside = self._wake_from_inside = lambda: None
+            loop.remove_reader(self._bell.descriptor)
+            self._wake_from_inside = lambda: None
             self._driver.stop()
             with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_BACKEND_S):
                 await self.backend.close()
