@@ -161,11 +161,8 @@ class ReusePolicy(EvictionPolicy):
         if running is not None:
             self._stop(running, count_uses=order is None and ended is None)
         self._requests += 1
-        if self._requests >= self._learn_at:
-            self._learn_at = self._requests + min(LEARN_REQUESTS, self._requests // 2)
-            self._model.refresh(self._now)
-        elif self._model.work():
-            self._looked_at = -1.0
+        if not self._has_clock:
+            self._learn()
 
     def pass_time(self, now: float) -> None:
         """See ``EvictionPolicy.pass_time``. The first time replaces the count of blocks."""
@@ -176,6 +173,7 @@ class ReusePolicy(EvictionPolicy):
             self._tree.set_used(now)
             self._looked_at = -1.0
         self._set_now(now)
+        self._learn()
 
     def clear(self) -> None:
         """See ``EvictionPolicy.clear``. What was learnt of gaps and chances stays."""
@@ -264,6 +262,17 @@ class ReusePolicy(EvictionPolicy):
 
     def _set_now(self, now: float) -> None:
         self._now = self._paths.now = now
+
+    def _learn(self) -> None:
+        """Work the model out anew now and then, and its indices a part at a time.
+
+        Where there is a clock it is done about once a second, not on a request's time.
+        """
+        if self._requests >= self._learn_at:
+            self._learn_at = self._requests + min(LEARN_REQUESTS, self._requests // 2)
+            self._model.refresh(self._now)
+        elif self._model.work():
+            self._looked_at = -1.0
 
     # --- requests that run ---
 
