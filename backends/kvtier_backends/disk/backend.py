@@ -1,0 +1,354 @@
+"""The ``disk`` tier's driver: a folder that belongs to one engine, and never grows too large."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from anyio import move_on_after
+
+from kvtier.backend import (
+    Backend,
+    BackendContext,
+    BackendTraits,
+    LoadBlock,
+    Loaded,
+    Outcome,
+    StoreBlock,
+)
+from kvtier.errors import ConfigError
+from kvtier.options import Options
+from kvtier.threads import DaemonThreads
+from kvtier_backends.disk.device import Device, FileDevice, Segments
+from kvtier_backends.disk.folder import REGIONS_MIN, Claim, capacity_bytes_min, filesystem_of
+from kvtier_backends.disk.format import NO_KEY_ID, PAGE_BYTES, SEAL_BYTES, namespace_digest
+from kvtier_backends.disk.index import SLOTS_MAX, BlockIndex
+from kvtier_backends.disk.ledger import Ledger
+from kvtier_backends.disk.log import BlockLog, Space
+from kvtier_backends.disk.opening import Judged, judge_again, judge_folder, prepare_folder
+from kvtier_backends.disk.recovery import Expected, Recovery
+from kvtier_backends.disk.regions import Budget, Regions, RegionState
+from kvtier_backends.disk.tables import Identity
+from kvtier_backends.disk.vault import Vault, make_vault
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+IO_DEPTH: Final = 8
+IO_DEPTH_MAX: Final = 1024
+TICK_S: Final = 1.0
+SWEEPS_PER_TTL: Final = 20
+CLOSE_TIMEOUT_S_MAX: Final = 1.0
+CREDIT_REGIONS: Final = 2  #: so many regions' worth of budget is kept for appending again
+_RELEASE_POLL_S: Final = 0.1
+
+
+class DiskBackend(Backend):
+    """Keeps blocks in regions of preallocated files, up to ``capacity_bytes`` in all.
+
+    Options: ``path`` and ``capacity_bytes`` (required), ``region_bytes`` (what is
+    overwritten at once), ``ttl_s`` (blocks older than that are gone; for ever),
+    ``io_depth`` (loads at once, 8), ``direct`` (O_DIRECT where it works; true), and
+    ``encryption_key_file`` or ``encryption_key_env`` (keys in hex, one a line: the
+    first one writes, the others still read).
+
+    A cancelled call goes on by itself: the buffers of a cancelled load may
+    still be written to until ``busy_threads`` says 0. ``close`` waits a second
+    at most; the folder is let go when the last thread is done with it.
+    """
+
+    type_name: ClassVar[str] = "disk"
+    medium: ClassVar[str] = "STORAGE"
+
+    def __init__(
+        self,
+        context: BackendContext,
+        claim: Claim,
+        judged: Judged,
+        *,
+        ttl_s: int,
+        io_depth: int,
+        direct: bool,
+        vault: Vault | None = None,
+    ) -> None:
+        self._vault = vault
+        self._store_threads = max(2, io_depth // 2)
+        self.traits = BackendTraits(
+            load_parts_max=io_depth,
+            store_parts_max=self._store_threads,
+            capacity_blocks=judged.plan.capacity_blocks,
+        )
+        self.clock: Callable[[], float] = time.time
+        self._context = context
+        self._claim = claim
+        self._judged = judged
+        self._plan = judged.plan
+        self._path = claim.path
+        self._filesystem = filesystem_of(claim.path)
+        self._ttl_s = ttl_s
+        self._io_depth = io_depth
+        # Blocks that are no whole pages can't be moved by O_DIRECT from where they are.
+        self._direct = direct and context.block_bytes % PAGE_BYTES == 0
+        self._ledger = Ledger(context.tier_name, claim.path)
+        self._threads = DaemonThreads(1, f"{context.tier_name}-upkeep")
+        self._log: BlockLog | None = None
+        self._devices: list[Device] = []  # the log's, and any before that still hangs
+        self._upkeep: asyncio.Task[None] | None = None
+        self._swept = 0
+        self._is_closed = False
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], context: BackendContext) -> DiskBackend:
+        """Check the options and claim the folder, or refuse with a ``ConfigError``."""
+        reader = Options(options, f"secondary tier {context.tier_name}")
+        given_path = reader.text("path")
+        capacity_bytes = reader.integer("capacity_bytes", minimum=1)
+        region_bytes = (
+            reader.integer("region_bytes", minimum=PAGE_BYTES)
+            if reader.has("region_bytes")
+            else None
+        )
+        ttl_s = reader.integer("ttl_s", 0, maximum=1 << 31)
+        io_depth = reader.integer("io_depth", IO_DEPTH, minimum=1, maximum=IO_DEPTH_MAX)
+        direct = reader.flag("direct", default=True)
+        reader.allow("region_bytes")
+        vault = make_vault(reader, context)
+        reader.finish()
+        if region_bytes is not None and region_bytes % PAGE_BYTES:
+            raise reader.error("region_bytes", region_bytes, f"must be a multiple of {PAGE_BYTES}")
+
+        def refuse(remedy: str) -> ConfigError:
+            return ConfigError(f"{reader.where}: path={given_path!r} {remedy}")
+
+        seal_bytes = 0 if vault is None else SEAL_BYTES
+        claim = Claim(os.path.abspath(given_path), refuse)
+        try:
+            judged = judge_folder(
+                claim.path, capacity_bytes, context.block_bytes, seal_bytes, region_bytes
+            )
+        except OSError as problem:
+            claim.release()
+            raise refuse(
+                f"cannot be read ({problem.strerror}). Give this user the right to, or name "
+                "another folder."
+            ) from problem
+        plan = judged.plan
+        if plan.regions < REGIONS_MIN or plan.geometry.slots < 1:
+            claim.release()
+            least = capacity_bytes_min(context.block_bytes, seal_bytes)
+            raise reader.error(
+                "capacity_bytes",
+                capacity_bytes,
+                f"has no room for {REGIONS_MIN} regions of blocks of {context.block_bytes} bytes; "
+                f"give it {least} or more, or lower region_bytes",
+            )
+        if plan.regions * plan.geometry.slots > SLOTS_MAX:
+            claim.release()
+            raise reader.error(
+                "capacity_bytes", capacity_bytes, f"is more than {SLOTS_MAX} blocks; lower it"
+            )
+        return cls(
+            context, claim, judged, ttl_s=ttl_s, io_depth=io_depth, direct=direct, vault=vault
+        )
+
+    @property
+    def place(self) -> str:
+        """The folder, with links resolved."""
+        return os.path.realpath(self._path)
+
+    async def open(self) -> None:
+        """Recover what the folder holds. Raises ``OSError``; the folder is let go then."""
+        try:
+            self._log = await self._begin(self._judged, self._plan.capacity_blocks)
+        except BaseException:
+            self._is_closed = True
+            self._threads.stop()
+            self._claim.release()
+            raise
+        self._upkeep = asyncio.get_running_loop().create_task(self._keep_up())
+
+    def contents(self) -> Iterable[Sequence[bytes]]:
+        """Yield the keys that were recovered, in batches, least recently stored first."""
+        if self._log is None:
+            return iter(())
+        return self._log.index.keys(self._log.regions.oldest_first())
+
+    async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        """Look the keys up in the index. No I/O."""
+        return [self._log is not None and self._log.has(key) for key in keys]
+
+    async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
+        """Read the blocks, neighbours in one transfer."""
+        log = self._log
+        if log is None:
+            return [Loaded(Outcome.ABSENT)] * len(blocks)
+        if self._vault is not None:
+            return await log.shielded(self._vault.load(log, blocks))
+        found = await log.load(blocks)
+        return [Loaded(each.outcome, each.digest or None) for each in found]
+
+    async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
+        """Append the blocks, in one transfer as a rule."""
+        log = self._log
+        if log is None:
+            return [Outcome.FAILED] * len(blocks)
+        if self._vault is not None:
+            return await log.shielded(self._vault.store(log, blocks))
+        return await log.store(blocks)
+
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        """Forget these keys. No I/O: their bytes stay until their region is overwritten."""
+        if self._log is not None:
+            self._log.remove(keys)
+
+    async def close(self) -> None:
+        """Let go of the folder. Waits a second at most for what runs."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._upkeep is not None:
+            self._upkeep.cancel()
+        log, self._log = self._log, None
+        if log is not None:
+            with move_on_after(CLOSE_TIMEOUT_S_MAX):
+                await log.wait_idle()
+            log.device.close()
+        self._threads.stop()
+        if self._vault is not None:
+            self._vault.stop()
+        self._release_when_idle()
+
+    def busy_threads(self) -> int:
+        """Count the calls that may still touch a buffer, cancelled and hung ones too."""
+        sealing = 0 if self._vault is None else self._vault.busy()
+        return sealing + sum(device.busy() for device in self._devices)
+
+    def counters(self) -> Mapping[str, int]:
+        """Return counts of what was written, lost and found, and of what there is now."""
+        counts = dict(self._ledger.counts())
+        log = self._log
+        if log is not None:
+            counts["blocks"] = len(log.index)
+            counts["regions_free"] = log.regions.free_count
+            counts["regions_retired"] = log.regions.count_in(RegionState.RETIRED)
+        return counts
+
+    # --- beginning ---
+
+    async def _begin(self, judged: Judged, blocks_max: int) -> BlockLog:
+        """Open the folder, and keep the newest ``blocks_max`` blocks of what it holds."""
+        plan, geometry = judged.plan, judged.plan.geometry
+        superblock, counts = await self._threads.run(partial(prepare_folder, self._path, judged))
+        device = FileDevice(
+            Segments(self._path, geometry.region_bytes, plan.segment_regions),
+            direct=self._direct,
+            read_threads=self._io_depth,
+            write_threads=self._store_threads,
+            name=self._context.tier_name,
+            said=partial(self._ledger.trouble, "direct_refused"),
+        )
+        self._devices = [*(each for each in self._devices if each.busy()), device]
+        index = BlockIndex(plan.regions, geometry.slots, sealed=self._vault is not None)
+        regions = Regions(plan.regions, geometry.slots, index.live)
+        key_id = NO_KEY_ID if self._vault is None else self._vault.ring.current_id
+        key_ids = {NO_KEY_ID} if self._vault is None else set(self._vault.ring.by_id)
+        identity = Identity(superblock.folder_id, namespace_digest(self._context), key_id)
+        expected = Expected(identity.folder_id, identity.namespace, key_ids, geometry)
+        stored_s_min = int(self.clock()) - self._ttl_s if self._ttl_s else 0
+        recovery = Recovery(device, expected, index, self._threads, stored_s_min)
+        found = await recovery.run(plan.regions, blocks_max)
+        regions.recover(found.sequences, found.spare, found.highest)
+        for name, count in (*counts.items(), *found.counts.items()):
+            self._ledger.add(name, count)
+        budget = Budget(CREDIT_REGIONS * geometry.region_bytes)
+        log = BlockLog(
+            Space(device, index, regions, geometry, budget, plan.capacity_blocks),
+            identity,
+            self._ledger,
+            ttl_s=self._ttl_s,
+            clock=self.clock,
+            lost=self._tell,
+        )
+        log.key_ids.update(found.key_ids)
+        return log
+
+    def _tell(self, keys: Sequence[bytes]) -> None:
+        self.on_lost(keys)
+
+    def _release_when_idle(self) -> None:
+        """Let the folder go, but not while a hung thread may still write to it."""
+        devices = self._devices
+        if not any(device.busy() for device in devices):
+            self._claim.release()
+            return
+
+        def wait_and_release() -> None:
+            while any(device.busy() for device in devices):
+                time.sleep(_RELEASE_POLL_S)
+            self._claim.release()
+
+        name = f"{self._context.tier_name}-release"
+        threading.Thread(target=wait_and_release, name=name, daemon=True).start()
+
+    # --- upkeep ---
+
+    async def _keep_up(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                await self.tick()
+            except Exception as error:  # noqa: BLE001 - upkeep goes on, whatever one round met
+                self._ledger.trouble("upkeep_failed", error)
+
+    async def tick(self) -> None:
+        """Do one round of upkeep: watch the folder, revive regions, sweep what is too old."""
+        if self._log is None:
+            await self._come_back()
+            return
+        log = self._log
+        if not await self._threads.run(self._claim.stands):
+            self._vanish(log)
+            return
+        log.revive()
+        if self._ttl_s:
+            await self._sweep(log)
+
+    async def _sweep(self, log: BlockLog) -> None:
+        holding = log.regions.oldest_first()
+        rounds = max(1.0, self._ttl_s / SWEEPS_PER_TTL / TICK_S)
+        for _ in range(int(len(holding) / rounds) + 1 if holding else 0):
+            self._swept = (self._swept + 1) % len(holding)
+            log.sweep(holding[self._swept])
+            await asyncio.sleep(0)
+
+    def _vanish(self, log: BlockLog) -> None:
+        """Give up a folder that is not there any more. What it held is lost."""
+        self._ledger.trouble("folder_vanished", "the folder is gone, or was replaced")
+        self._log = None
+        log.is_dead = True
+        for keys in list(log.index.keys(log.regions.oldest_first())):
+            log.lose(keys, "blocks_lost_with_the_folder")
+        log.lost = _tell_nobody
+        log.device.close()
+        self._claim.release()
+
+    async def _come_back(self) -> None:
+        """Try to use the folder again, empty: what it may hold was told to be lost."""
+        with suppress(ConfigError, OSError):
+            # Where nothing is mounted any more, the blocks would fill somebody else's disk.
+            if await self._threads.run(partial(filesystem_of, self._path)) != self._filesystem:
+                return
+            claim = await self._threads.run(partial(Claim, self._path, ConfigError))
+            self._claim = claim
+            judged = await self._threads.run(partial(judge_again, self._path, self._plan))
+            self._log = await self._begin(judged, 0)
+            self._ledger.add("folder_came_back")
+
+
+def _tell_nobody(_: Sequence[bytes]) -> None:
+    return

@@ -1,0 +1,188 @@
+"""Fills an empty index from table pages, a million blocks in about a second.
+
+Regions come in any order; the sequence of each tells its age. The newest copy of
+a key is taken; where more blocks are left than the tier has room for, the oldest
+go. The words of the index are laid out all at once: sorted by home, each goes
+to its home or right behind its predecessor.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from kvtier.backend import DIGEST_BYTES
+from kvtier_backends.disk.format import SEAL_BYTES
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvtier_backends.disk.format import TablePage
+    from kvtier_backends.disk.index import BlockIndex, Slab
+
+
+class Dropped(NamedTuple):
+    """What a bulk load left out, by reason."""
+
+    beyond: int  #: entries that no region of this layout can hold
+    expired: int
+    doubled: int  #: older copies of a key
+    over: int  #: more than the tier has room for
+
+
+class BulkLoad:
+    """Takes table pages region by region, then fills the index in ``finish``."""
+
+    def __init__(self, index: BlockIndex, stored_s_min: int) -> None:
+        """Entries stored before ``stored_s_min`` are expired."""
+        self._index = index
+        self._stored_s_min = stored_s_min
+        self._regions: list[tuple[int, NDArray[np.uint64], NDArray[np.int64]]] = []
+        self._pages: list[tuple[tuple[int, int], list[memoryview]]] = []
+        self._beyond = 0
+        self._expired = 0
+
+    def add_page(self, table: TablePage) -> None:
+        """Take the entries of one page of the region that ``end_region`` will name.
+
+        A later page's entries replace those before.
+        """
+        layout = (table.key_width, table.seal_bytes)
+        if not self._pages or self._pages[-1][0] != layout:
+            self._pages.append((layout, []))
+        self._pages[-1][1].append(table.records)
+
+    def end_region(self, region: int, sequence: int) -> int:
+        """Take the pages since the last call as this region's; returns how many blocks it has.
+
+        No two regions may have one sequence.
+        """
+        for (key_width, seal_bytes), pages in self._pages:
+            if key_width:
+                records = np.frombuffer(b"".join(pages), dtype=_dtype(key_width, seal_bytes))
+                self._add_records(region, key_width, records, sealed=seal_bytes > 0)
+        self._pages.clear()
+        slab = self._index.slab(region, 1)
+        lengths = np.frombuffer(slab.lengths, np.uint8)
+        expired = (lengths > 0) & (np.frombuffer(slab.stored_s, np.uint32) < self._stored_s_min)
+        self._expired += int(expired.sum())
+        lengths[expired] = 0
+        slots = np.flatnonzero(lengths)
+        hashes = np.fromiter(map(hash, _keys(slab, slots)), np.int64, len(slots))
+        locations = slots + region * self._index.slots_per_region
+        self._regions.append((sequence, hashes.view(np.uint64), locations))
+        return len(slots)
+
+    def _add_records(
+        self, region: int, key_width: int, records: NDArray[Any], *, sealed: bool
+    ) -> None:
+        index = self._index
+        sound = records["slot"] < index.slots_per_region
+        sound &= (records["length"] > 0) & (records["length"] <= key_width)
+        sound &= sealed == index.sealed
+        if not sound.all():
+            self._beyond += len(records) - int(sound.sum())
+            records = records[sound]
+        slab = index.slab(region, key_width)
+        slots = records["slot"]
+        keys = np.frombuffer(slab.keys, np.uint8).reshape(-1, slab.key_width)
+        keys[slots, :key_width] = records["key"]
+        np.frombuffer(slab.lengths, np.uint8)[slots] = records["length"]
+        _rows(slab.digests, DIGEST_BYTES)[slots] = records["digest"]
+        np.frombuffer(slab.stored_s, np.uint32)[slots] = records["stored_s"]
+        np.frombuffer(slab.used_s, np.uint32)[slots] = records["stored_s"]
+        if index.sealed:
+            _rows(slab.seals, SEAL_BYTES)[slots] = records["seal"]
+
+    def finish(self, blocks_max: int) -> Dropped:
+        """Fill the index with at most so many blocks, and return what was left out."""
+        if not self._regions:
+            return Dropped(self._beyond, self._expired, 0, 0)
+        self._regions.sort(key=lambda region: region[0])
+        hashes = np.concatenate([hashes for _, hashes, _ in self._regions])
+        locations = np.concatenate([locations for _, _, locations in self._regions])
+        self._regions.clear()
+        # By home and then by the rest of the hash: one sort for both uses.
+        bits = np.uint64(self._index.mask.bit_length())
+        turned = hashes << (np.uint64(64) - bits) | hashes >> bits
+        order = np.argsort(turned, kind="stable")
+        alive = np.ones(len(locations), dtype=bool)
+        older = self._older_copies(turned[order], order, locations)
+        alive[older] = False
+        rest = np.flatnonzero(alive)
+        over = max(0, len(rest) - blocks_max)
+        alive[rest[:over]] = False
+        self._forget(locations[~alive])
+        order = order[alive[order]]
+        self._write_words(hashes[order], locations[order])
+        return Dropped(self._beyond, self._expired, len(older), over)
+
+    def _older_copies(
+        self, hashes: NDArray[np.uint64], order: NDArray[np.int64], locations: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Return the places, in ``locations``, of all copies of a key but the newest.
+
+        ``hashes`` are sorted, and ``order`` says where each belongs.
+        """
+        same = hashes[1:] == hashes[:-1]
+        alike = np.zeros(len(order), dtype=bool)
+        alike[1:] |= same
+        alike[:-1] |= same
+        older: list[int] = []
+        newest: dict[bytes | None, int] = {}
+        # Equal hashes are hardly ever different keys, but they may be.
+        for place in sorted(order[alike].tolist()):
+            key = self._index.key_at(int(locations[place]))
+            if key in newest:
+                older.append(newest[key])
+            newest[key] = place
+        return np.array(older, dtype=np.int64)
+
+    def _forget(self, locations: NDArray[np.int64]) -> None:
+        regions, slots = np.divmod(locations, self._index.slots_per_region)
+        for region in np.unique(regions).tolist():
+            slab = self._index.slab(region, 1)
+            np.frombuffer(slab.lengths, np.uint8)[slots[regions == region]] = 0
+
+    def _write_words(self, hashes: NDArray[np.uint64], locations: NDArray[np.int64]) -> None:
+        """Write the words of blocks that are sorted by their homes."""
+        index = self._index
+        prints = hashes & np.uint64(0xFFFFFFFF)
+        home = (prints & np.uint64(index.mask)).astype(np.int64)
+        run = np.arange(len(home))
+        at = run + np.maximum.accumulate(home - run) if len(home) else home
+        fits = at <= index.mask
+        words = np.frombuffer(index.words, np.uint64)
+        words[at[fits]] = prints[fits] << np.uint64(32) | (locations[fits] + 1).astype(np.uint64)
+        for print_, location in zip(prints[~fits].tolist(), locations[~fits].tolist(), strict=True):
+            index.put(print_, location)
+        counts = np.bincount(locations // index.slots_per_region)
+        for region in np.flatnonzero(counts).tolist():
+            index.add_live(region, int(counts[region]))
+
+
+@cache
+def _dtype(key_width: int, seal_bytes: int) -> np.dtype[Any]:
+    """Return the layout of a record (``format.record_struct``), as numpy has it."""
+    fields: list[tuple[str, str]] = [("slot", "<u4"), ("stored_s", "<u4"), ("length", "u1")]
+    fields.append(("digest", f"V{DIGEST_BYTES}"))
+    if seal_bytes:
+        fields.append(("seal", f"V{seal_bytes}"))
+    return np.dtype([*fields, ("key", f"({key_width},)u1")])
+
+
+def _rows(array: bytearray, width: int) -> NDArray[Any]:
+    return np.frombuffer(array, f"V{width}")
+
+
+def _keys(slab: Slab, slots: NDArray[np.int64]) -> list[bytes]:
+    """Return the keys at these slots."""
+    lengths = np.frombuffer(slab.lengths, np.uint8)[slots]
+    if not len(slots) or int(lengths.min()) != int(lengths.max()):
+        return [slab.key(slot) for slot in slots.tolist()]
+    length = int(lengths[0])
+    rows = np.frombuffer(slab.keys, np.uint8).reshape(-1, slab.key_width)
+    flat = rows[slots, :length].tobytes()
+    return [flat[start : start + length] for start in range(0, len(flat), length)]

@@ -1,0 +1,282 @@
+"""Moves bytes between buffers and the regions of segment files. Knows nothing of blocks.
+
+``Device`` is the seam: whatever keeps to it can take the files' place, be it
+another way to talk to the kernel, or a simulated disk that tears and loses
+writes. A transfer names a region, an offset in it, and buffers that lie there
+one behind the other.
+
+Nothing is synced. Segment files are created when a region of theirs is first
+opened, for this user alone, and each region's bytes are allocated before it is
+written: a disk that is full says so then, not in the middle of a store.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvtier.threads import DaemonThreads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    Buffers = list[memoryview]
+
+O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
+SEGMENT_NAME: Final = "segment-{:05d}.kv"
+_BUFFERS_MAX: Final = 1024  # the kernel's limit for one call
+_FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC
+_GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR})
+
+
+class Transfer(NamedTuple):
+    """One read or write: neighbouring bytes of a region, and where they go or come from."""
+
+    region: int
+    at: int  #: from the start of the region
+    buffers: list[memoryview]
+
+    @property
+    def size(self) -> int:
+        """How many bytes move."""
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+
+class Segments(NamedTuple):
+    """Where the segment files lie, and how they are cut."""
+
+    folder: str
+    region_bytes: int
+    regions_each: int  #: in one file
+
+
+class Device(ABC):
+    """Storage for regions. One thread, the event loop's, calls it; calls overlap.
+
+    A call that is cancelled goes on: its buffers belong to it until ``busy`` says 0.
+    """
+
+    @abstractmethod
+    async def read(self, transfers: Sequence[Transfer]) -> list[int | OSError]:
+        """Read all; for each, how many bytes came (fewer: there are no more) or what failed."""
+
+    @abstractmethod
+    async def write(self, transfers: Sequence[Transfer]) -> list[OSError | None]:
+        """Write all, in order; for each, None or what failed."""
+
+    @abstractmethod
+    async def allocate(self, region: int) -> None:
+        """Make sure that the region's bytes exist. Raises ``OSError`` if there is no room."""
+
+    @abstractmethod
+    def busy(self) -> int:
+        """Return how many calls run or wait, cancelled ones too. Any thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Take no more work, and let go of everything once nothing is busy. Never waits."""
+
+
+class FileDevice(Device):
+    """Segment files in a folder, read and written by threads.
+
+    Readers and writers have threads of their own, so neither waits for the
+    other. ``direct`` goes around the page cache where buffers and filesystem
+    allow it; ``said`` is called when one does not.
+    """
+
+    def __init__(
+        self,
+        segments: Segments,
+        *,
+        direct: bool,
+        read_threads: int,
+        write_threads: int,
+        name: str,
+        said: Callable[[OSError], None],
+    ) -> None:
+        self._files = _SegmentFiles(segments, said, direct=direct)
+        self._readers = DaemonThreads(read_threads, f"{name}-read")
+        self._writers = DaemonThreads(write_threads, f"{name}-write")
+        self._is_closed = False  # stopped threads take no more calls: these would wait for ever
+
+    async def read(self, transfers: Sequence[Transfer]) -> list[int | OSError]:
+        """Read all, in one of the reading threads."""
+        if self._is_closed:
+            return [_closed() for _ in transfers]
+        return await self._readers.run(partial(self._files.read_all, transfers))
+
+    async def write(self, transfers: Sequence[Transfer]) -> list[OSError | None]:
+        """Write all, in one of the writing threads."""
+        if self._is_closed:
+            return [_closed() for _ in transfers]
+        return await self._writers.run(partial(self._files.write_all, transfers))
+
+    async def allocate(self, region: int) -> None:
+        """Allocate in one of the writing threads."""
+        if self._is_closed:
+            raise _closed()
+        await self._writers.run(partial(self._files.allocate, region))
+
+    def busy(self) -> int:
+        """Count the calls that may still touch a buffer or a file."""
+        return self._readers.busy() + self._writers.busy()
+
+    def close(self) -> None:
+        """End the threads after what they run now; files are closed with the last of them."""
+        self._is_closed = True
+        self._readers.stop()
+        self._writers.stop()
+        self._files.close_when(lambda: self.busy() == 0)
+
+
+class _SegmentFiles:
+    """Open descriptors of the segment files. Any thread may call any method but ``close``."""
+
+    def __init__(
+        self, segments: Segments, said: Callable[[OSError], None], *, direct: bool
+    ) -> None:
+        self._segments = segments
+        self._direct = O_DIRECT if direct else 0
+        self._said = said
+        self._lock = threading.Lock()
+        self._descriptors: dict[tuple[int, int], int] = {}
+        self._closed = False
+
+    def read_all(self, transfers: Sequence[Transfer]) -> list[int | OSError]:
+        """Read one transfer after the other."""
+        return [self._attempt(self._read, transfer) for transfer in transfers]
+
+    def write_all(self, transfers: Sequence[Transfer]) -> list[OSError | None]:
+        """Write one transfer after the other."""
+        ends = [self._attempt(self._write, transfer) for transfer in transfers]
+        return [end if isinstance(end, OSError) else None for end in ends]
+
+    def allocate(self, region: int) -> None:
+        """Allocate a region's bytes, and create its file if need be."""
+        segment, at = self._place(region)
+        descriptor = self._descriptor(segment, os.O_WRONLY | os.O_CREAT)
+        os.posix_fallocate(descriptor, at, self._segments.region_bytes)
+
+    def close_when(self, idle: Callable[[], bool]) -> None:
+        """Close the files if nothing uses them; otherwise they stay open."""
+        # A descriptor that is closed under a hung call may be another file's by the time it ends.
+        with self._lock:
+            self._closed = True
+            if idle():
+                for descriptor in self._descriptors.values():
+                    os.close(descriptor)
+                self._descriptors.clear()
+
+    def _attempt(self, move: Callable[[Transfer], int], transfer: Transfer) -> int | OSError:
+        try:
+            return move(transfer)
+        except OSError as problem:
+            return problem
+
+    def _read(self, transfer: Transfer) -> int:
+        try:
+            return self._move(os.preadv, os.O_RDONLY, transfer)
+        except OSError as problem:
+            if problem.errno in _GONE:
+                return 0
+            raise
+
+    def _write(self, transfer: Transfer) -> int:
+        count = self._move(os.pwritev, os.O_WRONLY, transfer)
+        if count != transfer.size:
+            raise OSError(errno.ENOSPC, f"wrote {count} of {transfer.size} bytes")
+        return count
+
+    def _move(
+        self,
+        call: Callable[[int, Buffers, int], int],
+        flags: int,
+        transfer: Transfer,
+    ) -> int:
+        """Move a transfer's bytes, past the page cache if that works. Returns how many."""
+        segment, start = self._place(transfer.region)
+        at = start + transfer.at
+        if self._direct:
+            try:
+                return _move_all(call, self._descriptor(segment, flags | O_DIRECT), transfer, at)
+            except OSError as problem:
+                if problem.errno != errno.EINVAL:
+                    raise
+                self._said(problem)
+        return _move_all(call, self._descriptor(segment, flags), transfer, at)
+
+    def _place(self, region: int) -> tuple[int, int]:
+        segment, number = divmod(region, self._segments.regions_each)
+        return segment, number * self._segments.region_bytes
+
+    def _descriptor(self, segment: int, flags: int) -> int:
+        """Return the segment's descriptor for this kind of access, opened if need be."""
+        place = (segment, flags & ~os.O_CREAT)
+        with self._lock:
+            if self._closed:
+                raise _closed()
+            descriptor = self._descriptors.get(place)
+            if descriptor is None:
+                path = f"{self._segments.folder}/{SEGMENT_NAME.format(segment)}"
+                try:
+                    descriptor = os.open(path, flags | _FLAGS, 0o600)
+                except OSError as problem:
+                    if problem.errno == errno.EINVAL and flags & O_DIRECT:
+                        self._direct = 0  # the filesystem has none: not to be asked again
+                    raise
+                self._descriptors[place] = descriptor
+            return descriptor
+
+
+def _closed() -> OSError:
+    return OSError(errno.EBADF, "the tier is closed")
+
+
+def _move_all(
+    call: Callable[[int, Buffers, int], int], descriptor: int, transfer: Transfer, at: int
+) -> int:
+    """Call until everything has moved or nothing moves any more. Returns how many bytes did."""
+    buffers = transfer.buffers
+    moved = 0
+    while buffers:
+        count = call(descriptor, buffers[:_BUFFERS_MAX], at + moved)
+        if count == 0:
+            break
+        moved += count
+        buffers = _after(buffers, count)
+    return moved
+
+
+def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """Return what is left of the buffers behind their first ``count`` bytes."""
+    for place, buffer in enumerate(buffers):
+        if count < buffer.nbytes:
+            return [buffer[count:], *buffers[place + 1 :]]
+        count -= buffer.nbytes
+    return []
+
+
+def trim_segments(segments: Segments, regions: int, highest: int) -> int:
+    """Cut off and remove what lies beyond ``regions``; returns how many files changed.
+
+    Looks at the segments up to number ``highest``.
+    """
+    changed = 0
+    for segment in range(highest + 1):
+        path = f"{segments.folder}/{SEGMENT_NAME.format(segment)}"
+        first = segment * segments.regions_each
+        kept = min(segments.regions_each, max(0, regions - first)) * segments.region_bytes
+        with suppress(FileNotFoundError):
+            if kept == 0:
+                os.unlink(path)
+                changed += 1
+            elif os.lstat(path).st_size > kept:
+                os.truncate(path, kept)
+                changed += 1
+    return changed

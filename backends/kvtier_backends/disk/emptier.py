@@ -1,0 +1,94 @@
+"""Empties one region: appends its blocks again, as far as budget and room go, and drops the rest.
+
+What is dropped is what was used least recently. Blocks that are removed, or
+stored anew, while they are on their way stay as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from typing import TYPE_CHECKING, Final
+
+from kvtier.backend import Outcome
+from kvtier_backends.disk.format import PAGE_BYTES
+from kvtier_backends.disk.regions import RegionState
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtier_backends.disk.log import BlockLog
+
+BATCH_BYTES: Final = 2 << 20
+READERS_WAIT_S_MAX: Final = 1.0
+_READERS_POLL_S: Final = 0.005
+
+
+def affordable(log: BlockLog) -> int:
+    """Return how many blocks may be appended again now: by the budget, and by the room."""
+    regions, stride = log.regions, log.geometry.stride
+    batches = -(-regions.slots * stride // BATCH_BYTES)
+    overhead_bytes = (batches + 2) * PAGE_BYTES  # a table page a batch, a header
+    room = regions.room + (regions.slots if regions.free_count else 0)
+    return min(room, log.budget.affords(stride, overhead_bytes))
+
+
+async def empty_one(log: BlockLog) -> bool:
+    """Empty the region with the fewest blocks. False: there is none, or it is still read."""
+    region = log.regions.victim()
+    if region is None:
+        return False
+    log.regions.begin_emptying(region)
+    log.regions.pin(region)
+    try:
+        await _append_again(log, _choose(log, region))
+    finally:
+        # Whatever could not be appended again is lost.
+        log.lose(log.index.keys_of(region), "blocks_dropped")
+        log.regions.unpin(region)
+    log.ledger.add("regions_emptied")
+    waited_s = 0.0
+    while log.regions.state(region) is RegionState.EMPTYING and waited_s < READERS_WAIT_S_MAX:
+        await asyncio.sleep(_READERS_POLL_S)
+        waited_s += _READERS_POLL_S
+    return log.regions.state(region) is RegionState.FREE
+
+
+def _choose(log: BlockLog, region: int) -> list[int]:
+    """Return the locations of the blocks to append again, in order; drop the others."""
+    log.sweep(region)
+    first = region * log.geometry.slots
+    locations = [first + slot for slot in log.index.slots_of(region)]
+    # Blocks under an older key stay where that key is named, and go with it.
+    excess = len(locations) - (affordable(log) if log.has_current_key(region) else 0)
+    if excess > 0:
+        by_use = sorted(locations, key=lambda at: (log.index.known(at).used_s, at))
+        keys = [log.index.key_at(at) for at in by_use[:excess]]
+        log.lose([key for key in keys if key is not None], "blocks_dropped")
+        locations = sorted(by_use[excess:])
+    return locations
+
+
+async def _append_again(log: BlockLog, locations: Sequence[int]) -> None:
+    block_bytes, stride = log.geometry.block_bytes, log.geometry.stride
+    size = max(1, BATCH_BYTES // stride)
+    memory = memoryview(mmap.mmap(-1, min(size, max(1, len(locations))) * stride))
+    views = [memory[at : at + block_bytes] for at in range(0, len(memory), stride)]
+    for start in range(0, len(locations), size):
+        batch = locations[start : start + size]
+        if not await _append_batch(log, batch, views[: len(batch)]):
+            return
+
+
+async def _append_batch(
+    log: BlockLog, locations: Sequence[int], views: Sequence[memoryview]
+) -> bool:
+    """Append some blocks again. False: there was no room for all of them."""
+    outcomes = await log.read_at(list(zip(locations, views, strict=True)))
+    items = []
+    for location, view, outcome in zip(locations, views, outcomes, strict=True):
+        key = log.index.key_at(location)
+        if key is not None and outcome is Outcome.DONE:
+            items.append(log.item_again(key, view, location))
+    ends = await log.append(items, again=True)
+    return all(end is Outcome.DONE for end in ends)

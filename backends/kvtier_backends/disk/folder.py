@@ -1,0 +1,234 @@
+"""Claims a folder for one engine, and decides how it is cut into regions.
+
+A claim is an flock on the file ``lock``, which the kernel takes back when its
+owner ends, however it ends. Beside it lie ``superblock`` (two copies of one
+page, so that one flipped bit does not cost the folder) and the segment files.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import stat
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvtier_backends.disk.format import (
+    ID_BYTES,
+    PAGE_BYTES,
+    Geometry,
+    PageRefused,
+    Refusal,
+    Superblock,
+    decode_superblock_untrusted,
+    encode_superblock,
+    make_geometry,
+    region_bytes_for,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvtier.errors import ConfigError
+
+REGION_BYTES_USUAL: Final = 64 << 20
+REGION_SLOTS_MIN: Final = 16  #: fewer only where the folder would have too few regions then
+REGION_SLOTS_MAX: Final = 8192  #: listing the blocks of one region stays short
+REGIONS_WANTED: Final = 64
+REGIONS_LOW: Final = 8
+REGIONS_KEPT_MIN: Final = 6  #: a folder that is cut into fewer is cut anew, if that helps
+REGIONS_MIN: Final = 4
+SEGMENT_BYTES_USUAL: Final = 1 << 30
+FOLDER_BYTES: Final = 4 * PAGE_BYTES  #: the lock and the superblock, rounded up
+SPARE_PART: Final = 0.1
+"""So much of the slots is not told upward: there dead blocks lie until a region is emptied."""
+
+_LOCK_NAME: Final = "lock"
+_SUPERBLOCK_NAME: Final = "superblock"
+_SEGMENT_PATTERN: Final = re.compile(r"segment-(\d{5})\.kv")
+_OPEN_FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Plan(NamedTuple):
+    """How a folder of one capacity is used."""
+
+    geometry: Geometry
+    regions: int
+    segment_regions: int
+
+    @property
+    def capacity_blocks(self) -> int:
+        """How many blocks are promised to fit, less what is open, kept back and spare."""
+        return max(1, int((self.regions - 2) * self.geometry.slots * (1 - SPARE_PART)))
+
+
+def plan_folder(
+    capacity_bytes: int, block_bytes: int, seal_bytes: int, region_bytes: int | None
+) -> Plan:
+    """Cut ``capacity_bytes`` into regions, of ``region_bytes`` if that is given.
+
+    The plan has fewer than ``REGIONS_MIN`` regions, or no slot, if there is too little room.
+    """
+    room = max(0, capacity_bytes - FOLDER_BYTES)
+    if region_bytes is None:
+        region_bytes = _usual_region_bytes(room, block_bytes, seal_bytes)
+    geometry = make_geometry(region_bytes, block_bytes, seal_bytes)
+    if geometry.slots > REGION_SLOTS_MAX:
+        region_bytes = region_bytes_for(REGION_SLOTS_MAX, block_bytes, seal_bytes)
+        geometry = make_geometry(region_bytes, block_bytes, seal_bytes)
+    return Plan(geometry, room // region_bytes, max(1, SEGMENT_BYTES_USUAL // region_bytes))
+
+
+def capacity_bytes_min(block_bytes: int, seal_bytes: int) -> int:
+    """Return the smallest capacity that works at all."""
+    return FOLDER_BYTES + REGIONS_MIN * region_bytes_for(1, block_bytes, seal_bytes)
+
+
+def _usual_region_bytes(room: int, block_bytes: int, seal_bytes: int) -> int:
+    least = region_bytes_for(REGION_SLOTS_MIN, block_bytes, seal_bytes)
+    wanted = min(REGION_BYTES_USUAL, room // REGIONS_WANTED // PAGE_BYTES * PAGE_BYTES)
+    region_bytes = max(least, wanted)
+    slots = REGION_SLOTS_MIN
+    while room // region_bytes < REGIONS_LOW and slots > 1:
+        slots -= 1
+        region_bytes = region_bytes_for(slots, block_bytes, seal_bytes)
+    return region_bytes
+
+
+class Claim:
+    """A folder that belongs to this process until ``release``, or until it ends."""
+
+    def __init__(self, path: str, refuse: Callable[[str], ConfigError]) -> None:
+        """Make the folder if it is missing, and claim it. Raises ``ConfigError``."""
+        self.path = path
+        self._descriptor: int | None = None
+        try:
+            make_folders(path)
+            if os.stat(path).st_mode & stat.S_IWOTH:
+                raise refuse(
+                    "is open to planted blocks: anyone may write there. Run chmod o-w on it, "
+                    "or name a folder of this user's own."
+                )
+            self._descriptor = self._take(refuse)
+        except (FileExistsError, NotADirectoryError):
+            raise refuse(
+                "is not a folder, or lies below something that is not. Name a folder."
+            ) from None
+        except OSError as problem:
+            raise refuse(
+                f"cannot be used ({problem.strerror}). Give this user the right to write there, "
+                "free space, or name another folder."
+            ) from problem
+
+    def __del__(self) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let the folder go. A second call does nothing."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            with suppress(OSError):
+                os.close(descriptor)
+
+    def stands(self) -> bool:
+        """Tell whether the folder is still the one that was claimed."""
+        if self._descriptor is None:
+            return False
+        try:
+            there = os.lstat(f"{self.path}/{_LOCK_NAME}")
+        except OSError:
+            return False
+        ours = os.fstat(self._descriptor)
+        return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+
+    def _take(self, refuse: Callable[[str], ConfigError]) -> int:
+        path = f"{self.path}/{_LOCK_NAME}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = _owner_untrusted(descriptor)
+            os.close(descriptor)
+            raise refuse(
+                f"is in use by {owner}: a disk tier belongs to one engine. Stop that engine, "
+                "or name another folder."
+            ) from None
+        with suppress(OSError):  # the number is for people; a full disk is no reason to refuse
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        return descriptor
+
+
+def _owner_untrusted(descriptor: int) -> str:
+    """Return who holds the lock, as far as the file tells. Raises nothing."""
+    try:
+        text = os.pread(descriptor, 32, 0).decode("ascii").strip()
+    except (OSError, ValueError):
+        text = ""
+    return f"process {text}" if text.isdecimal() else "another process"
+
+
+def filesystem_of(path: str) -> int:
+    """Return the number of the filesystem that the path is, or would be, on."""
+    while True:
+        try:
+            return os.stat(path).st_dev
+        except FileNotFoundError:
+            path = os.path.dirname(path)
+
+
+def make_folders(path: str) -> None:
+    """Create ``path`` and its missing parents, for this user alone."""
+    try:
+        os.mkdir(path, 0o700)
+    except FileNotFoundError:
+        make_folders(os.path.dirname(path))
+        with suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise
+
+
+def read_superblock(path: str) -> Superblock:
+    """Return the first sound copy in the folder. Raises ``PageRefused`` or ``OSError``."""
+    try:
+        descriptor = os.open(f"{path}/{_SUPERBLOCK_NAME}", os.O_RDONLY | _OPEN_FLAGS)
+    except FileNotFoundError:
+        raise PageRefused(Refusal.BLANK, "there is none") from None
+    try:
+        raw = os.pread(descriptor, 2 * PAGE_BYTES, 0)
+    finally:
+        os.close(descriptor)
+    try:
+        return decode_superblock_untrusted(raw[:PAGE_BYTES])
+    except PageRefused:
+        return decode_superblock_untrusted(raw[PAGE_BYTES:])
+
+
+def write_superblock(path: str, superblock: Superblock) -> None:
+    """Put a superblock in the place of any older one, in one step. Raises ``OSError``."""
+    temporary = f"{path}/{_SUPERBLOCK_NAME}.new"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _OPEN_FLAGS
+    descriptor = os.open(temporary, flags, 0o600)
+    try:
+        os.write(descriptor, encode_superblock(superblock) * 2)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    os.replace(temporary, f"{path}/{_SUPERBLOCK_NAME}")
+
+
+def new_superblock(plan: Plan) -> Superblock:
+    """Return the superblock of a folder that begins now."""
+    return Superblock(
+        os.urandom(ID_BYTES), plan.geometry.region_bytes, plan.segment_regions, int(time.time())
+    )
+
+
+def segment_numbers(path: str) -> list[int]:
+    """Return the numbers of the segment files in the folder."""
+    found = (_SEGMENT_PATTERN.fullmatch(name) for name in os.listdir(path))
+    return sorted(int(match[1]) for match in found if match)

@@ -1,0 +1,333 @@
+"""What the disk tier writes down: superblock, region headers and table pages.
+
+A folder holds one superblock and preallocated segment files of regions::
+
+    region:  header page | table pages | slots of one stride each
+
+All structures are pages of ``PAGE_BYTES``, little endian, and end in an XXH3-64
+checksum over everything before it, zeros included. Magic and version come
+first in every version, so that a page of another version is told from damage.
+
+A region's header has a random ``incarnation``, and so has each of its table
+pages: the pages of what the region held before do not match any more once the
+new header is there, and need no erasing.
+
+A table page holds records of one width: the width of its longest key. The
+newest page of a region is written again, longer each time, until it is full;
+always to another place than its predecessor, so that a torn write takes the
+newest entries only. What an entry says may be there without its block, after a
+power cut: the digest tells.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import xxhash
+
+from kvtier.backend import DIGEST_BYTES
+from kvtier.errors import Misuse, StoreFault
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvtier.backend import BackendContext
+
+PAGE_BYTES: Final = 4096
+FORMAT_VERSION: Final = 1
+ID_BYTES: Final = 16
+SEAL_BYTES: Final = 32
+KEY_BYTES_MAX: Final = 255
+KEY_BYTES_PLANNED: Final = 68
+"""Tables are laid out for keys of up to this length; longer ones fill a region's table early."""
+
+NO_KEY_ID: Final = bytes(ID_BYTES)
+"""The id of the encryption key of a region that is not encrypted."""
+
+_MAGIC_SUPERBLOCK: Final = b"kvtierD\n"
+_MAGIC_REGION: Final = b"kvtierR\n"
+_MAGIC_TABLE: Final = b"kvtierT\n"
+_PREFIX: Final = struct.Struct("<8sI")
+_CHECKSUM: Final = struct.Struct("<Q")
+_CHECKED_BYTES: Final = PAGE_BYTES - _CHECKSUM.size
+_SUPERBLOCK: Final = struct.Struct(f"<8sI{ID_BYTES}sQIQ")
+_HEADER: Final = struct.Struct(f"<8sI{ID_BYTES}s{ID_BYTES}s{ID_BYTES}s{ID_BYTES}sIQQQIIQ")
+_TABLE: Final = struct.Struct(f"<8sI{ID_BYTES}sIHBB")
+_BLANK: Final = bytes(PAGE_BYTES)
+
+
+class Refusal(Enum):
+    """Why a page is not taken."""
+
+    BLANK = "blank"  #: nothing was ever written here
+    DAMAGED = "damaged"  #: torn, foreign or flipped
+    OTHER_VERSION = "other version"  #: sound, and of another format version
+    OTHER_INCARNATION = "other incarnation"  #: a table page of what the region held before
+
+
+class PageRefused(StoreFault):
+    """Raised for a page that cannot be used. ``refusal`` says why; drop what it described."""
+
+    def __init__(self, refusal: Refusal, text: str) -> None:
+        super().__init__(text)
+        self.refusal = refusal
+
+
+@dataclass(frozen=True)
+class Superblock:
+    """What a folder is: its random id, and how its segments are cut into regions."""
+
+    folder_id: bytes
+    region_bytes: int
+    segment_regions: int
+    created_s: int
+
+
+@dataclass(frozen=True)
+class RegionHeader:
+    """What a region holds since it was opened last."""
+
+    folder_id: bytes
+    incarnation: bytes  #: random, so that no two openings of a region can be mixed up
+    namespace: bytes  #: ``namespace_digest`` of the engine that wrote it
+    key_id: bytes  #: which key its blocks are encrypted with, or ``NO_KEY_ID``
+    number: int  #: its place in the folder
+    sequence: int  #: grows with each opening of any region, never reused
+    block_bytes: int
+    stride: int  #: bytes from one slot to the next
+    slots: int
+    table_pages: int
+    created_s: int
+
+
+class Entry(NamedTuple):
+    """One block in a table page."""
+
+    slot: int
+    stored_s: int  #: seconds since 1970
+    key: bytes
+    digest: bytes
+    seal: bytes  #: salt and tag of its encryption; empty if there is none
+
+
+class TablePage(NamedTuple):
+    """A sound table page: records of one width, not yet looked at."""
+
+    serial: int  #: grows with each table write of the region
+    entries: int
+    key_width: int
+    seal_bytes: int
+    records: memoryview
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How one region is laid out for blocks of one size."""
+
+    region_bytes: int
+    block_bytes: int
+    stride: int
+    slots: int
+    table_pages: int
+
+    @property
+    def slots_at(self) -> int:
+        """Where the first slot starts, from the start of the region."""
+        return (1 + self.table_pages) * PAGE_BYTES
+
+    def slot_at(self, slot: int) -> int:
+        """Where a slot starts, from the start of the region."""
+        return self.slots_at + slot * self.stride
+
+
+def make_geometry(region_bytes: int, block_bytes: int, seal_bytes: int = 0) -> Geometry:
+    """Lay a region out; ``slots`` is 0 if not even one block fits."""
+    stride = padded_bytes(block_bytes)
+    per_page = records_max(KEY_BYTES_PLANNED, seal_bytes)
+    pages = region_bytes // PAGE_BYTES - 2  # less the header and one spare table page
+    slots = max(0, pages * PAGE_BYTES // stride)
+    while slots and -(-slots // per_page) * PAGE_BYTES + slots * stride > pages * PAGE_BYTES:
+        slots -= 1
+    return Geometry(region_bytes, block_bytes, stride, slots, -(-slots // per_page) + 1)
+
+
+def region_bytes_for(slots: int, block_bytes: int, seal_bytes: int = 0) -> int:
+    """Return how long a region with room for so many blocks is."""
+    table_pages = -(-slots // records_max(KEY_BYTES_PLANNED, seal_bytes)) + 1
+    return (1 + table_pages) * PAGE_BYTES + slots * padded_bytes(block_bytes)
+
+
+def padded_bytes(block_bytes: int) -> int:
+    """Return ``block_bytes`` rounded up to whole pages."""
+    return -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def namespace_digest(context: BackendContext) -> bytes:
+    """Return 16 bytes that stand for everything that changes the bytes of a block."""
+    facts = {"block_bytes": context.block_bytes, "facts": dict(context.namespace.facts)}
+    canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.blake2b(canonical.encode(), digest_size=ID_BYTES).digest()
+
+
+@cache
+def record_struct(key_width: int, seal_bytes: int) -> struct.Struct:
+    """Return the layout of one record: slot, stored_s, key length, digest, seal, key."""
+    return struct.Struct(f"<IIB{DIGEST_BYTES}s{seal_bytes}s{key_width}s")
+
+
+def records_max(key_width: int, seal_bytes: int) -> int:
+    """Return how many records fit into one table page."""
+    return (_CHECKED_BYTES - _TABLE.size) // record_struct(key_width, seal_bytes).size
+
+
+def encode_superblock(superblock: Superblock) -> bytes:
+    """Return the page of a superblock."""
+    return _sealed(
+        _SUPERBLOCK.pack(
+            _MAGIC_SUPERBLOCK,
+            FORMAT_VERSION,
+            superblock.folder_id,
+            superblock.region_bytes,
+            superblock.segment_regions,
+            superblock.created_s,
+        )
+    )
+
+
+def decode_superblock_untrusted(page: bytes | memoryview) -> Superblock:
+    """Return what the page says. Raises ``PageRefused`` and nothing else."""
+    _check(page, _MAGIC_SUPERBLOCK)
+    found = Superblock(*_SUPERBLOCK.unpack_from(page)[2:])
+    if found.region_bytes < PAGE_BYTES or found.region_bytes % PAGE_BYTES:
+        raise PageRefused(Refusal.DAMAGED, f"regions of {found.region_bytes} bytes")
+    if found.segment_regions < 1:
+        raise PageRefused(Refusal.DAMAGED, "segments of no region")
+    return found
+
+
+def encode_header(header: RegionHeader) -> bytes:
+    """Return the page of a region's header."""
+    return _sealed(
+        _HEADER.pack(
+            _MAGIC_REGION,
+            FORMAT_VERSION,
+            header.folder_id,
+            header.incarnation,
+            header.namespace,
+            header.key_id,
+            header.number,
+            header.sequence,
+            header.block_bytes,
+            header.stride,
+            header.slots,
+            header.table_pages,
+            header.created_s,
+        )
+    )
+
+
+def decode_header_untrusted(page: bytes | memoryview) -> RegionHeader:
+    """Return what the page says. Raises ``PageRefused`` and nothing else."""
+    _check(page, _MAGIC_REGION)
+    return RegionHeader(*_HEADER.unpack_from(page)[2:])
+
+
+class TableWriter:
+    """The newest table page of a region: takes entries until it is full."""
+
+    def __init__(self, incarnation: bytes, seal_bytes: int) -> None:
+        self._incarnation = incarnation
+        self._tag_bytes = seal_bytes
+        self._serial = 0
+        self._entries: list[Entry] = []
+        self._width = 0
+
+    def fits(self, entries: Sequence[Entry]) -> bool:
+        """Tell whether all of these go into the page as well."""
+        width = max([self._width, *(len(entry.key) for entry in entries)])
+        return len(self._entries) + len(entries) <= records_max(width, self._tag_bytes)
+
+    def add(self, entries: Sequence[Entry]) -> None:
+        """Take entries that fit. Raises ``Misuse`` for those that do not, or a key too long."""
+        lengths = [len(entry.key) for entry in entries]
+        longest = max(lengths, default=0)
+        if longest > KEY_BYTES_MAX or not all(lengths) or not self.fits(entries):
+            raise Misuse(
+                f"{len(entries)} entries with keys of up to {longest} bytes do not go into this "
+                f"table page. Begin a new one; keys have 1 to {KEY_BYTES_MAX} bytes."
+            )
+        self._entries.extend(entries)
+        self._width = max(self._width, longest)
+
+    def start_page(self) -> None:
+        """Begin an empty page. The full one must have been written."""
+        self._entries = []
+        self._width = 0
+
+    def encode(self) -> bytes:
+        """Return the page with all entries taken since it was begun."""
+        self._serial += 1
+        pack = record_struct(self._width, self._tag_bytes).pack
+        head = _TABLE.pack(
+            _MAGIC_TABLE,
+            FORMAT_VERSION,
+            self._incarnation,
+            self._serial,
+            len(self._entries),
+            self._width,
+            self._tag_bytes,
+        )
+        records = [
+            pack(slot, stored_s, len(key), digest, seal, key)
+            for slot, stored_s, key, digest, seal in self._entries
+        ]
+        return _sealed(head + b"".join(records))
+
+
+def decode_table_untrusted(page: bytes | memoryview, incarnation: bytes) -> TablePage:
+    """Return the records of a region's table page. Raises ``PageRefused`` and nothing else."""
+    _check(page, _MAGIC_TABLE)
+    _, _, found, serial, count, width, seal_bytes = _TABLE.unpack_from(page)
+    if found != incarnation:
+        raise PageRefused(Refusal.OTHER_INCARNATION, "of what the region held before")
+    if width > KEY_BYTES_MAX or seal_bytes not in (0, SEAL_BYTES):
+        raise PageRefused(Refusal.DAMAGED, f"keys of {width} bytes, seals of {seal_bytes}")
+    if count > records_max(width, seal_bytes):
+        raise PageRefused(Refusal.DAMAGED, f"{count} records in one page")
+    end = _TABLE.size + count * record_struct(width, seal_bytes).size
+    return TablePage(serial, count, width, seal_bytes, memoryview(page)[_TABLE.size : end])
+
+
+def entries_untrusted(table: TablePage, slots: int) -> Iterator[Entry]:
+    """Yield the records that a region of so many slots can hold. Raises nothing."""
+    layout = record_struct(table.key_width, table.seal_bytes)
+    for slot, stored_s, length, digest, seal, key in layout.iter_unpack(table.records):
+        if slot < slots and 0 < length <= table.key_width:
+            yield Entry(slot, stored_s, key[:length], digest, seal)
+
+
+def _sealed(body: bytes) -> bytes:
+    checked = body.ljust(_CHECKED_BYTES, b"\0")
+    return checked + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(checked))
+
+
+def _check(page: bytes | memoryview, magic: bytes) -> None:
+    """Raise ``PageRefused`` unless the page is sound, of this kind and this version."""
+    if len(page) != PAGE_BYTES:
+        raise PageRefused(Refusal.DAMAGED, f"{len(page)} bytes are no page of {PAGE_BYTES}")
+    if page == _BLANK:
+        raise PageRefused(Refusal.BLANK, "never written")
+    found, version = _PREFIX.unpack_from(page)
+    if found != magic:
+        raise PageRefused(Refusal.DAMAGED, "another kind of page, or none of ours")
+    (checksum,) = _CHECKSUM.unpack_from(page, _CHECKED_BYTES)
+    if checksum != xxhash.xxh3_64_intdigest(page[:_CHECKED_BYTES]):
+        raise PageRefused(Refusal.DAMAGED, "fails its checksum")
+    if version != FORMAT_VERSION:
+        raise PageRefused(Refusal.OTHER_VERSION, f"version {version} is unknown here")

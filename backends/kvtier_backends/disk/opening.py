@@ -1,0 +1,92 @@
+"""Opens a folder: judges its superblock, cuts off what is too much, recovers what is sound."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvtier_backends.disk.device import SEGMENT_NAME, Segments, trim_segments
+from kvtier_backends.disk.folder import (
+    REGION_SLOTS_MIN,
+    REGIONS_KEPT_MIN,
+    Plan,
+    new_superblock,
+    plan_folder,
+    read_superblock,
+    segment_numbers,
+    write_superblock,
+)
+from kvtier_backends.disk.format import PageRefused, Superblock
+from kvtier_backends.disk.recovery import UNREMARKABLE, Case, Fate, folder_case
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Judged(NamedTuple):
+    """What a folder is, before anything in it is changed."""
+
+    plan: Plan
+    superblock: Superblock | None  #: None: the folder begins anew
+    case: Case
+
+
+def judge_folder(
+    path: str, capacity_bytes: int, block_bytes: int, seal_bytes: int, region_bytes: int | None
+) -> Judged:
+    """Decide how the folder is used: as it is cut already, if that fits. Raises ``OSError``."""
+    wanted = plan_folder(capacity_bytes, block_bytes, seal_bytes, region_bytes)
+    try:
+        superblock = read_superblock(path)
+    except PageRefused as refused:
+        return Judged(wanted, None, folder_case(refused.refusal, layout_fits=False))
+    found = plan_folder(capacity_bytes, block_bytes, seal_bytes, superblock.region_bytes)
+    found = found._replace(segment_regions=superblock.segment_regions)
+    fits = found.geometry.region_bytes == superblock.region_bytes
+    if region_bytes is None:
+        # Cut for another capacity or block size, yet good enough to keep what is in it.
+        fits = fits and found.regions >= min(REGIONS_KEPT_MIN, wanted.regions)
+        fits = fits and found.geometry.slots >= min(REGION_SLOTS_MIN, wanted.geometry.slots)
+    else:
+        fits = fits and superblock.region_bytes == wanted.geometry.region_bytes
+    case = folder_case(None, layout_fits=fits)
+    return Judged(found, superblock, case) if fits else Judged(wanted, None, case)
+
+
+def judge_again(path: str, plan: Plan) -> Judged:
+    """Judge a folder that came back, for a plan that can't be changed any more."""
+    try:
+        superblock = read_superblock(path)
+    except PageRefused as refused:
+        return Judged(plan, None, folder_case(refused.refusal, layout_fits=False))
+    fits = superblock.region_bytes == plan.geometry.region_bytes
+    fits = fits and superblock.segment_regions == plan.segment_regions
+    case = folder_case(None, layout_fits=fits)
+    return Judged(plan, superblock if fits else None, case)
+
+
+def prepare_folder(path: str, judged: Judged) -> tuple[Superblock, Mapping[str, int]]:
+    """Make the folder what it was judged to be; returns its superblock and what to count.
+
+    Blocks, and raises ``OSError``.
+    """
+    counts: Counter[str] = Counter()
+    if judged.case.name not in UNREMARKABLE:
+        counts[judged.case.name] += 1
+    numbers = segment_numbers(path)
+    if judged.case.fate is Fate.BEGIN_ANEW or judged.superblock is None:
+        for number in numbers:
+            with suppress(FileNotFoundError):
+                os.unlink(f"{path}/{SEGMENT_NAME.format(number)}")
+                counts["segments_removed"] += 1
+        superblock = new_superblock(judged.plan)
+        write_superblock(path, superblock)
+        return superblock, counts
+    plan = judged.plan
+    segments = Segments(path, plan.geometry.region_bytes, plan.segment_regions)
+    cut = trim_segments(segments, plan.regions, highest=max(numbers, default=-1))
+    if cut:
+        counts["segments_cut"] += cut
+    return judged.superblock, counts

@@ -1,0 +1,290 @@
+"""What becomes of each region, as a table, and which one comes next. Touches no file.
+
+Blocks are appended to the one open region. When hardly a free one is left, the
+sealed region with the fewest blocks is emptied: its blocks are appended again,
+as far as the budget for that goes, and the rest is dropped. One free region is
+kept back for them, so emptying never waits for room.
+
+# Invariant: a region is opened only when it has no block, no reader and no writer.
+# Invariant: a slot is handed out once each time its region is opened.
+# Invariant: bytes written in all <= WRITE_AMPLIFICATION_MAX x bytes of blocks stored,
+#            unless the tables alone take more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import IntEnum
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvtier.errors import InternalError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Iterable, Mapping
+
+WRITE_AMPLIFICATION_MAX: Final = 1.3
+KEPT_BACK_REGIONS: Final = 1
+"""So many free regions are only for blocks that are appended again."""
+
+
+class RegionState(IntEnum):
+    """What a region is used for."""
+
+    FREE = 0  #: has no block; may be opened
+    OPEN = 1  #: takes blocks
+    SEALED = 2  #: takes no more; its last writers may still be at work
+    EMPTYING = 3  #: its blocks are appended elsewhere, or it waits for its last reader
+    RETIRED = 4  #: its medium failed, or gave no room
+
+
+class RegionEvent(IntEnum):
+    """What moves a region."""
+
+    OPENED = 0
+    FILLED = 1  #: its slots or its table pages are used up
+    RECOVERED = 2  #: found with blocks in it when the folder was opened
+    CHOSEN = 3  #: to be emptied
+    EMPTIED = 4  #: its last block and its last reader have gone
+    FAILED = 5
+    REVIVED = 6  #: to be tried again
+
+
+REGION_TABLE: Final[Mapping[tuple[RegionState, RegionEvent], RegionState]] = {
+    (RegionState.FREE, RegionEvent.OPENED): RegionState.OPEN,
+    (RegionState.FREE, RegionEvent.RECOVERED): RegionState.SEALED,
+    (RegionState.OPEN, RegionEvent.FILLED): RegionState.SEALED,
+    (RegionState.SEALED, RegionEvent.CHOSEN): RegionState.EMPTYING,
+    (RegionState.EMPTYING, RegionEvent.EMPTIED): RegionState.FREE,
+    (RegionState.FREE, RegionEvent.FAILED): RegionState.RETIRED,
+    (RegionState.OPEN, RegionEvent.FAILED): RegionState.RETIRED,
+    (RegionState.SEALED, RegionEvent.FAILED): RegionState.RETIRED,
+    (RegionState.EMPTYING, RegionEvent.FAILED): RegionState.RETIRED,
+    (RegionState.RETIRED, RegionEvent.REVIVED): RegionState.FREE,
+}
+
+
+class Extent(NamedTuple):
+    """Neighbouring slots of one region, handed out for one write."""
+
+    region: int
+    first: int
+    slots: int
+
+
+class Budget:
+    """How many bytes may be appended again, so that write amplification stays bounded.
+
+    Credit is kept up to ``credit_bytes_max``: a long quiet time does not pay for a storm.
+    """
+
+    def __init__(self, credit_bytes_max: int) -> None:
+        self._credit_max = credit_bytes_max
+        self._credit = 0.0
+
+    def stored(self, block_bytes: int) -> None:
+        """Count blocks that came from above: they earn credit."""
+        earned = block_bytes * (WRITE_AMPLIFICATION_MAX - 1)
+        self._credit = min(self._credit + earned, self._credit_max)
+
+    def spend(self, written_bytes: int) -> None:
+        """Count everything else that was written: tables, headers, blocks once more."""
+        self._credit -= written_bytes
+
+    def affords(self, block_bytes: int, overhead_bytes: int) -> int:
+        """Return how many blocks may be appended again now, with that much written besides."""
+        return max(0, int(self._credit - overhead_bytes) // block_bytes)
+
+
+class Regions:
+    """The regions of a folder. ``live`` tells how many blocks of a region are known."""
+
+    def __init__(self, count: int, slots: int, live: Callable[[int], int]) -> None:
+        self.slots = slots
+        self._live = live
+        self._states = [RegionState.FREE] * count
+        self._sequences = [0] * count
+        self._readers = [0] * count
+        self._writers = [0] * count
+        self._free: deque[int] = deque(range(count))
+        self._open: int | None = None
+        self._used = 0  # slots of the open region that were handed out
+        self._sequence = 0
+
+    # --- what is ---
+
+    def state(self, region: int) -> RegionState:
+        """Return what the region is used for."""
+        return self._states[region]
+
+    def sequence(self, region: int) -> int:
+        """Return when the region was opened last, as a number that only grows."""
+        return self._sequences[region]
+
+    @property
+    def open_region(self) -> int | None:
+        """The region that takes blocks now."""
+        return self._open
+
+    @property
+    def room(self) -> int:
+        """How many slots the open region has left."""
+        return 0 if self._open is None else self.slots - self._used
+
+    @property
+    def free_count(self) -> int:
+        """How many regions could be opened."""
+        return len(self._free)
+
+    def count_in(self, state: RegionState) -> int:
+        """Return how many regions are in a state."""
+        return self._states.count(state)
+
+    def oldest_first(self) -> list[int]:
+        """Return the regions that may have blocks, in the order they were opened."""
+        holding = (RegionState.OPEN, RegionState.SEALED, RegionState.EMPTYING)
+        found = [region for region, state in enumerate(self._states) if state in holding]
+        return sorted(found, key=self._sequences.__getitem__)
+
+    # --- recovery ---
+
+    def recover(self, sequences: Mapping[int, int], spare: Iterable[int], highest: int) -> None:
+        """Take what was found: blocks in ``sequences``, and ``spare`` regions to be used last.
+
+        ``highest`` is the greatest sequence number seen in the folder.
+        """
+        for region, sequence in sequences.items():
+            self._move(region, RegionEvent.RECOVERED)
+            self._sequences[region] = sequence
+        last = dict.fromkeys(spare)
+        first = [r for r in self._free if r not in sequences and r not in last]
+        self._free = deque([*first, *(r for r in last if r not in sequences)])
+        self._sequence = max(self._sequence, highest, *sequences.values(), 0)
+
+    # --- taking slots ---
+
+    def next_to_open(self, *, again: bool) -> int | None:
+        """Return the free region to open next. ``again``: for blocks that are appended again."""
+        kept_back = 0 if again else KEPT_BACK_REGIONS
+        return self._free[0] if len(self._free) > kept_back else None
+
+    def next_sequence(self) -> int:
+        """Return a number greater than any before, for the header of a region to be opened."""
+        self._sequence += 1
+        return self._sequence
+
+    def opened(self, region: int, sequence: int) -> None:
+        """Note that the region's new header is written; it takes blocks now."""
+        if self._open is not None:
+            raise InternalError(f"region {self._open} is open")
+        if self._live(region) or self._readers[region] or self._writers[region]:
+            raise InternalError(f"region {region} is in use")
+        self._move(region, RegionEvent.OPENED)
+        self._free.remove(region)
+        self._sequences[region] = sequence
+        self._open = region
+        self._used = 0
+
+    def take(self, count: int) -> Extent:
+        """Hand out up to ``count`` slots of the open region, at least one, to one writer."""
+        region = self._open
+        if region is None or count < 1:
+            raise InternalError("no region is open, or no slot is wanted")
+        extent = Extent(region, self._used, min(count, self.slots - self._used))
+        self._used += extent.slots
+        self._writers[region] += 1
+        if self._used == self.slots:
+            self.fill()
+        return extent
+
+    def fill(self) -> None:
+        """Seal the open region, full or not."""
+        if self._open is not None:
+            self._move(self._open, RegionEvent.FILLED)
+            self._open = None
+
+    def written(self, extent: Extent) -> None:
+        """Note that a writer has ended, well or not."""
+        self._writers[extent.region] -= 1
+        assert self._writers[extent.region] >= 0, "a writer ended twice"
+
+    def is_written(self, region: int) -> bool:
+        """Tell whether the region takes no more blocks and has no writer left."""
+        return not self._writers[region] and self._states[region] is not RegionState.OPEN
+
+    # --- readers ---
+
+    def pin(self, region: int) -> None:
+        """Count a reader: the region is not opened again before it ends."""
+        self._readers[region] += 1
+
+    def unpin(self, region: int) -> None:
+        """End a reader. The region becomes free if that is what it waited for."""
+        self._readers[region] -= 1
+        assert self._readers[region] >= 0, "a reader ended twice"
+        if self._states[region] is RegionState.EMPTYING:
+            self.end_emptying(region)
+
+    # --- emptying ---
+
+    def victim(self) -> int | None:
+        """Return the region to empty: the fewest blocks, then without a reader, then the oldest."""
+        sealed = (
+            region
+            for region, state in enumerate(self._states)
+            if state is RegionState.SEALED and not self._writers[region]
+        )
+        return min(
+            sealed,
+            key=lambda r: (self._live(r), self._readers[r] > 0, self._sequences[r]),
+            default=None,
+        )
+
+    def begin_emptying(self, region: int) -> None:
+        """Take a region out of use, block by block."""
+        if self._writers[region]:
+            raise InternalError(f"region {region} is being written")
+        self._move(region, RegionEvent.CHOSEN)
+
+    def end_emptying(self, region: int) -> bool:
+        """Free a region that is being emptied if it has no block and no reader left."""
+        if self._live(region) or self._readers[region]:
+            return False
+        self._move(region, RegionEvent.EMPTIED)
+        self._free.appendleft(region)  # its bytes are allocated already
+        return True
+
+    # --- trouble ---
+
+    def retire(self, region: int) -> bool:
+        """Take a region out of use for good, or until it is revived. False: it is already."""
+        if self._states[region] is RegionState.RETIRED:
+            return False
+        if self._states[region] is RegionState.FREE:
+            self._free.remove(region)
+        if self._open == region:
+            self._open = None
+        self._move(region, RegionEvent.FAILED)
+        return True
+
+    def retire_free(self, kept: Container[int]) -> list[int]:
+        """Retire all free regions but some; returns which."""
+        retired = [region for region in self._free if region not in kept]
+        self._free = deque(region for region in self._free if region in kept)
+        for region in retired:
+            self._move(region, RegionEvent.FAILED)
+        return retired
+
+    def revive(self, region: int) -> bool:
+        """Give a retired region another try, unless something still holds it."""
+        held = self._live(region) or self._readers[region] or self._writers[region]
+        if held or self._states[region] is not RegionState.RETIRED:
+            return False
+        self._move(region, RegionEvent.REVIVED)
+        self._free.append(region)
+        return True
+
+    def _move(self, region: int, event: RegionEvent) -> None:
+        state = self._states[region]
+        if (state, event) not in REGION_TABLE:
+            raise InternalError(f"region {region}, {state.name}, cannot be {event.name}")
+        self._states[region] = REGION_TABLE[state, event]

@@ -1,0 +1,135 @@
+"""Puts encryption between the log and those who use it: the log sees sealed blocks only."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from kvtier.backend import LoadBlock, Loaded, Outcome, StoreBlock
+from kvtier.errors import ConfigError, StoreFault
+from kvtier.threads import DaemonThreads
+from kvtier_backends.disk.format import namespace_digest
+from kvtier_backends.disk.sealing import BlockCipher, Keyring, Sealed, parse_keys_untrusted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvtier.backend import BackendContext
+    from kvtier.options import Options
+    from kvtier_backends.disk.log import BlockLog
+
+T = TypeVar("T")
+
+SEAL_THREADS: Final = 2
+"""Encryption runs without the GIL, at a few GB/s a thread."""
+
+_KEY_FILE_BYTES_MAX: Final = 1 << 16
+
+
+class Vault:
+    """Seals what is stored and opens what is loaded, in threads of its own."""
+
+    def __init__(self, cipher: BlockCipher, name: str) -> None:
+        self.ring = cipher.ring
+        self._cipher = cipher
+        self._threads = DaemonThreads(SEAL_THREADS, f"{name}-seal")
+        self._is_stopped = False
+
+    async def store(self, log: BlockLog, blocks: Sequence[StoreBlock]) -> list[Outcome]:
+        """Seal the blocks that are not there yet, and append them."""
+        fresh = [block for block in blocks if not log.has(block.key)]
+        if not fresh:
+            return [Outcome.DONE] * len(blocks)
+        memory = self._cipher.borrow(len(fresh))
+        plain = [(block.key, block.buffer, block.digest) for block in fresh]
+        seals = await self._run(partial(self._cipher.seal, plain, memory))
+        sealed = [
+            StoreBlock(block.key, view, digest)
+            for block, view, (_, digest) in zip(
+                fresh, self._cipher.views(memory), seals, strict=True
+            )
+        ]
+        outcomes = await log.store(sealed, [seal for seal, _ in seals])
+        self._cipher.give_back(memory)
+        known = dict(zip((block.key for block in fresh), outcomes, strict=True))
+        return [known.get(block.key, Outcome.DONE) for block in blocks]
+
+    async def load(self, log: BlockLog, blocks: Sequence[LoadBlock]) -> list[Loaded]:
+        """Read the sealed blocks, and open each into its buffer."""
+        memory = self._cipher.borrow(len(blocks))
+        views = self._cipher.views(memory)
+        found = await log.load(
+            [LoadBlock(block.key, view) for block, view in zip(blocks, views, strict=False)]
+        )
+        answers = [Loaded(each.outcome) for each in found]
+        done = [place for place, each in enumerate(found) if each.outcome is Outcome.DONE]
+        places = [
+            (place, Sealed(blocks[place].key, each.key_id, each.seal, each.digest))
+            for place, each in enumerate(found)
+            if each.outcome is Outcome.DONE
+        ]
+        buffers = [blocks[place].buffer for place in done]
+        opened = await self._run(partial(self._cipher.open, memory, places, buffers))
+        for place, (outcome, digest) in zip(done, opened, strict=True):
+            answers[place] = Loaded(outcome, digest or None)
+        self._cipher.give_back(memory)
+        return answers
+
+    async def _run(self, call: Callable[[], T]) -> T:
+        if self._is_stopped:
+            # Nothing would ever run it.
+            raise StoreFault("the tier is closed")
+        return await self._threads.run(call)
+
+    def busy(self) -> int:
+        """Count the calls that may still touch a block's buffer. Any thread."""
+        return self._threads.busy()
+
+    def stop(self) -> None:
+        """Let the threads end."""
+        self._is_stopped = True
+        self._threads.stop()
+
+
+def make_vault(reader: Options, context: BackendContext) -> Vault | None:
+    """Read the keys that the options name, if they name any. Raises ``ConfigError``."""
+    has_file, has_name = reader.has("encryption_key_file"), reader.has("encryption_key_env")
+    reader.allow("encryption_key_file", "encryption_key_env")
+    if not (has_file or has_name):
+        return None
+    if has_file and has_name:
+        raise reader.error(
+            "encryption_key_env", "...", "excludes encryption_key_file; give one of them"
+        )
+    option = "encryption_key_file" if has_file else "encryption_key_env"
+    named = reader.text(option)
+    try:
+        ring = parse_keys_untrusted(_read_file(named) if has_file else os.environ.get(named, ""))
+    except (OSError, ValueError) as problem:
+        reason = getattr(problem, "strerror", None) or str(problem)
+        raise reader.error(
+            option, named, f"gives no keys ({reason}); put 64 hex digits a key there, one a line"
+        ) from None
+    return Vault(_make_cipher(ring, reader, option, context), context.tier_name)
+
+
+def _make_cipher(
+    ring: Keyring, reader: Options, option: str, context: BackendContext
+) -> BlockCipher:
+    try:
+        return BlockCipher(ring, namespace_digest(context), context.block_bytes)
+    except ImportError:
+        raise reader.error(
+            option, "...", "needs the package cryptography; install kvtier[disk-encryption]"
+        ) from None
+
+
+def _read_file(path: str) -> str:
+    """Return a key file's text. Raises ``OSError`` or ``ValueError``."""
+    # O_NONBLOCK: a FIFO must not keep the engine from starting.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        if os.fstat(descriptor).st_mode & 0o077:
+            raise ConfigError("others may read it: run chmod 600 on it")
+        return file.read(_KEY_FILE_BYTES_MAX).decode("ascii")

@@ -1,0 +1,104 @@
+"""What the tests of the disk backend share: a context, and blocks in and out of it."""
+
+from __future__ import annotations
+
+import os
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from kvtier.backend import (
+    BackendContext,
+    LoadBlock,
+    Loaded,
+    Namespace,
+    Outcome,
+    StoreBlock,
+    block_digest,
+)
+from kvtier.memory import SlotMemory
+from kvtier_backends.disk import DiskBackend
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable
+    from pathlib import Path
+
+BLOCK_BYTES = 8192
+CAPACITY_BYTES = 2 << 20
+CONTEXT = BackendContext(BLOCK_BYTES, Namespace({"model_name": "org/m", "dtype": "bf16"}), "1:disk")
+OTHER_CONTEXT = BackendContext(BLOCK_BYTES, Namespace({"model_name": "org/other"}), "1:disk")
+
+
+def key_of(number: int, group: int = 0) -> bytes:
+    return block_digest(b"", memoryview(str(number).encode())) * 2 + group.to_bytes(4, "big")
+
+
+def data_of(number: int) -> bytes:
+    return number.to_bytes(8, "big") * (BLOCK_BYTES // 8)
+
+
+class Disk:
+    """An open backend, some slots, and shorthand."""
+
+    def __init__(self, backend: DiskBackend) -> None:
+        self.backend = backend
+        self.slots = SlotMemory.anonymous(64, backend._context.block_bytes)
+        self.lost: list[bytes] = []
+        backend.on_lost = self.lost.extend
+
+    async def store(self, *numbers: int) -> list[Outcome]:
+        blocks = []
+        for slot, number in enumerate(numbers):
+            view = self.slots.view(slot)
+            view[:] = data_of(number)
+            blocks.append(StoreBlock(key_of(number), view, block_digest(key_of(number), view)))
+        return list(await self.backend.store(blocks))
+
+    async def load(self, *numbers: int) -> list[Outcome]:
+        """Load, and judge the bytes as the layer above would."""
+        views = self.slots.views(range(len(numbers)))
+        for view in views:
+            view[:] = bytes(len(view))
+        loaded = await self.backend.load(
+            [LoadBlock(key_of(n), view) for n, view in zip(numbers, views, strict=True)]
+        )
+        return [self.checked(*each) for each in zip(numbers, views, loaded, strict=True)]
+
+    def checked(self, number: int, view: memoryview, loaded: Loaded) -> Outcome:
+        if loaded.outcome is not Outcome.DONE:
+            return loaded.outcome
+        if block_digest(key_of(number), view) != loaded.digest:
+            return Outcome.DAMAGED
+        assert view == data_of(number), "wrong bytes with a digest that fits them"
+        return Outcome.DONE
+
+    async def remove(self, *numbers: int) -> None:
+        await self.backend.remove([key_of(number) for number in numbers])
+
+    async def found(self, numbers: Iterable[int]) -> list[int]:
+        return [number for number in numbers if await self.load(number) == [Outcome.DONE]]
+
+    def count(self, name: str) -> int:
+        return self.backend.counters().get(name, 0)
+
+
+def make_disk(path: Path | str, context: BackendContext = CONTEXT, **options: Any) -> DiskBackend:
+    given = {"path": os.fspath(path), "capacity_bytes": CAPACITY_BYTES, **options}
+    return DiskBackend.from_options(given, context)
+
+
+@asynccontextmanager
+async def open_disk(
+    path: Path | str, context: BackendContext = CONTEXT, **options: Any
+) -> AsyncIterator[Disk]:
+    backend = make_disk(path, context, **options)
+    await backend.open()
+    try:
+        yield Disk(backend)
+    finally:
+        await backend.close()
+
+
+def folder_bytes(path: Path) -> int:
+    """Return what the folder holds, by length and by blocks, whichever is more."""
+    files = [file.stat() for file in path.rglob("*") if file.is_file()]
+    return max(sum(f.st_size for f in files), sum(512 * f.st_blocks for f in files))

@@ -1,0 +1,481 @@
+"""Options, claims, bounds, restarts and trouble of the disk backend, on a real filesystem."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import os
+import random
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvtier.backend import BackendContext, LoadBlock, Outcome, StoreBlock, block_digest
+from kvtier.errors import ConfigError, Misuse
+from kvtier_backends.disk.folder import capacity_bytes_min, plan_folder
+from kvtier_backends.disk.regions import WRITE_AMPLIFICATION_MAX
+from tests.unit.backends.disk._disk import (
+    BLOCK_BYTES,
+    CAPACITY_BYTES,
+    CONTEXT,
+    Disk,
+    folder_bytes,
+    key_of,
+    make_disk,
+    open_disk,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvtier_backends.disk import DiskBackend
+
+pytestmark = pytest.mark.anyio
+REPOSITORY = Path(__file__).parents[4]
+needs_mount = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
+
+
+@contextmanager
+def tmpfs(folder: Path, size: str) -> Iterator[Path]:
+    folder.mkdir()
+    mount("-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", folder)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def mount(*arguments: object) -> None:
+    subprocess.run(["mount", *map(str, arguments)], check=True)
+
+
+# --- options ---
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"capacity_bytes": 1}, "capacity_bytes=1 has no room"),
+        ({"region_bytes": 5000}, "multiple of 4096"),
+        ({"region_bytes": CAPACITY_BYTES // 4096 * 4096}, "no room for 4 regions"),
+        ({"region_bytes": 8192}, "no room for 4 regions"),
+        ({"io_depth": 0}, "io_depth=0"),
+        ({"ttl_s": -1}, "ttl_s=-1"),
+        ({"direct": 1}, "direct=1"),
+        ({"pathh": "x"}, "did you mean 'path'"),
+    ],
+)
+async def test_a_bad_option_is_refused_with_its_name(
+    options: dict[str, Any], names: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=names):
+        make_disk(tmp_path / "kv", **options)
+    async with open_disk(tmp_path / "kv") as disk:  # and the folder was let go
+        assert await disk.store(1) == [Outcome.DONE]
+
+
+async def test_the_smallest_capacity_that_is_named_in_the_refusal_works(tmp_path: Path) -> None:
+    least = capacity_bytes_min(BLOCK_BYTES, 0)
+    with pytest.raises(ConfigError, match=f"{least} or more"):
+        make_disk(tmp_path / "kv", capacity_bytes=least - 1)
+    async with open_disk(tmp_path / "kv", capacity_bytes=least) as disk:
+        assert disk.backend.traits.capacity_blocks == 1
+        for number in range(20):
+            assert await disk.store(number) == [Outcome.DONE]
+            assert await disk.load(number) == [Outcome.DONE]
+            await disk.remove(number)
+    assert folder_bytes(tmp_path / "kv") <= least
+
+
+@pytest.mark.parametrize("block_bytes", [4096, 65536, 1 << 20, 2 << 20, 5000])
+@pytest.mark.parametrize("capacity_bytes", [1 << 26, 10**9, 2 * 10**11])
+def test_most_of_the_capacity_is_for_blocks(block_bytes: int, capacity_bytes: int) -> None:
+    plan = plan_folder(capacity_bytes, block_bytes, 0, None)
+    used = plan.regions * plan.geometry.region_bytes
+    assert used <= capacity_bytes
+    stride = plan.geometry.stride
+    part = plan.capacity_blocks * stride / capacity_bytes
+    assert part > (0.85 if capacity_bytes > 10**10 else 0.6 if capacity_bytes > 10**8 else 0.45)
+
+
+async def test_files_belong_to_this_user_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "kv"
+    async with open_disk(path) as disk:
+        await disk.store(1)
+        assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {0o600}
+        assert (
+            stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        )
+
+
+async def test_a_folder_that_anyone_may_write_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv").chmod(0o777)
+    with pytest.raises(ConfigError, match="chmod o-w"):
+        make_disk(tmp_path / "kv")
+
+
+async def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_bytes(b"")
+    with pytest.raises(ConfigError, match="Name a folder"):
+        make_disk(tmp_path / "kv")
+    with pytest.raises(ConfigError, match="Name a folder"):
+        make_disk(tmp_path / "kv" / "below")
+
+
+# --- one engine a folder ---
+
+
+async def test_the_second_engine_is_told_who_has_the_folder(tmp_path: Path) -> None:
+    async with open_disk(tmp_path / "kv") as disk:
+        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
+            make_disk(tmp_path / "kv")
+        (tmp_path / "link").symlink_to(tmp_path / "kv")
+        with pytest.raises(ConfigError, match=r"path='.*link' is in use"):
+            make_disk(tmp_path / "link")
+        assert await disk.store(1) == [Outcome.DONE]
+    async with open_disk(tmp_path / "kv") as disk:
+        assert await disk.load(1) == [Outcome.DONE]
+
+
+async def test_the_claim_dies_with_its_owner(tmp_path: Path) -> None:
+    program = (
+        "import os, sys\n"
+        "from tests.unit.backends.disk._disk import make_disk\n"
+        "backend = make_disk(sys.argv[1])\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "backends"), *sys.path])
+    child = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "kv"],
+        env={**os.environ, "PYTHONPATH": paths},
+        check=False,
+    )
+    assert child.returncode == -9
+    async with open_disk(tmp_path / "kv"):
+        pass
+
+
+async def test_a_backend_that_was_never_opened_lets_the_folder_go(tmp_path: Path) -> None:
+    make_disk(tmp_path / "kv")
+    gc.collect()
+    async with open_disk(tmp_path / "kv"):
+        pass
+
+
+async def test_a_backend_that_cannot_open_lets_the_folder_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cell that begins anew makes the next backend while it still holds this one."""
+    backend = make_disk(tmp_path / "kv")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", lambda _: (_ for _ in ()).throw(OSError(5, "sick")))
+        with pytest.raises(OSError, match="sick"):
+            await backend.open()
+    async with open_disk(tmp_path / "kv"):
+        pass
+
+
+async def test_a_hung_write_keeps_the_folder_claimed_until_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it might write into what the next engine has put there."""
+    monkeypatch.setattr("kvtier_backends.disk.backend.CLOSE_TIMEOUT_S_MAX", 0.01)
+    release, entered = threading.Event(), threading.Event()
+    real = os.pwritev
+
+    def hang(*arguments: Any) -> int:
+        entered.set()
+        release.wait()
+        return real(*arguments)
+
+    async with open_disk(tmp_path / "kv") as disk:
+        await disk.store(1)
+        monkeypatch.setattr(os, "pwritev", hang)
+        task = asyncio.get_running_loop().create_task(disk.store(2))
+        while not entered.is_set():
+            await asyncio.sleep(0)
+        assert disk.backend.busy_threads() == 1
+        await disk.backend.close()
+        assert disk.backend.busy_threads() == 1, "the slot's memory must stay mapped"
+        with pytest.raises(ConfigError, match="in use"):
+            make_disk(tmp_path / "kv")
+        release.set()
+        await task
+    for thread in threading.enumerate():
+        if thread.name.endswith("-release"):
+            thread.join()
+    async with open_disk(tmp_path / "kv") as disk:
+        assert await disk.load(1) == [Outcome.DONE]
+
+
+# --- bounds, restart ---
+
+
+async def test_the_folder_never_holds_more_than_its_capacity(tmp_path: Path) -> None:
+    """Random stores, removals and restarts; the model is the set of what should be there."""
+    path = tmp_path / "kv"
+    rng = random.Random(7)
+    next_number = 0
+    written = again = 0
+    resident: list[int] = []
+    for _ in range(4):
+        async with open_disk(path) as disk:
+            capacity = disk.backend.traits.capacity_blocks
+            assert capacity is not None
+            there = {key for keys in disk.backend.contents() for key in keys}
+            assert len(there) <= capacity
+            resident = [number for number in range(next_number) if key_of(number) in there]
+            assert await disk.found(resident) == resident
+            for _ in range(60):
+                count = rng.randrange(1, 17)
+                rng.shuffle(resident)
+                excess = max(0, len(resident) + count - capacity)
+                await disk.remove(*resident[:excess])
+                numbers = range(next_number, next_number + count)
+                next_number += count
+                assert await disk.store(*numbers) == [Outcome.DONE] * count
+                resident = [*resident[excess:], *numbers]
+                lost = set(disk.lost)
+                resident = [number for number in resident if key_of(number) not in lost]
+                assert folder_bytes(path) <= CAPACITY_BYTES
+            assert await disk.found(resident) == resident
+            written += disk.count("bytes_stored")
+            again += disk.count("bytes_appended_again")
+    assert written == next_number * BLOCK_BYTES
+    assert written + again <= WRITE_AMPLIFICATION_MAX * written
+
+
+async def test_a_restart_finds_everything_in_the_order_it_was_stored(tmp_path: Path) -> None:
+    async with open_disk(tmp_path / "kv") as disk:
+        for number in range(100):
+            await disk.store(number)
+        assert [key for keys in disk.backend.contents() for key in keys] == [
+            key_of(number) for number in range(100)
+        ]
+    async with open_disk(tmp_path / "kv") as disk:
+        assert [key for keys in disk.backend.contents() for key in keys] == [
+            key_of(number) for number in range(100)
+        ]
+        assert await disk.found(range(100)) == list(range(100))
+        assert disk.count("blocks_recovered") == disk.count("blocks") == 100
+
+
+async def test_after_a_restart_no_more_than_the_capacity_is_there(tmp_path: Path) -> None:
+    """What was removed is in the tables still; it must not crowd out what was not."""
+    async with open_disk(tmp_path / "kv") as disk:
+        capacity = disk.backend.traits.capacity_blocks
+        assert capacity is not None
+        for number in range(capacity + 12):
+            if number >= capacity:
+                await disk.remove(number - capacity)
+            assert await disk.store(number) == [Outcome.DONE]
+    async with open_disk(tmp_path / "kv") as disk:
+        kept = [key for keys in disk.backend.contents() for key in keys]
+        assert kept == [key_of(number) for number in range(12, capacity + 12)]
+
+
+async def test_one_call_of_many_blocks_is_two_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks, then their table page: that is what makes small blocks fast."""
+    calls: list[int] = []
+    real = os.pwritev
+
+    def counted(descriptor: int, buffers: list[memoryview], at: int) -> int:
+        calls.append(len(buffers))
+        return real(descriptor, buffers, at)
+
+    async with open_disk(tmp_path / "kv") as disk:
+        await disk.store(0)
+        monkeypatch.setattr(os, "pwritev", counted)
+        assert await disk.store(*range(1, 13)) == [Outcome.DONE] * 12
+        assert calls == [12, 1]
+        assert disk.count("bytes_of_tables") == (1 + 2) * 4096
+        reads: list[int] = []
+        real_read = os.preadv
+
+        def counted_read(descriptor: int, buffers: list[memoryview], at: int) -> int:
+            reads.append(len(buffers))
+            return real_read(descriptor, buffers, at)
+
+        monkeypatch.setattr(os, "preadv", counted_read)
+        assert await disk.load(*range(12, 3, -1)) == [Outcome.DONE] * 9
+        assert reads == [9]
+
+
+async def test_a_buffer_or_key_of_the_wrong_size_is_the_callers_mistake(tmp_path: Path) -> None:
+    async with open_disk(tmp_path / "kv") as disk:
+        short = memoryview(bytearray(100))
+        with pytest.raises(Misuse):
+            await disk.backend.store([StoreBlock(b"k", short, bytes(16))])
+        with pytest.raises(Misuse):
+            await disk.backend.load([LoadBlock(b"k", short)])
+        with pytest.raises(Misuse):
+            await disk.backend.store([StoreBlock(b"", disk.slots.view(0), bytes(16))])
+
+
+async def test_blocks_with_and_without_padding_come_back(tmp_path: Path) -> None:
+    context = BackendContext(8200, CONTEXT.namespace, "1:disk")
+    async with open_disk(tmp_path / "kv", context) as disk:
+        data = os.urandom(8200)
+        blocks = [
+            StoreBlock(key_of(n), memoryview(data), block_digest(key_of(n), memoryview(data)))
+            for n in range(5)
+        ]
+        assert set(await disk.backend.store(blocks)) == {Outcome.DONE}
+        views = disk.slots.views(range(5))
+        await disk.backend.load([LoadBlock(key_of(n), views[n]) for n in range(5)])
+        assert all(view == data for view in views)
+
+
+# --- age ---
+
+
+async def test_old_blocks_are_swept_told_and_not_recovered(tmp_path: Path) -> None:
+    backend = make_disk(tmp_path / "kv", ttl_s=100)
+    now = 1e9
+    backend.clock = lambda: now
+    await backend.open()
+    disk = Disk(backend)
+    await disk.store(1)
+    now += 60
+    await disk.store(2)
+    for _ in range(50):
+        await backend.tick()
+    assert disk.lost == []
+    now += 60
+    for _ in range(50):
+        await backend.tick()
+    assert disk.lost == [key_of(1)]
+    assert (await backend.probe([key_of(1), key_of(2)])) == [False, True]
+    await backend.close()
+    backend = make_disk(tmp_path / "kv", ttl_s=100)
+    backend.clock = lambda: now
+    await backend.open()
+    assert list(backend.contents()) == [[key_of(2)]]
+    assert backend.counters()["entries_expired"] == 1
+    await backend.close()
+
+
+# --- trouble ---
+
+
+@needs_mount
+async def test_a_disk_that_others_fill_is_used_as_far_as_it_goes(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "small", "1m") as mounted:
+        async with open_disk(mounted / "kv") as disk:
+            outcomes = [(await disk.store(number))[0] for number in range(300)]
+            assert set(outcomes) == {Outcome.DONE}, "old blocks make room"
+            assert disk.count("no_room_for_a_region") == 1
+            lost = set(disk.lost)
+            kept = [number for number in range(300) if key_of(number) not in lost]
+            assert 30 < len(kept) < 128
+            assert await disk.found(range(300)) == kept
+        async with open_disk(mounted / "kv") as disk:
+            # What was dropped may come back as long as nothing was written over it.
+            assert set(await disk.found(range(300))) >= set(kept)
+            mount("-o", "remount,size=4m", mounted)
+            disk.backend.clock = lambda: 2e9
+            assert disk.backend._log is not None
+            disk.backend._log._clock = disk.backend.clock
+            await disk.backend.tick()
+            for number in range(1000, 1040):
+                assert await disk.store(number) == [Outcome.DONE]
+
+
+async def test_a_disk_that_turns_read_only_serves_and_heals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after ``errors=remount-ro``: a remount by hand is refused while files are open."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    async with open_disk(tmp_path / "kv") as disk:
+        await disk.store(*range(20))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", refuse)
+            assert await disk.store(50) == [Outcome.FAILED]
+            assert await disk.store(*range(51, 60)) == [Outcome.FAILED] * 9
+            assert await disk.found(range(20)) == list(range(20))
+            await disk.backend.tick()
+        assert await disk.store(50) == [Outcome.DONE]
+        assert await disk.load(50) == [Outcome.DONE]
+        assert disk.lost == []
+        assert disk.count("regions_retired") == 0
+
+
+async def test_a_folder_that_vanishes_fails_stores_and_is_used_again(tmp_path: Path) -> None:
+    async with open_disk(tmp_path / "kv") as disk:
+        await disk.store(1, 2, 3)
+        (tmp_path / "kv").rename(tmp_path / "away")
+        (tmp_path / "kv").write_bytes(b"in the way")
+        await disk.backend.tick()
+        assert sorted(disk.lost) == sorted(key_of(number) for number in (1, 2, 3))
+        assert await disk.load(1) == [Outcome.ABSENT]
+        assert await disk.store(4) == [Outcome.FAILED]
+        await disk.backend.tick()
+        assert await disk.store(4) == [Outcome.FAILED]
+        (tmp_path / "kv").unlink()
+        await disk.backend.tick()
+        assert await disk.store(4) == [Outcome.DONE]
+        assert await disk.load(4) == [Outcome.DONE]
+        assert disk.count("folder_came_back") == 1
+        assert stat.S_IMODE((tmp_path / "kv").stat().st_mode) == 0o700
+        with pytest.raises(ConfigError, match="in use"):
+            make_disk(tmp_path / "kv")
+    async with open_disk(tmp_path / "kv") as disk:
+        assert await disk.found([1, 2, 3, 4]) == [4]
+
+
+async def test_a_folder_that_comes_back_is_empty_until_the_next_start(tmp_path: Path) -> None:
+    """What was told to be lost stays lost for this engine; the next one finds what is left."""
+    async with open_disk(tmp_path / "kv") as disk:
+        await disk.store(*range(40))
+        (tmp_path / "kv").rename(tmp_path / "away")
+        await disk.backend.tick()
+        shutil.rmtree(tmp_path / "kv", ignore_errors=True)
+        (tmp_path / "away").rename(tmp_path / "kv")
+        await disk.backend.tick()
+        assert await disk.found(range(40)) == []
+        assert await disk.store(100) == [Outcome.DONE]
+    async with open_disk(tmp_path / "kv") as disk:
+        found = await disk.found([*range(40), 100])
+        assert 100 in found
+        assert len(found) > 20
+
+
+@needs_mount
+async def test_a_folder_on_a_disk_that_was_unmounted_is_not_made_below_it(tmp_path: Path) -> None:
+    """Otherwise the blocks would fill the disk that the mount point lies on."""
+    with tmpfs(tmp_path / "small", "4m") as mounted:
+        async with open_disk(mounted / "kv") as disk:
+            await disk.store(1)
+            subprocess.run(["umount", "-l", mounted], check=True)
+            for _ in range(3):
+                await disk.backend.tick()
+            assert disk.lost == [key_of(1)]
+            assert await disk.store(2) == [Outcome.FAILED]
+            assert list(mounted.iterdir()) == []
+        mount("-t", "tmpfs", "tmpfs", mounted)  # for the end of the block to unmount
+
+
+async def test_a_closed_backend_answers_and_does_nothing(tmp_path: Path) -> None:
+    backend: DiskBackend = make_disk(tmp_path / "kv")
+    await backend.open()
+    await backend.close()
+    await backend.close()
+    assert list(await backend.probe([b"k"])) == [False]
+    assert list(await backend.load([])) == []
+    await backend.remove([b"k"])
+    assert list(backend.contents()) == []
+    assert backend.busy_threads() == 0

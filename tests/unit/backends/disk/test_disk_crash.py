@@ -1,0 +1,75 @@
+"""A writer that is killed at any moment leaves a folder that serves every block it finds whole.
+
+``KVTIER_DISK_KILLS`` sets how many times the writer is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvtier.backend import Outcome
+from tests.unit.backends.disk._disk import CAPACITY_BYTES, folder_bytes, open_disk
+
+pytestmark = pytest.mark.anyio
+REPOSITORY = Path(__file__).parents[4]
+KILLS = int(os.environ.get("KVTIER_DISK_KILLS", "50"))
+KILLS_PER_FOLDER = 10
+BLOCKS_FOUND_MIN = 0.9
+LIFE_S_MAX = 0.06
+
+
+def run_and_kill(path: Path, first: int, life_s: float) -> list[int]:
+    """Let a child store until it is killed ``life_s`` later; returns what it acknowledged."""
+    command = [sys.executable, "-m", "tests.unit.backends.disk._disk_child", str(path), str(first)]
+    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "backends"), *sys.path])
+    child = subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    time.sleep(life_s)  # the moment of the kill is what is random here
+    child.send_signal(signal.SIGKILL)
+    said, _ = child.communicate()
+    whole = said[: said.rfind("\n") + 1]
+    return [int(line) for line in whole.splitlines()]
+
+
+@pytest.mark.parametrize("folder", range(-(-KILLS // KILLS_PER_FOLDER)))
+async def test_a_killed_writer_leaves_whole_blocks_and_a_bounded_folder(
+    folder: int, tmp_path: Path
+) -> None:
+    """Acknowledged blocks come back whole; a kill takes none but what the bound takes."""
+    path = tmp_path / "kv"
+    rng = random.Random(folder)
+    newest: list[int] = []
+    first = 1000
+    for _ in range(min(KILLS_PER_FOLDER, KILLS)):
+        newest.extend(run_and_kill(path, first, rng.uniform(0, LIFE_S_MAX)))
+        assert folder_bytes(path) <= CAPACITY_BYTES
+        async with open_disk(path) as disk:
+            assert disk.count("entries_beyond") == 0
+            capacity = disk.backend.traits.capacity_blocks
+            assert capacity is not None
+            outcomes = [(await disk.load(number))[0] for number in newest]
+            # A kill is no power cut: what was acknowledged is whole.
+            assert set(outcomes) <= {Outcome.DONE, Outcome.ABSENT}
+            found = [n for n, o in zip(newest, outcomes, strict=True) if o is Outcome.DONE]
+            expected = newest[-capacity // 2 :]
+            assert len(set(found) & set(expected)) >= BLOCKS_FOUND_MIN * len(expected)
+            await disk.remove(*found[:1])
+            assert await disk.store(first - 1) == [Outcome.DONE]
+            newest = found
+        first += 100_000
+        assert folder_bytes(path) <= CAPACITY_BYTES

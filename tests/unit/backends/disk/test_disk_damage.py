@@ -1,0 +1,225 @@
+"""Whatever happens to the bytes of a folder, nothing wrong is ever served from it."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvtier.backend import Outcome
+from kvtier_backends.disk import format as fmt
+from tests.unit.backends.disk._disk import (
+    CAPACITY_BYTES,
+    OTHER_CONTEXT,
+    folder_bytes,
+    make_disk,
+    open_disk,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = pytest.mark.anyio
+BLOCKS = 120
+
+
+async def fill(path: Path, **options: Any) -> list[int]:
+    async with open_disk(path, **options) as disk:
+        for first in range(0, BLOCKS, 5):
+            assert await disk.store(*range(first, first + 5)) == [Outcome.DONE] * 5
+    return list(range(BLOCKS))
+
+
+def segments(path: Path) -> list[Path]:
+    return sorted(path.glob("segment-*.kv"))
+
+
+def flip_bits(path: Path, rng: random.Random) -> None:
+    with path.open("r+b") as file:
+        for _ in range(rng.randrange(1, 200)):
+            at = rng.randrange(path.stat().st_size)
+            file.seek(at)
+            byte = file.read(1)[0] ^ (1 << rng.randrange(8))
+            file.seek(at)
+            file.write(bytes([byte]))
+
+
+def truncate(path: Path, rng: random.Random) -> None:
+    os.truncate(path, rng.randrange(path.stat().st_size))
+
+
+def swap_pages(path: Path, rng: random.Random) -> None:
+    raw = bytearray(path.read_bytes())
+    for _ in range(rng.randrange(1, 60)):
+        size = 4096 * rng.choice([1, 1, 2, 16])
+        here, there = (rng.randrange(len(raw) // 4096) * 4096 for _ in range(2))
+        if min(here, there) + size <= max(here, there) and max(here, there) + size <= len(raw):
+            raw[here : here + size], raw[there : there + size] = (
+                raw[there : there + size],
+                raw[here : here + size],
+            )
+    path.write_bytes(raw)
+
+
+def zero(path: Path, rng: random.Random) -> None:
+    start = rng.randrange(path.stat().st_size)
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(bytes(min(rng.randrange(1, 200_000), path.stat().st_size - start)))
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("damage", [flip_bits, truncate, swap_pages, zero])
+async def test_no_damage_to_a_segment_makes_a_wrong_block(
+    damage: Callable[[Path, random.Random], None], seed: int, tmp_path: Path
+) -> None:
+    """``load`` of the bench asserts that what passes its digest is what was stored."""
+    numbers = await fill(tmp_path / "kv")
+    rng = random.Random(seed)
+    damage(rng.choice(segments(tmp_path / "kv")), rng)
+    async with open_disk(tmp_path / "kv") as disk:
+        for number in numbers:
+            (outcome,) = await disk.load(number)
+            assert outcome in (Outcome.DONE, Outcome.ABSENT, Outcome.DAMAGED)
+            if outcome is Outcome.DAMAGED:
+                await disk.remove(number)
+        # And it goes on as if nothing had happened.
+        assert await disk.store(*range(BLOCKS, BLOCKS + 20)) == [Outcome.DONE] * 20
+        assert await disk.found(range(BLOCKS, BLOCKS + 20)) == list(range(BLOCKS, BLOCKS + 20))
+    assert folder_bytes(tmp_path / "kv") <= CAPACITY_BYTES
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_damage_under_a_running_engine_is_no_wrong_block_either(
+    seed: int, tmp_path: Path
+) -> None:
+    rng = random.Random(seed)
+    numbers = await fill(tmp_path / "kv")
+    async with open_disk(tmp_path / "kv", direct=False) as disk:
+        outcomes: list[Outcome] = []
+        for damage in (flip_bits, zero, truncate):
+            damage(rng.choice(segments(tmp_path / "kv")), rng)
+            outcomes = [(await disk.load(number))[0] for number in numbers]
+            assert set(outcomes) <= {Outcome.DONE, Outcome.DAMAGED}
+        assert Outcome.DAMAGED in outcomes
+
+
+async def test_one_flipped_bit_in_a_block_costs_that_block_only(tmp_path: Path) -> None:
+    numbers = await fill(tmp_path / "kv")
+    (segment,) = segments(tmp_path / "kv")
+    raw = bytearray(segment.read_bytes())
+    at = raw.index((60).to_bytes(8, "big") * 512)
+    raw[at + 5000] ^= 4
+    segment.write_bytes(raw)
+    async with open_disk(tmp_path / "kv") as disk:
+        outcomes = [(await disk.load(number))[0] for number in numbers]
+    assert outcomes.count(Outcome.DONE) == BLOCKS - 1
+    assert outcomes[60] is Outcome.DAMAGED
+
+
+async def test_a_segment_that_is_gone_costs_its_blocks_only(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    await fill(path)
+    segments(path)[0].unlink()
+    async with open_disk(path) as disk:
+        assert await disk.found(range(BLOCKS)) == []
+        assert await disk.store(1) == [Outcome.DONE]
+        assert await disk.load(1) == [Outcome.DONE]
+
+
+async def test_one_copy_of_the_superblock_is_enough(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    numbers = await fill(path)
+    for damaged in (0, 1):
+        raw = bytearray((path / "superblock").read_bytes())
+        good = bytes(raw)
+        raw[damaged * 4096 + 100] ^= 1
+        (path / "superblock").write_bytes(raw)
+        async with open_disk(path) as disk:
+            assert await disk.found(numbers) == numbers
+        (path / "superblock").write_bytes(good)
+
+
+@pytest.mark.parametrize("what", ["gone", "damaged", "other version"])
+async def test_without_its_superblock_a_folder_begins_anew(what: str, tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    numbers = await fill(path)
+    superblock = path / "superblock"
+    page = superblock.read_bytes()[:4096]
+    if what == "gone":
+        superblock.unlink()
+    elif what == "damaged":
+        superblock.write_bytes(b"x" * 8192)
+    else:
+        superblock.write_bytes(fmt._sealed(page[:8] + b"\x07" + page[9:-8]) * 2)
+    async with open_disk(path) as disk:
+        assert await disk.found(numbers) == []
+        assert disk.count("segments_removed") == 1
+        assert sum(disk.count(f"folder_{why}") for why in ("damaged", "other_version")) == (
+            what != "gone"
+        )
+        assert await disk.store(1) == [Outcome.DONE]
+
+
+async def test_segments_from_another_folder_are_not_served(tmp_path: Path) -> None:
+    """Keys and namespace fit, yet nobody knows whether these bytes belong to this engine."""
+    numbers = await fill(tmp_path / "a")
+    async with open_disk(tmp_path / "b") as disk:
+        await disk.store(500)
+    shutil.copy(segments(tmp_path / "a")[0], segments(tmp_path / "b")[0])
+    async with open_disk(tmp_path / "b") as disk:
+        assert await disk.found(numbers) == []
+        assert disk.count("region_other_folder") > 0
+
+
+async def test_a_whole_folder_that_was_copied_is_served(tmp_path: Path) -> None:
+    numbers = await fill(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    async with open_disk(tmp_path / "b") as disk, open_disk(tmp_path / "a") as original:
+        assert await disk.found(numbers) == await original.found(numbers) == numbers
+
+
+async def test_another_models_blocks_are_neither_served_nor_overwritten_first(
+    tmp_path: Path,
+) -> None:
+    numbers = await fill(tmp_path / "kv")
+    async with open_disk(tmp_path / "kv", OTHER_CONTEXT) as disk:
+        assert await disk.found(numbers) == []
+        assert disk.count("region_foreign") > 0
+        assert await disk.store(1, 2, 3) == [Outcome.DONE] * 3
+    async with open_disk(tmp_path / "kv") as disk:
+        assert await disk.found(numbers) == numbers
+
+
+async def test_a_smaller_capacity_cuts_the_folder(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    numbers = await fill(path)
+    assert folder_bytes(path) > CAPACITY_BYTES // 2
+    async with open_disk(path, capacity_bytes=CAPACITY_BYTES // 2) as disk:
+        assert folder_bytes(path) <= CAPACITY_BYTES // 2
+        assert disk.count("segments_cut") == 1
+        found = await disk.found(numbers)
+        assert 10 < len(found) < BLOCKS
+        capacity = disk.backend.traits.capacity_blocks
+        assert capacity is not None
+        assert sum(map(len, disk.backend.contents())) <= capacity
+
+
+async def test_a_larger_capacity_keeps_what_is_there(tmp_path: Path) -> None:
+    numbers = await fill(tmp_path / "kv")
+    async with open_disk(tmp_path / "kv", capacity_bytes=4 * CAPACITY_BYTES) as disk:
+        assert await disk.found(numbers) == numbers
+
+
+async def test_other_region_bytes_begin_anew(tmp_path: Path) -> None:
+    numbers = await fill(tmp_path / "kv")
+    async with open_disk(tmp_path / "kv", region_bytes=1 << 18) as disk:
+        assert await disk.found(numbers) == []
+        assert disk.count("folder_other_layout") == 1
+    backend = make_disk(tmp_path / "kv")
+    assert backend._plan.geometry.region_bytes == 1 << 18, "without the option, what is there"
+    await backend.close()

@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvtier_backends.disk import device as device_module
+from kvtier_backends.disk.device import FileDevice, Segments, Transfer, trim_segments
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.anyio
+REGION_BYTES = 64 * 1024
+PAGE = 4096
+
+
+def pages(*fills: int) -> list[memoryview]:
+    """Return page-aligned buffers, one page for each fill."""
+    whole = memoryview(mmap.mmap(-1, max(1, len(fills)) * PAGE))
+    for number, fill in enumerate(fills):
+        whole[number * PAGE : (number + 1) * PAGE] = bytes([fill]) * PAGE
+    return [whole[number * PAGE : (number + 1) * PAGE] for number in range(len(fills))]
+
+
+class Said(list[OSError]):
+    pass
+
+
+def make(folder: Path, said: Said | None = None, *, direct: bool = True) -> FileDevice:
+    return FileDevice(
+        Segments(str(folder), REGION_BYTES, 2),
+        direct=direct,
+        read_threads=2,
+        write_threads=2,
+        name="t",
+        said=(Said() if said is None else said).append,
+    )
+
+
+@pytest.mark.parametrize("direct", [True, False])
+async def test_what_is_written_is_read_back(tmp_path: Path, direct: bool) -> None:
+    device = make(tmp_path, direct=direct)
+    await device.allocate(3)
+    assert await device.write([Transfer(3, PAGE, pages(1, 2, 3))]) == [None]
+    back = pages(0, 0)
+    assert await device.read([Transfer(3, 2 * PAGE, back)]) == [2 * PAGE]
+    assert [page[0] for page in back] == [2, 3]
+    device.close()
+
+
+async def test_files_belong_to_this_user_alone_and_are_as_long_as_what_is_used(
+    tmp_path: Path,
+) -> None:
+    device = make(tmp_path)
+    await device.allocate(2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["segment-00001.kv"]
+    (path,) = tmp_path.iterdir()
+    status = path.stat()
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_size == REGION_BYTES
+    assert status.st_blocks * 512 >= REGION_BYTES
+    device.close()
+
+
+async def test_missing_bytes_are_a_short_read_and_no_error(tmp_path: Path) -> None:
+    device = make(tmp_path)
+    assert await device.read([Transfer(0, 0, pages(0))]) == [0]
+    await device.allocate(0)
+    os.truncate(tmp_path / "segment-00000.kv", 2 * PAGE)
+    assert await device.read([Transfer(0, PAGE, pages(0, 0))]) == [PAGE]
+    assert await device.read([Transfer(0, 4 * PAGE, pages(0))]) == [0]
+    device.close()
+
+
+async def test_one_failure_takes_nothing_from_the_other_transfers(tmp_path: Path) -> None:
+    device = make(tmp_path)
+    await device.allocate(0)
+    (tmp_path / "segment-00001.kv").mkdir()
+    ends = await device.write([Transfer(2, 0, pages(1)), Transfer(0, 0, pages(2))])
+    assert isinstance(ends[0], OSError)
+    assert ends[0].errno == errno.EISDIR
+    assert ends[1] is None
+    back = pages(0)
+    assert (await device.read([Transfer(2, 0, pages(0)), Transfer(0, 0, back)]))[1] == PAGE
+    assert back[0][0] == 2
+    device.close()
+
+
+async def test_buffers_that_o_direct_refuses_go_through_the_page_cache(tmp_path: Path) -> None:
+    said = Said()
+    device = make(tmp_path, said)
+    await device.allocate(0)
+    crooked = memoryview(bytearray(b"x" * (PAGE + 1)))[1:]
+    assert await device.write([Transfer(0, 0, [crooked])]) == [None]
+    back = memoryview(bytearray(PAGE + 3))[3:]
+    assert await device.read([Transfer(0, 0, [back])]) == [PAGE]
+    assert back == crooked
+    straight = pages(0)
+    assert await device.read([Transfer(0, 0, straight)]) == [PAGE]
+    assert straight[0] == crooked
+    device.close()
+
+
+async def test_a_filesystem_without_o_direct_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    real = os.open
+
+    def refuse(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            asked.append(flags)
+            raise OSError(errno.EINVAL, "no O_DIRECT here")
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    said = Said()
+    device = make(tmp_path, said)
+    await device.allocate(0)
+    for _ in range(3):
+        assert await device.write([Transfer(0, 0, pages(1))]) == [None]
+    assert len(asked) == len(said) == 1
+    device.close()
+
+
+async def test_a_transfer_of_more_buffers_than_the_kernel_takes_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_module, "_BUFFERS_MAX", 2)
+    device = make(tmp_path)
+    await device.allocate(0)
+    assert await device.write([Transfer(0, 0, pages(1, 2, 3, 4, 5))]) == [None]
+    back = pages(0, 0, 0, 0, 0)
+    assert await device.read([Transfer(0, 0, back)]) == [5 * PAGE]
+    assert [page[0] for page in back] == [1, 2, 3, 4, 5]
+    device.close()
+
+
+def test_a_transfer_that_stops_short_goes_on_where_it_stopped() -> None:
+    taken = bytearray()
+
+    def call(_: int, buffers: list[memoryview], at: int) -> int:
+        assert at == 100 + len(taken)
+        piece = b"".join(buffers)[:3]
+        taken.extend(piece)
+        return len(piece)
+
+    buffers = [memoryview(b"abcd"), memoryview(b"ef"), memoryview(b"ghij")]
+    assert device_module._move_all(call, 0, Transfer(0, 0, buffers), 100) == 10
+    assert taken == b"abcdefghij"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
+async def test_a_full_disk_says_so_when_a_region_is_allocated(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", small], check=True)
+    try:
+        device = make(small)
+        await device.allocate(0)
+        with pytest.raises(OSError, match="space") as full:
+            await device.allocate(1)
+        assert full.value.errno == errno.ENOSPC
+        assert await device.write([Transfer(0, 0, pages(1))]) == [None]
+        device.close()
+    finally:
+        subprocess.run(["umount", "-l", small], check=True)
+
+
+async def test_after_close_nothing_is_opened_any_more(tmp_path: Path) -> None:
+    device = make(tmp_path)
+    await device.allocate(0)
+    device.close()
+    assert device.busy() == 0
+    assert device._files._descriptors == {}
+    with pytest.raises(OSError, match="closed"):
+        device._files.allocate(1)
+
+
+def test_what_lies_beyond_the_capacity_is_cut_off(tmp_path: Path) -> None:
+    for number in range(4):
+        (tmp_path / f"segment-{number:05d}.kv").write_bytes(bytes(2 * REGION_BYTES))
+    (tmp_path / "other").write_bytes(b"x")
+    assert trim_segments(Segments(str(tmp_path), REGION_BYTES, 2), 3, highest=4) == 3
+    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert sizes == {
+        "segment-00000.kv": 2 * REGION_BYTES,
+        "segment-00001.kv": REGION_BYTES,
+        "other": 1,
+    }

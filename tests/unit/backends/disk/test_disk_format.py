@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.backend import BackendContext, Namespace
+from kvtier.errors import Misuse
+from kvtier_backends.disk import format as fmt
+
+ids = st.binary(min_size=16, max_size=16)
+u32 = st.integers(0, 2**32 - 1)
+u64 = st.integers(0, 2**64 - 1)
+keys = st.binary(min_size=1, max_size=fmt.KEY_BYTES_MAX)
+superblocks = st.builds(
+    fmt.Superblock, ids, st.integers(1, 2**40).map(lambda n: n * 4096), st.integers(1, 4096), u64
+)
+headers = st.builds(fmt.RegionHeader, ids, ids, ids, ids, u32, u64, u64, u64, u32, u32, u64)
+INCARNATION = b"i" * 16
+
+
+def entries_of(seal_bytes: int) -> st.SearchStrategy[fmt.Entry]:
+    seals = st.binary(min_size=seal_bytes, max_size=seal_bytes)
+    return st.builds(fmt.Entry, u32, u32, keys, ids, seals)
+
+
+def refusal_of(page: bytes, incarnation: bytes = INCARNATION) -> fmt.Refusal:
+    with pytest.raises(fmt.PageRefused) as refused:
+        fmt.decode_table_untrusted(page, incarnation)
+    return refused.value.refusal
+
+
+@given(superblocks)
+def test_a_superblock_comes_back(superblock: fmt.Superblock) -> None:
+    page = fmt.encode_superblock(superblock)
+    assert len(page) == fmt.PAGE_BYTES
+    assert fmt.decode_superblock_untrusted(page) == superblock
+
+
+@given(headers)
+def test_a_header_comes_back(header: fmt.RegionHeader) -> None:
+    page = fmt.encode_header(header)
+    assert len(page) == fmt.PAGE_BYTES
+    assert fmt.decode_header_untrusted(page) == header
+
+
+@given(st.data(), st.sampled_from([0, fmt.SEAL_BYTES]))
+def test_a_table_page_comes_back_each_time_it_grows(data: st.DataObject, seal_bytes: int) -> None:
+    writer = fmt.TableWriter(INCARNATION, seal_bytes)
+    held: list[fmt.Entry] = []
+    batches = data.draw(st.lists(st.lists(entries_of(seal_bytes), max_size=8), max_size=8))
+    for serial, batch in enumerate(batches, start=1):
+        if not writer.fits(batch):
+            writer.start_page()
+            held = []
+        writer.add(batch)
+        held.extend(batch)
+        table = fmt.decode_table_untrusted(writer.encode(), INCARNATION)
+        assert (table.serial, table.entries, table.seal_bytes) == (serial, len(held), seal_bytes)
+        assert list(fmt.entries_untrusted(table, 2**32)) == held
+        limit = data.draw(u32)
+        assert list(fmt.entries_untrusted(table, limit)) == [e for e in held if e.slot < limit]
+
+
+def test_a_page_takes_what_fits_and_not_one_more() -> None:
+    entry = fmt.Entry(0, 0, bytes(36), bytes(16), b"")
+    writer = fmt.TableWriter(INCARNATION, 0)
+    most = fmt.records_max(36, 0)
+    assert most >= 60
+    writer.add([entry] * most)
+    assert not writer.fits([entry])
+    with pytest.raises(Misuse):
+        writer.add([entry])
+    assert fmt.decode_table_untrusted(writer.encode(), INCARNATION).entries == most
+
+
+@pytest.mark.parametrize("length", [0, 256])
+def test_a_key_that_is_no_key_is_the_callers_mistake(length: int) -> None:
+    with pytest.raises(Misuse):
+        fmt.TableWriter(INCARNATION, 0).add([fmt.Entry(0, 0, bytes(length), bytes(16), b"")])
+
+
+@given(st.binary(max_size=64) | st.binary(min_size=4096, max_size=4096))
+def test_parsers_of_any_bytes_raise_nothing_but_page_refused(raw: bytes) -> None:
+    with suppress(fmt.PageRefused):
+        fmt.decode_superblock_untrusted(raw)
+    with suppress(fmt.PageRefused):
+        fmt.decode_header_untrusted(raw)
+    with suppress(fmt.PageRefused):
+        fmt.decode_table_untrusted(raw, INCARNATION)
+
+
+@given(st.binary(max_size=4000), st.sampled_from(["_MAGIC_SUPERBLOCK", "_MAGIC_REGION"]))
+def test_what_is_sealed_but_senseless_is_refused_the_same_way(body: bytes, magic: str) -> None:
+    """A checksum proves that a page is whole, not that its writer was sane."""
+    prefix = fmt._PREFIX.pack(getattr(fmt, magic), fmt.FORMAT_VERSION)
+    page = fmt._sealed(prefix + body)
+    with suppress(fmt.PageRefused):
+        fmt.decode_superblock_untrusted(page)
+    with suppress(fmt.PageRefused):
+        fmt.decode_header_untrusted(page)
+
+
+@given(st.binary(max_size=4000))
+def test_a_sealed_but_senseless_table_yields_only_entries_within_the_region(body: bytes) -> None:
+    page = fmt._sealed(fmt._PREFIX.pack(fmt._MAGIC_TABLE, fmt.FORMAT_VERSION) + INCARNATION + body)
+    with suppress(fmt.PageRefused):
+        for entry in fmt.entries_untrusted(fmt.decode_table_untrusted(page, INCARNATION), 10):
+            assert entry.slot < 10
+            assert len(entry.key) <= fmt.KEY_BYTES_MAX
+
+
+@given(headers, st.integers(0, 4096 * 8 - 1))
+def test_a_flipped_bit_anywhere_is_seen(header: fmt.RegionHeader, bit: int) -> None:
+    page = bytearray(fmt.encode_header(header))
+    page[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(fmt.PageRefused):
+        fmt.decode_header_untrusted(bytes(page))
+
+
+def test_each_refusal_is_told_from_the_others() -> None:
+    writer = fmt.TableWriter(INCARNATION, 0)
+    page = writer.encode()
+    newer = page[:8] + (2).to_bytes(4, "little") + page[12:]
+    assert refusal_of(bytes(4096)) is fmt.Refusal.BLANK
+    assert refusal_of(newer) is fmt.Refusal.DAMAGED
+    assert refusal_of(fmt._sealed(newer[:-8])) is fmt.Refusal.OTHER_VERSION
+    assert refusal_of(page, b"j" * 16) is fmt.Refusal.OTHER_INCARNATION
+    assert refusal_of(page[:-1]) is fmt.Refusal.DAMAGED
+    assert refusal_of(fmt.encode_superblock(fmt.Superblock(bytes(16), 4096, 1, 0))) is (
+        fmt.Refusal.DAMAGED
+    )
+
+
+@given(
+    st.integers(1, 1 << 22),
+    st.integers(0, 200),
+    st.sampled_from([0, fmt.SEAL_BYTES]),
+    st.integers(0, 4096),
+)
+def test_a_region_holds_its_slots_and_their_table(
+    block_bytes: int, slots: int, seal_bytes: int, more: int
+) -> None:
+    """However short the stores were, the table has a page to spare for the planned keys."""
+    region_bytes = fmt.region_bytes_for(slots, block_bytes, seal_bytes)
+    found = fmt.make_geometry(region_bytes + more // 4096 * 4096, block_bytes, seal_bytes)
+    assert found.slots >= slots
+    assert found.slot_at(found.slots) <= found.region_bytes or not found.slots
+    per_page = fmt.records_max(fmt.KEY_BYTES_PLANNED, seal_bytes)
+    assert (found.table_pages - 1) * per_page >= found.slots
+    assert found.stride >= block_bytes
+    assert found.slots_at % fmt.PAGE_BYTES == found.stride % fmt.PAGE_BYTES == 0
+
+
+def test_a_namespace_is_its_facts_and_the_block_size() -> None:
+    def digest(block_bytes: int, **facts: object) -> bytes:
+        return fmt.namespace_digest(BackendContext(block_bytes, Namespace(facts), "1:disk"))
+
+    assert digest(1, a=1, b=[2]) == digest(1, b=[2], a=1)
+    assert len({digest(1, a=1), digest(2, a=1), digest(1, a=2), digest(1, b=1)}) == 4

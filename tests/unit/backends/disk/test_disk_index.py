@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvtier.errors import InternalError, Misuse
+from kvtier_backends.disk.bulk import BulkLoad, Dropped
+from kvtier_backends.disk.format import Entry, TableWriter, decode_table_untrusted
+from kvtier_backends.disk.index import SLOTS_MAX, BlockIndex, Known
+
+REGIONS, SLOTS = 6, 8
+keys = st.binary(min_size=1, max_size=3) | st.binary(min_size=250, max_size=255)
+known = st.builds(Known, st.binary(min_size=16, max_size=16), st.just(7), st.just(9), st.just(b""))
+
+
+class IndexSpec(RuleBasedStateMachine):
+    """A dictionary is the model: key to location and what is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = BlockIndex(REGIONS, SLOTS)
+        # One home for all: every walk is as long as it can get, and wraps around.
+        self.index.mask = 63
+        self.model: dict[bytes, tuple[int, Known]] = {}
+
+    @rule(key=keys, known=known, data=st.data())
+    def insert(self, key: bytes, known: Known, data: st.DataObject) -> None:
+        taken = {location for location, _ in self.model.values()}
+        free = [place for place in range(REGIONS * SLOTS) if place not in taken]
+        if key in self.model or not free:
+            return
+        location = data.draw(st.sampled_from(free))
+        self.index.insert(key, location, known)
+        self.model[key] = (location, known)
+
+    @rule(key=keys, place=st.none() | st.integers(0, 99))
+    def remove(self, key: bytes, place: int | None) -> None:
+        if self.model and place is not None:
+            key = sorted(self.model)[place % len(self.model)]
+        location, _ = self.model.pop(key, (None, None))
+        assert self.index.remove(key) == location
+
+    @rule(region=st.integers(0, REGIONS - 1))
+    def release_a_region_without_blocks(self, region: int) -> None:
+        if any(location // SLOTS == region for location, _ in self.model.values()):
+            with pytest.raises(InternalError):
+                self.index.release(region)
+        else:
+            self.index.release(region)
+
+    @rule(now_s=st.integers(0, 99), data=st.data())
+    def use(self, now_s: int, data: st.DataObject) -> None:
+        if self.model:
+            key = data.draw(st.sampled_from(sorted(self.model)))
+            location, known = self.model[key]
+            self.index.use(location, now_s)
+            self.model[key] = (location, known._replace(used_s=now_s))
+
+    @invariant()
+    def every_key_is_found_where_it_was_put_and_no_other(self) -> None:
+        assert len(self.index) == len(self.model)
+        for key, (location, known) in self.model.items():
+            assert self.index.get(key) == location
+            assert self.index.key_at(location) == key
+            assert self.index.known(location) == known
+        assert self.index.get(b"never") is None
+
+    @invariant()
+    def each_region_lists_its_blocks(self) -> None:
+        for region in range(REGIONS):
+            there = sorted(
+                (at, key) for key, (at, _) in self.model.items() if at // SLOTS == region
+            )
+            assert self.index.keys_of(region) == [key for _, key in there]
+            assert self.index.live(region) == len(there)
+            assert list(self.index.slots_of(region)) == [at % SLOTS for at, _ in there]
+
+
+TestIndexSpec = IndexSpec.TestCase
+
+
+def test_keys_that_meet_in_one_place_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fingerprints may be equal: then the keys decide."""
+    monkeypatch.setattr("builtins.hash", lambda _: 0xFFFFFFFF)
+    index = BlockIndex(4, 8)
+    numbered = [number.to_bytes(2, "big") for number in range(32)]
+    for location, key in enumerate(numbered):
+        index.insert(key, location, Known(bytes(16), 0, 0, b""))
+    for key in numbered[::3]:
+        index.remove(key)
+    for location, key in enumerate(numbered):
+        assert index.get(key) == (None if location % 3 == 0 else location)
+
+
+def test_a_bulk_load_of_keys_that_meet_in_the_last_place_wraps_around(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("builtins.hash", lambda _: 0xFFFFFFFF)
+    index = BlockIndex(4, 8)
+    bulk = BulkLoad(index, 0)
+    writer = TableWriter(bytes(16), 0)
+    writer.add([Entry(slot, 1, bytes([slot]), bytes(16), b"") for slot in range(8)])
+    bulk.add_page(decode_table_untrusted(writer.encode(), bytes(16)))
+    bulk.end_region(2, 1)
+    bulk.finish(99)
+    assert [index.get(bytes([slot])) for slot in range(8)] == list(range(16, 24))
+
+
+def test_a_slot_that_has_a_block_is_not_given_another() -> None:
+    index = BlockIndex(2, 4)
+    index.insert(b"a", 5, Known(bytes(16), 0, 0, b""))
+    with pytest.raises(InternalError):
+        index.insert(b"b", 5, Known(bytes(16), 0, 0, b""))
+    assert index.get(b"b") is None
+    assert len(index) == 1
+
+
+def test_what_is_too_much_is_refused() -> None:
+    with pytest.raises(Misuse):
+        BlockIndex(SLOTS_MAX, 2)
+    with pytest.raises(Misuse):
+        BlockIndex(2, 2).insert(bytes(256), 0, Known(bytes(16), 0, 0, b""))
+
+
+def test_what_was_stored_before_a_time_is_listed() -> None:
+    index = BlockIndex(2, 4)
+    for number in range(4):
+        index.insert(bytes([number]), 4 + number, Known(bytes(16), number, 0, b""))
+    assert index.stored_before(1, 2) == [b"\0", b"\1"]
+    assert index.stored_before(0, 2) == []
+
+
+tables = st.lists(  # of one region after the other, some pages of each, some entries of each
+    st.lists(
+        st.lists(st.tuples(st.integers(0, SLOTS), st.integers(0, 9), keys), max_size=5), max_size=3
+    ),
+    max_size=REGIONS,
+)
+
+
+@settings(max_examples=300)
+@given(tables, st.integers(0, 9), st.integers(0, 48), st.sampled_from([0, 32]), st.data())
+def test_a_bulk_load_does_what_a_loop_would(
+    found: list[list[list[tuple[int, int, bytes]]]],
+    oldest_s: int,
+    limit: int,
+    seal_bytes: int,
+    data: st.DataObject,
+) -> None:
+    index = BlockIndex(REGIONS, SLOTS, sealed=seal_bytes > 0)
+    bulk = BulkLoad(index, oldest_s)
+    wanted: dict[bytes, tuple[int, Entry]] = {}
+    beyond = expired = doubled = 0
+    ends: list[tuple[int, dict[int, Entry]]] = []
+    order = data.draw(st.permutations(range(REGIONS)))
+    for region, pages in zip(order, found, strict=False):
+        held: dict[int, Entry] = {}
+        for page in pages:
+            entries = [
+                Entry(slot, time_s, key, key[:1] * 16 or bytes(16), bytes([slot]) * seal_bytes)
+                for slot, time_s, key in page
+            ]
+            writer = TableWriter(bytes(16), seal_bytes)
+            writer.add(entries)
+            bulk.add_page(decode_table_untrusted(writer.encode(), bytes(16)))
+            beyond += sum(entry.slot >= SLOTS for entry in entries)
+            held.update({entry.slot: entry for entry in entries if entry.slot < SLOTS})
+        expired += sum(entry.stored_s < oldest_s for entry in held.values())
+        held = {slot: entry for slot, entry in held.items() if entry.stored_s >= oldest_s}
+        assert bulk.end_region(region, region + 5) == len(held)
+        ends.append((region, held))
+    for region, held in sorted(ends, key=lambda end: end[0]):
+        for slot, entry in sorted(held.items()):
+            doubled += entry.key in wanted
+            wanted.pop(entry.key, None)
+            wanted[entry.key] = (region * SLOTS + slot, entry)
+    over = max(0, len(wanted) - limit)
+    assert bulk.finish(limit) == Dropped(beyond, expired, doubled, over)
+    wanted = dict(itertools.islice(wanted.items(), over, None))
+    assert len(index) == len(wanted)
+    for key, (location, entry) in wanted.items():
+        assert index.get(key) == location
+        assert index.known(location) == (entry.digest, entry.stored_s, entry.stored_s, entry.seal)
+    listed = sorted(key for region in range(REGIONS) for key in index.keys_of(region))
+    assert listed == sorted(wanted)
+    assert sum(index.live(region) for region in range(REGIONS)) == len(wanted)
+    for key in wanted:
+        assert index.remove(key) is not None
+    assert not any(index.words)

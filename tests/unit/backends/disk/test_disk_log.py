@@ -1,0 +1,400 @@
+"""The log on a simulated disk: crashes that tear and lose, sick regions, no room, any order."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import TYPE_CHECKING
+
+import anyio
+import pytest
+
+from kvtier.backend import LoadBlock, Outcome, StoreBlock, block_digest
+from kvtier.threads import DaemonThreads
+from kvtier_backends.disk.format import NO_KEY_ID, make_geometry, region_bytes_for
+from kvtier_backends.disk.index import BlockIndex
+from kvtier_backends.disk.ledger import Ledger
+from kvtier_backends.disk.log import BlockLog, Space
+from kvtier_backends.disk.recovery import Expected, Recovery
+from kvtier_backends.disk.regions import (
+    WRITE_AMPLIFICATION_MAX,
+    Budget,
+    Regions,
+    RegionState,
+)
+from kvtier_backends.disk.tables import Identity
+from tests.unit.backends.disk._simulated import SimulatedDevice, SimulatedDisk
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+pytestmark = pytest.mark.anyio
+BLOCK_BYTES = 16384
+SLOTS = 8
+REGIONS = 10
+CAPACITY = int((REGIONS - 2) * SLOTS * 0.9)
+GEOMETRY = make_geometry(region_bytes_for(SLOTS, BLOCK_BYTES), BLOCK_BYTES)
+KEYS = [number.to_bytes(4, "big") * 9 for number in range(3 * CAPACITY)]
+
+
+class Engine:
+    """One life of an engine on the simulated disk, from recovery to a crash."""
+
+    log: BlockLog
+
+    def __init__(self, disk: SimulatedDisk, *, ttl_s: int = 0) -> None:
+        self.device = SimulatedDevice(disk)
+        self.lost: set[bytes] = set()
+        self.now = 1000.0
+        self.ledger = Ledger("1:disk", "simulated")
+        self.ttl_s = ttl_s
+
+    async def begin(self) -> None:
+        index = BlockIndex(REGIONS, SLOTS)
+        identity = Identity(b"f" * 16, b"n" * 16, NO_KEY_ID)
+        regions = Regions(REGIONS, SLOTS, index.live)
+        threads = DaemonThreads(1, "test")
+        expected = Expected(b"f" * 16, b"n" * 16, {NO_KEY_ID}, GEOMETRY)
+        found = await Recovery(self.device, expected, index, threads, 0).run(REGIONS, CAPACITY)
+        threads.stop()
+        regions.recover(found.sequences, found.spare, found.highest)
+        self.log = BlockLog(
+            Space(
+                self.device, index, regions, GEOMETRY, Budget(2 * GEOMETRY.region_bytes), CAPACITY
+            ),
+            identity,
+            self.ledger,
+            ttl_s=self.ttl_s,
+            clock=lambda: self.now,
+            lost=self.lost.update,
+        )
+
+    async def store(self, keys: Sequence[bytes], version: int = 0) -> list[Outcome]:
+        blocks = []
+        for key in keys:
+            data = memoryview(data_of(key, version))
+            blocks.append(StoreBlock(key, data, block_digest(key, data)))
+        return await self.log.store(blocks)
+
+    async def load(self, keys: Sequence[bytes]) -> list[tuple[Outcome, bytes]]:
+        """Load, and judge the bytes by the digest, as the layer above does."""
+        buffers = [memoryview(bytearray(BLOCK_BYTES)) for _ in keys]
+        loaded = await self.log.load([LoadBlock(*each) for each in zip(keys, buffers, strict=True)])
+        answers = []
+        for key, buffer, found in zip(keys, buffers, loaded, strict=True):
+            outcome = found.outcome
+            sound = outcome is not Outcome.DONE or block_digest(key, buffer) == found.digest
+            answers.append((outcome if sound else Outcome.DAMAGED, bytes(buffer)))
+        return answers
+
+    def count(self, name: str) -> int:
+        return self.ledger.counts().get(name, 0)
+
+    def check(self) -> None:
+        """Assert what must hold at rest."""
+        log = self.log
+        assert len(log.index) <= CAPACITY
+        assert log._appending == 0
+        assert log.is_idle()
+        assert not any(log.regions._readers)
+        assert not any(log.regions._writers)
+        assert sum(log.index.live(region) for region in range(REGIONS)) == len(log.index)
+        stored = self.count("bytes_stored")
+        again = self.count("bytes_appended_again")
+        assert again <= (WRITE_AMPLIFICATION_MAX - 1) * stored + 1
+
+
+def data_of(key: bytes, version: int) -> bytes:
+    name = hashlib.blake2b(key, digest_size=60).digest()
+    return (name + version.to_bytes(4, "big")) * (BLOCK_BYTES // 64)
+
+
+def fresh_disk(seed: int = 0) -> SimulatedDisk:
+    return SimulatedDisk(REGIONS, GEOMETRY.region_bytes, seed)
+
+
+@pytest.mark.parametrize("seed", range(30))
+async def test_after_any_crash_no_wrong_block_is_served(seed: int) -> None:
+    """Torn, reordered and lost writes; the versions of a key differ, so that a stale one shows.
+
+    A key is stored anew only after it was removed or lost, as the tier above does. After a
+    crash any version that was ever written may come back, whole, or none.
+    """
+    disk = fresh_disk(seed)
+    rng = random.Random(seed)
+    written: dict[bytes, set[bytes]] = {}
+    for life in range(4):
+        engine = Engine(disk)
+        await engine.begin()
+        engine.check()
+        here = {key for region in range(REGIONS) for key in engine.log.index.keys_of(region)}
+        for outcome, key, data in await load_all(engine, sorted(here)):
+            assert outcome in (Outcome.DONE, Outcome.DAMAGED)
+            if outcome is Outcome.DONE:
+                assert data in written[key]
+            else:
+                engine.log.remove([key])
+                here.discard(key)
+        for step in range(40):
+            await run_a_step(engine, rng, here, written, version=life * 100 + step)
+        await engine.log.wait_idle()
+        engine.check()
+        if life % 2:  # in the midst of stores
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(engine.store, list(written)[:5], 7)
+                for _ in range(rng.randrange(8)):
+                    await anyio.lowlevel.checkpoint()
+                disk.crash()
+            note(written, list(written)[:5], 7)
+        else:
+            disk.crash()
+
+
+def note(written: dict[bytes, set[bytes]], keys: Sequence[bytes], version: int) -> None:
+    for key in keys:
+        written.setdefault(key, set()).add(data_of(key, version))
+
+
+async def load_all(engine: Engine, keys: Sequence[bytes]) -> list[tuple[Outcome, bytes, bytes]]:
+    answers = await engine.load(keys)
+    return [(outcome, key, data) for key, (outcome, data) in zip(keys, answers, strict=True)]
+
+
+async def run_a_step(
+    engine: Engine,
+    rng: random.Random,
+    here: set[bytes],
+    written: dict[bytes, set[bytes]],
+    version: int,
+) -> None:
+    """Do as the tier above does: make room, store and load at once, and believe the answers."""
+    fresh = rng.sample([key for key in KEYS if key not in here], rng.randrange(1, 12))
+    excess = len(here) + len(fresh) - CAPACITY
+    victims = rng.sample(sorted(here), max(0, excess))
+    engine.log.remove(victims)
+    here.difference_update(victims)
+    sample = rng.sample(sorted(here), min(len(here), 6))
+    note(written, fresh, version)
+    outcomes: list[Outcome] = []
+
+    async def store() -> None:
+        outcomes.extend(await engine.store(fresh, version))
+
+    async def load() -> None:
+        for outcome, key, data in await load_all(engine, sample):
+            # Lost while it was read, or whole: nothing else, as no medium failed in this life.
+            assert outcome in (Outcome.DONE, Outcome.ABSENT), outcome
+            if outcome is Outcome.DONE:
+                assert data in written[key]
+            else:
+                assert key in engine.lost
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(store)
+        tasks.start_soon(load)
+    here.update(key for key, o in zip(fresh, outcomes, strict=True) if o is Outcome.DONE)
+    here -= engine.lost
+    engine.lost.clear()
+    assert set(outcomes) <= {Outcome.DONE, Outcome.FULL}
+    assert len(engine.log.index) == len(here)
+
+
+async def test_random_removal_at_full_capacity_never_stops_the_stores() -> None:
+    """With a spare tenth, regions are emptied fast enough; what is dropped is told."""
+    engine = Engine(fresh_disk())
+    await engine.begin()
+    rng = random.Random(5)
+    here: set[bytes] = set()
+    written: dict[bytes, set[bytes]] = {}
+    full = 0
+    for version in range(600):
+        before = engine.count("stores_full")
+        await run_a_step(engine, rng, here, written, version)
+        full += engine.count("stores_full") - before
+    await engine.log.wait_idle()
+    engine.check()
+    assert full == 0
+    assert engine.count("regions_emptied") > 50
+    assert engine.count("bytes_appended_again") > 0
+
+
+async def test_when_the_oldest_go_first_nothing_is_lost_and_hardly_anything_is_written_twice() -> (
+    None
+):
+    engine = Engine(fresh_disk())
+    await engine.begin()
+    here: list[bytes] = []
+    for number in range(20 * CAPACITY):
+        if len(here) == CAPACITY:
+            engine.log.remove([here.pop(0)])
+        key = number.to_bytes(4, "big")
+        assert await engine.store([key]) == [Outcome.DONE]
+        here.append(key)
+    await engine.log.wait_idle()
+    assert not engine.lost
+    assert engine.count("bytes_appended_again") <= 0.02 * engine.count("bytes_stored")
+    engine.check()
+
+
+async def test_what_was_used_least_recently_is_dropped_first() -> None:
+    engine = Engine(fresh_disk())
+    await engine.begin()
+    kept: list[bytes] = []
+    engine.log.budget._credit_max = 0
+    for number in range(REGIONS - 1):
+        keys = KEYS[number * SLOTS : (number + 1) * SLOTS]
+        await engine.store(keys)
+        # Half of each region goes; what is left is more than the budget allows.
+        engine.log.remove(keys[::2])
+        kept.extend(keys[1::2])
+        engine.now += 1
+    used = kept[1 : SLOTS // 2]  # of the oldest region, all but one
+    engine.now += 100
+    await engine.load(used)
+    engine.log.budget._credit = 2.5 * BLOCK_BYTES + 3 * 4096
+    await engine.store(KEYS[-2:])
+    await engine.log.wait_idle()
+    count = len(engine.lost)
+    assert 0 < count < SLOTS // 2
+    assert engine.lost == set(kept[:count])
+
+
+async def test_a_sick_region_is_retired_and_its_blocks_are_told() -> None:
+    engine = Engine(fresh_disk())
+    await engine.begin()
+    await engine.store(KEYS[: 2 * SLOTS])
+    regions = engine.log.regions
+    sick = (engine.log.index.get(KEYS[0]) or 0) // SLOTS
+    engine.device.sick.add(sick)
+    ((outcome, _),) = await engine.load(KEYS[:1])
+    assert outcome is Outcome.FAILED
+    assert regions.state(sick) is RegionState.RETIRED
+    assert engine.lost == set(KEYS[:SLOTS])
+    assert await engine.store(KEYS[:SLOTS]) == [Outcome.DONE] * SLOTS
+    engine.device.sick.clear()
+    engine.now += 301
+    engine.log.revive()
+    assert regions.state(sick) is RegionState.FREE
+    engine.check()
+
+
+async def test_a_region_that_cannot_be_written_fails_its_store_and_not_the_next() -> None:
+    engine = Engine(fresh_disk())
+    await engine.begin()
+    await engine.store(KEYS[:1])
+    region = engine.log.regions.open_region
+    assert region is not None
+    engine.device.sick.add(region)
+    assert await engine.store(KEYS[1:3]) == [Outcome.FAILED] * 2
+    assert await engine.store(KEYS[:3]) == [Outcome.DONE] * 3
+    assert engine.lost == {KEYS[0]}
+    engine.check()
+
+
+async def test_without_room_the_tier_works_with_what_it_has_and_grows_when_there_is_room() -> None:
+    engine = Engine(fresh_disk())
+    await engine.begin()
+    await engine.store(KEYS[: 6 * SLOTS])
+    engine.device.has_room = False
+    here = set(KEYS[: 6 * SLOTS])
+    for number in range(3, 16):
+        keys = [bytes([number, slot]) for slot in range(SLOTS)]
+        outcomes = await engine.store(keys)
+        here.update(k for k, o in zip(keys, outcomes, strict=True) if o is Outcome.DONE)
+        here -= engine.lost
+        assert Outcome.FAILED not in outcomes
+        assert {k for r in range(REGIONS) for k in engine.log.index.keys_of(r)} == here
+    assert engine.count("no_room_for_a_region") == 1
+    assert 3 * SLOTS <= len(here) <= 6 * SLOTS
+    engine.device.has_room = True
+    engine.now += 31
+    engine.log.revive()
+    for number in range(CAPACITY - len(here)):
+        assert await engine.store([bytes([99, number])]) == [Outcome.DONE]
+    assert len(engine.log.index) == CAPACITY > 6 * SLOTS
+    engine.check()
+
+
+async def test_without_any_room_a_store_is_full_and_nothing_is_held_on_to() -> None:
+    engine = Engine(fresh_disk())
+    await engine.begin()
+    engine.device.has_room = False
+    for _ in range(20):
+        assert await engine.store(KEYS[:SLOTS]) == [Outcome.FULL] * SLOTS
+    engine.check()
+    engine.device.has_room = True
+    engine.now += 31
+    engine.log.revive()
+    assert await engine.store(KEYS[:SLOTS]) == [Outcome.DONE] * SLOTS
+    engine.check()
+
+
+async def test_a_region_that_is_read_is_not_overwritten_however_long_it_takes() -> None:
+    engine = Engine(fresh_disk())
+    await engine.begin()
+    await engine.store(KEYS[:SLOTS], version=1)
+    read = engine.log.index.get(KEYS[0])
+    assert read is not None
+    engine.device.held = anyio.Event()
+    answers: list[tuple[Outcome, bytes]] = []
+
+    async def load() -> None:
+        answers.extend(await engine.load(KEYS[:1]))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(load)
+        while not engine.device.running:
+            await anyio.lowlevel.checkpoint()
+        engine.log.remove(KEYS[:SLOTS])
+        for version in range(4 * REGIONS):
+            keys = [bytes([version, slot]) for slot in range(SLOTS)]
+            assert await engine.store(keys) == [Outcome.DONE] * SLOTS
+            engine.log.remove(keys)
+        assert engine.log.regions.state(read // SLOTS) is not RegionState.OPEN
+        engine.device.held.set()
+    assert answers == [(Outcome.DONE, data_of(KEYS[0], 1))]
+    await engine.log.wait_idle()
+    engine.check()
+
+
+async def test_an_old_block_is_absent_and_told() -> None:
+    engine = Engine(fresh_disk(), ttl_s=10)
+    await engine.begin()
+    await engine.store(KEYS[:2])
+    engine.now += 9
+    assert engine.log.has(KEYS[0])
+    assert (await engine.load(KEYS[:1]))[0][0] is Outcome.DONE
+    engine.now += 2
+    assert not engine.log.has(KEYS[0])
+    assert (await engine.load(KEYS[:1]))[0][0] is Outcome.ABSENT
+    assert engine.lost == {KEYS[0]}
+    for region in engine.log.regions.oldest_first():
+        engine.log.sweep(region)
+    assert engine.lost == set(KEYS[:2])
+    assert await engine.store(KEYS[:2]) == [Outcome.DONE] * 2
+    assert (await engine.load(KEYS[:1]))[0][0] is Outcome.DONE
+
+
+async def test_a_cancelled_store_is_let_go_only_when_the_device_is_done_with_it() -> None:
+    engine = Engine(fresh_disk())
+    await engine.begin()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(engine.store, KEYS[:4])
+        await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
+    assert not engine.log.is_idle()
+    await engine.log.wait_idle()
+    engine.check()
+
+
+async def test_keys_longer_than_planned_fill_a_table_early_and_are_found_again() -> None:
+    disk = fresh_disk()
+    engine = Engine(disk)
+    await engine.begin()
+    keys = [bytes([number]) * 255 for number in range(1, 40)]
+    stored = [key for key in keys if await engine.store([key]) == [Outcome.DONE]]
+    assert len(stored) >= 30
+    disk.before.clear()
+    engine = Engine(disk)
+    await engine.begin()
+    assert [outcome for outcome, _ in await engine.load(stored)] == [Outcome.DONE] * len(stored)

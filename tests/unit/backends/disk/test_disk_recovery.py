@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier_backends.disk import format as fmt
+from kvtier_backends.disk.recovery import (
+    FOLDER_CASES,
+    PAGE_CASES,
+    REGION_CASES,
+    UNREMARKABLE,
+    Case,
+    Expected,
+    folder_case,
+    page_case,
+    region_case,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+GEOMETRY = fmt.make_geometry(fmt.region_bytes_for(8, 4096), 4096)
+EXPECTED = Expected(b"f" * 16, b"n" * 16, {fmt.NO_KEY_ID}, GEOMETRY)
+HEADER = fmt.RegionHeader(
+    folder_id=b"f" * 16,
+    incarnation=b"i" * 16,
+    namespace=b"n" * 16,
+    key_id=fmt.NO_KEY_ID,
+    number=3,
+    sequence=9,
+    block_bytes=4096,
+    stride=4096,
+    slots=8,
+    table_pages=GEOMETRY.table_pages,
+    created_s=0,
+)
+
+
+@pytest.mark.parametrize("cases", [FOLDER_CASES, REGION_CASES, PAGE_CASES], ids=lambda c: c[0].name)
+def test_every_combination_of_facts_has_exactly_one_case(cases: Sequence[Case]) -> None:
+    for facts in itertools.product((False, True), repeat=len(cases[0].facts)):
+        assert sum(case.matches(facts) for case in cases) == 1, facts
+
+
+def test_every_case_has_a_name_of_its_own() -> None:
+    names = [case.name for case in (*FOLDER_CASES, *REGION_CASES, *PAGE_CASES)]
+    assert len(set(names)) == len(names)
+    assert set(names) >= UNREMARKABLE
+
+
+def reseal(page: bytes, at: int, new: bytes) -> bytes:
+    return fmt._sealed(page[:at] + new + page[at + len(new) : -8])
+
+
+REGION_PAGES = {
+    "region_unreadable": b"",
+    "region_never_used": bytes(4096),
+    "region_damaged": b"x" * 4096,
+    "region_other_version": reseal(fmt.encode_header(HEADER), 8, b"\x02"),
+    "region_other_folder": fmt.encode_header(replace(HEADER, folder_id=b"g" * 16)),
+    "region_misplaced": fmt.encode_header(replace(HEADER, number=4)),
+    "region_foreign": fmt.encode_header(replace(HEADER, namespace=b"m" * 16)),
+    "region_other_layout": fmt.encode_header(replace(HEADER, slots=7)),
+    "region_unknown_key": fmt.encode_header(replace(HEADER, key_id=b"k" * 16)),
+    "region_sound": fmt.encode_header(HEADER),
+}
+
+
+@pytest.mark.parametrize("name", REGION_PAGES)
+def test_each_kind_of_region_is_told_from_the_others(name: str) -> None:
+    case, _ = region_case(REGION_PAGES[name], 3, EXPECTED)
+    assert case.name == name
+
+
+def test_the_examples_leave_no_region_case_out() -> None:
+    assert set(REGION_PAGES) == {case.name for case in REGION_CASES}
+
+
+def test_each_kind_of_table_page_is_told_from_the_others() -> None:
+    sound = fmt.TableWriter(b"i" * 16, 0).encode()
+    pages = {
+        "table_unused": bytes(4096),
+        "table_torn": sound[:512] + b"x" * 3584,
+        "table_other_version": reseal(sound, 8, b"\x02"),
+        "table_left_over": fmt.TableWriter(b"j" * 16, 0).encode(),
+        "table_sound": sound,
+    }
+    assert set(pages) == {case.name for case in PAGE_CASES}
+    for name, page in pages.items():
+        assert page_case(page, b"i" * 16)[0].name == name
+
+
+def test_each_kind_of_folder_is_told_from_the_others() -> None:
+    kinds = fmt.Refusal
+    assert folder_case(kinds.BLANK, layout_fits=False).name == "folder_new"
+    assert folder_case(kinds.DAMAGED, layout_fits=False).name == "folder_damaged"
+    assert folder_case(kinds.OTHER_VERSION, layout_fits=False).name == "folder_other_version"
+    assert folder_case(None, layout_fits=False).name == "folder_other_layout"
+    assert folder_case(None, layout_fits=True).name == "folder_sound"
+
+
+@given(st.binary(max_size=4096) | st.binary(min_size=4096, max_size=4096))
+def test_any_bytes_have_a_case(raw: bytes) -> None:
+    assert region_case(raw, 3, EXPECTED)[0] in REGION_CASES
+    assert page_case(raw, b"i" * 16)[0] in PAGE_CASES

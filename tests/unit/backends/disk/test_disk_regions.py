@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvtier.errors import InternalError
+from kvtier_backends.disk.index import BlockIndex, Known
+from kvtier_backends.disk.regions import (
+    REGION_TABLE,
+    WRITE_AMPLIFICATION_MAX,
+    Budget,
+    Extent,
+    RegionEvent,
+    Regions,
+    RegionState,
+)
+
+REGIONS, SLOTS = 5, 4
+NOTHING = Known(bytes(16), 0, 0, b"")
+
+
+class RegionsSpec(RuleBasedStateMachine):
+    """The model is the disk itself: what was last written to each slot, and by whom."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = BlockIndex(REGIONS, SLOTS)
+        self.regions = Regions(REGIONS, SLOTS, self.index.live)
+        self.disk: dict[tuple[int, int], bytes] = {}
+        self.writing: list[tuple[Extent, list[bytes]]] = []
+        self.readers: list[tuple[int, int, bytes]] = []
+        self.live: dict[bytes, tuple[int, int]] = {}
+        self.keys = iter(number.to_bytes(4, "big") for number in range(1 << 30))
+
+    def open(self, *, again: bool) -> bool:
+        region = self.regions.next_to_open(again=again)
+        if region is None:
+            return False
+        assert not any(at[0] == region for at in self.live.values())
+        assert not any(reader[0] == region for reader in self.readers)
+        assert not any(extent.region == region for extent, _ in self.writing)
+        self.regions.opened(region, self.regions.next_sequence())
+        self.disk = {at: key for at, key in self.disk.items() if at[0] != region}
+        return True
+
+    def write(self, keys: list[bytes], *, again: bool) -> list[bytes]:
+        """Write as many as there is room for; returns the rest."""
+        while keys and (self.regions.room or self.open(again=again)):
+            extent = self.regions.take(len(keys))
+            here, keys = keys[: extent.slots], keys[extent.slots :]
+            for slot, key in enumerate(here, extent.first):
+                assert 0 <= slot < SLOTS
+                assert (extent.region, slot) not in self.disk, "handed out twice"
+                self.disk[extent.region, slot] = key
+            self.writing.append((extent, here))
+        return keys
+
+    def end_write(self, place: int, *, well: bool) -> None:
+        extent, keys = self.writing.pop(place)
+        self.regions.written(extent)
+        if well and self.regions.state(extent.region) is not RegionState.RETIRED:
+            for slot, key in enumerate(keys, extent.first):
+                self.index.insert(key, extent.region * SLOTS + slot, NOTHING)
+                self.live[key] = (extent.region, slot)
+
+    @rule(count=st.integers(1, 7))
+    def store(self, count: int) -> None:
+        rest = self.write([next(self.keys) for _ in range(count)], again=False)
+        assert not rest or self.regions.free_count <= 1
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data(), well=st.booleans())
+    def a_write_ends(self, data: st.DataObject, well: bool) -> None:
+        self.end_write(data.draw(st.integers(0, len(self.writing) - 1)), well=well)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.live)))
+        self.index.remove(key)
+        del self.live[key]
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def begin_to_read(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.live)))
+        self.regions.pin(self.live[key][0])
+        self.readers.append((*self.live[key], key))
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data())
+    def end_to_read(self, data: st.DataObject) -> None:
+        region, slot, key = self.readers.pop(data.draw(st.integers(0, len(self.readers) - 1)))
+        assert self.disk[region, slot] == key
+        self.regions.unpin(region)
+
+    @rule(budget=st.integers(0, SLOTS))
+    def empty_one(self, budget: int) -> None:
+        region = self.regions.victim()
+        if region is None:
+            return
+        fewest = min(
+            self.index.live(other)
+            for other in range(REGIONS)
+            if self.regions.state(other) is RegionState.SEALED
+            and not any(extent.region == other for extent, _ in self.writing)
+        )
+        assert self.index.live(region) == fewest
+        self.regions.begin_emptying(region)
+        moved = [key for key, at in self.live.items() if at[0] == region]
+        for key in moved:
+            self.index.remove(key)
+            del self.live[key]
+        self.write(moved[:budget], again=True)
+        free = self.regions.end_emptying(region)
+        assert free is not any(reader[0] == region for reader in self.readers)
+
+    @rule(region=st.integers(0, REGIONS - 1))
+    def retire(self, region: int) -> None:
+        for key in [key for key, at in self.live.items() if at[0] == region]:
+            self.index.remove(key)
+            del self.live[key]
+        was = self.regions.state(region)
+        assert self.regions.retire(region) is (was is not RegionState.RETIRED)
+
+    @rule(region=st.integers(0, REGIONS - 1))
+    def revive(self, region: int) -> None:
+        self.regions.revive(region)
+
+    @invariant()
+    def every_live_block_is_found_where_it_was_put(self) -> None:
+        for key, (region, slot) in self.live.items():
+            assert self.index.get(key) == region * SLOTS + slot
+            assert self.disk[region, slot] == key
+
+    @invariant()
+    def no_reader_sees_its_slot_written(self) -> None:
+        for region, slot, key in self.readers:
+            assert self.disk[region, slot] == key
+
+    @invariant()
+    def every_region_is_in_one_state_and_at_most_one_is_open(self) -> None:
+        states = Counter(self.regions.state(region) for region in range(REGIONS))
+        assert states[RegionState.OPEN] == (self.regions.open_region is not None)
+        assert states[RegionState.FREE] == self.regions.free_count
+        assert all(self.regions.count_in(state) == states[state] for state in RegionState)
+
+
+TestRegionsSpec = RegionsSpec.TestCase
+
+
+def make(live: dict[int, int] | None = None) -> Regions:
+    counts = {} if live is None else live
+    return Regions(REGIONS, SLOTS, lambda region: counts.get(region, 0))
+
+
+def fill(regions: Regions, count: int) -> None:
+    for _ in range(count):
+        region = regions.next_to_open(again=True)
+        assert region is not None
+        regions.opened(region, regions.next_sequence())
+        regions.written(regions.take(SLOTS))
+
+
+def test_stores_leave_one_region_for_what_is_appended_again() -> None:
+    regions = make()
+    fill(regions, REGIONS - 1)
+    assert regions.next_to_open(again=False) is None
+    assert regions.next_to_open(again=True) is not None
+
+
+def test_the_fewest_blocks_and_then_the_oldest_region_is_emptied() -> None:
+    live: dict[int, int] = {}
+    regions = make(live)
+    fill(regions, 4)
+    live.update({0: 2, 1: 1, 2: 1, 3: 4})
+    assert regions.victim() == 1
+    regions.pin(1)
+    assert regions.victim() == 2, "emptying 1 would have to wait"
+    regions.unpin(1)
+    live[1] = 3
+    assert regions.victim() == 2
+
+
+def test_a_region_with_a_writer_is_not_emptied() -> None:
+    regions = make()
+    regions.opened(0, 1)
+    extent = regions.take(SLOTS)
+    assert regions.state(0) is RegionState.SEALED
+    assert regions.victim() is None
+    with pytest.raises(InternalError):
+        regions.begin_emptying(0)
+    regions.written(extent)
+    assert regions.victim() == 0
+
+
+def test_an_emptied_region_waits_for_its_last_reader() -> None:
+    regions = make()
+    fill(regions, 1)
+    regions.pin(0)
+    regions.pin(0)
+    regions.begin_emptying(0)
+    assert not regions.end_emptying(0)
+    regions.unpin(0)
+    assert regions.state(0) is RegionState.EMPTYING
+    regions.unpin(0)
+    assert regions.state(0) is RegionState.FREE
+    assert regions.next_to_open(again=False) == 0
+
+
+def test_recovered_regions_are_sealed_and_foreign_ones_are_used_last() -> None:
+    regions = make()
+    regions.recover({2: 7, 0: 9}, spare=[1], highest=12)
+    assert regions.oldest_first() == [2, 0]
+    assert regions.next_sequence() == 13
+    assert [regions.next_to_open(again=False), regions.free_count] == [3, 3]
+    fill(regions, 2)
+    assert regions.next_to_open(again=True) == 1
+
+
+@pytest.mark.parametrize("state", RegionState)
+@pytest.mark.parametrize("event", RegionEvent)
+def test_a_move_without_a_row_is_refused(state: RegionState, event: RegionEvent) -> None:
+    regions = make()
+    regions._states[0] = state
+    if (state, event) in REGION_TABLE:
+        regions._move(0, event)
+        assert regions.state(0) is REGION_TABLE[state, event]
+    else:
+        with pytest.raises(InternalError):
+            regions._move(0, event)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 3), st.integers(0, 30)), max_size=60),
+    st.integers(1, 1000),
+)
+def test_write_amplification_stays_bounded_at_every_moment(
+    steps: list[tuple[int, int, int]], credit_max: int
+) -> None:
+    """Whatever is asked for, what is afforded keeps the bound, tables included."""
+    budget = Budget(credit_max)
+    stored = overhead = again = 0
+    for blocks, table, wish in steps:
+        budget.stored(blocks * 10)
+        budget.spend(table)
+        stored += blocks * 10
+        overhead += table
+        count = min(wish, budget.affords(10, overhead_bytes=1))
+        assert count * 10 <= credit_max
+        if count:
+            budget.spend(count * 10 + 1)
+            again += count * 10 + 1
+            assert stored + overhead + again <= WRITE_AMPLIFICATION_MAX * stored + 1e-6
