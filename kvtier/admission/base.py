@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,12 +21,21 @@ if TYPE_CHECKING:
     from kvtier.options import Options
 
 
+REMEMBERED_BLOCKS_A_SLOT: Final = 8
+"""By default a policy remembers so many blocks for each slot of the primary tier."""
+
+
 @dataclass(frozen=True)
 class AdmissionContext:
     """What a policy is told of the runtime that it serves."""
 
     block_bytes: int
     slot_count: int  #: of the primary tier
+
+    def remembered_blocks_max(self, options: Options) -> int:
+        """Read the option of that name, which all policies with a memory have."""
+        default = REMEMBERED_BLOCKS_A_SLOT * self.slot_count
+        return options.integer("remembered_blocks_max", default, minimum=1)
 
 
 class AdmissionPolicy(ABC):

@@ -9,7 +9,7 @@ A tier without an admission policy has no gate: its link gets all cascades.
 from __future__ import annotations
 
 from itertools import compress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kvtier import messages as m
 from kvtier.actor import Actor, Mailbox
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvtier.admission.base import AdmissionPolicy
+
+T = TypeVar("T")
 
 
 class AdmissionGate(Actor):
@@ -66,44 +68,35 @@ class AdmissionGate(Actor):
             )
 
     def _request_ended(self, message: m.RequestEnded) -> None:
-        if self._broke:
-            return
-        try:
-            wanted = self._policy.end_request(message.request, message.order)
-        except Exception as error:  # noqa: BLE001 - a policy may be anybody's
-            self._note_broken(error)
-            return
+        wanted = self._ask(self._policy.end_request, message.request, message.order)
         if wanted:
             self.primary.post(
                 m.CascadeWanted(tier=self.tier, keys=tuple(wanted), request=message.request)
             )
 
     def _touched(self, message: m.Touched) -> None:
-        self._tell(self._policy.touch, message.keys, message.request)
+        self._ask(self._policy.touch, message.keys, message.request)
 
     def _tick(self, message: m.Tick) -> None:
-        self._tell(self._policy.pass_time, message.now)
-
-    def _tell(self, learn: Callable[..., None], *what: object) -> None:
-        if not self._broke:
-            try:
-                learn(*what)
-            except Exception as error:  # noqa: BLE001 - as above
-                self._note_broken(error)
+        self._ask(self._policy.pass_time, message.now)
 
     def _admit(self, message: m.Cascade) -> list[bool]:
-        """Ask the policy; whatever it does, there is one answer a key."""
+        """Return one answer a key, whatever the policy does."""
+        admitted = self._ask(self._policy.admit, message.keys, message.request)
+        if admitted is not None and len(admitted) != len(message.keys):
+            wrong = f"{len(admitted)} answers for {len(message.keys)} keys"
+            self._note_broken(InternalError(wrong))
+            admitted = None
+        return [True] * len(message.keys) if admitted is None else admitted
+
+    def _ask(self, call: Callable[..., T], *what: object) -> T | None:
+        """Return what the policy says; None from its first exception on."""
         if not self._broke:
             try:
-                admitted = self._policy.admit(message.keys, message.request)
-            except Exception as error:  # noqa: BLE001 - as above
+                return call(*what)
+            except Exception as error:  # noqa: BLE001 - a policy may be anybody's
                 self._note_broken(error)
-            else:
-                if len(admitted) == len(message.keys):
-                    return admitted
-                wrong = f"{len(admitted)} answers for {len(message.keys)} keys"
-                self._note_broken(InternalError(wrong))
-        return [True] * len(message.keys)
+        return None
 
     def _note_broken(self, error: Exception) -> None:
         """Admit everything from now on: to lose the policy must not be to lose blocks."""

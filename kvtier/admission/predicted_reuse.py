@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 THRESHOLD: Final = 0.35
 """By default. On a trace of conversations it saves a quarter of the writes for 3 points of hits."""
 
-REMEMBERED_BLOCKS_A_SLOT: Final = 8
-"""By default so many offered blocks are remembered for each slot of the primary tier."""
-
 DAY_S: Final = 86_400.0
 
 BUDGET_MEMORY_S: Final = 3_600.0
@@ -103,9 +100,7 @@ class PredictedReuseAdmission(AdmissionPolicy):
             self._budget = _Budget(bytes_per_day / DAY_S / context.block_bytes)
         else:
             options.allow("write_bytes_per_day_max")
-        self._remembered_blocks_max = options.integer(
-            "remembered_blocks_max", REMEMBERED_BLOCKS_A_SLOT * context.slot_count, minimum=1
-        )
+        self._remembered_blocks_max = context.remembered_blocks_max(options)
         options.finish()
         self._offered = ReusePolicy(self._remembered_blocks_max)
         self._refused: OrderedDict[Key, None] = OrderedDict()

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from kvtier.messages import Key, RequestId
     from kvtier.options import Options
 
-REMEMBERED_BLOCKS_A_SLOT: Final = 8
-"""By default so many blocks are remembered for each slot of the primary tier."""
-
 ADMITTED: Final = ""
 """In the place of the first user: a second one has come. No request has this name."""
 
@@ -29,9 +26,7 @@ class SecondTouchAdmission(AdmissionPolicy):
     """Option: ``remembered_blocks_max``, the least recently used of which are forgotten first."""
 
     def __init__(self, options: Options, context: AdmissionContext) -> None:
-        self._remembered_blocks_max = options.integer(
-            "remembered_blocks_max", REMEMBERED_BLOCKS_A_SLOT * context.slot_count, minimum=1
-        )
+        self._remembered_blocks_max = context.remembered_blocks_max(options)
         options.finish()
         self._first_user: OrderedDict[Key, RequestId] = OrderedDict()
 

@@ -10,11 +10,12 @@ import json
 import os
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kvtier.errors import Misuse
+from kvtier.whole_file import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -93,17 +94,8 @@ def check_can_write(path: str | Path) -> None:
 
 def write_json(path: str | Path, data: Any) -> None:  # noqa: ANN401 - whatever JSON can hold
     """Write ``data`` to ``path``: whole, or not at all. Leaves no other file behind."""
-    path = Path(path)
     text = json.dumps(data, indent=2, allow_nan=False) + "\n"
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
-    except OSError as error:
-        raise Misuse(f"{path}: cannot be written: {error.strerror or error}.") from error
-    finally:
-        with suppress(OSError):
-            unfinished.unlink()
+    write_whole(path, lambda unfinished: unfinished.write_text(text, encoding="utf-8"))
 
 
 def _console(stream: Any) -> Console:  # noqa: ANN401 - a text stream

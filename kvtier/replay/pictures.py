@@ -8,16 +8,15 @@ the same colours in all pictures. matplotlib is imported when the first picture 
 from __future__ import annotations
 
 import math
-import os
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import Misuse
 from kvtier.replay.curves import MIN
+from kvtier.whole_file import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -389,13 +388,4 @@ def _finish(axes: Any, title: str, x: str, y: str) -> None:  # noqa: ANN401 - of
 
 
 def _save(figure: Figure, path: str | Path) -> None:
-    path = Path(path)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    try:
-        figure.savefig(unfinished, format="png")
-        unfinished.replace(path)
-    except OSError as error:
-        raise Misuse(f"{path}: cannot be written: {error.strerror or error}.") from error
-    finally:
-        with suppress(OSError):
-            unfinished.unlink()
+    write_whole(path, lambda unfinished: figure.savefig(unfinished, format="png"))
