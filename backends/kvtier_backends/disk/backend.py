@@ -28,13 +28,13 @@ from kvtier_backends.disk.device import Device, FileDevice, Segments
 from kvtier_backends.disk.folder import REGIONS_MIN, Claim, capacity_bytes_min, filesystem_of
 from kvtier_backends.disk.format import NO_KEY_ID, PAGE_BYTES, SEAL_BYTES, namespace_digest
 from kvtier_backends.disk.index import SLOTS_MAX, BlockIndex
-from kvtier_backends.disk.ledger import Ledger
 from kvtier_backends.disk.log import BlockLog, Space
 from kvtier_backends.disk.opening import Judged, judge_again, judge_folder, prepare_folder
 from kvtier_backends.disk.recovery import Expected, Recovery
 from kvtier_backends.disk.regions import Budget, Regions, RegionState
 from kvtier_backends.disk.tables import Identity
 from kvtier_backends.disk.vault import Vault, make_vault
+from kvtier_backends.ledger import Ledger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -94,7 +94,7 @@ class DiskBackend(Backend):
         self._io_depth = io_depth
         # Blocks that are no whole pages can't be moved by O_DIRECT from where they are.
         self._direct = direct and context.block_bytes % PAGE_BYTES == 0
-        self._ledger = Ledger(context.tier_name, claim.path)
+        self._ledger = Ledger("disk", context.tier_name, claim.path)
         self._threads = DaemonThreads(1, f"{context.tier_name}-upkeep")
         self._log: BlockLog | None = None
         self._devices: list[Device] = []  # the log's, and any before that still hangs
@@ -250,7 +250,7 @@ class DiskBackend(Backend):
             read_threads=self._io_depth,
             write_threads=self._store_threads,
             name=self._context.tier_name,
-            said=partial(self._ledger.trouble, "direct_refused"),
+            said=partial(self._ledger.trouble, "store", "direct_refused"),
         )
         self._devices = [*(each for each in self._devices if each.busy()), device]
         index = BlockIndex(plan.regions, geometry.slots, sealed=self._vault is not None)
@@ -303,7 +303,7 @@ class DiskBackend(Backend):
             try:
                 await self.tick()
             except Exception as error:  # noqa: BLE001 - upkeep goes on, whatever one round met
-                self._ledger.trouble("upkeep_failed", error)
+                self._ledger.trouble("store", "upkeep_failed", error)
 
     async def tick(self) -> None:
         """Do one round of upkeep: watch the folder, revive regions, sweep what is too old."""
@@ -328,7 +328,7 @@ class DiskBackend(Backend):
 
     def _vanish(self, log: BlockLog) -> None:
         """Give up a folder that is not there any more. What it held is lost."""
-        self._ledger.trouble("folder_vanished", "the folder is gone, or was replaced")
+        self._ledger.trouble("store", "folder_vanished", "the folder is gone, or was replaced")
         self._log = None
         log.is_dead = True
         for keys in list(log.index.keys(log.regions.oldest_first())):

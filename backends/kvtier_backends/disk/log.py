@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from kvtier.backend import LoadBlock, StoreBlock
     from kvtier_backends.disk.device import Device
     from kvtier_backends.disk.index import BlockIndex
-    from kvtier_backends.disk.ledger import Ledger
     from kvtier_backends.disk.regions import Budget, Extent, Regions
+    from kvtier_backends.ledger import Ledger
 
 T = TypeVar("T")
 
@@ -252,12 +252,14 @@ class BlockLog:
     def _judge_read(self, end: int | OSError, step: int) -> Outcome:
         """Return what became of the ``step``-th block of a transfer."""
         if isinstance(end, OSError):
-            self.ledger.trouble("loads_failed", end)
+            self.ledger.trouble("load", "loads_failed", end)
             return Outcome.FAILED
         if end < step * self.geometry.stride + self.geometry.block_bytes:
-            self.ledger.trouble("blocks_cut_off", "a segment file is shorter than its blocks")
+            self.ledger.trouble(
+                "load", "blocks_cut_off", "a segment file is shorter than its blocks"
+            )
             return Outcome.DAMAGED
-        self.ledger.success()
+        self.ledger.success("load")
         return Outcome.DONE
 
     # --- stores ---
@@ -334,7 +336,7 @@ class BlockLog:
             first = region * self.geometry.slots + extent.first
             for location, item in enumerate(items, first):
                 self._know(item, location)
-            self.ledger.success()
+            self.ledger.success("store")
             return [Outcome.DONE] * len(items)
         finally:
             if not again:
@@ -436,13 +438,13 @@ class BlockLog:
     def _open_failed(self, region: int, problem: OSError) -> bool:
         """Take a region that cannot be opened out of the way. False: no other will do better."""
         if problem.errno in NO_ROOM:
-            self.ledger.trouble("no_room_for_a_region", problem)
+            self.ledger.trouble("store", "no_room_for_a_region", problem)
             empty_handed = self.regions.retire_free(self.allocated | {region})
             self.regions.retire(region)
             retry_at = self._clock() + NO_ROOM_PAUSE_S
             self._retry_at.update(dict.fromkeys([*empty_handed, region], retry_at))
             return True
-        self.ledger.trouble("stores_failed", problem)
+        self.ledger.trouble("store", "stores_failed", problem)
         if problem.errno not in SICK_MEDIUM:
             return False
         self._sick(region, problem)
@@ -450,18 +452,18 @@ class BlockLog:
 
     def _store_failed(self, region: int, problem: OSError) -> Outcome:
         if problem.errno in NO_ROOM:
-            self.ledger.trouble("no_room_for_a_block", problem)
+            self.ledger.trouble("store", "no_room_for_a_block", problem)
             return Outcome.FULL
         if problem.errno == errno.EFBIG and self.regions.open_region == region:
             self.regions.fill()
-        self.ledger.trouble("stores_failed", problem)
+        self.ledger.trouble("store", "stores_failed", problem)
         self._sick(region, problem)
         return Outcome.FAILED
 
     def _sick(self, region: int, problem: OSError) -> None:
         """Retire a region whose medium is sick; what it held is lost."""
         if problem.errno in SICK_MEDIUM and self.regions.retire(region):
-            self.ledger.trouble("regions_retired", problem)
+            self.ledger.trouble("store", "regions_retired", problem)
             self._retry_at[region] = self._clock() + RETIRED_PAUSE_S
             self.lose(self.index.keys_of(region), "blocks_lost_with_a_region")
 

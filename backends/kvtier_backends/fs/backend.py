@@ -33,7 +33,7 @@ from kvtier_backends.fs.folder import (
     probe_direct,
 )
 from kvtier_backends.fs.layout import make_layout
-from kvtier_backends.fs.ledger import Ledger
+from kvtier_backends.ledger import Ledger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -84,7 +84,7 @@ class FsBackend(Backend):
         )
         name = context.tier_name
         self._root = root
-        self._ledger = Ledger(name)
+        self._ledger = Ledger("fs", name, str(root))
         self._files = BlockFiles(
             layout,
             context.block_bytes,

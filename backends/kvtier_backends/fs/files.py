@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvtier_backends.fs.layout import Layout
-    from kvtier_backends.fs.ledger import Ledger
+    from kvtier_backends.ledger import Ledger
 
 _GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR})
 # What a read says of a folder, a FIFO, a socket or a link in a block's place.
@@ -119,7 +119,7 @@ class BlockFiles:
             status = os.lstat(path)
         except OSError as problem:
             if problem.errno not in _GONE:
-                self._ledger.trouble("load", "probe_failed", path, problem)
+                self._ledger.trouble("load", "probe_failed", problem, path=path)
             return False
         # What an odd file does, only a load can tell: it may hang.
         return self._is_whole(status.st_size) or not stat.S_ISREG(status.st_mode)
@@ -135,7 +135,7 @@ class BlockFiles:
         try:
             loaded = self._read(path, block)
         except TrailerDamaged as problem:
-            self._ledger.trouble("load", "blocks_damaged", path, problem)
+            self._ledger.trouble("load", "blocks_damaged", problem, path=path)
             self._discard(path)
             return Loaded(Outcome.DAMAGED)
         except OSError as problem:
@@ -164,7 +164,9 @@ class BlockFiles:
                 with suppress(OSError):
                     os.unlink(temporary)
             full = problem.errno in NO_ROOM
-            self._ledger.trouble("store", "stores_full" if full else "stores_failed", path, problem)
+            self._ledger.trouble(
+                "store", "stores_full" if full else "stores_failed", problem, path=path
+            )
             return Outcome.FULL if full else Outcome.FAILED
         self._ledger.success("store")
         return Outcome.DONE
@@ -177,7 +179,7 @@ class BlockFiles:
                 os.unlink(path)
         except OSError as problem:
             if problem.errno not in _GONE:
-                self._ledger.trouble("store", "removes_failed", path, problem)
+                self._ledger.trouble("store", "removes_failed", problem, path=path)
 
     def _is_whole(self, size: int) -> bool:
         return size == self._file_bytes or (self._accept_unchecked and size == self._block_bytes)
@@ -224,9 +226,9 @@ class BlockFiles:
             return Loaded(Outcome.ABSENT)
         # O_DIRECT gives EINVAL for what is no file, before its kind is even looked at.
         if problem.errno in _ODD_FILE or (problem.errno == errno.EINVAL and _is_odd(path)):
-            self._ledger.trouble("load", "blocks_damaged", path, problem)
+            self._ledger.trouble("load", "blocks_damaged", problem, path=path)
             return Loaded(Outcome.DAMAGED)
-        self._ledger.trouble("load", "loads_failed", path, problem)
+        self._ledger.trouble("load", "loads_failed", problem, path=path)
         return Loaded(Outcome.FAILED)
 
     def _write(self, temporary: str, block: StoreBlock) -> None:
@@ -282,7 +284,7 @@ class BlockFiles:
             os.unlink(path)
         except OSError as problem:
             if problem.errno not in _GONE:
-                self._ledger.trouble("load", "removes_failed", path, problem)
+                self._ledger.trouble("load", "removes_failed", problem, path=path)
         else:
             self._ledger.add("blocks_discarded")
 

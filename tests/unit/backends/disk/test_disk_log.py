@@ -13,7 +13,6 @@ from kvtier.backend import LoadBlock, Outcome, StoreBlock, block_digest
 from kvtier.threads import DaemonThreads
 from kvtier_backends.disk.format import NO_KEY_ID, make_geometry, region_bytes_for
 from kvtier_backends.disk.index import BlockIndex
-from kvtier_backends.disk.ledger import Ledger
 from kvtier_backends.disk.log import BlockLog, Space
 from kvtier_backends.disk.recovery import Expected, Recovery
 from kvtier_backends.disk.regions import (
@@ -23,6 +22,7 @@ from kvtier_backends.disk.regions import (
     RegionState,
 )
 from kvtier_backends.disk.tables import Identity
+from kvtier_backends.ledger import Ledger
 from tests.unit.backends.disk._simulated import SimulatedDevice, SimulatedDisk
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Engine:
         self.device = SimulatedDevice(disk)
         self.lost: set[bytes] = set()
         self.now = 1000.0
-        self.ledger = Ledger("1:disk", "simulated")
+        self.ledger = Ledger("disk", "1:disk", "simulated")
         self.ttl_s = ttl_s
 
     async def begin(self) -> None:

@@ -20,14 +20,16 @@ logger = structlog.get_logger(__name__)
 class Ledger:
     """Counters and log lines of one tier. Any thread may call anything.
 
-    An episode of a kind of trouble begins with its first log line and ends
-    with a success on the same side (``"load"`` or ``"store"``) that comes
-    ``EPISODE_S_MIN`` later or more: a medium that works half of the time is
-    said once as well.
+    ``folder`` is where the tier's files are. An episode of a kind of trouble
+    begins with its first log line and ends with a success on the same side
+    (``"load"`` or ``"store"``) that comes ``EPISODE_S_MIN`` later or more: a
+    medium that works half of the time is said once as well.
     """
 
-    def __init__(self, tier_name: str) -> None:
+    def __init__(self, backend_type: str, tier_name: str, folder: str) -> None:
+        self._event = f"{backend_type} tier: trouble, said once until it is over"
         self._tier_name = tier_name
+        self._folder = folder
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._open: dict[str, dict[str, float]] = {"load": {}, "store": {}}  # kind → when said
@@ -37,19 +39,24 @@ class Ledger:
         with self._lock:
             self._counts[name] += count
 
-    def trouble(self, side: str, name: str, path: str, reason: object) -> None:
-        """Count ``name``, and log it if this kind has not been said in this episode."""
+    def trouble(
+        self, side: str, name: str, reason: object, *, path: str = "", count: int = 1
+    ) -> None:
+        """Count ``name``, and log it if this kind has not been said in this episode.
+
+        ``path`` is the file it is about, where it is about one.
+        """
         with self._lock:
-            self._counts[name] += 1
+            self._counts[name] += count
             kind = f"{name}: {type(reason).__name__} {getattr(reason, 'errno', None)}"
             if kind in self._open[side]:
                 return
             self._open[side][kind] = time.monotonic()
         logger.warning(
-            "fs tier: trouble, said once until it is over",
+            self._event,
             kind=name,
             tier=self._tier_name,
-            path=path,
+            path=path or self._folder,
             reason=str(reason),
         )
 
