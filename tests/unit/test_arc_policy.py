@@ -8,18 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.policies.arc import ARCPolicy
-
-
-def keys_of(text: str) -> list[bytes]:
-    return [letter.encode() for letter in text]
-
-
-def admit(policy: ARCPolicy, text: str, request: str) -> None:
-    policy.admit(keys_of(text), request, held=False)
-
-
-def victims(policy: ARCPolicy, count: int, spare: str = "") -> str:
-    return b"".join(policy.choose_victims(count, frozenset(keys_of(spare)))).decode()
+from tests.unit._policy_story import Visit, admit, histories, keys_of, play, victims
 
 
 def test_tails_go_before_heads_and_old_requests_before_new_ones() -> None:
@@ -169,26 +158,13 @@ class SlowARC:
         return chosen[0] + chosen[1]
 
 
-REQUESTS = st.lists(st.integers(0, 20).map(lambda number: b"%d" % number), unique=True, max_size=6)
-
-
 @settings(max_examples=300, deadline=None)
-@given(
-    history=st.lists(st.tuples(REQUESTS, st.booleans(), st.integers(0, 5), REQUESTS), max_size=40)
-)
-def test_it_agrees_with_a_slow_obvious_model(history: list[tuple[Any, ...]]) -> None:
+@given(history=histories(21))
+def test_it_agrees_with_a_slow_obvious_model(history: list[Visit]) -> None:
     policy, model = ARCPolicy(6), SlowARC(6)
-    for number, (order, held, count, spare) in enumerate(history):
-        here = [key for key in order if key in policy]
-        new = [key for key in order if key not in policy]
-        held_now = held and number % 5 == 0
-        policy.touch(here, f"r{number}")
-        policy.admit(new, f"r{number}", held=held_now)
-        policy.end_request(f"r{number}", order)
-        model.request(order, held=held_now)
-        assert policy.choose_victims(count, spare) == model.choose_victims(count, spare)
+    for number, visit in enumerate(history):
+        play(policy, model, number, visit)
         assert policy._recent_target == model.target
-        assert len(policy) == len(model.resident())
 
 
 KEYS = st.sampled_from(keys_of("abcdefgh"))

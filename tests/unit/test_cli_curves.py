@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kvtier.cli.main import BAD_INPUT, INTERRUPTED, main
-from kvtier.replay.curves import replay
+from tests.unit._interrupted import interrupt_replays
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from kvtier.replay.curves import CurvePoint
 
 
 @pytest.fixture
@@ -71,16 +69,7 @@ def test_ctrl_c_leaves_a_valid_report_of_what_is_done(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    done = 0
-
-    def interrupted(*arguments: Any) -> CurvePoint:
-        nonlocal done
-        done += 1
-        if done > 3:
-            raise KeyboardInterrupt
-        return replay(*arguments)
-
-    monkeypatch.setattr("kvtier.replay.curves.replay", interrupted)
+    interrupt_replays(monkeypatch, "kvtier.replay.curves.replay", after=3)
     report, pictures = tmp_path / "report.json", tmp_path / "pictures"
     assert run(trace, "--json", str(report), "--pictures", str(pictures)) == INTERRUPTED
     data = json.loads(report.read_text())

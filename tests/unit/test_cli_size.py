@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kvtier.cli.main import BAD_INPUT, INTERRUPTED, main
 from kvtier.cli.sizing import PICTURE
-from kvtier.replay.curves import replay
+from tests.unit._interrupted import interrupt_replays
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from kvtier.replay.curves import CurvePoint
 
 MODEL = ["--layers", "32", "--kv-heads", "8", "--head-dim", "128", "--dtype", "bfloat16"]
 BLOCK_BYTES = 16 * 128 * 1024
@@ -94,16 +92,7 @@ def test_ctrl_c_shows_the_curve_so_far_and_recommends_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    done = 0
-
-    def interrupted(*arguments: Any) -> CurvePoint:
-        nonlocal done
-        done += 1
-        if done > 3:
-            raise KeyboardInterrupt
-        return replay(*arguments)
-
-    monkeypatch.setattr("kvtier.cli.sizing.replay", interrupted)
+    interrupt_replays(monkeypatch, "kvtier.cli.sizing.replay", after=3)
     report = tmp_path / "report.json"
     options = ["--trace", str(trace), "--price", "dram=3", "--json", str(report)]
     assert main(["size", *MODEL, *options]) == INTERRUPTED

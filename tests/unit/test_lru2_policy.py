@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvtier.policies.lru2 import HISTORY_CAPACITIES, LRU2Policy
-
-
-def keys_of(text: str) -> list[bytes]:
-    return [letter.encode() for letter in text]
-
-
-def admit(policy: LRU2Policy, text: str, request: str) -> None:
-    policy.admit(keys_of(text), request, held=False)
+from tests.unit._policy_story import Visit, admit, histories, keys_of, play, victims
 
 
 def use(policy: LRU2Policy, text: str, request: str) -> None:
     policy.end_request(request, keys_of(text))
-
-
-def victims(policy: LRU2Policy, count: int, spare: str = "") -> str:
-    return b"".join(policy.choose_victims(count, frozenset(keys_of(spare)))).decode()
 
 
 def test_blocks_used_once_go_first_and_the_oldest_of_them_before_the_others() -> None:
@@ -98,25 +84,28 @@ class SlowLRU2:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.resident: list[bytes] = []
+        self.here: list[bytes] = []
         self.gone: list[bytes] = []  # the oldest first
         self.uses: dict[bytes, list[int]] = {}
         self.place: dict[bytes, int] = {}  # counts up from head to tail
         self.held: set[bytes] = set()
         self.now = 0
 
+    def resident(self) -> list[bytes]:
+        return self.here
+
     def request(self, order: list[bytes], *, held: bool) -> None:
         self.now += 1
-        for key in [key for key in order if key in self.resident] + [
-            key for key in order if key not in self.resident
+        for key in [key for key in order if key in self.here] + [
+            key for key in order if key not in self.here
         ]:
             self.uses.setdefault(key, []).append(self.now)
             self.place[key] = max(self.place.values(), default=0) + 1
         for key in order:
             if len(self.uses[key]) == 1:
                 self.place[key] = max(self.place.values()) + 1
-            if key not in self.resident:
-                self.resident.append(key)
+            if key not in self.here:
+                self.here.append(key)
                 self.held |= {key} if held else set()
             if key in self.gone:
                 self.gone.remove(key)
@@ -128,33 +117,22 @@ class SlowLRU2:
                 return (0, uses[-1], -self.place[key])
             return (1, uses[-2], -self.place[key])
 
-        order = sorted(self.resident, key=rank)
+        order = sorted(self.here, key=rank)
         chosen = [key for key in order if key not in self.held and key not in spare][:count]
         for key in chosen:
-            self.resident.remove(key)
+            self.here.remove(key)
         self.gone += chosen
         while len(self.gone) > HISTORY_CAPACITIES * self.capacity:
             del self.uses[self.gone.pop(0)]
         return chosen
 
 
-KEYS = st.lists(st.integers(0, 30).map(lambda number: b"%d" % number), unique=True, max_size=6)
-
-
 @settings(max_examples=300, deadline=None)
-@given(history=st.lists(st.tuples(KEYS, st.booleans(), st.integers(0, 5), KEYS), max_size=40))
-def test_it_agrees_with_a_slow_obvious_model(history: list[tuple[Any, ...]]) -> None:
+@given(history=histories(31))
+def test_it_agrees_with_a_slow_obvious_model(history: list[Visit]) -> None:
     policy, model = LRU2Policy(4), SlowLRU2(4)
-    for number, (order, held, count, spare) in enumerate(history):
-        here = [key for key in order if key in policy]
-        new = [key for key in order if key not in policy]
-        held_now = held and number % 5 == 0
-        policy.touch(here, f"r{number}")
-        policy.admit(new, f"r{number}", held=held_now)
-        policy.end_request(f"r{number}", order)
-        model.request(order, held=held_now)
-        assert policy.choose_victims(count, spare) == model.choose_victims(count, spare)
-        assert len(policy) == len(model.resident)
+    for number, visit in enumerate(history):
+        play(policy, model, number, visit)
         assert len(policy._gone) <= HISTORY_CAPACITIES * policy.capacity
         assert len(policy._last_use) == len(policy) + len(policy._gone)
         assert not policy._time_of

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtier.backend import Loaded, Outcome, block_digest
 from kvtier.cli.main import BAD_INPUT, INTERRUPTED, main
 from kvtier.cli.replay import WRONG, add_arguments
-from kvtier_backends.memory import MemoryBackend
+from tests.unit._lying import make_memory_lie
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,16 +74,7 @@ def test_a_replay_prints_tables_and_writes_report_and_pictures(trace, tmp_path, 
 
 def test_a_wrong_byte_makes_the_run_fail_and_says_where(trace, monkeypatch, capsys) -> None:
     """The negative control: a backend that harms a block and vouches for it."""
-    real = MemoryBackend._load_one
-
-    def load(self, block, hit) -> Loaded:
-        loaded = real(self, block, hit)
-        if loaded.outcome is Outcome.DONE:
-            block.buffer[-1] ^= 1
-            return Loaded(Outcome.DONE, block_digest(block.key, block.buffer))
-        return loaded
-
-    monkeypatch.setattr(MemoryBackend, "_load_one", load)
+    make_memory_lie(monkeypatch, -1)
     status = replay(trace, "--dram", "16KiB", "--tier", "memory:1MiB")
     failed = capsys.readouterr().err
     assert status == WRONG

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.backend import Loaded, Outcome, block_digest
 from kvtier.config import RuntimeConfig
 from kvtier.replay.engine_model import EngineModel
 from kvtier.replay.gpu import HEAD_BYTES, Verify
@@ -19,10 +18,10 @@ from kvtier.replay.report_tables import tables
 from kvtier.replay.session import replay
 from kvtier.replay.settings import ReplaySettings
 from kvtier.replay.traces import Trace, TraceRequest
-from kvtier_backends.memory import MemoryBackend
+from tests.unit._lying import make_memory_lie
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from kvtier.replay.session import Replayed
 
@@ -181,25 +180,11 @@ def test_without_hits_no_token_is_earlier_than_without_offloading(tmp_path) -> N
     assert replayed.measured.computed_tokens == replayed.measured.input_tokens
 
 
-def lying(at_byte: int) -> Callable[..., Loaded]:
-    """Return a load that harms a block and vouches for it: no check of the runtime's can tell."""
-    real = MemoryBackend._load_one
-
-    def load(self, block, hit) -> Loaded:
-        loaded = real(self, block, hit)
-        if loaded.outcome is Outcome.DONE:
-            block.buffer[at_byte] ^= 1
-            return Loaded(Outcome.DONE, block_digest(block.key, block.buffer))
-        return loaded
-
-    return load
-
-
 MEMORY = {"type": "memory", "capacity_bytes": 64 * BLOCK_BYTES}
 
 
 def test_wrong_bytes_are_found_and_their_place_is_named(monkeypatch) -> None:
-    monkeypatch.setattr(MemoryBackend, "_load_one", lying(5001))
+    make_memory_lie(monkeypatch, 5001)
     replayed = replay(trace_of(CONVERSATIONS), settings_of(MEMORY))
     report = report_of(replayed)
     promoted = report["tiers"][1]["hit_blocks"]
@@ -243,7 +228,7 @@ def test_a_slot_that_is_harmed_after_its_promotion_is_found(monkeypatch) -> None
 def test_each_way_of_verifying_compares_what_it_says(
     monkeypatch, verify, at_byte, is_found
 ) -> None:
-    monkeypatch.setattr(MemoryBackend, "_load_one", lying(at_byte))
+    make_memory_lie(monkeypatch, at_byte)
     report = report_of(replay(trace_of(CONVERSATIONS), settings_of(MEMORY, verify=verify)))
     assert bool(report["wrong_blocks"]) is is_found
     assert (report["gpu"]["checked_blocks"] == 0) is (verify is Verify.OFF)

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.policies.s3fifo import LOOKED_AT_MAX, S3FIFOPolicy
-
-
-def keys_of(text: str) -> list[bytes]:
-    return [letter.encode() for letter in text]
-
-
-def admit(policy: S3FIFOPolicy, text: str, request: str) -> None:
-    policy.admit(keys_of(text), request, held=False)
+from tests.unit._policy_story import Visit, admit, histories, keys_of, play, victims
 
 
 def use(policy: S3FIFOPolicy, text: str, *requests: str) -> None:
     for request in requests:
         policy.touch(keys_of(text), request)
         policy.end_request(request, keys_of(text))
-
-
-def victims(policy: S3FIFOPolicy, count: int, spare: str = "") -> str:
-    return b"".join(policy.choose_victims(count, frozenset(keys_of(spare)))).decode()
 
 
 def test_tails_go_before_heads_and_old_requests_before_new_ones() -> None:
@@ -172,26 +159,12 @@ class SlowS3FIFO:
         return victims
 
 
-KEYS = st.lists(st.integers(0, 15).map(lambda number: b"%d" % number), unique=True, max_size=6)
-
-
 @settings(max_examples=300, deadline=None)
-@given(
-    capacity=st.sampled_from([5, 20]),
-    history=st.lists(st.tuples(KEYS, st.booleans(), st.integers(0, 5), KEYS), max_size=40),
-)
-def test_it_agrees_with_a_slow_obvious_model(capacity: int, history: list[tuple[Any, ...]]) -> None:
+@given(capacity=st.sampled_from([5, 20]), history=histories(16))
+def test_it_agrees_with_a_slow_obvious_model(capacity: int, history: list[Visit]) -> None:
     policy, model = S3FIFOPolicy(capacity), SlowS3FIFO(capacity)
-    for number, (order, held, count, spare) in enumerate(history):
-        here = [key for key in order if key in policy]
-        new = [key for key in order if key not in policy]
-        held_now = held and number % 5 == 0
-        policy.touch(here, f"r{number}")
-        policy.admit(new, f"r{number}", held=held_now)
-        policy.end_request(f"r{number}", order)
-        model.request(order, held=held_now)
-        assert policy.choose_victims(count, spare) == model.choose_victims(count, spare)
-        assert len(policy) == len(model.resident())
+    for number, visit in enumerate(history):
+        play(policy, model, number, visit)
         assert len(policy._ghosts) <= capacity
         assert policy._uses.keys() <= set(model.resident())
         assert not policy._used_by

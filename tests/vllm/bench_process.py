@@ -92,6 +92,15 @@ def start_bench(tmp_path: Path, *options: str) -> Iterator[Bench]:
         kill_group(process)
 
 
+def assert_ctrl_c_leaves_nothing(tmp_path: Path, *options: str, child: str) -> None:
+    """Interrupt the benchmark once the module ``child`` runs in a process of its own."""
+    with start_bench(tmp_path, *options) as bench:
+        bench.wait_for_child(child)
+        bench.interrupt()
+        assert bench.wait() == 130, bench.log()  # as a shell has it
+        bench.assert_nothing_is_left()
+
+
 def regions() -> list[str]:
     """Return the names of all engines' shared memory."""
     return [

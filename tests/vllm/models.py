@@ -8,27 +8,24 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 VOCABULARY = 512
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def make_llama(folder: Path) -> Path:
     """Write a Llama of 4 layers with random weights: one KV-cache group."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return _save(
-        LlamaForCausalLM,
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=4096,
-            bos_token_id=1,
-            eos_token_id=2,
-        ),
-        folder,
-    )
+    return _save(LlamaForCausalLM, LlamaConfig(**_SHAPE), folder)
 
 
 def make_gemma(folder: Path) -> Path:
@@ -38,18 +35,10 @@ def make_gemma(folder: Path) -> Path:
     return _save(
         Gemma3ForCausalLM,
         Gemma3TextConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
+            **_SHAPE,
             head_dim=32,
             sliding_window=128,
             layer_types=["sliding_attention", "full_attention"] * 2,
-            max_position_embeddings=4096,
-            bos_token_id=1,
-            eos_token_id=2,
             # Tied, a random Gemma only repeats its last token, whatever the cache holds.
             tie_word_embeddings=False,
         ),

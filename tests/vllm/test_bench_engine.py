@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtier.errors import InternalError
-from tests.vllm.bench_process import start_bench
+from tests.vllm.bench_process import assert_ctrl_c_leaves_nothing, start_bench
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # as in conftest.py
@@ -112,11 +112,8 @@ def test_the_command_compares_real_engines_and_leaves_nothing(tmp_path: Path) ->
 @pytest.mark.slow
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     """The engine's process is in a session of its own and would not hear the terminal's."""
-    with start_bench(tmp_path, "engine", "--runs", "1", "--prompts", "2") as bench:
-        bench.wait_for_child("kvtier.vllm.bench.engine_run")
-        bench.interrupt()
-        assert bench.wait() == 130, bench.log()
-        bench.assert_nothing_is_left()
+    options = ["engine", "--runs", "1", "--prompts", "2"]
+    assert_ctrl_c_leaves_nothing(tmp_path, *options, child="kvtier.vllm.bench.engine_run")
 
 
 def test_prompts_that_the_model_cannot_take_are_refused(tmp_path: Path) -> None:

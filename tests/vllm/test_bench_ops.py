@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtier.errors import InternalError
-from tests.vllm.bench_process import start_bench
+from tests.vllm.bench_process import assert_ctrl_c_leaves_nothing, start_bench
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # as in conftest.py
@@ -195,11 +195,8 @@ def test_the_command_reports_calls_scale_and_memory(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
-    with start_bench(tmp_path, "ops", "--blocks", "64", "--runs", "1") as bench:
-        bench.wait_for_child("kvtier.vllm.bench.resident")
-        bench.interrupt()
-        assert bench.wait() == 130, bench.log()
-        bench.assert_nothing_is_left()
+    options = ["ops", "--blocks", "64", "--runs", "1"]
+    assert_ctrl_c_leaves_nothing(tmp_path, *options, child="kvtier.vllm.bench.resident")
 
 
 def test_an_unknown_policy_is_refused_before_the_first_run(tmp_path: Path) -> None:

@@ -4,60 +4,32 @@ from __future__ import annotations
 
 import uuid
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from vllm.v1.kv_offload.config import (
-    OffloadingCacheConfig,
-    OffloadingConfig,
-    OffloadingGroupConfig,
-    OffloadingModelConfig,
-    OffloadingParallelConfig,
-)
 
 from kvtier.errors import ConfigError
 from kvtier.vllm import KVTierOffloadingSpec
 from kvtier.vllm.region import HostRegion
 from tests.vllm.children import run_scenario
 from tests.vllm.engine import engine, kvtier_config
+from tests.vllm.offloading import CONFIG
 from tests.vllm.play import ours_in_shm, play
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-BLOCK_BYTES = 8192
-
-
-def offloading_config(extra_config: dict[str, Any]) -> OffloadingConfig:
-    return OffloadingConfig(
-        groups=(OffloadingGroupConfig(tokens_per_block=32, layer_names=("a",), group_id=0),),
-        worker_kv_bytes_per_block=BLOCK_BYTES,
-        enable_kv_cache_events=False,
-        extra_config=extra_config,
-        engine_id=f"test-refusals-{uuid.uuid4()}",
-        model=OffloadingModelConfig(name="org/model", dtype="float16"),
-        cache=OffloadingCacheConfig(tokens_per_hash=32, blocks_per_chunk=1),
-        parallel=OffloadingParallelConfig(
-            rank=0,
-            world_size=1,
-            tp_size=1,
-            pp_size=1,
-            pcp_size=1,
-            dcp_size=1,
-            data_parallel_index=0,
-            data_parallel_size=1,
-            data_parallel_rank_local=0,
-            is_parallelism_agnostic=True,
-        ),
-        kv_cache_layout="LBHNC",
-    )
-
 
 @contextmanager
 def manager(**extra_config: Any) -> Iterator[Any]:
     """Build spec and manager as vLLM does, beside a worker that has mapped the memory."""
-    config = offloading_config(kvtier_config(**{"cpu_bytes_to_use": 1 << 20, **extra_config}))
+    config = replace(
+        CONFIG,
+        engine_id=f"test-refusals-{uuid.uuid4()}",
+        extra_config=kvtier_config(**{"cpu_bytes_to_use": 1 << 20, **extra_config}),
+    )
     spec = KVTierOffloadingSpec(config)
     region = HostRegion(
         config.engine_id,

@@ -18,6 +18,7 @@ from kvtier.backend import (
 )
 from kvtier.memory import SlotMemory
 from kvtier_backends.fs import FsBackend
+from tests.unit.backends._media import key_of as key_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -29,10 +30,6 @@ CONTEXT = BackendContext(
     Namespace({"model_name": "org/m", "dtype": "bf16"}, {"model_name": "org/m", "tp_size": 1}, 0),
     "1:fs",
 )
-
-
-def key_of(number: int, group: int = 0) -> bytes:
-    return block_digest(b"", memoryview(str(number).encode())) * 2 + group.to_bytes(4, "big")
 
 
 def data_of(number: int) -> bytes:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import anyio
 import pytest
@@ -19,37 +17,14 @@ from kvtier.errors import ConfigError
 from kvtier_backends.fs import temporary
 from kvtier_backends.fs.temporary import Writer, parse_temporary_untrusted, this_writer
 from tests.unit.backends._fs import make_fs, open_fs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from tests.unit.backends._media import mount, needs_mount, start_python, tmpfs
 
 pytestmark = pytest.mark.anyio
-REPOSITORY = Path(__file__).parents[3]
 WAIT_S_MAX = 20
-needs_mount = pytest.mark.skipif(
-    os.geteuid() != 0, reason="needs root to mount; the file-size limit test stands in"
-)
 
 
-def child(call: str, root: Path, **options: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.unit.backends._fs_child", call, os.fspath(root)]
-    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "backends"), *sys.path])
-    environment = {**os.environ, "PYTHONPATH": paths}
-    return subprocess.Popen(command, cwd=REPOSITORY, env=environment, text=True, **options)
-
-
-@contextmanager
-def tmpfs(folder: Path, size: str) -> Iterator[Path]:
-    folder.mkdir()
-    mount("-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", folder)
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
-
-
-def mount(*arguments: object) -> None:
-    subprocess.run(["mount", *map(str, arguments)], check=True)
+def child(call: str, root: Path, **options: Any) -> subprocess.Popen[str]:
+    return start_python("-m", "tests.unit.backends._fs_child", call, root, **options)
 
 
 @needs_mount

@@ -17,6 +17,7 @@ from kvtier.backend import (
 )
 from kvtier.memory import SlotMemory
 from kvtier_backends.disk import DiskBackend
+from tests.unit.backends._media import key_of as key_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
@@ -26,10 +27,6 @@ BLOCK_BYTES = 8192
 CAPACITY_BYTES = 2 << 20
 CONTEXT = BackendContext(BLOCK_BYTES, Namespace({"model_name": "org/m", "dtype": "bf16"}), "1:disk")
 OTHER_CONTEXT = BackendContext(BLOCK_BYTES, Namespace({"model_name": "org/other"}), "1:disk")
-
-
-def key_of(number: int, group: int = 0) -> bytes:
-    return block_digest(b"", memoryview(str(number).encode())) * 2 + group.to_bytes(4, "big")
 
 
 def data_of(number: int) -> bytes:

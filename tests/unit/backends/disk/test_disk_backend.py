@@ -9,11 +9,7 @@ import os
 import random
 import shutil
 import stat
-import subprocess
-import sys
 import threading
-from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,6 +18,7 @@ from kvtier.backend import BackendContext, LoadBlock, Outcome, StoreBlock, block
 from kvtier.errors import ConfigError, Misuse
 from kvtier_backends.disk.folder import capacity_bytes_min, plan_folder
 from kvtier_backends.disk.regions import WRITE_AMPLIFICATION_MAX
+from tests.unit.backends._media import mount, needs_mount, start_python, tmpfs, unmount
 from tests.unit.backends.disk._disk import (
     BLOCK_BYTES,
     CAPACITY_BYTES,
@@ -34,27 +31,11 @@ from tests.unit.backends.disk._disk import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from pathlib import Path
 
     from kvtier_backends.disk import DiskBackend
 
 pytestmark = pytest.mark.anyio
-REPOSITORY = Path(__file__).parents[4]
-needs_mount = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
-
-
-@contextmanager
-def tmpfs(folder: Path, size: str) -> Iterator[Path]:
-    folder.mkdir()
-    mount("-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", folder)
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
-
-
-def mount(*arguments: object) -> None:
-    subprocess.run(["mount", *map(str, arguments)], check=True)
 
 
 # --- options ---
@@ -153,13 +134,8 @@ async def test_the_claim_dies_with_its_owner(tmp_path: Path) -> None:
         "backend = make_disk(sys.argv[1])\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "backends"), *sys.path])
-    child = subprocess.run(
-        [sys.executable, "-c", program, tmp_path / "kv"],
-        env={**os.environ, "PYTHONPATH": paths},
-        check=False,
-    )
-    assert child.returncode == -9
+    with start_python("-c", program, tmp_path / "kv") as child:
+        assert child.wait() == -9
     async with open_disk(tmp_path / "kv"):
         pass
 
@@ -460,7 +436,7 @@ async def test_a_folder_on_a_disk_that_was_unmounted_is_not_made_below_it(tmp_pa
     with tmpfs(tmp_path / "small", "4m") as mounted:
         async with open_disk(mounted / "kv") as disk:
             await disk.store(1)
-            subprocess.run(["umount", "-l", mounted], check=True)
+            unmount(mounted)
             for _ in range(3):
                 await disk.backend.tick()
             assert disk.lost == [key_of(1)]

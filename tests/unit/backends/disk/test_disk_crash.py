@@ -9,17 +9,19 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kvtier.backend import Outcome
+from tests.unit.backends._media import start_python
 from tests.unit.backends.disk._disk import CAPACITY_BYTES, folder_bytes, open_disk
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 pytestmark = pytest.mark.anyio
-REPOSITORY = Path(__file__).parents[4]
 KILLS = int(os.environ.get("KVTIER_DISK_KILLS", "50"))
 KILLS_PER_FOLDER = 10
 BLOCKS_FOUND_MIN = 0.9
@@ -28,15 +30,8 @@ LIFE_S_MAX = 0.06
 
 def run_and_kill(path: Path, first: int, life_s: float) -> list[int]:
     """Let a child store until it is killed ``life_s`` later; returns what it acknowledged."""
-    command = [sys.executable, "-m", "tests.unit.backends.disk._disk_child", str(path), str(first)]
-    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "backends"), *sys.path])
-    child = subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": paths},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    module = "tests.unit.backends.disk._disk_child"
+    child = start_python("-m", module, path, str(first), stdout=subprocess.PIPE)
     assert child.stdout is not None
     assert child.stdout.readline() == "ready\n"
     time.sleep(life_s)  # the moment of the kill is what is random here

@@ -1,0 +1,55 @@
+"""What the tests of backends that keep files share: keys, small disks, and processes to kill."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvtier.backend import block_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+REPOSITORY = Path(__file__).parents[3]
+
+needs_mount = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
+
+
+def key_of(number: int, group: int = 0) -> bytes:
+    """Return a block's key as vLLM makes them: a hash of 32 bytes, and the group."""
+    return block_digest(b"", memoryview(str(number).encode())) * 2 + group.to_bytes(4, "big")
+
+
+@contextmanager
+def tmpfs(folder: Path, size: str) -> Iterator[Path]:
+    """Make ``folder`` a filesystem of this size until the end of the block. Root only."""
+    folder.mkdir()
+    mount("-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", folder)
+    try:
+        yield folder
+    finally:
+        unmount(folder)
+
+
+def mount(*arguments: str | Path) -> None:
+    """Run ``mount``."""
+    subprocess.run(["mount", *arguments], check=True)
+
+
+def unmount(folder: Path) -> None:
+    """Take the filesystem away from ``folder``, even while files on it are open."""
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def start_python(*arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
+    """Start a Python that can import the tests; ``options`` are those of ``Popen``."""
+    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "backends"), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    command = [sys.executable, *arguments]
+    return subprocess.Popen(command, cwd=REPOSITORY, env=environment, text=True, **options)
