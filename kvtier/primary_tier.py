@@ -15,7 +15,7 @@ Rules that are not rows of a table:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, cast
 
 from kvtier import messages as m
 from kvtier.actor import Actor, Mailbox
@@ -30,7 +30,6 @@ from kvtier.policies.actor import POLICY_TIME_S
 from kvtier.promotions import Batch, Promotions
 from kvtier.requests import Request
 from kvtier.slots import SlotTable
-from kvtier.states import SlotState
 from kvtier.store_filter import StoreFilter
 from kvtier.whereabouts import Whereabouts
 
@@ -39,9 +38,6 @@ if TYPE_CHECKING:
 
     from kvtier.config import RuntimeConfig
     from kvtier.messages import Key, RequestId, TierSet
-
-
-_SLOT_READY: Final = int(SlotState.READY)
 
 
 class PrimaryTier(Actor):
@@ -145,7 +141,7 @@ class PrimaryTier(Actor):
             filling_from_tiers_slots=len(slots.tier_fills),
             ready_slots=slots.ready_count(),
             quarantined_slots=len(slots.quarantined),
-            pinned_slots=slots.pinned,
+            pinned_slots=len(slots.pins),
             promotion_slots=self._promotions.held_slots,
             requests=len(self._requests),
             counts=vars(self.counts).copy(),
@@ -168,7 +164,7 @@ class PrimaryTier(Actor):
 
     def _prepare_load(self, message: m.PrepareLoad) -> None:
         keys = message.keys
-        found = list(map(self._slot_of.get, keys))
+        found = self._slots_of(keys)
         if not self.slots.are_ready(found):
             self.reply(None)
             return
@@ -185,7 +181,7 @@ class PrimaryTier(Actor):
     def _complete_load(self, message: m.CompleteLoad) -> None:
         ended = self._gpu_loads.end(message.request, message.keys)
         self.counts.unknown_completions += len(message.keys) - len(ended)
-        read = [self._slot_of[key] for key in ended]
+        read = self._slots_of(ended)
         self.slots.unpin(read)
         self._unhold(ended, read)
         self.reply(None)
@@ -238,16 +234,13 @@ class PrimaryTier(Actor):
         self._hold_and_cascade(batches, message.request)
 
     def _complete_store(self, message: m.CompleteStore) -> None:
-        slot_of, fills, request = self._slot_of, self.slots.gpu_fills, message.request
-        keys = []
-        slots = []
-        for key in message.keys:
-            slot = slot_of.get(key, -1)
-            if fills.get(slot) == request:
-                keys.append(key)
-                slots.append(slot)
-            else:
-                self.counts.unknown_completions += 1  # Of an older epoch, or never begun.
+        keys, fills, request = message.keys, self.slots.gpu_fills, message.request
+        slots = self._slots_of(keys)
+        owners = list(map(fills.get, slots))
+        if owners.count(request) < len(keys):  # Some are of an older epoch, or never begun.
+            keys = tuple(key for key, owner in zip(keys, owners, strict=True) if owner == request)
+            slots = self._slots_of(keys)
+            self.counts.unknown_completions += len(message.keys) - len(keys)
         if message.success:
             self.slots.fill(slots, fills)
             self._became_ready(keys, slots, request, self._cascades.all_tiers)
@@ -344,14 +337,16 @@ class PrimaryTier(Actor):
 
     def _unhold(self, keys: Sequence[Key], slots: Sequence[int]) -> None:
         """Tell the policy which of ``keys`` may be evicted now."""
-        pins, leased = self.slots.pins, self.slots.leased
-        loose = [
-            key
-            for key, slot in zip(keys, slots, strict=True)
-            if not pins[slot] and slot not in leased and self.slots.state[slot] == _SLOT_READY
-        ]
+        loose = keys
+        if not self.slots.are_loose(slots):
+            both = zip(keys, slots, strict=True)
+            loose = [key for key, slot in both if self.slots.are_loose((slot,))]
         if loose:
             self.policy.post(m.Unheld(tuple(loose)))
+
+    def _slots_of(self, keys: Sequence[Key]) -> list[int]:
+        """Return the slot of each key, whatever it is in; None, which is nobody's, for no slot."""
+        return cast("list[int]", list(map(self._slot_of.get, keys)))
 
     # --- requests ---
 

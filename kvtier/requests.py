@@ -42,7 +42,7 @@ class Request:
         if seen == self._seen:
             return
         self._seen = seen
-        hits = len(self.hits - self.misses)
+        hits = len(self.hits - self.misses) if self.misses else len(self.hits)
         queries = hits + len(self.misses)
         counts.queries += queries - self._queries_counted
         counts.hits += hits - self._hits_counted

@@ -10,23 +10,31 @@ at: when its turn comes it is put *aside*, out of its queue, and it goes back to
 the front once its last child has gone and the last request has ended. It was
 the oldest when it left, and all that came since is younger.
 
-Everything about nodes is in arrays, keys stand in tuples, and the dict of keys
-holds plain numbers: the garbage collector has nothing to look through.
+Everything about nodes is in arrays, keys too, and the dict of keys holds plain
+numbers: the garbage collector has nothing to look through.
 """
 
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from kvtier.messages import Key
 
+_Keys: TypeAlias = "Sequence[Key] | np.ndarray[Any, Any]"
+
 NO_NODE: Final = -1
 ASIDE: Final = -1  #: the queue of nodes that stand in none
 FREE: Final = -2  #: the queue of numbers that belong to no node
+
+SHORT: Final = 32
+"""As many keys stand in a tuple. The collector looks through each new tuple once, which
+takes milliseconds for hundreds of long ones; it knows nothing of NumPy's arrays."""
 
 
 class PrefixTree:
@@ -34,7 +42,7 @@ class PrefixTree:
 
     def __init__(self, queues: int) -> None:
         self.node_of: dict[Key, int] = {}
-        self.keys: list[Sequence[Key]] = []  #: from head to tail; some may have left
+        self.keys: list[_Keys] = []  #: from head to tail; some may have left
         self.end = array("i")  #: of those, how many may still be here
         self.size = array("i")  #: how many are
         self.parent = array("i")
@@ -61,11 +69,11 @@ class PrefixTree:
         """Return a new node that stands aside. It takes the keys from where they are."""
         if self._free:
             node = self._free.pop()
-            self.keys[node] = keys
+            self.keys[node] = _stored(keys)
             self.used[node] = used
         else:
             node = len(self.keys)
-            self.keys.append(keys)
+            self.keys.append(_stored(keys))
             self.used.append(used)
             for numbers in self._numbers:
                 numbers.append(0)
@@ -103,15 +111,15 @@ class PrefixTree:
     def extend(self, node: int, keys: Collection[Key]) -> None:
         """Let ``node`` take ``keys``, behind its own."""
         mine = self.keys_of(node)
-        self.keys[node] = (*mine, *keys)
+        self.keys[node] = _stored((*mine, *keys))
         self.size[node] = self.end[node] = len(mine) + len(keys)
         self.node_of.update(dict.fromkeys(keys, node))
 
     def keys_of(self, node: int) -> tuple[Key, ...]:
         """Return the keys that are in ``node``, from head to tail."""
-        keys = self.keys[node]
+        keys = _taken(self.keys[node])
         if self.size[node] == len(keys):
-            return tuple(keys)
+            return keys
         node_of = self.node_of
         return tuple([key for key in keys[: self.end[node]] if node_of.get(key) == node])
 
@@ -125,7 +133,7 @@ class PrefixTree:
         if node != NO_NODE:
             size = self.size[node]
             keys = self.keys[node]
-            if size == len(keys) and chain[at : at + size] == tuple(keys):
+            if size == len(keys) and chain[at : at + size] == _taken(keys):
                 return node, at + size
         end = at + 1
         while end < len(chain) and node_of.get(chain[end], NO_NODE) == node:
@@ -146,7 +154,7 @@ class PrefixTree:
         new = self.add(keys, self.cohort[node], self.used[node])
         self.uses[new] = self.uses[node]
         self.placed[new] = self.placed[node]
-        self.keys[node] = list(rest) if self.uses[node] == 0 else rest
+        self.keys[node] = list(rest) if self.uses[node] == 0 else _stored(rest)
         self.size[node] = self.end[node] = len(rest)
         self.discard_empty(node)
         return new
@@ -154,7 +162,7 @@ class PrefixTree:
     def join(self, nodes: list[int]) -> int:
         """Return the first of the open ``nodes``, which has the keys of all others now."""
         first, *others = nodes
-        self.keys[first] = self.keys_of(first)
+        self.keys[first] = _stored(self.keys_of(first))
         self.size[first] = self.end[first] = len(self.keys[first])
         for other in others:
             keys = self.keys_of(other)
@@ -171,7 +179,7 @@ class PrefixTree:
         keys = self.keys_of(node)
         if len(keys) == 1:
             return node
-        self.keys[node] = keys[:-1]
+        self.keys[node] = _stored(keys[:-1])
         self.size[node] = self.end[node] = len(keys) - 1
         return self.add(keys[-1:], self.cohort[node], self.used[node])
 
@@ -251,7 +259,7 @@ class PrefixTree:
         keys = self.keys[node]
         end = self.end[node]
         start = max(0, end - count)
-        gone = list(keys[start:end])
+        gone = list(_taken(keys[start:end]))
         whole = self.size[node] == end  # nothing has left from the middle
         if whole and held.isdisjoint(gone) and spare.isdisjoint(gone):
             gone.reverse()
@@ -333,3 +341,15 @@ class PrefixTree:
             self._last_of[queue] = before
         else:
             self._previous[after] = before
+
+
+def _stored(keys: tuple[Key, ...]) -> _Keys:
+    """Return the keys as a node keeps them."""
+    if len(keys) <= SHORT:
+        return keys
+    return np.array(keys, dtype=object)
+
+
+def _taken(keys: _Keys) -> tuple[Key, ...]:
+    """Return a node's keys, or some of them, as a tuple."""
+    return tuple(keys.tolist() if isinstance(keys, np.ndarray) else keys)

@@ -112,7 +112,9 @@ class Runs:
         """Put those of the keys that are here into the request's run, as ``put`` does."""
         if not self._take_over(keys, request):
             run = self._make_newest(request)
-            self._move(keys, run)
+            # A load follows a touch of the same keys: then all are where they belong.
+            if not all(map(run.keys.__contains__, keys)):
+                self._move(keys, run)
             self._drop_if_empty(run)
 
     def end(self, request: RequestId, order: Sequence[Key] | None) -> None:
@@ -134,7 +136,11 @@ class Runs:
     def _put(self, keys: Collection[Key], run: Run) -> None:
         run_of = self.run_of
         if self.isdisjoint(keys):
-            run.keys.update(dict.fromkeys(keys))
+            new = dict.fromkeys(keys)
+            if run.keys:
+                run.keys.update(new)
+            else:
+                run.keys = new
             # Not by update(): it makes room for these keys and no more, so a dict that is
             # nearly full would be rebuilt each time.
             for key in keys:
