@@ -257,14 +257,21 @@ class SchedulerFacade:
 
     def statistics(self) -> Statistics:
         """Return a frozen snapshot. Counters grow from the start of the runtime."""
+        engine = self.engine_statistics()
+        tiers = zip(engine.tiers, self.backend_counters(), strict=True)
+        return replace(engine, tiers=tuple(replace(tier, backend=of) for tier, of in tiers))
+
+    def engine_statistics(self) -> Statistics:
+        """Return ``statistics`` without the backends' counters: cheap enough for each step."""
         return Statistics(
             primary=self._primary.statistics(),
-            tiers=tuple(
-                replace(link.statistics(), backend=dict(cell.backend.counters()))
-                for link, cell in zip(self._links, self._tier_cells, strict=True)
-            ),
+            tiers=tuple(link.statistics() for link in self._links),
             faults=self._cell.faults,
         )
+
+    def backend_counters(self) -> list[Mapping[str, int]]:
+        """Return each tier's backend's own counters. May wait for a lock of its threads."""
+        return [dict(cell.backend.counters()) for cell in self._tier_cells]
 
     def take_observations(self) -> Observations:
         """Return the single measurements since the last call, for histograms."""

@@ -78,7 +78,8 @@ class Lookups:
         if slot is not None:
             self.reply(FILLING)
             return
-        tier = self._find(key, request.search)
+        search = request.search
+        tier = self._find(key, search) if search.tiers else NOWHERE
         if tier == NOWHERE:
             self.reply(ABSENT)
             return

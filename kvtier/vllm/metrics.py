@@ -6,6 +6,7 @@ with each step's statistics; Prometheus sees the sums.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client import REGISTRY
@@ -89,6 +90,10 @@ _OWN_PREFIX: Final = "kvtier:"
 _FAULTS: Final = "kvtier:faults"
 _SLOTS: Final = "kvtier:primary_slots"
 _BREAKER: Final = "kvtier:tier_breaker_state"
+_BACKEND: Final = "kvtier:tier_backend"
+
+BACKEND_S: Final = 1.0
+"""How often backends are asked for their own counters: they may have to wait for a lock."""
 
 
 def metric_definitions(_extra_config: Mapping[str, Any]) -> dict[str, OffloadingMetricMetadata]:
@@ -101,6 +106,10 @@ def metric_definitions(_extra_config: Mapping[str, Any]) -> dict[str, Offloading
         _BREAKER: OffloadingGaugeMetadata(
             documentation="0: tier in use, 1: left alone, 2: on trial, 3: cut off.",
             labelnames=("tier",),
+        ),
+        _BACKEND: OffloadingGaugeMetadata(
+            documentation="What the tier's backend counts itself, by its own names.",
+            labelnames=("tier", "count"),
         ),
     }
     for name, text in _OWN_TIER_COUNTERS.items():
@@ -137,6 +146,8 @@ class MetricsExporter:
             {name: (metric, (tier.name,)) for name, metric in _TIER_COUNTERS.items()}
             for tier in config.tiers
         ]
+        self._tier_names = [tier.name for tier in config.tiers]
+        self._backends_asked = -BACKEND_S
         self._faults = 0
         self._counts: list[Mapping[str, float]] = [{} for _ in range(1 + len(config.tiers))]
         self._slots: tuple[int, ...] = ()
@@ -145,7 +156,7 @@ class MetricsExporter:
     def take(self) -> OffloadingConnectorStats:
         """Return the increments, gauges and observations since the last call."""
         stats = OffloadingConnectorStats()
-        now = self._facade.statistics()
+        now = self._facade.engine_statistics()
         if now.faults > self._faults:
             stats.increase_counter(_FAULTS, now.faults - self._faults)
             self._faults = now.faults
@@ -154,8 +165,19 @@ class MetricsExporter:
         for number, tier in enumerate(now.tiers):
             self._count(stats, 1 + number, tier.counts, self._tier_metrics[number])
             self._take_jobs(stats, tier, now.primary.slot_count)
-        self._take_observations(stats, [tier.name for tier in now.tiers])
+        self._take_observations(stats)
+        if self._tier_names:
+            self._take_backends(stats)
         return stats
+
+    def _take_backends(self, stats: OffloadingConnectorStats) -> None:
+        now = time.monotonic()
+        if now - self._backends_asked < BACKEND_S:
+            return
+        self._backends_asked = now
+        for name, counts in zip(self._tier_names, self._facade.backend_counters(), strict=True):
+            for what, value in counts.items():
+                self._set(stats, _BACKEND, value, (name, what))
 
     def _take_slots(self, stats: OffloadingConnectorStats, now: PrimaryStatistics) -> None:
         slots = (
@@ -187,7 +209,7 @@ class MetricsExporter:
         self._set(stats, names.ACTIVE_CASCADE_JOBS, now.cascade_jobs_in_flight, label)
         self._set(stats, _BREAKER, int(BreakerState[now.breaker]), label)
 
-    def _take_observations(self, stats: OffloadingConnectorStats, names: list[str]) -> None:
+    def _take_observations(self, stats: OffloadingConnectorStats) -> None:
         observations = self._facade.take_observations()
         for size in observations.allocation_sizes:
             stats.observe_histogram(CPUOffloadingMetrics.CPU_ALLOCATION_SIZE, size)
@@ -195,7 +217,7 @@ class MetricsExporter:
             stats.observe_histogram(
                 TieringOffloadingMetrics.LOOKUP_SYNC_DELAY, seconds, _PRIMARY_LABEL
             )
-        for name, tier in zip(names, observations.tiers, strict=True):
+        for name, tier in zip(self._tier_names, observations.tiers, strict=True):
             for seconds in tier.probe_seconds:
                 stats.observe_histogram(
                     TieringOffloadingMetrics.LOOKUP_ASYNC_DELAY, seconds, (name,)
