@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from msgspec import Struct
+
 from kvtier.messages import GROUP_BYTES
 
 if TYPE_CHECKING:
@@ -41,16 +43,13 @@ class Search:
         self.gaps: set[bytes] = set()  # groups in which a key of this step is PROBING
 
 
-class _Probe:
+class _Probe(Struct, gc=False):
     """One key that tiers are being asked for, all at once."""
 
-    __slots__ = ("asked", "found", "pending", "waiters")
-
-    def __init__(self) -> None:
-        self.asked: TierSet = 0
-        self.pending: TierSet = 0
-        self.found: TierSet = 0
-        self.waiters: set[RequestId] = set()
+    asked: TierSet
+    pending: TierSet
+    waiters: set[RequestId]
+    found: TierSet = 0
 
 
 class Whereabouts:
@@ -63,7 +62,7 @@ class Whereabouts:
         self._known: dict[Key, TierSet] = {}
         self._searches: dict[RequestId, Search] = {}
         self._probes: dict[Key, _Probe] = {}
-        self._unsent: dict[int, list[Key]] = {}
+        self._unsent: list[list[Key]] = [[] for _ in range(tier_count)]
         self._with_gaps: list[Search] = []
 
     def start(self, request: RequestId, tiers: TierSet) -> Search:
@@ -173,13 +172,15 @@ class Whereabouts:
 
     def give_up(self, tier: int) -> None:
         """Take every answer that the tier still owes as a no: it can't be asked any more."""
-        self._unsent.pop(tier, None)
+        self._unsent[tier] = []
         owed = [key for key, probe in self._probes.items() if probe.pending >> tier & 1]
         self.answered(tier, owed, (False,) * len(owed))
 
     def take_unsent(self) -> dict[int, list[Key]]:
         """Return the keys to ask each tier for, and forget that they are unsent."""
-        unsent, self._unsent = self._unsent, {}
+        unsent = {tier: keys for tier, keys in enumerate(self._unsent) if keys}
+        for tier in unsent:
+            self._unsent[tier] = []
         return unsent
 
     def end_step(self) -> None:
@@ -191,22 +192,25 @@ class Whereabouts:
     def reset(self) -> None:
         """Forget all probes; late answers will be ignored. Tiers keep what they have."""
         self._probes.clear()
-        self._unsent.clear()
+        self._unsent = [[] for _ in self._unsent]
         for search in self._searches.values():
             search.failed.clear()
 
     def _ask(self, key: Key, request: RequestId, allowed: TierSet) -> None:
         probe = self._probes.get(key)
         if probe is None:
-            probe = self._probes[key] = _Probe()
-        probe.waiters.add(request)
-        unasked = allowed & ~probe.asked
-        if unasked:
+            self._probes[key] = _Probe(allowed, allowed, {request})
+            unasked = allowed
+        else:
+            probe.waiters.add(request)
+            unasked = allowed & ~probe.asked
+            if not unasked:
+                return
             probe.asked |= unasked
             probe.pending |= unasked
-            for tier in range(self._tier_count):
-                if unasked >> tier & 1:
-                    self._unsent.setdefault(tier, []).append(key)
+        for tier in range(self._tier_count):
+            if unasked >> tier & 1:
+                self._unsent[tier].append(key)
 
     def _unlearn(self, key: Key, bit: TierSet) -> None:
         tiers = self._known.get(key, 0) & ~bit

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 def hold(held: dict[Key, None], keys: Collection[Key]) -> None:
     """Add keys to those that are held: in a dict, since a set is walked through too."""
+    if len(held) < len(keys):
+        held.update(dict.fromkeys(keys))  # which makes room in one go, and for no more than these
+        return
     for key in keys:
         held[key] = None
 

@@ -176,17 +176,23 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         the next step. vLLM asks from head to tail up to the first MISS, one
         request after the other, unless there are several groups.
         """
-        keys = [] if self._several_groups else self._keys_from(key, req_context)
-        states = self.facade.lookup_states(keys, req_context.req_id) if len(keys) > 1 else []
-        self._ahead = {key: _RESULTS[state] for key, state in zip(keys, states, strict=False)}
+        # The first one by itself: most often it is a MISS, and there is nothing ahead.
+        first = self._lookup_state(key, req_context.req_id)
+        self._ahead = {key: _RESULTS[first]}
         self._ahead_of = req_context
+        if first is BlockState.ABSENT or self._several_groups:
+            return
+        rest = self._keys_behind(key, req_context)
+        if rest:
+            states = self.facade.lookup_states(rest, req_context.req_id)
+            self._ahead.update(zip(rest, map(_RESULTS.__getitem__, states), strict=False))
 
     @staticmethod
-    def _keys_from(key: bytes, req_context: ReqContext) -> list[bytes]:
-        """Return the request's keys from ``key`` on, in order; none if it is not one of them."""
+    def _keys_behind(key: bytes, req_context: ReqContext) -> list[bytes]:
+        """Return the request's keys behind ``key``, in order; none if it is not one of them."""
         keys = list(_positions(req_context))
         try:
-            return keys[keys.index(key) :]
+            return keys[keys.index(key) + 1 :]
         except ValueError:
             return []
 
