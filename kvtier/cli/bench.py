@@ -2,6 +2,7 @@
 
 ``ops`` times each call on the scheduler thread: both managers in one process,
 on the same keys. ``engine`` runs the real vLLM engine on the CPU with either.
+``disk`` measures the disk tier beside vLLM's fs tier, and beside the bare disk.
 Machines are shared and noisy: quote the ratios, never a time by itself.
 """
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare both benchmarks and their options."""
+    """Declare the benchmarks and their options."""
     kinds = parser.add_subparsers(dest="bench", required=True, metavar="BENCHMARK")
     ops = kinds.add_parser("ops", help="scheduler-thread time of each call")
     ops.add_argument("--blocks", type=int, default=20_000, help="resident blocks (%(default)s)")
@@ -51,6 +52,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt-tokens", type=int, default=1_000, help="tokens of a prompt (%(default)s)"
     )
     engine.add_argument("--json", metavar="FILE", help="write all figures")
+    _add_disk_arguments(
+        kinds.add_parser("disk", help="the disk tier beside vLLM's fs tier, and the bare disk")
+    )
+
+
+def _add_disk_arguments(disk: argparse.ArgumentParser) -> None:
+    disk.add_argument(
+        "--path", metavar="FOLDER", help="on the disk to be measured (default: the temporary one)"
+    )
+    disk.add_argument(
+        "--block-bytes",
+        metavar="SIZES",
+        default="64KiB,256KiB,1MiB,2MiB",
+        help="measured one after the other (%(default)s)",
+    )
+    disk.add_argument(
+        "--bytes", metavar="SIZE", default="512MiB", help="each side moves in a leg (%(default)s)"
+    )
+    disk.add_argument("--rounds", type=int, default=5, help="medians are over these (%(default)s)")
+    disk.add_argument(
+        "--threads", type=int, default=16, help="of each side; fio's depth (%(default)s)"
+    )
+    disk.add_argument("--encryption", action="store_true", help="the disk tier encrypted as well")
+    disk.add_argument(
+        "--warm", action="store_true", help="load what the page cache holds, if it holds any"
+    )
+    disk.add_argument("--json", metavar="FILE", help="write all figures")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -64,6 +92,10 @@ def run(arguments: argparse.Namespace) -> int:
             from kvtier.vllm.bench import ops_command  # noqa: PLC0415 - imports vllm
 
             ops_command.run(arguments)
+        elif arguments.bench == "disk":
+            from kvtier.vllm.bench import disk_command  # noqa: PLC0415 - imports vllm
+
+            disk_command.run(arguments)
         else:
             from kvtier.vllm.bench import engine_command  # noqa: PLC0415 - imports vllm
 
@@ -75,7 +107,7 @@ def _check(arguments: argparse.Namespace) -> None:
     """Refuse what can't be measured, before anything is started."""
     from kvtier.cli.terminal import check_can_write  # noqa: PLC0415 - kept off the start of others
 
-    for name in ("runs", "blocks", "request_blocks", "prompts", "prompt_tokens"):
+    for name in ("runs", "blocks", "request_blocks", "prompts", "prompt_tokens", "rounds"):
         value = getattr(arguments, name, 1)
         if value < 1:
             raise Misuse(f"--{name.replace('_', '-')} {value} must be at least 1.")

@@ -185,7 +185,7 @@ def measured(
     def legs(seconds: dict[str, float]) -> dict[str, dict[str, Leg]]:
         return {
             kind: {
-                side: Leg(each, [each], pause if side == KVTIER else 10.0)
+                side: Leg(each, [each], pause if side == KVTIER else 10.0, 0.0)
                 for side, each in seconds.items()
             }
             for kind in KINDS
@@ -287,7 +287,7 @@ def test_a_fio_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     program.chmod(0o700)
     (tmp_path / "work").mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(FioFailed, match="runs with none of io_uring, libaio.*no such engine"):
+    with pytest.raises(FioFailed, match=r"none of io_uring, libaio.*no such engine"):
         make_fio(tmp_path / "work")
 
 

@@ -101,7 +101,7 @@ def _kvtier_manager(setup: Setup) -> Any:  # noqa: ANN401 - as vLLM's
     memory = SlotMemory(memoryview(region.map), setup.slot_count, setup.block_bytes)
     facade = open_runtime(config, memory, Namespace({}), collect_events=True)
     return KVTierManager(
-        facade, config, cast("Any", _offloading_spec()), memory, cast("Any", region)
+        facade, config, cast("Any", offloading_spec()), memory, cast("Any", region)
     )
 
 
@@ -116,7 +116,7 @@ def _vllm_manager(setup: Setup) -> Any:  # noqa: ANN401 - vLLM has no stubs
     if setup.tier_folder is not None:
         tiers.append(
             FileSystemTierManager(
-                _offloading_spec(),
+                offloading_spec(),
                 primary.get_kv_memoryview(),
                 "fs",
                 root_dir=str(setup.tier_folder / VLLM),
@@ -150,7 +150,7 @@ class _PrivateRegion:
             self.map.close()
 
 
-def _offloading_spec() -> SimpleNamespace:
+def offloading_spec() -> SimpleNamespace:
     """Return what both managers and vLLM's fs tier read of an ``OffloadingSpec``."""
     parallel = SimpleNamespace(
         rank=0,

@@ -1,0 +1,310 @@
+"""The tiers that ``kvtier bench disk`` compares, each ready for jobs of the same kind.
+
+A job is what either scheduler gives a tier: some blocks, with their keys and
+slots, to be stored or loaded together. All sides work on the same slots, in
+turns. vLLM's side is its tier manager; kvtier's is its whole tier cell, with
+queue, policy, digests and backend, and a recorder where the engine cell has
+its end of the tier.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+from typing_extensions import override
+from vllm.v1.kv_offload.base import ReqContext
+from vllm.v1.kv_offload.tiering.base import TransferJob
+from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
+
+from kvtier import messages as m
+from kvtier.backend import BackendContext, Namespace, Outcome
+from kvtier.errors import InternalError, Misuse, StoreFault
+from kvtier.registry import make_backend, make_policy
+from kvtier.settings import read_settings
+from kvtier.tier_cell import TierCell
+from kvtier.vllm.bench.sides import KVTIER, VLLM, offloading_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from kvtier.memory import SlotMemory
+    from kvtier.messages import Message
+
+ENCRYPTED: Final = "kvtier, encrypted"
+
+CAPACITY_LEGS: Final = 2.5
+"""kvtier's folder holds so many legs' bytes: from the third leg on it overwrites the oldest."""
+
+OPEN_TIMEOUT_S: Final = 60.0
+CLOSE_TIMEOUT_S: Final = 30.0
+POLL_S: Final = 0.001
+
+
+class Job(NamedTuple):
+    """Blocks that are stored or loaded together."""
+
+    number: int  #: no other job of the same side has it
+    keys: tuple[bytes, ...]
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DiskSetup:
+    """What all sides share. ``folder`` gets a folder a side."""
+
+    folder: Path
+    memory: SlotMemory
+    view: memoryview  #: the same slots, one row each
+    threads: int
+
+    @property
+    def leg_bytes(self) -> int:
+        """How much one leg moves: each slot once."""
+        return self.memory.slot_count * self.memory.block_bytes
+
+
+class DiskSide(ABC):
+    """One tier. Everything is called from one thread, as a scheduler does."""
+
+    def __init__(self, name: str, setup: DiskSetup) -> None:
+        self.name = name
+        self.folder = setup.folder / name.replace(", ", "-")
+
+    @abstractmethod
+    def store(self, job: Job) -> None:
+        """Begin to store a job's blocks from their slots. Does not wait."""
+
+    @abstractmethod
+    def load(self, job: Job) -> None:
+        """Begin to load a job's blocks into their slots. Does not wait."""
+
+    @abstractmethod
+    def ended(self) -> Sequence[int]:
+        """Return the jobs that have ended since the last call; all of their blocks are done.
+
+        Raises ``StoreFault`` if any is not. Does not wait.
+        """
+
+    def end_step(self) -> None:  # noqa: B027 - most sides need none
+        """Do what is done once at the end of a scheduler's step."""
+
+    def forget(self) -> None:  # noqa: B027 - most sides are bounded
+        """Make room for the next blocks, if the side doesn't do it by itself."""
+
+    @property
+    @abstractmethod
+    def is_direct(self) -> bool:
+        """Whether it opens its files with O_DIRECT."""
+
+    def counters(self) -> Mapping[str, int]:
+        """Return what the side itself has counted."""
+        return {}
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all threads."""
+
+
+class VLLMSide(DiskSide):
+    """vLLM's ``fs`` tier: a file a block, each job in one thread of its pool.
+
+    Its reading and its writing threads help each other out, so all of them
+    work on either kind of job.
+    """
+
+    def __init__(self, setup: DiskSetup) -> None:
+        super().__init__(VLLM, setup)
+        readers = setup.threads // 2
+        self._tier = FileSystemTierManager(
+            offloading_spec(),
+            setup.view,
+            "fs",
+            root_dir=str(self.folder),
+            n_read_threads=readers,
+            n_write_threads=setup.threads - readers,
+        )
+        self._context = ReqContext(req_id="bench")
+
+    @override
+    def store(self, job: Job) -> None:
+        self._tier.submit_store(self._transfer(job, is_load=False))
+
+    @override
+    def load(self, job: Job) -> None:
+        self._tier.submit_load(self._transfer(job, is_load=True))
+
+    def _transfer(self, job: Job, *, is_load: bool) -> Any:  # noqa: ANN401 - vLLM has no stubs
+        return TransferJob(
+            job_id=job.number,
+            keys=job.keys,
+            chunk_ids=np.array(job.slots, dtype=np.int32),
+            is_promotion=is_load,
+            req_context=self._context,
+        )
+
+    @override
+    def ended(self) -> Sequence[int]:
+        results = self._tier.get_finished_jobs()
+        for result in results:
+            if not result.success:
+                raise StoreFault(f"vLLM's fs tier failed job {result.job_id}; its log says why")
+        return [result.job_id for result in results]
+
+    @override
+    def forget(self) -> None:
+        """Delete all blocks. Its folders stay, as they would in a folder that is long in use."""
+        for folder, _, names in os.walk(self.folder):
+            for name in names:
+                if name.endswith(".bin"):
+                    os.unlink(os.path.join(folder, name))
+
+    @property
+    @override
+    def is_direct(self) -> bool:
+        return bool(self._tier._use_o_direct)  # noqa: SLF001 - it says so nowhere else
+
+    @override
+    def close(self) -> None:
+        self._tier.shutdown()
+
+
+class KVTierSide(DiskSide):
+    """kvtier's ``disk`` tier, in its cell. ``key_file``: encrypts with the key in it."""
+
+    def __init__(self, setup: DiskSetup, key_file: Path | None = None) -> None:
+        super().__init__(ENCRYPTED if key_file else KVTIER, setup)
+        memory = setup.memory
+        options = {
+            "type": "disk",
+            "path": str(self.folder),
+            "capacity_bytes": int(CAPACITY_LEGS * setup.leg_bytes),
+            "io_depth": setup.threads,
+            # What is loaded here was stored last; lru evicts what was stored first.
+            "eviction_policy": "lru",
+            **({"encryption_key_file": str(key_file)} if key_file else {}),
+        }
+        config = read_settings(
+            {"secondary_tiers": [options]},
+            slot_count=memory.slot_count,
+            block_bytes=memory.block_bytes,
+        )
+        (tier,) = config.tiers
+        context = BackendContext(memory.block_bytes, Namespace({}), tier.name)
+        make = partial(make_backend, tier, context)
+        backend = make()
+        capacity_blocks = backend.traits.capacity_blocks or 0
+        if capacity_blocks < memory.slot_count:
+            raise Misuse(
+                f"--bytes is too few for blocks of {memory.block_bytes} bytes: a folder of that "
+                f"size has room for {capacity_blocks} of {memory.slot_count}. Give more."
+            )
+        self._keys: dict[int, tuple[bytes, ...]] = {}  # of the jobs under way
+        self._answers = _Recorder()
+        self._cell = TierCell(
+            tier.name,
+            backend,
+            memory,
+            self._answers,
+            messages_max=config.mailbox_messages_max,
+            make_backend=make,
+            make_policy=partial(make_policy, tier.eviction_policy, capacity_blocks),
+        )
+        self._cell.start()
+        try:
+            self._wait_until_open()
+        except BaseException:
+            self.close()
+            raise
+
+    @override
+    def store(self, job: Job) -> None:
+        self._post(
+            m.StoreJob(job=job.number, request=str(job.number), keys=job.keys, slots=job.slots)
+        )
+        self._keys[job.number] = job.keys
+
+    @override
+    def load(self, job: Job) -> None:
+        self._post(m.LoadJob(job=job.number, keys=job.keys, slots=job.slots))
+        self._keys[job.number] = job.keys
+
+    @override
+    def ended(self) -> Sequence[int]:
+        numbers = []
+        for message in self._answers.take():
+            if isinstance(message, m.TierBroke):
+                raise StoreFault(f"the disk tier broke: {message.reason}")
+            if isinstance(message, m.JobEnded):
+                _check_outcomes(message)
+                numbers.append(message.job)
+                # Each job is a request's, which is over with it: the policy is to know.
+                self._post(
+                    m.RequestEnded(request=str(message.job), order=self._keys.pop(message.job))
+                )
+        return numbers
+
+    @override
+    def end_step(self) -> None:
+        self._cell.wake()
+
+    @property
+    @override
+    def is_direct(self) -> bool:
+        return "direct_refused" not in self.counters()
+
+    @override
+    def counters(self) -> Mapping[str, int]:
+        return self._cell.backend.counters()
+
+    @override
+    def close(self) -> None:
+        if not self._cell.close(CLOSE_TIMEOUT_S):
+            raise InternalError(f"{self.name}: a thread hangs in {self.folder}")
+
+    def _post(self, message: Message) -> None:
+        if not self._cell.post(message):
+            raise StoreFault(f"{self.name}: the tier takes no more messages; its log says why")
+
+    def _wait_until_open(self) -> None:
+        """Wait until the tier answers: it does when its backend has been opened."""
+        self._post(m.Probe(probe=0, keys=()))
+        self._cell.wake()
+        deadline_s = time.monotonic() + OPEN_TIMEOUT_S
+        while not any(isinstance(message, m.ProbeAnswer) for message in self._answers.waiting):
+            self.ended()
+            if time.monotonic() > deadline_s:
+                raise InternalError(f"{self.name}: not open after {OPEN_TIMEOUT_S:.0f} s")
+            time.sleep(POLL_S)
+
+
+class _Recorder:
+    """Stands where the engine cell has its end of the tier. Only its cell's thread posts."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Message] = deque()
+
+    def post(self, message: Message) -> bool:
+        """Keep the message."""
+        self.waiting.append(message)
+        return True
+
+    def take(self) -> list[Message]:
+        """Return what has come since the last call."""
+        return [self.waiting.popleft() for _ in range(len(self.waiting))]
+
+
+def _check_outcomes(message: m.JobEnded) -> None:
+    others = {Outcome(outcome).name for outcome in message.outcomes} - {Outcome.DONE.name}
+    if others:
+        raise StoreFault(
+            f"the disk tier ended job {message.job} with {', '.join(sorted(others))} "
+            "for some of its blocks; its log says why"
+        )
