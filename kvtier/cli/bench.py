@@ -47,6 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ops.add_argument("--json", metavar="FILE", help="write all figures")
     engine = kinds.add_parser("engine", help="the real vLLM engine on the CPU")
     engine.add_argument("--runs", type=int, default=3, help="medians are over these (%(default)s)")
+    engine.add_argument(
+        "--tier",
+        choices=("disk", "fs"),
+        default="disk",
+        help="kvtier's tier beside vLLM's fs tier (%(default)s)",
+    )
     engine.add_argument("--prompts", type=int, default=8, help="of each phase (%(default)s)")
     engine.add_argument(
         "--prompt-tokens", type=int, default=1_000, help="tokens of a prompt (%(default)s)"

@@ -85,7 +85,7 @@ def test_the_timer_adds_up_calls_and_counts_steps() -> None:
 
 
 def test_a_block_on_disk_is_not_a_hit_in_the_step_that_first_asks() -> None:
-    found = measure_steps(blocks=8, block_bytes=4096)
+    found = measure_steps("disk", blocks=8, block_bytes=4096)
     assert set(found) == {"known", "restarted"}
     assert all(steps[side] >= 2 for steps in found.values() for side in SIDES)
 

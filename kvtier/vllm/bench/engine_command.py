@@ -28,7 +28,7 @@ from kvtier.vllm.bench.engine_run import (
     RESTARTED,
     SECOND_ENGINE,
 )
-from kvtier.vllm.bench.sides import KVTIER, SIDES, VLLM
+from kvtier.vllm.bench.sides import KVTIER, SIDES, VLLM, kvtier_tier
 from kvtier.vllm.bench.steps import KNOWN, STEPS_PROMISED, measure_steps
 from kvtier.vllm.demo_engine import BLOCK_BYTES, BLOCK_TOKENS
 from kvtier.vllm.region import SHARED_MEMORY_FOLDER, sweep
@@ -74,16 +74,18 @@ def run(arguments: argparse.Namespace) -> None:
     ):
         for number in range(arguments.runs):
             runs.append(_run_engines(Path(folder), number, arguments, shown))
-            steps.append(measure_steps())
+            steps.append(measure_steps(arguments.tier))
             shown.advance()
     rows = _rows(runs) + _step_rows(steps)
     table(
-        f"real engine, {arguments.prompts} prompts of {tokens} tokens, {arguments.runs} runs",
+        f"real engine, {arguments.prompts} prompts of {tokens} tokens, {arguments.runs} runs; "
+        f"on disk: vLLM's fs tier, kvtier's {arguments.tier} tier",
         ["", "vLLM", "kvtier", "ratio", "of runs", "promised"],
         [_shown(row) for row in rows],
     )
     if arguments.json:
-        options = {name: getattr(arguments, name) for name in ("runs", "prompts", "prompt_tokens")}
+        names = ("tier", "runs", "prompts", "prompt_tokens")
+        options = {name: getattr(arguments, name) for name in names}
         write_json(
             arguments.json,
             {**about(), "options": options, "rows": rows, "runs": runs, "steps": steps},
@@ -109,6 +111,7 @@ def _run_engine(
     engine_id = f"bench-{uuid.uuid4()}"
     prompts = arguments.prompts + arguments.prompts // 2 + SPARE_PROMPTS
     blocks = prompts * -(-arguments.prompt_tokens // BLOCK_TOKENS)
+    tier_type = arguments.tier if side == KVTIER else "fs"
     job = {
         "model": str(folder / "model"),
         "phases": phases,
@@ -119,7 +122,7 @@ def _run_engine(
         "extra_config": {
             **SPEC_OF[side],
             "cpu_bytes_to_use": blocks * BLOCK_BYTES,
-            "secondary_tiers": [{"type": "fs", "root_dir": str(folder / tier)}],
+            "secondary_tiers": [kvtier_tier(tier_type, folder / tier)],
         },
     }
     try:

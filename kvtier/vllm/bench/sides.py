@@ -36,6 +36,8 @@ SIDES: Final = (VLLM, KVTIER)
 
 VLLM_POLICIES: Final = ("lru", "arc")
 BLOCK_TOKENS: Final = 16
+DISK_CAPACITY_BYTES: Final = 1 << 30
+"""Of a disk tier: more than any benchmark here stores."""
 NOTHING_NEW: Final = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
 
 
@@ -68,6 +70,14 @@ class Setup:
     block_bytes: int
     policy: str
     tier_folder: Path | None = None
+    tier_type: str = "fs"  #: of kvtier's side; vLLM has no other for a folder
+
+
+def kvtier_tier(tier_type: str, folder: Path) -> dict[str, Any]:
+    """Return the configuration of kvtier's tier in ``folder``: ``"fs"`` or ``"disk"``."""
+    if tier_type == "fs":
+        return {"type": "fs", "root_dir": str(folder)}
+    return {"type": "disk", "path": str(folder), "capacity_bytes": DISK_CAPACITY_BYTES}
 
 
 class Side:
@@ -91,7 +101,7 @@ class Side:
 def _kvtier_manager(setup: Setup) -> Any:  # noqa: ANN401 - as vLLM's
     tiers = []
     if setup.tier_folder is not None:
-        tiers.append({"type": "fs", "root_dir": str(setup.tier_folder / KVTIER)})
+        tiers.append(kvtier_tier(setup.tier_type, setup.tier_folder / KVTIER))
     config = read_settings(
         {"eviction_policy": setup.policy, "secondary_tiers": tiers},
         slot_count=setup.slot_count,

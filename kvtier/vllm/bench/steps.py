@@ -1,10 +1,11 @@
 """How many scheduler steps pass from the first lookup of a prefix on disk to its HIT.
 
-Managers only, with the ``fs`` tier of either side: an engine's own steps would
-blur it. A step is lookups as vLLM's connector makes them, then the step's end,
-then the time that the forward pass of a model takes. Two cases:
+Managers only, vLLM's with its ``fs`` tier: an engine's own steps would blur it.
+A step is lookups as vLLM's connector makes them, then the step's end, then the
+time that the forward pass of a model takes. Two cases:
 
-- *restarted*: a new manager over the folder, which has to find out what is there;
+- *restarted*: a new manager over the folder, which has to find out what is there
+  (both have ``START_S`` for it, much less than an engine's start takes);
 - *known*: the manager that stored the blocks, after a reset of its primary tier.
 """
 
@@ -24,6 +25,7 @@ from kvtier.vllm.bench.turns import Player, Stopwatch
 BLOCKS: Final = 256
 BLOCK_BYTES: Final = 64 << 10
 STEP_S: Final = 0.02
+START_S: Final = 0.5
 STEPS_MAX: Final = 100
 KNOWN: Final = "known"
 RESTARTED: Final = "restarted"
@@ -31,12 +33,12 @@ STEPS_PROMISED: Final = {KNOWN: 2, RESTARTED: 3}
 
 
 def measure_steps(
-    blocks: int = BLOCKS, block_bytes: int = BLOCK_BYTES
+    tier_type: str, blocks: int = BLOCKS, block_bytes: int = BLOCK_BYTES
 ) -> dict[str, dict[str, int]]:
-    """Return the steps of each case for each side."""
+    """Return the steps of each case for each side; ``tier_type`` is that of kvtier's tier."""
     found: dict[str, dict[str, int]] = {KNOWN: {}, RESTARTED: {}}
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
-        setup = Setup(2 * blocks, block_bytes, "lru", Path(folder))
+        setup = Setup(2 * blocks, block_bytes, "lru", Path(folder), tier_type)
         for name in SIDES:
             side = Side(name, setup)
             try:
@@ -47,6 +49,7 @@ def measure_steps(
                 side.close()
             side = Side(name, setup)
             try:
+                time.sleep(START_S)
                 found[RESTARTED][name] = _steps_to_hit(side, blocks)
             finally:
                 side.close()
