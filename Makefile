@@ -1,7 +1,7 @@
 # Each target does its own set-up in .venv. What is installed is remembered in stamp files, so
 # a second run starts at once; a change of requirements/ or pyproject.toml installs again.
 #
-#   make demo                  a real engine: cold, warm from DRAM, warm from disk
+#   make demo                  a real engine: cold, warm from DRAM, warm from disk, restarted
 #   make test                  everything that must hold
 #   make model SECONDS=600     the model checker for as long as it is told
 #   make PYTHON=python3.12 ... another Python;  PIP_ARGS="..." more options for pip

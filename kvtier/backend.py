@@ -104,6 +104,9 @@ class BackendTraits:
     None for a tier that others may change."""
     accepts_unchecked: bool = False
     """Serve blocks for which ``load`` has no digest. Off: they count as damaged."""
+    part_blocks_max: int = 16
+    """How many blocks one call may be given. Long enough that a call is worth its
+    hand-over to a thread, short enough that others need not wait for it."""
 
 
 class Backend(ABC):

@@ -1,9 +1,10 @@
 """``python -m kvtier.demo``: kvtier in a real vLLM engine, in about a minute.
 
-The same prompts three times: computed (cold), served from DRAM, and served from
-disk by a new engine process after the first has exited. Prints one table, and
-exits with status 1 unless the output tokens are the same all three times and
-the hits came from the tier that the row names. Needs vLLM; a GPU is not needed.
+The same prompts four times: computed (cold), served from DRAM, served from disk
+after DRAM was emptied, and served from disk by a new engine process after the
+first has exited (restart). Prints one table, and exits with status 1 unless the
+output tokens are the same all four times and the hits came from the tier that
+the row names. Needs vLLM; a GPU is not needed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 PROMPTS: Final = 10
 PROMPT_TOKENS: Final = 1_000
@@ -26,7 +30,12 @@ OUTPUT_TOKENS: Final = 8
 SEED: Final = 2026
 # Docker gives a container 64 MiB of shared memory; the demo fits in.
 CPU_BYTES: Final = 52 << 20
+DISK_BYTES: Final = 128 << 20
 LOG_TAIL_LINES: Final = 40
+
+COLD, DRAM, DISK, RESTART = "cold", "DRAM", "disk", "restart"
+ENGINES: Final = ((COLD, DRAM, DISK), (RESTART,))
+"""The phases of each engine process, one process after the other."""
 
 _STARTED_S: Final = time.monotonic()
 _ENGINE_ENVIRONMENT: Final = {
@@ -64,6 +73,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvtier-demo-") as folder:
         try:
             phases = run_engines(Path(folder))
+            disk_bytes = allocated_bytes(Path(folder) / "tier")
         except DemoError as failure:
             say(f"FAILED: {failure}")
             return 1
@@ -71,30 +81,33 @@ def main() -> int:
             say("stopped")
             return 130
     print(table(phases))
+    print(f"the disk tier's folder takes {disk_bytes / 1e6:.1f} of {DISK_BYTES / 1e6:.1f} MB")
     problems = verdict(phases)
+    if disk_bytes > DISK_BYTES:
+        problems.append(f"the disk tier's folder takes {disk_bytes} bytes, more than it may")
     for problem in problems:
         say(f"FAILED: {problem}")
     if problems:
         return 1
-    say("output tokens are the same in all three runs, and each run's hits came from its tier")
+    say("output tokens are the same in all four runs, and each run's hits came from its tier")
     return 0
 
 
 def run_engines(folder: Path) -> dict[str, dict[str, Any]]:
-    """Run both engines and return each phase's figures by its name."""
+    """Run both engines and return each phase's figures by its name. Raises ``DemoError``."""
     phases: dict[str, dict[str, Any]] = {}
-    for names in (["cold", "DRAM"], ["disk"]):
+    for names in ENGINES:
         phases.update(run_engine(folder, names))
         say("the engine has exited")
     return phases
 
 
-def run_engine(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+def run_engine(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Run one engine process through the phases in ``names``. Raises ``DemoError``."""
     job = json.dumps(
         {
             "model": str(folder / "model"),
-            "phases": names,
+            "phases": [{"name": name, "empties_dram": name == DISK} for name in names],
             "prompts": PROMPTS,
             "prompt_tokens": PROMPT_TOKENS,
             "output_tokens": OUTPUT_TOKENS,
@@ -103,7 +116,9 @@ def run_engine(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
                 "spec_name": "KVTierOffloadingSpec",
                 "spec_module_path": "kvtier.vllm",
                 "cpu_bytes_to_use": CPU_BYTES,
-                "secondary_tiers": [{"type": "fs", "root_dir": str(folder / "tier")}],
+                "secondary_tiers": [
+                    {"type": "disk", "path": str(folder / "tier"), "capacity_bytes": DISK_BYTES}
+                ],
             },
         }
     )
@@ -132,7 +147,7 @@ def run_engine(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
             code = child.wait()
         finally:
             end_group(child)
-    if code != 0 or list(phases) != names:
+    if code != 0 or tuple(phases) != tuple(names):
         tail = log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         raise DemoError(f"the engine ended with status {code}. Its last lines:\n" + "\n".join(tail))
     return phases
@@ -145,22 +160,28 @@ def end_group(child: subprocess.Popen[bytes]) -> None:
         child.wait()
 
 
+def allocated_bytes(folder: Path) -> int:
+    """Return how much of the filesystem the files in ``folder`` take."""
+    return sum(512 * path.stat().st_blocks for path in folder.rglob("*") if path.is_file())
+
+
 def verdict(phases: dict[str, dict[str, Any]]) -> list[str]:
     """Return what the figures do not bear out; an empty list if all is as promised."""
     problems = []
-    cold = phases["cold"]
-    for name in ("DRAM", "disk"):
-        wrong = sum(a != b for a, b in zip(cold["tokens"], phases[name]["tokens"], strict=True))
+    cold = phases[COLD]
+    for name, phase in phases.items():
+        wrong = sum(a != b for a, b in zip(cold["tokens"], phase["tokens"], strict=True))
         if wrong:
             problems.append(f"{name}: {wrong} of {len(cold['tokens'])} outputs differ from cold")
-    for name, phase in phases.items():
         blocks = PROMPTS * (PROMPT_TOKENS // phase["block_tokens"])
+        all_bytes = blocks * phase["block_bytes"]
+        is_cold, is_from_disk = name == COLD, name in (DISK, RESTART)
         expected = {
-            "cached_tokens": 0 if name == "cold" else blocks * phase["block_tokens"],
-            "dram_to_gpu_bytes": 0 if name == "cold" else blocks * phase["block_bytes"],
-            "disk_to_dram_bytes": blocks * phase["block_bytes"] if name == "disk" else 0,
-            "gpu_to_dram_bytes": blocks * phase["block_bytes"] if name == "cold" else 0,
-            "dram_to_disk_bytes": blocks * phase["block_bytes"] if name == "cold" else 0,
+            "cached_tokens": 0 if is_cold else blocks * phase["block_tokens"],
+            "dram_to_gpu_bytes": 0 if is_cold else all_bytes,
+            "disk_to_dram_bytes": all_bytes if is_from_disk else 0,
+            "gpu_to_dram_bytes": all_bytes if is_cold else 0,
+            "dram_to_disk_bytes": all_bytes if is_cold else 0,
         }
         problems += [
             f"{name}: {counter} is {phase[counter]:.0f}, expected {value}"

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from kvtier.backend import BackendTraits
     from kvtier.messages import Key, RequestId
 
-PART_BLOCKS_MAX: Final = 16
-"""A part is at most this long, so that a load need not wait for a long store to end."""
-
 ENDED_REQUESTS_MAX: Final = 1024
 """So many requests that are over are remembered: their last blocks may be stored afterwards."""
 
@@ -163,7 +160,8 @@ class SecondaryTier(Actor):
 
     def _start_parts(self) -> None:
         while self._loads and self._loading_parts < self._traits.load_parts_max:
-            job, indices = self._next_blocks(self._loads, self._traits.load_parts_max)
+            free_parts = self._traits.load_parts_max - self._loading_parts
+            job, indices = self._next_blocks(self._loads, free_parts)
             self._loading_parts += 1
             part = self._new_part(_Part(job, indices, size=len(indices)))
             self.driver.post(
@@ -176,17 +174,21 @@ class SecondaryTier(Actor):
         while self._stores and self._storing_parts < self._traits.store_parts_max:
             if self._next_key_is_being_removed():
                 break
-            job, indices = self._next_blocks(self._stores, self._traits.store_parts_max)
+            free_parts = self._traits.store_parts_max - self._storing_parts
+            job, indices = self._next_blocks(self._stores, free_parts)
             self._storing_parts += 1
             if self._traits.capacity_blocks is None:
                 self._send_store(job, indices, ())
             else:
                 self._make_room(job, indices)
 
-    def _next_blocks(self, queue: deque[_Job], parts_max: int) -> tuple[_Job, list[int]]:
-        """Take the next part's blocks from the queue's first job."""
+    def _next_blocks(self, queue: deque[_Job], free_parts: int) -> tuple[_Job, list[int]]:
+        """Take the next part's blocks from the queue's first job.
+
+        What waits is shared out among the parts that may begin now, as evenly as can be.
+        """
         waiting = sum(len(job.keys) - job.next for job in queue)
-        size = max(1, min(PART_BLOCKS_MAX, -(-waiting // parts_max)))
+        size = max(1, min(self._traits.part_blocks_max, -(-waiting // free_parts)))
         job = queue[0]
         indices = list(range(job.next, min(job.next + size, len(job.keys))))
         if self._removing and not job.is_load:

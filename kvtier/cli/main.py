@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 COMMANDS: Final = {
     "bench": "measure kvtier beside vLLM's own tiering",
+    "fsck": "verify a disk tier's folder, and drop what is unsound",
+    "ls": "show what a disk tier's folder holds",
+    "purge": "remove blocks from a disk tier's folder",
     "replay": "play a trace of requests through the runtime, or through policies only",
     "size": "recommend how large each tier should be",
 }

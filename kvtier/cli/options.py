@@ -34,6 +34,16 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--limit", type=int, metavar="N", help="read only the first N requests")
 
 
+def add_folder_options(parser: argparse.ArgumentParser) -> None:
+    """Add which folder of a disk tier to work on, and where to write what was found."""
+    parser.add_argument("path", metavar="PATH", help="the folder: the disk tier's path")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write all figures to FILE, as JSON; - writes them to stdout, and no tables",
+    )
+
+
 def add_report_options(parser: argparse.ArgumentParser) -> None:
     """Add where to write what was found."""
     parser.add_argument("--json", metavar="FILE", help="write all figures to FILE, as JSON")

@@ -51,10 +51,14 @@ def main() -> None:
         run = DemoRun(job)
         prompts = make_prompts(job["prompts"], job["prompt_tokens"], job["seed"])
         # A first request pays for the engine's own warm-up; another seed, so that no tier has it.
+        # It is stored before a phase begins (``settle``), and a disk tier tells what it has from
+        # before ahead of that: the phase finds all of it.
         run.generate(make_prompts(1, job["prompt_tokens"], job["seed"] + os.getpid())[0])
-        for name in job["phases"]:
+        for phase in job["phases"]:
+            name = phase["name"]
             report({"say": f"{name}: {len(prompts)} prompts of {job['prompt_tokens']} tokens"})
-            report({"phase": name, **run.phase(prompts)})
+            figures = run.phase(prompts, empties_dram=phase["empties_dram"])
+            report({"phase": name, **figures})
         run.llm.llm_engine.engine_core.shutdown()
 
 
@@ -117,11 +121,14 @@ class DemoRun:
             0
         ]
 
-    def phase(self, prompts: list[list[int]]) -> dict[str, Any]:
-        """Run all prompts once, one after the other, and return the phase's figures."""
+    def phase(self, prompts: list[list[int]], *, empties_dram: bool) -> dict[str, Any]:
+        """Run all prompts once, one after the other, and return the phase's figures.
+
+        The engine's own prefix cache is emptied before, and DRAM too if ``empties_dram``.
+        """
         self.settle()
-        if not self.llm.reset_prefix_cache():
-            raise SystemExit("the engine's own prefix cache could not be emptied")
+        if not self.llm.reset_prefix_cache(reset_connector=empties_dram):
+            raise SystemExit("the caches could not be emptied")
         before = self.counters()
         outputs = [self.generate(prompt) for prompt in prompts]
         self.settle()

@@ -23,6 +23,8 @@ FUNCTION_LINES_MAX = 60
 FILE_LINES_MAX = 500
 
 ENGINE_SIDE = ("kvtier/vllm/", "kvtier/demo")  #: may import vllm and torch
+FOLDER_TOOLS = tuple(f"kvtier/cli/{name}.py" for name in ("folders", "fsck", "ls", "purge"))
+"""Commands on the disk tier's folders: they read its files, and drive no backend."""
 HEAVY = {"vllm", "torch", "transformers"}
 PUBLIC_TO_BACKENDS = {
     "kvtier.backend",
@@ -30,6 +32,7 @@ PUBLIC_TO_BACKENDS = {
     "kvtier.memory",
     "kvtier.options",
     "kvtier.threads",
+    "kvtier.whole_file",
 }
 
 
@@ -114,7 +117,7 @@ def test_backends_import_only_what_third_parties_may(path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(ROOT.glob("kvtier/**/*.py")), ids=name_of)
 def test_the_runtime_finds_backends_only_by_entry_point(path: Path) -> None:
     """An import of one would make it a part of the runtime."""
-    is_tool = name_of(path).startswith(("kvtier/demo", "kvtier/testing"))
+    is_tool = name_of(path).startswith(("kvtier/demo", "kvtier/testing", *FOLDER_TOOLS))
     assert is_tool or not any(name.startswith("kvtier_backends") for name in imports_of(path))
 
 

@@ -6,13 +6,16 @@ import json
 import os
 import signal
 from itertools import count
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from tests.vllm.children import run_scenario, start_scenario
 from tests.vllm.engine import engine, kvtier_config
+from tests.vllm.notes import leave
 from tests.vllm.play import assert_at_rest, ours_in_shm, play, play_round, prompts_of, whole_blocks
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 LENGTHS = [900, 640, 200]
 WHILE_RUNNING, WHILE_STARTING = "test-killed-running", "test-killed-starting"
@@ -23,17 +26,11 @@ def config_of(root: str) -> dict[str, Any]:
     return kvtier_config(secondary_tiers=[{"type": "fs", "root_dir": root}])
 
 
-def write_whole(path: str, text: str) -> None:
-    unfinished = Path(f"{path}.tmp")
-    unfinished.write_text(text)
-    unfinished.rename(path)
-
-
 def work_until_killed(model: str, root: str, ready: str) -> None:
     """Play one round, say so, then keep all parts busy for ever."""
     with engine(model, config_of(root), engine_id=WHILE_RUNNING) as running:
         cold = play_round(running, prompts_of(LENGTHS))
-        write_whole(ready, json.dumps(cold["tokens"]))
+        leave(ready, json.dumps(cold["tokens"]))
         for number in count(1):
             running.run(prompts_of(LENGTHS, seed=1000 * number))
 
@@ -42,7 +39,7 @@ def start_until_killed(model: str, root: str, ready: str) -> None:
     """Stop where memory is mapped and still has a name."""
 
     def build_namespace(*_: Any) -> None:
-        write_whole(ready, ",".join(ours_in_shm(WHILE_STARTING)))
+        leave(ready, ",".join(ours_in_shm(WHILE_STARTING)))
         signal.pause()
 
     patch("kvtier.vllm.spec.build_namespace", build_namespace).start()

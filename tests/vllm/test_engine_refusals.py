@@ -2,52 +2,18 @@
 
 from __future__ import annotations
 
-import uuid
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.vllm import KVTierOffloadingSpec
-from kvtier.vllm.region import HostRegion
 from tests.vllm.children import run_scenario
 from tests.vllm.engine import engine, kvtier_config
-from tests.vllm.offloading import CONFIG
+from tests.vllm.managers import manager
 from tests.vllm.play import ours_in_shm, play
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
-
-
-@contextmanager
-def manager(**extra_config: Any) -> Iterator[Any]:
-    """Build spec and manager as vLLM does, beside a worker that has mapped the memory."""
-    config = replace(
-        CONFIG,
-        engine_id=f"test-refusals-{uuid.uuid4()}",
-        extra_config=kvtier_config(**{"cpu_bytes_to_use": 1 << 20, **extra_config}),
-    )
-    spec = KVTierOffloadingSpec(config)
-    region = HostRegion(
-        config.engine_id,
-        slot_count=spec.slot_count,
-        row_bytes=spec.block_bytes,
-        world_size=1,
-        rank=0,
-    )
-    try:
-        region.header.publish({"model": "m"})
-        built = spec.get_manager()
-        try:
-            yield built
-        finally:
-            built.shutdown()
-    finally:
-        region.close()
-        assert ours_in_shm(config.engine_id) == []
 
 
 def refusal(**extra_config: Any) -> str:

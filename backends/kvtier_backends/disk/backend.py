@@ -30,8 +30,10 @@ from kvtier_backends.disk.format import NO_KEY_ID, PAGE_BYTES, SEAL_BYTES, names
 from kvtier_backends.disk.index import SLOTS_MAX, BlockIndex
 from kvtier_backends.disk.log import BlockLog, Space
 from kvtier_backends.disk.opening import Judged, judge_again, judge_folder, prepare_folder
+from kvtier_backends.disk.purge_requests import answer_requests
 from kvtier_backends.disk.recovery import Expected, Recovery
 from kvtier_backends.disk.regions import Budget, Regions, RegionState
+from kvtier_backends.disk.runs import stored_together
 from kvtier_backends.disk.tables import Identity
 from kvtier_backends.disk.vault import Vault, make_vault
 from kvtier_backends.ledger import Ledger
@@ -41,6 +43,13 @@ if TYPE_CHECKING:
 
 IO_DEPTH: Final = 8
 IO_DEPTH_MAX: Final = 1024
+STORES_BESIDE_LOADS_FRACTION: Final = 0.25
+"""Of ``io_depth``: what stores keep of the disk while something is loaded."""
+
+PART_BYTES_WANTED: Final = 4 << 20
+"""So much in one transfer keeps a disk busy while the next one is handed over."""
+
+CHECKSUM: Final = "xxh3_128"
 TICK_S: Final = 1.0
 SWEEPS_PER_TTL: Final = 20
 CLOSE_TIMEOUT_S_MAX: Final = 1.0
@@ -53,7 +62,8 @@ class DiskBackend(Backend):
 
     Options: ``path`` and ``capacity_bytes`` (required), ``region_bytes`` (what is
     overwritten at once), ``ttl_s`` (blocks older than that are gone; for ever),
-    ``io_depth`` (loads at once, 8), ``direct`` (O_DIRECT where it works; true), and
+    ``io_depth`` (loads at once, and stores at once, 8), ``direct`` (O_DIRECT where
+    it works; true), ``checksum`` (``xxh3_128``, and nothing else), and
     ``encryption_key_file`` or ``encryption_key_env`` (keys in hex, one a line: the
     first one writes, the others still read).
 
@@ -77,10 +87,10 @@ class DiskBackend(Backend):
         vault: Vault | None = None,
     ) -> None:
         self._vault = vault
-        self._store_threads = max(2, io_depth // 2)
         self.traits = BackendTraits(
             load_parts_max=io_depth,
-            store_parts_max=self._store_threads,
+            store_parts_max=io_depth,
+            part_blocks_max=max(16, min(64, PART_BYTES_WANTED // context.block_bytes)),
             capacity_blocks=judged.plan.capacity_blocks,
         )
         self.clock: Callable[[], float] = time.time
@@ -116,7 +126,13 @@ class DiskBackend(Backend):
         ttl_s = reader.integer("ttl_s", 0, maximum=1 << 31)
         io_depth = reader.integer("io_depth", IO_DEPTH, minimum=1, maximum=IO_DEPTH_MAX)
         direct = reader.flag("direct", default=True)
-        reader.allow("region_bytes")
+        reader.allow("region_bytes", "checksum")
+        if options.get("checksum") not in (None, CHECKSUM):
+            raise reader.error(
+                "checksum",
+                options["checksum"],
+                f"must be {CHECKSUM!r}: all that is read is checked, whatever it costs. Remove it",
+            )
         vault = make_vault(reader, context)
         reader.finish()
         if region_bytes is not None and region_bytes % PAGE_BYTES:
@@ -176,7 +192,7 @@ class DiskBackend(Backend):
         """Yield the keys that were recovered, in batches, least recently stored first."""
         if self._log is None:
             return iter(())
-        return self._log.index.keys(self._log.regions.oldest_first())
+        return stored_together(self._log.index, self._log.regions.oldest_first())
 
     async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
         """Look the keys up in the index. No I/O."""
@@ -217,6 +233,7 @@ class DiskBackend(Backend):
         if log is not None:
             with move_on_after(CLOSE_TIMEOUT_S_MAX):
                 await log.wait_idle()
+                await self._threads.run(lambda: None)  # behind upkeep's last call
             log.device.close()
         self._threads.stop()
         if self._vault is not None:
@@ -248,7 +265,7 @@ class DiskBackend(Backend):
             Segments(self._path, geometry.region_bytes, plan.segment_regions),
             direct=self._direct,
             read_threads=self._io_depth,
-            write_threads=self._store_threads,
+            write_threads=self._io_depth,
             name=self._context.tier_name,
             said=partial(self._ledger.trouble, "store", "direct_refused"),
         )
@@ -267,7 +284,15 @@ class DiskBackend(Backend):
             self._ledger.add(name, count)
         budget = Budget(CREDIT_REGIONS * geometry.region_bytes)
         log = BlockLog(
-            Space(device, index, regions, geometry, budget, plan.capacity_blocks),
+            Space(
+                device,
+                index,
+                regions,
+                geometry,
+                budget,
+                plan.capacity_blocks,
+                stores_beside_loads=int(self._io_depth * STORES_BESIDE_LOADS_FRACTION),
+            ),
             identity,
             self._ledger,
             ttl_s=self._ttl_s,
@@ -282,13 +307,17 @@ class DiskBackend(Backend):
 
     def _release_when_idle(self) -> None:
         """Let the folder go, but not while a hung thread may still write to it."""
-        devices = self._devices
-        if not any(device.busy() for device in devices):
+
+        def is_busy() -> bool:
+            # Upkeep writes as well, where it was asked to purge.
+            return self._threads.busy() > 0 or any(device.busy() for device in self._devices)
+
+        if not is_busy():
             self._claim.release()
             return
 
         def wait_and_release() -> None:
-            while any(device.busy() for device in devices):
+            while is_busy():
                 time.sleep(_RELEASE_POLL_S)
             self._claim.release()
 
@@ -317,6 +346,7 @@ class DiskBackend(Backend):
         log.revive()
         if self._ttl_s:
             await self._sweep(log)
+        await answer_requests(log, self._plan.regions, self._path, self._threads)
 
     async def _sweep(self, log: BlockLog) -> None:
         holding = log.regions.oldest_first()

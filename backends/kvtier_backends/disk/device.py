@@ -161,6 +161,9 @@ class _SegmentFiles:
         """Allocate a region's bytes, and create its file if need be."""
         segment, at = self._place(region)
         descriptor = self._descriptor(segment, os.O_WRONLY | os.O_CREAT)
+        status = os.fstat(descriptor)
+        if status.st_blocks * 512 >= status.st_size >= at + self._segments.region_bytes:
+            return  # no holes: asking the filesystem would wait for all that it writes there
         os.posix_fallocate(descriptor, at, self._segments.region_bytes)
 
     def close_when(self, idle: Callable[[], bool]) -> None:

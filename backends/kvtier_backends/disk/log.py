@@ -12,6 +12,7 @@ import asyncio
 import errno
 import mmap
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -31,7 +32,9 @@ from kvtier_backends.disk.format import (
 )
 from kvtier_backends.disk.index import Known
 from kvtier_backends.disk.regions import RegionState
+from kvtier_backends.disk.runs import neighbours
 from kvtier_backends.disk.tables import Identity, RegionTable, new_header
+from kvtier_backends.disk.turns import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -62,6 +65,7 @@ class Space:
     geometry: Geometry
     budget: Budget
     capacity_blocks: int
+    stores_beside_loads: int = 1  #: how many stores go on while a load is under way
 
 
 class Found(NamedTuple):
@@ -109,12 +113,13 @@ class BlockLog:
         self.allocated: set[int] = set()
         self.key_ids: dict[int, bytes] = {}  # what each region is encrypted with
         self.is_dead = False  # the folder has vanished: nothing is stored any more
-        self._identity = identity
+        self.identity = identity
         self._capacity_blocks = space.capacity_blocks
         self._ttl_s = ttl_s
         self._clock = clock
         self._tables: dict[int, RegionTable] = {}
-        self._opening = asyncio.Lock()
+        self._turns = Turns(space.stores_beside_loads)
+        self.opening = asyncio.Lock()
         self._emptying: asyncio.Task[bool] | None = None
         self._appending = 0  # blocks that are on their way into the index
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -207,7 +212,8 @@ class BlockLog:
             answers[place] = Found(Outcome.DONE, known.digest, known.seal, key_id)
             wanted.append((location, place))
         if wanted:
-            outcomes = await self.read_at([(at, blocks[place].buffer) for at, place in wanted])
+            with self._turns.load():
+                outcomes = await self.read_at([(at, blocks[place].buffer) for at, place in wanted])
             for (_, place), outcome in zip(wanted, outcomes, strict=True):
                 if outcome is not Outcome.DONE:
                     answers[place] = Found(outcome)
@@ -215,23 +221,9 @@ class BlockLog:
 
     async def read_at(self, wanted: Sequence[tuple[int, memoryview]]) -> list[Outcome]:
         """Read blocks at locations into buffers: neighbours in one transfer."""
-        slots = self.index.slots_per_region
-        runs: list[list[int]] = []
-        previous = -2
-        for place in sorted(range(len(wanted)), key=lambda place: wanted[place][0]):
-            location = wanted[place][0]
-            if location == previous + 1 and location % slots:
-                runs[-1].append(place)
-            else:
-                runs.append([place])
-            previous = location
+        runs = neighbours([location for location, _ in wanted], self.geometry.slots)
         transfers = [
-            Transfer(
-                wanted[run[0]][0] // slots,
-                self.geometry.slot_at(wanted[run[0]][0] % slots),
-                self._padded([wanted[place][1] for place in run]),
-            )
-            for run in runs
+            self._transfer(wanted[run[0]][0], [wanted[place][1] for place in run]) for run in runs
         ]
         pinned = {transfer.region for transfer in transfers}
         for region in pinned:
@@ -288,13 +280,10 @@ class BlockLog:
             ends = await self.append(fits, again=False)
             outcomes.update((item.key, end) for item, end in zip(fits, ends, strict=True))
             self._empty_ahead()
-        return self._count_stores([outcomes[block.key] for block in blocks])
-
-    def _count_stores(self, outcomes: list[Outcome]) -> list[Outcome]:
-        full = outcomes.count(Outcome.FULL)
-        if full:
-            self.ledger.add("stores_full", full)
-        return outcomes
+        answers = [outcomes[block.key] for block in blocks]
+        if Outcome.FULL in answers:
+            self.ledger.add("stores_full", answers.count(Outcome.FULL))
+        return answers
 
     # --- appending ---
 
@@ -318,14 +307,15 @@ class BlockLog:
     async def _write(self, extent: Extent, items: Sequence[Item], *, again: bool) -> list[Outcome]:
         """Write one extent's blocks, then their entries, then know them."""
         region, table = extent.region, self._tables[extent.region]
-        buffers = self._padded([item.buffer for item in items])
-        transfer = Transfer(region, self.geometry.slot_at(extent.first), buffers)
+        first = region * self.geometry.slots + extent.first
+        transfer = self._transfer(first, [item.buffer for item in items])
         entries = [
             Entry(slot, item.known.stored_s, item.key, item.known.digest, item.known.seal)
             for slot, item in enumerate(items, extent.first)
         ]
         try:
-            (problem,) = await self.device.write([transfer])
+            async with self._turns.store():
+                (problem,) = await self.device.write([transfer])
             if problem is None:
                 problem = await table.add(entries)
             if problem is not None:
@@ -333,7 +323,6 @@ class BlockLog:
             if self.is_dead or self.regions.state(region) is RegionState.RETIRED:
                 return [Outcome.FAILED] * len(items)
             self._count_bytes(transfer.size, again=again)
-            first = region * self.geometry.slots + extent.first
             for location, item in enumerate(items, first):
                 self._know(item, location)
             self.ledger.success("store")
@@ -370,7 +359,7 @@ class BlockLog:
     async def _take(self, count: int, *, again: bool) -> Extent | Outcome:
         """Return slots to write to, or FULL or FAILED."""
         while not self.is_dead:
-            async with self._opening:
+            async with self.opening:
                 if self.regions.room:
                     return self.regions.take(count)
                 region = self.regions.next_to_open(again=again)
@@ -406,14 +395,12 @@ class BlockLog:
         sequence = self.regions.next_sequence()
         geometry = self.geometry
         header = new_header(
-            self._identity, geometry, region, sequence, incarnation, int(self._clock())
+            self.identity, geometry, region, sequence, incarnation, int(self._clock())
         )
-        if region not in self.allocated:
-            try:
-                await self.device.allocate(region)
-            except OSError as no_room:
-                return no_room
-            self.allocated.add(region)
+        try:
+            await self._allocate(region)
+        except OSError as no_room:
+            return no_room
         page = memoryview(mmap.mmap(-1, PAGE_BYTES))
         page[:] = encode_header(header)
         (problem,) = await self.device.write([Transfer(region, 0, [page])])
@@ -422,7 +409,7 @@ class BlockLog:
         self.count_overhead(PAGE_BYTES)
         self.index.release(region)
         self.regions.opened(region, sequence)
-        self.key_ids[region] = self._identity.key_id
+        self.key_ids[region] = self.identity.key_id
         self._tables[region] = RegionTable(
             self.device,
             region,
@@ -431,7 +418,20 @@ class BlockLog:
             seal_bytes=SEAL_BYTES if self.index.sealed else 0,
             wrote=self.count_overhead,
         )
+        self.start(self._allocate_ahead())
         return None
+
+    async def _allocate(self, region: int) -> None:
+        if region not in self.allocated:
+            await self.device.allocate(region)
+            self.allocated.add(region)
+
+    async def _allocate_ahead(self) -> None:
+        """Allocate the region that is opened next, before a store has to wait for that."""
+        region = self.regions.next_to_open(again=True)
+        if region is not None:
+            with suppress(OSError):  # whoever opens it meets the problem again
+                await self._allocate(region)
 
     # --- trouble ---
 
@@ -479,7 +479,7 @@ class BlockLog:
 
     def has_current_key(self, region: int) -> bool:
         """Tell whether a region's blocks may go into a region that is opened now."""
-        return self.key_ids.get(region, NO_KEY_ID) == self._identity.key_id
+        return self.key_ids.get(region, NO_KEY_ID) == self.identity.key_id
 
     def _check_buffer(self, buffer: memoryview) -> None:
         if buffer.nbytes != self.geometry.block_bytes:
@@ -488,8 +488,9 @@ class BlockLog:
                 "Hand in whole slots."
             )
 
-    def _padded(self, buffers: list[memoryview]) -> list[memoryview]:
-        """Put the padding of a slot behind each block, where blocks are no whole pages."""
-        if not self._padding:
-            return buffers
-        return [each for buffer in buffers for each in (buffer, self._padding)]
+    def _transfer(self, location: int, buffers: list[memoryview]) -> Transfer:
+        """Return what moves blocks that lie one behind the other, from ``location`` on."""
+        if self._padding:  # behind each block, where blocks are no whole pages
+            buffers = [each for buffer in buffers for each in (buffer, self._padding)]
+        region, slot = divmod(location, self.geometry.slots)
+        return Transfer(region, self.geometry.slot_at(slot), buffers)

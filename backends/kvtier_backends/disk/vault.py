@@ -105,7 +105,7 @@ def make_vault(reader: Options, context: BackendContext) -> Vault | None:
     option = "encryption_key_file" if has_file else "encryption_key_env"
     named = reader.text(option)
     try:
-        ring = parse_keys_untrusted(_read_file(named) if has_file else os.environ.get(named, ""))
+        ring = parse_keys_untrusted(read_key_file(named) if has_file else os.environ.get(named, ""))
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or str(problem)
         raise reader.error(
@@ -125,7 +125,7 @@ def _make_cipher(
         ) from None
 
 
-def _read_file(path: str) -> str:
+def read_key_file(path: str) -> str:
     """Return a key file's text. Raises ``OSError`` or ``ValueError``."""
     # O_NONBLOCK: a FIFO must not keep the engine from starting.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -51,6 +51,8 @@ pytestmark = pytest.mark.anyio
         ({"io_depth": 0}, "io_depth=0"),
         ({"ttl_s": -1}, "ttl_s=-1"),
         ({"direct": 1}, "direct=1"),
+        ({"checksum": "none"}, "checksum='none' must be 'xxh3_128'"),
+        ({"checksum": False}, "checksum=False must be 'xxh3_128'"),
         ({"pathh": "x"}, "did you mean 'path'"),
     ],
 )
@@ -60,6 +62,11 @@ async def test_a_bad_option_is_refused_with_its_name(
     with pytest.raises(ConfigError, match=names):
         make_disk(tmp_path / "kv", **options)
     async with open_disk(tmp_path / "kv") as disk:  # and the folder was let go
+        assert await disk.store(1) == [Outcome.DONE]
+
+
+async def test_the_checksum_that_is_always_used_may_be_named(tmp_path: Path) -> None:
+    async with open_disk(tmp_path / "kv", checksum="xxh3_128") as disk:
         assert await disk.store(1) == [Outcome.DONE]
 
 

@@ -194,3 +194,31 @@ def test_what_lies_beyond_the_capacity_is_cut_off(tmp_path: Path) -> None:
         "segment-00001.kv": REGION_BYTES,
         "other": 1,
     }
+
+
+async def test_a_file_without_holes_is_not_allocated_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a restart all is allocated; asking again would wait for what is being written."""
+    before = make(tmp_path)
+    await before.allocate(0)
+    await before.allocate(1)
+    before.close()
+    asked: list[int] = []
+    real = os.posix_fallocate
+
+    def count(descriptor: int, at: int, size: int) -> None:
+        asked.append(at)
+        real(descriptor, at, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", count)
+    device = make(tmp_path)
+    await device.allocate(1)
+    assert asked == []
+    os.truncate(tmp_path / "segment-00000.kv", REGION_BYTES)
+    await device.allocate(1)
+    os.truncate(tmp_path / "segment-00000.kv", 0)
+    await device.allocate(1)
+    await device.allocate(0)  # a hole by now
+    assert asked == [REGION_BYTES, REGION_BYTES, 0]
+    device.close()

@@ -28,6 +28,8 @@ from tests.unit.backends.disk._simulated import SimulatedDevice, SimulatedDisk
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvtier_backends.disk.device import Transfer
+
 pytestmark = pytest.mark.anyio
 BLOCK_BYTES = 16384
 SLOTS = 8
@@ -398,3 +400,68 @@ async def test_keys_longer_than_planned_fill_a_table_early_and_are_found_again()
     engine = Engine(disk)
     await engine.begin()
     assert [outcome for outcome, _ in await engine.load(stored)] == [Outcome.DONE] * len(stored)
+
+
+class CountingDevice(SimulatedDevice):
+    """Counts how many writes of whole blocks run at once."""
+
+    writing = 0
+    writing_max = 0
+
+    async def write(self, transfers: Sequence[Transfer]) -> list[OSError | None]:
+        is_data = any(transfer.size >= BLOCK_BYTES for transfer in transfers)
+        self.writing += is_data
+        self.writing_max = max(self.writing_max, self.writing)
+        try:
+            return await super().write(transfers)
+        finally:
+            self.writing -= is_data
+
+
+async def test_stores_go_on_one_at_a_time_while_a_load_takes_for_ever() -> None:
+    engine = Engine(fresh_disk())
+    engine.device = device = CountingDevice(engine.device.disk)
+    await engine.begin()
+    await engine.store(KEYS[:1])
+    device.held = anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(engine.load, KEYS[:1])
+        await anyio.wait_all_tasks_blocked()
+        device.writing_max = 0
+        async with anyio.create_task_group() as stores:
+            for key in KEYS[1:9]:
+                stores.start_soon(engine.store, [key])
+        assert all(engine.log.has(key) for key in KEYS[1:9])
+        assert device.writing_max == 1
+        device.held.set()
+    engine.check()
+
+
+async def test_without_a_load_stores_do_not_wait_for_one_another() -> None:
+    engine = Engine(fresh_disk())
+    engine.device = device = CountingDevice(engine.device.disk)
+    await engine.begin()
+    async with anyio.create_task_group() as stores:
+        for key in KEYS[:8]:
+            stores.start_soon(engine.store, [key])
+    assert device.writing_max > 1
+
+
+async def test_the_next_region_is_allocated_before_a_store_needs_it() -> None:
+    engine = Engine(fresh_disk())
+    await engine.begin()
+    await engine.store(KEYS[:1])
+    await engine.log.wait_idle()
+    assert engine.log.allocated >= {engine.log.regions.next_to_open(again=True)}
+
+
+async def test_a_region_that_can_not_be_allocated_ahead_troubles_nobody_yet() -> None:
+    engine = Engine(fresh_disk())
+    await engine.begin()
+    await engine.store(KEYS[:1])
+    await engine.log.wait_idle()
+    engine.device.has_room = False
+    assert await engine.store(KEYS[1 : SLOTS + 1]) == [Outcome.DONE] * SLOTS
+    await engine.log.wait_idle()
+    assert engine.count("no_room_for_a_region") == 0
+    assert engine.log.regions.count_in(RegionState.RETIRED) == 0

@@ -1,0 +1,260 @@
+"""Verifies a folder, region by region and block by block, and drops what is unsound.
+
+Problems have the names of recovery's cases, and of what loads count. An engine
+may be at work meanwhile, unless something is to be repaired: a block that fails
+its check is looked up once more, and if its region or its entry has changed by
+then, it was replaced and not damaged.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvtier.backend import Outcome, block_digest
+from kvtier_backends.disk.device import SEGMENT_NAME
+from kvtier_backends.disk.folder import segment_numbers, write_superblock
+from kvtier_backends.disk.format import NO_KEY_ID, SEAL_BYTES
+from kvtier_backends.disk.inspection import damaged_copies, user_of
+from kvtier_backends.disk.recovery import UNREMARKABLE
+from kvtier_backends.disk.scrubbing import scrub_region
+from kvtier_backends.disk.sealing import BlockCipher, Sealed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from kvtier_backends.disk.format import Entry, RegionHeader
+    from kvtier_backends.disk.inspection import Folder, Look, User
+    from kvtier_backends.disk.sealing import Keyring
+
+READ_BYTES_MAX: Final = 8 << 20
+SLOTS_SHOWN: Final = 8
+
+
+class Problem(NamedTuple):
+    """One kind of problem in one region."""
+
+    case: str
+    region: int | None  #: None: the superblock
+    size: int  #: of what the case is about: regions, table pages, entries or blocks
+    what: str  #: for people
+
+
+@dataclass
+class Checked:
+    """What a check has found."""
+
+    user: User | None = None
+    regions: Counter[str] = field(default_factory=Counter)  #: by recovery's case, or "in_use"
+    blocks: int = 0  #: that passed
+    bytes_read: int = 0
+    blocks_unverified: int = 0  #: encrypted, and the key was not given
+    blocks_skipped: int = 0  #: replaced or removed by an engine meanwhile
+    problems: list[Problem] = field(default_factory=list)
+    repaired: int = 0  #: problems that are gone
+    is_complete: bool = True
+
+
+class Checker:
+    """Checks a folder, and repairs it if its files are writable. One thread."""
+
+    def __init__(self, folder: Folder, ring: Keyring | None, *, repair: bool) -> None:
+        """``ring`` opens what is encrypted. ``repair`` needs the folder to be claimed."""
+        self._folder = folder
+        self._ring = ring
+        self._repair = repair
+        self._ciphers: dict[tuple[bytes, int], BlockCipher] = {}
+        self.checked = Checked(user_of(folder.path))
+
+    def run(self, numbers: list[int], advance: Callable[[], None]) -> Checked:
+        """Check these regions. Raises ``OSError`` for missing rights; Ctrl-C leaves out the rest.
+
+        ``advance`` is called after each region.
+        """
+        try:
+            self._check_superblock()
+            for number in numbers:
+                self._check_region(number)
+                advance()
+        except KeyboardInterrupt:
+            self.checked.is_complete = False
+        return self.checked
+
+    def _check_superblock(self) -> None:
+        path = self._folder.path
+        damaged = damaged_copies(path)
+        if damaged:
+            self._found("superblock_copy_damaged", None, damaged, "the other copy is sound")
+            if self._repair:
+                write_superblock(path, self._folder.superblock)
+                self.checked.repaired += 1
+
+    def _check_region(self, number: int) -> None:
+        before = len(self.checked.problems)
+        try:
+            look = self._folder.look(number)
+            if look.is_changing:
+                self.checked.regions["in_use"] += 1
+                return
+            self.checked.regions[look.case] += 1
+            self._judge(look)
+            bad = self._check_blocks(look)
+            found = len(self.checked.problems) - before
+            if found and self._repair:
+                self._drop(look, bad)
+                self.checked.repaired += found
+            self._folder.files.forget_cached(number)
+        except PermissionError:
+            raise
+        except OSError as problem:
+            self._found("region_unreadable", number, 1, str(problem.strerror or problem))
+
+    def _drop(self, look: Look, bad: set[int]) -> None:
+        """Take out of a region what is unsound, or all of it if its header is."""
+        if look.case == "region_unreadable":
+            self._folder.files.cut(look.number)
+        else:
+            scrub_region(self._folder.files, look, lambda entry: entry.slot not in bad)
+
+    def _judge(self, look: Look) -> None:
+        """Note what is wrong with a region's header and its table."""
+        number = look.number
+        if look.case not in UNREMARKABLE:
+            self._found(look.case, number, 1, "all of the region")
+        if look.is_cut_off:
+            self._found("table_cut_off", number, 1, "its file ends within its table")
+        cases = Counter(page.case for page in look.pages if page.case not in UNREMARKABLE)
+        for case, count in cases.items():
+            self._found(case, number, count, f"{count} table pages")
+        beyond = sum(page.beyond for page in look.pages)
+        if beyond:
+            self._found("entries_beyond", number, beyond, f"{beyond} entries")
+
+    # --- blocks ---
+
+    def _check_blocks(self, look: Look) -> set[int]:
+        """Check all blocks of a region; returns the slots of those that are damaged."""
+        entries = look.entries
+        header = look.header
+        if header is None or not entries:
+            return set()
+        sealed = header.key_id != NO_KEY_ID
+        if sealed and (self._ring is None or header.key_id not in self._ring.by_id):
+            self.checked.blocks_unverified += len(entries)
+            return set()
+        bad = self._bad_blocks(look, entries)
+        if bad:
+            bad = self._still_bad(look, bad)
+        self.checked.blocks += len(entries) - len(bad)
+        for case in sorted(set(bad.values())):
+            slots = sorted(slot for slot in bad if bad[slot] == case)
+            more = ", ..." if len(slots) > SLOTS_SHOWN else ""
+            shown = ", ".join(map(str, slots[:SLOTS_SHOWN]))
+            self._found(case, look.number, len(slots), f"in slots {shown}{more}")
+        return set(bad)
+
+    def _still_bad(self, look: Look, bad: Mapping[int, str]) -> dict[int, str]:
+        """Return those that are bad still, and were not replaced or removed meanwhile."""
+        self._folder.files.forget_cached(look.number)
+        again = self._folder.look(look.number)
+        same = again.header == look.header and not again.is_changing
+        before, now = look.entries, again.entries if same else {}
+        there = {slot: before[slot] for slot in bad if now.get(slot) == before[slot]}
+        skipped = len(bad) - len(there)
+        self.checked.blocks_skipped += skipped
+        self.checked.blocks -= skipped  # the caller takes them for sound
+        return self._bad_blocks(look, there)
+
+    def _bad_blocks(self, look: Look, entries: Mapping[int, Entry]) -> dict[int, str]:
+        """Read these blocks of a region; returns the slots of bad ones, and what they are."""
+        header = look.header
+        assert header is not None, "entries without a header"
+        bad = {}
+        for slot, block in self._read(look, entries):
+            if len(block) < header.block_bytes:
+                bad[slot] = "blocks_cut_off"
+            elif not self._is_sound(header, entries[slot], block):
+                bad[slot] = "blocks_damaged"
+        return bad
+
+    def _read(self, look: Look, entries: Mapping[int, Entry]) -> Iterator[tuple[int, memoryview]]:
+        """Yield the blocks of these slots, neighbours out of one read."""
+        header, geometry = look.header, look.geometry
+        if header is None or geometry is None:
+            return
+        stride = geometry.stride
+        for first, count in _runs(sorted(entries), max(1, READ_BYTES_MAX // stride)):
+            raw = self._folder.files.read(look.number, geometry.slot_at(first), count * stride)
+            self.checked.bytes_read += len(raw)
+            view = memoryview(raw)
+            for step in range(count):
+                yield first + step, view[step * stride :][: header.block_bytes]
+
+    def _is_sound(self, header: RegionHeader, entry: Entry, block: memoryview) -> bool:
+        """Tell whether a block's digest, and its seal if it has one, fit."""
+        digest = entry.digest
+        if header.key_id != NO_KEY_ID:
+            opened = self._open(header, entry, block)
+            if opened is None:
+                return False
+            block, digest = opened
+        return block_digest(entry.key, block) == digest
+
+    def _open(
+        self, header: RegionHeader, entry: Entry, block: memoryview
+    ) -> tuple[memoryview, bytes] | None:
+        """Decrypt a block; None if its seal is broken."""
+        assert self._ring is not None, "the caller has looked for the key"
+        kind = (header.namespace, header.block_bytes)
+        cipher = self._ciphers.get(kind)
+        if cipher is None:
+            cipher = self._ciphers[kind] = BlockCipher(self._ring, *kind)
+        if len(entry.seal) != SEAL_BYTES:
+            return None
+        memory = cipher.borrow(1)
+        memory[: len(block)] = block
+        plain = memoryview(bytearray(len(block)))
+        sealed = Sealed(entry.key, header.key_id, entry.seal, entry.digest)
+        ((outcome, digest),) = cipher.open(memory, [(0, sealed)], [plain])
+        cipher.give_back(memory)
+        return (plain, digest) if outcome is Outcome.DONE else None
+
+    def _found(self, case: str, region: int | None, size: int, what: str) -> None:
+        self.checked.problems.append(Problem(case, region, size, what))
+
+
+def folder_damaged(path: str, *, repair: bool) -> Checked:
+    """Return what to say of a folder without a sound superblock; removes what is left if asked.
+
+    ``repair`` needs the folder to be claimed. Raises ``OSError``.
+    """
+    what = "no copy of the superblock is sound, so nothing in the folder is served"
+    checked = Checked(user_of(path), problems=[Problem("folder_damaged", None, 1, what)])
+    if repair:
+        _remove_remains(path)
+        checked.repaired = 1
+    return checked
+
+
+def _remove_remains(path: str) -> None:
+    names = [SEGMENT_NAME.format(number) for number in segment_numbers(path)]
+    for name in [*names, "superblock"]:
+        with suppress(FileNotFoundError):
+            os.unlink(f"{path}/{name}")
+
+
+def _runs(slots: list[int], length_max: int) -> Iterator[tuple[int, int]]:
+    """Yield runs of neighbouring slots, as first and count."""
+    first = count = 0
+    for slot in slots:
+        if count and (slot != first + count or count == length_max):
+            yield first, count
+            count = 0
+        if not count:
+            first = slot
+        count += 1
+    if count:
+        yield first, count

@@ -1,0 +1,241 @@
+"""Looks at a disk tier's folder from outside, also while an engine uses it. Changes nothing.
+
+What is found is judged by recovery's cases, as an engine of the region's own
+namespace would judge it. An engine that is at work replaces table pages and
+regions under the reader: what looks damaged is read again, and is called
+damaged only if it has stayed the same.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvtier.errors import ConfigError
+from kvtier_backends.disk.device import Segments
+from kvtier_backends.disk.folder import read_superblock, segment_numbers
+from kvtier_backends.disk.format import (
+    PAGE_BYTES,
+    Entry,
+    Geometry,
+    PageRefused,
+    Refusal,
+    RegionHeader,
+    Superblock,
+    decode_header_untrusted,
+    decode_superblock_untrusted,
+    entries_untrusted,
+)
+from kvtier_backends.disk.recovery import UNREMARKABLE, Expected, page_case, region_case
+from kvtier_backends.disk.region_files import RegionFiles
+
+if TYPE_CHECKING:
+    from typing import Self
+
+LOOKS_MAX: Final = 5
+LOOK_AGAIN_S: Final = 0.02
+_LOCK_BYTES_MAX: Final = 32
+_NO_GEOMETRY: Final = Geometry(0, -1, -1, -1, -1)  # no header has it
+
+
+class FolderDamaged(ConfigError):
+    """Raised when both copies of a superblock are damaged. An engine would begin anew there."""
+
+
+class User(NamedTuple):
+    """Who has a folder claimed."""
+
+    pid: int | None  #: as the lock file has it; of the engine's own container, maybe
+
+    def __str__(self) -> str:
+        return "another process" if self.pid is None else f"process {self.pid}"
+
+
+class Page(NamedTuple):
+    """One table page of a region, as found."""
+
+    place: int  #: counted from the first table page
+    case: str
+    raw: bytes
+    entries: list[Entry]
+    beyond: int  #: entries that no slot can have
+
+
+@dataclass
+class Look:
+    """One region, as found. ``case`` and those of its pages are recovery's."""
+
+    number: int
+    case: str
+    header: RegionHeader | None = None
+    geometry: Geometry | None = None
+    pages: list[Page] = field(default_factory=list)
+    is_cut_off: bool = False  #: its file ends within its table
+    is_changing: bool = False  #: an engine is at work there: what looks damaged may not be
+
+    @property
+    def is_sound(self) -> bool:
+        """Tell whether its header is, so that an engine of its namespace would serve it."""
+        return self.case == "region_sound"
+
+    @cached_property
+    def entries(self) -> dict[int, Entry]:
+        """Its blocks by slot. A slot has one entry in an incarnation."""
+        return {entry.slot: entry for page in self.pages for entry in page.entries}
+
+    @property
+    def looks_damaged(self) -> bool:
+        """Tell whether an engine would count anything here."""
+        pages = (page.case not in UNREMARKABLE or page.beyond > 0 for page in self.pages)
+        return self.case not in UNREMARKABLE or self.is_cut_off or any(pages)
+
+
+class Folder:
+    """A disk tier's folder and its files. One thread at a time; all methods block."""
+
+    def __init__(self, path: str, *, writable: bool = False) -> None:
+        """Raises ``ConfigError`` if it is no such folder, and ``FolderDamaged``."""
+        self.path = os.path.abspath(path)
+        self.superblock = _superblock_of(self.path)
+        segments = Segments(
+            self.path, self.superblock.region_bytes, self.superblock.segment_regions
+        )
+        self.files = RegionFiles(segments, writable=writable)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.files.close()
+
+    def look(self, number: int) -> Look:
+        """Look at a region, again and again if need be. Raises ``OSError``."""
+        found, raw = self._look_once(number)
+        for _ in range(LOOKS_MAX):
+            if not found.looks_damaged:
+                return found
+            time.sleep(LOOK_AGAIN_S)
+            self.files.forget_cached(number)
+            before = raw
+            found, raw = self._look_once(number)
+            if raw == before:
+                return found
+        found.is_changing = found.looks_damaged
+        return found
+
+    def _look_once(self, number: int) -> tuple[Look, bytes]:
+        """Return the region and the bytes that it was judged by."""
+        page = self.files.read(number, 0, PAGE_BYTES)
+        header, geometry = self._layout_untrusted(page)
+        raw = page
+        if geometry is not None:  # once more, in one read with its table
+            raw = self.files.read(number, 0, geometry.slots_at)
+            page = raw[:PAGE_BYTES]
+            header, geometry = self._layout_untrusted(page)
+        expected = Expected(
+            self.superblock.folder_id,
+            b"" if header is None else header.namespace,
+            () if header is None else (header.key_id,),
+            geometry or _NO_GEOMETRY,
+        )
+        case, _ = region_case(page, number, expected)
+        found = Look(number, case.name, header, geometry)
+        if found.is_sound and header is not None and geometry is not None:
+            found.is_cut_off = len(raw) < geometry.slots_at
+            for place in range((min(len(raw), geometry.slots_at) // PAGE_BYTES) - 1):
+                at = (1 + place) * PAGE_BYTES
+                found.pages.append(_judge_page(place, raw[at : at + PAGE_BYTES], header))
+        return found, raw
+
+    def _layout_untrusted(self, page: bytes) -> tuple[RegionHeader | None, Geometry | None]:
+        """Return the header, and how it lays the region out if that can be."""
+        try:
+            header = decode_header_untrusted(page)
+        except PageRefused:
+            return None, None
+        geometry = Geometry(
+            self.superblock.region_bytes,
+            header.block_bytes,
+            header.stride,
+            header.slots,
+            header.table_pages,
+        )
+        fits = 0 < header.block_bytes <= header.stride
+        fits = fits and header.stride % PAGE_BYTES == 0
+        fits = fits and geometry.slot_at(header.slots) <= geometry.region_bytes
+        return header, geometry if fits else None
+
+
+def damaged_copies(path: str) -> int:
+    """Count the copies of the folder's superblock that fail their checks. Raises ``OSError``."""
+    with open(f"{path}/superblock", "rb") as file:
+        raw = file.read(2 * PAGE_BYTES)
+    damaged = 0
+    for at in (0, PAGE_BYTES):
+        try:
+            decode_superblock_untrusted(raw[at : at + PAGE_BYTES])
+        except PageRefused:
+            damaged += 1
+    return damaged
+
+
+def user_of(path: str) -> User | None:
+    """Return who has the folder claimed now; None if nobody has. Raises ``OSError``."""
+    try:
+        descriptor = os.open(f"{path}/lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        # Held for an instant only: an engine that starts just then would be refused.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        text = os.pread(descriptor, _LOCK_BYTES_MAX, 0).strip()
+        return User(int(text) if text.isdigit() else None)
+    else:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def refusal(path: str, problem: OSError) -> ConfigError:
+    """Return what to tell people about a folder that cannot be read or changed."""
+    remedy = "Is the disk there, and sound?"
+    if isinstance(problem, PermissionError):
+        remedy = "Run this as the user that the engine runs as."
+    return ConfigError(f"{path}: {problem.strerror or problem}. {remedy}")
+
+
+def _superblock_of(path: str) -> Superblock:
+    try:
+        if not stat.S_ISDIR(os.stat(path).st_mode):
+            raise ConfigError(f"{path} is not a folder. Name the path of a disk tier.")
+        return read_superblock(path)
+    except PageRefused as refused:
+        if refused.refusal is Refusal.OTHER_VERSION:
+            raise ConfigError(
+                f"{path} was written by another version of kvtier ({refused}). Use that version."
+            ) from None
+        if not (os.path.lexists(f"{path}/superblock") or segment_numbers(path)):
+            raise ConfigError(
+                f"{path} is no folder of a disk tier: it has no superblock. Name the tier's path."
+            ) from None
+        raise FolderDamaged(
+            f"{path}: its superblock is damaged or gone, so nothing in the folder is served. "
+            "An engine begins anew there; kvtier fsck --repair removes what is left."
+        ) from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"{path} does not exist. Name the path of a disk tier.") from None
+    except OSError as problem:
+        raise refusal(path, problem) from problem
+
+
+def _judge_page(place: int, raw: bytes, header: RegionHeader) -> Page:
+    case, table = page_case(raw, header.incarnation)
+    entries = [] if table is None else list(entries_untrusted(table, header.slots))
+    beyond = 0 if table is None else table.entries - len(entries)
+    return Page(place, case.name, raw, entries, beyond)

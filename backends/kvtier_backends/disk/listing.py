@@ -1,0 +1,113 @@
+"""Counts what a disk tier's folder holds, by namespace: what an engine would find at its start.
+
+The tables do not say which blocks the tier has forgotten since they were
+stored, so those count as well until they are written over.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvtier_backends.disk.inspection import user_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kvtier_backends.disk.format import RegionHeader
+    from kvtier_backends.disk.inspection import Folder, Look, User
+
+
+class Distinct:
+    """Counts different keys, in 8 bytes each."""
+
+    def __init__(self) -> None:
+        self._hashes = array("q")
+
+    def add(self, keys: Iterable[bytes]) -> None:
+        """Take keys; those that came before don't count again."""
+        self._hashes.extend(map(hash, keys))
+
+    def count(self) -> int:
+        """Return how many there were."""
+        return int(np.unique(np.frombuffer(self._hashes, np.int64)).size) if self._hashes else 0
+
+
+class Kind(NamedTuple):
+    """What the blocks of one region have in common."""
+
+    namespace: bytes
+    key_id: bytes  #: of the encryption key
+    block_bytes: int
+
+
+@dataclass
+class Holding:
+    """The blocks of one kind in a folder. Times are seconds since 1970."""
+
+    kind: Kind
+    keys: Distinct = field(default_factory=Distinct)
+    regions: int = 0
+    slots: int = 0
+    oldest_s: int | None = None
+    newest_s: int | None = None
+
+    def add(self, look: Look) -> None:
+        """Take one region of this kind."""
+        entries = look.entries.values()
+        self.keys.add(entry.key for entry in entries)
+        self.regions += 1
+        self.slots += 0 if look.header is None else look.header.slots
+        times = [entry.stored_s for entry in entries]
+        if times:
+            self.oldest_s = min(*times, self.oldest_s or times[0])
+            self.newest_s = max(*times, self.newest_s or 0)
+
+
+@dataclass
+class Listing:
+    """What a folder holds."""
+
+    user: User | None
+    bytes_on_disk: int
+    regions: Counter[str] = field(default_factory=Counter)  #: by recovery's case, or "in_use"
+    holdings: dict[Kind, Holding] = field(default_factory=dict)
+    is_complete: bool = True
+
+
+def list_folder(folder: Folder, numbers: list[int], advance: Callable[[], None]) -> Listing:
+    """Look at these regions. Raises ``OSError``; Ctrl-C leaves out the rest.
+
+    ``advance`` is called after each region.
+    """
+    listing = Listing(user_of(folder.path), folder.files.bytes_on_disk())
+    try:
+        for number in numbers:
+            try:
+                look = folder.look(number)
+            except PermissionError:
+                raise
+            except OSError:
+                listing.regions["region_unreadable"] += 1
+            else:
+                _add(listing, look)
+            advance()
+    except KeyboardInterrupt:
+        listing.is_complete = False
+    return listing
+
+
+def kind_of(header: RegionHeader) -> Kind:
+    """Return the kind of blocks that a region holds."""
+    return Kind(header.namespace, header.key_id, header.block_bytes)
+
+
+def _add(listing: Listing, look: Look) -> None:
+    listing.regions["in_use" if look.is_changing else look.case] += 1
+    if look.is_sound and look.header is not None:
+        kind = kind_of(look.header)
+        listing.holdings.setdefault(kind, Holding(kind)).add(look)

@@ -1,0 +1,195 @@
+"""How ``kvtier purge`` asks the engine that uses a folder to remove blocks: by two small files.
+
+The command leaves ``purge-ID.json`` in the folder. The tier looks for such files
+once a second, takes the file away, does it, and leaves ``purged-ID.json``. A
+request that was not taken by its time is void. Both files are for one user
+alone and are written whole; neither side trusts what it finds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import time
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
+
+import msgspec
+
+from kvtier.errors import ConfigError, StoreFault
+from kvtier.whole_file import write_whole
+from kvtier_backends.disk.inspection import Folder, user_of
+from kvtier_backends.disk.purging import Purged, Selection, purge_log
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kvtier.threads import DaemonThreads
+    from kvtier_backends.disk.log import BlockLog
+
+TAKEN_WITHIN_S_MAX: Final = 15.0
+LEFT_FOR_S_MAX: Final = 600.0
+"""An answer that nobody has read by then is removed."""
+
+_POLL_S: Final = 0.05
+_FILE_BYTES_MAX: Final = 1 << 16
+_REQUEST: Final = re.compile(r"purge-([0-9a-f]{32})\.json")
+_ANSWER: Final = re.compile(r"purged-([0-9a-f]{32})\.json")
+_Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+
+
+class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    before_s: _Count  #: see ``Selection``
+    namespace: _Digest | None
+    all_of_it: bool
+    until_s: _Count  #: void after that
+
+
+class _Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    removed: list[tuple[_Digest, _Digest, _Count, _Count]]  #: a kind, and its blocks
+    regions_failed: _Count
+    error: str
+
+
+_T = TypeVar("_T", _Request, _Answer)
+
+
+class NotAnswered(StoreFault):
+    """Raised when the engine did not do what it was asked to. The text says what to do."""
+
+
+# --- the command's side ---
+
+
+def ask_engine(
+    path: str, selection: Selection, waiting: Callable[[], None]
+) -> tuple[list[tuple[bytes, bytes, int, int]], int] | None:
+    """Have the engine that uses the folder remove what is selected, and wait for it.
+
+    Returns (namespace, key id, block bytes, blocks) a kind, and how many regions
+    could not be changed; None if the engine let the folder go without a word.
+    Raises ``NotAnswered``, and ``Misuse`` if nothing can be written there.
+    ``waiting`` is called now and then.
+    """
+    mark = os.urandom(16).hex()
+    request, answer = f"{path}/purge-{mark}.json", f"{path}/purged-{mark}.json"
+    until_s = time.time() + TAKEN_WITHIN_S_MAX
+    namespace = None if selection.namespace is None else selection.namespace.hex()
+    asked = _Request(selection.before_s, namespace, selection.all_of_it, int(until_s))
+    try:
+        _write(request, asked)
+        while True:
+            used = user_of(path) is not None  # before the look for an answer
+            found = _read_untrusted(answer, _Answer)
+            if found is not None:
+                return _told(found)
+            if not used:
+                return None
+            if os.path.lexists(request) and time.time() > until_s:
+                raise NotAnswered(
+                    f"{path}: {user_of(path)} did not take the request in "
+                    f"{TAKEN_WITHIN_S_MAX:.0f} s. It hangs, or its kvtier is older than this one: "
+                    "stop it, and run this again."
+                )
+            waiting()
+            time.sleep(_POLL_S)
+    finally:
+        for name in (request, answer):
+            with suppress(OSError):
+                os.unlink(name)
+
+
+def _told(answer: _Answer) -> tuple[list[tuple[bytes, bytes, int, int]], int]:
+    if answer.error:
+        raise NotAnswered(f"the engine refused: {answer.error}.")
+    rows = [
+        (bytes.fromhex(namespace), bytes.fromhex(key_id), block_bytes, blocks)
+        for namespace, key_id, block_bytes, blocks in answer.removed
+    ]
+    return rows, answer.regions_failed
+
+
+# --- the engine's side ---
+
+
+async def answer_requests(log: BlockLog, regions: int, path: str, threads: DaemonThreads) -> None:
+    """Do what the requests in the folder ask for. Raises ``OSError``, ``Misuse``."""
+    for mark, asked in await threads.run(partial(_take_requests, path)):
+        error = ""
+        purged = Purged()
+        selection = Selection(
+            asked.before_s,
+            None if asked.namespace is None else bytes.fromhex(asked.namespace),
+            asked.all_of_it,
+        )
+        try:
+            folder = await threads.run(partial(Folder, path, writable=True))
+            purged = await purge_log(log, regions, folder, selection, threads)
+        except (OSError, ConfigError, StoreFault) as problem:
+            error = str(problem)
+        await threads.run(partial(_answer, f"{path}/purged-{mark}.json", purged, error))
+
+
+def _take_requests(path: str) -> list[tuple[str, _Request]]:
+    """Take the requests out of the folder; those that are void or no requests are gone as well."""
+    taken = []
+    for name in os.listdir(path):
+        place = f"{path}/{name}"
+        if _ANSWER.fullmatch(name):
+            with suppress(FileNotFoundError):
+                if os.lstat(place).st_mtime < time.time() - LEFT_FOR_S_MAX:
+                    os.unlink(place)
+        elif match := _REQUEST.fullmatch(name):
+            asked = _read_untrusted(place, _Request)
+            with suppress(FileNotFoundError):
+                os.unlink(place)
+                if asked is not None and time.time() <= asked.until_s:
+                    taken.append((match[1], asked))
+    return taken
+
+
+def _answer(path: str, purged: Purged, error: str) -> None:
+    removed = [
+        (kind.namespace.hex(), kind.key_id.hex(), kind.block_bytes, keys.count())
+        for kind, keys in purged.kinds.items()
+    ]
+    _write(path, _Answer(removed, purged.regions_failed, error))
+
+
+# --- files ---
+
+
+def _write(path: str, value: _Request | _Answer) -> None:
+    """Write a file for the folder's owner alone. Raises ``Misuse``."""
+
+    def write(unfinished: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(unfinished, flags, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            owner = os.stat(unfinished.parent)
+            if os.geteuid() == 0 != owner.st_uid:  # the engine could not read it otherwise
+                os.fchown(descriptor, owner.st_uid, owner.st_gid)
+            file.write(msgspec.json.encode(value))
+
+    write_whole(path, write)
+
+
+def _read_untrusted(path: str, kind: type[_T]) -> _T | None:
+    """Return what a file says; None if there is none that this user wrote and that makes sense."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        about = os.fstat(descriptor)
+        own = about.st_uid in (0, os.geteuid(), os.stat(os.path.dirname(path)).st_uid)
+        if not (own and stat.S_ISREG(about.st_mode) and not about.st_mode & 0o077):
+            return None
+        try:
+            return msgspec.json.decode(file.read(_FILE_BYTES_MAX), type=kind)
+        except (OSError, msgspec.DecodeError):
+            return None

@@ -1,0 +1,161 @@
+"""Removes blocks from a folder by age or namespace, so that nothing finds them again.
+
+Their entries go from the tables and their bytes from the disk (as far as a
+filesystem can say so; an SSD may keep copies of its own). In a folder that an
+engine uses, the engine does it: it forgets the blocks and tells who must know,
+and appends nothing while the tables are replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvtier.errors import StoreFault
+from kvtier_backends.disk.listing import Distinct, Kind, kind_of
+from kvtier_backends.disk.regions import RegionState
+from kvtier_backends.disk.scrubbing import scrub_region
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from kvtier.threads import DaemonThreads
+    from kvtier_backends.disk.format import Entry
+    from kvtier_backends.disk.inspection import Folder, Look
+    from kvtier_backends.disk.log import BlockLog
+
+LOADS_END_S: Final = 0.25
+"""Loads that have begun get so long to end. One that takes longer reads zeros: a miss."""
+
+QUIET_WAIT_S_MAX: Final = 10.0
+ROUNDS_MAX: Final = 5
+_POLL_S: Final = 0.01
+
+
+class Selection(NamedTuple):
+    """Which blocks to remove: those stored before a time, of one namespace or of all."""
+
+    before_s: int  #: seconds since 1970
+    namespace: bytes | None = None
+    all_of_it: bool = False  #: regions that nobody can read, too
+
+    def takes(self, look: Look, entry: Entry) -> bool:
+        """Tell whether an entry of a region is to go."""
+        namespace = b"" if look.header is None else look.header.namespace
+        return self.covers(namespace) and entry.stored_s < self.before_s
+
+    def covers(self, namespace: bytes) -> bool:
+        """Tell whether blocks of this namespace are meant."""
+        return self.namespace in (None, namespace)
+
+
+@dataclass
+class Purged:
+    """What was, or would be, removed."""
+
+    kinds: dict[Kind, Distinct] = field(default_factory=dict)
+    regions_failed: int = 0  #: that could not be read or changed
+    is_complete: bool = True
+
+    def add(self, look: Look, gone: list[Entry]) -> None:
+        """Count what went from a region."""
+        if look.header is not None and gone:
+            keys = self.kinds.setdefault(kind_of(look.header), Distinct())
+            keys.add(entry.key for entry in gone)
+
+
+def purge_region(
+    folder: Folder, number: int, selection: Selection, purged: Purged, *, dry: bool
+) -> None:
+    """Remove what is selected from one region. Raises ``OSError`` for missing rights only."""
+    try:
+        look = folder.look(number)
+        if not look.is_sound and not selection.all_of_it:
+            return  # nothing in it is found, and nobody knows what it was
+        entries = look.entries.values()
+        if dry:
+            purged.add(look, [entry for entry in entries if selection.takes(look, entry)])
+            return
+        # Also where nothing is to go: slots without an entry may hold blocks of the time before.
+        gone = scrub_region(folder.files, look, lambda entry: not selection.takes(look, entry))
+        purged.add(look, gone)
+    except PermissionError:
+        raise
+    except OSError:
+        purged.regions_failed += 1
+
+
+def purge_folder(
+    folder: Folder,
+    numbers: list[int],
+    selection: Selection,
+    advance: Callable[[], None],
+    *,
+    dry: bool,
+) -> Purged:
+    """Remove what is selected from a claimed folder; if ``dry``, count only.
+
+    Raises ``OSError`` for missing rights. Ctrl-C leaves the rest as it is.
+    """
+    purged = Purged()
+    try:
+        for number in numbers:
+            purge_region(folder, number, selection, purged, dry=dry)
+            advance()
+    except KeyboardInterrupt:
+        purged.is_complete = False
+    return purged
+
+
+async def purge_log(
+    log: BlockLog, regions: int, folder: Folder, selection: Selection, threads: DaemonThreads
+) -> Purged:
+    """Remove what is selected while the engine is at work. Stores wait meanwhile.
+
+    ``regions`` is how many the log has. Raises ``StoreFault`` if it does not
+    come to rest, and ``OSError``.
+    """
+    for _ in range(ROUNDS_MAX):
+        purged = Purged()
+        async with _appending_nothing(log, regions):
+            await _forget(log, selection)
+            await asyncio.sleep(LOADS_END_S)
+            for number in await threads.run(folder.files.numbers):
+                await threads.run(
+                    partial(purge_region, folder, number, selection, purged, dry=False)
+                )
+                log.allocated.discard(number)  # its bytes may be holes now
+            await threads.run(folder.files.close)
+            if not log.regions.count_in(RegionState.EMPTYING):
+                return purged
+        # What went may have been read before, to be appended again now: it must go there, too.
+    raise StoreFault("the tier is emptying regions all the time. Try again when it stores less")
+
+
+@asynccontextmanager
+async def _appending_nothing(log: BlockLog, regions: int) -> AsyncIterator[None]:
+    """Seal the open region, wait for its writers, and let no other be opened meanwhile."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + QUIET_WAIT_S_MAX
+    while loop.time() < end:
+        # Whoever wants slots waits for this lock.
+        async with log.opening:
+            log.regions.fill()
+            written = all(map(log.regions.is_written, range(regions)))
+            # One that empties a region may wait for this lock: let it have its turn.
+            if written and not log.regions.count_in(RegionState.EMPTYING):
+                yield
+                return
+        await asyncio.sleep(_POLL_S)
+    raise StoreFault(f"the tier did not come to rest in {QUIET_WAIT_S_MAX:.0f} s. Try again later")
+
+
+async def _forget(log: BlockLog, selection: Selection) -> None:
+    """Forget what is selected, and tell. All that the index has is of one namespace."""
+    if selection.covers(log.identity.namespace):
+        for region in log.regions.oldest_first():
+            log.lose(log.index.stored_before(region, selection.before_s), "blocks_purged")
+            await asyncio.sleep(0)

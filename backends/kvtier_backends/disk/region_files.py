@@ -1,0 +1,148 @@
+"""Reads and changes the segment files of a folder from outside the log: for people's tools.
+
+One region after the other, in the order of their numbers: only one file is open
+at a time. The engine itself moves blocks by ``device.py``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from typing import TYPE_CHECKING, Final
+
+from kvtier_backends.disk.device import SEGMENT_NAME, Segments
+from kvtier_backends.disk.folder import segment_numbers
+
+if TYPE_CHECKING:
+    from typing import Self
+
+_FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC
+_KEEP_SIZE: Final = 1
+_PUNCH_HOLE: Final = 2
+_NO_PUNCHING: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+_ZEROS_BYTES: Final = 1 << 20
+
+_fallocate: Final = ctypes.CDLL(None, use_errno=True).fallocate
+_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+class RegionFiles:
+    """The regions in a folder's segment files. One thread at a time.
+
+    All methods block, and raise ``OSError`` for what the medium or its rights refuse.
+    """
+
+    def __init__(self, segments: Segments, *, writable: bool) -> None:
+        self.region_bytes = segments.region_bytes
+        self._segments = segments
+        self._flags = (os.O_RDWR if writable else os.O_RDONLY) | _FLAGS
+        self._opened: tuple[int, int] | None = None  # segment, descriptor
+        self._is_changed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file that is open, once its changes are on the disk.
+
+        It is opened again when it is needed. Raises ``OSError``.
+        """
+        opened, self._opened = self._opened, None
+        changed, self._is_changed = self._is_changed, False
+        if opened is not None:
+            try:
+                if changed:
+                    os.fsync(opened[1])
+            finally:
+                os.close(opened[1])
+
+    def numbers(self) -> list[int]:
+        """Return the regions that the files have bytes of, whole or not."""
+        segments = self._segments
+        found: list[int] = []
+        for segment in segment_numbers(segments.folder):
+            try:
+                size = os.lstat(self._path(segment)).st_size
+            except FileNotFoundError:
+                continue
+            count = min(segments.regions_each, -(-size // segments.region_bytes))
+            first = segment * segments.regions_each
+            found.extend(range(first, first + count))
+        return found
+
+    def bytes_on_disk(self) -> int:
+        """Return how many bytes the segment files take on the disk, holes left out."""
+        folder = self._segments.folder
+        return sum(512 * os.lstat(self._path(n)).st_blocks for n in segment_numbers(folder))
+
+    def read(self, region: int, at: int, size: int) -> bytes:
+        """Return so many bytes of a region; fewer if the file ends before."""
+        parts = []
+        try:
+            descriptor, start = self._place(region)
+        except FileNotFoundError:
+            return b""
+        while size and (part := os.pread(descriptor, size, start + at)):
+            parts.append(part)
+            at += len(part)
+            size -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def forget_cached(self, region: int) -> None:
+        """Ask the kernel to drop what it has cached of a region: to leave room, to read anew."""
+        try:
+            descriptor, start = self._place(region)
+        except FileNotFoundError:
+            return
+        os.posix_fadvise(descriptor, start, self.region_bytes, os.POSIX_FADV_DONTNEED)
+
+    def write(self, region: int, at: int, data: bytes) -> None:
+        """Write all of ``data`` into a region."""
+        descriptor, start = self._place(region)
+        self._is_changed = True
+        while data:
+            count = os.pwrite(descriptor, data, start + at)
+            at += count
+            data = data[count:]
+
+    def erase(self, region: int, at: int, size: int) -> None:
+        """Make zeros of a part of a region that lies within its file, and free its disk space.
+
+        Where the filesystem can't, zeros are written.
+        """
+        descriptor, start = self._place(region)
+        size = min(size, max(0, os.fstat(descriptor).st_size - start - at))
+        if size == 0:
+            return
+        self._is_changed = True
+        if _fallocate(descriptor, _PUNCH_HOLE | _KEEP_SIZE, start + at, size) == 0:
+            return
+        number = ctypes.get_errno()
+        if number not in _NO_PUNCHING:
+            raise OSError(number, os.strerror(number), self._path(self._segment_of(region)))
+        for done in range(0, size, _ZEROS_BYTES):
+            self.write(region, at + done, bytes(min(_ZEROS_BYTES, size - done)))
+
+    def cut(self, region: int) -> None:
+        """Let the region's file end before it."""
+        descriptor, start = self._place(region)
+        os.ftruncate(descriptor, start)
+
+    def _segment_of(self, region: int) -> int:
+        return region // self._segments.regions_each
+
+    def _path(self, segment: int) -> str:
+        return f"{self._segments.folder}/{SEGMENT_NAME.format(segment)}"
+
+    def _place(self, region: int) -> tuple[int, int]:
+        """Return the descriptor of the region's file, and where in it the region starts."""
+        segment = self._segment_of(region)
+        if self._opened is None or self._opened[0] != segment:
+            self.close()
+            self._opened = (segment, os.open(self._path(segment), self._flags))
+        start = region % self._segments.regions_each * self.region_bytes
+        return self._opened[1], start

@@ -1,0 +1,43 @@
+"""Which blocks belong together: by where they lie, and by when they were stored."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvtier_backends.disk.index import BlockIndex
+
+
+def neighbours(locations: Sequence[int], slots_per_region: int) -> list[list[int]]:
+    """Group the places in ``locations`` whose locations follow one another in one region."""
+    runs: list[list[int]] = []
+    previous = -2
+    for place in sorted(range(len(locations)), key=locations.__getitem__):
+        location = locations[place]
+        if location == previous + 1 and location % slots_per_region:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+        previous = location
+    return runs
+
+
+def stored_together(index: BlockIndex, regions: Sequence[int]) -> Iterator[list[bytes]]:
+    """Yield the keys in these regions, in batches that were stored within one second.
+
+    In the order of their slots, which is the order of storing. What was stored
+    together has one time, so it is in one batch, with what else was stored in
+    that second. Only blocks that were appended again keep an older time.
+    """
+    for region in regions:
+        first = region * index.slots_per_region
+        blocks = [
+            (index.known(first + slot).stored_s, key)
+            for slot, key in zip(index.slots_of(region), index.keys_of(region), strict=True)
+        ]
+        for _, batch in groupby(blocks, key=itemgetter(0)):
+            yield [key for _, key in batch]

@@ -1,0 +1,61 @@
+"""Takes blocks out of a region for good: out of its table, and off the disk.
+
+Table pages are replaced one by one, in place. What is cut short by a crash is a
+page that fails its check, or an entry without its block: a loss, never wrong bytes.
+Whoever calls sees to it that nobody appends to the region meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvtier_backends.disk.format import PAGE_BYTES, Entry, TableWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from kvtier_backends.disk.inspection import Look, Page
+    from kvtier_backends.disk.region_files import RegionFiles
+
+_BLANK = bytes(PAGE_BYTES)
+
+
+def scrub_region(files: RegionFiles, look: Look, keep: Callable[[Entry], bool]) -> list[Entry]:
+    """Erase everything in a region but the blocks that ``keep`` says yes to.
+
+    Returns the entries that went. Raises ``OSError``.
+    """
+    entries = look.entries.values() if look.is_sound else ()
+    gone = [entry for entry in entries if not keep(entry)]
+    stay = {entry.slot for entry in entries} - {entry.slot for entry in gone}
+    if not stay or look.header is None or look.geometry is None:
+        files.erase(look.number, 0, files.region_bytes)
+        return gone
+    for page in look.pages:
+        replaced = _without(page, stay, look.header.incarnation)
+        if replaced != page.raw:
+            files.write(look.number, (1 + page.place) * PAGE_BYTES, replaced)
+    for first, count in _gaps(stay, look.header.slots):
+        files.erase(look.number, look.geometry.slot_at(first), count * look.geometry.stride)
+    return gone
+
+
+def _without(page: Page, stay: set[int], incarnation: bytes) -> bytes:
+    """Return the page with entries of these slots only; blank if there are none."""
+    kept = [entry for entry in page.entries if entry.slot in stay]
+    if not kept:
+        return _BLANK
+    if len(kept) == len(page.entries) and not page.beyond:
+        return page.raw
+    writer = TableWriter(incarnation, len(kept[0].seal))
+    writer.add(kept)
+    return writer.encode()
+
+
+def _gaps(slots: Iterable[int], end: int) -> Iterator[tuple[int, int]]:
+    """Yield the runs of slots below ``end`` that are not among these, as first and count."""
+    first = 0
+    for slot in [*sorted(slots), end]:
+        if slot > first:
+            yield first, slot - first
+        first = slot + 1

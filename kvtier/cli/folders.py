@@ -1,0 +1,102 @@
+"""What the commands on folders (``ls``, ``fsck``, ``purge``) have in common."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier.cli.terminal import check_can_write, write_json
+from kvtier.errors import ConfigError
+from kvtier_backends.disk.folder import Claim
+from kvtier_backends.disk.format import NO_KEY_ID
+from kvtier_backends.disk.inspection import refusal, user_of
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator, Mapping
+
+    from kvtier_backends.disk.listing import Kind
+
+DIGITS_SHOWN: Final = 12
+_UNITS: Final = (("d", 86_400), ("h", 3600), ("min", 60))
+_GIB: Final = 1 << 30
+
+
+@contextmanager
+def refusing(path: str) -> Iterator[None]:
+    """Turn an ``OSError`` about the folder into a ``ConfigError`` that names it."""
+    try:
+        yield
+    except OSError as problem:
+        raise refusal(path, problem) from problem
+
+
+@contextmanager
+def claimed(path: str, command: str) -> Iterator[None]:
+    """Have the folder for this process alone. Raises ``ConfigError`` if an engine uses it."""
+    with refusing(path):
+        user = user_of(path)
+    if user is not None:
+        raise ConfigError(
+            f"{path} is in use by {user}: {command} needs the folder for itself. "
+            "Stop that engine first."
+        )
+    claim = Claim(path, lambda remedy: ConfigError(f"{path} {remedy}"))
+    try:
+        yield
+    finally:
+        claim.release()
+
+
+def check_json_option(arguments: argparse.Namespace) -> None:
+    """Raise ``Misuse`` now if the figures cannot be written later."""
+    if arguments.json and arguments.json != "-":
+        check_can_write(arguments.json)
+
+
+def wants_tables(arguments: argparse.Namespace) -> bool:
+    """Tell whether stdout is for people."""
+    return bool(arguments.json != "-")
+
+
+def put_json(arguments: argparse.Namespace, figures: Mapping[str, Any]) -> None:
+    """Write the figures where ``--json`` says, if it was given."""
+    if arguments.json == "-":
+        print(json.dumps(figures, indent=2, allow_nan=False))
+    elif arguments.json:
+        write_json(arguments.json, figures)
+        print(f"Figures: {arguments.json}")
+
+
+def kind_figures(kind: Kind, blocks: int) -> dict[str, Any]:
+    """Return what a report says of so many blocks of one kind."""
+    return {
+        "namespace": kind.namespace.hex(),
+        "key_id": None if kind.key_id == NO_KEY_ID else kind.key_id.hex(),
+        "block_bytes": kind.block_bytes,
+        "blocks": blocks,
+        "bytes": blocks * kind.block_bytes,
+    }
+
+
+def short(digest: str | None) -> str:
+    """Return as much of a digest as people compare by eye."""
+    return "-" if digest is None else digest[:DIGITS_SHOWN]
+
+
+def gib(size: int) -> str:
+    """Return a size in GiB, with more digits where it is small."""
+    return f"{size / _GIB:,.1f}" if size >= _GIB else f"{size / _GIB:.4f}"
+
+
+def age(stored_s: int | None) -> str:
+    """Return how long ago a time was, in the largest unit that fits."""
+    if stored_s is None:
+        return "-"
+    seconds = max(0, int(time.time()) - stored_s)
+    for unit, length in _UNITS:
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds} s"

@@ -1,0 +1,118 @@
+"""Show what a disk tier's folder holds: namespaces, blocks, bytes and ages.
+
+Nothing is changed, and an engine may be using the folder. What counts is what
+an engine would find at its start.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvtier.cli.options import add_folder_options
+
+if TYPE_CHECKING:
+    import argparse
+
+    from kvtier_backends.disk.inspection import Folder
+    from kvtier_backends.disk.listing import Listing
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_folder_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show the folder. Returns the exit status."""
+    from kvtier.cli.folders import (  # noqa: PLC0415 - heavy imports stay out of other runs
+        check_json_option,
+        put_json,
+        refusing,
+        wants_tables,
+    )
+    from kvtier.cli.main import INTERRUPTED  # noqa: PLC0415 - it imports this module
+    from kvtier.cli.terminal import progress  # noqa: PLC0415 - as above
+    from kvtier_backends.disk.inspection import Folder  # noqa: PLC0415 - as above
+    from kvtier_backends.disk.listing import list_folder  # noqa: PLC0415 - as above
+
+    check_json_option(arguments)
+    with refusing(arguments.path), Folder(arguments.path) as folder:
+        numbers = folder.files.numbers()
+        with progress("looking at regions", len(numbers)) as bar:
+            listing = list_folder(folder, numbers, bar.advance)
+        figures = _figures(folder, listing)
+    if wants_tables(arguments):
+        _show(figures)
+    put_json(arguments, figures)
+    return 0 if listing.is_complete else INTERRUPTED
+
+
+def _figures(folder: Folder, listing: Listing) -> dict[str, Any]:
+    from kvtier.cli.folders import kind_figures  # noqa: PLC0415 - as in run
+
+    rows = [
+        {
+            **kind_figures(holding.kind, holding.keys.count()),
+            "slots": holding.slots,
+            "regions": holding.regions,
+            "oldest_s": holding.oldest_s,
+            "newest_s": holding.newest_s,
+        }
+        for holding in listing.holdings.values()
+    ]
+    rows.sort(key=lambda row: row["bytes"], reverse=True)
+    return {
+        "path": folder.path,
+        "complete": listing.is_complete,
+        "in_use": listing.user is not None,
+        "engine_pid": None if listing.user is None else listing.user.pid,
+        "made_s": folder.superblock.created_s,
+        "region_bytes": folder.superblock.region_bytes,
+        "regions": dict(sorted(listing.regions.items())),
+        "bytes_on_disk": listing.bytes_on_disk,
+        "blocks": sum(row["blocks"] for row in rows),
+        "bytes": sum(row["bytes"] for row in rows),
+        "namespaces": rows,
+    }
+
+
+def _show(figures: dict[str, Any]) -> None:
+    from kvtier.cli.folders import age, gib, short  # noqa: PLC0415 - as in run
+    from kvtier.cli.terminal import table  # noqa: PLC0415 - as in run
+
+    pid = figures["engine_pid"] or "unknown"
+    user = f"by process {pid}" if figures["in_use"] else "no"
+    print(figures["path"])
+    table(
+        "Folder",
+        ("", ""),
+        [
+            ("in use", user),
+            ("made", f"{age(figures['made_s'])} ago"),
+            ("GiB on disk", gib(figures["bytes_on_disk"])),
+            ("bytes of a region", f"{figures['region_bytes']:,}"),
+            *(
+                (f"regions: {case.removeprefix('region_').replace('_', ' ')}", f"{count:,}")
+                for case, count in figures["regions"].items()
+            ),
+        ],
+    )
+    table(
+        "Blocks by namespace",
+        ("namespace", "key", "block bytes", "blocks", "GiB", "slots", "oldest", "newest"),
+        [
+            (
+                short(row["namespace"]),
+                short(row["key_id"]),
+                f"{row['block_bytes']:,}",
+                f"{row['blocks']:,}",
+                gib(row["bytes"]),
+                f"{row['slots']:,}",
+                age(row["oldest_s"]),
+                age(row["newest_s"]),
+            )
+            for row in figures["namespaces"]
+        ],
+    )
+    if not figures["complete"]:
+        print("Interrupted: not all regions were looked at.")

@@ -1,0 +1,206 @@
+"""Remove blocks from a disk tier's folder: by age, by namespace, or all of them.
+
+They are not found again, and their bytes are taken off the disk. If an engine is
+using the folder, it is asked to do it. The exit status is 0 if all that was
+selected is gone, 1 if not, and 2 if the folder or an option was refused.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier.cli.options import add_folder_options
+from kvtier.errors import ConfigError
+
+if TYPE_CHECKING:
+    import argparse
+
+    from kvtier_backends.disk.inspection import Folder
+    from kvtier_backends.disk.listing import Kind
+    from kvtier_backends.disk.purging import Selection
+
+LEFT: Final = 1
+"""The exit status if something that was selected may still be there."""
+
+_AGE: Final = re.compile(r"([0-9]{1,9})([smhd])")
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_folder_options(parser)
+    what = parser.add_argument_group("what to remove; at least one of them")
+    what.add_argument("--older-than", metavar="AGE", help="stored longer ago: 30m, 12h, 7d")
+    what.add_argument(
+        "--namespace", metavar="DIGEST", help="of this namespace; its first digits are enough"
+    )
+    what.add_argument("--all", action="store_true", help="everything")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Remove the blocks and report. Returns the exit status."""
+    from kvtier.cli.folders import (  # noqa: PLC0415 - heavy imports stay out of other runs
+        check_json_option,
+        put_json,
+        refusing,
+        wants_tables,
+    )
+    from kvtier.cli.main import INTERRUPTED  # noqa: PLC0415 - it imports this module
+    from kvtier_backends.disk.inspection import Folder  # noqa: PLC0415 - as above
+
+    check_json_option(arguments)
+    before_s = _before_s(arguments)
+    with refusing(arguments.path), Folder(arguments.path) as folder:
+        selection = _selection(folder, arguments, before_s)
+        if arguments.dry_run:
+            figures = _do_here(folder, selection, dry=True)
+        else:
+            asked = _ask(folder.path, selection)
+            figures = asked if asked is not None else _do(folder.path, selection)
+    figures = {"path": folder.path, "dry_run": bool(arguments.dry_run), **figures}
+    if wants_tables(arguments):
+        _show(figures)
+    put_json(arguments, figures)
+    if not figures["complete"]:
+        return INTERRUPTED
+    return LEFT if figures["regions_failed"] or figures["error"] else 0
+
+
+def _before_s(arguments: argparse.Namespace) -> int:
+    """Return the time before which blocks are to go. Raises ``ConfigError``."""
+    if arguments.all and (arguments.older_than or arguments.namespace):
+        raise ConfigError("--all excludes --older-than and --namespace. Give it alone.")
+    if not (arguments.all or arguments.older_than or arguments.namespace):
+        raise ConfigError("nothing is selected. Give --older-than, --namespace or --all.")
+    now_s = int(time.time())
+    if arguments.older_than is None:
+        return now_s + 1
+    found = _AGE.fullmatch(arguments.older_than)
+    if found is None:
+        raise ConfigError(
+            f"--older-than {arguments.older_than!r} is no age. Write one such as 30m, 12h or 7d."
+        )
+    return max(0, now_s - int(found[1]) * _SECONDS[found[2]])
+
+
+def _selection(folder: Folder, arguments: argparse.Namespace, before_s: int) -> Selection:
+    """Return what to remove. Raises ``ConfigError`` if the namespace is not one of the folder's."""
+    from kvtier.cli.terminal import progress  # noqa: PLC0415 - as in run
+    from kvtier_backends.disk.listing import list_folder  # noqa: PLC0415 - as in run
+    from kvtier_backends.disk.purging import Selection  # noqa: PLC0415 - as in run
+
+    if not arguments.namespace:
+        return Selection(before_s, all_of_it=bool(arguments.all))
+    numbers = folder.files.numbers()
+    with progress("looking for the namespace", len(numbers)) as bar:
+        listing = list_folder(folder, numbers, bar.advance)
+    if not listing.is_complete:
+        raise KeyboardInterrupt
+    known = sorted({kind.namespace for kind in listing.holdings})
+    meant = [digest for digest in known if digest.hex().startswith(arguments.namespace.lower())]
+    if len(meant) != 1:
+        what = "fits several namespaces" if meant else "is no namespace of this folder"
+        there = ", ".join(digest.hex() for digest in known) or "none"
+        raise ConfigError(f"--namespace {arguments.namespace!r} {what}. There are: {there}.")
+    return Selection(before_s, meant[0])
+
+
+def _ask(path: str, selection: Selection) -> dict[str, Any] | None:
+    """Have the engine do it, if there is one."""
+    from kvtier.cli.terminal import progress  # noqa: PLC0415 - as in run
+    from kvtier_backends.disk.inspection import user_of  # noqa: PLC0415 - as in run
+    from kvtier_backends.disk.listing import Kind  # noqa: PLC0415 - as in run
+    from kvtier_backends.disk.purge_requests import (  # noqa: PLC0415 - as in run
+        NotAnswered,
+        ask_engine,
+    )
+
+    user = user_of(path)
+    if user is None:
+        return None
+    try:
+        with progress(f"asking {user}", None) as bar:
+            told = ask_engine(path, selection, lambda: bar.advance(1))
+    except NotAnswered as error:
+        return _figures({}, str(user), 0, error=str(error))
+    if told is None:
+        return None
+    rows, regions_failed = told
+    return _figures({Kind(*row[:3]): row[3] for row in rows}, str(user), regions_failed)
+
+
+def _do(path: str, selection: Selection) -> dict[str, Any]:
+    """Remove from a folder that nobody uses."""
+    from kvtier.cli.folders import claimed  # noqa: PLC0415 - as in run
+    from kvtier_backends.disk.inspection import Folder  # noqa: PLC0415 - as in run
+
+    with claimed(path, "purge"), Folder(path, writable=True) as folder:
+        return _do_here(folder, selection, dry=False)
+
+
+def _do_here(folder: Folder, selection: Selection, *, dry: bool) -> dict[str, Any]:
+    from kvtier.cli.terminal import progress  # noqa: PLC0415 - as in run
+    from kvtier_backends.disk.purging import purge_folder  # noqa: PLC0415 - as in run
+
+    numbers = folder.files.numbers()
+    with progress("looking at regions" if dry else "removing", len(numbers)) as bar:
+        purged = purge_folder(folder, numbers, selection, bar.advance, dry=dry)
+    removed = {kind: keys.count() for kind, keys in purged.kinds.items()}
+    return _figures(removed, None, purged.regions_failed, complete=purged.is_complete)
+
+
+def _figures(
+    removed: dict[Kind, int],
+    engine: str | None,
+    regions_failed: int,
+    *,
+    complete: bool = True,
+    error: str = "",
+) -> dict[str, Any]:
+    from kvtier.cli.folders import kind_figures  # noqa: PLC0415 - as in run
+
+    rows = [kind_figures(kind, blocks) for kind, blocks in sorted(removed.items())]
+    return {
+        "removed_by": engine,
+        "blocks": sum(row["blocks"] for row in rows),
+        "bytes": sum(row["bytes"] for row in rows),
+        "namespaces": rows,
+        "regions_failed": regions_failed,
+        "complete": complete,
+        "error": error,
+    }
+
+
+def _show(figures: dict[str, Any]) -> None:
+    from kvtier.cli.folders import gib, short  # noqa: PLC0415 - as in run
+    from kvtier.cli.terminal import table  # noqa: PLC0415 - as in run
+
+    verb = "Would be removed" if figures["dry_run"] else "Removed"
+    if figures["error"]:
+        print(f"Nothing is known to be removed: {figures['error']}")
+        return
+    by = f" by {figures['removed_by']}" if figures["removed_by"] else ""
+    if figures["namespaces"]:
+        table(
+            f"{verb}{by}",
+            ("namespace", "key", "block bytes", "blocks", "GiB"),
+            [
+                (
+                    short(row["namespace"]),
+                    short(row["key_id"]),
+                    f"{row['block_bytes']:,}",
+                    f"{row['blocks']:,}",
+                    gib(row["bytes"]),
+                )
+                for row in figures["namespaces"]
+            ],
+        )
+    size = f"{figures['blocks']:,} blocks, {gib(figures['bytes'])} GiB"
+    print(f"{figures['path']}: {verb.lower()}{by}: {size}.")
+    if figures["regions_failed"]:
+        print(f"{figures['regions_failed']:,} regions could not be read or changed.")
+    if not figures["complete"]:
+        print("Interrupted: the rest is as it was.")

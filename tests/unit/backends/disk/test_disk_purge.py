@@ -1,0 +1,421 @@
+"""What is purged is found by nobody again, and its bytes are gone; the rest is as it was."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import json
+import os
+import stat
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvtier.backend import Outcome
+from kvtier.errors import ConfigError
+from kvtier_backends.disk import backend as backend_module
+from kvtier_backends.disk import format as fmt
+from kvtier_backends.disk import purge_requests, purging, region_files
+from kvtier_backends.disk.checking import Checker
+from kvtier_backends.disk.inspection import Folder
+from kvtier_backends.disk.purge_requests import NotAnswered, ask_engine
+from kvtier_backends.disk.purging import Purged, Selection, purge_folder
+from kvtier_backends.disk.regions import RegionState
+from tests.unit.backends.disk._disk import (
+    CAPACITY_BYTES,
+    CONTEXT,
+    OTHER_CONTEXT,
+    Disk,
+    data_of,
+    folder_bytes,
+    key_of,
+    make_disk,
+    open_disk,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.anyio
+OWN, OTHER = fmt.namespace_digest(CONTEXT), fmt.namespace_digest(OTHER_CONTEXT)
+ALL = Selection(1 << 40, all_of_it=True)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(purging, "LOADS_END_S", 0.0)
+    monkeypatch.setattr(backend_module, "TICK_S", 0.01)
+
+
+async def fill(path: Path, numbers: range, stored_s: int, **options: Any) -> None:
+    async with open_disk(path, **options) as disk:
+        set_clock(disk, stored_s)
+        for number in numbers:
+            assert await disk.store(number) == [Outcome.DONE]
+
+
+def set_clock(disk: Disk, now_s: int) -> None:
+    assert disk.backend._log is not None
+    disk.backend._log._clock = lambda: now_s
+
+
+def purge(path: Path, selection: Selection, *, dry: bool = False) -> int:
+    """Purge a folder that nobody uses; returns how many blocks went."""
+    with Folder(str(path), writable=not dry) as folder:
+        purged = purge_folder(folder, folder.files.numbers(), selection, lambda: None, dry=dry)
+    assert purged.regions_failed == 0
+    return count(purged)
+
+
+def count(purged: Purged) -> int:
+    return sum(keys.count() for keys in purged.kinds.values())
+
+
+def bytes_of(path: Path) -> bytes:
+    return b"".join(file.read_bytes() for file in sorted(path.glob("segment-*.kv")))
+
+
+def on_disk(path: Path, numbers: range) -> list[int]:
+    """Return the blocks whose bytes or keys are in the files. Those of block 0 are zeros."""
+    raw = bytes_of(path)
+    return [n for n in numbers if key_of(n) in raw or (n and data_of(n) in raw)]
+
+
+def check_sound(path: Path) -> int:
+    with Folder(str(path)) as folder:
+        checked = Checker(folder, None, repair=False).run(folder.files.numbers(), lambda: None)
+    assert checked.problems == []
+    return checked.blocks
+
+
+# --- a folder that nobody uses ---
+
+
+async def test_purge_by_age_takes_the_old_blocks_and_their_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    await fill(path, range(30), 1000)
+    await fill(path, range(30, 70), 2000)
+    assert purge(path, Selection(1001), dry=True) == 30
+    assert len(on_disk(path, range(70))) == 70
+    assert purge(path, Selection(1001)) == 30
+    assert on_disk(path, range(70)) == list(range(30, 70))
+    assert check_sound(path) == 40
+    async with open_disk(path) as disk:
+        assert await disk.found(range(70)) == list(range(30, 70))
+        assert disk.lost == []
+    assert purge(path, Selection(1001)) == 0
+
+
+async def test_purge_of_a_namespace_leaves_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    await fill(path, range(40), 1000)
+    await fill(path, range(40, 60), 1000, context=OTHER_CONTEXT)
+    assert purge(path, Selection(1 << 40, OTHER)) == 20
+    assert on_disk(path, range(60)) == list(range(40))
+    async with open_disk(path) as disk:
+        assert await disk.found(range(60)) == list(range(40))
+
+
+async def test_purge_of_all_leaves_no_byte_and_gives_the_disk_space_back(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    await fill(path, range(100), 1000)
+    with (path / "segment-00000.kv").open("r+b") as file:
+        file.write(b"a header that nobody can read")
+    purge(path, ALL)
+    assert set(bytes_of(path)) == {0}
+    assert (path / "segment-00000.kv").stat().st_blocks == 0
+    async with open_disk(path) as disk:
+        assert await disk.found(range(100)) == []
+        assert await disk.store(1) == [Outcome.DONE]
+        assert await disk.load(1) == [Outcome.DONE]
+
+
+async def test_older_copies_and_removed_blocks_go_too(tmp_path: Path) -> None:
+    """A restart would find them again: removing only forgets."""
+    path = tmp_path / "kv"
+    async with open_disk(path) as disk:
+        set_clock(disk, 1000)
+        await disk.store(*range(30))
+        await disk.remove(*range(20))
+        await disk.store(*range(10))
+    assert purge(path, Selection(1001)) == 30
+    assert on_disk(path, range(30)) == []
+    async with open_disk(path) as disk:
+        assert await disk.found(range(30)) == []
+
+
+async def test_bytes_of_the_time_before_go_as_well(tmp_path: Path) -> None:
+    """A region that was opened anew still has blocks that no table names any more."""
+    path = tmp_path / "kv"
+    await fill(path, range(10), 1000)
+    with Folder(str(path), writable=True) as folder:
+        folder.files.write(0, 0, bytes(4096))
+    await fill(path, range(50, 53), 2000, context=OTHER_CONTEXT)
+    assert on_disk(path, range(10))
+    assert purge(path, Selection(1500)) == 0
+    assert on_disk(path, range(10)) == []
+    async with open_disk(path, OTHER_CONTEXT) as disk:
+        assert await disk.found(range(60)) == [50, 51, 52]
+
+
+async def test_without_holes_zeros_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kv"
+    await fill(path, range(20), 1000)
+    await fill(path, range(20, 30), 2000)
+
+    def refuse(*_: int) -> int:
+        ctypes.set_errno(errno.EOPNOTSUPP)
+        return -1
+
+    monkeypatch.setattr(region_files, "_fallocate", refuse)
+    assert purge(path, Selection(1001)) == 20
+    assert on_disk(path, range(30)) == list(range(20, 30))
+    assert check_sound(path) == 10
+
+
+async def test_encrypted_blocks_are_purged_without_their_key(tmp_path: Path) -> None:
+    path, keys = tmp_path / "kv", tmp_path / "keys"
+    keys.write_text("11" * 32)
+    keys.chmod(0o600)
+    options: dict[str, Any] = {"encryption_key_file": str(keys)}
+    await fill(path, range(20), 1000, **options)
+    await fill(path, range(20, 50), 2000, **options)
+    assert purge(path, Selection(1001)) == 20
+    async with open_disk(path, **options) as disk:
+        assert await disk.found(range(50)) == list(range(20, 50))
+
+
+# --- a folder that an engine uses ---
+
+
+async def ask(path: Path, selection: Selection) -> int:
+    """Ask the engine, and return how many blocks went."""
+    answer = await asyncio.to_thread(ask_engine, str(path), selection, lambda: None)
+    assert answer is not None
+    rows, failed = answer
+    assert failed == 0
+    return sum(row[3] for row in rows)
+
+
+async def test_a_live_engine_forgets_tells_and_never_finds_them_again(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    async with open_disk(path) as disk:
+        set_clock(disk, 1000)
+        await disk.store(*range(30))
+        set_clock(disk, 2000)
+        await disk.store(*range(30, 60))
+        assert await ask(path, Selection(1001)) == 30
+        assert sorted(disk.lost) == sorted(key_of(n) for n in range(30))
+        assert disk.count("blocks_purged") == 30
+        assert await disk.found(range(60)) == list(range(30, 60))
+        assert on_disk(path, range(60)) == list(range(30, 60))
+        assert {file.name for file in path.iterdir()} == {"lock", "superblock", "segment-00000.kv"}
+        assert await disk.store(*range(20)) == [Outcome.DONE] * 20
+        assert await disk.found(range(60)) == [*range(20), *range(30, 60)]
+    async with open_disk(path) as disk:
+        assert await disk.found(range(60)) == [*range(20), *range(30, 60)]
+
+
+async def test_a_live_engine_purges_another_ones_blocks(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    await fill(path, range(40, 60), 1000, context=OTHER_CONTEXT)
+    async with open_disk(path) as disk:
+        await disk.store(*range(20))
+        assert await ask(path, Selection(1 << 40, OTHER)) == 20
+        assert disk.lost == []
+        assert await disk.found(range(60)) == list(range(20))
+        assert on_disk(path, range(60)) == list(range(20))
+
+
+async def test_stores_and_loads_go_on_while_all_is_purged_again_and_again(tmp_path: Path) -> None:
+    """Only blocks that were purged may be missed, and none may come back."""
+    path = tmp_path / "kv"
+    async with open_disk(path) as disk:
+        capacity = disk.backend.traits.capacity_blocks
+        assert capacity is not None
+        resident: set[int] = set()
+        number = purges = 0
+        asking: asyncio.Task[int] | None = None
+        while purges < 6 or number < 3 * capacity:
+            if asking is None or asking.done():
+                purges += 1
+                asking = asyncio.ensure_future(ask(path, ALL._replace(all_of_it=False)))
+            numbers = range(number, number + 8)
+            number += 8
+            excess = max(0, len(resident) + 8 - capacity)
+            gone = sorted(resident)[:excess]
+            await disk.remove(*gone)
+            stored = await disk.store(*numbers)
+            resident = (resident | set(numbers)) - set(gone)
+            lost = set(disk.lost)
+            resident = {n for n in resident if key_of(n) not in lost}
+            loaded = await disk.load(*numbers)
+            # A load that had begun reads zeros, where a purge does not wait for it.
+            missed = {n for n, o in zip(numbers, loaded, strict=True) if o is not Outcome.DONE}
+            assert set(stored) <= {Outcome.DONE, Outcome.FULL}
+            full = {n for n, o in zip(numbers, stored, strict=True) if o is Outcome.FULL}
+            assert {key_of(n) for n in missed - full} <= set(disk.lost)
+            if asking.done():  # otherwise its files come and go
+                assert folder_bytes(path) <= CAPACITY_BYTES
+        await asyncio.gather(*([asking] if asking else []))
+        assert await ask(path, ALL) >= 0
+        assert await disk.found(range(number)) == []
+        assert set(bytes_of(path)) == {0}
+    check_sound(path)
+    async with open_disk(path) as disk:
+        assert await disk.found(range(number)) == []
+
+
+async def test_a_block_that_is_appended_again_meanwhile_goes_as_well(tmp_path: Path) -> None:
+    """It was read before the purge, and would be written after it: the purge waits or repeats."""
+    path = tmp_path / "kv"
+    async with open_disk(path) as disk:
+        log = disk.backend._log
+        assert log is not None
+        set_clock(disk, 1000)
+        await disk.store(*range(40))
+        region = log.regions.victim()
+        assert region is not None
+        log.regions.begin_emptying(region)
+        log.regions.pin(region)
+        asking = asyncio.ensure_future(ask(path, Selection(1001)))
+        for _ in range(20):
+            await asyncio.sleep(0.005)
+        assert not asking.done(), "a region is being emptied"
+        assert disk.lost == []
+        log.lose(log.index.keys_of(region), "blocks_dropped")
+        log.regions.unpin(region)
+        assert log.regions.state(region) is RegionState.FREE
+        assert await asking == 40
+        assert on_disk(path, range(40)) == []
+
+
+async def test_a_log_that_never_rests_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(purging, "QUIET_WAIT_S_MAX", 0.05)
+    async with open_disk(tmp_path / "kv") as disk:
+        log = disk.backend._log
+        assert log is not None
+        await disk.store(*range(40))
+        region = log.regions.victim()
+        assert region is not None
+        log.regions.begin_emptying(region)
+        log.regions.pin(region)
+        with pytest.raises(NotAnswered, match="did not come to rest"):
+            await ask(tmp_path / "kv", ALL)
+        assert await disk.load(1) == [Outcome.DONE]
+
+
+async def test_a_purge_keeps_the_folder_claimed_until_its_thread_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would erase what the next engine puts there."""
+    entered, release = threading.Event(), threading.Event()
+    real = purging.purge_region
+
+    def hang(*arguments: Any, dry: bool) -> None:
+        entered.set()
+        release.wait()
+        real(*arguments, dry=dry)
+
+    monkeypatch.setattr(purging, "purge_region", hang)
+    monkeypatch.setattr(backend_module, "CLOSE_TIMEOUT_S_MAX", 0.01)
+    async with open_disk(tmp_path / "kv") as disk:
+        await disk.store(1)
+        asking = asyncio.get_running_loop().run_in_executor(
+            None, ask_engine, str(tmp_path / "kv"), ALL, lambda: None
+        )
+        await asyncio.to_thread(entered.wait)
+        await disk.backend.close()
+        with pytest.raises(ConfigError, match="in use"):
+            make_disk(tmp_path / "kv")
+        release.set()
+        assert await asking is None, "it cannot answer any more"
+    for thread in threading.enumerate():
+        if thread.name.endswith("-release"):
+            await asyncio.to_thread(thread.join)
+    async with open_disk(tmp_path / "kv") as disk:
+        assert await disk.store(2) == [Outcome.DONE]
+
+
+# --- requests ---
+
+
+async def test_requests_that_make_no_sense_are_thrown_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_module, "TICK_S", 1000.0)  # the test ticks
+    path = tmp_path / "kv"
+    good = {"before_s": 1 << 40, "namespace": None, "all_of_it": False, "until_s": 1 << 40}
+    bad: list[Any] = [
+        {},
+        [],
+        {**good, "more": 1},
+        {**good, "before_s": "1"},
+        {**good, "before_s": -1},
+        {**good, "namespace": "../x"},
+        {**good, "until_s": 1},
+    ]
+    async with open_disk(path) as disk:
+        await disk.store(1)
+        for place, request in enumerate(bad):
+            write(path / f"purge-{place:032x}.json", json.dumps(request))
+        write(path / f"purge-{100:032x}.json", "{" * 100_000)
+        write(path / f"purge-{101:032x}.json", json.dumps(good), mode=0o666)
+        (path / f"purge-{102:032x}.json").symlink_to(path / "elsewhere")
+        os.mkfifo(path / f"purge-{103:032x}.json")
+        write(path / "purge-me.json", json.dumps(good))
+        await disk.backend.tick()
+        assert [file.name for file in path.glob("purge*")] == ["purge-me.json"]
+        assert await disk.load(1) == [Outcome.DONE]
+        write(path / f"purge-{104:032x}.json", json.dumps(good))
+        await disk.backend.tick()
+        assert await disk.load(1) == [Outcome.ABSENT]
+        (answer,) = path.glob("purged-*")
+        assert stat.S_IMODE(answer.stat().st_mode) == 0o600
+        os.utime(answer, (1, 1))
+        await disk.backend.tick()
+        assert not answer.exists(), "nobody wanted it"
+
+
+def write(path: Path, text: str, mode: int = 0o600) -> None:
+    unfinished = path.with_name("unfinished")
+    unfinished.write_text(text)
+    unfinished.chmod(mode)
+    unfinished.replace(path)
+
+
+async def test_an_engine_that_does_not_answer_is_said_and_the_request_withdrawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(purge_requests, "TAKEN_WITHIN_S_MAX", 0.0)
+    path = tmp_path / "kv"
+    backend = make_disk(path)  # claimed, and not open: nobody looks for requests
+    fmt_superblock(path)
+    with pytest.raises(NotAnswered, match=f"process {os.getpid()} did not take the request"):
+        await ask(path, ALL)
+    assert list(path.glob("*purge*")) == []
+    await backend.close()
+
+
+def fmt_superblock(path: Path) -> None:
+    page = fmt.encode_superblock(fmt.Superblock(b"f" * 16, 1 << 20, 16, int(time.time())))
+    (path / "superblock").write_bytes(page * 2)
+
+
+async def test_an_engine_that_ends_instead_of_answering_is_no_error(tmp_path: Path) -> None:
+    """The command does it itself then."""
+    path = tmp_path / "kv"
+    backend = make_disk(path)
+    asked = threading.Event()
+    asking = asyncio.get_running_loop().run_in_executor(None, ask_engine, str(path), ALL, asked.set)
+    await asyncio.to_thread(asked.wait)
+    await backend.close()
+    assert await asking is None
+    assert list(path.glob("*purge*")) == []

@@ -1,0 +1,90 @@
+"""One load job uses all of ``io_depth`` at once, with neighbouring blocks in one read each."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+from kvtier import messages as m
+from kvtier.backend import Outcome
+from kvtier.memory import SlotMemory
+from kvtier.registry import make_policy
+from kvtier.tier_cell import TierCell
+from tests.unit.backends.disk._disk import BLOCK_BYTES, data_of, key_of, make_disk
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+    from kvtier.messages import Message
+
+IO_DEPTH = 4
+BLOCKS = 32
+WAIT_S_MAX = 30.0
+
+
+class Link:
+    """Takes what the tier reports."""
+
+    def __init__(self) -> None:
+        self.ended: deque[m.JobEnded] = deque()
+        self.rang = threading.Semaphore(0)
+
+    def post(self, message: Message) -> bool:
+        if isinstance(message, m.JobEnded):
+            self.ended.append(message)
+            self.rang.release()
+        return True
+
+    def next_end(self) -> m.JobEnded:
+        assert self.rang.acquire(timeout=WAIT_S_MAX)
+        return self.ended.popleft()
+
+
+def test_a_job_spreads_over_io_depth_and_reads_neighbours_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = threading.Barrier(IO_DEPTH, timeout=WAIT_S_MAX)
+    sizes: list[int] = []
+    real = os.preadv
+
+    def read_together(descriptor: int, buffers: list[memoryview], at: int) -> int:
+        sizes.append(sum(buffer.nbytes for buffer in buffers))
+        if len(sizes) <= IO_DEPTH:
+            together.wait()  # breaks, and so fails the load, unless so many read at once
+        return real(descriptor, buffers, at)
+
+    memory = SlotMemory.anonymous(BLOCKS, BLOCK_BYTES)
+    link = Link()
+    backend = make_disk(
+        tmp_path, io_depth=IO_DEPTH, capacity_bytes=8 << 20, region_bytes=64 * BLOCK_BYTES
+    )
+    cell = TierCell(
+        "1:disk",
+        backend,
+        memory,
+        link,
+        messages_max=64,
+        make_backend=lambda: backend,
+        make_policy=lambda: make_policy("lru", backend.traits.capacity_blocks or 0),
+    )
+    cell.start()
+    try:
+        keys = tuple(key_of(number) for number in range(BLOCKS))
+        for number in range(BLOCKS):
+            memory.view(number)[:] = data_of(number)
+        cell.post(m.StoreJob(job=1, request="r", keys=keys, slots=tuple(range(BLOCKS))))
+        cell.wake()
+        assert set(link.next_end().outcomes) == {Outcome.DONE}
+        monkeypatch.setattr(os, "preadv", read_together)
+        cell.post(m.LoadJob(job=2, keys=keys, slots=tuple(range(BLOCKS))))
+        cell.wake()
+        assert set(link.next_end().outcomes) == {Outcome.DONE}
+    finally:
+        cell.close(WAIT_S_MAX)
+    assert sum(sizes) == BLOCKS * BLOCK_BYTES
+    assert sizes[0] == BLOCKS // IO_DEPTH * BLOCK_BYTES
+    assert len(sizes) < BLOCKS // 2

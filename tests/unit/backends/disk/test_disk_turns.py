@@ -1,0 +1,127 @@
+"""Loads before stores; and stores go on, whatever the loads do."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvtier_backends.disk.turns import Turns
+
+pytestmark = pytest.mark.anyio
+
+
+class Stores:
+    """Stores that wait for their turns, and end when they are told to."""
+
+    def __init__(self, turns: Turns) -> None:
+        self.turns = turns
+        self.running: list[int] = []
+        self.ends: dict[int, asyncio.Event] = {}
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def begin(self, *numbers: int) -> None:
+        for number in numbers:
+            self.ends[number] = asyncio.Event()
+            self.tasks[number] = asyncio.create_task(self._store(number))
+        await settle()
+
+    async def end(self, *numbers: int) -> None:
+        for number in numbers:
+            self.ends[number].set()
+            await self.tasks[number]
+        await settle()
+
+    async def _store(self, number: int) -> None:
+        async with self.turns.store():
+            self.running.append(number)
+            await self.ends[number].wait()
+            self.running.remove(number)
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_without_loads_no_store_waits() -> None:
+    stores = Stores(Turns(1))
+    await stores.begin(1, 2, 3)
+    assert stores.running == [1, 2, 3]
+    await stores.end(1, 2, 3)
+
+
+async def test_beside_a_load_only_so_many_stores_go_on() -> None:
+    turns = Turns(2)
+    stores = Stores(turns)
+    with turns.load():
+        await stores.begin(1, 2, 3, 4)
+        assert stores.running == [1, 2]
+    await settle()
+    assert stores.running == [1, 2, 3, 4]
+    await stores.end(1, 2, 3, 4)
+
+
+async def test_under_loads_without_end_every_store_gets_its_turn_in_order() -> None:
+    """There is a load at any moment: the next one begins before the last one ends."""
+    turns = Turns(1)
+    stores = Stores(turns)
+    load = turns.load()
+    load.__enter__()
+    await stores.begin(1, 2, 3)
+    for number in (1, 2, 3):
+        next_load = turns.load()
+        next_load.__enter__()
+        load.__exit__(None, None, None)
+        load = next_load
+        await settle()
+        assert stores.running == [number]
+        await stores.end(number)
+    load.__exit__(None, None, None)
+
+
+async def test_the_share_of_stores_is_one_at_least() -> None:
+    turns = Turns(0)
+    stores = Stores(turns)
+    with turns.load():
+        await stores.begin(1)
+        assert stores.running == [1]
+        await stores.end(1)
+
+
+async def test_stores_that_began_before_a_load_count_towards_the_share() -> None:
+    turns = Turns(2)
+    stores = Stores(turns)
+    await stores.begin(1, 2, 3)
+    with turns.load():
+        await stores.begin(4)
+        await stores.end(1)
+        assert stores.running == [2, 3]
+        await stores.end(2)
+        assert stores.running == [3, 4]
+        await stores.end(3, 4)
+
+
+async def test_a_store_that_is_cancelled_while_it_waits_takes_no_turn() -> None:
+    turns = Turns(1)
+    stores = Stores(turns)
+    with turns.load():
+        await stores.begin(1, 2, 3)
+        stores.tasks[2].cancel()
+        await settle()
+        await stores.end(1)
+        assert stores.running == [3]
+        await stores.end(3)
+
+
+async def test_a_store_that_is_cancelled_as_its_turn_comes_passes_it_on() -> None:
+    turns = Turns(1)
+    stores = Stores(turns)
+    with turns.load():
+        await stores.begin(1, 2, 3)
+        stores.ends[1].set()
+        await asyncio.sleep(0)  # the first ends here, and hands its turn to the second
+        stores.tasks[2].cancel()
+        await settle()
+        assert stores.running == [3]
+        await stores.end(3)

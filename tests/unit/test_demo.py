@@ -1,0 +1,81 @@
+"""The demo's verdict: figures that do not bear out what it says are called so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvtier.demo import COLD, DISK, DRAM, PROMPT_TOKENS, PROMPTS, RESTART, table, verdict
+
+BLOCK_TOKENS, BLOCK_BYTES = 32, 131_072
+CACHED = PROMPTS * (PROMPT_TOKENS // BLOCK_TOKENS) * BLOCK_TOKENS
+MOVED = CACHED // BLOCK_TOKENS * BLOCK_BYTES
+
+
+def phase(**moved: int) -> dict[str, Any]:
+    """Return one phase's figures; bytes that are not given did not move."""
+    counters = ("gpu_to_dram_bytes", "dram_to_gpu_bytes", "dram_to_disk_bytes")
+    return {
+        "tokens": [[number, 7] for number in range(PROMPTS)],
+        "prompt_tokens": PROMPTS * PROMPT_TOKENS,
+        "cached_tokens": CACHED,
+        "first_token_s": [0.01] * PROMPTS,
+        "block_tokens": BLOCK_TOKENS,
+        "block_bytes": BLOCK_BYTES,
+        "disk_to_dram_bytes": 0,
+        **dict.fromkeys(counters, 0),
+        **moved,
+    }
+
+
+@pytest.fixture
+def phases() -> dict[str, dict[str, Any]]:
+    """Return what a run that is all well gives."""
+    return {
+        COLD: phase(cached_tokens=0, gpu_to_dram_bytes=MOVED, dram_to_disk_bytes=MOVED),
+        DRAM: phase(dram_to_gpu_bytes=MOVED),
+        DISK: phase(dram_to_gpu_bytes=MOVED, disk_to_dram_bytes=MOVED),
+        RESTART: phase(dram_to_gpu_bytes=MOVED, disk_to_dram_bytes=MOVED),
+    }
+
+
+def test_a_good_run_has_no_problems(phases: dict[str, dict[str, Any]]) -> None:
+    """And its table has a row a phase, with the tokens at the tier that they came from."""
+    assert verdict(phases) == []
+    rows = {line.split()[0]: line.split()[3:6] for line in table(phases).splitlines()[2:6]}
+    computed, cached = str(PROMPTS * PROMPT_TOKENS - CACHED), str(CACHED)
+    assert rows == {
+        COLD: [str(PROMPTS * PROMPT_TOKENS), "0", "0"],
+        DRAM: [computed, cached, "0"],
+        DISK: [computed, "0", cached],
+        RESTART: [computed, "0", cached],
+    }
+
+
+@pytest.mark.parametrize("name", [DRAM, DISK, RESTART])
+def test_another_token_is_a_problem(phases: dict[str, dict[str, Any]], name: str) -> None:
+    """One wrong token of one prompt is enough."""
+    phases[name]["tokens"][3] = [3, 8]
+    (problem,) = verdict(phases)
+    assert problem == f"{name}: 1 of {PROMPTS} outputs differ from cold"
+
+
+@pytest.mark.parametrize(
+    ("name", "counter", "value"),
+    [
+        (COLD, "cached_tokens", BLOCK_TOKENS),
+        (COLD, "dram_to_disk_bytes", MOVED - BLOCK_BYTES),
+        (DRAM, "disk_to_dram_bytes", BLOCK_BYTES),
+        (DISK, "disk_to_dram_bytes", 0),
+        (RESTART, "disk_to_dram_bytes", MOVED - BLOCK_BYTES),
+        (RESTART, "cached_tokens", CACHED - BLOCK_TOKENS),
+    ],
+)
+def test_a_hit_that_is_missing_or_from_elsewhere_is_a_problem(
+    phases: dict[str, dict[str, Any]], name: str, counter: str, value: int
+) -> None:
+    """Each row must be from the tier that it names, all of it."""
+    expected = phases[name][counter]
+    phases[name][counter] = value
+    assert verdict(phases) == [f"{name}: {counter} is {value}, expected {expected}"]
