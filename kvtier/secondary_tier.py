@@ -273,7 +273,7 @@ class SecondaryTier(Actor):
         keys = [job.keys[i] for i in indices]
         self._storing.update(keys)
         self._hold(keys)
-        fresh = sum(key not in self._resident for key in self._storing)
+        fresh = len(self._storing) - sum(map(self._resident.__contains__, self._storing))
         used = len(self._resident) + fresh - self._victims_asked
         missing = max(0, used - capacity)
         self._making_room.append((job, indices, missing))
@@ -301,7 +301,8 @@ class SecondaryTier(Actor):
         for index, outcome in zip(indices, outcomes, strict=True):
             (done if outcome is Outcome.DONE else not_done).append(job.keys[index])
         if not job.is_load:
-            self._storing -= Counter(done + not_done)
+            for index in indices:
+                _count_down(self._storing, job.keys[index])
             fresh = tuple(key for key in dict.fromkeys(done) if key not in self._resident)
             if fresh:
                 self._resident.update(fresh)
@@ -350,11 +351,16 @@ class SecondaryTier(Actor):
         self.policy.post(m.Held(keys=tuple(keys)))
 
     def _let_go(self, keys: tuple[Key, ...] | list[Key]) -> None:
-        loose = []
-        for key in keys:
-            self._in_use[key] -= 1
-            if self._in_use[key] <= 0:
-                del self._in_use[key]
-                loose.append(key)
+        loose = [key for key in keys if _count_down(self._in_use, key)]
         if loose:
             self.policy.post(m.Unheld(keys=tuple(loose)))
+
+
+def _count_down(counter: Counter[Key], key: Key) -> bool:
+    """Count one less of ``key``. True: that was the last one."""
+    left = counter[key] - 1
+    if left > 0:
+        counter[key] = left
+        return False
+    del counter[key]
+    return True

@@ -248,16 +248,23 @@ class TableWriter:
         self._entries: list[Entry] = []
         self._width = 0
 
-    def fits(self, entries: Sequence[Entry]) -> bool:
-        """Tell whether all of these go into the page as well."""
-        width = max([self._width, *(len(entry.key) for entry in entries)])
-        return len(self._entries) + len(entries) <= records_max(width, self._tag_bytes)
+    def fitting(self, entries: Sequence[Entry]) -> int:
+        """Return how many of these, from the first on, go into the page as well."""
+        width = self._width
+        room = records_max(width, self._tag_bytes) - len(self._entries)
+        for count, entry in enumerate(entries):
+            if len(entry.key) > width:  # all records of a page are as wide as its widest
+                width = len(entry.key)
+                room = records_max(width, self._tag_bytes) - len(self._entries)
+            if count >= room:
+                return count
+        return len(entries)
 
     def add(self, entries: Sequence[Entry]) -> None:
         """Take entries that fit. Raises ``Misuse`` for those that do not, or a key too long."""
         lengths = [len(entry.key) for entry in entries]
         longest = max(lengths, default=0)
-        if longest > KEY_BYTES_MAX or not all(lengths) or not self.fits(entries):
+        if longest > KEY_BYTES_MAX or not all(lengths) or self.fitting(entries) < len(entries):
             raise Misuse(
                 f"{len(entries)} entries with keys of up to {longest} bytes do not go into this "
                 f"table page. Begin a new one; keys have 1 to {KEY_BYTES_MAX} bytes."

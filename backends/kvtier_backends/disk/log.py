@@ -359,6 +359,8 @@ class BlockLog:
     async def _take(self, count: int, *, again: bool) -> Extent | Outcome:
         """Return slots to write to, or FULL or FAILED."""
         while not self.is_dead:
+            if self.regions.room and not self.opening.locked():
+                return self.regions.take(count)  # as it mostly is: there is nothing to wait for
             async with self.opening:
                 if self.regions.room:
                     return self.regions.take(count)

@@ -105,9 +105,7 @@ class RegionTable:
 
     async def _write(self, entries: list[Entry]) -> OSError | None:
         while entries:
-            count = len(entries)
-            while count and not self._writer.fits(entries[:count]):
-                count -= 1
+            count = self._writer.fitting(entries)
             if count == 0:
                 self._writer.start_page()
                 self._head = None
