@@ -19,7 +19,6 @@ admitted blocks, in 1024ths of the capacity.
 
 from __future__ import annotations
 
-from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -48,8 +47,6 @@ LOOK_BLOCKS: Final = 512
 ENDED_MAX: Final = 64
 """Orders kept of requests that ended before all their blocks were stored (as in a slow tier)."""
 
-
-_GROUP_OF: Final = itemgetter(slice(-GROUP_BYTES, None))
 
 TAKEN_BACK_INDEX: Final = -1.0  #: below all others
 
@@ -350,9 +347,22 @@ class ReusePolicy(EvictionPolicy):
 
 def _chains(keys: Sequence[Key]) -> list[tuple[Key, ...]]:
     """Return the chains in ``keys``, one for each KV-cache group, each key once."""
-    if len(set(map(_GROUP_OF, keys))) <= 1 and len(set(keys)) == len(keys):
-        return [tuple(keys)] if keys else []
+    if not keys:
+        return []
+    if _are_of_one_group(keys) and len(set(keys)) == len(keys):
+        return [tuple(keys)]
     chains: dict[bytes, dict[Key, None]] = {}
     for key in keys:
         chains.setdefault(key[-GROUP_BYTES:], {})[key] = None
     return [tuple(chain) for chain in chains.values()]
+
+
+def _are_of_one_group(keys: Sequence[Key]) -> bool:
+    """Tell whether all keys end in the same group, if they are of equal length; else, maybe not."""
+    joined = b"".join(keys)
+    length = len(keys[0])
+    if len(joined) != length * len(keys):
+        return False
+    # A column of the joined keys at a time: slicing each key takes five times as long.
+    ends = (joined[length - place :: length] for place in range(1, GROUP_BYTES + 1))
+    return all(end.count(end[:1]) == len(end) for end in ends)

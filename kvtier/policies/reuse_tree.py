@@ -82,7 +82,7 @@ class PrefixTree:
         self.uses[node] = 1
         self.parent[node] = self.last[node] = NO_NODE
         self._queue[node] = ASIDE
-        self.node_of.update(dict.fromkeys(keys, node))
+        self._note(keys, node)
         return node
 
     def open(self, cohort: int, used: float) -> int:
@@ -92,6 +92,11 @@ class PrefixTree:
         self.uses[node] = 0
         self.busy[node] = 1
         return node
+
+    def _note(self, keys: Iterable[Key], node: int) -> None:
+        node_of = self.node_of
+        for key in keys:
+            node_of[key] = node
 
     def is_open(self, node: int) -> bool:
         """Tell whether the node's use is not known yet."""
@@ -106,14 +111,14 @@ class PrefixTree:
         mine += keys
         self.end[node] = len(mine)
         self.size[node] += len(keys)
-        self.node_of.update(dict.fromkeys(keys, node))
+        self._note(keys, node)
 
     def extend(self, node: int, keys: Collection[Key]) -> None:
         """Let ``node`` take ``keys``, behind its own."""
         mine = self.keys_of(node)
         self.keys[node] = _stored((*mine, *keys))
         self.size[node] = self.end[node] = len(mine) + len(keys)
-        self.node_of.update(dict.fromkeys(keys, node))
+        self._note(keys, node)
 
     def keys_of(self, node: int) -> tuple[Key, ...]:
         """Return the keys that are in ``node``, from head to tail."""

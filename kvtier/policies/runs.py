@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def hold(held: dict[Key, None], keys: Collection[Key]) -> None:
     """Add keys to those that are held: in a dict, since a set is walked through too."""
     if len(held) < len(keys):
-        held.update(dict.fromkeys(keys))  # which makes room in one go, and for no more than these
+        held.update(dict.fromkeys(keys))  # makes room in one go
         return
     for key in keys:
         held[key] = None
@@ -144,9 +144,7 @@ class Runs:
                 run.keys.update(new)
             else:
                 run.keys = new
-            # Not by update(): it makes room for these keys and no more, so a dict that is
-            # nearly full would be rebuilt each time.
-            for key in keys:
+            for key in keys:  # update() wants a dict of them first, which takes longer
                 run_of[key] = run
         else:
             self._move(keys, run, new=True)
