@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TIER",
-        help="a secondary tier: fs:FOLDER, memory:SIZE, or an entry of secondary_tiers as JSON; "
-        "may be given several times",
+        help="a secondary tier: disk:FOLDER:SIZE, fs:FOLDER, memory:SIZE, or an entry of "
+        "secondary_tiers as JSON; may be given several times",
     )
     tiers.add_argument("--policy", metavar="NAME", help="eviction policy of all tiers")
     tiers.add_argument(

@@ -19,8 +19,12 @@ if TYPE_CHECKING:
     from kvtier.config import RuntimeConfig
     from kvtier.replay.engine_model import EngineModel
 
-SHORT_TIERS: Final = {"fs": "root_dir", "memory": "capacity_bytes"}
-"""What the text after the colon of a short tier is, by type."""
+SHORT_TIERS: Final = {
+    "fs": ("root_dir",),
+    "disk": ("path", "capacity_bytes"),
+    "memory": ("capacity_bytes",),
+}
+"""What a short tier gives behind its type, each after a colon."""
 
 _SHARE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
@@ -68,14 +72,21 @@ def read_tier(text: str) -> dict[str, Any]:
             raise ConfigError(f"--tier {text}: not JSON ({error}).") from error
         assert isinstance(values, dict)
         return values
-    kind, _, value = text.partition(":")
-    if kind not in SHORT_TIERS or not value:
-        short = ", ".join(f"{kind}:{key.upper()}" for kind, key in SHORT_TIERS.items())
+    kind, _, rest = text.partition(":")
+    keys = SHORT_TIERS.get(kind, ())
+    given = rest.rsplit(":", len(keys) - 1) if keys else []
+    if not keys or len(given) != len(keys) or not all(given):
+        short = ", ".join(f"{kind}:{':'.join(keys).upper()}" for kind, keys in SHORT_TIERS.items())
         raise ConfigError(
             f"--tier {text!r} is unknown. Write {short}, or an entry of secondary_tiers as JSON."
         )
-    key = SHORT_TIERS[kind]
-    return {"type": kind, key: read_bytes(value, "--tier") if key == "capacity_bytes" else value}
+    return {
+        "type": kind,
+        **{
+            key: read_bytes(value, "--tier") if key == "capacity_bytes" else value
+            for key, value in zip(keys, given, strict=True)
+        },
+    }
 
 
 def read_runtime(

@@ -106,12 +106,30 @@ class FakeDevice:
         self.orphans: list[Part] = []  # its tier broke; the threads go on
         self._works: dict[int, Work] = {}
 
-    def restart(self, tier: TestTier, *, keeps: bool) -> None:
-        """Serve a fresh cell."""
-        self.tier = tier
+    def restart(self, *, keeps: bool) -> None:
+        """Begin anew, with the blocks from before or without."""
         self._works.clear()
         if not keeps:
             self.blocks.clear()
+
+    def break_down(self) -> None:
+        """Go on with what it was asked for, though nobody waits for it any more."""
+        self.orphans = list(self.tier.parts)
+
+    def fence(self) -> None:
+        """Let go of all slots."""
+        self.orphans = []
+
+    def is_at_work(self) -> bool:
+        """Nothing goes on here but parts."""
+        return False
+
+    def work(self, only: type[object]) -> bool:
+        """End the oldest part of a kind. False: there is none."""
+        part = next((each for each in self.tier.parts if isinstance(each, only)), None)
+        if part is not None:
+            self.tier.answer(part, self.end(part, 0))
+        return part is not None
 
     def work_of(self, part: Part) -> Work:
         """Begin a part, or go on with it. A store's digests are taken when it begins."""

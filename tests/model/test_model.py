@@ -21,6 +21,7 @@ from machine import KVTierSpec
 STEPS = 60
 EXAMPLES_CI = 1_200  # with each policy
 EXAMPLES_A_SEED = 300
+RUNS = len(POLICIES) + 2  # those of test_disk_model as well
 PROFILE = os.environ.get("KVTIER_MODEL_PROFILE", "ci")
 SECONDS = float(os.environ.get("KVTIER_MODEL_SECONDS") or 600)
 
@@ -38,26 +39,23 @@ def profile(examples: int) -> settings:
     )
 
 
-def check(policy: str, number: int, examples: int) -> None:
+def check(spec: type[KVTierSpec], policy: str, number: int, examples: int) -> None:
     """Check one seed."""
-    seeded = type("KVTierSpec", (KVTierSpec,), {"make_policy": POLICIES[policy]})
+    seeded = type(spec.__name__, (spec,), {"make_policy": POLICIES[policy]})
     run_state_machine_as_test(seed(number)(seeded), settings=profile(examples))
 
 
-def check_fixed_seed(policy: str) -> None:
-    """Run as many examples of one seed as CI has time for."""
-    check(policy, 20_261_121, EXAMPLES_CI)
-
-
-def check_fresh_seeds(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
+def check_fresh_seeds(
+    spec: type[KVTierSpec], policy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Run fresh seeds, printed, for as long as told."""
     started = time.monotonic()
     ran = 0
-    while time.monotonic() - started < SECONDS / len(POLICIES):
+    while time.monotonic() - started < SECONDS / RUNS:
         number = random.SystemRandom().randrange(2**32)
         with capsys.disabled():
-            sys.stderr.write(f"{policy}: seed {number}, {ran} examples so far\n")
-        check(policy, number, EXAMPLES_A_SEED)
+            sys.stderr.write(f"{spec.__name__}, {policy}: seed {number}, {ran} examples so far\n")
+        check(spec, policy, number, EXAMPLES_A_SEED)
         ran += EXAMPLES_A_SEED
     with capsys.disabled():
         sys.stderr.write(f"{ran} examples in {time.monotonic() - started:.0f} s\n")
@@ -70,6 +68,6 @@ def test_every_promise_holds_under_every_order_of_events(
     policy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if PROFILE == "long":
-        check_fresh_seeds(policy, capsys)
+        check_fresh_seeds(KVTierSpec, policy, capsys)
     else:
-        check_fixed_seed(policy)
+        check(KVTierSpec, policy, 20_261_121, EXAMPLES_CI)

@@ -13,6 +13,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from disk_tier import BLOCK_BYTES as DISK_BLOCK_BYTES
+from disk_tier import DiskTier, plan_of
 from fakes import FakeDevice, Gpu
 
 from kvtier import messages as m
@@ -22,7 +24,7 @@ from kvtier.events import PRIMARY, EventKind
 from kvtier.memory import SlotMemory
 from kvtier.slots import GPU
 from kvtier.states import BLOCK_TABLE, SLOT_TABLE, BlockState, SlotState
-from kvtier.testing.cell import TestMailbox, open_test_runtime
+from kvtier.testing.cell import TestMailbox, TestTier, open_test_runtime
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 24
 PIECES = 3  # a copy is made in as many pieces, with anything in between
-PIECE_BYTES = BLOCK_BYTES // PIECES
 KEY_MOVES = {(before, after) for (before, _), after in BLOCK_TABLE.items()}
 SLOT_MOVES = {(int(before), int(after)) for (before, _), after in SLOT_TABLE.items()}
 
@@ -53,10 +54,20 @@ PATHS: tuple[tuple[Key, ...], ...] = (
 KEYS = tuple(dict.fromkeys(key for path in PATHS for key in path))
 
 
-def pattern(key: Key, version: int) -> bytes:
+def pattern(key: Key, version: int, block_bytes: int = BLOCK_BYTES) -> bytes:
     """Return bytes that no other key and no other store of the key has, in any piece."""
     number = KEYS.index(key)
-    return b"".join(struct.pack(">HIH", number, version, piece) for piece in range(PIECES))
+    times = block_bytes // BLOCK_BYTES
+    return b"".join(struct.pack(">HIH", number, version, piece) * times for piece in range(PIECES))
+
+
+@dataclass(frozen=True)
+class DiskShape:
+    """A tier's simulated disk."""
+
+    regions: int = 6
+    slots: int = 2  #: in each region
+    ttl_s: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,7 @@ class TierShape:
     request_level: bool = False
     parts_max: int = 2
     admission: str = "all"
+    disk: DiskShape | None = None  #: its backend is the real one, on a simulated disk
 
 
 @dataclass(frozen=True)
@@ -82,6 +94,16 @@ class Shape:
     jobs_in_flight_max: int = 8
     breaker_failures_max: int = 3
     store_reserve_fraction: float = 1 / 16
+
+    @property
+    def block_bytes(self) -> int:
+        """A disk's blocks are longer than its pages; others are as short as possible."""
+        return DISK_BLOCK_BYTES if any(tier.disk for tier in self.tiers) else BLOCK_BYTES
+
+
+def disk_tier(disk: DiskShape, **options: int) -> TierShape:
+    """Return the shape of a tier on a disk, with the capacity that such a disk has."""
+    return TierShape(capacity=plan_of(disk).capacity_blocks, disk=disk, **options)
 
 
 @dataclass
@@ -112,10 +134,11 @@ class World:
 
     def __init__(self, shape: Shape, make_policy: type[EvictionPolicy]) -> None:
         self.shape = shape
+        self.make_policy = make_policy
         self.now = 1000.0
         self.config = RuntimeConfig(
             slot_count=shape.slot_count,
-            block_bytes=BLOCK_BYTES,
+            block_bytes=shape.block_bytes,
             store_threshold=shape.store_threshold,
             tiers=tuple(
                 TierConfig(
@@ -140,7 +163,7 @@ class World:
             breaker_pause_s=1.0,
             breaker_pause_s_max=4.0,
         )
-        self.memory = SlotMemory.anonymous(shape.slot_count, BLOCK_BYTES)
+        self.memory = SlotMemory.anonymous(shape.slot_count, shape.block_bytes)
         self.runtime = open_test_runtime(
             self.config,
             make_policy(shape.slot_count),
@@ -176,7 +199,6 @@ class World:
         self.bytes_of: dict[Key, bytes] = {}  # READY keys
 
         # Jobs, as slots: what tiers are at liberty to do with which slot.
-        self.devices = [FakeDevice(self, tier) for tier in self.runtime.tiers]
         self.at_tier: list[dict[int, m.LoadJob | m.StoreJob]] = [{} for _ in shape.tiers]
         self.promoting: Counter[tuple[int, int, int]] = Counter()  # tier, epoch, slot
         self.abandoned: Counter[int] = Counter()  # slot
@@ -199,6 +221,12 @@ class World:
         }
         self.states = dict.fromkeys(KEYS, BlockState.ABSENT)
 
+        self.devices = [
+            FakeDevice(self, held) if tier.disk is None else DiskTier(self, held, tier.disk)
+            for tier, held in zip(shape.tiers, self.runtime.tiers, strict=True)
+        ]
+        self.disks = [each for each in self.devices if isinstance(each, DiskTier)]
+
         self.cell.after_delivery = self.observe
         self.cell.before_delivery = self.foresee
         self.cell.on_post = self.note_post
@@ -207,6 +235,30 @@ class World:
     def traits(tier: TierShape) -> BackendTraits:
         """Return what a tier of this shape tells of its backend."""
         return BackendTraits(tier.parts_max, tier.parts_max, tier.capacity)
+
+    def new_bytes(self, key: Key) -> bytes:
+        """Return bytes for a key that nothing had before."""
+        self.versions += 1
+        return pattern(key, self.versions, self.shape.block_bytes)
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass, at the disks as well."""
+        self.now += seconds
+        for disk in self.disks:
+            disk.pass_time(seconds)
+
+    def serve_anew(self, number: int) -> TestTier:
+        """Have a fresh cell serve a tier whose old one was fenced."""
+        tier = self.shape.tiers[number]
+        policy = None if tier.capacity is None else self.make_policy(tier.capacity)
+        held = TestTier(self.cell, self.links[number], self.traits(tier), policy)
+        self.runtime.tiers[number] = held
+        self.devices[number].tier = held
+        self.fenced[number] = False
+        self.honest[number] = True
+        self.exact[number] = True
+        held.inbox.post(m.TierRestarted())
+        return held
 
     # --- calling the facade ---
 
@@ -273,6 +325,9 @@ class World:
                 self.leases.clear()
                 self.lease_until.clear()
             self._see_moves(message)
+        for disk in self.disks:
+            if actor is disk.tier._driver.actor and isinstance(message, m.LoadPart | m.StorePart):
+                disk.take(message)
 
     def _take_end(self, message: Message) -> None:
         """Every job gets exactly one completion, and every slot of it is in it."""
@@ -401,4 +456,5 @@ class World:
         """Tell whether the tier has something to do, or to say."""
         tier = self.runtime.tiers[number]
         boxes = [tier.inbox, *tier.mailboxes]
-        return bool(tier.parts) or any(each.waiting for each in boxes)
+        is_at_work = bool(tier.parts) or self.devices[number].is_at_work()
+        return is_at_work or any(each.waiting for each in boxes)

@@ -45,11 +45,13 @@ def test_a_share_is_of_the_traces_distinct_blocks() -> None:
 
 def test_short_tiers_and_json_mean_the_same() -> None:
     assert read_tier("fs:a/b:c") == {"type": "fs", "root_dir": "a/b:c"}
+    disk = {"type": "disk", "path": "a/b:c", "capacity_bytes": 2 * 1024**3}
+    assert read_tier("disk:a/b:c:2GiB") == disk
     assert read_tier("memory:1MiB") == {"type": "memory", "capacity_bytes": 1024**2}
     assert read_tier(' {"type": "fs", "root_dir": "x"}') == read_tier("fs:x")
 
 
-@pytest.mark.parametrize("text", ["fs", "fs:", "tape:x", '{"type": ', ""])
+@pytest.mark.parametrize("text", ["fs", "fs:", "disk:a", "disk:a:", "tape:x", '{"type": ', ""])
 def test_a_tier_that_is_none_is_refused(text) -> None:
     with pytest.raises(ConfigError, match="--tier"):
         read_tier(text)

@@ -214,8 +214,14 @@ class DiskBackend(Backend):
         if log is None:
             return [Outcome.FAILED] * len(blocks)
         if self._vault is not None:
-            return await log.shielded(self._vault.store(log, blocks))
-        return await log.store(blocks)
+            ends = await log.shielded(self._vault.store(log, blocks))
+        else:
+            ends = await log.store(blocks)
+        # A region may have been emptied since: what was lost by then must not be told as there.
+        return [
+            Outcome.FULL if end is Outcome.DONE and log.index.get(block.key) is None else end
+            for block, end in zip(blocks, ends, strict=True)
+        ]
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         """Forget these keys. No I/O: their bytes stay until their region is overwritten."""

@@ -266,7 +266,7 @@ class BlockLog:
                 raise Misuse(f"a key of {len(key)} bytes; keys have 1 to {KEY_BYTES_MAX} bytes.")
             location = self.index.get(key)
             if location is not None and self.is_expired(self.index.known(location)):
-                self.index.remove(key)
+                self.lose([key], "blocks_expired")
                 location = None
             if location is None:
                 items.setdefault(key, Item(key, buffer, Known(digest, now_s, now_s, seal)))

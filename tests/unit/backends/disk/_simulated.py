@@ -2,8 +2,9 @@
 
 Like a real one without a flush: until ``crash`` the reader sees every write;
 after it, each sector of each write since the beginning may or may not be there.
-Sectors are 512 bytes, so a page may be torn, and a later write may have
-arrived while an earlier one did not.
+So a page may be torn, and a later write may have arrived while an earlier one
+did not. Sectors are 512 bytes; where the disk is told to, at the start of each
+region, it tears finer than that, so that small tables can be torn as well.
 """
 
 from __future__ import annotations
@@ -18,37 +19,69 @@ import anyio.lowlevel
 from kvtier_backends.disk.device import Device, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+PAGE_BYTES = 4096
 SECTOR_BYTES = 512
+FINE_SECTOR_BYTES = 32
 
 
 class SimulatedDisk:
     """What survives a crash: the sectors, and what each may have been before."""
 
-    def __init__(self, regions: int, region_bytes: int, seed: int) -> None:
+    def __init__(self, regions: int, region_bytes: int, seed: int, *, fine_bytes: int = 0) -> None:
+        """``fine_bytes``: so much at the start of each region tears into fine sectors."""
         self.random = random.Random(seed)
         self.bytes = [bytearray(region_bytes) for _ in range(regions)]
-        self.before: dict[tuple[int, int], list[bytes]] = {}
+        self.before: dict[tuple[int, int], list[bytes]] = {}  # region, start of the sector
+        self.lost: set[tuple[int, int]] = set()  # sectors that are not what was written last
         self.crashes = 0
+        self._fine_bytes = fine_bytes
 
     def write(self, region: int, at: int, data: bytes) -> None:
-        first, last = at // SECTOR_BYTES, (at + len(data) - 1) // SECTOR_BYTES
-        for sector in range(first, last + 1):
-            place = slice(sector * SECTOR_BYTES, (sector + 1) * SECTOR_BYTES)
-            self.before.setdefault((region, sector), []).append(bytes(self.bytes[region][place]))
+        for place in self.sectors(at, len(data)):
+            sector = (region, place.start)
+            self.before.setdefault(sector, []).append(bytes(self.bytes[region][place]))
+            self.lost.discard(sector)
         self.bytes[region][at : at + len(data)] = data
 
     def crash(self) -> None:
-        """Let every sector fall back to any of its versions since the last crash."""
+        """Let every sector fall back to any of its versions since the last crash.
+
+        Each by itself, or those of one page together.
+        """
         self.crashes += 1
         rate = self.random.choice([0.0, 0.02, 0.3])
-        for (region, sector), versions in self.before.items():
-            if self.random.random() < rate:
-                start = sector * SECTOR_BYTES
-                kept = self.random.choice(versions)
-                self.bytes[region][start : start + SECTOR_BYTES] = kept
+        together_bytes = self.random.choice([1, PAGE_BYTES])
+        fates: dict[tuple[int, int], float | None] = {}
+        for (region, start), versions in self.before.items():
+            unit = (region, start // together_bytes)
+            if unit not in fates:
+                fates[unit] = self.random.random() if self.random.random() < rate else None
+            fate = fates[unit]
+            if fate is not None:
+                self._fall_back(region, start, versions[int(fate * len(versions))])
         self.before.clear()
+
+    def rot(self, region: int, at: int) -> None:
+        """Flip the bits of a byte, behind everybody's back."""
+        self.bytes[region][at] ^= 0xFF
+        self.lost.update((region, place.start) for place in self.sectors(at, 1))
+
+    def sectors(self, at: int, size: int) -> Iterator[slice]:
+        """Yield the sectors of a region that so many bytes lie in."""
+        end = at + size
+        while at < end:
+            sector_bytes = FINE_SECTOR_BYTES if at < self._fine_bytes else SECTOR_BYTES
+            start = at // sector_bytes * sector_bytes
+            at = start + sector_bytes
+            yield slice(start, at)
+
+    def _fall_back(self, region: int, start: int, kept: bytes) -> None:
+        place = slice(start, start + len(kept))
+        if self.bytes[region][place] != kept:
+            self.bytes[region][place] = kept
+            self.lost.add((region, start))
 
 
 class SimulatedDevice(Device):

@@ -1,0 +1,180 @@
+"""Mistakes that one could make in the disk tier, each as a context manager that makes it.
+
+As in ``mutations``: each of these must be caught.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from kvtier_backends.disk import format as disk_format
+from kvtier_backends.disk import recovery
+from kvtier_backends.disk.bulk import BulkLoad
+from kvtier_backends.disk.format import ID_BYTES, Entry
+from kvtier_backends.disk.log import BlockLog
+from kvtier_backends.disk.regions import Budget, Regions, RegionState
+from kvtier_backends.disk.tables import RegionTable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from kvtier.backend import Outcome
+    from kvtier_backends.disk.log import Item
+    from kvtier_backends.disk.regions import Extent
+
+DISK_MUTATIONS: dict[str, Any] = {}
+ENOUGH = 1 << 30
+
+
+def mutation(make: Callable[[], Iterator[None]]) -> Callable[[], Any]:
+    """Register a mutation under its function's name."""
+    made = contextmanager(make)
+    DISK_MUTATIONS[make.__name__] = made
+    return made
+
+
+@mutation
+def drop_the_pin_of_a_region_that_is_read() -> Iterator[None]:
+    """A region is free as soon as its blocks are gone, whoever reads it."""
+
+    def pin(_self: Regions, _region: int) -> None:
+        return
+
+    def unpin(self: Regions, region: int) -> None:
+        if self.state(region) is RegionState.EMPTYING:
+            self.end_emptying(region)
+
+    with patch.object(Regions, "pin", pin), patch.object(Regions, "unpin", unpin):
+        yield
+
+
+@mutation
+def skip_the_checksum_of_a_table() -> Iterator[None]:
+    """A page that was torn is taken for what it says."""
+    real = disk_format._check
+
+    def check(page: Any, magic: bytes) -> None:
+        body = bytes(page[: disk_format._CHECKED_BYTES])
+        real(disk_format._sealed(body) if any(body) else page, magic)
+
+    with patch.object(disk_format, "_check", check):
+        yield
+
+
+@mutation
+def take_the_table_of_an_older_life_of_a_region() -> Iterator[None]:
+    """The incarnation in a table page is not compared with the header's."""
+    real = recovery.decode_table_untrusted
+    at = disk_format._PREFIX.size
+
+    def decode(page: Any, _incarnation: bytes) -> Any:
+        return real(page, bytes(page[at : at + ID_BYTES]))
+
+    with patch.object(recovery, "decode_table_untrusted", decode):
+        yield
+
+
+@mutation
+def recover_the_older_copy() -> Iterator[None]:
+    """Of two copies of a key, the one in the region that was opened first is taken."""
+    real = BulkLoad.end_region
+
+    def end_region(self: BulkLoad, region: int, sequence: int) -> int:
+        return real(self, region, -sequence)
+
+    with patch.object(BulkLoad, "end_region", end_region):
+        yield
+
+
+@mutation
+def bring_a_removed_block_back() -> Iterator[None]:
+    """A block that is appended again is known again, whatever became of it meanwhile."""
+
+    def know(self: BlockLog, item: Item, location: int) -> None:
+        self.index.remove(item.key)
+        self.index.insert(item.key, location, item.known)
+
+    with patch.object(BlockLog, "_know", know):
+        yield
+
+
+@mutation
+def tell_nobody_what_is_lost() -> Iterator[None]:
+    """The tier above goes on believing that the blocks are there."""
+
+    def lose(self: BlockLog, keys: Sequence[bytes], _name: str) -> None:
+        self.remove(keys)
+
+    with patch.object(BlockLog, "lose", lose):
+        yield
+
+
+@mutation
+def append_again_without_a_budget() -> Iterator[None]:
+    """Whatever is in a region that is emptied is written once more."""
+
+    def affords(_self: Budget, _block_bytes: int, _overhead_bytes: int) -> int:
+        return ENOUGH
+
+    with patch.object(Budget, "affords", affords):
+        yield
+
+
+@mutation
+def keep_what_is_too_old() -> Iterator[None]:
+    """The sweeper finds nothing."""
+
+    def sweep(_self: BlockLog, _region: int) -> None:
+        return
+
+    with patch.object(BlockLog, "sweep", sweep):
+        yield
+
+
+@mutation
+def name_a_block_before_it_is_written() -> Iterator[None]:
+    """The table says where a block is while it is not there yet."""
+    real = BlockLog._write
+
+    async def write(
+        self: BlockLog, extent: Extent, items: Sequence[Item], *, again: bool
+    ) -> list[Outcome]:
+        await self._tables[extent.region].add(
+            [
+                Entry(slot, item.known.stored_s, item.key, item.known.digest, item.known.seal)
+                for slot, item in enumerate(items, extent.first)
+            ]
+        )
+        return await real(self, extent, items, again=again)
+
+    with patch.object(BlockLog, "_write", write):
+        yield
+
+
+@mutation
+def overwrite_the_only_version_of_a_table() -> Iterator[None]:
+    """A page is written to where its last version is."""
+    real = RegionTable._write_page
+
+    async def write_page(self: RegionTable) -> Any:
+        if self._head is not None:
+            self._spare = self._head
+        return await real(self)
+
+    with patch.object(RegionTable, "_write_page", write_page):
+        yield
+
+
+@mutation
+def let_the_index_overflow() -> Iterator[None]:
+    """Nobody looks how many blocks the tier has room for."""
+    real = BlockLog._store
+
+    async def store(self: BlockLog, *blocks: Any) -> Any:
+        self._capacity_blocks = ENOUGH
+        return await real(self, *blocks)
+
+    with patch.object(BlockLog, "_store", store):
+        yield

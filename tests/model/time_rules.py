@@ -1,0 +1,92 @@
+"""Rules: steps end, time passes, and everything is forgotten at once."""
+
+from __future__ import annotations
+
+from fakes import GpuStore
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+from rules import PICKS, SCHEDULES, Rules, is_due, pick
+from world import KEYS
+
+from kvtier.states import BlockState
+
+
+class TimeRules(Rules):
+    """Steps, the clock, resets."""
+
+    @is_due("jump", 8)
+    @rule(seconds=st.sampled_from([0.4, 1.1, 2.5, 7.0, 100.0]), schedule=SCHEDULES)
+    def the_clock_jumps(self, seconds: float, schedule: bytes) -> None:
+        """Past some deadlines, or past all."""
+        self.a_step_ends(seconds, schedule)
+
+    @rule(seconds=st.just(0.01), schedule=SCHEDULES)
+    def a_step_ends(self, seconds: float, schedule: bytes) -> None:
+        """The clock may have jumped meanwhile."""
+        world = self.world
+        # What the scheduler has not ended a step for is not the tier's to answer yet.
+        for key in {key for keys in world.primary._whereabouts._unsent for key in keys}:
+            world.pending_since.pop(key, None)
+        world.pass_time(seconds)
+        world.in_order(schedule)
+        world.facade.step_end()
+        for request in world.requests.values():
+            request.behind.clear()
+            request.hits.clear()
+        for key, state in world.states.items():
+            slot = world.primary.slot_of(key)
+            from_tier = state is BlockState.FILLING and slot in world.slots.tier_fills
+            if state is BlockState.PROBING or from_tier:
+                world.pending_since.setdefault(key, world.now)
+
+    @is_due("reset", 15)
+    @rule(schedule=SCHEDULES)
+    def a_reset_forgets_everything_and_waits_for_nobody(self, schedule: bytes) -> None:
+        """Tiers may hang and the GPU may go on: it returns, and a new epoch begins."""
+        world = self.world
+        # What was a HIT, or stood behind a gap, belongs to the old epoch.
+        for request in world.requests.values():
+            request.hits.clear()
+            request.behind.clear()
+        world.gpu.reset()
+        world.in_order(schedule)
+        world.facade.reset()
+        for key in KEYS:
+            assert world.state_of(key) is BlockState.ABSENT
+
+    @is_due("empty", 12, lambda self: self.world.slots.ready_count() > 2)
+    @rule(schedule=SCHEDULES)
+    def a_reset_is_flushed_at_once(self, schedule: bytes) -> None:
+        """So that tiers are all that still has the blocks."""
+        self.a_reset_forgets_everything_and_waits_for_nobody(schedule)
+        self.the_gpu_is_flushed(schedule)
+
+    @is_due("flush", 6, lambda self: self.world.slots.quarantined)
+    @rule(schedule=SCHEDULES)
+    def the_gpu_is_flushed(self, schedule: bytes) -> None:
+        """It has let go of all that it was given before the last reset."""
+        self.world.gpu.flush()
+        self.world.in_order(schedule)
+        self.world.facade.on_reset_flushed()
+
+    @precondition(lambda self: self.world.gpu.late)
+    @rule(which=PICKS, schedule=SCHEDULES)
+    def a_completion_from_before_a_reset_is_ignored(self, which: int, schedule: bytes) -> None:
+        """A scheduler should drop it, as vLLM does; one that doesn't does no harm."""
+        world = self.world
+        work = pick(world.gpu.late, which)
+        world.gpu.late.remove(work)
+        world.in_order(schedule)
+        if isinstance(work, GpuStore):
+            if not any(self._is_same(work, each) for each in world.gpu.stores):
+                world.facade.complete_store([work.key], work.request)
+        elif not any(
+            load.request == work.request and set(load.keys) & set(work.keys)
+            for load in world.gpu.loads
+        ):
+            world.facade.complete_load(work.keys, work.request)
+
+    @staticmethod
+    def _is_same(one: GpuStore, other: GpuStore) -> bool:
+        """Tell whether a completion can't say which of two stores it is for."""
+        return one.request == other.request and one.key == other.key
