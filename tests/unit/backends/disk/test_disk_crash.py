@@ -5,40 +5,45 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
-import signal
-import subprocess
 import time
 from typing import TYPE_CHECKING
 
 import pytest
 
 from kvtier.backend import Outcome
-from tests.unit.backends._media import start_python
+from tests.unit.backends.disk import _disk_child
 from tests.unit.backends.disk._disk import CAPACITY_BYTES, folder_bytes, open_disk
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.anyio
-KILLS = int(os.environ.get("KVTIER_DISK_KILLS", "50"))
-KILLS_PER_FOLDER = 10
+KILLS = int(os.environ.get("KVTIER_DISK_KILLS", "500"))
+KILLS_PER_FOLDER = 20
 BLOCKS_FOUND_MIN = 0.9
 LIFE_S_MAX = 0.06
+
+# Each writer is forked from a process that has imported everything: a start takes milliseconds.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload([_disk_child.__name__, "pytest"])  # pytest is their __main__
 
 
 def run_and_kill(path: Path, first: int, life_s: float) -> list[int]:
     """Let a child store until it is killed ``life_s`` later; returns what it acknowledged."""
-    module = "tests.unit.backends.disk._disk_child"
-    child = start_python("-m", module, path, str(first), stdout=subprocess.PIPE)
-    assert child.stdout is not None
-    assert child.stdout.readline() == "ready\n"
-    time.sleep(life_s)  # the moment of the kill is what is random here
-    child.send_signal(signal.SIGKILL)
-    said, _ = child.communicate()
-    whole = said[: said.rfind("\n") + 1]
-    return [int(line) for line in whole.splitlines()]
+    ours, theirs = PROCESSES.Pipe(duplex=False)
+    child = PROCESSES.Process(target=_disk_child.run, args=(str(path), first, theirs))
+    child.start()
+    theirs.close()
+    with ours, open(ours.fileno(), "rb", closefd=False) as said:
+        assert said.readline() == b"ready\n"
+        time.sleep(life_s)  # the moment of the kill is what is random here
+        child.kill()
+        child.join()
+        child.close()
+        return [int(line) for line in said if line.endswith(b"\n")]
 
 
 @pytest.mark.parametrize("folder", range(-(-KILLS // KILLS_PER_FOLDER)))
