@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import xxhash
 
@@ -23,15 +23,20 @@ if TYPE_CHECKING:
 
 DIGEST_BYTES = 16
 
+DIGEST_STEP_BYTES: Final = 1 << 16
+"""xxhash lets go of the GIL for 100 KB and more, and a thread that wants it back waits for
+Python's switch interval, 5 ms, while the scheduler is busy; a step takes some microseconds."""
+
 
 def block_digest(key: bytes, buffer: memoryview) -> bytes:
     """Return the 16-byte XXH3-128 digest over the key and the block's bytes.
 
     The key is part of it, so that sound bytes filed under the wrong key fail
-    too. Releases the GIL for blocks of 100 KB and more (xxhash's rule).
+    too. Holds the GIL: about 0.1 ms for 1 MiB.
     """
     state = xxhash.xxh3_128(key)
-    state.update(buffer)
+    for start in range(0, buffer.nbytes, DIGEST_STEP_BYTES):
+        state.update(buffer[start : start + DIGEST_STEP_BYTES])
     return state.digest()
 
 

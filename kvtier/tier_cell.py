@@ -46,7 +46,7 @@ ABANDON_S: Final = 0.5
 CLOSE_BACKEND_S: Final = 2.0
 
 DIGEST_THREADS: Final = 2
-"""Digests run at memory speed and release the GIL: more threads would only wait for memory."""
+"""Digests hold the GIL: a second thread only keeps one job from waiting for another."""
 
 CONTENTS_A_PAUSE: Final = 512
 CONTENTS_PAUSE_S: Final = 0.002
