@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from kvtier.messages import Key, RequestId
 
-LEARN_REQUESTS: Final = 256
+LEARN_REQUESTS: Final = 512
 """The model is worked out anew after this many requests, or half as many as it has seen."""
 
 LOOK_UNITS: Final = 1.0
