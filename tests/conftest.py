@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,6 +11,10 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+
+# A shell's background job ignores SIGINT, and so would everything that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 NEEDS_ROOT = "needs root"
 """In a skip's reason: allowed for a user, not for root."""
