@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 
-# A shell's background job ignores SIGINT, and so would everything that a test starts and interrupts.
+# A background job of a shell ignores SIGINT, and so would all that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
