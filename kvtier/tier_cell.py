@@ -53,7 +53,7 @@ CONTENTS_PAUSE_S: Final = 0.002
 """So many blocks found at the start are passed on at a time: a million in some seconds."""
 
 DIGEST_INLINE_BYTES_MAX: Final = 4 << 20
-"""Up to here (a tenth of a millisecond) a hand-over to a thread costs more than the digest."""
+"""Up to here (under half a millisecond) a hand-over to a thread costs more than the digest."""
 
 
 class TierCell:

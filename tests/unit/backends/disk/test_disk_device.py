@@ -4,13 +4,13 @@ import errno
 import mmap
 import os
 import stat
-import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
 
 from kvtier_backends.disk import device as device_module
 from kvtier_backends.disk.device import FileDevice, Segments, Transfer, trim_segments
+from tests.unit.backends._media import needs_mount, tmpfs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -156,12 +156,9 @@ def test_a_transfer_that_stops_short_goes_on_where_it_stopped() -> None:
     assert taken == b"abcdefghij"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
+@needs_mount
 async def test_a_full_disk_says_so_when_a_region_is_allocated(tmp_path: Path) -> None:
-    small = tmp_path / "small"
-    small.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", small], check=True)
-    try:
+    with tmpfs(tmp_path / "small", "96k") as small:
         device = make(small)
         await device.allocate(0)
         with pytest.raises(OSError, match="space") as full:
@@ -169,8 +166,6 @@ async def test_a_full_disk_says_so_when_a_region_is_allocated(tmp_path: Path) ->
         assert full.value.errno == errno.ENOSPC
         assert await device.write([Transfer(0, 0, pages(1))]) == [None]
         device.close()
-    finally:
-        subprocess.run(["umount", "-l", small], check=True)
 
 
 async def test_after_close_nothing_is_opened_any_more(tmp_path: Path) -> None:
