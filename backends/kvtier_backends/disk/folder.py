@@ -45,10 +45,19 @@ FOLDER_BYTES: Final = 4 * PAGE_BYTES  #: the lock and the superblock, rounded up
 SPARE_PART: Final = 0.1
 """So much of the slots is not told upward: there dead blocks lie until a region is emptied."""
 
-_LOCK_NAME: Final = "lock"
+LOCK_NAME: Final = "lock"
 _SUPERBLOCK_NAME: Final = "superblock"
 _SEGMENT_PATTERN: Final = re.compile(r"segment-(\d{5})\.kv")
 _OPEN_FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class User(NamedTuple):
+    """Who has a folder claimed."""
+
+    pid: int | None  #: as the lock file has it; of the engine's own container, maybe
+
+    def __str__(self) -> str:
+        return "another process" if self.pid is None else f"process {self.pid}"
 
 
 class Plan(NamedTuple):
@@ -137,19 +146,19 @@ class Claim:
         if self._descriptor is None:
             return False
         try:
-            there = os.lstat(f"{self.path}/{_LOCK_NAME}")
+            there = os.lstat(f"{self.path}/{LOCK_NAME}")
         except OSError:
             return False
         ours = os.fstat(self._descriptor)
         return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
 
     def _take(self, refuse: Callable[[str], ConfigError]) -> int:
-        path = f"{self.path}/{_LOCK_NAME}"
+        path = f"{self.path}/{LOCK_NAME}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = _owner_untrusted(descriptor)
+            owner = user_untrusted(descriptor)
             os.close(descriptor)
             raise refuse(
                 f"is in use by {owner}: a disk tier belongs to one engine. Stop that engine, "
@@ -161,13 +170,13 @@ class Claim:
         return descriptor
 
 
-def _owner_untrusted(descriptor: int) -> str:
+def user_untrusted(descriptor: int) -> User:
     """Return who holds the lock, as far as the file tells. Raises nothing."""
     try:
         text = os.pread(descriptor, 32, 0).decode("ascii").strip()
     except (OSError, ValueError):
         text = ""
-    return f"process {text}" if text.isdecimal() else "another process"
+    return User(int(text) if text.isdecimal() else None)
 
 
 def filesystem_of(path: str) -> int:

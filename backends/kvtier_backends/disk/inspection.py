@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.errors import ConfigError
 from kvtier_backends.disk.device import Segments
-from kvtier_backends.disk.folder import read_superblock, segment_numbers
+from kvtier_backends.disk.folder import (
+    LOCK_NAME,
+    User,
+    read_superblock,
+    segment_numbers,
+    user_untrusted,
+)
 from kvtier_backends.disk.format import (
     PAGE_BYTES,
     Entry,
@@ -39,21 +45,11 @@ if TYPE_CHECKING:
 
 LOOKS_MAX: Final = 5
 LOOK_AGAIN_S: Final = 0.02
-_LOCK_BYTES_MAX: Final = 32
 _NO_GEOMETRY: Final = Geometry(0, -1, -1, -1, -1)  # no header has it
 
 
 class FolderDamaged(ConfigError):
     """Raised when both copies of a superblock are damaged. An engine would begin anew there."""
-
-
-class User(NamedTuple):
-    """Who has a folder claimed."""
-
-    pid: int | None  #: as the lock file has it; of the engine's own container, maybe
-
-    def __str__(self) -> str:
-        return "another process" if self.pid is None else f"process {self.pid}"
 
 
 class Page(NamedTuple):
@@ -187,15 +183,14 @@ def damaged_copies(path: str) -> int:
 def user_of(path: str) -> User | None:
     """Return who has the folder claimed now; None if nobody has. Raises ``OSError``."""
     try:
-        descriptor = os.open(f"{path}/lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(f"{path}/{LOCK_NAME}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     try:
         # Held for an instant only: an engine that starts just then would be refused.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        text = os.pread(descriptor, _LOCK_BYTES_MAX, 0).strip()
-        return User(int(text) if text.isdigit() else None)
+        return user_untrusted(descriptor)
     else:
         return None
     finally:
