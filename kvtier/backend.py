@@ -2,7 +2,7 @@
 
 A backend moves bytes and knows nothing of policy: it is given keys and
 memoryviews, and reports one outcome per block. It may raise anything, hang
-for ever or return wrong bytes; the layers above cope (``kvtier/tier_cell.py``
+for ever or return wrong bytes; the layers above cope (``kvtier/backend_driver.py``
 checks every block it gets back against the digest that it stored).
 
 A third party registers a class under the entry-point group
@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, TypeAlias
 
 import xxhash
 
@@ -35,6 +35,9 @@ def block_digest(key: bytes, buffer: memoryview) -> bytes:
     too. Holds the GIL: about 0.1 ms for 1 MiB.
     """
     state = xxhash.xxh3_128(key)
+    if buffer.nbytes <= DIGEST_STEP_BYTES:
+        state.update(buffer)
+        return state.digest()
     for start in range(0, buffer.nbytes, DIGEST_STEP_BYTES):
         state.update(buffer[start : start + DIGEST_STEP_BYTES])
     return state.digest()
@@ -114,6 +117,10 @@ class BackendTraits:
     hand-over to a thread, short enough that others need not wait for it."""
 
 
+CellKind: TypeAlias = Literal["thread", "process"]
+"""What a tier's cell runs in: a thread of the engine's process, or a process of its own."""
+
+
 class Backend(ABC):
     """Drives one storage technology for one tier of one engine.
 
@@ -128,6 +135,8 @@ class Backend(ABC):
 
     type_name: ClassVar[str]  #: the ``type`` in ``secondary_tiers``
     medium: ClassVar[str] = "STORAGE"  #: vLLM's word for KV events: CPU or STORAGE
+    cell: ClassVar[CellKind] = "thread"
+    """Where it runs best, unless the tier's configuration says otherwise."""
     traits: BackendTraits
 
     @classmethod

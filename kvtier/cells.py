@@ -2,7 +2,7 @@
 
 The engine cell runs its actors inline, on whatever thread calls the facade,
 message by message until none is left. A tier cell (``kvtier/tier_cell.py``)
-runs on an event loop in a thread of its own. In a test cell
+runs on an event loop, in a thread or a process of its own. In a test cell
 (``kvtier/testing/cell.py``) a test picks the next delivery. Actors can't tell
 the difference.
 """

@@ -8,8 +8,9 @@ them, and keep their meaning; the others are kvtier's own. A bad value raises
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast, get_args
 
+from kvtier.backend import CellKind
 from kvtier.errors import ConfigError
 from kvtier.options import Options
 
@@ -40,6 +41,7 @@ class TierConfig:
     eviction_policy: str = DEFAULT_POLICY  #: used where the backend has a capacity
     admission: str = ADMIT_ALL  #: which blocks are written to the tier
     admission_options: Mapping[str, Any] = field(default_factory=dict)
+    cell: CellKind | None = None  #: where the tier runs; None: as its backend prefers
     probe_timeout_s: float = 1.0
     promote_timeout_s: float = 10.0
     store_timeout_s: float = 60.0
@@ -64,6 +66,9 @@ class TierConfig:
             eviction_policy=options.text("eviction_policy", DEFAULT_POLICY),
             admission=admission.pop("policy"),
             admission_options=admission,
+            cell=cast("CellKind", options.text("cell", choices=get_args(CellKind)))
+            if options.has("cell")
+            else None,
             probe_timeout_s=options.number("probe_timeout_s", cls.probe_timeout_s),
             promote_timeout_s=options.number("promote_timeout_s", cls.promote_timeout_s),
             store_timeout_s=options.number("store_timeout_s", cls.store_timeout_s),
@@ -95,6 +100,7 @@ _TIER_KEYS: Final = frozenset(
         "offload_policy",
         "eviction_policy",
         "admission",
+        "cell",
         "probe_timeout_s",
         "promote_timeout_s",
         "store_timeout_s",

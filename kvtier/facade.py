@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from kvtier.events import Event
     from kvtier.messages import Key, Message, RequestId, TierSet
     from kvtier.primary_tier import PrimaryTier
-    from kvtier.tier_cell import TierCell
+    from kvtier.tier_cell import TierHost
     from kvtier.tier_link import TierLink
 
 ALL_TIERS: Final = -1
@@ -66,7 +66,7 @@ class SchedulerFacade:
         cell: EngineCell,
         primary: PrimaryTier,
         links: Sequence[TierLink],
-        tier_cells: Sequence[TierCell],
+        tiers: Sequence[TierHost],
         *,
         close_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
@@ -74,12 +74,12 @@ class SchedulerFacade:
         self._cell: EngineCell = cell
         self._primary = primary
         self._links = links
-        self._tier_cells = tier_cells
+        self._tiers = tiers
         self._close_timeout_s = close_timeout_s
         self._clock = clock
         self._closed = False
         self._is_quiet = False
-        self._times_next_lookup = True
+        self._is_first_lookup = True
         self._lookup_seconds: Observed[float] = Observed()
         self._last_tick = clock()
         self._ask(m.Tick(now=self._last_tick))
@@ -110,7 +110,7 @@ class SchedulerFacade:
         PROBING and FILLING end by the tiers' deadlines, whatever tiers do.
         An unknown request is never served from a tier.
         """
-        if self._times_next_lookup:
+        if self._is_first_lookup:
             state = self._timed_lookup(Lookup(key, request))
         else:
             state = self._cell.ask(self._primary, Lookup(key, request))
@@ -131,6 +131,9 @@ class SchedulerFacade:
         Returns their states from the first on, and maybe fewer: nothing behind
         the first ABSENT is looked up, nor what ``lookup_state`` must make room for.
         """
+        if self._is_first_lookup:
+            self._is_first_lookup = False
+            self._take_from_tiers()
         started = time.perf_counter()
         states = self._ask(m.LookupPrefix(tuple(keys), request))
         if states is NO_REPLY:
@@ -210,7 +213,8 @@ class SchedulerFacade:
 
     def step_end(self) -> None:
         """End a step: send the step's probes and promotions, and let deadlines pass."""
-        self._times_next_lookup = True
+        self._is_first_lookup = True
+        self._take_from_tiers()
         self._last_tick = self._clock()
         self._ask(m.StepEnd(now=self._last_tick))
         self._wake_tiers()
@@ -220,12 +224,14 @@ class SchedulerFacade:
 
         Every other call does the first as well.
         """
+        self._take_from_tiers()
         self._cell.run()
         self._wake_tiers()
         return sum(sum(link.in_flight()) for link in self._links)
 
     def has_pending_work(self) -> bool:
         """Tell whether it is worth stepping on: a tier may still end something in time."""
+        self._take_from_tiers()
         self._cell.run()
         self._wake_tiers()
         return any(link.awaited() for link in self._links)
@@ -270,8 +276,11 @@ class SchedulerFacade:
         )
 
     def backend_counters(self) -> list[Mapping[str, int]]:
-        """Return each tier's backend's own counters. May wait for a lock of its threads."""
-        return [dict(cell.backend.counters()) for cell in self._tier_cells]
+        """Return each tier's backend's own counters; those of a process may be a second old.
+
+        May wait for a lock of a backend's threads.
+        """
+        return [dict(tier.counters()) for tier in self._tiers]
 
     def take_observations(self) -> Observations:
         """Return the single measurements since the last call, for histograms."""
@@ -299,12 +308,12 @@ class SchedulerFacade:
         self._closed = True
         self._cell = ClosedCell()
         deadline = time.monotonic() + self._close_timeout_s
-        for cell in self._tier_cells:
-            cell.ask_to_end()
-        quiet = [cell.close(max(0.0, deadline - time.monotonic())) for cell in self._tier_cells]
-        for cell, is_quiet in zip(self._tier_cells, quiet, strict=True):
+        for tier in self._tiers:
+            tier.ask_to_end()
+        quiet = [tier.close(max(0.0, deadline - time.monotonic())) for tier in self._tiers]
+        for tier, is_quiet in zip(self._tiers, quiet, strict=True):
             if not is_quiet:
-                log.warning("tier hangs at close", tier=cell.name)
+                log.warning("tier hangs at close", tier=tier.name)
         self._is_quiet = all(quiet)
         return self._is_quiet
 
@@ -319,8 +328,12 @@ class SchedulerFacade:
             self._wake_tiers()
 
     def _timed_lookup(self, message: Lookup) -> object:
-        """Do what is done for each lookup, and time it: the first one of each step."""
-        self._times_next_lookup = False
+        """Do what is done for each lookup, and time it: the first one of each step.
+
+        Before it, take in what tiers have sent: so a step knows what ended since the last.
+        """
+        self._is_first_lookup = False
+        self._take_from_tiers()
         started = time.perf_counter()
         state = self._cell.ask(self._primary, message)
         self._lookup_seconds.add(time.perf_counter() - started)
@@ -328,8 +341,13 @@ class SchedulerFacade:
 
     def _wake_tiers(self) -> None:
         """Have tiers take what was sent to them since the last time."""
-        for cell in self._tier_cells:
-            cell.wake()
+        for tier in self._tiers:
+            tier.wake()
+
+    def _take_from_tiers(self) -> None:
+        """Take in what tiers have sent. Their hosts in threads post it by themselves."""
+        for tier in self._tiers:
+            tier.take()
 
     def _ask(self, message: Message) -> object:
         return self._cell.ask(self._primary, message)

@@ -6,7 +6,10 @@ writes nothing.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class LazyLogger:
@@ -14,20 +17,21 @@ class LazyLogger:
 
     def info(self, event: str, **fields: object) -> None:
         """Write a line that a person may want to know."""
-        self._logger().info(event, **fields)
+        self.write("info", event, fields)
 
     def warning(self, event: str, **fields: object) -> None:
         """Write a line about trouble that kvtier copes with."""
-        self._logger().warning(event, **fields)
+        self.write("warning", event, fields)
 
     def error(self, event: str, *, exc_info: bool = False, **fields: object) -> None:
         """Write a line about something that broke, with its traceback if asked for."""
-        self._logger().error(event, exc_info=exc_info, **fields)
+        self.write("error", event, {"exc_info": exc_info, **fields})
 
-    def _logger(self) -> Any:  # noqa: ANN401 - structlog's loggers are made at run time
+    def write(self, level: str, event: str, fields: Mapping[str, Any]) -> None:
+        """Write a line by the logger's method ``level``."""
         import structlog  # noqa: PLC0415 - see the module's docstring
 
-        return structlog.get_logger("kvtier")
+        getattr(structlog.get_logger("kvtier"), level)(event, **fields)
 
 
 log: Final = LazyLogger()

@@ -8,6 +8,8 @@ business (``kvtier/primary_tier.py``), not this module's.
 from __future__ import annotations
 
 import mmap
+import os
+import weakref
 from typing import TYPE_CHECKING
 
 from kvtier.errors import ConfigError
@@ -24,7 +26,18 @@ class SlotMemory:
     a backend may read into them with O_DIRECT.
     """
 
-    def __init__(self, buffer: memoryview, slot_count: int, block_bytes: int) -> None:
+    def __init__(
+        self,
+        buffer: memoryview,
+        slot_count: int,
+        block_bytes: int,
+        *,
+        descriptor: int | None = None,
+    ) -> None:
+        """``descriptor``: the open file whose first bytes these are, for a process to map too.
+
+        It stays the caller's, and open for as long as tiers may be started.
+        """
         if slot_count < 1 or block_bytes < 1:
             raise ConfigError(
                 f"slot_count={slot_count!r} and block_bytes={block_bytes!r} must both be at "
@@ -38,13 +51,37 @@ class SlotMemory:
             )
         self.slot_count = slot_count
         self.block_bytes = block_bytes
+        self.descriptor = descriptor
         self._flat = flat
 
     @classmethod
     def anonymous(cls, slot_count: int, block_bytes: int) -> SlotMemory:
-        """Private memory of this process, for use without vLLM and for tests."""
+        """Memory without a name, for use without vLLM and for tests."""
         size = max(1, slot_count * block_bytes)
-        return cls(memoryview(mmap.mmap(-1, size)), slot_count, block_bytes)
+        descriptor = os.memfd_create("kvtier-slots")
+        try:
+            os.ftruncate(descriptor, size)
+            buffer = memoryview(mmap.mmap(descriptor, size))
+            memory = cls(buffer, slot_count, block_bytes, descriptor=descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        weakref.finalize(memory, os.close, descriptor)
+        return memory
+
+    @classmethod
+    def of_descriptor(cls, descriptor: int, slot_count: int, block_bytes: int) -> SlotMemory:
+        """Map the memory that another process's ``descriptor`` stands for. The file is closed."""
+        try:
+            buffer = memoryview(mmap.mmap(descriptor, slot_count * block_bytes))
+        finally:
+            os.close(descriptor)
+        return cls(buffer, slot_count, block_bytes)
+
+    @property
+    def buffer(self) -> memoryview:
+        """All slots, one after the other, writable, without a copy. Valid until ``release``."""
+        return self._flat[: self.slot_count * self.block_bytes]
 
     def view(self, slot: int) -> memoryview:
         """Return the writable bytes of ``slot``, without a copy."""

@@ -46,8 +46,8 @@ RequestId: TypeAlias = str
 TierSet: TypeAlias = int
 
 
-class Message(msgspec.Struct, frozen=True, gc=False):
-    """What all messages are."""
+class Message(msgspec.Struct, frozen=True, gc=False, tag=True, array_like=True):
+    """What all messages are. Their class's name is sent along where they go to another process."""
 
 
 # --- facade → primary tier: each is answered before the facade's call returns ---

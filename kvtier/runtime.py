@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtier import messages as m
@@ -16,18 +15,19 @@ from kvtier.errors import ConfigError
 from kvtier.facade import SchedulerFacade
 from kvtier.policies.actor import PolicyActor
 from kvtier.primary_tier import PrimaryTier
-from kvtier.registry import make_admission, make_backend, make_policy
-from kvtier.tier_cell import TierCell
+from kvtier.registry import make_admission, make_policy
+from kvtier.tier_hosts import make_host
 from kvtier.tier_link import TierLink
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from kvtier.actor import Actor
-    from kvtier.backend import Backend, Namespace
+    from kvtier.backend import Namespace
     from kvtier.config import RuntimeConfig
     from kvtier.memory import SlotMemory
     from kvtier.policies.base import EvictionPolicy
+    from kvtier.tier_cell import TierHost
 
 
 def open_runtime(
@@ -52,37 +52,15 @@ def open_runtime(
             f"slot_count={config.slot_count}, block_bytes={config.block_bytes}. Make them equal."
         )
     engine_policy = make_policy(config.eviction_policy, config.slot_count)
-    makers = [
-        partial(make_backend, tier, BackendContext(config.block_bytes, namespace, tier.name))
-        for tier in config.tiers
-    ]
-    backends = _make_backends(config, makers)
-    policies = [_policy_maker(config, tier, backend) for tier, backend in enumerate(backends)]
-
     engine = build_engine(config, engine_policy, collect_events=collect_events)
-    tier_cells = []
-    for tier, backend, maker, make_tier_policy, link in zip(
-        config.tiers, backends, makers, policies, engine.links, strict=True
-    ):
-        cell = TierCell(
-            tier.name,
-            backend,
-            memory,
-            engine.cell.inbox(link),
-            messages_max=config.mailbox_messages_max,
-            make_backend=maker,
-            make_policy=make_tier_policy,
-        )
-        link.tier = cell
-        link.tells_uses = make_tier_policy is not None
-        tier_cells.append(cell)
-    for cell in tier_cells:
-        cell.start()
+    tiers = _make_tiers(config, memory, namespace, engine)
+    for tier in tiers:
+        tier.start()
     return SchedulerFacade(
         engine.cell,
         engine.primary,
         engine.links,
-        tier_cells,
+        tiers,
         close_timeout_s=config.close_timeout_s,
         clock=clock,
     )
@@ -157,30 +135,36 @@ def _make_gates(config: RuntimeConfig) -> list[AdmissionGate]:
     ]
 
 
-def _make_backends(config: RuntimeConfig, makers: Sequence[Callable[[], Backend]]) -> list[Backend]:
-    backends = []
+def _make_tiers(
+    config: RuntimeConfig, memory: SlotMemory, namespace: Namespace, engine: Engine
+) -> list[TierHost]:
+    """Make all tiers, and wire them to their links; or none, and raise ``ConfigError``."""
+    tiers: list[TierHost] = []
     owner_of: dict[str, str] = {}
-    for tier, maker in zip(config.tiers, makers, strict=True):
-        backend = maker()
-        place = backend.place
-        if place is not None:
-            if place in owner_of:
-                raise ConfigError(
-                    f"secondary tiers {owner_of[place]} and {tier.name} both use {place!r}. "
-                    "Give each tier a place of its own."
-                )
-            owner_of[place] = tier.name
-        backends.append(backend)
-    return backends
+    try:
+        for tier, link in zip(config.tiers, engine.links, strict=True):
+            host = make_host(
+                tier,
+                BackendContext(config.block_bytes, namespace, tier.name),
+                memory,
+                engine.cell.inbox(link),
+                messages_max=config.mailbox_messages_max,
+            )
+            tiers.append(host)
+            link.tier = host
+            link.tells_uses = host.traits.capacity_blocks is not None
+            _check_place(host, owner_of)
+    except BaseException:
+        for made in tiers:
+            made.close(0.0)
+        raise
+    return tiers
 
 
-def _policy_maker(
-    config: RuntimeConfig, tier: int, backend: Backend
-) -> Callable[[], EvictionPolicy] | None:
-    """Return what makes the tier's own policy, if it has a capacity to keep to."""
-    capacity = backend.traits.capacity_blocks
-    if capacity is None:
-        return None
-    make = partial(make_policy, config.tiers[tier].eviction_policy, capacity)
-    make()  # an unknown name is refused here, at the door
-    return make
+def _check_place(tier: TierHost, owner_of: dict[str, str]) -> None:
+    """Refuse a place that another tier uses; else note whose it is."""
+    if tier.place is not None and owner_of.setdefault(tier.place, tier.name) != tier.name:
+        raise ConfigError(
+            f"secondary tiers {owner_of[tier.place]} and {tier.name} both use {tier.place!r}. "
+            "Give each tier a place of its own."
+        )

@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 from kvtier import Namespace, RuntimeConfig, SlotMemory, open_runtime
+from kvtier.tier_thread import TierThread
 from kvtier_backends.faults import FaultScript, OperationFaults
 from kvtier_backends.memory import MemoryBackend
 
@@ -89,9 +90,10 @@ class Soak:
             config, self.memory, Namespace({"soak": True}), collect_events=True
         )
         # The script breaks what it built, so it looks behind the facade.
-        faulty = self.facade._tier_cells[0].backend  # noqa: SLF001
-        assert isinstance(faulty, MemoryBackend)
-        self.faulty = faulty
+        host = self.facade._tiers[0]  # noqa: SLF001
+        assert isinstance(host, TierThread)
+        assert isinstance(host.backend, MemoryBackend)
+        self.faulty = host.backend
         self.requests = 0
         self.read = 0
         self.stored = 0

@@ -7,7 +7,6 @@ the key, so a slot that is written while it is read shows too.
 
 from __future__ import annotations
 
-import mmap
 from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -49,9 +48,8 @@ class StandInGpu:
 
     def __init__(self, slot_count: int, block_bytes: int, verify: Verify) -> None:
         self._content = BlockContent(block_bytes)
-        region = mmap.mmap(-1, slot_count * block_bytes)
-        self.memory = SlotMemory(memoryview(region), slot_count, block_bytes)
-        self._rows = np.frombuffer(region, dtype=np.uint64).reshape(slot_count, -1)
+        self.memory = SlotMemory.anonymous(slot_count, block_bytes)
+        self._rows = np.frombuffer(self.memory.buffer, dtype=np.uint64).reshape(slot_count, -1)
         self._verify = verify
         self._scratch = np.empty(
             (max(1, SCRATCH_BYTES // block_bytes), self._content.words), dtype=np.uint64

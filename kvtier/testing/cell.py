@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from kvtier.messages import Message
     from kvtier.policies.base import EvictionPolicy
     from kvtier.primary_tier import PrimaryTier
-    from kvtier.tier_cell import TierCell
+    from kvtier.tier_cell import TierHost
     from kvtier.tier_link import TierLink
 
 Part: TypeAlias = m.ProbePart | m.LoadPart | m.StorePart
@@ -225,7 +225,6 @@ class TestTier:
             raise InternalError("a tier has a policy if, and only if, it has a capacity")
         self.name = link.name.removeprefix("link:")
         self.is_full = False  #: the tier's mailbox takes nothing from the link
-        self.backend = _NoCounters()
         self.parts: list[Part] = []
         self.policy = policy
         self._cell = cell
@@ -264,6 +263,14 @@ class TestTier:
     def wake(self) -> None:
         """There is no thread to wake."""
         return
+
+    def take(self) -> None:
+        """Do nothing: what is sent lies in the cell already."""
+        return
+
+    def counters(self) -> Mapping[str, int]:
+        """Nothing is counted."""
+        return {}
 
     def ask_to_end(self) -> None:
         """There is no thread to end."""
@@ -315,8 +322,8 @@ def open_test_runtime(
         cell,
         engine.primary,
         engine.links,
-        # A tier of a test cell has the few members of a tier cell that a facade uses.
-        cast("list[TierCell]", held),
+        # A tier of a test cell has the few members of a tier's host that a facade uses.
+        cast("list[TierHost]", held),
         close_timeout_s=config.close_timeout_s,
         clock=clock,
     )
@@ -338,14 +345,6 @@ class _NoticeList:
         if isinstance(message, m.Notice):
             self._notices.append(message)
         return True
-
-
-class _NoCounters:
-    """Stands where a tier cell has its backend."""
-
-    def counters(self) -> Mapping[str, int]:
-        """Nothing is counted."""
-        return {}
 
 
 class _Driver(Actor):

@@ -57,6 +57,9 @@ class Region(Protocol):
 
     header: RegionHeader
 
+    def fileno(self) -> int | None:
+        """The open file that a process can map too, if there is one."""
+
     def try_unlink(self) -> bool:
         """Remove the name once all ranks have mapped it; True when there is none any more."""
 
@@ -136,7 +139,12 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
             region = self._open_scheduler_region()
             try:
                 namespace = build_namespace(self.config, region.header.read())
-                memory = SlotMemory(region.rows, self.slot_count, self.block_bytes)
+                memory = SlotMemory(
+                    region.rows,
+                    self.slot_count,
+                    self.block_bytes,
+                    descriptor=region.fileno(),
+                )
                 self._manager = build_manager(
                     spec=self, memory=memory, namespace=namespace, region=region
                 )
@@ -244,6 +252,11 @@ class VLLMRegion:
     def rows(self) -> memoryview:
         """All slots, one after the other."""
         return self._rows
+
+    def fileno(self) -> int | None:
+        """Return the file that vLLM holds open, if it does."""
+        descriptor: int | None = getattr(self._region, "fd", None)
+        return descriptor
 
     def try_unlink(self) -> bool:
         """Remove the name once all ranks have mapped it; True when there is none any more.

@@ -18,7 +18,7 @@ from stepped_loop import SteppedLoop
 
 from kvtier import messages as m
 from kvtier.backend import BackendContext, Loaded, Namespace, Outcome, block_digest
-from kvtier.tier_cell import BackendDriver
+from kvtier.backend_driver import BackendDriver
 from kvtier_backends.disk import backend as real
 from kvtier_backends.disk.folder import Plan, new_superblock
 from kvtier_backends.disk.format import PAGE_BYTES, make_geometry, region_bytes_for

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtier import ConfigError, Namespace, RuntimeConfig, SlotMemory, open_runtime, tier_cell
+from kvtier import ConfigError, Namespace, RuntimeConfig, SlotMemory, open_runtime, tier_thread
 from kvtier.secondary_tier import SecondaryTier
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def test_closing_over_a_hung_read_says_that_the_memory_is_in_use(tmp_path: Path)
     path.unlink()
     os.mkfifo(path)
     second = Runtime(tmp_path / "kv", close_timeout_s=0.2)
-    (cell,) = second.facade._tier_cells
+    (cell,) = second.facade._tiers
     second.facade.on_request_started("r")
     second.until(
         lambda: (
@@ -115,8 +115,8 @@ def test_closing_over_a_hung_read_says_that_the_memory_is_in_use(tmp_path: Path)
 
 def test_a_tier_that_broke_serves_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With fresh actors and a fresh backend: a closed one's threads are gone."""
-    monkeypatch.setattr(tier_cell, "RESTART_PAUSE_S", 0.001)
-    monkeypatch.setattr(tier_cell, "QUIET_POLL_S", 0.001)
+    monkeypatch.setattr(tier_thread, "RESTART_PAUSE_S", 0.001)
+    monkeypatch.setattr(tier_thread, "QUIET_POLL_S", 0.001)
     runtime = Runtime(tmp_path / "kv")
     runtime.store(KEYS[:2])
 

@@ -57,8 +57,11 @@ def config_of(path: str, **options: Any) -> dict[str, Any]:
 
 
 def first_engine(model: str, path: str, notes: str) -> None:
-    """Play from everywhere, go on when somebody else wants the folder, then be killed."""
-    with engine(model, config_of(path)) as running:
+    """Play from everywhere, go on when somebody else wants the folder, then be killed.
+
+    Its tier runs in a thread, where a write can be torn; the second one's in a process.
+    """
+    with engine(model, config_of(path, cell="thread")) as running:
         rounds = [play_round(running, prompts_of(LENGTHS)) for _ in range(2)]
         empty_dram(running)
         rounds.append(play_round(running, prompts_of(LENGTHS)))

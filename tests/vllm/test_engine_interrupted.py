@@ -59,7 +59,7 @@ class Worst:
         self.transfers = transfers
         facade = running.manager().facade
         self.facade = facade
-        self.faults = facade._tier_cells[0].backend.faults
+        self.faults = facade._tiers[0].backend.faults
         self.seen: dict[str, dict[str, Any]] = {}
 
     def drop_memory(self) -> None:

@@ -16,6 +16,7 @@ from kvtier.backend import (
     Backend,
     BackendContext,
     BackendTraits,
+    CellKind,
     LoadBlock,
     Loaded,
     Outcome,
@@ -74,6 +75,7 @@ class DiskBackend(Backend):
 
     type_name: ClassVar[str] = "disk"
     medium: ClassVar[str] = "STORAGE"
+    cell: ClassVar[CellKind] = "process"
 
     def __init__(
         self,

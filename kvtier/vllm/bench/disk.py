@@ -12,12 +12,11 @@ Every loaded byte is compared with what was stored, after the clock has stopped.
 from __future__ import annotations
 
 import gc
-import mmap
 import os
 import random
 import secrets
 import shutil
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -139,15 +138,14 @@ def _open_bed(options: Options, block_bytes: int) -> Iterator[_Bed]:
     job_blocks = blocks_of_a_job(block_bytes)
     slots = max(1, options.leg_bytes // (job_blocks * block_bytes)) * job_blocks
     with ExitStack() as stack:
-        slot_map = mmap.mmap(-1, slots * block_bytes)
-        stack.callback(_unmap, slot_map)
+        memory = SlotMemory.anonymous(slots, block_bytes)
         folder = options.folder / f"{block_bytes}"
         folder.mkdir()
         stack.callback(shutil.rmtree, folder)
         setup = DiskSetup(
             folder,
-            SlotMemory(memoryview(slot_map), slots, block_bytes),
-            memoryview(slot_map).cast("B", (slots, block_bytes)),
+            memory,
+            memory.buffer.cast("B", (slots, block_bytes)),
             options.threads,
         )
         sides: list[DiskSide] = []
@@ -169,12 +167,6 @@ def _close(sides: list[DiskSide]) -> None:
         for side in sides:
             stack.callback(side.close)
     sides.clear()
-
-
-def _unmap(slot_map: mmap.mmap) -> None:
-    # With views still out, the memory goes with the last of them.
-    with suppress(BufferError):
-        slot_map.close()
 
 
 def _make_key_file(folder: Path) -> Path:

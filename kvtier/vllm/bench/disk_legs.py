@@ -30,7 +30,7 @@ class Leg(NamedTuple):
     seconds: float
     job_seconds: list[float]  #: from submitting a job until its end was seen
     longest_pause_s: float  #: from one iteration of the thread to the next
-    cpu_seconds: float  #: of the whole process, all threads
+    cpu_seconds: float  #: of all threads, those of the side's own processes too
 
 
 def play(
@@ -46,7 +46,7 @@ def play(
     started: dict[int, float] = {}
     job_seconds = []
     longest = 0.0
-    cpu = time.process_time()
+    cpu = side.cpu_seconds()
     begin = last = time.perf_counter()
     while waiting or started:
         ended = side.ended()
@@ -68,7 +68,7 @@ def play(
         last = now
         if now - begin > LEG_TIMEOUT_S:
             raise InternalError(f"{side.name}: a leg took over {LEG_TIMEOUT_S:.0f} s")
-    return Leg(last - begin, job_seconds, longest, time.process_time() - cpu)
+    return Leg(last - begin, job_seconds, longest, side.cpu_seconds() - cpu)
 
 
 def longest_pause_without_io_s(seconds: float) -> float:

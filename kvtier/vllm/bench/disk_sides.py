@@ -14,7 +14,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -26,9 +25,9 @@ from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 from kvtier import messages as m
 from kvtier.backend import BackendContext, Namespace, Outcome
 from kvtier.errors import InternalError, Misuse, StoreFault
-from kvtier.registry import make_backend, make_policy
 from kvtier.settings import read_settings
-from kvtier.tier_cell import TierCell
+from kvtier.tier_hosts import make_host
+from kvtier.tier_process import TierProcess
 from kvtier.vllm.bench.sides import KVTIER, VLLM, offloading_spec
 
 if TYPE_CHECKING:
@@ -107,6 +106,10 @@ class DiskSide(ABC):
     def counters(self) -> Mapping[str, int]:
         """Return what the side itself has counted."""
         return {}
+
+    def cpu_seconds(self) -> float:
+        """Return the processor time that was taken so far, by all threads of all processes."""
+        return time.process_time()
 
     @abstractmethod
     def close(self) -> None:
@@ -198,26 +201,20 @@ class KVTierSide(DiskSide):
         )
         (tier,) = config.tiers
         context = BackendContext(memory.block_bytes, Namespace({}), tier.name)
-        make = partial(make_backend, tier, context)
-        backend = make()
-        capacity_blocks = backend.traits.capacity_blocks or 0
+        self._keys: dict[int, tuple[bytes, ...]] = {}  # of the jobs under way
+        self._is_open = False
+        self._answers = _Recorder()
+        self._tier = make_host(
+            tier, context, memory, self._answers, messages_max=config.mailbox_messages_max
+        )
+        capacity_blocks = self._tier.traits.capacity_blocks or 0
         if capacity_blocks < memory.slot_count:
+            self._tier.close(CLOSE_TIMEOUT_S)
             raise Misuse(
                 f"--bytes is too few for blocks of {memory.block_bytes} bytes: a folder of that "
                 f"size has room for {capacity_blocks} of {memory.slot_count}. Give more."
             )
-        self._keys: dict[int, tuple[bytes, ...]] = {}  # of the jobs under way
-        self._answers = _Recorder()
-        self._cell = TierCell(
-            tier.name,
-            backend,
-            memory,
-            self._answers,
-            messages_max=config.mailbox_messages_max,
-            make_backend=make,
-            make_policy=partial(make_policy, tier.eviction_policy, capacity_blocks),
-        )
-        self._cell.start()
+        self._tier.start()
         try:
             self._wait_until_open()
         except BaseException:
@@ -239,9 +236,12 @@ class KVTierSide(DiskSide):
     @override
     def ended(self) -> Sequence[int]:
         numbers = []
+        self._tier.take()
         for message in self._answers.take():
             if isinstance(message, m.TierBroke):
                 raise StoreFault(f"the disk tier broke: {message.reason}")
+            if isinstance(message, m.ProbeAnswer):
+                self._is_open = True
             if isinstance(message, m.JobEnded):
                 _check_outcomes(message)
                 numbers.append(message.job)
@@ -253,7 +253,7 @@ class KVTierSide(DiskSide):
 
     @override
     def end_step(self) -> None:
-        self._cell.wake()
+        self._tier.wake()
 
     @property
     @override
@@ -262,23 +262,28 @@ class KVTierSide(DiskSide):
 
     @override
     def counters(self) -> Mapping[str, int]:
-        return self._cell.backend.counters()
+        return self._tier.counters()
+
+    @override
+    def cpu_seconds(self) -> float:
+        elsewhere = self._tier.cpu_seconds() if isinstance(self._tier, TierProcess) else 0.0
+        return super().cpu_seconds() + elsewhere
 
     @override
     def close(self) -> None:
-        if not self._cell.close(CLOSE_TIMEOUT_S):
+        if not self._tier.close(CLOSE_TIMEOUT_S):
             raise InternalError(f"{self.name}: a thread hangs in {self.folder}")
 
     def _post(self, message: Message) -> None:
-        if not self._cell.post(message):
+        if not self._tier.post(message):
             raise StoreFault(f"{self.name}: the tier takes no more messages; its log says why")
 
     def _wait_until_open(self) -> None:
         """Wait until the tier answers: it does when its backend has been opened."""
         self._post(m.Probe(probe=0, keys=()))
-        self._cell.wake()
+        self._tier.wake()
         deadline_s = time.monotonic() + OPEN_TIMEOUT_S
-        while not any(isinstance(message, m.ProbeAnswer) for message in self._answers.waiting):
+        while not self._is_open:
             self.ended()
             if time.monotonic() > deadline_s:
                 raise InternalError(f"{self.name}: not open after {OPEN_TIMEOUT_S:.0f} s")
@@ -286,7 +291,7 @@ class KVTierSide(DiskSide):
 
 
 class _Recorder:
-    """Stands where the engine cell has its end of the tier. Only its cell's thread posts."""
+    """Stands where the engine cell has its end of the tier."""
 
     def __init__(self) -> None:
         self.waiting: deque[Message] = deque()

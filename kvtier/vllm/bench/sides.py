@@ -7,8 +7,6 @@ own: what vLLM makes anew for each request is made anew here.
 from __future__ import annotations
 
 import hashlib
-import mmap
-from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -108,10 +106,9 @@ def _kvtier_manager(setup: Setup) -> Any:  # noqa: ANN401 - as vLLM's
         block_bytes=setup.block_bytes,
     )
     region = _PrivateRegion(setup)
-    memory = SlotMemory(memoryview(region.map), setup.slot_count, setup.block_bytes)
-    facade = open_runtime(config, memory, Namespace({}), collect_events=True)
+    facade = open_runtime(config, region.memory, Namespace({}), collect_events=True)
     return KVTierManager(
-        facade, config, cast("Any", offloading_spec()), memory, cast("Any", region)
+        facade, config, cast("Any", offloading_spec()), region.memory, cast("Any", region)
     )
 
 
@@ -139,25 +136,22 @@ class _PrivateRegion:
     """Slots that no worker maps; what either manager needs of a shared region."""
 
     def __init__(self, setup: Setup) -> None:
-        self.map = mmap.mmap(-1, setup.slot_count * setup.block_bytes)
+        self.memory = SlotMemory.anonymous(setup.slot_count, setup.block_bytes)
         self._shape = [setup.slot_count, setup.block_bytes]
 
     def create_kv_memoryview(self) -> memoryview:
         """Return one row a slot, for vLLM."""
-        return memoryview(self.map).cast("B").cast("B", self._shape)
+        return self.memory.buffer.cast("B", self._shape)
 
     def cleanup(self) -> None:
-        """Unmap, for vLLM."""
-        self.close()
+        """Do nothing, as ``close``."""
 
     def try_unlink(self) -> bool:
         """Tell kvtier that there is no name to remove."""
         return True
 
     def close(self) -> None:
-        """Unmap, for kvtier. With views still out, the memory goes with the last of them."""
-        with suppress(BufferError):
-            self.map.close()
+        """Do nothing: the memory goes with the last view of it."""
 
 
 def offloading_spec() -> SimpleNamespace:

@@ -11,7 +11,7 @@ from kvtier import messages as m
 from kvtier.backend import Outcome
 from kvtier.memory import SlotMemory
 from kvtier.registry import make_policy
-from kvtier.tier_cell import TierCell
+from kvtier.tier_thread import TierThread
 from tests.unit.backends.disk._disk import BLOCK_BYTES, data_of, key_of, make_disk
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def test_a_job_spreads_over_io_depth_and_reads_neighbours_at_once(
     backend = make_disk(
         tmp_path, io_depth=IO_DEPTH, capacity_bytes=8 << 20, region_bytes=64 * BLOCK_BYTES
     )
-    cell = TierCell(
+    cell = TierThread(
         "1:disk",
         backend,
         memory,

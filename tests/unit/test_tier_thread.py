@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from kvtier import messages as m
-from kvtier import tier_cell
+from kvtier import tier_thread
 from kvtier.backend import (
     Backend,
     BackendContext,
@@ -25,7 +25,7 @@ from kvtier.backend import (
 )
 from kvtier.memory import SlotMemory
 from kvtier.policies.lru import LRUPolicy
-from kvtier.tier_cell import TierCell
+from kvtier.tier_thread import TierThread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -100,7 +100,7 @@ class Bench:
     def __init__(self, backend: Backend, *, capacity: int | None = None) -> None:
         self.memory = SlotMemory.anonymous(8, BLOCK)
         self.link = LinkEnd()
-        self.cell = TierCell(
+        self.cell = TierThread(
             "1:test",
             backend,
             self.memory,
@@ -131,9 +131,9 @@ class Bench:
 
 @pytest.fixture(autouse=True)
 def _quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_cell, "RESTART_PAUSE_S", 0.001)
-    monkeypatch.setattr(tier_cell, "QUIET_POLL_S", 0.001)
-    monkeypatch.setattr(tier_cell, "ABANDON_S", 0.05)
+    monkeypatch.setattr(tier_thread, "RESTART_PAUSE_S", 0.001)
+    monkeypatch.setattr(tier_thread, "QUIET_POLL_S", 0.001)
+    monkeypatch.setattr(tier_thread, "ABANDON_S", 0.05)
 
 
 @pytest.fixture

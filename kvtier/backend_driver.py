@@ -1,0 +1,187 @@
+"""Runs a backend's coroutines for its tier, and checks what they bring.
+
+The driver is the only place where a slot number becomes memory. It computes
+the digest of what is stored and checks the digest of what was loaded, so a
+backend can't serve wrong bytes, only lose right ones.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import anyio
+
+from kvtier import messages as m
+from kvtier.backend import LoadBlock, Loaded, Outcome, StoreBlock, block_digest
+from kvtier.errors import InternalError, StoreFault
+from kvtier.logs import log
+from kvtier.threads import DaemonThreads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from anyio.abc import TaskGroup
+
+    from kvtier.backend import Backend
+    from kvtier.memory import SlotMemory
+    from kvtier.messages import Message
+
+T = TypeVar("T")
+
+DIGEST_THREADS: Final = 2
+"""Digests hold the GIL: a second thread only keeps one job from waiting for another."""
+
+CONTENTS_A_PAUSE: Final = 512
+CONTENTS_PAUSE_S: Final = 0.002
+"""So many blocks found at the start are passed on at a time: a million in some seconds."""
+
+DIGEST_INLINE_BYTES_MAX: Final = 4 << 20
+"""Up to here (under half a millisecond) a hand-over to a thread costs more than the digest."""
+
+
+class BackendDriver:
+    """Runs the backend's coroutines, one task a part, and checks what they bring.
+
+    Whatever the backend raises or answers, each part ends with one outcome a
+    block; a part whose call hangs doesn't end.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        backend: Backend,
+        memory: SlotMemory,
+        report: Callable[[Message], None],
+    ) -> None:
+        self.tasks: TaskGroup
+        self._name = name
+        self._backend = backend
+        self._memory = memory
+        self._report = report
+        self._digests = DaemonThreads(DIGEST_THREADS, f"kvtier-{name}-digest")
+        self._raised: set[str] = set()  # kinds of exception that are in the log already
+
+    def receive(self, message: Message) -> None:
+        """Start the part's task. Loop thread only."""
+        if not isinstance(message, m.ProbePart | m.LoadPart | m.StorePart):
+            raise InternalError(f"a driver does not understand {type(message).__name__}")
+        self.tasks.start_soon(self._run, message)
+
+    def tell_lost(self, keys: Sequence[bytes]) -> None:
+        """Pass on that blocks are gone. Loop thread only."""
+        self._report(m.ContentsLost(keys=tuple(keys)))
+
+    async def tell_contents(self) -> None:
+        """Pass on what the backend has from before, slowly enough for the scheduler's steps.
+
+        Meanwhile the tier says that it lacks what it has not been told of yet.
+        """
+        told = 0
+        for keys in self._backend.contents():
+            self._report(m.ContentsFound(keys=tuple(keys)))
+            told += len(keys)
+            if told >= CONTENTS_A_PAUSE:
+                told = 0
+                await anyio.sleep(CONTENTS_PAUSE_S)
+
+    def is_quiet(self) -> bool:
+        """Tell whether no thread of the driver or the backend may touch a slot any more."""
+        return self._digests.busy() == 0 and self._backend.busy_threads() == 0
+
+    def stop(self) -> None:
+        """Let the digest threads end."""
+        self._digests.stop()
+
+    async def _run(self, message: m.ProbePart | m.LoadPart | m.StorePart) -> None:
+        started = time.perf_counter()
+        try:
+            if isinstance(message, m.LoadPart):
+                outcomes = await self._load(message)
+            elif isinstance(message, m.StorePart):
+                outcomes = await self._store(message)
+            else:
+                present = await self._backend.probe(message.keys)
+                outcomes = tuple(Outcome.DONE if each else Outcome.ABSENT for each in present)
+        except Exception as error:  # noqa: BLE001 - a backend may raise anything
+            self._log_once(error, type(message).__name__)
+            outcomes = (Outcome.FAILED,) * len(message.keys)
+        seconds = time.perf_counter() - started
+        self._report(m.PartEnded(part=message.part, outcomes=outcomes, seconds=seconds))
+
+    async def _store(self, message: m.StorePart) -> tuple[Outcome, ...]:
+        views = self._memory.views(message.slots)
+
+        def with_digests() -> list[StoreBlock]:
+            return [
+                StoreBlock(key, view.toreadonly(), block_digest(key, view))
+                for key, view in zip(message.keys, views, strict=True)
+            ]
+
+        blocks = await self._digest(len(views), with_digests)
+        if message.remove:
+            await self._backend.remove(message.remove)
+        outcomes = _outcomes(await self._backend.store(blocks))
+        _expect(len(outcomes), len(blocks))
+        return outcomes
+
+    async def _load(self, message: m.LoadPart) -> tuple[Outcome, ...]:
+        views = self._memory.views(message.slots)
+        blocks = [LoadBlock(k, v) for k, v in zip(message.keys, views, strict=True)]
+        loaded = await self._backend.load(blocks)
+        _expect(len(loaded), len(blocks))
+        accepts_unchecked = self._backend.traits.accepts_unchecked
+
+        def checked() -> tuple[Outcome, ...]:
+            return tuple(
+                _checked(block, answer, accepts_unchecked=accepts_unchecked)
+                for block, answer in zip(blocks, loaded, strict=True)
+            )
+
+        outcomes = await self._digest(len(views), checked)
+        damaged = [k for k, o in zip(message.keys, outcomes, strict=True) if o is Outcome.DAMAGED]
+        if damaged:
+            await self._remove_damaged(damaged)
+        return outcomes
+
+    async def _digest(self, blocks: int, work: Callable[[], T]) -> T:
+        """Run ``work``, which digests that many blocks: here, or in a thread if it takes long."""
+        if blocks * self._memory.block_bytes <= DIGEST_INLINE_BYTES_MAX:
+            return work()
+        return await self._digests.run(work)
+
+    async def _remove_damaged(self, keys: list[bytes]) -> None:
+        """Delete bad copies. That this fails too takes nothing from the other blocks."""
+        try:
+            await self._backend.remove(keys)
+        except Exception as error:  # noqa: BLE001 - a backend may raise anything
+            self._log_once(error, "removal of damaged blocks")
+
+    def _log_once(self, error: Exception, what: str) -> None:
+        kind = type(error).__name__
+        if kind not in self._raised:
+            self._raised.add(kind)
+            log.warning("backend raised", tier=self._name, part=what, error=f"{kind}: {error}")
+
+
+def _expect(answers: int, blocks: int) -> None:
+    if answers != blocks:
+        raise StoreFault(f"{answers} answers for {blocks} blocks")
+
+
+def _outcomes(answers: Sequence[Outcome]) -> tuple[Outcome, ...]:
+    """Return what a backend answered. Raises ``ValueError`` for what is no outcome."""
+    if answers.count(Outcome.DONE) == len(answers):
+        return (Outcome.DONE,) * len(answers)
+    return tuple(map(Outcome, answers))
+
+
+def _checked(block: LoadBlock, loaded: Loaded, *, accepts_unchecked: bool) -> Outcome:
+    """Return what the load is worth once the bytes have been compared with their digest."""
+    outcome, digest = loaded.outcome, loaded.digest
+    if outcome is not Outcome.DONE and Outcome(outcome) is not Outcome.DONE:
+        return Outcome(outcome)
+    if digest is None:
+        return Outcome.DONE if accepts_unchecked else Outcome.DAMAGED
+    sound = block_digest(block.key, block.buffer) == digest
+    return Outcome.DONE if sound else Outcome.DAMAGED

@@ -1,0 +1,313 @@
+"""Hosts a tier's cell in a process of its own, which maps the slots too.
+
+The scheduler's process then shares no interpreter lock with the tier, whose
+threads can't keep it from its work; a tier that crashes, or eats all memory,
+takes down itself only. The other end is ``kvtier/tier_process_main.py``.
+
+The process is the fence: when it ends, whatever the reason, nothing of the
+tier can touch a slot any more. Another one is started after a pause, and
+claims the tier's place anew.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kvtier import messages as m
+from kvtier.errors import ConfigError, InternalError, KVTierError
+from kvtier.logs import log
+from kvtier.tier_cell import ABANDON_S, RESTART_PAUSE_S, RESTART_PAUSE_S_MAX, TierHost
+from kvtier.tier_channel import (
+    Begin,
+    Channel,
+    Counted,
+    End,
+    Logged,
+    Opened,
+    Ready,
+    Refused,
+    ToEngine,
+)
+from kvtier.tier_process_main import Setup
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvtier.actor import Mailbox
+    from kvtier.backend import BackendContext, BackendTraits
+    from kvtier.config import TierConfig
+    from kvtier.memory import SlotMemory
+    from kvtier.messages import Message
+
+START_TIMEOUT_S: Final = 60.0
+OPEN_TIMEOUT_S: Final = 600.0
+_CLOSE_POLL_S: Final = 0.01
+
+_PROGRAM: Final = (
+    "import sys; sys.path[:] = sys.argv[4:]; "
+    "from kvtier.tier_process_main import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+)
+
+
+class TierProcess(TierHost):
+    """Runs one tier's cell in a process, and another one when it is gone.
+
+    Building it starts the first process and waits until the backend is made.
+    Raises ``ConfigError`` for a bad setting. ``close`` it, also if it was not started.
+    """
+
+    def __init__(
+        self,
+        tier: TierConfig,
+        context: BackendContext,
+        memory: SlotMemory,
+        link: Mailbox,
+        *,
+        messages_max: int,
+    ) -> None:
+        self.name = tier.name
+        self._tier = tier
+        self._context = context
+        self._memory = memory
+        self._link = link
+        self._messages_max = messages_max
+        self._ending = threading.Event()
+        self._gone = threading.Event()  # the last process has ended, and none will follow
+        self._counters: Mapping[str, int] = {}
+        self._broke_of: str | None = None  # why the tier is cut off, as it is in the log
+        # The scheduler and the watcher use the channel in turns; neither keeps it for long.
+        self._using = threading.Lock()
+        self._child = _Child(tier, context, memory)
+        self._channel: Channel[Any] | None = self._child.channel
+        self._watcher = threading.Thread(
+            target=self._watch, name=f"kvtier-{tier.name}-watch", daemon=True
+        )
+
+    def cpu_seconds(self) -> float:
+        """Return the processor time that the process has taken so far. For benchmarks."""
+        # Linux makes a process's clock out of its number (clock_getcpuclockid, which Python lacks).
+        return time.clock_gettime(~self._child.process.pid << 3 | 2)
+
+    @property
+    def traits(self) -> BackendTraits:
+        """The backend's."""
+        return self._child.ready.traits
+
+    @property
+    def place(self) -> str | None:
+        """The backend's."""
+        return self._child.ready.place
+
+    def start(self) -> None:
+        """Have the backend opened. Nothing here waits for that."""
+        self.post(Begin())
+        self.wake()
+        self._watcher.start()
+
+    def post(self, message: Message) -> bool:
+        """Take a message for the tier's actor.
+
+        It is sent with the next ``wake``. False: ``messages_max`` messages wait
+        to be sent, or the tier is ending or cut off.
+        """
+        with self._using:
+            channel = self._channel
+            if channel is None or self._broke_of or channel.posted >= self._messages_max:
+                return False
+            channel.post(message)
+        return True
+
+    def wake(self) -> None:
+        """Send what was posted, as far as the socket takes it."""
+        with self._using:
+            if self._channel is not None:
+                self._channel.flush()
+
+    def take(self) -> None:
+        """Hand the link what the tier has sent."""
+        with self._using:
+            if self._channel is not None:
+                self._deliver(self._channel)
+
+    def counters(self) -> Mapping[str, int]:
+        """Return what the backend has counted, as it was told last: a second ago at most."""
+        return self._counters
+
+    def ask_to_end(self) -> None:
+        """Take nothing more, end what was begun, then end. Returns at once."""
+        if not self._ending.is_set():
+            self._ending.set()
+            with self._using:
+                if self._channel is not None:
+                    self._channel.post(End())
+        self.wake()
+
+    def close(self, timeout_s: float) -> bool:
+        """Ask the process to end, and kill it if it doesn't. False: not even that ended it."""
+        self.ask_to_end()
+        if self._watcher.ident is None:  # it was never started
+            self._watcher.start()
+        self._wait_until_gone(timeout_s - ABANDON_S)
+        if not self._gone.is_set():
+            self._child.process.kill()
+            self._wait_until_gone(min(timeout_s, ABANDON_S))
+        return self._gone.is_set()
+
+    def _wait_until_gone(self, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not self._gone.wait(_CLOSE_POLL_S) and time.monotonic() < deadline_s:
+            self.wake()  # it may not have had room for the last messages
+
+    # --- what comes from the process ---
+
+    def _deliver(self, channel: Channel[Any]) -> None:
+        """Take in what has come. With the channel in use."""
+        try:
+            for message in channel.take():
+                self._handle(message)
+        except msgspec.DecodeError as error:  # its memory is damaged, or its code is another's
+            self._say_broke(f"sent what is no message: {error}")
+            self._child.process.kill()
+
+    def _handle(self, message: Message) -> None:
+        if isinstance(message, Counted):
+            self._counters = message.counters
+        elif isinstance(message, Logged):
+            log.write(message.level, message.event, dict(message.fields))
+        elif isinstance(message, m.TierBroke):
+            self._say_broke(message.reason)
+        elif not isinstance(message, Opened):
+            self._link.post(message)
+
+    def _say_broke(self, reason: str) -> None:
+        if self._broke_of is None:
+            log.error("tier broke", tier=self.name, error=reason)
+            self._broke_of = reason
+        self._link.post(m.TierBroke(reason=reason))
+
+    # --- the watcher's thread ---
+
+    def _watch(self) -> None:
+        """Wait for the process to end, and start another, until the tier is to end."""
+        pause_s = RESTART_PAUSE_S
+        while True:
+            code = self._child.process.wait()
+            with self._using:
+                channel, self._channel = self._channel, None
+                assert channel is not None, "a process without its channel"
+                while not channel.is_ended:
+                    self._deliver(channel)
+                if not self._ending.is_set():
+                    if self._broke_of is None:
+                        self._say_broke(_how_it_ended(code))
+                    self._link.post(m.TierFenced())
+            channel.close()
+            while not self._ending.wait(pause_s):
+                pause_s = min(2 * pause_s, RESTART_PAUSE_S_MAX)
+                if self._begin_anew():
+                    break
+            else:
+                self._gone.set()
+                return
+
+    def _begin_anew(self) -> bool:
+        """Start another process. False: its backend can't be made or opened."""
+        try:
+            child = _Child(self._tier, self._context, self._memory)
+        except (KVTierError, OSError) as error:
+            log.error("tier broke", tier=self.name, error=str(error))
+            return False
+        child.channel.post(Begin())
+        child.channel.flush()
+        deadline_s = time.monotonic() + OPEN_TIMEOUT_S
+        early: list[Message] = []
+        while not any(isinstance(message, Opened) for message in early):
+            if child.channel.is_ended or self._ending.is_set() or time.monotonic() > deadline_s:
+                child.kill()
+                return False
+            child.channel.wait(_CLOSE_POLL_S)
+            early += child.channel.take()
+        log.warning("tier is back", tier=self.name)
+        with self._using:
+            self._child = child
+            self._channel = child.channel
+            self._broke_of = None
+            self._link.post(m.TierRestarted())
+            for message in early:
+                self._handle(message)
+            if self._ending.is_set():
+                child.channel.post(End())
+        self.wake()
+        return True
+
+
+class _Child:
+    """A process that has made the tier's backend. Raises what kept it from that."""
+
+    def __init__(self, tier: TierConfig, context: BackendContext, memory: SlotMemory) -> None:
+        assert memory.descriptor is not None, "memory that no other process can map"
+        ours, theirs = socket.socketpair()
+        self.channel: Channel[Any] = Channel(ours, ToEngine)
+        descriptors = (theirs.fileno(), memory.descriptor)
+        try:
+            self.process = subprocess.Popen(  # noqa: S603 - our own program
+                [
+                    sys.executable,
+                    "-c",
+                    _PROGRAM,
+                    f"kvtier-{tier.name}",  # for people who look at the processes
+                    *map(str, descriptors),
+                    *sys.path,
+                ],
+                stdin=subprocess.PIPE,
+                pass_fds=descriptors,
+            )
+        finally:
+            theirs.close()
+        try:
+            self._send(Setup(tier, context, memory.slot_count))
+            self.ready = self._wait_until_ready(tier.name)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _send(self, setup: Setup) -> None:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError), self.process.stdin as pipe:
+            pipe.write(pickle.dumps(setup))
+
+    def _wait_until_ready(self, name: str) -> Ready:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while self.channel.wait(deadline_s - time.monotonic()):
+            for answer in self.channel.take():
+                if isinstance(answer, Ready):
+                    return answer
+                assert isinstance(answer, Refused), "something before the first answer"
+                raise (ConfigError if answer.is_setting else InternalError)(answer.reason)
+            if self.channel.is_ended:
+                raise InternalError(
+                    f"secondary tier {name}: its process {_how_it_ended(self.process.wait())} "
+                    "before it was ready; what it wrote is above."
+                )
+        raise InternalError(
+            f"secondary tier {name}: its process was not ready after {START_TIMEOUT_S:.0f} s"
+        )
+
+    def kill(self) -> None:
+        """End the process, and wait for that."""
+        self.process.kill()
+        self.process.wait()
+        self.channel.close()
+
+
+def _how_it_ended(code: int) -> str:
+    return f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"

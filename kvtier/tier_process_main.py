@@ -1,0 +1,245 @@
+"""What runs in a tier's own process: one life of its cell.
+
+The engine's side is ``kvtier/tier_process.py``. The process makes the backend,
+says so, and waits to be told to begin. It ends when it is told to, when its
+cell breaks, or when the engine's process is gone: it never outlives that, and
+never begins anew; its engine starts another process instead. So a cell that
+broke takes everything with it that might still touch a slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import anyio
+
+from kvtier import messages as m
+from kvtier.errors import ConfigError, KVTierError
+from kvtier.memory import SlotMemory
+from kvtier.registry import make_backend, make_policy
+from kvtier.tier_cell import TierCell, reason_of
+from kvtier.tier_channel import (
+    Begin,
+    Channel,
+    Counted,
+    End,
+    Logged,
+    Opened,
+    Ready,
+    Refused,
+    ToTier,
+)
+from kvtier.tier_process_log import send_log_to
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from kvtier.backend import Backend, BackendContext
+    from kvtier.config import TierConfig
+    from kvtier.messages import Message
+    from kvtier.tier_channel import Fields, Level
+
+COUNT_PAUSE_S: Final = 0.1
+"""Counters go with other messages at most so often ..."""
+
+COUNT_PAUSE_S_MAX: Final = 1.0
+"""... and by themselves after that."""
+
+LAST_WORDS_S: Final = 1.0
+
+
+class Setup(NamedTuple):
+    """What the process is told at its start, pickled."""
+
+    tier: TierConfig
+    context: BackendContext
+    slot_count: int
+
+
+class Outbox:
+    """The link's mailbox, as the tier's actors see it. Loop thread only, but for ``say``."""
+
+    def __init__(self, channel: Channel[Any], backend: Backend) -> None:
+        self._channel = channel
+        self._backend = backend
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_flushing = False  # a flush is to come
+        self._counted: dict[str, int] = {}
+        self._counted_at = 0.0
+
+    @contextmanager
+    def on_this_loop(self) -> Iterator[None]:
+        """Send by this loop for a while. Before and after, messages wait for ``close``."""
+        self._loop = asyncio.get_running_loop()
+        self._count_again()
+        try:
+            yield
+        finally:
+            self._loop = None
+
+    def post(self, message: Message) -> bool:
+        """Take a message for the link. Never full."""
+        self._channel.post(message)
+        if not self._is_flushing and self._loop is not None:
+            self._is_flushing = True
+            self._loop.call_soon(self._flush)
+        return True
+
+    def say_opened(self) -> None:
+        """Send word that the backend is open."""
+        self.post(Opened())
+
+    def say(self, level: Level, event: str, fields: Fields) -> None:
+        """Send a line of the log. Any thread."""
+        line = Logged(level=level, event=event, fields=fields)
+        loop = self._loop
+        if loop is None or threading.current_thread() is threading.main_thread():
+            self.post(line)
+        else:
+            with suppress(RuntimeError):  # the loop has ended by now
+                loop.call_soon_threadsafe(self.post, line)
+
+    def close(self) -> None:
+        """Send what is left, waiting a moment if need be. The loop is over."""
+        self._count()
+        deadline_s = time.monotonic() + LAST_WORDS_S
+        while not self._channel.flush() and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+
+    def _flush(self) -> None:
+        if time.monotonic() - self._counted_at >= COUNT_PAUSE_S:
+            self._count()
+        self._send()
+
+    def _send(self) -> None:
+        if self._loop is None:
+            return
+        if self._channel.flush():
+            self._is_flushing = False
+            self._loop.remove_writer(self._channel)
+        else:  # the engine takes nothing for now; it does so once a step
+            self._loop.add_writer(self._channel, self._send)
+
+    def _count_again(self) -> None:
+        if self._loop is not None:
+            self._loop.call_later(COUNT_PAUSE_S_MAX, self._count_again)
+            if time.monotonic() - self._counted_at >= COUNT_PAUSE_S_MAX:
+                self._count()
+
+    def _count(self) -> None:
+        self._counted_at = time.monotonic()
+        counted = dict(self._backend.counters())
+        if counted != self._counted:
+            self._counted = counted
+            self.post(Counted(counters=counted))
+
+
+class Inbox:
+    """The cell's doorbell: brings in what the engine has sent."""
+
+    def __init__(self, channel: Channel[Any]) -> None:
+        self.cell: TierCell
+        self.is_ending = False
+        self._channel = channel
+
+    @property
+    def descriptor(self) -> int:
+        """The socket."""
+        return self._channel.fileno()
+
+    def answer(self) -> None:
+        """Hand the cell what has come."""
+        self.hand_in(self._channel.take())
+        if self._channel.is_ended:
+            # Nobody is left to serve, and the next engine may want the tier's place.
+            os._exit(1)
+
+    def hand_in(self, messages: Iterable[Message]) -> None:
+        """Hand the cell these messages."""
+        for message in messages:
+            if isinstance(message, End):
+                self.is_ending = True
+            else:
+                self.cell.post(message)
+
+
+def main(channel_descriptor: int, memory_descriptor: int) -> None:
+    """Serve one tier until the process is to end. Called by the program that the engine starts."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # a terminal sends it to the engine too, which decides
+    channel: Channel[Any] = Channel(socket.socket(fileno=channel_descriptor), ToTier)
+    setup: Setup = pickle.loads(_read_setup())  # noqa: S301 - the engine's own process wrote it
+    memory = SlotMemory.of_descriptor(
+        memory_descriptor, setup.slot_count, setup.context.block_bytes
+    )
+    try:
+        backend = make_backend(setup.tier, setup.context)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the engine's side raises it
+        reason = str(error) if isinstance(error, KVTierError) else reason_of(error)
+        _answer(channel, Refused(reason=reason, is_setting=isinstance(error, ConfigError)))
+        return
+    _answer(channel, Ready(traits=backend.traits, place=backend.place))
+    first, *others = _next(channel)
+    outbox = Outbox(channel, backend)
+    if isinstance(first, Begin):
+        send_log_to(outbox.say)
+        inbox = Inbox(channel)
+        inbox.cell = _make_cell(setup, backend, memory, outbox)
+        inbox.hand_in(others)
+        try:
+            anyio.run(partial(_live, inbox, outbox))
+        except Exception as error:  # noqa: BLE001 - a bug in a tier ends its process, no other
+            outbox.post(m.TierBroke(reason=reason_of(error)))
+    outbox.close()
+    # A call that hangs in a thread is not waited for.
+    os._exit(0)
+
+
+async def _live(inbox: Inbox, outbox: Outbox) -> None:
+    with outbox.on_this_loop():
+        await inbox.cell.live(
+            inbox,
+            opened=outbox.say_opened,
+            is_ending=lambda: inbox.is_ending,
+            is_abandoned=lambda: False,
+        )
+
+
+def _make_cell(setup: Setup, backend: Backend, memory: SlotMemory, outbox: Outbox) -> TierCell:
+    capacity = backend.traits.capacity_blocks
+    policy = None
+    if capacity is not None:
+        policy = partial(make_policy, setup.tier.eviction_policy, capacity)
+    return TierCell(setup.tier.name, backend, memory, outbox, policy)
+
+
+def _read_setup() -> bytes:
+    return sys.stdin.buffer.read()
+
+
+def _answer(channel: Channel[Any], message: Message) -> None:
+    channel.post(message)
+    channel.flush()
+
+
+def _next(channel: Channel[Any]) -> list[Message]:
+    """Wait for the engine's next messages. End, if it is gone."""
+    while True:
+        channel.wait(None)
+        messages = list(channel.take())
+        if messages:
+            return messages
+        if channel.is_ended:
+            return [End()]

@@ -1,0 +1,181 @@
+"""Hosts a tier's cell in a daemon thread of the engine's process.
+
+A cell that broke is followed by another, with fresh actors and a fresh
+backend, once none of its threads can touch a slot any more.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Final
+
+import anyio
+
+from kvtier import messages as m
+from kvtier.logs import log
+from kvtier.threads import Bell
+from kvtier.tier_cell import (
+    ABANDON_S,
+    RESTART_PAUSE_S,
+    RESTART_PAUSE_S_MAX,
+    TierCell,
+    TierHost,
+    reason_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from kvtier.actor import Mailbox
+    from kvtier.backend import Backend, BackendTraits
+    from kvtier.memory import SlotMemory
+    from kvtier.messages import Message
+    from kvtier.policies.base import EvictionPolicy
+
+QUIET_POLL_S: Final = 0.1
+
+
+class TierThread(TierHost):
+    """Runs one tier's cells, one after the other, on a thread. Any thread may ``post``."""
+
+    def __init__(
+        self,
+        name: str,
+        backend: Backend,
+        memory: SlotMemory,
+        link: Mailbox,
+        *,
+        messages_max: int,
+        make_backend: Callable[[], Backend],
+        make_policy: Callable[[], EvictionPolicy] | None = None,
+    ) -> None:
+        """``backend`` serves first; ``make_backend`` makes another for each new beginning."""
+        self.name = name
+        self.backend = backend
+        self._make_backend = make_backend
+        self._memory = memory
+        self._link = link
+        self._messages_max = messages_max
+        self._make_policy = make_policy
+        self._taking = threading.Lock()
+        self._is_taking = True
+        self._bell = Bell()
+        self._ending = threading.Event()
+        self._abandoned = False
+        self._broke_of: str | None = None  # why the cell is cut off, as it is in the log
+        self._cell = self._new_cell()
+        self._thread = threading.Thread(target=self._run, name=f"kvtier-{name}", daemon=True)
+
+    def _new_cell(self) -> TierCell:
+        return TierCell(self.name, self.backend, self._memory, self._link, self._make_policy)
+
+    @property
+    def traits(self) -> BackendTraits:
+        """The backend's."""
+        return self.backend.traits
+
+    @property
+    def place(self) -> str | None:
+        """The backend's."""
+        return self.backend.place
+
+    def start(self) -> None:
+        """Start the thread. The backend is opened on it; nothing here waits for that."""
+        self._thread.start()
+
+    def post(self, message: Message) -> bool:
+        """Take a message for the tier's actor, from any thread.
+
+        It is delivered after the next ``wake``. False: ``messages_max``
+        messages wait, or the cell is ending or cut off.
+        """
+        # Under the lock: a message must not slip in behind the clearing of a cell
+        # that broke, and be carried out by the next one for slots long given away.
+        with self._taking:
+            if not self._is_taking or len(self._cell.arrived) >= self._messages_max:
+                return False
+            self._cell.post(message)
+        return True
+
+    def wake(self) -> None:
+        """Have what was posted delivered. Any thread; the scheduler does it once a step."""
+        cell = self._cell
+        if cell.arrived and not cell.is_woken:
+            cell.is_woken = True
+            self._bell.ring()
+
+    def take(self) -> None:
+        """Do nothing: the tier's actor posts to the link by itself."""
+        return
+
+    def counters(self) -> Mapping[str, int]:
+        """Return the backend's own counts. May wait for a lock of its threads."""
+        return self.backend.counters()
+
+    def ask_to_end(self) -> None:
+        """Take nothing more, end what was begun, then end. Returns at once."""
+        with self._taking:
+            self._is_taking = False
+        self._ending.set()
+        self._bell.ring()
+
+    def close(self, timeout_s: float) -> bool:
+        """Ask the cell to end and wait up to ``timeout_s``. False: something still runs."""
+        self.ask_to_end()
+        if self._thread.ident is None:  # it was never started
+            return True
+        self._thread.join(max(0.0, timeout_s - ABANDON_S))
+        if self._thread.is_alive():
+            self._abandoned = True
+            self._bell.ring()
+            self._thread.join(min(timeout_s, ABANDON_S))
+        return not self._thread.is_alive() and self._cell.driver.is_quiet()
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        pause_s = RESTART_PAUSE_S
+        while not self._ending.is_set():
+            try:
+                if self._broke_of is not None:
+                    # A closed backend isn't opened again.
+                    self.backend = self._make_backend()
+                    self._cell = self._new_cell()
+                anyio.run(self._live)
+            except Exception as error:  # noqa: BLE001 - a bug in a tier must not reach the engine
+                self._break_down(error)
+                if self._ending.wait(pause_s):
+                    return
+                pause_s = min(2 * pause_s, RESTART_PAUSE_S_MAX)
+
+    async def _live(self) -> None:
+        await self._cell.live(
+            self._bell,
+            opened=self._back_again,
+            is_ending=self._ending.is_set,
+            is_abandoned=lambda: self._abandoned,
+        )
+
+    def _break_down(self, error: Exception) -> None:
+        with self._taking:
+            self._is_taking = False
+            self._cell.arrived.clear()
+        reason = reason_of(error)
+        if reason != self._broke_of:
+            self._broke_of = reason
+            log.error("tier broke", tier=self.name, error=reason)
+        self._link.post(m.TierBroke(reason=reason))
+        self._cell.driver.stop()
+        while not self._cell.driver.is_quiet():
+            if self._ending.wait(QUIET_POLL_S):
+                return
+        self._link.post(m.TierFenced())
+
+    def _back_again(self) -> None:
+        """Take messages again, after the backend of a cell that broke could be opened."""
+        if self._broke_of is not None:
+            log.warning("tier is back", tier=self.name)
+            self._broke_of = None
+            with self._taking:
+                self._is_taking = not self._ending.is_set()
+            self._link.post(m.TierRestarted())

@@ -1,0 +1,186 @@
+"""Messages cross to another process and back as they were, however the socket cuts them."""
+
+from __future__ import annotations
+
+import socket
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Self, get_args
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier import messages as m
+from kvtier.backend import BackendTraits, Outcome
+from kvtier.tier_channel import (
+    FRAME_MESSAGES_MAX,
+    TAKE_BYTES_MAX,
+    Begin,
+    Channel,
+    Counted,
+    End,
+    Level,
+    Logged,
+    Opened,
+    Ready,
+    Refused,
+    ToEngine,
+    ToTier,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NUMBERS = st.integers(0, 2**63 - 1)
+KEYS = st.lists(st.binary(max_size=68), max_size=8).map(tuple)
+SLOTS = st.lists(NUMBERS, max_size=8).map(tuple)
+OUTCOMES = st.lists(st.sampled_from(Outcome), max_size=8).map(tuple)
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+SECONDS = st.floats(0, 1e9)
+
+TO_TIER = st.one_of(
+    st.builds(Begin),
+    st.builds(End),
+    st.builds(m.Probe, NUMBERS, KEYS),
+    st.builds(m.LoadJob, NUMBERS, KEYS, SLOTS),
+    st.builds(m.StoreJob, NUMBERS, TEXTS, KEYS, SLOTS),
+    st.builds(m.TouchKeys, KEYS, TEXTS),
+    st.builds(m.RequestEnded, TEXTS, st.none() | KEYS),
+    st.builds(m.Tick, SECONDS),
+)
+TO_ENGINE = st.one_of(
+    st.builds(Ready, st.builds(BackendTraits, NUMBERS, NUMBERS), st.none() | TEXTS),
+    st.builds(Refused, TEXTS, st.booleans()),
+    st.builds(Opened),
+    st.builds(Counted, st.dictionaries(TEXTS, NUMBERS, max_size=4)),
+    st.builds(
+        Logged,
+        st.sampled_from(get_args(Level)),
+        TEXTS,
+        st.dictionaries(TEXTS, TEXTS | SECONDS | st.none()),
+    ),
+    st.builds(m.ProbeAnswer, NUMBERS, st.lists(st.booleans(), max_size=8).map(tuple)),
+    st.builds(m.JobEnded, NUMBERS, OUTCOMES, SECONDS),
+    st.builds(m.PresenceChanged, KEYS, KEYS),
+    st.builds(m.TierBroke, TEXTS),
+)
+
+
+class Pair:
+    """Both ends, in one process."""
+
+    def __init__(self, *, buffer_bytes: int | None = None) -> None:
+        engine, tier = socket.socketpair()
+        if buffer_bytes is not None:
+            engine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
+        self.raw = engine
+        self.engine: Channel[Any] = Channel(engine, ToEngine)
+        self.tier: Channel[Any] = Channel(tier, ToTier)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.close()
+        self.tier.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with Pair() as made:
+        yield made
+
+
+@given(st.lists(TO_TIER, max_size=5), st.lists(TO_ENGINE, max_size=5))
+def test_all_messages_arrive_as_they_were_sent(there: list[Any], back: list[Any]) -> None:
+    """Enum members and tuples too: actors compare outcomes by identity."""
+    with Pair() as pair:
+        for channel, messages in ((pair.engine, there), (pair.tier, back)):
+            for message in messages:
+                channel.post(message)
+            assert channel.flush()
+        assert list(pair.tier.take()) == there
+        came = list(pair.engine.take())
+    assert came == back
+    for message in came:
+        if isinstance(message, m.JobEnded):
+            assert all(type(outcome) is Outcome for outcome in message.outcomes)
+
+
+def test_every_message_between_cells_may_cross() -> None:
+    """What a link and a tier say to one another is on one page; none may be forgotten here."""
+    between = {
+        *(m.Probe, m.LoadJob, m.StoreJob, m.TouchKeys, m.RequestEnded, m.Tick),
+        *(m.ProbeAnswer, m.JobEnded, m.PresenceChanged, m.TierBroke),
+    }
+    assert between <= {*ToTier.__args__, *ToEngine.__args__}
+
+
+@given(st.lists(TO_TIER, min_size=1, max_size=4), st.data())
+def test_a_frame_may_come_in_pieces(messages: list[Any], data: st.DataObject) -> None:
+    came: list[Any] = []
+    with Pair() as pair:
+        for message in messages:
+            pair.engine.post(message)
+            pair.engine.flush()
+        raw = pair.tier._end.recv(1 << 20)
+        cuts = data.draw(st.sets(st.integers(1, len(raw)), max_size=9))
+        for start, end in pairwise([0, *sorted(cuts), len(raw)]):
+            pair.raw.send(raw[start:end])
+            came += pair.tier.take()
+    assert came == messages
+
+
+def test_what_the_socket_does_not_take_goes_later() -> None:
+    """The scheduler never waits for a tier that reads nothing."""
+    sent = [m.StoreJob(job, "r", (bytes(36),) * 512, tuple(range(512))) for job in range(64)]
+    came: list[Any] = []
+    with Pair(buffer_bytes=1) as pair:
+        for message in sent:
+            pair.engine.post(message)
+            pair.engine.flush()
+        assert pair.engine.posted > 0
+        while not pair.engine.flush():
+            came += pair.tier.take()
+        came += pair.tier.take()
+    assert came == sent
+
+
+def test_one_take_is_bounded(pair: Pair) -> None:
+    """After an idle hour a million keys may wait; a step takes in some of them."""
+    message = m.PresenceChanged((bytes(36),) * 512, ())
+    for _ in range(100):
+        pair.tier.post(message)
+        pair.tier.flush()
+    takes = []
+    while not pair.tier.flush() or not takes or takes[-1]:
+        takes.append(list(pair.engine.take()))
+    assert sum(map(len, takes)) == 100
+    assert max(map(len, takes)) <= TAKE_BYTES_MAX // (36 * 512) + FRAME_MESSAGES_MAX
+
+
+def test_the_end_is_seen_after_all_that_was_sent(pair: Pair) -> None:
+    pair.tier.post(Opened())
+    pair.tier.flush()
+    pair.tier.close()
+    came = list(pair.engine.take())
+    while not pair.engine.is_ended:
+        came += pair.engine.take()
+    assert came == [Opened()]
+    pair.engine.post(End())
+    assert pair.engine.flush(), "nobody is left to wait for"
+
+
+@pytest.mark.parametrize("body", [b"", b"\x91\xc0", b"\x93\x01\x02", b"\xff" * 9])
+def test_what_is_no_message_is_refused(pair: Pair, body: bytes) -> None:
+    pair.raw.send(len(body).to_bytes(4, "little") + body)
+    with pytest.raises(msgspec.DecodeError):
+        pair.tier.take()
+
+
+def test_nothing_to_wait_for_is_not_waited_for(pair: Pair) -> None:
+    assert pair.engine.wait(0.0) is False
+    pair.tier.post(Opened())
+    pair.tier.flush()
+    assert pair.engine.wait(None) is True

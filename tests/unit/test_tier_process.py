@@ -1,0 +1,350 @@
+"""A tier in a process of its own: it may crash, stop or be killed, and so may its engine.
+
+The processes are real. The link's end is a queue that takes from the host when it is empty.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+from structlog.testing import capture_logs
+
+from kvtier import messages as m
+from kvtier import tier_process
+from kvtier.backend import BackendContext, Namespace, Outcome
+from kvtier.config import TierConfig
+from kvtier.errors import ConfigError
+from kvtier.memory import SlotMemory
+from kvtier.tier_channel import Channel
+from kvtier.tier_hosts import make_host
+from kvtier.tier_process import TierProcess
+from kvtier.tier_thread import TierThread
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvtier.messages import Message
+
+BLOCK = 8192
+SLOTS = 16
+WAIT_S = 60.0
+KEYS = tuple(bytes([number]) * 36 for number in range(SLOTS))
+CONTEXT = BackendContext(BLOCK, Namespace({"model": "m"}), "1:x")
+
+
+def memory_tier(**options: Any) -> dict[str, Any]:
+    return {"type": "memory", "capacity_bytes": 1 << 20, "cell": "process", **options}
+
+
+def disk_tier(path: Path, **options: Any) -> dict[str, Any]:
+    return {"type": "disk", "path": str(path), "capacity_bytes": 4 << 20, **options}
+
+
+class Bench:
+    """A started process over sixteen slots."""
+
+    def __init__(self, tier: dict[str, Any], *, messages_max: int = 64) -> None:
+        self.memory = SlotMemory.anonymous(SLOTS, BLOCK)
+        self._messages: queue.Queue[Message] = queue.Queue()
+        host = make_host(
+            TierConfig.from_mapping(1, tier),
+            CONTEXT,
+            self.memory,
+            self,
+            messages_max=messages_max,
+        )
+        assert isinstance(host, TierProcess)
+        self.host = host
+        self.host.start()
+
+    def post(self, message: Message) -> bool:
+        """Stand where the link's inbox is."""
+        self._messages.put(message)
+        return True
+
+    @property
+    def pid(self) -> int:
+        return self.host._child.process.pid
+
+    def next(self) -> Any:
+        deadline_s = time.monotonic() + WAIT_S
+        while True:
+            self.host.take()
+            self.host.wake()
+            try:
+                return self._messages.get(timeout=0.005)
+            except queue.Empty:
+                assert time.monotonic() < deadline_s, "nothing came"
+
+    def next_of(self, kind: type[Any]) -> Any:
+        while not isinstance(message := self.next(), kind):
+            pass
+        return message
+
+    def store(self, keys: tuple[bytes, ...], slots: tuple[int, ...], job: int = 1) -> Any:
+        assert self.host.post(m.StoreJob(job=job, request="r", keys=keys, slots=slots))
+        return self.next_of(m.JobEnded)
+
+    def load(self, keys: tuple[bytes, ...], slots: tuple[int, ...], job: int = 2) -> Any:
+        assert self.host.post(m.LoadJob(job=job, keys=keys, slots=slots))
+        return self.next_of(m.JobEnded)
+
+    def fill(self) -> None:
+        for slot in range(SLOTS):
+            self.memory.view(slot)[:] = bytes([slot + 1]) * BLOCK
+
+    def until_it_has(self, keys: tuple[bytes, ...]) -> None:
+        """Wait until the tier says that it has these: after a start it tells bit by bit."""
+        for probe in range(10_000):
+            assert self.host.post(m.Probe(probe=probe, keys=keys))
+            if all(self.next_of(m.ProbeAnswer).present):
+                return
+        raise AssertionError("it never had them")
+
+
+@pytest.fixture(autouse=True)
+def _quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_process, "RESTART_PAUSE_S", 0.001)
+
+
+@pytest.fixture
+def benches() -> Iterator[list[Bench]]:
+    started: list[Bench] = []
+    yield started
+    for bench in started:
+        assert bench.host.close(WAIT_S) is True
+        assert has_ended(bench.pid)
+
+
+def has_ended(pid: int) -> bool:
+    """Tell whether the process is gone, and was waited for."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_blocks_come_back_through_shared_slots(benches: list[Bench]) -> None:
+    """No byte goes over the channel: the process maps the slots."""
+    bench = Bench(memory_tier())
+    benches.append(bench)
+    bench.fill()
+    assert bench.store(KEYS[:2], (0, 1)).outcomes == (Outcome.DONE,) * 2
+    ended = bench.load((KEYS[0], KEYS[9], KEYS[1]), (4, 5, 6))
+    assert ended.outcomes == (Outcome.DONE, Outcome.ABSENT, Outcome.DONE)
+    assert bytes(bench.memory.view(4)) == b"\x01" * BLOCK
+    assert bytes(bench.memory.view(6)) == b"\x02" * BLOCK
+    assert bytes(bench.memory.view(5)) == b"\x06" * BLOCK
+
+
+def test_a_bad_setting_is_refused_in_the_backend_s_own_words() -> None:
+    with pytest.raises(ConfigError, match="capacity_bytes=1 has no room for one block of 8192"):
+        Bench(memory_tier(capacity_bytes=1))
+    with pytest.raises(ConfigError, match="eviction_policy='nonesuch' is not installed"):
+        Bench(memory_tier(eviction_policy="nonesuch"))
+    with pytest.raises(ConfigError, match=r"cell='somewhere' must be one of thread, process"):
+        Bench(memory_tier(cell="somewhere"))
+
+
+def test_memory_that_no_process_can_map_gets_a_thread_or_a_refusal(tmp_path: Path) -> None:
+    """A backend only prefers a process; a user who asks for one is told why there is none."""
+    memory = SlotMemory(memoryview(bytearray(BLOCK)), 1, BLOCK)
+    with pytest.raises(ConfigError, match=r"1:memory: cell='process' needs memory that another"):
+        make_host(
+            TierConfig.from_mapping(1, memory_tier()), CONTEXT, memory, Unread(), messages_max=4
+        )
+    tier = TierConfig.from_mapping(1, disk_tier(tmp_path / "kv"))
+    host = make_host(tier, CONTEXT, memory, Unread(), messages_max=4)
+    assert isinstance(host, TierThread)
+    host.start()
+    assert host.close(WAIT_S)
+
+
+class Unread:
+    """A link whose messages don't matter."""
+
+    def post(self, _message: Message) -> bool:
+        return True
+
+
+def test_a_killed_process_is_followed_by_another_that_has_what_was_stored(
+    tmp_path: Path, benches: list[Bench]
+) -> None:
+    """The process is the fence: whatever was under way is over once it is gone."""
+    bench = Bench(disk_tier(tmp_path / "kv"))
+    benches.append(bench)
+    bench.fill()
+    assert set(bench.store(KEYS, tuple(range(SLOTS))).outcomes) == {Outcome.DONE}
+    first = bench.pid
+    os.kill(first, signal.SIGKILL)
+    assert bench.next_of(m.TierBroke) == m.TierBroke(reason="was killed by signal 9")
+    assert isinstance(bench.next(), m.TierFenced)
+    assert has_ended(first)
+    assert isinstance(bench.next(), m.TierRestarted)
+    bench.until_it_has(KEYS)
+    assert bench.load(KEYS[:2], (8, 9)).outcomes == (Outcome.DONE,) * 2
+    assert bytes(bench.memory.view(9)) == b"\x02" * BLOCK
+
+
+def test_a_cut_off_tier_takes_no_message(benches: list[Bench]) -> None:
+    """Nothing sent before the end of one process may be carried out by the next."""
+    bench = Bench(memory_tier())
+    benches.append(bench)
+    os.kill(bench.pid, signal.SIGKILL)
+    bench.next_of(m.TierFenced)
+    bench.next_of(m.TierRestarted)
+    assert bench.load(KEYS[:1], (0,)).outcomes == (Outcome.ABSENT,)
+
+
+def test_a_backend_that_cannot_be_opened_is_cut_off_and_heals_by_itself(
+    tmp_path: Path, benches: list[Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is swept away between its claim and the opening."""
+    path = tmp_path / "kv"
+    real_start = TierProcess.start
+
+    def start(host: TierProcess) -> None:
+        shutil.rmtree(path)
+        real_start(host)
+
+    monkeypatch.setattr(TierProcess, "start", start)
+    bench = Bench(disk_tier(path))
+    benches.append(bench)
+    assert "No such file" in bench.next_of(m.TierBroke).reason
+    assert isinstance(bench.next(), m.TierFenced)
+    assert isinstance(bench.next(), m.TierRestarted)
+    assert bench.store(KEYS[:1], (0,)).outcomes == (Outcome.DONE,)
+
+
+def test_a_stopped_process_is_not_waited_for_and_is_killed_at_the_end() -> None:
+    """Promise 7. Killed, it can't touch the slots any more: they may be unmapped."""
+    bench = Bench(memory_tier())
+    bench.store(KEYS[:1], (0,))
+    os.kill(bench.pid, signal.SIGSTOP)
+    keys = (bytes(36),) * 512
+    taken = 0
+    while bench.host.post(m.Probe(probe=taken, keys=keys)):
+        bench.host.wake()
+        bench.host.take()
+        taken += 1
+    assert taken >= 64
+    assert bench.host.close(tier_process.ABANDON_S + 0.05) is True
+    assert has_ended(bench.pid)
+
+
+def test_close_ends_what_was_begun(tmp_path: Path, benches: list[Bench]) -> None:
+    """A store that was taken is carried out, so that a restart finds it."""
+    bench = Bench(disk_tier(tmp_path / "kv"))
+    bench.fill()
+    for slot, key in enumerate(KEYS):
+        assert bench.host.post(m.StoreJob(job=slot, request="r", keys=(key,), slots=(slot,)))
+    assert bench.host.close(WAIT_S) is True
+    assert not bench.host.post(m.Probe(probe=1, keys=KEYS))
+    again = Bench(disk_tier(tmp_path / "kv"))
+    benches.append(again)
+    again.until_it_has(KEYS)
+
+
+def test_signals_for_the_whole_group_are_the_engine_s_to_follow(benches: list[Bench]) -> None:
+    """Ctrl-C reaches all processes of a terminal; the engine still wants to store what it has."""
+    bench = Bench(memory_tier())
+    benches.append(bench)
+    bench.store(KEYS[:1], (0,))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(bench.pid, number)
+    assert bench.load(KEYS[:1], (1,)).outcomes == (Outcome.DONE,)
+
+
+def test_a_process_that_sends_rubbish_is_killed_and_replaced(
+    benches: list[Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(memory_tier())
+    benches.append(bench)
+    bench.store(KEYS[:1], (0,))
+    first = bench.pid
+
+    def rubbish(_channel: Channel[Any]) -> list[Any]:
+        monkeypatch.undo()
+        monkeypatch.setattr(tier_process, "RESTART_PAUSE_S", 0.001)
+        raise msgspec.DecodeError("truncated")
+
+    monkeypatch.setattr(Channel, "take", rubbish)
+    assert "sent what is no message: truncated" in bench.next_of(m.TierBroke).reason
+    assert isinstance(bench.next_of(m.TierFenced), m.TierFenced)
+    assert has_ended(first)
+    assert isinstance(bench.next_of(m.TierRestarted), m.TierRestarted)
+
+
+def test_its_log_lines_and_its_counts_reach_the_engine(
+    tmp_path: Path, benches: list[Bench]
+) -> None:
+    """The engine's log is where people look, and its metrics have the counts."""
+    bench = Bench(disk_tier(tmp_path / "kv"))
+    benches.append(bench)
+    bench.fill()
+    bench.store(KEYS, tuple(range(SLOTS)))
+    for file in (tmp_path / "kv").glob("segment-*"):
+        os.truncate(file, 0)
+    with capture_logs() as lines:
+        outcomes = bench.load(KEYS, tuple(range(SLOTS))).outcomes
+        assert set(outcomes) == {Outcome.DAMAGED}
+        deadline_s = time.monotonic() + WAIT_S
+        while not bench.host.counters().get("blocks_cut_off"):
+            assert time.monotonic() < deadline_s
+            bench.host.take()
+    assert bench.host.counters()["bytes_stored"] == SLOTS * BLOCK
+    assert [line["kind"] for line in lines] == ["blocks_cut_off"]
+    assert lines[0]["log_level"] == "warning"
+
+
+ENGINE = """
+import sys
+from pathlib import Path
+from tests.unit.test_tier_process import KEYS, SLOTS, Bench, disk_tier
+bench = Bench(disk_tier(Path(sys.argv[1])))
+bench.fill()
+bench.store(KEYS, tuple(range(SLOTS)))
+print(bench.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_tier_does_not_outlive_its_engine(tmp_path: Path, benches: list[Bench]) -> None:
+    """Killed with -9, an engine can't end its tiers: they end by themselves, and let go."""
+    engine = subprocess.Popen(
+        [sys.executable, "-c", ENGINE, str(tmp_path / "kv")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    with engine:
+        assert engine.stdout is not None
+        tier = int(engine.stdout.readline())
+        engine.kill()
+    bench = Bench(disk_tier(tmp_path / "kv"))  # refused if the folder were still in use
+    benches.append(bench)
+    bench.until_it_has(KEYS)
+    deadline_s = time.monotonic() + WAIT_S
+    while is_running(tier):
+        assert time.monotonic() < deadline_s
+
+
+def is_running(pid: int) -> bool:
+    """Tell whether a process that isn't ours runs: it may have ended, and nobody waits for it."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
