@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import select
 import struct
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -19,6 +19,9 @@ from kvtier.backend import BackendTraits  # noqa: TC001 - msgspec reads it to de
 if TYPE_CHECKING:
     import socket
     from collections.abc import Iterable
+
+    from kvtier.backend import BackendContext
+    from kvtier.config import TierConfig
 
 T = TypeVar("T")
 
@@ -32,6 +35,14 @@ TAKE_BYTES_MAX: Final = 1 << 18
 
 FRAME_MESSAGES_MAX: Final = 16
 """More in a frame saves nothing, and a frame is taken in as a whole."""
+
+
+class Setup(NamedTuple):
+    """What the process is told at its start, pickled."""
+
+    tier: TierConfig
+    context: BackendContext
+    slot_count: int
 
 
 class Begin(m.Message, frozen=True, gc=False):

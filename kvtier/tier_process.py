@@ -35,9 +35,9 @@ from kvtier.tier_channel import (
     Opened,
     Ready,
     Refused,
+    Setup,
     ToEngine,
 )
-from kvtier.tier_process_main import Setup
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -19,7 +19,7 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 
@@ -37,6 +37,7 @@ from kvtier.tier_channel import (
     Opened,
     Ready,
     Refused,
+    Setup,
     ToTier,
 )
 from kvtier.tier_process_log import send_log_to
@@ -44,8 +45,7 @@ from kvtier.tier_process_log import send_log_to
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from kvtier.backend import Backend, BackendContext
-    from kvtier.config import TierConfig
+    from kvtier.backend import Backend
     from kvtier.messages import Message
     from kvtier.tier_channel import Fields, Level
 
@@ -56,14 +56,6 @@ COUNT_PAUSE_S_MAX: Final = 1.0
 """... and by themselves after that."""
 
 LAST_WORDS_S: Final = 1.0
-
-
-class Setup(NamedTuple):
-    """What the process is told at its start, pickled."""
-
-    tier: TierConfig
-    context: BackendContext
-    slot_count: int
 
 
 class Outbox:
