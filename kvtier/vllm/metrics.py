@@ -58,7 +58,7 @@ _OWN_TIER_COUNTERS: Final = {
     "late_completions": "Jobs and probes that ended after their deadline, or twice.",
     "unknown_completions": "Completions of jobs that never were.",
     "breaker_opened": "How often a tier was left alone after failures in a row.",
-    "broke": "How often a tier was cut off because its own code raised.",
+    "broke": "How often a tier was cut off because its own code raised, or its process ended.",
 }
 
 _OWN_PRIMARY_COUNTERS: Final = {

@@ -135,12 +135,37 @@ def second_engine(model: str, path: str, notes: str) -> dict[str, Any]:
         told["cut"] = play_round(running, prompts_of(CUT_LENGTHS, seed=1000))
     with engine(model, config_of(path, eviction_policy="lru")) as running:
         told["closed"] = play_after_start(running, seed=3000)
+        kill_tier(running)
+        empty_dram(running)
+        told["without"] = play_round(running, prompts_of(LENGTHS))
+        wait_until_back(running)
+        empty_dram(running)
+        told["back"] = play_after_start(running, seed=5000)
         told["filling"] = play_round(running, prompts_of(FILLING_LENGTHS, seed=4000))
         empty_dram(running)
         # The newest first: what is missing is stored anew, and takes the place of the oldest.
         newest_first = prompts_of(FILLING_LENGTHS, seed=4000)[::-1]
         told["full"] = play_round(running, newest_first)
     return told
+
+
+def kill_tier(running: Engine) -> None:
+    """Kill the process that the tier runs in, and nothing else."""
+    (tier,) = running.manager().facade._tiers
+    os.kill(tier._child.process.pid, signal.SIGKILL)
+
+
+def wait_until_back(running: Engine) -> None:
+    """Wait until another process serves the tier."""
+    facade = running.manager().facade
+    deadline_s = time.monotonic() + SCENARIO_TIMEOUT_S
+    while True:
+        facade.get_finished()
+        (tier,) = facade.statistics().tiers
+        if tier.counts["broke"] and tier.breaker == "CLOSED":
+            return
+        assert time.monotonic() < deadline_s, tier
+        time.sleep(0.01)
 
 
 def play_after_start(running: Engine, seed: int) -> list[dict[str, Any]]:
@@ -237,6 +262,19 @@ def test_after_a_clean_end_everything_is_found(story: dict[str, Any]) -> None:
     assert again["cached"] == whole_blocks(LENGTHS)
     size = sum(whole_blocks(LENGTHS)) // 32 * again["block_bytes"]
     assert grown(rounds, 1, READ) == size
+
+
+def test_the_engine_goes_on_without_a_tier_that_was_killed_and_has_it_back(
+    story: dict[str, Any],
+) -> None:
+    """What the tier had is computed anew for a second or so; another process finds it all."""
+    without, (new, again) = story["without"], story["back"]
+    assert without["tokens"] == again["tokens"] == story["first"][0]["tokens"]
+    assert new["cached"] == [0]
+    assert again["cached"] == whole_blocks(LENGTHS)
+    assert again["metrics"]['kvtier:tier_broke{tier="1:disk"}'] == 1
+    assert again["metrics"].get('kvtier:tier_damaged{tier="1:disk"}', 0) == 0
+    assert_at_rest(again["statistics"])
 
 
 def test_a_full_folder_stays_within_its_capacity_and_goes_on(story: dict[str, Any]) -> None:
