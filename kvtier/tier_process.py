@@ -200,7 +200,10 @@ class TierProcess(TierHost):
         """Wait for the process to end, and start another, until the tier is to end."""
         pause_s = RESTART_PAUSE_S
         while True:
+            began_s = time.monotonic()
             code = self._child.process.wait()
+            if time.monotonic() - began_s > RESTART_PAUSE_S_MAX:
+                pause_s = RESTART_PAUSE_S  # this one was well for a while
             with self._using:
                 channel, self._channel = self._channel, None
                 assert channel is not None, "a process without its channel"

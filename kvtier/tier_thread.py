@@ -7,6 +7,7 @@ backend, once none of its threads can touch a slot any more.
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING, Final
 
 import anyio
@@ -136,6 +137,7 @@ class TierThread(TierHost):
     def _run(self) -> None:
         pause_s = RESTART_PAUSE_S
         while not self._ending.is_set():
+            began_s = time.monotonic()
             try:
                 if self._broke_of is not None:
                     # A closed backend isn't opened again.
@@ -144,6 +146,8 @@ class TierThread(TierHost):
                 anyio.run(self._live)
             except Exception as error:  # noqa: BLE001 - a bug in a tier must not reach the engine
                 self._break_down(error)
+                if time.monotonic() - began_s > RESTART_PAUSE_S_MAX:
+                    pause_s = RESTART_PAUSE_S  # this one was well for a while
                 if self._ending.wait(pause_s):
                     return
                 pause_s = min(2 * pause_s, RESTART_PAUSE_S_MAX)

@@ -3,10 +3,11 @@
     python stress/soak.py --seconds 60 --seed 8841
 
 One seed picks the load and the faults. Phase one: requests come and go while
-tiers fail, stall, lie and fill up, files are damaged and deleted, and the
-primary tier is reset; every block that is read must hold exactly its bytes,
-and no lookup may stay None past the deadlines. Then the faults stop. Phase
-two: everything must come to rest, with every slot accounted for.
+tiers fail, stall, lie and fill up, files are damaged and deleted, a tier's
+process is stopped and killed, and the primary tier is reset; every block that
+is read must hold exactly its bytes, and no lookup may stay None past the
+deadlines. Then the faults stop. Phase two: everything must come to rest, with
+every slot accounted for.
 Exits with 1 and the seed if anything of this is not so.
 """
 
@@ -16,12 +17,15 @@ import argparse
 import hashlib
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
-from kvtier import Namespace, RuntimeConfig, SlotMemory, open_runtime
+from kvtier import Namespace, RuntimeConfig, SlotMemory, open_runtime, tier_process
+from kvtier.tier_process import TierProcess
 from kvtier.tier_thread import TierThread
 from kvtier_backends.faults import FaultScript, OperationFaults
 from kvtier_backends.memory import MemoryBackend
@@ -32,10 +36,11 @@ STEP_S = 0.001
 PROBE_TIMEOUT_S = 0.2
 PROMOTE_TIMEOUT_S = 0.5
 STORE_TIMEOUT_S = 2.0
-PENDING_S_MAX = 4 * (PROBE_TIMEOUT_S + PROMOTE_TIMEOUT_S) + 5.0
-"""Two tiers, each asked and read once, in vain; and room for a slow machine."""
+PENDING_S_MAX = 6 * (PROBE_TIMEOUT_S + PROMOTE_TIMEOUT_S) + 5.0
+"""Three tiers, each asked and read once, in vain; and room for a slow machine."""
 
 REST_S_MAX = 30.0
+RESTART_PAUSE_S = 0.05  #: of the disk tier's process: killed often, it would hardly ever run
 
 
 class Failure(Exception):
@@ -80,6 +85,14 @@ class Soak:
                         "promote_timeout_s": PROMOTE_TIMEOUT_S,
                         "store_timeout_s": STORE_TIMEOUT_S,
                     },
+                    {
+                        "type": "disk",
+                        "path": str(root / "disk"),
+                        "capacity_bytes": 512 * BLOCK_BYTES,
+                        "probe_timeout_s": PROBE_TIMEOUT_S,
+                        "promote_timeout_s": PROMOTE_TIMEOUT_S,
+                        "store_timeout_s": STORE_TIMEOUT_S,
+                    },
                 ],
             },
             slot_count=SLOTS,
@@ -90,10 +103,14 @@ class Soak:
             config, self.memory, Namespace({"soak": True}), collect_events=True
         )
         # The script breaks what it built, so it looks behind the facade.
-        host = self.facade._tiers[0]  # noqa: SLF001
-        assert isinstance(host, TierThread)
-        assert isinstance(host.backend, MemoryBackend)
-        self.faulty = host.backend
+        memory, _, disk = self.facade._tiers  # noqa: SLF001
+        assert isinstance(memory, TierThread)
+        assert isinstance(memory.backend, MemoryBackend)
+        assert isinstance(disk, TierProcess)
+        self.faulty = memory.backend
+        self.disk = disk
+        pauses = dict.fromkeys(("RESTART_PAUSE_S", "RESTART_PAUSE_S_MAX"), RESTART_PAUSE_S)
+        vars(tier_process).update(pauses)
         self.requests = 0
         self.read = 0
         self.stored = 0
@@ -160,7 +177,9 @@ class Soak:
         for operation in ("probe", "load", "store", "remove"):
             setattr(self.faulty.faults, operation, self.random_faults())
         if dice.random() < 0.5:
-            self.harm_files()
+            self.harm_files("fs", 0.1)
+            self.harm_files("disk", 0.3)
+        self.harm_process()
         if dice.random() < 0.2:
             self.resets += 1
             self.facade.reset()
@@ -183,10 +202,21 @@ class Soak:
             full=kind == "full",
         )
 
-    def harm_files(self) -> None:
-        """Damage, cut or delete some of the fs tier's files behind its back."""
-        for path in (self.root / "fs").rglob("*"):
-            if path.name == "config.json" or not path.is_file() or self.random.random() > 0.1:
+    def harm_process(self) -> None:
+        """Kill the disk tier's process, or stop it until the next time."""
+        number = self.random.choice([signal.SIGCONT, signal.SIGSTOP, signal.SIGKILL])
+        self.signal_process(signal.SIGCONT)
+        self.signal_process(number)
+
+    def signal_process(self, number: signal.Signals) -> None:
+        """Send the disk tier's process a signal, unless it is gone just now."""
+        with suppress(ProcessLookupError):
+            os.kill(self.disk._child.process.pid, number)  # noqa: SLF001 - as above
+
+    def harm_files(self, tier: str, share: float) -> None:
+        """Damage, cut or delete some of a tier's files behind its back."""
+        for path in (self.root / tier).rglob("*"):
+            if path.name == "config.json" or not path.is_file() or self.random.random() > share:
                 continue
             try:
                 self.harm(path)
@@ -217,6 +247,7 @@ class Soak:
                 next_stir = time.monotonic() + self.random.uniform(0.1, 1.0)
             self.serve_one()
         self.faulty.faults = FaultScript()
+        self.signal_process(signal.SIGCONT)
         for _ in range(20):
             self.serve_one()
         self.come_to_rest()
@@ -263,10 +294,18 @@ def main() -> int:
     print(
         f"soak: {soak.requests} requests, {soak.stored} blocks stored, {soak.read} read and right"
     )
-    for name, tier in zip(("memory", "fs"), counts, strict=True):
+    for name, tier in zip(("memory", "fs", "disk"), counts, strict=True):
         trouble = {
             key: tier[key]
-            for key in ("damaged", "absent", "failed", "full", "jobs_timed_out", "breaker_opened")
+            for key in (
+                "damaged",
+                "absent",
+                "failed",
+                "full",
+                "jobs_timed_out",
+                "breaker_opened",
+                "broke",
+            )
         }
         print(f"soak: {name}: {trouble}")
     return 0

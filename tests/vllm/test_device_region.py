@@ -5,6 +5,7 @@ vLLM's class maps memory on any machine; only the worker that copies needs the d
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,7 @@ def test_the_scheduler_sees_the_workers_bytes_and_facts(engine: Engine) -> None:
     assert bytes(region.rows[ROW_BYTES : ROW_BYTES + 4]) == b"\x07" * 4
     region.rows[0] = 9
     assert int(engine.worker.base_tensor[0]) == 9
+    assert os.pread(region.fileno(), 1, 0) == b"\x09", "what a tier's process maps"
     region.close()
     region.close()
 
