@@ -207,7 +207,7 @@ class TierProcess(TierHost):
             with self._using:
                 channel, self._channel = self._channel, None
                 assert channel is not None, "a process without its channel"
-                while not channel.is_ended:
+                while channel.wait(0.0) and not channel.is_ended:
                     self._deliver(channel)
                 if not self._ending.is_set():
                     if self._broke_of is None:
@@ -274,6 +274,9 @@ class _Child:
                 stdin=subprocess.PIPE,
                 pass_fds=descriptors,
             )
+        except BaseException:
+            ours.close()
+            raise
         finally:
             theirs.close()
         try:

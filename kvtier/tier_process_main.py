@@ -171,7 +171,9 @@ def main(channel_descriptor: int, memory_descriptor: int) -> None:
         signal.signal(
             number, signal.SIG_IGN
         )  # a terminal sends it to the engine too, which decides
-    channel: Channel[Any] = Channel(socket.socket(fileno=channel_descriptor), ToTier)
+    end = socket.socket(fileno=channel_descriptor)
+    end.set_inheritable(False)  # else a process of the backend's could keep it open
+    channel: Channel[Any] = Channel(end, ToTier)
     setup: Setup = pickle.loads(_read_setup())  # noqa: S301 - the engine's own process wrote it
     memory = SlotMemory.of_descriptor(
         memory_descriptor, setup.slot_count, setup.context.block_bytes
