@@ -1,4 +1,4 @@
-"""Draws the state machines of ``kvtier.states``, as a diagram and as a table.
+"""Draws state machines from their tables in the code, as a diagram and as a table.
 
 An mkdocs hook: a line ``<!-- states: BLOCK_TABLE -->`` on a page becomes the
 drawing of that table, so the pages cannot drift from the code. As a script it
@@ -11,15 +11,21 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
-from kvtier import states
+from kvtier.states import BLOCK_TABLE, BREAKER_TABLE, SLOT_TABLE
+from kvtier_backends.disk.regions import REGION_TABLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from enum import IntEnum
 
-TABLES = ("BLOCK_TABLE", "SLOT_TABLE", "BREAKER_TABLE")
+TABLES: Final[Mapping[str, Mapping[Any, IntEnum]]] = {
+    "BLOCK_TABLE": BLOCK_TABLE,
+    "SLOT_TABLE": SLOT_TABLE,
+    "BREAKER_TABLE": BREAKER_TABLE,
+    "REGION_TABLE": REGION_TABLE,
+}
 _MARK = re.compile(r"^<!-- states: (\w+) -->$", re.MULTILINE)
 _MEMBER = re.compile(r"^    ([A-Z_]+) = \d+(?:\s+#: (.*))?$", re.MULTILINE)
 
@@ -27,8 +33,8 @@ _MEMBER = re.compile(r"^    ([A-Z_]+) = \d+(?:\s+#: (.*))?$", re.MULTILINE)
 def draw(name: str) -> str:
     """Return the drawing of one table, as Markdown. Raises ``KeyError`` for an unknown name."""
     if name not in TABLES:
-        raise KeyError(f"no table {name!r} in kvtier.states; known: {', '.join(TABLES)}")
-    table: Mapping[tuple[IntEnum, IntEnum], IntEnum] = getattr(states, name)
+        raise KeyError(f"no table {name!r}; known: {', '.join(TABLES)}")
+    table: Mapping[tuple[IntEnum, IntEnum], IntEnum] = TABLES[name]
     return "\n\n".join([_diagram(table), _meanings(table), _rows(table)])
 
 

@@ -15,7 +15,7 @@ from kvtier.backend import Outcome
 from kvtier.cli.main import BAD_INPUT, INTERRUPTED, main
 from kvtier_backends.disk import backend as backend_module
 from kvtier_backends.disk import format as fmt
-from kvtier_backends.disk import purge_requests, purging
+from kvtier_backends.disk import purge_requests
 from kvtier_backends.disk.inspection import Folder
 from tests.unit.backends.disk._disk import (
     BLOCK_BYTES,
@@ -33,7 +33,6 @@ OWN, OTHER = fmt.namespace_digest(CONTEXT).hex(), fmt.namespace_digest(OTHER_CON
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(purging, "LOADS_END_S", 0.0)
     monkeypatch.setattr(backend_module, "TICK_S", 0.01)
 
 

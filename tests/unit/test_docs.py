@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,6 +16,11 @@ from kvtier import states
 from kvtier.config import RuntimeConfig, TierConfig
 from kvtier.errors import ConfigError
 from kvtier.testing import BACKEND_CHECKS, BackendCheck
+from kvtier_backends.disk.regions import REGION_TABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from enum import IntEnum
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -113,9 +119,17 @@ def test_state_tables_are_drawn_from_the_code() -> None:
     assert spec.loader is not None
     drawing = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(drawing)
-    page = (DOCS / "explanation/architecture.md").read_text()
-    drawn = drawing.on_page_markdown(page)
-    assert "<!-- states:" not in drawn
-    for table in (states.BLOCK_TABLE, states.SLOT_TABLE, states.BREAKER_TABLE):
-        for (state, event), to in table.items():
-            assert f"| {state.name} | {event.name} | {to.name} |" in drawn
+    tables: dict[str, list[Mapping[tuple[IntEnum, IntEnum], IntEnum]]] = {
+        "explanation/architecture.md": [
+            states.BLOCK_TABLE,
+            states.SLOT_TABLE,
+            states.BREAKER_TABLE,
+        ],
+        "reference/disk-format.md": [REGION_TABLE],
+    }
+    for page, on_page in tables.items():
+        drawn = drawing.on_page_markdown((DOCS / page).read_text())
+        assert "<!-- states:" not in drawn
+        for table in on_page:
+            for (state, event), to in table.items():
+                assert f"| {state.name} | {event.name} | {to.name} |" in drawn

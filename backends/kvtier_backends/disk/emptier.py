@@ -1,7 +1,9 @@
 """Empties one region: appends its blocks again, as far as budget and room go, and drops the rest.
 
-What is dropped is what was used least recently. Blocks that are removed, or
-stored anew, while they are on their way stay as they are.
+What is dropped is what was used least recently; of what was used at once, the
+tail goes before the head, because a prompt's block is of no use without those
+before it. Blocks that are removed, or stored anew, while they are on their way
+stay as they are.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ def _choose(log: BlockLog, region: int) -> list[int]:
     # Blocks under an older key stay where that key is named, and go with it.
     excess = len(locations) - (affordable(log) if log.has_current_key(region) else 0)
     if excess > 0:
-        by_use = sorted(locations, key=lambda at: (log.index.known(at).used_s, at))
+        # The blocks of a request lie in its order, mostly.
+        by_use = sorted(locations, key=lambda at: (log.index.known(at).used_s, -at))
         keys = [log.index.key_at(at) for at in by_use[:excess]]
         log.lose([key for key in keys if key is not None], "blocks_dropped")
         locations = sorted(by_use[excess:])

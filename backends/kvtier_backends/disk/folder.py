@@ -46,6 +46,14 @@ SPARE_PART: Final = 0.1
 """So much of the slots is not told upward: there dead blocks lie until a region is emptied."""
 
 LOCK_NAME: Final = "lock"
+LOCK_WAIT_S_MAX: Final = 1.0
+"""A lock that is held gets so long to go.
+
+``kvtier ls`` and ``fsck`` hold it for an instant, a killed engine until the kernel
+has put its memory away. An engine that starts just then must not be refused.
+"""
+
+_LOCK_POLL_S: Final = 0.02
 _SUPERBLOCK_NAME: Final = "superblock"
 _SEGMENT_PATTERN: Final = re.compile(r"segment-(\d{5})\.kv")
 _OPEN_FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC
@@ -156,18 +164,35 @@ class Claim:
         path = f"{self.path}/{LOCK_NAME}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            is_taken = _lock(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        if not is_taken:
             owner = user_untrusted(descriptor)
             os.close(descriptor)
             raise refuse(
                 f"is in use by {owner}: a disk tier belongs to one engine. Stop that engine, "
                 "or name another folder."
-            ) from None
+            )
         with suppress(OSError):  # the number is for people; a full disk is no reason to refuse
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         return descriptor
+
+
+def _lock(descriptor: int) -> bool:
+    """Take the lock, if it is free or becomes so in ``LOCK_WAIT_S_MAX``. Raises ``OSError``."""
+    waits = round(LOCK_WAIT_S_MAX / _LOCK_POLL_S)
+    for wait in range(waits + 1):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if wait < waits:
+                time.sleep(_LOCK_POLL_S)
+        else:
+            return True
+    return False
 
 
 def user_untrusted(descriptor: int) -> User:

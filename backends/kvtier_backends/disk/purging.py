@@ -27,8 +27,12 @@ if TYPE_CHECKING:
     from kvtier_backends.disk.inspection import Folder, Look
     from kvtier_backends.disk.log import BlockLog
 
-LOADS_END_S: Final = 0.25
-"""Loads that have begun get so long to end. One that takes longer reads zeros: a miss."""
+LOADS_END_S_MAX: Final = 5.0
+"""Loads that have begun get so long to end, all together; mostly they take milliseconds.
+
+The regions of those that take longer are left as they are and reported: an erased block
+would be loaded as a damaged one.
+"""
 
 QUIET_WAIT_S_MAX: Final = 10.0
 ROUNDS_MAX: Final = 5
@@ -57,7 +61,7 @@ class Purged:
     """What was, or would be, removed."""
 
     kinds: dict[Kind, Distinct] = field(default_factory=dict)
-    regions_failed: int = 0  #: that could not be read or changed
+    regions_failed: int = 0  #: that could not be read or changed, or were being read
     is_complete: bool = True
 
     def add(self, look: Look, gone: list[Entry]) -> None:
@@ -118,21 +122,42 @@ async def purge_log(
     ``regions`` is how many the log has. Raises ``StoreFault`` if it does not
     come to rest, and ``OSError``.
     """
+    purged = Purged()
     for _ in range(ROUNDS_MAX):
-        purged = Purged()
+        purged.regions_failed = 0
         async with _appending_nothing(log, regions):
             await _forget(log, selection)
-            await asyncio.sleep(LOADS_END_S)
+            # No load of what is forgotten begins any more.
+            rests = [log.regions.rests(region) for region in range(regions)]
+            is_whole = True
+            end = asyncio.get_running_loop().time() + LOADS_END_S_MAX
             for number in await threads.run(folder.files.numbers):
+                if number < regions and not await _loads_ended(log, number, rests[number], end):
+                    if log.regions.state(number) is RegionState.EMPTYING:
+                        is_whole = False
+                    else:
+                        purged.regions_failed += 1
+                    continue
                 await threads.run(
                     partial(purge_region, folder, number, selection, purged, dry=False)
                 )
                 log.allocated.discard(number)  # its bytes may be holes now
             await threads.run(folder.files.close)
-            if not log.regions.count_in(RegionState.EMPTYING):
+            if is_whole and not log.regions.count_in(RegionState.EMPTYING):
                 return purged
         # What went may have been read before, to be appended again now: it must go there, too.
     raise StoreFault("the tier is emptying regions all the time. Try again when it stores less")
+
+
+async def _loads_ended(log: BlockLog, region: int, rests: int, end: float) -> bool:
+    """Wait for loads of a region that began at so many rests. False: they go on."""
+    while not log.regions.has_rested(region, rests):
+        # One that empties a region reads it until it may append, which waits for the purge.
+        is_emptied = log.regions.state(region) is RegionState.EMPTYING
+        if is_emptied or asyncio.get_running_loop().time() >= end:
+            return False
+        await asyncio.sleep(_POLL_S)
+    return True
 
 
 @asynccontextmanager

@@ -104,6 +104,7 @@ class Regions:
         self._states = [RegionState.FREE] * count
         self._sequences = [0] * count
         self._readers = [0] * count
+        self._rests = [0] * count  # how often the last reader has ended
         self._writers = [0] * count
         self._free: deque[int] = deque(range(count))
         self._open: int | None = None
@@ -221,8 +222,21 @@ class Regions:
         """End a reader. The region becomes free if that is what it waited for."""
         self._readers[region] -= 1
         assert self._readers[region] >= 0, "a reader ended twice"
+        if not self._readers[region]:
+            self._rests[region] += 1
         if self._states[region] is RegionState.EMPTYING:
             self.end_emptying(region)
+
+    def rests(self, region: int) -> int:
+        """Return how often the region's last reader has ended, for ``has_rested``."""
+        return self._rests[region]
+
+    def has_rested(self, region: int, rests: int) -> bool:
+        """Tell whether all have ended who read the region when it had this many rests.
+
+        So it comes true also where others have begun by then: under loads without end.
+        """
+        return not self._readers[region] or self._rests[region] > rests
 
     # --- emptying ---
 

@@ -33,6 +33,9 @@ class RegionsSpec(RuleBasedStateMachine):
         self.disk: dict[tuple[int, int], bytes] = {}
         self.writing: list[tuple[Extent, list[bytes]]] = []
         self.readers: list[tuple[int, int, bytes]] = []
+        self.begun = 0  # readers so far, and the number of each one that reads
+        self.reading: list[int] = []
+        self.noted: list[tuple[int, int, set[int]]] = []
         self.live: dict[bytes, tuple[int, int]] = {}
         self.keys = iter(number.to_bytes(4, "big") for number in range(1 << 30))
 
@@ -90,13 +93,27 @@ class RegionsSpec(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(self.live)))
         self.regions.pin(self.live[key][0])
         self.readers.append((*self.live[key], key))
+        self.begun += 1
+        self.reading.append(self.begun)
 
     @precondition(lambda self: self.readers)
     @rule(data=st.data())
     def end_to_read(self, data: st.DataObject) -> None:
-        region, slot, key = self.readers.pop(data.draw(st.integers(0, len(self.readers) - 1)))
+        place = data.draw(st.integers(0, len(self.readers) - 1))
+        region, slot, key = self.readers.pop(place)
+        del self.reading[place]
         assert self.disk[region, slot] == key
         self.regions.unpin(region)
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data())
+    def note_who_reads(self, data: st.DataObject) -> None:
+        region = data.draw(st.sampled_from(sorted({reader[0] for reader in self.readers})))
+        self.noted.append((region, self.regions.rests(region), set(self.readers_of(region))))
+
+    def readers_of(self, region: int) -> list[int]:
+        pairs = zip(self.readers, self.reading, strict=True)
+        return [number for reader, number in pairs if reader[0] == region]
 
     @rule(budget=st.integers(0, SLOTS))
     def empty_one(self, budget: int) -> None:
@@ -141,6 +158,15 @@ class RegionsSpec(RuleBasedStateMachine):
     def no_reader_sees_its_slot_written(self) -> None:
         for region, slot, key in self.readers:
             assert self.disk[region, slot] == key
+
+    @invariant()
+    def a_region_has_rested_once_all_who_read_it_then_have_ended(self) -> None:
+        for region, rests, noted in self.noted:
+            reading = self.readers_of(region)
+            if self.regions.has_rested(region, rests):
+                assert noted.isdisjoint(reading)
+            else:
+                assert reading
 
     @invariant()
     def every_region_is_in_one_state_and_at_most_one_is_open(self) -> None:
