@@ -13,16 +13,18 @@ import os
 import queue
 import threading
 import weakref
+from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
+from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
 
-_Work = tuple["asyncio.AbstractEventLoop", "asyncio.Future[Any]", "Callable[[], Any]"]
-
+_Work = tuple["_Answers", "asyncio.Future[Any]", "Callable[[], Any]"]
+_Answer = tuple["asyncio.Future[Any]", Any, "BaseException | None"]
 
 _write_with_gil: Final = ctypes.PyDLL(None).write
 _write_with_gil.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t)
@@ -54,6 +56,53 @@ class Bell:
             os.eventfd_read(self.descriptor)
 
 
+class _Answers:
+    """What calls returned, on its way from any thread to one event loop.
+
+    One wake-up does for all calls that end before the loop looks.
+    """
+
+    @classmethod
+    def to(cls, loop: asyncio.AbstractEventLoop) -> _Answers:
+        """Return the one of this loop."""
+        answers = _answers.get(loop)
+        if answers is None:
+            answers = _answers[loop] = cls(loop)
+        return answers
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._waiting: deque[_Answer] = deque()
+        self._bell = Bell()
+        self._is_rung = False
+        loop.add_reader(self._bell.descriptor, self._hand_over)
+
+    def post(self, answer: _Answer) -> None:
+        """Have a future settled. Any thread; if the loop is closed, nobody is left to tell."""
+        self._waiting.append(answer)
+        if not self._is_rung:
+            self._is_rung = True
+            self._bell.ring()
+
+    def _hand_over(self) -> None:
+        # In this order: an answer that comes in between either is taken now or rings again.
+        self._bell.answer()
+        self._is_rung = False
+        waiting = self._waiting
+        while waiting:
+            future, result, error = waiting.popleft()
+            if future.done():
+                continue
+            if error is None:
+                future.set_result(result)
+            elif isinstance(error, StopIteration):  # no future takes it, and others wait behind
+                future.set_exception(RuntimeError("the call raised StopIteration"))
+            else:
+                future.set_exception(error)
+
+
+_answers: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, _Answers]] = WeakKeyDictionary()
+
+
 class DaemonThreads:
     """A fixed number of daemon threads that run blocking calls for an event loop.
 
@@ -75,7 +124,7 @@ class DaemonThreads:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         self._unended.add(future)
-        self._queue.put((loop, future, call))
+        self._queue.put((_Answers.to(loop), future, call))
         return await future
 
     def stop(self) -> None:
@@ -96,7 +145,7 @@ class DaemonThreads:
 
     def _work(self) -> None:
         while (work := self._queue.get()) is not None:
-            loop, future, call = work
+            answers, future, call = work
             if future.cancelled():
                 self._unended.discard(future)
                 continue
@@ -107,25 +156,6 @@ class DaemonThreads:
                 error = raised
             # Before the report: whoever has it may count on the call being over.
             self._unended.discard(future)
-            _report(loop, future, result, error)
-
-
-def _report(
-    loop: asyncio.AbstractEventLoop,
-    future: asyncio.Future[Any],
-    result: Any,  # noqa: ANN401 - whatever the call returned
-    error: BaseException | None,
-) -> None:
-    def settle() -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    try:
-        loop.call_soon_threadsafe(settle)
-    except RuntimeError:
-        # The loop closed while the call hung: nobody is left to tell.
-        return
+            answers.post((future, result, error))
+            # An idle thread holds on to nothing: not to a buffer, nor to a loop that is gone.
+            del work, answers, future, call, result, error

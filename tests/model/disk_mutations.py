@@ -11,8 +11,9 @@ from unittest.mock import patch
 
 from kvtier_backends.disk import format as disk_format
 from kvtier_backends.disk import recovery
+from kvtier_backends.disk.batches import Batch, insert
 from kvtier_backends.disk.bulk import BulkLoad
-from kvtier_backends.disk.format import ID_BYTES, Entry
+from kvtier_backends.disk.format import ID_BYTES
 from kvtier_backends.disk.log import BlockLog
 from kvtier_backends.disk.regions import Budget, Regions, RegionState
 from kvtier_backends.disk.tables import RegionTable
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from kvtier.backend import Outcome
-    from kvtier_backends.disk.log import Item
+    from kvtier_backends.disk.index import BlockIndex
     from kvtier_backends.disk.regions import Extent
 
 DISK_MUTATIONS: dict[str, Any] = {}
@@ -92,11 +93,11 @@ def recover_the_older_copy() -> Iterator[None]:
 def bring_a_removed_block_back() -> Iterator[None]:
     """A block that is appended again is known again, whatever became of it meanwhile."""
 
-    def know(self: BlockLog, item: Item, location: int) -> None:
-        self.index.remove(item.key)
-        self.index.insert(item.key, location, item.known)
+    def put_into(self: Batch, index: BlockIndex, first: int) -> None:
+        index.remove_all(self.keys)
+        insert(self, index, first)
 
-    with patch.object(BlockLog, "_know", know):
+    with patch.object(Batch, "put_into", put_into):
         yield
 
 
@@ -138,16 +139,9 @@ def name_a_block_before_it_is_written() -> Iterator[None]:
     """The table says where a block is while it is not there yet."""
     real = BlockLog._write
 
-    async def write(
-        self: BlockLog, extent: Extent, items: Sequence[Item], *, again: bool
-    ) -> list[Outcome]:
-        await self._tables[extent.region].add(
-            [
-                Entry(slot, item.known.stored_s, item.key, item.known.digest, item.known.seal)
-                for slot, item in enumerate(items, extent.first)
-            ]
-        )
-        return await real(self, extent, items, again=again)
+    async def write(self: BlockLog, extent: Extent, batch: Batch) -> list[Outcome]:
+        await self._tables[extent.region].add(batch.entries(extent.first))
+        return await real(self, extent, batch)
 
     with patch.object(BlockLog, "_write", write):
         yield

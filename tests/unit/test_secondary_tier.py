@@ -54,6 +54,8 @@ class Bench:
     def run(self) -> None:
         while waiting := [each for each in self.tier.mailboxes if each.waiting]:
             self.cell.deliver(waiting[0])
+            actor = self.tier.actor
+            assert actor._coming == set(actor._storing) - actor._resident
 
     def answer(self, outcome: Outcome = DONE, part: int = 0) -> m.LoadPart | m.StorePart:
         chosen = self.tier.parts[part]
@@ -75,6 +77,18 @@ class Bench:
 
 def sizes(parts: Sequence[m.ProbePart | m.LoadPart | m.StorePart]) -> list[int]:
     return [len(part.keys) for part in parts]
+
+
+def test_a_block_that_is_lost_while_it_is_stored_anew_needs_room_again() -> None:
+    bench = Bench(capacity=2)
+    bench.keep(b"a", b"b")
+    bench.store(b"a")
+    bench.tier.mailbox.post(m.ContentsLost(keys=(b"a",)))
+    bench.store(b"c")
+    while bench.tier.parts:
+        bench.answer()
+    assert bench.tier.actor._resident == {b"a", b"c"}
+    assert bench.tier.actor.is_idle()
 
 
 @pytest.mark.parametrize("blocks", [1, 4, 64, 256])

@@ -44,7 +44,7 @@ class Transfer(NamedTuple):
     @property
     def size(self) -> int:
         """How many bytes move."""
-        return sum(buffer.nbytes for buffer in self.buffers)
+        return sum([buffer.nbytes for buffer in self.buffers])
 
 
 class Segments(NamedTuple):
@@ -245,14 +245,15 @@ def _move_all(
     call: Callable[[int, Buffers, int], int], descriptor: int, transfer: Transfer, at: int
 ) -> int:
     """Call until everything has moved or nothing moves any more. Returns how many bytes did."""
-    buffers = transfer.buffers
+    buffers, size = transfer.buffers, transfer.size
     moved = 0
-    while buffers:
+    while moved < size:
         count = call(descriptor, buffers[:_BUFFERS_MAX], at + moved)
         if count == 0:
             break
         moved += count
-        buffers = _after(buffers, count)
+        if moved < size:
+            buffers = _after(buffers, count)
     return moved
 
 

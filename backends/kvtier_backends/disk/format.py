@@ -27,7 +27,8 @@ import struct
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from typing import TYPE_CHECKING, Final, NamedTuple
+from operator import itemgetter
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import xxhash
 
@@ -60,6 +61,7 @@ _SUPERBLOCK: Final = struct.Struct(f"<8sI{ID_BYTES}sQIQ")
 _HEADER: Final = struct.Struct(f"<8sI{ID_BYTES}s{ID_BYTES}s{ID_BYTES}s{ID_BYTES}sIQQQIIQ")
 _TABLE: Final = struct.Struct(f"<8sI{ID_BYTES}sIHBB")
 _BLANK: Final = bytes(PAGE_BYTES)
+_KEY_OF: Final = itemgetter(2)  # of an entry
 
 
 class Refusal(Enum):
@@ -114,6 +116,10 @@ class Entry(NamedTuple):
     key: bytes
     digest: bytes
     seal: bytes  #: salt and tag of its encryption; empty if there is none
+
+
+EntryTuple: TypeAlias = tuple[int, int, bytes, bytes, bytes]
+"""An ``Entry``, or a plain tuple of the same: that is made in a third of the time."""
 
 
 class TablePage(NamedTuple):
@@ -239,62 +245,81 @@ def decode_header_untrusted(page: bytes | memoryview) -> RegionHeader:
 
 
 class TableWriter:
-    """The newest table page of a region: takes entries until it is full."""
+    """The newest table page of a region: takes entries until it is full.
+
+    Each entry is encoded once, though its page is written many times.
+    """
 
     def __init__(self, incarnation: bytes, seal_bytes: int) -> None:
         self._incarnation = incarnation
         self._tag_bytes = seal_bytes
         self._serial = 0
-        self._entries: list[Entry] = []
+        self._records = b""
+        self._count = 0
         self._width = 0
 
-    def fitting(self, entries: Sequence[Entry]) -> int:
+    def fitting(self, entries: Sequence[EntryTuple]) -> int:
         """Return how many of these, from the first on, go into the page as well."""
+        if self._fit(entries):
+            return len(entries)
         width = self._width
-        room = records_max(width, self._tag_bytes) - len(self._entries)
         for count, entry in enumerate(entries):
-            if len(entry.key) > width:  # all records of a page are as wide as its widest
-                width = len(entry.key)
-                room = records_max(width, self._tag_bytes) - len(self._entries)
-            if count >= room:
+            width = max(width, len(entry[2]))
+            if count >= records_max(width, self._tag_bytes) - self._count:
                 return count
         return len(entries)
 
-    def add(self, entries: Sequence[Entry]) -> None:
+    def _fit(self, entries: Sequence[EntryTuple]) -> bool:
+        # All records of a page are as wide as its widest.
+        width = max(self._width, *map(len, map(_KEY_OF, entries)), 0)
+        return self._count + len(entries) <= records_max(width, self._tag_bytes)
+
+    def add(self, entries: Sequence[EntryTuple]) -> None:
         """Take entries that fit. Raises ``Misuse`` for those that do not, or a key too long."""
-        lengths = [len(entry.key) for entry in entries]
+        lengths = list(map(len, map(_KEY_OF, entries)))
         longest = max(lengths, default=0)
-        if longest > KEY_BYTES_MAX or not all(lengths) or self.fitting(entries) < len(entries):
+        if longest > KEY_BYTES_MAX or not all(lengths) or not self._fit(entries):
             raise Misuse(
                 f"{len(entries)} entries with keys of up to {longest} bytes do not go into this "
                 f"table page. Begin a new one; keys have 1 to {KEY_BYTES_MAX} bytes."
             )
-        self._entries.extend(entries)
-        self._width = max(self._width, longest)
+        if longest > self._width:
+            self._widen(longest)
+        pack = record_struct(self._width, self._tag_bytes).pack
+        self._records += b"".join(
+            [
+                pack(slot, stored_s, len(key), digest, seal, key)
+                for slot, stored_s, key, digest, seal in entries
+            ]
+        )
+        self._count += len(entries)
 
     def start_page(self) -> None:
         """Begin an empty page. The full one must have been written."""
-        self._entries = []
+        self._records = b""
+        self._count = 0
         self._width = 0
 
     def encode(self) -> bytes:
         """Return the page with all entries taken since it was begun."""
         self._serial += 1
-        pack = record_struct(self._width, self._tag_bytes).pack
         head = _TABLE.pack(
             _MAGIC_TABLE,
             FORMAT_VERSION,
             self._incarnation,
             self._serial,
-            len(self._entries),
+            self._count,
             self._width,
             self._tag_bytes,
         )
-        records = [
-            pack(slot, stored_s, len(key), digest, seal, key)
-            for slot, stored_s, key, digest, seal in self._entries
-        ]
-        return _sealed(head + b"".join(records))
+        return _sealed(head + self._records)
+
+    def _widen(self, width: int) -> None:
+        """Give all records room for longer keys."""
+        pack = record_struct(width, self._tag_bytes).pack
+        narrow = record_struct(self._width, self._tag_bytes).iter_unpack(self._records)
+        self._records = b"".join([pack(*record) for record in narrow])
+        self._width = width
 
 
 def decode_table_untrusted(page: bytes | memoryview, incarnation: bytes) -> TablePage:

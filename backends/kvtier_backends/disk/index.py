@@ -25,7 +25,7 @@ from kvtier.errors import InternalError, Misuse
 from kvtier_backends.disk.format import KEY_BYTES_MAX, SEAL_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 _HALF_BITS: Final = 32
 _LOCATION_MASK: Final = (1 << _HALF_BITS) - 1
@@ -64,9 +64,7 @@ class Slab:
 
     def holds(self, slot: int, key: bytes) -> bool:
         """Tell whether the slot has this key's block."""
-        start = slot * self.key_width
-        length = len(key)
-        return self.lengths[slot] == length and self.keys[start : start + length] == key
+        return self.lengths[slot] == len(key) and self.keys.startswith(key, slot * self.key_width)
 
     def widen(self, key_width: int) -> None:
         """Make room for longer keys."""
@@ -112,51 +110,102 @@ class BlockIndex:
 
     def get(self, key: bytes) -> int | None:
         """Return the location of a key's block."""
-        words, mask, slots = self.words, self.mask, self.slots_per_region
-        print_ = hash(key) & _LOCATION_MASK
-        at = print_ & mask
-        while word := words[at]:
-            if word >> _HALF_BITS == print_:
-                location = (word & _LOCATION_MASK) - 1
-                slab = self._slabs[location // slots]
-                if slab is not None and slab.holds(location % slots, key):
-                    return location
-            at = (at + 1) & mask
-        return None
+        return self.find((key,))[0]
+
+    def find(self, keys: Iterable[bytes]) -> list[int | None]:
+        """Return the location of each key's block, None for those that are not here."""
+        words, mask = self.words, self.mask
+        slots, slabs = self.slots_per_region, self._slabs
+        found: list[int | None] = []
+        for key in keys:
+            print_ = hash(key) & _LOCATION_MASK
+            at = print_ & mask
+            location = None
+            while word := words[at]:
+                if word >> _HALF_BITS == print_:
+                    location = (word & _LOCATION_MASK) - 1
+                    slab = slabs[location // slots]
+                    if slab is not None and slab.holds(location % slots, key):
+                        break
+                    location = None
+                at = (at + 1) & mask
+            found.append(location)
+        return found
 
     def insert(self, key: bytes, location: int, known: Known) -> None:
         """Add a block. Neither its key nor a block at its location may be there."""
-        region, slot = divmod(location, self.slots_per_region)
-        length = len(key)
-        if not 0 < length <= KEY_BYTES_MAX:
-            raise Misuse(f"a key of {length} bytes; keys have 1 to {KEY_BYTES_MAX} bytes.")
-        slab = self.slab(region, length)
-        if slab.lengths[slot]:
-            raise InternalError(f"slot {slot} of region {region} has a block")
-        self.put(hash(key) & _LOCATION_MASK, location)
-        start = slot * slab.key_width
-        slab.keys[start : start + length] = key
-        slab.lengths[slot] = length
-        slab.digests[slot * DIGEST_BYTES : (slot + 1) * DIGEST_BYTES] = known.digest
+        digest, stored_s, used_s, seal = known
+        if not self.insert_run(location, (key,), (digest,), (seal,), (stored_s,), (used_s,)):
+            raise InternalError("the key is in the index already")
+
+    def insert_run(
+        self,
+        first: int,
+        keys: Sequence[bytes],
+        digests: Sequence[bytes],
+        seals: Sequence[bytes],
+        stored_s: Sequence[int],
+        used_s: Sequence[int],
+    ) -> int:
+        """Add blocks at neighbouring locations of one region; returns how many.
+
+        No block may be there. A key that is elsewhere already stays there, and
+        the slot that it was to get stays empty.
+        """
+        region, start = divmod(first, self.slots_per_region)
+        stop = start + len(keys)
+        lengths = tuple(map(len, keys))
+        shortest, longest = min(lengths), max(lengths)
+        if not shortest or longest > KEY_BYTES_MAX:
+            raise Misuse(
+                f"a key of {longest if shortest else 0} bytes; keys have 1 to {KEY_BYTES_MAX}."
+            )
+        slab = self.slab(region, longest)
+        if stop > self.slots_per_region or any(slab.lengths[start:stop]):
+            raise InternalError(f"slots {start} to {stop} of region {region} are not all free")
+        width = slab.key_width
+        if shortest < width:
+            keys_padded = b"".join([key.ljust(width, b"\0") for key in keys])
+        else:
+            keys_padded = b"".join(keys)
+        _put(slab.keys, start * width, keys_padded, stop * width)
+        _put(slab.digests, start * DIGEST_BYTES, b"".join(digests), stop * DIGEST_BYTES)
         if self.sealed:
-            slab.seals[slot * SEAL_BYTES : (slot + 1) * SEAL_BYTES] = known.seal
-        slab.stored_s[slot] = known.stored_s
-        slab.used_s[slot] = known.used_s
-        self._live[region] += 1
-        self._count += 1
+            _put(slab.seals, start * SEAL_BYTES, b"".join(seals), stop * SEAL_BYTES)
+        slab.stored_s[start:stop] = array("I", stored_s)
+        slab.used_s[start:stop] = array("I", used_s)
+        # Before the words: a key that is given twice is seen the second time.
+        slab.lengths[start:stop] = bytes(lengths)
+        refused = self._put_words(first, keys)
+        for location in refused:
+            slab.lengths[location - first + start] = 0
+        added = len(keys) - len(refused)
+        self.add_live(region, added)
+        return added
 
     def remove(self, key: bytes) -> int | None:
         """Forget a key. Returns where its block was."""
         location = self.get(key)
-        if location is not None:
-            self._take(hash(key) & _LOCATION_MASK, location)
-            region, slot = divmod(location, self.slots_per_region)
-            slab = self._slabs[region]
-            assert slab is not None, "a location without its region"
-            slab.lengths[slot] = 0
-            self._live[region] -= 1
-            self._count -= 1
+        self.remove_all((key,))
         return location
+
+    def remove_all(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Forget keys; returns those that were there, each once."""
+        keys = list(dict.fromkeys(keys))
+        slots, slabs, live, take = self.slots_per_region, self._slabs, self._live, self._take
+        gone = []
+        # Removing one key moves words, and no block: the others' locations stay right.
+        for key, location in zip(keys, self.find(keys), strict=True):
+            if location is not None:
+                take(hash(key) & _LOCATION_MASK, location)
+                region = location // slots
+                slab = slabs[region]
+                assert slab is not None, "a location without its region"
+                slab.lengths[location % slots] = 0
+                live[region] -= 1
+                gone.append(key)
+        self._count -= len(gone)
+        return gone
 
     def key_at(self, location: int) -> bytes | None:
         """Return the key of the block at a location, None if there is none."""
@@ -177,17 +226,27 @@ class BlockIndex:
             bytes(slab.seals[slot * SEAL_BYTES : (slot + 1) * SEAL_BYTES]),
         )
 
-    def use(self, location: int, now_s: int) -> None:
-        """Note that the block at a location was read."""
-        region, slot = divmod(location, self.slots_per_region)
+    def digests(self, first: int, count: int) -> list[bytes]:
+        """Return the digests of blocks at neighbouring locations of one region."""
+        region, slot = divmod(first, self.slots_per_region)
+        slab = self._slabs[region]
+        if slab is None or not all(slab.lengths[slot : slot + count]):
+            raise InternalError(f"one of {count} slots from {slot} of region {region} has no block")
+        start = slot * DIGEST_BYTES
+        joined = bytes(slab.digests[start : start + count * DIGEST_BYTES])
+        return [joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES)]
+
+    def use(self, first: int, now_s: int, count: int = 1) -> None:
+        """Note that the blocks at neighbouring locations of one region were read."""
+        region, slot = divmod(first, self.slots_per_region)
         slab = self._slabs[region]
         if slab is not None:
-            slab.used_s[slot] = now_s
+            slab.used_s[slot : slot + count] = array("I", [now_s]) * count
 
     def slots_of(self, region: int, first: int = 0) -> Iterator[int]:
         """Yield the slots of a region that have a block, from ``first`` on."""
         slab = self._slabs[region]
-        if slab is not None:
+        if slab is not None and self._live[region]:
             for slot in range(first, len(slab.lengths)):
                 if slab.lengths[slot]:
                     yield slot
@@ -239,6 +298,29 @@ class BlockIndex:
         self._live[region] += count
         self._count += count
 
+    def _put_words(self, first: int, keys: Sequence[bytes]) -> list[int]:
+        """Write the words of keys from a location on; returns the locations of those left out.
+
+        Left out are keys that have a word already.
+        """
+        words, mask = self.words, self.mask
+        slots, slabs = self.slots_per_region, self._slabs
+        refused = []
+        for location, key in enumerate(keys, first):
+            print_ = hash(key) & _LOCATION_MASK
+            at = print_ & mask
+            while word := words[at]:
+                if word >> _HALF_BITS == print_:
+                    there = (word & _LOCATION_MASK) - 1
+                    slab = slabs[there // slots]
+                    if slab is not None and slab.holds(there % slots, key):
+                        refused.append(location)
+                        break
+                at = (at + 1) & mask
+            else:
+                words[at] = print_ << _HALF_BITS | (location + 1)
+        return refused
+
     def _take(self, print_: int, location: int) -> None:
         """Empty the word of a location, and move back what would be out of reach then."""
         words, mask = self.words, self.mask
@@ -257,3 +339,10 @@ class BlockIndex:
                 words[hole] = word
                 hole = at
         words[hole] = 0
+
+
+def _put(column: bytearray, start: int, data: bytes, stop: int) -> None:
+    """Overwrite a part of a slab's column; what is too long or short would move the rest."""
+    if len(data) != stop - start:
+        raise Misuse(f"{len(data)} bytes for {stop - start}: digests and seals have one length.")
+    column[start:stop] = data

@@ -14,38 +14,34 @@ import mmap
 import os
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvtier.backend import Outcome
-from kvtier.errors import Misuse
+from kvtier.backend import Loaded, Outcome
+from kvtier_backends.disk.batches import Batch, Item, check_buffers, check_keys
+from kvtier_backends.disk.calls import Calls
 from kvtier_backends.disk.device import Transfer
 from kvtier_backends.disk.emptier import affordable, empty_one
 from kvtier_backends.disk.format import (
     ID_BYTES,
-    KEY_BYTES_MAX,
     NO_KEY_ID,
     PAGE_BYTES,
     SEAL_BYTES,
-    Entry,
     Geometry,
     encode_header,
 )
-from kvtier_backends.disk.index import Known
 from kvtier_backends.disk.regions import RegionState
 from kvtier_backends.disk.runs import neighbours
-from kvtier_backends.disk.tables import Identity, RegionTable, new_header
+from kvtier_backends.disk.tables import Identity, RegionTable, new_header, new_page
 from kvtier_backends.disk.turns import Turns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvtier.backend import LoadBlock, StoreBlock
     from kvtier_backends.disk.device import Device
-    from kvtier_backends.disk.index import BlockIndex
+    from kvtier_backends.disk.index import BlockIndex, Known
     from kvtier_backends.disk.regions import Budget, Extent, Regions
     from kvtier_backends.ledger import Ledger
-
-T = TypeVar("T")
 
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 SICK_MEDIUM: Final = frozenset({errno.EIO, errno.EREMOTEIO, errno.EUCLEAN, errno.ENODATA})
@@ -53,6 +49,7 @@ SICK_MEDIUM: Final = frozenset({errno.EIO, errno.EREMOTEIO, errno.EUCLEAN, errno
 
 NO_ROOM_PAUSE_S: Final = 30.0
 RETIRED_PAUSE_S: Final = 300.0
+LOOKS_AHEAD_PER_REGION: Final = 4
 
 
 @dataclass(frozen=True)
@@ -68,25 +65,14 @@ class Space:
     stores_beside_loads: int = 1  #: how many stores go on while a load is under way
 
 
-class Found(NamedTuple):
-    """What a load brought, and with which of the engine's keys it is encrypted."""
+class Sealing(NamedTuple):
+    """How a block is encrypted: its seal, and which of the engine's keys opens it."""
 
-    outcome: Outcome
-    digest: bytes = b""
-    seal: bytes = b""
-    key_id: bytes = NO_KEY_ID
+    seal: bytes
+    key_id: bytes
 
 
-class Item(NamedTuple):
-    """One block to append."""
-
-    key: bytes
-    buffer: memoryview
-    known: Known
-    source: int | None = None  #: where it is now, if it is appended again
-
-
-class BlockLog:
+class BlockLog(Calls):
     """Blocks in regions of a device. ``space.capacity_blocks`` bounds how many are kept.
 
     ``lost`` is told the keys of blocks that go for reasons of the log's own.
@@ -103,6 +89,7 @@ class BlockLog:
         clock: Callable[[], float],
         lost: Callable[[Sequence[bytes]], None],
     ) -> None:
+        super().__init__()
         self.device = space.device
         self.index = space.index
         self.regions = space.regions
@@ -121,8 +108,11 @@ class BlockLog:
         self._turns = Turns(space.stores_beside_loads)
         self.opening = asyncio.Lock()
         self._emptying: asyncio.Task[bool] | None = None
+        self._look_ahead_at = 0  # with that much room left
+        # Regions come and go, and to unmap a page interrupts all threads.
+        self._header_page = new_page()  # whoever holds ``opening`` has it
+        self._spare_pages: list[memoryview] = []
         self._appending = 0  # blocks that are on their way into the index
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._retry_at: dict[int, float] = {}
         self._padding = memoryview(mmap.mmap(-1, PAGE_BYTES))[
             : self.geometry.stride - self.geometry.block_bytes
@@ -130,9 +120,14 @@ class BlockLog:
 
     # --- what the backend asks for ---
 
-    async def load(self, blocks: Sequence[LoadBlock]) -> list[Found]:
-        """Read each block into its buffer; one answer a block, in order."""
-        return await self.shielded(self._load(blocks))
+    async def load(
+        self, blocks: Sequence[LoadBlock], sealed: dict[bytes, Sealing] | None = None
+    ) -> list[Loaded]:
+        """Read each block into its buffer; one answer a block, in order.
+
+        ``sealed`` is told how each block that is there is encrypted, by key.
+        """
+        return await self.shielded(self._load(blocks, sealed))
 
     async def store(
         self, blocks: Sequence[StoreBlock], seals: Sequence[bytes] = ()
@@ -145,7 +140,7 @@ class BlockLog:
 
     def remove(self, keys: Iterable[bytes]) -> int:
         """Forget these keys; returns how many were there."""
-        return sum(self.index.remove(key) is not None for key in keys)
+        return len(self.index.remove_all(keys))
 
     def has(self, key: bytes) -> bool:
         """Tell whether a load would find the key. No I/O."""
@@ -154,7 +149,7 @@ class BlockLog:
 
     def lose(self, keys: Sequence[bytes], name: str) -> None:
         """Forget keys for a reason of the log's own: counted under ``name``, and told."""
-        gone = [key for key in keys if self.index.remove(key) is not None]
+        gone = self.index.remove_all(keys)
         if gone:
             self.ledger.add(name, len(gone))
             self.lost(gone)
@@ -172,58 +167,72 @@ class BlockLog:
             if self.regions.revive(region):
                 del self._retry_at[region]
 
-    def is_idle(self) -> bool:
-        """Tell whether no call runs, cancelled ones included."""
-        return not self._tasks
-
-    async def wait_idle(self) -> None:
-        """Return once no call runs any more."""
-        while self._tasks:
-            await asyncio.wait(set(self._tasks))
-
-    async def shielded(self, call: Coroutine[Any, Any, T]) -> T:
-        """Run a call to its end, also when the caller is cancelled."""
-        return await asyncio.shield(self.start(call))
-
-    def start(self, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run a call as a task of its own."""
-        task = asyncio.get_running_loop().create_task(call)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     # --- loads ---
 
-    async def _load(self, blocks: Sequence[LoadBlock]) -> list[Found]:
-        answers = [Found(Outcome.ABSENT)] * len(blocks)
-        wanted = []
-        now_s = int(self._clock())
-        for place, block in enumerate(blocks):
-            self._check_buffer(block.buffer)
-            location = self.index.get(block.key)
-            if location is None:
-                continue
-            known = self.index.known(location)
-            if self.is_expired(known):
-                self.lose([block.key], "blocks_expired")
-                continue
-            self.index.use(location, now_s)
-            key_id = self.key_ids.get(location // self.geometry.slots, NO_KEY_ID)
-            answers[place] = Found(Outcome.DONE, known.digest, known.seal, key_id)
-            wanted.append((location, place))
-        if wanted:
-            with self._turns.load():
-                outcomes = await self.read_at([(at, blocks[place].buffer) for at, place in wanted])
-            for (_, place), outcome in zip(wanted, outcomes, strict=True):
-                if outcome is not Outcome.DONE:
-                    answers[place] = Found(outcome)
+    async def _load(
+        self, blocks: Sequence[LoadBlock], sealed: dict[bytes, Sealing] | None
+    ) -> list[Loaded]:
+        keys = [block.key for block in blocks]
+        check_buffers([block.buffer for block in blocks], self.geometry.block_bytes)
+        answers = [Loaded(Outcome.ABSENT)] * len(blocks)
+        found = self._find(keys)
+        there = [place for place, location in enumerate(found) if location is not None]
+        if not there:
+            return answers
+        locations = [location for location in found if location is not None]
+        runs = neighbours(locations, self.geometry.slots)
+        # Before the read: what is there now may be gone by its end.
+        digests = self._use(runs, locations)
+        if sealed is not None:
+            for place, location in zip(there, locations, strict=True):
+                key_id = self.key_ids.get(location // self.geometry.slots, NO_KEY_ID)
+                sealed[keys[place]] = Sealing(self.index.known(location).seal, key_id)
+        with self._turns.load():
+            outcomes = await self._read(runs, locations, [blocks[place].buffer for place in there])
+        for place, outcome, digest in zip(there, outcomes, digests, strict=True):
+            answers[place] = Loaded(outcome, digest if outcome is Outcome.DONE else None)
         return answers
+
+    def _find(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Return where the keys' blocks are, None for what is not here or too old."""
+        found = self.index.find(keys)
+        if self._ttl_s:
+            expired = [
+                place
+                for place, location in enumerate(found)
+                if location is not None and self.is_expired(self.index.known(location))
+            ]
+            self.lose([keys[place] for place in expired], "blocks_expired")
+            for place in expired:
+                found[place] = None
+        return found
+
+    def _use(self, runs: Sequence[Sequence[int]], locations: Sequence[int]) -> list[bytes]:
+        """Note that blocks are used; returns their digests."""
+        now_s = int(self._clock())
+        digests = [b""] * len(locations)
+        for run in runs:
+            first = locations[run[0]]
+            self.index.use(first, now_s, len(run))
+            for place, digest in zip(run, self.index.digests(first, len(run)), strict=True):
+                digests[place] = digest
+        return digests
 
     async def read_at(self, wanted: Sequence[tuple[int, memoryview]]) -> list[Outcome]:
         """Read blocks at locations into buffers: neighbours in one transfer."""
-        runs = neighbours([location for location, _ in wanted], self.geometry.slots)
+        locations = [location for location, _ in wanted]
+        runs = neighbours(locations, self.geometry.slots)
+        return await self._read(runs, locations, [buffer for _, buffer in wanted])
+
+    async def _read(
+        self,
+        runs: Sequence[Sequence[int]],
+        locations: Sequence[int],
+        buffers: Sequence[memoryview],
+    ) -> list[Outcome]:
+        """Read each run of places, whose locations are neighbours, in one transfer."""
         transfers = [
-            self._transfer(wanted[run[0]][0], [wanted[place][1] for place in run]) for run in runs
+            self._transfer(locations[run[0]], [buffers[place] for place in run]) for run in runs
         ]
         pinned = {transfer.region for transfer in transfers}
         for region in pinned:
@@ -233,54 +242,56 @@ class BlockLog:
         finally:
             for region in pinned:
                 self.regions.unpin(region)
-        outcomes = [Outcome.FAILED] * len(wanted)
+        outcomes = [Outcome.DONE] * len(locations)
         for run, transfer, end in zip(runs, transfers, ends, strict=True):
-            for step, place in enumerate(run):
-                outcomes[place] = self._judge_read(end, step)
+            whole, rest = self._judge_read(end, len(run))
+            for place in run[whole:]:
+                outcomes[place] = rest
             if isinstance(end, OSError):
                 self._sick(transfer.region, end)
         return outcomes
 
-    def _judge_read(self, end: int | OSError, step: int) -> Outcome:
-        """Return what became of the ``step``-th block of a transfer."""
+    def _judge_read(self, end: int | OSError, blocks: int) -> tuple[int, Outcome]:
+        """Return how many blocks of a transfer were read whole, and what became of the rest."""
         if isinstance(end, OSError):
-            self.ledger.trouble("load", "loads_failed", end)
-            return Outcome.FAILED
-        if end < step * self.geometry.stride + self.geometry.block_bytes:
-            self.ledger.trouble(
-                "load", "blocks_cut_off", "a segment file is shorter than its blocks"
-            )
-            return Outcome.DAMAGED
-        self.ledger.success("load")
-        return Outcome.DONE
+            self.ledger.trouble("load", "loads_failed", end, count=blocks)
+            return 0, Outcome.FAILED
+        geometry = self.geometry
+        whole = min(blocks, (end + geometry.stride - geometry.block_bytes) // geometry.stride)
+        if whole:
+            self.ledger.success("load")
+        if whole < blocks:
+            reason = "a segment file is shorter than its blocks"
+            self.ledger.trouble("load", "blocks_cut_off", reason, count=blocks - whole)
+        return whole, Outcome.DAMAGED
 
     # --- stores ---
 
     async def _store(self, blocks: Sequence[StoreBlock], seals: Sequence[bytes]) -> list[Outcome]:
-        outcomes: dict[bytes, Outcome] = {}
-        items: dict[bytes, Item] = {}
-        now_s = int(self._clock())
-        for (key, buffer, digest), seal in zip(blocks, seals, strict=True):
-            self._check_buffer(buffer)
-            if not 0 < len(key) <= KEY_BYTES_MAX:
-                raise Misuse(f"a key of {len(key)} bytes; keys have 1 to {KEY_BYTES_MAX} bytes.")
-            location = self.index.get(key)
-            if location is not None and self.is_expired(self.index.known(location)):
-                self.lose([key], "blocks_expired")
-                location = None
+        keys = [block.key for block in blocks]
+        check_keys(keys)
+        check_buffers([block.buffer for block in blocks], self.geometry.block_bytes)
+        outcomes = dict.fromkeys(keys, Outcome.DONE)
+        places: dict[bytes, int] = {}  # of what is not here, each key once
+        for place, location in enumerate(self._find(keys)):
             if location is None:
-                items.setdefault(key, Item(key, buffer, Known(digest, now_s, now_s, seal)))
-            else:
-                outcomes[key] = Outcome.DONE
+                places.setdefault(keys[place], place)
+        fits = list(places.values())
         room = max(0, self._capacity_blocks - len(self.index) - self._appending)
-        fits = list(items.values())[:room]
-        outcomes.update((key, Outcome.FULL) for key in list(items)[room:])
+        if len(fits) > room:
+            outcomes.update(dict.fromkeys(list(places)[room:], Outcome.FULL))
+            del fits[room:]
         if fits:
             self._appending += len(fits)
-            ends = await self.append(fits, again=False)
-            outcomes.update((item.key, end) for item, end in zip(fits, ends, strict=True))
+            batch = Batch.new(
+                [blocks[place] for place in fits],
+                [seals[place] for place in fits],
+                int(self._clock()),
+            )
+            ends = await self._append(batch)
+            outcomes.update(zip(batch.keys, ends, strict=True))
             self._empty_ahead()
-        answers = [outcomes[block.key] for block in blocks]
+        answers = [outcomes[key] for key in keys]
         if Outcome.FULL in answers:
             self.ledger.add("stores_full", answers.count(Outcome.FULL))
         return answers
@@ -288,60 +299,54 @@ class BlockLog:
     # --- appending ---
 
     async def append(self, items: Sequence[Item], *, again: bool) -> list[Outcome]:
-        """Write blocks where there is room. ``again``: they are in the log already."""
-        writes: list[asyncio.Task[list[Outcome]]] = []
-        at, rest = 0, Outcome.DONE
-        while at < len(items):
-            extent = await self._take(len(items) - at, again=again)
-            if isinstance(extent, Outcome):
-                rest = extent
-                if not again:
-                    self._appending -= len(items) - at
-                break
-            part = items[at : at + extent.slots]
-            writes.append(self.start(self._write(extent, part, again=again)))
-            at += extent.slots
-        outcomes = [outcome for write in writes for outcome in await write]
-        return outcomes + [rest] * (len(items) - at)
+        """Write blocks of the log once more, where there is room."""
+        assert again, "what is not in the log yet is stored"
+        return await self._append(Batch.again(items))
 
-    async def _write(self, extent: Extent, items: Sequence[Item], *, again: bool) -> list[Outcome]:
+    async def _append(self, batch: Batch) -> list[Outcome]:
+        """Write blocks where there is room: extent by extent, all at once."""
+        writes: list[asyncio.Task[list[Outcome]]] = []
+        ends: list[Outcome] = []
+        at, count = 0, len(batch.keys)
+        while at < count:
+            extent = await self._take(count - at, again=batch.is_again)
+            if isinstance(extent, Outcome):
+                ends = [extent] * (count - at)
+                if not batch.is_again:
+                    self._appending -= count - at
+                break
+            part = batch.cut(at, at + extent.slots)
+            at += extent.slots
+            if at < count:
+                writes.append(self.start(self._write(extent, part)))
+            else:  # mostly the only one: it needs no task of its own
+                ends = await self._write(extent, part)
+        return [outcome for write in writes for outcome in await write] + ends
+
+    async def _write(self, extent: Extent, batch: Batch) -> list[Outcome]:
         """Write one extent's blocks, then their entries, then know them."""
         region, table = extent.region, self._tables[extent.region]
-        first = region * self.geometry.slots + extent.first
-        transfer = self._transfer(first, [item.buffer for item in items])
-        entries = [
-            Entry(slot, item.known.stored_s, item.key, item.known.digest, item.known.seal)
-            for slot, item in enumerate(items, extent.first)
-        ]
+        first, count = region * self.geometry.slots + extent.first, len(batch.keys)
         try:
             async with self._turns.store():
-                (problem,) = await self.device.write([transfer])
+                (problem,) = await self.device.write([self._transfer(first, batch.buffers)])
             if problem is None:
-                problem = await table.add(entries)
+                problem = await table.add(batch.entries(extent.first))
             if problem is not None:
-                return [self._store_failed(region, problem)] * len(items)
+                return [self._store_failed(region, problem)] * count
             if self.is_dead or self.regions.state(region) is RegionState.RETIRED:
-                return [Outcome.FAILED] * len(items)
-            self._count_bytes(transfer.size, again=again)
-            for location, item in enumerate(items, first):
-                self._know(item, location)
+                return [Outcome.FAILED] * count
+            self._count_bytes(count * self.geometry.stride, again=batch.is_again)
+            batch.put_into(self.index, first)
             self.ledger.success("store")
-            return [Outcome.DONE] * len(items)
+            return [Outcome.DONE] * count
         finally:
-            if not again:
-                self._appending -= len(items)
+            if not batch.is_again:
+                self._appending -= count
             self.regions.written(extent)
             if self._tables.get(region) is table and self.regions.is_written(region):
                 del self._tables[region]
-
-    def _know(self, item: Item, location: int) -> None:
-        """Put a block that is whole on the device into the index."""
-        there = self.index.get(item.key)
-        if there != item.source:
-            return  # stored twice at once, or removed while it was appended again
-        if there is not None:
-            self.index.remove(item.key)
-        self.index.insert(item.key, location, item.known)
+                self._spare_pages.append(table.page)
 
     def _count_bytes(self, size: int, *, again: bool) -> None:
         if again:
@@ -383,12 +388,16 @@ class BlockLog:
     def _empty_ahead(self) -> None:
         """Empty a region before a store has to wait for it, if nothing is lost by that."""
         regions = self.regions
-        if regions.room > regions.slots // 2 or regions.next_to_open(again=False) is not None:
+        if regions.room > regions.slots // 2:
+            self._look_ahead_at = regions.slots // 2
+        if regions.room > self._look_ahead_at or regions.next_to_open(again=False) is not None:
             return
+        if not (self._emptying is None or self._emptying.done()):
+            return
+        # Looking for a victim takes a while where there are many regions: not each time.
+        self._look_ahead_at = max(0, regions.room - regions.slots // LOOKS_AHEAD_PER_REGION)
         victim = regions.victim()
-        if victim is None or not (self._emptying is None or self._emptying.done()):
-            return
-        if self.index.live(victim) <= affordable(self):
+        if victim is not None and self.index.live(victim) <= affordable(self):
             self._emptying = self.start(empty_one(self))
 
     async def _open(self, region: int) -> OSError | None:
@@ -403,9 +412,8 @@ class BlockLog:
             await self._allocate(region)
         except OSError as no_room:
             return no_room
-        page = memoryview(mmap.mmap(-1, PAGE_BYTES))
-        page[:] = encode_header(header)
-        (problem,) = await self.device.write([Transfer(region, 0, [page])])
+        self._header_page[:] = encode_header(header)
+        (problem,) = await self.device.write([Transfer(region, 0, [self._header_page])])
         if problem is not None:
             return problem
         self.count_overhead(PAGE_BYTES)
@@ -417,6 +425,7 @@ class BlockLog:
             region,
             incarnation,
             geometry.table_pages,
+            self._spare_pages.pop() if self._spare_pages else new_page(),
             seal_bytes=SEAL_BYTES if self.index.sealed else 0,
             wrote=self.count_overhead,
         )
@@ -483,16 +492,9 @@ class BlockLog:
         """Tell whether a region's blocks may go into a region that is opened now."""
         return self.key_ids.get(region, NO_KEY_ID) == self.identity.key_id
 
-    def _check_buffer(self, buffer: memoryview) -> None:
-        if buffer.nbytes != self.geometry.block_bytes:
-            raise Misuse(
-                f"a buffer of {buffer.nbytes} bytes is no block of {self.geometry.block_bytes}. "
-                "Hand in whole slots."
-            )
-
-    def _transfer(self, location: int, buffers: list[memoryview]) -> Transfer:
+    def _transfer(self, location: int, buffers: Sequence[memoryview]) -> Transfer:
         """Return what moves blocks that lie one behind the other, from ``location`` on."""
         if self._padding:  # behind each block, where blocks are no whole pages
             buffers = [each for buffer in buffers for each in (buffer, self._padding)]
         region, slot = divmod(location, self.geometry.slots)
-        return Transfer(region, self.geometry.slot_at(slot), buffers)
+        return Transfer(region, self.geometry.slot_at(slot), list(buffers))

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 def neighbours(locations: Sequence[int], slots_per_region: int) -> list[list[int]]:
     """Group the places in ``locations`` whose locations follow one another in one region."""
+    if locations and _are_one_run(locations, slots_per_region):
+        return [list(range(len(locations)))]
     runs: list[list[int]] = []
     previous = -2
     for place in sorted(range(len(locations)), key=locations.__getitem__):
@@ -24,6 +26,14 @@ def neighbours(locations: Sequence[int], slots_per_region: int) -> list[list[int
             runs.append([place])
         previous = location
     return runs
+
+
+def _are_one_run(locations: Sequence[int], slots_per_region: int) -> bool:
+    """Tell whether it is as it mostly is: stored together, and asked for in the same order."""
+    first, last = locations[0], locations[0] + len(locations) - 1
+    if first // slots_per_region != last // slots_per_region:
+        return False
+    return list(locations) == list(range(first, last + 1))
 
 
 def stored_together(index: BlockIndex, regions: Sequence[int]) -> Iterator[list[bytes]]:

@@ -13,12 +13,13 @@ import mmap
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier_backends.disk.device import Transfer
-from kvtier_backends.disk.format import PAGE_BYTES, Entry, Geometry, RegionHeader, TableWriter
+from kvtier_backends.disk.format import PAGE_BYTES, Geometry, RegionHeader, TableWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvtier_backends.disk.device import Device
+    from kvtier_backends.disk.format import EntryTuple
 
 
 class Identity(NamedTuple):
@@ -53,6 +54,11 @@ def new_header(
     )
 
 
+def new_page() -> memoryview:
+    """Return a page that may be written with O_DIRECT."""
+    return memoryview(mmap.mmap(-1, PAGE_BYTES))
+
+
 class RegionTable:
     """The table of one region, from its opening on. Event loop only."""
 
@@ -62,25 +68,29 @@ class RegionTable:
         region: int,
         incarnation: bytes,
         pages: int,
+        page: memoryview,
         *,
         seal_bytes: int,
         wrote: Callable[[int], None],
     ) -> None:
-        """``wrote`` is told how many bytes each page write took."""
+        """Write from ``page``, which is free again when no entry is being added any more.
+
+        ``wrote`` is told how many bytes each page write took.
+        """
+        self.page = page
         self.incarnation = incarnation
         self._device = device
         self._region = region
         self._pages = pages
         self._writer = TableWriter(incarnation, seal_bytes)
         self._wrote = wrote
-        self._page = memoryview(mmap.mmap(-1, PAGE_BYTES))
         self._spare = 0  # where the next version of the page goes
         self._next = 1  # the first place never used
         self._head: int | None = None  # where the page's last version lies
-        self._waiting: list[tuple[Sequence[Entry], asyncio.Future[OSError | None]]] = []
+        self._waiting: list[tuple[Sequence[EntryTuple], asyncio.Future[OSError | None]]] = []
         self._is_writing = False
 
-    async def add(self, entries: Sequence[Entry]) -> OSError | None:
+    async def add(self, entries: Sequence[EntryTuple]) -> OSError | None:
         """Return once these entries are in the table, or what failed."""
         done: asyncio.Future[OSError | None] = asyncio.get_running_loop().create_future()
         self._waiting.append((entries, done))
@@ -103,7 +113,7 @@ class RegionTable:
                 if not done.done():
                     done.set_result(problem)
 
-    async def _write(self, entries: list[Entry]) -> OSError | None:
+    async def _write(self, entries: Sequence[EntryTuple]) -> OSError | None:
         while entries:
             count = self._writer.fitting(entries)
             if count == 0:
@@ -120,9 +130,9 @@ class RegionTable:
     async def _write_page(self) -> OSError | None:
         if self._spare >= self._pages:
             return OSError(errno.EFBIG, "the region's table is full: its keys are very long")
-        self._page[:] = self._writer.encode()
+        self.page[:] = self._writer.encode()
         at = (1 + self._spare) * PAGE_BYTES
-        (problem,) = await self._device.write([Transfer(self._region, at, [self._page])])
+        (problem,) = await self._device.write([Transfer(self._region, at, [self.page])])
         if problem is not None:
             return problem
         self._wrote(PAGE_BYTES)

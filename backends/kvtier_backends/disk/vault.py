@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from kvtier.backend import BackendContext
     from kvtier.options import Options
-    from kvtier_backends.disk.log import BlockLog
+    from kvtier_backends.disk.log import BlockLog, Sealing
 
 T = TypeVar("T")
 
@@ -59,16 +59,17 @@ class Vault:
         """Read the sealed blocks, and open each into its buffer."""
         memory = self._cipher.borrow(len(blocks))
         views = self._cipher.views(memory)
-        found = await log.load(
-            [LoadBlock(block.key, view) for block, view in zip(blocks, views, strict=False)]
+        sealed: dict[bytes, Sealing] = {}
+        answers = await log.load(
+            [LoadBlock(block.key, view) for block, view in zip(blocks, views, strict=False)],
+            sealed,
         )
-        answers = [Loaded(each.outcome) for each in found]
-        done = [place for place, each in enumerate(found) if each.outcome is Outcome.DONE]
-        places = [
-            (place, Sealed(blocks[place].key, each.key_id, each.seal, each.digest))
-            for place, each in enumerate(found)
-            if each.outcome is Outcome.DONE
-        ]
+        done = [place for place, each in enumerate(answers) if each.outcome is Outcome.DONE]
+        places = []
+        for place in done:
+            key = blocks[place].key
+            seal, key_id = sealed[key]
+            places.append((place, Sealed(key, key_id, seal, answers[place].digest or b"")))
         buffers = [blocks[place].buffer for place in done]
         opened = await self._run(partial(self._cipher.open, memory, places, buffers))
         for place, (outcome, digest) in zip(done, opened, strict=True):

@@ -37,6 +37,40 @@ class IndexSpec(RuleBasedStateMachine):
         self.index.insert(key, location, known)
         self.model[key] = (location, known)
 
+    @rule(
+        given_keys=st.lists(keys, min_size=1, max_size=SLOTS),
+        known=known,
+        region=st.integers(0, REGIONS - 1),
+        start=st.integers(0, SLOTS - 1),
+    )
+    def insert_neighbours(
+        self, given_keys: list[bytes], known: Known, region: int, start: int
+    ) -> None:
+        """Some of the keys may be there already, or be given twice: those are left out."""
+        first = region * SLOTS + start
+        taken = {location for location, _ in self.model.values()}
+        free = itertools.takewhile(lambda at: at not in taken, range(first, (region + 1) * SLOTS))
+        given_keys = given_keys[: len(list(free))]
+        if not given_keys:
+            return
+        columns = [[each] * len(given_keys) for each in known]
+        digests, stored_s, used_s, seals = columns
+        added = self.index.insert_run(first, given_keys, digests, seals, stored_s, used_s)
+        before = len(self.model)
+        for location, key in enumerate(given_keys, first):
+            self.model.setdefault(key, (location, known))
+        assert added == len(self.model) - before
+
+    @rule(some=st.lists(keys, max_size=3), places=st.lists(st.integers(0, 99), max_size=9))
+    def remove_all(self, some: list[bytes], places: list[int]) -> None:
+        there = sorted(self.model)
+        if there:
+            some = [*some, *(there[place % len(there)] for place in places)]
+        gone = self.index.remove_all(some)
+        assert sorted(gone) == sorted(key for key in set(some) if key in self.model)
+        for key in gone:
+            del self.model[key]
+
     @rule(key=keys, place=st.none() | st.integers(0, 99))
     def remove(self, key: bytes, place: int | None) -> None:
         if self.model and place is not None:
@@ -68,6 +102,9 @@ class IndexSpec(RuleBasedStateMachine):
             assert self.index.key_at(location) == key
             assert self.index.known(location) == known
         assert self.index.get(b"never") is None
+        assert self.index.find(self.model) == [location for location, _ in self.model.values()]
+        for location, known in self.model.values():
+            assert self.index.digests(location, 1) == [known.digest]
 
     @invariant()
     def each_region_lists_its_blocks(self) -> None:
@@ -117,6 +154,22 @@ def test_a_slot_that_has_a_block_is_not_given_another() -> None:
         index.insert(b"b", 5, Known(bytes(16), 0, 0, b""))
     assert index.get(b"b") is None
     assert len(index) == 1
+
+
+def test_a_digest_of_another_length_is_refused_and_moves_nothing() -> None:
+    index = BlockIndex(2, 4)
+    index.insert(b"a", 3, Known(b"d" * 16, 0, 0, b""))
+    with pytest.raises(Misuse):
+        index.insert(b"b", 0, Known(b"d" * 15, 0, 0, b""))
+    assert index.known(3).digest == b"d" * 16
+    assert index.get(b"b") is None
+
+
+def test_neighbours_that_do_not_fit_into_their_region_are_refused() -> None:
+    index = BlockIndex(2, 4)
+    with pytest.raises(InternalError):
+        index.insert_run(3, [b"a", b"b"], [bytes(16)] * 2, [b""] * 2, [0] * 2, [0] * 2)
+    assert len(index) == 0
 
 
 def test_what_is_too_much_is_refused() -> None:

@@ -18,7 +18,7 @@ from kvtier_backends.disk.format import (
     entries_untrusted,
     records_max,
 )
-from kvtier_backends.disk.tables import RegionTable
+from kvtier_backends.disk.tables import RegionTable, new_page
 from tests.unit.backends.disk._simulated import SimulatedDevice, SimulatedDisk
 
 if TYPE_CHECKING:
@@ -70,7 +70,9 @@ def test_a_torn_write_takes_no_entry_that_was_acknowledged(sizes: list[int], see
         device = TearingDevice(SimulatedDisk(1, (1 + pages) * PAGE_BYTES, seed))
         device.acknowledged = set()
         wrote: list[int] = []
-        table = RegionTable(device, 0, INCARNATION, pages, seal_bytes=0, wrote=wrote.append)
+        table = RegionTable(
+            device, 0, INCARNATION, pages, new_page(), seal_bytes=0, wrote=wrote.append
+        )
         slot = 0
         for size in sizes:
             slots = range(slot, slot + size)
@@ -86,7 +88,7 @@ def test_a_torn_write_takes_no_entry_that_was_acknowledged(sizes: list[int], see
 async def test_stores_that_end_together_share_a_page_write() -> None:
     device = SimulatedDevice(SimulatedDisk(1, 4 * PAGE_BYTES, 0))
     wrote: list[int] = []
-    table = RegionTable(device, 0, INCARNATION, 3, seal_bytes=0, wrote=wrote.append)
+    table = RegionTable(device, 0, INCARNATION, 3, new_page(), seal_bytes=0, wrote=wrote.append)
     async with anyio.create_task_group() as tasks:
         for slot in range(PER_PAGE):
             tasks.start_soon(table.add, [entry(slot)])
@@ -96,7 +98,7 @@ async def test_stores_that_end_together_share_a_page_write() -> None:
 
 async def test_a_write_that_fails_fails_its_stores_and_no_later_one() -> None:
     device = SimulatedDevice(SimulatedDisk(1, 4 * PAGE_BYTES, 0))
-    table = RegionTable(device, 0, INCARNATION, 3, seal_bytes=0, wrote=lambda _: None)
+    table = RegionTable(device, 0, INCARNATION, 3, new_page(), seal_bytes=0, wrote=lambda _: None)
     device.sick.add(0)
     assert isinstance(await table.add([entry(0)]), OSError)
     device.sick.clear()
@@ -106,7 +108,7 @@ async def test_a_write_that_fails_fails_its_stores_and_no_later_one() -> None:
 
 async def test_a_full_table_says_so() -> None:
     device = SimulatedDevice(SimulatedDisk(1, 4 * PAGE_BYTES, 0))
-    table = RegionTable(device, 0, INCARNATION, 2, seal_bytes=0, wrote=lambda _: None)
+    table = RegionTable(device, 0, INCARNATION, 2, new_page(), seal_bytes=0, wrote=lambda _: None)
     assert await table.add([entry(slot) for slot in range(PER_PAGE)]) is None
     problem = await table.add([entry(slot) for slot in range(PER_PAGE, 3 * PER_PAGE)])
     assert isinstance(problem, OSError)

@@ -1,0 +1,114 @@
+"""Blocks on their way into the log, column by column.
+
+A tuple for each block, at each step, took more time than the digests did.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvtier.errors import Misuse
+from kvtier_backends.disk.format import KEY_BYTES_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtier.backend import StoreBlock
+    from kvtier_backends.disk.format import EntryTuple
+    from kvtier_backends.disk.index import BlockIndex, Known
+
+
+class Item(NamedTuple):
+    """One block to append again."""
+
+    key: bytes
+    buffer: memoryview
+    known: Known
+    source: int  #: where it is now
+
+
+class Batch(NamedTuple):
+    """Blocks to append; all columns but ``sources`` are of one length."""
+
+    keys: Sequence[bytes]
+    buffers: Sequence[memoryview]
+    digests: Sequence[bytes]
+    seals: Sequence[bytes]
+    stored_s: Sequence[int]
+    used_s: Sequence[int]
+    sources: Sequence[int] = ()  #: where they are now, if they are appended again
+
+    @property
+    def is_again(self) -> bool:
+        """Whether the blocks are in the log already."""
+        return bool(self.sources)
+
+    @classmethod
+    def new(cls, blocks: Sequence[StoreBlock], seals: Sequence[bytes], now_s: int) -> Batch:
+        """Return blocks, at least one, that are stored now."""
+        keys, buffers, digests = zip(*blocks, strict=True)
+        times = [now_s] * len(blocks)
+        return cls(keys, buffers, digests, seals, times, times)
+
+    @classmethod
+    def again(cls, items: Sequence[Item]) -> Batch:
+        """Return blocks that keep their times."""
+        return cls(
+            [item.key for item in items],
+            [item.buffer for item in items],
+            [item.known.digest for item in items],
+            [item.known.seal for item in items],
+            [item.known.stored_s for item in items],
+            [item.known.used_s for item in items],
+            [item.source for item in items],
+        )
+
+    def cut(self, start: int, stop: int) -> Batch:
+        """Return some of the blocks."""
+        return Batch(
+            self.keys[start:stop],
+            self.buffers[start:stop],
+            self.digests[start:stop],
+            self.seals[start:stop],
+            self.stored_s[start:stop],
+            self.used_s[start:stop],
+            self.sources[start:stop],
+        )
+
+    def entries(self, first: int) -> list[EntryTuple]:
+        """Return what a table says of the blocks if they lie in the slots from ``first`` on."""
+        slots = range(first, first + len(self.keys))
+        return list(zip(slots, self.stored_s, self.keys, self.digests, self.seals, strict=True))
+
+    def put_into(self, index: BlockIndex, first: int) -> None:
+        """Let the index know the blocks, which lie from a location on."""
+        if not self.is_again:
+            # A key that is known already was stored twice at once: it is left out.
+            insert(self, index, first)
+        elif index.find(self.keys) == list(self.sources):
+            index.remove_all(self.keys)
+            insert(self, index, first)
+        else:
+            for step, (key, source) in enumerate(zip(self.keys, self.sources, strict=True)):
+                # Else it was removed, or stored anew, while it was appended again.
+                if index.get(key) == source:
+                    index.remove(key)
+                    insert(self.cut(step, step + 1), index, first + step)
+
+
+def insert(batch: Batch, index: BlockIndex, first: int) -> None:
+    """Add those of the blocks whose keys are not in the index."""
+    index.insert_run(first, batch.keys, batch.digests, batch.seals, batch.stored_s, batch.used_s)
+
+
+def check_buffers(buffers: Sequence[memoryview], block_bytes: int) -> None:
+    """Raise ``Misuse`` for what is no block."""
+    for size in {buffer.nbytes for buffer in buffers} - {block_bytes}:
+        raise Misuse(f"a buffer of {size} bytes is no block of {block_bytes}. Hand in whole slots.")
+
+
+def check_keys(keys: Sequence[bytes]) -> None:
+    """Raise ``Misuse`` for what is no key."""
+    for length in set(map(len, keys)):
+        if not 0 < length <= KEY_BYTES_MAX:
+            raise Misuse(f"a key of {length} bytes; keys have 1 to {KEY_BYTES_MAX} bytes.")

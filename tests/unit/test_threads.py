@@ -1,0 +1,90 @@
+"""Blocking calls in threads: each caller gets its own answer, whatever ends together."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+
+import pytest
+
+from kvtier.threads import DaemonThreads
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_each_caller_gets_what_its_call_returned_or_raised() -> None:
+    threads = DaemonThreads(4, "test")
+
+    def work(number: int) -> int:
+        if number % 3 == 0:
+            raise ValueError(number)
+        return number
+
+    calls = [threads.run(lambda number=number: work(number)) for number in range(500)]
+    for number, answer in enumerate(await asyncio.gather(*calls, return_exceptions=True)):
+        if number % 3 == 0:
+            assert isinstance(answer, ValueError)
+            assert answer.args == (number,)
+        else:
+            assert answer == number
+    assert threads.busy() == 0
+    threads.stop()
+
+
+async def test_a_cancelled_call_goes_on_and_its_answer_harms_nobody() -> None:
+    threads = DaemonThreads(1, "test")
+    begun, go_on = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def hang() -> None:
+        loop.call_soon_threadsafe(begun.set)
+        go_on.wait()
+
+    hung = asyncio.create_task(threads.run(hang))
+    await begun.wait()
+    hung.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await hung
+    assert threads.busy() == 1
+    go_on.set()
+    assert await threads.run(lambda: 7) == 7
+    assert threads.busy() == 0
+    threads.stop()
+
+
+def test_an_answer_for_a_loop_that_is_closed_is_dropped_and_the_threads_serve_the_next() -> None:
+    threads = DaemonThreads(1, "test")
+    go_on = threading.Event()
+
+    async def leave_one_behind() -> None:
+        task = asyncio.create_task(threads.run(go_on.wait))
+        await asyncio.sleep(0)
+        task.cancel()
+
+    asyncio.run(leave_one_behind())
+    go_on.set()
+
+    async def ask() -> int:
+        return await threads.run(lambda: 7)
+
+    assert asyncio.run(ask()) == 7
+    threads.stop()
+
+
+def test_idle_threads_keep_no_loop_and_no_result_alive() -> None:
+    class Result:
+        pass
+
+    threads = DaemonThreads(1, "test")
+
+    async def ask() -> tuple[weakref.ref[Result], weakref.ref[asyncio.AbstractEventLoop]]:
+        result = await threads.run(Result)
+        return weakref.ref(result), weakref.ref(asyncio.get_running_loop())
+
+    result, loop = asyncio.run(ask())
+    gc.collect()
+    assert result() is None
+    assert loop() is None
+    threads.stop()
