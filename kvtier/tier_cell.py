@@ -110,7 +110,8 @@ class TierCell:
         self.arrived: deque[tuple[Actor | BackendDriver, Message]] = deque()
         self.is_woken = False  #: rung, and not yet awake
         self._backend = backend
-        self._wake_from_inside: Callable[[], None] = lambda: None
+        self._is_delivering = False
+        self._waking: anyio.Event  # set when there is something to deliver
         self.driver = BackendDriver(
             name, backend, memory, lambda message: self._later(self._tier, message)
         )
@@ -139,15 +140,14 @@ class TierCell:
         ``opened`` is called once the backend is. ``is_ending``: end when
         nothing is at the backend; ``is_abandoned``: end now.
         """
-        event = anyio.Event()
         loop = asyncio.get_running_loop()
 
         def rung() -> None:
             doorbell.answer()
-            event.set()
+            self._waking.set()
 
+        self._waking = anyio.Event()
         loop.add_reader(doorbell.descriptor, rung)
-        self._wake_from_inside = lambda: event.set()  # noqa: PLW0108 - it changes
         self._backend.on_lost = self.driver.tell_lost
         await self._backend.open()
         opened()
@@ -157,18 +157,15 @@ class TierCell:
                 if self._backend.traits.capacity_blocks is not None:
                     tasks.start_soon(self.driver.tell_contents)
                 while True:
-                    event = anyio.Event()
+                    self._waking = anyio.Event()
                     self.is_woken = False
-                    while self.arrived:
-                        actor, message = self.arrived.popleft()
-                        actor.receive(message)
+                    self._deliver()
                     if is_abandoned() or (is_ending() and self._tier.is_idle()):
                         break
-                    await event.wait()
+                    await self._waking.wait()
                 tasks.cancel_scope.cancel()
         finally:
             loop.remove_reader(doorbell.descriptor)
-            self._wake_from_inside = lambda: None
             self.driver.stop()
             with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_BACKEND_S):
                 await self._backend.close()
@@ -176,7 +173,18 @@ class TierCell:
     def _later(self, actor: Actor | BackendDriver, message: Message) -> None:
         """Queue a message from within the cell. Loop thread only."""
         self.arrived.append((actor, message))
-        self._wake_from_inside()
+        if not self._is_delivering:
+            self._waking.set()
+
+    def _deliver(self) -> None:
+        """Deliver what has arrived, and what follows from it."""
+        self._is_delivering = True
+        try:
+            while self.arrived:
+                actor, message = self.arrived.popleft()
+                actor.receive(message)
+        finally:
+            self._is_delivering = False
 
 
 class _CellMailbox:

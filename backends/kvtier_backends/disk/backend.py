@@ -207,8 +207,7 @@ class DiskBackend(Backend):
             return [Loaded(Outcome.ABSENT)] * len(blocks)
         if self._vault is not None:
             return await log.shielded(self._vault.load(log, blocks))
-        found = await log.load(blocks)
-        return [Loaded(each.outcome, each.digest or None) for each in found]
+        return await log.load(blocks)
 
     async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
         """Append the blocks, in one transfer as a rule."""
@@ -220,9 +219,10 @@ class DiskBackend(Backend):
         else:
             ends = await log.store(blocks)
         # A region may have been emptied since: what was lost by then must not be told as there.
+        there = log.index.find(block.key for block in blocks)
         return [
-            Outcome.FULL if end is Outcome.DONE and log.index.get(block.key) is None else end
-            for block, end in zip(blocks, ends, strict=True)
+            Outcome.FULL if end is Outcome.DONE and location is None else end
+            for location, end in zip(there, ends, strict=True)
         ]
 
     async def remove(self, keys: Sequence[bytes]) -> None:

@@ -73,9 +73,11 @@ def _choose(log: BlockLog, region: int) -> list[int]:
 
 
 async def _append_again(log: BlockLog, locations: Sequence[int]) -> None:
+    if not locations:
+        return
     block_bytes, stride = log.geometry.block_bytes, log.geometry.stride
     size = max(1, BATCH_BYTES // stride)
-    memory = memoryview(mmap.mmap(-1, min(size, max(1, len(locations))) * stride))
+    memory = memoryview(mmap.mmap(-1, min(size, len(locations)) * stride))
     views = [memory[at : at + block_bytes] for at in range(0, len(memory), stride)]
     for start in range(0, len(locations), size):
         batch = locations[start : start + size]
@@ -93,5 +95,5 @@ async def _append_batch(
         key = log.index.key_at(location)
         if key is not None and outcome is Outcome.DONE:
             items.append(log.item_again(key, view, location))
-    ends = await log.append(items, again=True)
+    ends = await log.append_again(items)
     return all(end is Outcome.DONE for end in ends)

@@ -298,9 +298,8 @@ class BlockLog(Calls):
 
     # --- appending ---
 
-    async def append(self, items: Sequence[Item], *, again: bool) -> list[Outcome]:
+    async def append_again(self, items: Sequence[Item]) -> list[Outcome]:
         """Write blocks of the log once more, where there is room."""
-        assert again, "what is not in the log yet is stored"
         return await self._append(Batch.again(items))
 
     async def _append(self, batch: Batch) -> list[Outcome]:
