@@ -11,6 +11,7 @@ claims the tier's place anew.
 
 from __future__ import annotations
 
+import os
 import pickle
 import socket
 import subprocess
@@ -35,6 +36,7 @@ from kvtier.tier_channel import (
     Opened,
     Ready,
     Refused,
+    SendCount,
     Setup,
     ToEngine,
 )
@@ -53,8 +55,8 @@ OPEN_TIMEOUT_S: Final = 600.0
 _CLOSE_POLL_S: Final = 0.01
 
 _PROGRAM: Final = (
-    "import sys; sys.path[:] = sys.argv[4:]; "
-    "from kvtier.tier_process_main import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    "import sys; sys.path[:] = sys.argv[5:]; "
+    "from kvtier.tier_process_main import main; main(*map(int, sys.argv[2:5]))"
 )
 
 
@@ -128,15 +130,19 @@ class TierProcess(TierHost):
 
     def wake(self) -> None:
         """Send what was posted, as far as the socket takes it."""
-        with self._using:
-            if self._channel is not None:
-                self._channel.flush()
+        channel = self._channel
+        if channel is not None and not channel.is_flushed:
+            with self._using:
+                if self._channel is not None:
+                    self._channel.flush()
 
     def take(self) -> None:
         """Hand the link what the tier has sent."""
-        with self._using:
-            if self._channel is not None:
-                self._deliver(self._channel)
+        channel = self._channel
+        if channel is not None and channel.has_news:
+            with self._using:
+                if self._channel is not None:
+                    self._deliver(self._channel)
 
     def counters(self) -> Mapping[str, int]:
         """Return what the backend has counted, as it was told last: a second ago at most."""
@@ -259,8 +265,9 @@ class _Child:
     def __init__(self, tier: TierConfig, context: BackendContext, memory: SlotMemory) -> None:
         assert memory.descriptor is not None, "memory that no other process can map"
         ours, theirs = socket.socketpair()
-        self.channel: Channel[Any] = Channel(ours, ToEngine)
-        descriptors = (theirs.fileno(), memory.descriptor)
+        sent = SendCount.new_file()
+        self.channel: Channel[Any] = Channel(ours, ToEngine, watched=SendCount(sent))
+        descriptors = (theirs.fileno(), memory.descriptor, sent)
         try:
             self.process = subprocess.Popen(  # noqa: S603 - our own program
                 [
@@ -279,6 +286,7 @@ class _Child:
             raise
         finally:
             theirs.close()
+            os.close(sent)
         try:
             self._send(Setup(tier, context, memory.slot_count))
             self.ready = self._wait_until_ready(tier.name)

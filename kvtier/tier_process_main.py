@@ -37,6 +37,7 @@ from kvtier.tier_channel import (
     Opened,
     Ready,
     Refused,
+    SendCount,
     Setup,
     ToTier,
 )
@@ -165,7 +166,7 @@ class Inbox:
                 self.cell.post(message)
 
 
-def main(channel_descriptor: int, memory_descriptor: int) -> None:
+def main(channel_descriptor: int, memory_descriptor: int, sent_descriptor: int) -> None:
     """Serve one tier until the process is to end. Called by the program that the engine starts."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(
@@ -173,7 +174,8 @@ def main(channel_descriptor: int, memory_descriptor: int) -> None:
         )  # a terminal sends it to the engine too, which decides
     end = socket.socket(fileno=channel_descriptor)
     end.set_inheritable(False)  # else a process of the backend's could keep it open
-    channel: Channel[Any] = Channel(end, ToTier)
+    channel: Channel[Any] = Channel(end, ToTier, counted=SendCount(sent_descriptor))
+    os.close(sent_descriptor)
     setup: Setup = pickle.loads(_read_setup())  # noqa: S301 - the engine's own process wrote it
     memory = SlotMemory.of_descriptor(
         memory_descriptor, setup.slot_count, setup.context.block_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self, get_args
@@ -25,6 +26,7 @@ from kvtier.tier_channel import (
     Opened,
     Ready,
     Refused,
+    SendCount,
     ToEngine,
     ToTier,
 )
@@ -75,8 +77,10 @@ class Pair:
         if buffer_bytes is not None:
             engine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
         self.raw = engine
-        self.engine: Channel[Any] = Channel(engine, ToEngine)
-        self.tier: Channel[Any] = Channel(tier, ToTier)
+        count = SendCount.new_file()
+        self.engine: Channel[Any] = Channel(engine, ToEngine, watched=SendCount(count))
+        self.tier: Channel[Any] = Channel(tier, ToTier, counted=SendCount(count))
+        os.close(count)
 
     def __enter__(self) -> Self:
         return self
@@ -158,6 +162,19 @@ def test_one_take_is_bounded(pair: Pair) -> None:
         takes.append(list(pair.engine.take()))
     assert sum(map(len, takes)) == 100
     assert max(map(len, takes)) <= TAKE_BYTES_MAX // (36 * 512) + FRAME_MESSAGES_MAX
+
+
+def test_news_are_told_without_asking_the_kernel(pair: Pair) -> None:
+    """Until everything has been taken: a take may leave some of what one send brought."""
+    assert not pair.engine.has_news
+    for _ in range(4 * TAKE_BYTES_MAX // (36 * 512)):
+        pair.tier.post(m.PresenceChanged((bytes(36),) * 512, ()))
+    came = 0
+    while not (is_sent := pair.tier.flush()) or pair.engine.has_news:
+        assert is_sent or pair.engine.has_news
+        came += len(list(pair.engine.take()))
+    assert came == 4 * TAKE_BYTES_MAX // (36 * 512)
+    assert not pair.engine.has_news
 
 
 def test_the_end_is_seen_after_all_that_was_sent(pair: Pair) -> None:
