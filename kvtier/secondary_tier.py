@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from kvtier.backend import BackendTraits
     from kvtier.messages import Key, RequestId
 
+CRUMB_BLOCKS: Final = 8
+"""A smaller part costs more than what it could save by running beside others."""
+
 ENDED_REQUESTS_MAX: Final = 1024
 """So many requests that are over are remembered: their last blocks may be stored afterwards."""
 
@@ -183,9 +186,7 @@ class SecondaryTier(Actor):
 
     def _start_parts(self) -> None:
         while self._loads.jobs and self._loading_parts < self._traits.load_parts_max:
-            part = self._next_part_of(
-                self._loads, self._traits.load_parts_max - self._loading_parts
-            )
+            part = self._next_part_of(self._loads, self._loading_parts, self._traits.load_parts_max)
             self._loading_parts += 1
             assert part.job is not None
             slots = part.job.slots[part.start : part.stop]
@@ -194,7 +195,7 @@ class SecondaryTier(Actor):
             if self._next_key_is_being_removed():
                 break
             part = self._next_part_of(
-                self._stores, self._traits.store_parts_max - self._storing_parts
+                self._stores, self._storing_parts, self._traits.store_parts_max
             )
             self._storing_parts += 1
             if self._traits.capacity_blocks is None:
@@ -202,12 +203,16 @@ class SecondaryTier(Actor):
             else:
                 self._make_room(part)
 
-    def _next_part_of(self, queue: _Queue, free_parts: int) -> _Part:
-        """Take the next part from the queue's first job.
+    def _next_part_of(self, queue: _Queue, parts: int, parts_max: int) -> _Part:
+        """Take the next part from the queue's first job, while ``parts`` are under way.
 
-        What waits is shared out among the parts that may begin now, as evenly as can be.
+        What waits is shared out among all parts that there may be, as evenly as can be. Towards
+        the end, where that would be crumbs, it is among those that may begin now.
         """
-        size = max(1, min(self._traits.part_blocks_max, -(-queue.blocks // free_parts)))
+        size = -(-queue.blocks // parts_max)
+        if size < CRUMB_BLOCKS:
+            size = min(CRUMB_BLOCKS, -(-queue.blocks // (parts_max - parts)))
+        size = max(1, min(self._traits.part_blocks_max, size))
         job = queue.jobs[0]
         start = job.next
         keys = job.keys[start : start + size]

@@ -100,6 +100,18 @@ def test_a_job_is_split_over_all_threads(blocks: int) -> None:
     assert max(sizes(bench.tier.parts)) == min(16, -(-blocks // 4))
 
 
+def test_what_waits_behind_a_first_job_is_spread_as_well() -> None:
+    """One free thread is no reason to give it all: the others will be free in a moment."""
+    bench = Bench(parts_max=8)
+    bench.load(*keys(64))
+    bench.load(*keys(96, "more"))
+    assert sizes(bench.tier.parts) == [8] * 8
+    taken = []
+    while bench.tier.parts:
+        taken.append(len(bench.answer().keys))
+    assert taken[8:] == [12, 11, 10, 8, 8, 8, 8, 8, 8, 8, 7], "shared out, and no crumbs"
+
+
 def test_a_part_is_bounded_so_that_a_load_need_not_wait_long() -> None:
     bench = Bench(parts_max=2)
     bench.load(*keys(100))

@@ -7,6 +7,7 @@ own: what vLLM makes anew for each request is made anew here.
 from __future__ import annotations
 
 import hashlib
+import mmap
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -137,6 +138,8 @@ class _PrivateRegion:
 
     def __init__(self, setup: Setup) -> None:
         self.memory = SlotMemory.anonymous(setup.slot_count, setup.block_bytes)
+        for start in range(0, len(self.memory.buffer), mmap.PAGESIZE):
+            self.memory.buffer[start] = 0  # an engine's workers have touched every page by now
         self._shape = [setup.slot_count, setup.block_bytes]
 
     def create_kv_memoryview(self) -> memoryview:
