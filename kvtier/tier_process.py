@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kvtier import messages as m
-from kvtier.errors import ConfigError, InternalError, KVTierError
+from kvtier.errors import ConfigError, InternalError, KVTierError, StoreFault
 from kvtier.logs import log
 from kvtier.tier_cell import ABANDON_S, RESTART_PAUSE_S, RESTART_PAUSE_S_MAX, TierHost
 from kvtier.tier_channel import (
@@ -123,7 +123,9 @@ class TierProcess(TierHost):
         """
         with self._using:
             channel = self._channel
-            if channel is None or self._broke_of or channel.posted >= self._messages_max:
+            if channel is None or self._broke_of or self._ending.is_set():
+                return False
+            if channel.posted >= self._messages_max:
                 return False
             channel.post(message)
         return True
@@ -195,10 +197,14 @@ class TierProcess(TierHost):
             self._link.post(message)
 
     def _say_broke(self, reason: str) -> None:
-        if self._broke_of is None:
-            log.error("tier broke", tier=self.name, error=reason)
-            self._broke_of = reason
+        self._log_broke(reason)
         self._link.post(m.TierBroke(reason=reason))
+
+    def _log_broke(self, reason: str) -> None:
+        """Write why the tier is cut off, once for each reason in a row."""
+        if reason != self._broke_of:
+            self._broke_of = reason
+            log.error("tier broke", tier=self.name, error=reason)
 
     # --- the watcher's thread ---
 
@@ -233,18 +239,14 @@ class TierProcess(TierHost):
         try:
             child = _Child(self._tier, self._context, self._memory)
         except (KVTierError, OSError) as error:
-            log.error("tier broke", tier=self.name, error=str(error))
+            self._log_broke(str(error))
             return False
-        child.channel.post(Begin())
-        child.channel.flush()
-        deadline_s = time.monotonic() + OPEN_TIMEOUT_S
-        early: list[Message] = []
-        while not any(isinstance(message, Opened) for message in early):
-            if child.channel.is_ended or self._ending.is_set() or time.monotonic() > deadline_s:
-                child.kill()
-                return False
-            child.channel.wait(_CLOSE_POLL_S)
-            early += child.channel.take()
+        try:
+            early = self._open(child)
+        except (StoreFault, msgspec.DecodeError) as error:
+            self._log_broke(str(error))
+            child.kill()
+            return False
         log.warning("tier is back", tier=self.name)
         with self._using:
             self._child = child
@@ -257,6 +259,25 @@ class TierProcess(TierHost):
                 child.channel.post(End())
         self.wake()
         return True
+
+    def _open(self, child: _Child) -> list[Message]:
+        """Have a new process open its backend; returns what it has sent by then.
+
+        Raises ``StoreFault`` if it can't, or if the tier is to end meanwhile.
+        """
+        child.channel.post(Begin())
+        child.channel.flush()
+        deadline_s = time.monotonic() + OPEN_TIMEOUT_S
+        early: list[Message] = []
+        while not any(isinstance(message, Opened) for message in early):
+            for message in early:
+                if isinstance(message, m.TierBroke):
+                    raise StoreFault(message.reason)
+            if child.channel.is_ended or self._ending.is_set() or time.monotonic() > deadline_s:
+                raise StoreFault("ended, or was to end, before its backend was open")
+            child.channel.wait(_CLOSE_POLL_S)
+            early += child.channel.take()
+        return early
 
 
 class _Child:

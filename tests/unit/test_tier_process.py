@@ -31,7 +31,7 @@ from kvtier.tier_process import TierProcess
 from kvtier.tier_thread import TierThread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from kvtier.messages import Message
 
@@ -227,6 +227,34 @@ def test_a_backend_that_cannot_be_opened_is_cut_off_and_heals_by_itself(
     assert bench.store(KEYS[:1], (0,)).outcomes == (Outcome.DONE,)
 
 
+def test_a_tier_that_does_not_come_back_says_why_once(tmp_path: Path, benches: list[Bench]) -> None:
+    """It is tried again and again; the log has each reason once."""
+    path = tmp_path / "kv"
+    bench = Bench(disk_tier(path))
+    benches.append(bench)
+    bench.store(KEYS[:1], (0,))
+    path.rename(tmp_path / "elsewhere")
+    path.write_text("a file in the way")
+    with capture_logs() as lines:
+        os.kill(bench.pid, signal.SIGKILL)
+        bench.next_of(m.TierFenced)
+        wait_for(lambda: len([x for x in lines if x["event"] == "tier broke"]) > 1)
+        path.unlink()
+        (tmp_path / "elsewhere").rename(path)
+        bench.next_of(m.TierRestarted)
+    killed, in_the_way = [line["error"] for line in lines if line["event"] == "tier broke"]
+    assert killed == "was killed by signal 9"
+    assert str(path) in in_the_way
+    bench.until_it_has(KEYS[:1])
+
+
+def wait_for(has_come: Callable[[], object]) -> None:
+    """Wait for what another thread does."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not has_come():
+        assert time.monotonic() < deadline_s
+
+
 def test_a_stopped_process_is_not_waited_for_and_is_killed_at_the_end() -> None:
     """Promise 7. Killed, it can't touch the slots any more: they may be unmapped."""
     bench = Bench(memory_tier())
@@ -299,10 +327,7 @@ def test_its_log_lines_and_its_counts_reach_the_engine(
     with capture_logs() as lines:
         outcomes = bench.load(KEYS, tuple(range(SLOTS))).outcomes
         assert set(outcomes) == {Outcome.DAMAGED}
-        deadline_s = time.monotonic() + WAIT_S
-        while not bench.host.counters().get("blocks_cut_off"):
-            assert time.monotonic() < deadline_s
-            bench.host.take()
+        wait_for(lambda: bench.host.take() or bench.host.counters().get("blocks_cut_off"))
     assert bench.host.counters()["bytes_stored"] == SLOTS * BLOCK
     assert [line["kind"] for line in lines] == ["blocks_cut_off"]
     assert lines[0]["log_level"] == "warning"
@@ -336,9 +361,7 @@ def test_a_tier_does_not_outlive_its_engine(tmp_path: Path, benches: list[Bench]
     bench = Bench(disk_tier(tmp_path / "kv"))  # refused if the folder were still in use
     benches.append(bench)
     bench.until_it_has(KEYS)
-    deadline_s = time.monotonic() + WAIT_S
-    while is_running(tier):
-        assert time.monotonic() < deadline_s
+    wait_for(lambda: not is_running(tier))
 
 
 def is_running(pid: int) -> bool:
