@@ -132,8 +132,7 @@ class SchedulerFacade:
         the first ABSENT is looked up, nor what ``lookup_state`` must make room for.
         """
         if self._is_first_lookup:
-            self._is_first_lookup = False
-            self._take_from_tiers()
+            self._begin_lookups()
         started = time.perf_counter()
         states = self._ask(m.LookupPrefix(tuple(keys), request))
         if states is NO_REPLY:
@@ -328,16 +327,17 @@ class SchedulerFacade:
             self._wake_tiers()
 
     def _timed_lookup(self, message: Lookup) -> object:
-        """Do what is done for each lookup, and time it: the first one of each step.
-
-        Before it, take in what tiers have sent: so a step knows what ended since the last.
-        """
-        self._is_first_lookup = False
-        self._take_from_tiers()
+        """Do what is done for each lookup, and time it: the first one of each step."""
+        self._begin_lookups()
         started = time.perf_counter()
         state = self._cell.ask(self._primary, message)
         self._lookup_seconds.add(time.perf_counter() - started)
         return state
+
+    def _begin_lookups(self) -> None:
+        """Take in what tiers have sent, before a step's first lookup: it is to know what ended."""
+        self._is_first_lookup = False
+        self._take_from_tiers()
 
     def _wake_tiers(self) -> None:
         """Have tiers take what was sent to them since the last time."""

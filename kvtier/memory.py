@@ -19,7 +19,7 @@ from kvtier.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; Python has no name for it
+MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; Python has no name for it
 _POPULATE_STEP_BYTES: Final = 64 << 20  # a millisecond or two, in which no other thread runs
 
 
@@ -117,5 +117,5 @@ def _populate(mapping: mmap.mmap, descriptor: int) -> None:
             start = os.lseek(descriptor, end, os.SEEK_DATA)
             end = min(os.lseek(descriptor, start, os.SEEK_HOLE), len(mapping))
             for at in range(start, end, _POPULATE_STEP_BYTES):
-                mapping.madvise(_MADV_POPULATE_WRITE, at, min(_POPULATE_STEP_BYTES, end - at))
+                mapping.madvise(MADV_POPULATE_WRITE, at, min(_POPULATE_STEP_BYTES, end - at))
     os.close(descriptor)

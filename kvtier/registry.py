@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.admission.base import AdmissionPolicy
@@ -12,10 +13,10 @@ from kvtier.options import Options
 from kvtier.policies.base import EvictionPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvtier.admission.base import AdmissionContext
-    from kvtier.backend import BackendContext
+    from kvtier.backend import BackendContext, BackendTraits
     from kvtier.config import TierConfig
 
 BACKENDS: Final = "kvtier.backends"
@@ -40,6 +41,13 @@ def make_policy(name: str, capacity: int) -> EvictionPolicy:
     """Build an eviction policy for ``capacity`` blocks. Raises ``ConfigError`` if unknown."""
     policy: EvictionPolicy = _find(POLICIES, name, "eviction_policy", EvictionPolicy)(capacity)
     return policy
+
+
+def policy_maker(config: TierConfig, traits: BackendTraits) -> Callable[[], EvictionPolicy] | None:
+    """Return what makes a tier's own policy; None if it has no capacity to keep to."""
+    if traits.capacity_blocks is None:
+        return None
+    return partial(make_policy, config.eviction_policy, traits.capacity_blocks)
 
 
 def make_admission(config: TierConfig, context: AdmissionContext) -> AdmissionPolicy:

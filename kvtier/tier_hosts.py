@@ -6,15 +6,18 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtier.errors import ConfigError
-from kvtier.registry import backend_class, make_backend, make_policy
+from kvtier.registry import backend_class, make_backend, policy_maker
 from kvtier.tier_process import TierProcess
 from kvtier.tier_thread import TierThread
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvtier.actor import Mailbox
     from kvtier.backend import BackendContext
     from kvtier.config import TierConfig
     from kvtier.memory import SlotMemory
+    from kvtier.policies.base import EvictionPolicy
     from kvtier.tier_cell import TierHost
 
 
@@ -33,20 +36,16 @@ def make_host(
     """
     if runs_in_process(tier, memory):
         host = TierProcess(tier, context, memory, link, messages_max=messages_max)
-        capacity = host.traits.capacity_blocks
         try:
-            if capacity is not None:
-                make_policy(tier.eviction_policy, capacity)  # refused here, at the door
+            _check_policy(policy_maker(tier, host.traits))
         except BaseException:
             host.close(0.0)
             raise
         return host
     make = partial(make_backend, tier, context)
     backend = make()
-    policy = None
-    if backend.traits.capacity_blocks is not None:
-        policy = partial(make_policy, tier.eviction_policy, backend.traits.capacity_blocks)
-        policy()  # as above
+    policy = policy_maker(tier, backend.traits)
+    _check_policy(policy)
     return TierThread(
         tier.name,
         backend,
@@ -67,3 +66,9 @@ def runs_in_process(tier: TierConfig, memory: SlotMemory) -> bool:
         )
     wanted = tier.cell or backend_class(tier.type).cell
     return wanted == "process" and memory.descriptor is not None
+
+
+def _check_policy(make_policy: Callable[[], EvictionPolicy] | None) -> None:
+    """Refuse an unknown policy here, at the door."""
+    if make_policy is not None:
+        make_policy()

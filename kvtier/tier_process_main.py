@@ -27,7 +27,7 @@ import anyio
 from kvtier import messages as m
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.memory import SlotMemory
-from kvtier.registry import make_backend, make_policy
+from kvtier.registry import make_backend, policy_maker
 from kvtier.tier_cell import TierCell, reason_of
 from kvtier.tier_channel import (
     Begin,
@@ -177,7 +177,7 @@ def main(channel_descriptor: int, memory_descriptor: int, sent_descriptor: int) 
     end.set_inheritable(False)  # else a process of the backend's could keep it open
     channel: Channel[Any] = Channel(end, ToTier, counted=SendCount(sent_descriptor))
     os.close(sent_descriptor)
-    setup: Setup = pickle.loads(_read_setup())  # noqa: S301 - the engine's own process wrote it
+    setup: Setup = pickle.loads(sys.stdin.buffer.read())  # noqa: S301 - the engine's own process wrote it
     memory = SlotMemory.of_descriptor(
         memory_descriptor, setup.slot_count, setup.context.block_bytes
     )
@@ -193,7 +193,8 @@ def main(channel_descriptor: int, memory_descriptor: int, sent_descriptor: int) 
     if isinstance(first, Begin):
         send_log_to(outbox.say)
         inbox = Inbox(channel)
-        inbox.cell = _make_cell(setup, backend, memory, outbox)
+        policy = policy_maker(setup.tier, backend.traits)
+        inbox.cell = TierCell(setup.tier.name, backend, memory, outbox, policy)
         inbox.hand_in(others)
         # What was imported stays: a collection that walked it would hold up a load by 15 ms.
         gc.collect()
@@ -215,18 +216,6 @@ async def _live(inbox: Inbox, outbox: Outbox) -> None:
             is_ending=lambda: inbox.is_ending,
             is_abandoned=lambda: False,
         )
-
-
-def _make_cell(setup: Setup, backend: Backend, memory: SlotMemory, outbox: Outbox) -> TierCell:
-    capacity = backend.traits.capacity_blocks
-    policy = None
-    if capacity is not None:
-        policy = partial(make_policy, setup.tier.eviction_policy, capacity)
-    return TierCell(setup.tier.name, backend, memory, outbox, policy)
-
-
-def _read_setup() -> bytes:
-    return sys.stdin.buffer.read()
 
 
 def _answer(channel: Channel[Any], message: Message) -> None:

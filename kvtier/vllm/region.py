@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import ConfigError, InternalError
+from kvtier.memory import MADV_POPULATE_WRITE
 from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ OPEN_TIMEOUT_S: Final = 60.0
 
 _POLL_S = 0.005
 _POPULATE_STEP_BYTES = 1 << 30  # so that a signal gets through between two steps
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
 _GIB = 1 << 30
 
 
@@ -219,7 +219,7 @@ class HostRegion:
     def _advise(self, start: int, length: int) -> None:
         assert self._map is not None
         try:
-            self._map.madvise(_MADV_POPULATE_WRITE, start, length)
+            self._map.madvise(MADV_POPULATE_WRITE, start, length)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
