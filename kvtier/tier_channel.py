@@ -24,7 +24,6 @@ from kvtier.backend import BackendTraits  # noqa: TC001 - msgspec reads it to de
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Iterable
 
     from kvtier.backend import BackendContext
     from kvtier.config import TierConfig
@@ -203,7 +202,7 @@ class Channel(Generic[T]):
             if self._counted is not None:
                 self._counted.add()
 
-    def take(self) -> Iterable[T]:
+    def take(self) -> list[T]:
         """Return what has come, in order. Raises ``msgspec.DecodeError`` for what is no message."""
         came = self._came
         enough = len(came) + TAKE_BYTES_MAX
@@ -222,7 +221,7 @@ class Channel(Generic[T]):
             if len(came) >= enough:
                 self._is_cut_short = True
                 break
-        return self._frames() if came else ()
+        return self._frames() if came else []
 
     def _frames(self) -> list[T]:
         messages: list[T] = []

@@ -170,9 +170,8 @@ class Inbox:
 def main(channel_descriptor: int, memory_descriptor: int, sent_descriptor: int) -> None:
     """Serve one tier until the process is to end. Called by the program that the engine starts."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # a terminal sends it to the engine too, which decides
+        # They are sent to whole groups of processes: the engine has them too, and decides.
+        signal.signal(number, signal.SIG_IGN)
     end = socket.socket(fileno=channel_descriptor)
     end.set_inheritable(False)  # else a process of the backend's could keep it open
     channel: Channel[Any] = Channel(end, ToTier, counted=SendCount(sent_descriptor))
@@ -223,11 +222,11 @@ def _answer(channel: Channel[Any], message: Message) -> None:
     channel.flush()
 
 
-def _next(channel: Channel[Any]) -> list[Message]:
+def _next(channel: Channel[Message]) -> list[Message]:
     """Wait for the engine's next messages. End, if it is gone."""
     while True:
         channel.wait(None)
-        messages = list(channel.take())
+        messages = channel.take()
         if messages:
             return messages
         if channel.is_ended:
