@@ -165,7 +165,7 @@ def test_every_call_is_measured_on_both_sides_and_nothing_is_left(
         assert all(0 < call[name]["median_ns"] <= call[name]["p99_ns"] for name in SIDES)
         assert call["ratio"] == call[KVTIER]["median_ns"] / call[VLLM]["median_ns"]
     assert list(tmp_path.iterdir()) == []
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads  # an earlier test's may end meanwhile
 
 
 @pytest.mark.slow
