@@ -19,9 +19,8 @@ from kvtier.logs import log
 from kvtier.threads import DaemonThreads
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Sequence
-
-    from anyio.abc import TaskGroup
 
     from kvtier.backend import Backend
     from kvtier.memory import SlotMemory
@@ -54,7 +53,7 @@ class BackendDriver:
         memory: SlotMemory,
         report: Callable[[Message], None],
     ) -> None:
-        self.tasks: TaskGroup
+        self.tasks: asyncio.TaskGroup
         self._name = name
         self._backend = backend
         self._memory = memory
@@ -66,7 +65,7 @@ class BackendDriver:
         """Start the part's task. Loop thread only."""
         if not isinstance(message, m.ProbePart | m.LoadPart | m.StorePart):
             raise InternalError(f"a driver does not understand {type(message).__name__}")
-        self.tasks.start_soon(self._run, message)
+        self.tasks.create_task(self._run(message))
 
     def tell_lost(self, keys: Sequence[bytes]) -> None:
         """Pass on that blocks are gone. Loop thread only."""

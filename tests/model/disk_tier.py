@@ -84,8 +84,8 @@ class _Tasks:
         self.running: set[asyncio.Task[None]] = set()
         self._loop = loop
 
-    def start_soon(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
-        task = self._loop.create_task(function(*args))
+    def create_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(coroutine)
         self.running.add(task)
         task.add_done_callback(self.running.discard)
 
@@ -227,7 +227,7 @@ class Life:
 
     def tell_contents(self) -> None:
         """Begin to tell the tier what was found."""
-        self.tasks.start_soon(self.driver.tell_contents)
+        self.tasks.create_task(self.driver.tell_contents())
 
     def is_quiet(self) -> bool:
         """Tell whether nothing runs but the upkeep."""

@@ -1,12 +1,13 @@
-"""Calls that run to their end, also when who made them is cancelled."""
+"""Calls that begin at once, and run to their end also when who made them is cancelled."""
 
 from __future__ import annotations
 
 import asyncio
+import types
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Coroutine, Generator
 
 T = TypeVar("T")
 
@@ -15,24 +16,63 @@ class Calls:
     """Runs calls as tasks of their own, and knows which have not ended. Event loop only."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._running: set[asyncio.Future[Any]] = set()
 
     def is_idle(self) -> bool:
         """Tell whether no call runs, cancelled ones included."""
-        return not self._tasks
+        return not self._running
 
     async def wait_idle(self) -> None:
         """Return once no call runs any more."""
-        while self._tasks:
-            await asyncio.wait(set(self._tasks))
+        while self._running:
+            await asyncio.wait(set(self._running))
 
     async def shielded(self, call: Coroutine[Any, Any, T]) -> T:
         """Run a call to its end, also when the caller is cancelled."""
         return await asyncio.shield(self.start(call))
 
-    def start(self, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run a call as a task of its own."""
-        task = asyncio.get_running_loop().create_task(call)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    def start(self, call: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+        """Run a call up to its first wait, and the rest as a task of its own."""
+        running = begin(call)
+        if not running.done():
+            self._running.add(running)
+            running.add_done_callback(self._running.discard)
+        return running
+
+
+def begin(call: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+    """Run a coroutine up to its first wait, here and now, and the rest as a task.
+
+    A task of asyncio's begins in the loop's next round: where a dozen calls
+    come together, the disk would wait until all of them are ready for it.
+    The part up to the first wait belongs to the caller's task: a timeout that
+    spans the wait is not for such a coroutine. (From Python 3.12 on, asyncio's
+    eager tasks do the same.)
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        first = call.send(None)
+    except StopIteration as end:
+        ended: asyncio.Future[T] = loop.create_future()
+        ended.set_result(end.value)
+        return ended
+    except Exception as error:  # noqa: BLE001 - it is the caller's, who may look later
+        failed: asyncio.Future[T] = loop.create_future()
+        failed.set_exception(error)
+        return failed
+    return loop.create_task(_rest(call, first))
+
+
+@types.coroutine
+def _rest(call: Coroutine[Any, Any, T], waits_for: Any) -> Generator[Any, Any, T]:  # noqa: ANN401 - whatever tasks wait for
+    """Go on with a coroutine that has begun, and waits."""
+    try:
+        while True:
+            try:
+                yield waits_for
+            except BaseException as error:  # noqa: BLE001 - a cancellation, as a rule
+                waits_for = call.throw(error)
+            else:
+                waits_for = call.send(None)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]

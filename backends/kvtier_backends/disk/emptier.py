@@ -31,7 +31,7 @@ def affordable(log: BlockLog) -> int:
     regions, stride = log.regions, log.geometry.stride
     batches = -(-regions.slots * stride // BATCH_BYTES)
     overhead_bytes = (batches + 2) * PAGE_BYTES  # a table page a batch, a header
-    room = regions.room + (regions.slots if regions.free_count else 0)
+    room = regions.room + regions.slots * (regions.has_next + (regions.free_count > 0))
     return min(room, log.budget.affords(stride, overhead_bytes))
 
 

@@ -12,7 +12,6 @@ import asyncio
 import errno
 import mmap
 import os
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -31,7 +30,7 @@ from kvtier_backends.disk.format import (
 )
 from kvtier_backends.disk.regions import RegionState
 from kvtier_backends.disk.runs import neighbours
-from kvtier_backends.disk.tables import Identity, RegionTable, new_header, new_page
+from kvtier_backends.disk.tables import PAGES_AT_ONCE, Identity, RegionTable, new_header, new_pages
 from kvtier_backends.disk.turns import Turns
 
 if TYPE_CHECKING:
@@ -107,11 +106,12 @@ class BlockLog(Calls):
         self._tables: dict[int, RegionTable] = {}
         self._turns = Turns(space.stores_beside_loads)
         self.opening = asyncio.Lock()
-        self._emptying: asyncio.Task[bool] | None = None
-        self._look_ahead_at = 0  # with that much room left
+        self._emptying: asyncio.Future[bool] | None = None
+        self._look_ahead_at = 0  # for a region to empty, with that much room left
+        self._opened_ahead_in: int | None = None  # the region that was open at the last attempt
         # Regions come and go, and to unmap a page interrupts all threads.
-        self._header_page = new_page()  # whoever holds ``opening`` has it
-        self._spare_pages: list[memoryview] = []
+        (self._header_page,) = new_pages(1)  # whoever holds ``opening`` has it
+        self._spare_pages: list[Sequence[memoryview]] = []
         self._appending = 0  # blocks that are on their way into the index
         self._retry_at: dict[int, float] = {}
         self._padding = memoryview(mmap.mmap(-1, PAGE_BYTES))[
@@ -290,7 +290,7 @@ class BlockLog(Calls):
             )
             ends = await self._append(batch)
             outcomes.update(zip(batch.keys, ends, strict=True))
-            self._empty_ahead()
+            self._look_ahead()
         answers = [outcomes[key] for key in keys]
         if Outcome.FULL in answers:
             self.ledger.add("stores_full", answers.count(Outcome.FULL))
@@ -304,7 +304,7 @@ class BlockLog(Calls):
 
     async def _append(self, batch: Batch) -> list[Outcome]:
         """Write blocks where there is room: extent by extent, all at once."""
-        writes: list[asyncio.Task[list[Outcome]]] = []
+        writes: list[asyncio.Future[list[Outcome]]] = []
         ends: list[Outcome] = []
         at, count = 0, len(batch.keys)
         while at < count:
@@ -345,7 +345,7 @@ class BlockLog(Calls):
             self.regions.written(extent)
             if self._tables.get(region) is table and self.regions.is_written(region):
                 del self._tables[region]
-                self._spare_pages.append(table.page)
+                self._spare_pages.append(table.pages)
 
     def _count_bytes(self, size: int, *, again: bool) -> None:
         if again:
@@ -363,7 +363,7 @@ class BlockLog(Calls):
     async def _take(self, count: int, *, again: bool) -> Extent | Outcome:
         """Return slots to write to, or FULL or FAILED."""
         while not self.is_dead:
-            if self.regions.room and not self.opening.locked():
+            if self.regions.room:
                 return self.regions.take(count)  # as it mostly is: there is nothing to wait for
             async with self.opening:
                 if self.regions.room:
@@ -384,64 +384,68 @@ class BlockLog(Calls):
             self._emptying = self.start(empty_one(self))
         return await asyncio.shield(self._emptying)
 
-    def _empty_ahead(self) -> None:
-        """Empty a region before a store has to wait for it, if nothing is lost by that."""
+    def _look_ahead(self) -> None:
+        """Open the next region, or empty one for that, before a store has to wait for it."""
         regions = self.regions
+        if regions.has_next or self.opening.locked():
+            return
+        if regions.next_to_open(again=False) is not None:
+            if regions.open_region != self._opened_ahead_in:
+                self._opened_ahead_in = regions.open_region
+                self.start(self._open_ahead())
+            return
         if regions.room > regions.slots // 2:
             self._look_ahead_at = regions.slots // 2
-        if regions.room > self._look_ahead_at or regions.next_to_open(again=False) is not None:
-            return
-        if not (self._emptying is None or self._emptying.done()):
-            return
-        # Looking for a victim takes a while where there are many regions: not each time.
-        self._look_ahead_at = max(0, regions.room - regions.slots // LOOKS_AHEAD_PER_REGION)
-        victim = regions.victim()
-        if victim is not None and self.index.live(victim) <= affordable(self):
-            self._emptying = self.start(empty_one(self))
+        if regions.room <= self._look_ahead_at:
+            # Looking for a victim takes a while where there are many regions: not each time.
+            self._look_ahead_at = max(0, regions.room - regions.slots // LOOKS_AHEAD_PER_REGION)
+            self._empty_ahead()
+
+    def _empty_ahead(self) -> None:
+        """Empty a region if nothing is lost by that."""
+        if self._emptying is None or self._emptying.done():
+            victim = self.regions.victim()
+            if victim is not None and self.index.live(victim) <= affordable(self):
+                self._emptying = self.start(empty_one(self))
+
+    async def _open_ahead(self) -> None:
+        async with self.opening:
+            region = self.regions.next_to_open(again=False)
+            if region is not None and not (self.regions.has_next or self.is_dead):
+                await self._open(region)  # whoever needs one meets a problem again
 
     async def _open(self, region: int) -> OSError | None:
-        """Give a free region a new header, and append to it from now on."""
+        """Give a free region a new header: it is appended to, now or next."""
         incarnation = os.urandom(ID_BYTES)
         sequence = self.regions.next_sequence()
         geometry = self.geometry
         header = new_header(
             self.identity, geometry, region, sequence, incarnation, int(self._clock())
         )
-        try:
-            await self._allocate(region)
-        except OSError as no_room:
-            return no_room
+        if region not in self.allocated:
+            try:
+                await self.device.allocate(region)
+            except OSError as no_room:
+                return no_room
+            self.allocated.add(region)
         self._header_page[:] = encode_header(header)
         (problem,) = await self.device.write([Transfer(region, 0, [self._header_page])])
         if problem is not None:
             return problem
         self.count_overhead(PAGE_BYTES)
         self.index.release(region)
-        self.regions.opened(region, sequence)
+        self.regions.headed(region, sequence)
         self.key_ids[region] = self.identity.key_id
         self._tables[region] = RegionTable(
             self.device,
             region,
             incarnation,
             geometry.table_pages,
-            self._spare_pages.pop() if self._spare_pages else new_page(),
+            self._spare_pages.pop() if self._spare_pages else new_pages(PAGES_AT_ONCE),
             seal_bytes=SEAL_BYTES if self.index.sealed else 0,
             wrote=self.count_overhead,
         )
-        self.start(self._allocate_ahead())
         return None
-
-    async def _allocate(self, region: int) -> None:
-        if region not in self.allocated:
-            await self.device.allocate(region)
-            self.allocated.add(region)
-
-    async def _allocate_ahead(self) -> None:
-        """Allocate the region that is opened next, before a store has to wait for that."""
-        region = self.regions.next_to_open(again=True)
-        if region is not None:
-            with suppress(OSError):  # whoever opens it meets the problem again
-                await self._allocate(region)
 
     # --- trouble ---
 

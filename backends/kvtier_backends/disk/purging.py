@@ -162,13 +162,14 @@ async def _loads_ended(log: BlockLog, region: int, rests: int, end: float) -> bo
 
 @asynccontextmanager
 async def _appending_nothing(log: BlockLog, regions: int) -> AsyncIterator[None]:
-    """Seal the open region, wait for its writers, and let no other be opened meanwhile."""
+    """Seal all that takes blocks, wait for its writers, and let no other be opened meanwhile."""
     loop = asyncio.get_running_loop()
     end = loop.time() + QUIET_WAIT_S_MAX
     while loop.time() < end:
         # Whoever wants slots waits for this lock.
         async with log.opening:
-            log.regions.fill()
+            while log.regions.room:  # the open region, then the one that was next
+                log.regions.fill()
             written = all(map(log.regions.is_written, range(regions)))
             # One that empties a region may wait for this lock: let it have its turn.
             if written and not log.regions.count_in(RegionState.EMPTYING):

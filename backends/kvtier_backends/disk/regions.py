@@ -1,9 +1,10 @@
 """What becomes of each region, as a table, and which one comes next. Touches no file.
 
-Blocks are appended to the one open region. When hardly a free one is left, the
-sealed region with the fewest blocks is emptied: its blocks are appended again,
-as far as the budget for that goes, and the rest is dropped. One free region is
-kept back for them, so emptying never waits for room.
+Blocks are appended to the one open region. The next one gets its header ahead,
+so that no store waits for that. When hardly a free one is left, the sealed
+region with the fewest blocks is emptied: its blocks are appended again, as far
+as the budget for that goes, and the rest is dropped. One free region is kept
+back for them, so emptying never waits for room.
 
 # Invariant: a region is opened only when it has no block, no reader and no writer.
 # Invariant: a slot is handed out once each time its region is opened.
@@ -31,31 +32,35 @@ class RegionState(IntEnum):
     """What a region is used for."""
 
     FREE = 0  #: has no block; may be opened
-    OPEN = 1  #: takes blocks
-    SEALED = 2  #: takes no more; its last writers may still be at work
-    EMPTYING = 3  #: its blocks are appended elsewhere, or it waits for its last reader
-    RETIRED = 4  #: its medium failed, or gave no room
+    NEXT = 1  #: has its new header; takes blocks when the open one is filled
+    OPEN = 2  #: takes blocks
+    SEALED = 3  #: takes no more; its last writers may still be at work
+    EMPTYING = 4  #: its blocks are appended elsewhere, or it waits for its last reader
+    RETIRED = 5  #: its medium failed, or gave no room
 
 
 class RegionEvent(IntEnum):
     """What moves a region."""
 
-    OPENED = 0
-    FILLED = 1  #: its slots or its table pages are used up
-    RECOVERED = 2  #: found with blocks in it when the folder was opened
-    CHOSEN = 3  #: to be emptied
-    EMPTIED = 4  #: its last block and its last reader have gone
-    FAILED = 5
-    REVIVED = 6  #: to be tried again
+    HEADED = 0  #: its new header is written
+    OPENED = 1
+    FILLED = 2  #: its slots or its table pages are used up
+    RECOVERED = 3  #: found with blocks in it when the folder was opened
+    CHOSEN = 4  #: to be emptied
+    EMPTIED = 5  #: its last block and its last reader have gone
+    FAILED = 6
+    REVIVED = 7  #: to be tried again
 
 
 REGION_TABLE: Final[Mapping[tuple[RegionState, RegionEvent], RegionState]] = {
-    (RegionState.FREE, RegionEvent.OPENED): RegionState.OPEN,
+    (RegionState.FREE, RegionEvent.HEADED): RegionState.NEXT,
+    (RegionState.NEXT, RegionEvent.OPENED): RegionState.OPEN,
     (RegionState.FREE, RegionEvent.RECOVERED): RegionState.SEALED,
     (RegionState.OPEN, RegionEvent.FILLED): RegionState.SEALED,
     (RegionState.SEALED, RegionEvent.CHOSEN): RegionState.EMPTYING,
     (RegionState.EMPTYING, RegionEvent.EMPTIED): RegionState.FREE,
     (RegionState.FREE, RegionEvent.FAILED): RegionState.RETIRED,
+    (RegionState.NEXT, RegionEvent.FAILED): RegionState.RETIRED,
     (RegionState.OPEN, RegionEvent.FAILED): RegionState.RETIRED,
     (RegionState.SEALED, RegionEvent.FAILED): RegionState.RETIRED,
     (RegionState.EMPTYING, RegionEvent.FAILED): RegionState.RETIRED,
@@ -108,6 +113,7 @@ class Regions:
         self._writers = [0] * count
         self._free: deque[int] = deque(range(count))
         self._open: int | None = None
+        self._next: int | None = None  # is OPEN as soon as no other is
         self._used = 0  # slots of the open region that were handed out
         self._sequence = 0
 
@@ -130,6 +136,11 @@ class Regions:
     def room(self) -> int:
         """How many slots the open region has left."""
         return 0 if self._open is None else self.slots - self._used
+
+    @property
+    def has_next(self) -> bool:
+        """Whether a region takes blocks as soon as the open one is filled."""
+        return self._next is not None
 
     @property
     def free_count(self) -> int:
@@ -173,17 +184,17 @@ class Regions:
         self._sequence += 1
         return self._sequence
 
-    def opened(self, region: int, sequence: int) -> None:
-        """Note that the region's new header is written; it takes blocks now."""
-        if self._open is not None:
-            raise InternalError(f"region {self._open} is open")
+    def headed(self, region: int, sequence: int) -> None:
+        """Note that the region's new header is written; it takes blocks when it is its turn."""
+        if self._next is not None:
+            raise InternalError(f"region {self._next} is next")
         if self._live(region) or self._readers[region] or self._writers[region]:
             raise InternalError(f"region {region} is in use")
-        self._move(region, RegionEvent.OPENED)
+        self._move(region, RegionEvent.HEADED)
         self._free.remove(region)
         self._sequences[region] = sequence
-        self._open = region
-        self._used = 0
+        self._next = region
+        self._open_next()
 
     def take(self, count: int) -> Extent:
         """Hand out up to ``count`` slots of the open region, at least one, to one writer."""
@@ -198,10 +209,17 @@ class Regions:
         return extent
 
     def fill(self) -> None:
-        """Seal the open region, full or not."""
+        """Seal the open region, full or not; the next one takes its place, if there is one."""
         if self._open is not None:
             self._move(self._open, RegionEvent.FILLED)
             self._open = None
+            self._open_next()
+
+    def _open_next(self) -> None:
+        if self._open is None and self._next is not None:
+            self._open, self._next = self._next, None
+            self._used = 0
+            self._move(self._open, RegionEvent.OPENED)
 
     def written(self, extent: Extent) -> None:
         """Note that a writer has ended, well or not."""
@@ -210,7 +228,8 @@ class Regions:
 
     def is_written(self, region: int) -> bool:
         """Tell whether the region takes no more blocks and has no writer left."""
-        return not self._writers[region] and self._states[region] is not RegionState.OPEN
+        takes_blocks = self._states[region] in (RegionState.NEXT, RegionState.OPEN)
+        return not (takes_blocks or self._writers[region])
 
     # --- readers ---
 
@@ -275,9 +294,12 @@ class Regions:
             return False
         if self._states[region] is RegionState.FREE:
             self._free.remove(region)
+        if self._next == region:
+            self._next = None
+        self._move(region, RegionEvent.FAILED)
         if self._open == region:
             self._open = None
-        self._move(region, RegionEvent.FAILED)
+            self._open_next()
         return True
 
     def retire_free(self, kept: Container[int]) -> list[int]:

@@ -2,7 +2,8 @@
 
 A page holds all entries since it was begun. It is written to a place that
 holds nothing newer than what its last version holds, so there is always one
-whole version of it: ``_spare`` is that place, and the two change roles.
+whole version of it: ``_spare`` is that place, and the two change roles. Pages
+that are begun while another waits to be written go to places of their own.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import mmap
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier_backends.disk.device import Transfer
 from kvtier_backends.disk.format import PAGE_BYTES, Geometry, RegionHeader, TableWriter
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
     from kvtier_backends.disk.device import Device
     from kvtier_backends.disk.format import EntryTuple
+
+
+PAGES_AT_ONCE: Final = 8
+"""So many pages at most go in one call: entries of some hundred blocks."""
 
 
 class Identity(NamedTuple):
@@ -54,9 +59,10 @@ def new_header(
     )
 
 
-def new_page() -> memoryview:
-    """Return a page that may be written with O_DIRECT."""
-    return memoryview(mmap.mmap(-1, PAGE_BYTES))
+def new_pages(count: int) -> list[memoryview]:
+    """Return pages that may be written with O_DIRECT."""
+    memory = memoryview(mmap.mmap(-1, count * PAGE_BYTES))
+    return [memory[at : at + PAGE_BYTES] for at in range(0, len(memory), PAGE_BYTES)]
 
 
 class RegionTable:
@@ -67,21 +73,22 @@ class RegionTable:
         device: Device,
         region: int,
         incarnation: bytes,
-        pages: int,
-        page: memoryview,
+        places: int,
+        pages: Sequence[memoryview],
         *,
         seal_bytes: int,
         wrote: Callable[[int], None],
     ) -> None:
-        """Write from ``page``, which is free again when no entry is being added any more.
+        """Write from ``pages``, to the ``places`` for pages that the region has.
 
-        ``wrote`` is told how many bytes each page write took.
+        ``pages`` are free again when no entry is being added any more.
+        ``wrote`` is told how many bytes each write took.
         """
-        self.page = page
+        self.pages = pages
         self.incarnation = incarnation
         self._device = device
         self._region = region
-        self._pages = pages
+        self._places = places
         self._writer = TableWriter(incarnation, seal_bytes)
         self._wrote = wrote
         self._spare = 0  # where the next version of the page goes
@@ -115,30 +122,46 @@ class RegionTable:
 
     async def _write(self, entries: Sequence[EntryTuple]) -> OSError | None:
         while entries:
-            count = self._writer.fitting(entries)
-            if count == 0:
-                self._writer.start_page()
-                self._head = None
-                continue
-            self._writer.add(entries[:count])
-            problem = await self._write_page()
+            old, places, count = self._encode(entries)
+            if not places:
+                return OSError(errno.EFBIG, "the region's table is full: its keys are very long")
+            ends = await self._device.write(
+                [
+                    Transfer(self._region, (1 + place) * PAGE_BYTES, [page])
+                    for place, page in zip(places, self.pages, strict=False)
+                ]
+            )
+            problem = next((end for end in ends if end is not None), None)
             if problem is not None:
                 return problem
+            self._wrote(len(places) * PAGE_BYTES)
+            self._head = places[-1]
+            self._next += len(places) - 1
+            if old is None:
+                old, self._next = self._next, self._next + 1
+            self._spare = old
             entries = entries[count:]
         return None
 
-    async def _write_page(self) -> OSError | None:
-        if self._spare >= self._pages:
-            return OSError(errno.EFBIG, "the region's table is full: its keys are very long")
-        self.page[:] = self._writer.encode()
-        at = (1 + self._spare) * PAGE_BYTES
-        (problem,) = await self._device.write([Transfer(self._region, at, [self.page])])
-        if problem is not None:
-            return problem
-        self._wrote(PAGE_BYTES)
-        if self._head is None:
-            self._head, self._spare = self._spare, self._next
-            self._next += 1
-        else:
-            self._head, self._spare = self._spare, self._head
-        return None
+    def _encode(self, entries: Sequence[EntryTuple]) -> tuple[int | None, list[int], int]:
+        """Put entries into as many pages as go in one call.
+
+        Returns where the last version of the first page lies, None if it has
+        none; where each page goes; and how many entries they have taken.
+        """
+        places: list[int] = []
+        old, place, taken = self._head, self._spare, 0
+        while taken < len(entries) and len(places) < len(self.pages) and place < self._places:
+            count = self._writer.fitting(entries[taken:])
+            if count == 0:
+                self._writer.start_page()
+                self._head = None  # and that holds if the write fails
+                if not places:
+                    old = None
+                continue
+            self._writer.add(entries[taken : taken + count])
+            self.pages[len(places)][:] = self._writer.encode()
+            places.append(place)
+            place = self._next + len(places) - 1
+            taken += count
+        return old, places, taken

@@ -74,6 +74,11 @@ class Disk:
     async def found(self, numbers: Iterable[int]) -> list[int]:
         return [number for number in numbers if await self.load(number) == [Outcome.DONE]]
 
+    async def come_to_rest(self) -> None:
+        """Wait for what a store leaves behind: a region that is opened or emptied ahead."""
+        assert self.backend._log is not None
+        await self.backend._log.wait_idle()
+
     def count(self, name: str) -> int:
         return self.backend.counters().get(name, 0)
 

@@ -92,12 +92,12 @@ class Engine:
     def count(self, name: str) -> int:
         return self.ledger.counts().get(name, 0)
 
-    def check(self) -> None:
-        """Assert what must hold at rest."""
+    async def check(self) -> None:
+        """Wait for rest, and assert what must hold then."""
         log = self.log
+        await log.wait_idle()
         assert len(log.index) <= CAPACITY
         assert log._appending == 0
-        assert log.is_idle()
         assert not any(log.regions._readers)
         assert not any(log.regions._writers)
         assert sum(log.index.live(region) for region in range(REGIONS)) == len(log.index)
@@ -128,7 +128,7 @@ async def test_after_any_crash_no_wrong_block_is_served(seed: int) -> None:
     for life in range(4):
         engine = Engine(disk)
         await engine.begin()
-        engine.check()
+        await engine.check()
         here = {key for region in range(REGIONS) for key in engine.log.index.keys_of(region)}
         for outcome, key, data in await load_all(engine, sorted(here)):
             assert outcome in (Outcome.DONE, Outcome.DAMAGED)
@@ -139,8 +139,7 @@ async def test_after_any_crash_no_wrong_block_is_served(seed: int) -> None:
                 here.discard(key)
         for step in range(40):
             await run_a_step(engine, rng, here, written, version=life * 100 + step)
-        await engine.log.wait_idle()
-        engine.check()
+        await engine.check()
         if life % 2:  # in the midst of stores
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(engine.store, list(written)[:5], 7)
@@ -213,8 +212,7 @@ async def test_random_removal_at_full_capacity_never_stops_the_stores() -> None:
         before = engine.count("stores_full")
         await run_a_step(engine, rng, here, written, version)
         full += engine.count("stores_full") - before
-    await engine.log.wait_idle()
-    engine.check()
+    await engine.check()
     assert full == 0
     assert engine.count("regions_emptied") > 50
     assert engine.count("bytes_appended_again") > 0
@@ -235,7 +233,7 @@ async def test_when_the_oldest_go_first_nothing_is_lost_and_hardly_anything_is_w
     await engine.log.wait_idle()
     assert not engine.lost
     assert engine.count("bytes_appended_again") <= 0.02 * engine.count("bytes_stored")
-    engine.check()
+    await engine.check()
 
 
 async def test_what_was_used_least_recently_is_dropped_first_and_tails_before_heads() -> None:
@@ -276,7 +274,7 @@ async def test_a_sick_region_is_retired_and_its_blocks_are_told() -> None:
     engine.now += 301
     engine.log.revive()
     assert regions.state(sick) is RegionState.FREE
-    engine.check()
+    await engine.check()
 
 
 async def test_a_region_that_cannot_be_written_fails_its_store_and_not_the_next() -> None:
@@ -289,7 +287,7 @@ async def test_a_region_that_cannot_be_written_fails_its_store_and_not_the_next(
     assert await engine.store(KEYS[1:3]) == [Outcome.FAILED] * 2
     assert await engine.store(KEYS[:3]) == [Outcome.DONE] * 3
     assert engine.lost == {KEYS[0]}
-    engine.check()
+    await engine.check()
 
 
 async def test_without_room_the_tier_works_with_what_it_has_and_grows_when_there_is_room() -> None:
@@ -313,7 +311,7 @@ async def test_without_room_the_tier_works_with_what_it_has_and_grows_when_there
     for number in range(CAPACITY - len(here)):
         assert await engine.store([bytes([99, number])]) == [Outcome.DONE]
     assert len(engine.log.index) == CAPACITY > 6 * SLOTS
-    engine.check()
+    await engine.check()
 
 
 async def test_without_any_room_a_store_is_full_and_nothing_is_held_on_to() -> None:
@@ -322,12 +320,12 @@ async def test_without_any_room_a_store_is_full_and_nothing_is_held_on_to() -> N
     engine.device.has_room = False
     for _ in range(20):
         assert await engine.store(KEYS[:SLOTS]) == [Outcome.FULL] * SLOTS
-    engine.check()
+    await engine.check()
     engine.device.has_room = True
     engine.now += 31
     engine.log.revive()
     assert await engine.store(KEYS[:SLOTS]) == [Outcome.DONE] * SLOTS
-    engine.check()
+    await engine.check()
 
 
 async def test_a_region_that_is_read_is_not_overwritten_however_long_it_takes() -> None:
@@ -354,8 +352,7 @@ async def test_a_region_that_is_read_is_not_overwritten_however_long_it_takes() 
         assert engine.log.regions.state(read // SLOTS) is not RegionState.OPEN
         engine.device.held.set()
     assert answers == [(Outcome.DONE, data_of(KEYS[0], 1))]
-    await engine.log.wait_idle()
-    engine.check()
+    await engine.check()
 
 
 async def test_an_old_block_is_absent_and_told() -> None:
@@ -384,8 +381,7 @@ async def test_a_cancelled_store_is_let_go_only_when_the_device_is_done_with_it(
         await anyio.lowlevel.checkpoint()
         tasks.cancel_scope.cancel()
     assert not engine.log.is_idle()
-    await engine.log.wait_idle()
-    engine.check()
+    await engine.check()
 
 
 async def test_keys_longer_than_planned_fill_a_table_early_and_are_found_again() -> None:
@@ -433,7 +429,7 @@ async def test_stores_go_on_one_at_a_time_while_a_load_takes_for_ever() -> None:
         assert all(engine.log.has(key) for key in KEYS[1:9])
         assert device.writing_max == 1
         device.held.set()
-    engine.check()
+    await engine.check()
 
 
 async def test_without_a_load_stores_do_not_wait_for_one_another() -> None:
@@ -446,12 +442,17 @@ async def test_without_a_load_stores_do_not_wait_for_one_another() -> None:
     assert device.writing_max > 1
 
 
-async def test_the_next_region_is_allocated_before_a_store_needs_it() -> None:
+async def test_the_next_region_is_opened_before_a_store_needs_it() -> None:
     engine = Engine(fresh_disk())
     await engine.begin()
     await engine.store(KEYS[:1])
     await engine.log.wait_idle()
-    assert engine.log.allocated >= {engine.log.regions.next_to_open(again=True)}
+    regions = engine.log.regions
+    (ahead,) = [each for each in range(REGIONS) if regions.state(each) is RegionState.NEXT]
+    async with engine.log.opening:  # no header can be written now
+        assert await engine.store(KEYS[1 : SLOTS + 2]) == [Outcome.DONE] * (SLOTS + 1)
+    assert regions.open_region == ahead
+    await engine.check()
 
 
 async def test_a_region_that_can_not_be_allocated_ahead_troubles_nobody_yet() -> None:

@@ -46,7 +46,7 @@ class RegionsSpec(RuleBasedStateMachine):
         assert not any(at[0] == region for at in self.live.values())
         assert not any(reader[0] == region for reader in self.readers)
         assert not any(extent.region == region for extent, _ in self.writing)
-        self.regions.opened(region, self.regions.next_sequence())
+        self.regions.headed(region, self.regions.next_sequence())
         self.disk = {at: key for at, key in self.disk.items() if at[0] != region}
         return True
 
@@ -69,6 +69,11 @@ class RegionsSpec(RuleBasedStateMachine):
             for slot, key in enumerate(keys, extent.first):
                 self.index.insert(key, extent.region * SLOTS + slot, NOTHING)
                 self.live[key] = (extent.region, slot)
+
+    @precondition(lambda self: not self.regions.has_next)
+    @rule()
+    def open_ahead(self) -> None:
+        self.open(again=False)
 
     @rule(count=st.integers(1, 7))
     def store(self, count: int) -> None:
@@ -172,6 +177,8 @@ class RegionsSpec(RuleBasedStateMachine):
     def every_region_is_in_one_state_and_at_most_one_is_open(self) -> None:
         states = Counter(self.regions.state(region) for region in range(REGIONS))
         assert states[RegionState.OPEN] == (self.regions.open_region is not None)
+        assert states[RegionState.NEXT] == self.regions.has_next
+        assert self.regions.open_region is not None or not self.regions.has_next
         assert states[RegionState.FREE] == self.regions.free_count
         assert all(self.regions.count_in(state) == states[state] for state in RegionState)
 
@@ -188,7 +195,7 @@ def fill(regions: Regions, count: int) -> None:
     for _ in range(count):
         region = regions.next_to_open(again=True)
         assert region is not None
-        regions.opened(region, regions.next_sequence())
+        regions.headed(region, regions.next_sequence())
         regions.written(regions.take(SLOTS))
 
 
@@ -214,7 +221,7 @@ def test_the_fewest_blocks_and_then_the_oldest_region_is_emptied() -> None:
 
 def test_a_region_with_a_writer_is_not_emptied() -> None:
     regions = make()
-    regions.opened(0, 1)
+    regions.headed(0, 1)
     extent = regions.take(SLOTS)
     assert regions.state(0) is RegionState.SEALED
     assert regions.victim() is None
