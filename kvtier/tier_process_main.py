@@ -59,6 +59,12 @@ COUNT_PAUSE_S_MAX: Final = 1.0
 
 LAST_WORDS_S: Final = 1.0
 
+SWITCH_INTERVAL_S: Final = 1e-4
+"""For so long the event loop may keep the I/O threads from a call that it has given them.
+
+Python's own 5 ms are longer than a disk takes for what it is given: it would stand idle.
+"""
+
 
 class Outbox:
     """The link's mailbox, as the tier's actors see it. Loop thread only, but for ``say``."""
@@ -198,6 +204,7 @@ def main(channel_descriptor: int, memory_descriptor: int, sent_descriptor: int) 
         # What was imported stays: a collection that walked it would hold up a load by 15 ms.
         gc.collect()
         gc.freeze()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
             anyio.run(partial(_live, inbox, outbox))
         except Exception as error:  # noqa: BLE001 - a bug in a tier ends its process, no other

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import types
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine, Generator
+from collections.abc import Coroutine
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -60,19 +57,23 @@ def begin(call: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         failed: asyncio.Future[T] = loop.create_future()
         failed.set_exception(error)
         return failed
-    return loop.create_task(_rest(call, first))
+    return loop.create_task(cast("Coroutine[Any, Any, T]", _Begun(call, first)))
 
 
-@types.coroutine
-def _rest(call: Coroutine[Any, Any, T], waits_for: Any) -> Generator[Any, Any, T]:  # noqa: ANN401 - whatever tasks wait for
-    """Go on with a coroutine that has begun, and waits."""
-    try:
-        while True:
-            try:
-                yield waits_for
-            except BaseException as error:  # noqa: BLE001 - a cancellation, as a rule
-                waits_for = call.throw(error)
-            else:
-                waits_for = call.send(None)
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
+@Coroutine.register
+class _Begun:
+    """A coroutine that waits already, for the task that goes on with it."""
+
+    def __init__(self, call: Coroutine[Any, Any, Any], waits_for: object) -> None:
+        self._call = call
+        self._first = [waits_for]  # until the task has it
+
+    def send(self, value: object) -> object:
+        return self._first.pop() if self._first else self._call.send(value)
+
+    def throw(self, error: BaseException) -> object:
+        self._first.clear()
+        return self._call.throw(error)
+
+    def close(self) -> None:
+        self._call.close()
