@@ -209,12 +209,15 @@ class SecondaryTier(Actor):
         What waits is shared out among all parts that there may be, as evenly as can be. Towards
         the end, where that would be crumbs, it is among those that may begin now.
         """
-        size = -(-queue.blocks // parts_max)
-        if size < CRUMB_BLOCKS:
-            size = min(CRUMB_BLOCKS, -(-queue.blocks // (parts_max - parts)))
-        size = max(1, min(self._traits.part_blocks_max, size))
+        share = -(-queue.blocks // parts_max)
+        if share < CRUMB_BLOCKS:
+            share = min(CRUMB_BLOCKS, -(-queue.blocks // (parts_max - parts)))
+        share = max(share, self._traits.part_blocks_min)
         job = queue.jobs[0]
         start = job.next
+        left = len(job.keys) - start
+        # In equal parts, none of them smaller than its share: the last one would be a crumb.
+        size = -(-left // max(left // share, -(-left // self._traits.part_blocks_max)))
         keys = job.keys[start : start + size]
         if not job.is_load and not self._removing.isdisjoint(keys):
             keys = tuple(takewhile(lambda key: key not in self._removing, keys))

@@ -47,6 +47,9 @@ IO_DEPTH_MAX: Final = 1024
 STORES_BESIDE_LOADS_FRACTION: Final = 0.25
 """Of ``io_depth``: what stores keep of the disk while something is loaded."""
 
+PART_BYTES_MIN: Final = 1 << 20
+"""A smaller transfer takes longer to hand over than to make."""
+
 PART_BYTES_WANTED: Final = 4 << 20
 """So much in one transfer keeps a disk busy while the next one is handed over."""
 
@@ -92,6 +95,7 @@ class DiskBackend(Backend):
         self.traits = BackendTraits(
             load_parts_max=io_depth,
             store_parts_max=io_depth,
+            part_blocks_min=max(1, PART_BYTES_MIN // context.block_bytes),
             part_blocks_max=max(16, min(64, PART_BYTES_WANTED // context.block_bytes)),
             capacity_blocks=judged.plan.capacity_blocks,
         )
