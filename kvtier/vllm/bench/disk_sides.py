@@ -42,6 +42,12 @@ ENCRYPTED: Final = "kvtier, encrypted"
 CAPACITY_LEGS: Final = 2.5
 """kvtier's folder holds so many legs' bytes: from the third leg on it overwrites the oldest."""
 
+REGION_BYTES: Final = 64 << 20
+"""What ``disk`` chooses by itself from 4 GiB on; a smaller folder would be cut finer."""
+
+REGIONS_MIN: Final = 16
+"""With fewer, the tier has to empty regions that are read."""
+
 OPEN_TIMEOUT_S: Final = 60.0
 CLOSE_TIMEOUT_S: Final = 30.0
 POLL_S: Final = 0.001
@@ -185,10 +191,13 @@ class KVTierSide(DiskSide):
     def __init__(self, setup: DiskSetup, key_file: Path | None = None) -> None:
         super().__init__(ENCRYPTED if key_file else KVTIER, setup)
         memory = setup.memory
+        capacity_bytes = int(CAPACITY_LEGS * setup.leg_bytes)
+        is_large = capacity_bytes >= REGIONS_MIN * REGION_BYTES
         options = {
             "type": "disk",
             "path": str(self.folder),
-            "capacity_bytes": int(CAPACITY_LEGS * setup.leg_bytes),
+            "capacity_bytes": capacity_bytes,
+            **({"region_bytes": REGION_BYTES} if is_large else {}),
             "io_depth": setup.threads,
             # What is loaded here was stored last; lru evicts what was stored first.
             "eviction_policy": "lru",
