@@ -150,14 +150,14 @@ def name_a_block_before_it_is_written() -> Iterator[None]:
 @mutation
 def overwrite_the_only_version_of_a_table() -> Iterator[None]:
     """A page is written to where its last version is."""
-    real = RegionTable._write_page
+    real = RegionTable._encode
 
-    async def write_page(self: RegionTable) -> Any:
+    def encode(self: RegionTable, entries: Any) -> Any:
         if self._head is not None:
             self._spare = self._head
-        return await real(self)
+        return real(self, entries)
 
-    with patch.object(RegionTable, "_write_page", write_page):
+    with patch.object(RegionTable, "_encode", encode):
         yield
 
 

@@ -92,11 +92,12 @@ class DiskBackend(Backend):
         vault: Vault | None = None,
     ) -> None:
         self._vault = vault
+        part_blocks_max = max(16, min(64, PART_BYTES_WANTED // context.block_bytes))
         self.traits = BackendTraits(
             load_parts_max=io_depth,
             store_parts_max=io_depth,
-            part_blocks_min=max(1, PART_BYTES_MIN // context.block_bytes),
-            part_blocks_max=max(16, min(64, PART_BYTES_WANTED // context.block_bytes)),
+            part_blocks_min=min(part_blocks_max, max(1, PART_BYTES_MIN // context.block_bytes)),
+            part_blocks_max=part_blocks_max,
             capacity_blocks=judged.plan.capacity_blocks,
         )
         self.clock: Callable[[], float] = time.time

@@ -91,19 +91,21 @@ class BlockCipher:
         self._pool: list[memoryview] = []
 
     def borrow(self, blocks: int) -> memoryview:
-        """Return page-aligned memory for so many blocks and their tags."""
+        """Return page-aligned memory for so many blocks and their tags, or more."""
+        # To touch new memory takes as long as to encrypt it: few sizes, so that it is used again.
+        size = self._step << max(0, blocks - 1).bit_length()
         for place, memory in enumerate(self._pool):
-            if len(memory) == blocks * self._step:
+            if len(memory) == size:
                 return self._pool.pop(place)
-        return memoryview(mmap.mmap(-1, max(1, blocks) * self._step))
+        return memoryview(mmap.mmap(-1, size))
 
     def give_back(self, memory: memoryview) -> None:
         """Take memory back that nothing reads or writes any more."""
         self._pool = [memory, *self._pool[: _POOL_MAX - 1]]
 
-    def views(self, memory: memoryview) -> list[memoryview]:
-        """Return the blocks in borrowed memory, without their tags."""
-        starts = range(0, len(memory), self._step)
+    def views(self, memory: memoryview, blocks: int) -> list[memoryview]:
+        """Return the first blocks in borrowed memory, without their tags."""
+        starts = range(0, blocks * self._step, self._step)
         return [memory[at : at + self._block_bytes] for at in starts]
 
     def seal(

@@ -47,7 +47,7 @@ class Vault:
         sealed = [
             StoreBlock(block.key, view, digest)
             for block, view, (_, digest) in zip(
-                fresh, self._cipher.views(memory), seals, strict=True
+                fresh, self._cipher.views(memory, len(fresh)), seals, strict=True
             )
         ]
         outcomes = await log.store(sealed, [seal for seal, _ in seals])
@@ -58,10 +58,10 @@ class Vault:
     async def load(self, log: BlockLog, blocks: Sequence[LoadBlock]) -> list[Loaded]:
         """Read the sealed blocks, and open each into its buffer."""
         memory = self._cipher.borrow(len(blocks))
-        views = self._cipher.views(memory)
+        views = self._cipher.views(memory, len(blocks))
         sealed: dict[bytes, Sealing] = {}
         answers = await log.load(
-            [LoadBlock(block.key, view) for block, view in zip(blocks, views, strict=False)],
+            [LoadBlock(block.key, view) for block, view in zip(blocks, views, strict=True)],
             sealed,
         )
         done = [place for place, each in enumerate(answers) if each.outcome is Outcome.DONE]
