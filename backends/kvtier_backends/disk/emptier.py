@@ -35,6 +35,12 @@ def affordable(log: BlockLog) -> int:
     return min(room, log.budget.affords(stride, overhead_bytes))
 
 
+def loses_nothing(log: BlockLog) -> bool:
+    """Tell whether all blocks of the region that is emptied next may be appended again now."""
+    region = log.regions.victim()
+    return region is not None and log.index.live(region) <= affordable(log)
+
+
 async def empty_one(log: BlockLog) -> bool:
     """Empty the region with the fewest blocks. False: there is none, or it is still read."""
     region = log.regions.victim()

@@ -19,7 +19,7 @@ from kvtier.backend import Loaded, Outcome
 from kvtier_backends.disk.batches import Batch, Item, check_buffers, check_keys
 from kvtier_backends.disk.calls import Calls
 from kvtier_backends.disk.device import Transfer
-from kvtier_backends.disk.emptier import affordable, empty_one
+from kvtier_backends.disk.emptier import empty_one, loses_nothing
 from kvtier_backends.disk.format import (
     ID_BYTES,
     NO_KEY_ID,
@@ -399,13 +399,8 @@ class BlockLog(Calls):
         if regions.room <= self._look_ahead_at:
             # Looking for a victim takes a while where there are many regions: not each time.
             self._look_ahead_at = max(0, regions.room - regions.slots // LOOKS_AHEAD_PER_REGION)
-            self._empty_ahead()
-
-    def _empty_ahead(self) -> None:
-        """Empty a region if nothing is lost by that."""
-        if self._emptying is None or self._emptying.done():
-            victim = self.regions.victim()
-            if victim is not None and self.index.live(victim) <= affordable(self):
+            is_free = self._emptying is None or self._emptying.done()
+            if is_free and loses_nothing(self):
                 self._emptying = self.start(empty_one(self))
 
     async def _open_ahead(self) -> None:

@@ -170,10 +170,19 @@ def test_no_two_blocks_are_sealed_alike() -> None:
     memory = cipher.borrow(2)
     same = (b"a", memoryview(bytes(100)), bytes(16))
     seals = cipher.seal([same, same], memory)
-    one, other = cipher.views(memory)
+    one, other = cipher.views(memory, 2)
     assert one != other
     assert seals[0] != seals[1]
     assert seals[0][1] != seals[1][1]
+
+
+def test_memory_is_used_again_for_nearly_as_many_blocks() -> None:
+    cipher = cipher_of(OLD)
+    memory = cipher.borrow(13)
+    assert len(cipher.views(memory, 13)) == 13
+    cipher.give_back(memory)
+    assert cipher.borrow(16) is memory
+    assert cipher.borrow(15) is not memory
 
 
 @given(st.text(max_size=200))
