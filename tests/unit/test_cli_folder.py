@@ -96,7 +96,8 @@ async def test_ls_shows_namespaces_blocks_bytes_and_ages(folder: Path, kvtier: S
     assert rows[OWN]["key_id"] is None
     assert rows[OWN]["oldest_s"] <= rows[OWN]["newest_s"]
     assert (figures["blocks"], figures["in_use"], figures["engine_pid"]) == (27, False, None)
-    assert figures["regions"]["region_sound"] == 3
+    # Each of the two engines that were here may have opened one ahead.
+    assert 3 <= figures["regions"]["region_sound"] <= 5
     for text in (str(folder), OWN[:12], OTHER[:12], "8,192"):
         assert text in kvtier.out
 
