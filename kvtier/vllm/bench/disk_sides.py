@@ -46,7 +46,7 @@ REGION_BYTES: Final = 64 << 20
 """What ``disk`` chooses by itself from 4 GiB on; a smaller folder would be cut finer."""
 
 REGIONS_MIN: Final = 16
-"""With fewer, the tier has to empty regions that are read."""
+"""A folder of fewer would say little of a tier that overwrites one region after the other."""
 
 OPEN_TIMEOUT_S: Final = 60.0
 CLOSE_TIMEOUT_S: Final = 30.0
