@@ -112,9 +112,11 @@ class BackendTraits:
     None for a tier that others may change."""
     accepts_unchecked: bool = False
     """Serve blocks for which ``load`` has no digest. Off: they count as damaged."""
-    part_blocks_min: int = 1
-    """A job is not cut into calls of fewer blocks than this: where a call costs more
+    load_part_blocks_min: int = 1
+    """Loads are not cut into calls of fewer blocks than this: where a call costs more
     than its blocks, they are better moved together."""
+    store_part_blocks_min: int = 1
+    """The same for stores. Nobody waits for one, so this may be as many as keep a call busy."""
     part_blocks_max: int = 16
     """How many blocks one call may be given. Long enough that a call is worth its
     hand-over to a thread, short enough that others need not wait for it."""

@@ -1,7 +1,7 @@
-"""A secondary tier's own actor: splits jobs into parts, and feeds the backend.
+"""A secondary tier's own actor: has jobs cut into parts, and feeds the backend.
 
 It runs in the tier cell, next to the driver of its backend. Jobs wait in two
-queues. A part is what one call of the backend handles; as many parts run at
+queues, which cut them into parts (``kvtier/parts.py``); as many parts run at
 once as the backend has threads, so one big job uses them all. Loads and
 stores have their own limits, so neither starves the other.
 
@@ -16,88 +16,24 @@ asking its eviction policy.
 from __future__ import annotations
 
 from collections import Counter, deque
-from itertools import compress, takewhile
+from itertools import compress
 from operator import not_
 from typing import TYPE_CHECKING, Final
 
 from kvtier import messages as m
 from kvtier.actor import Actor, Mailbox
 from kvtier.backend import Outcome
+from kvtier.parts import Job, Part, PartQueue
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvtier.backend import BackendTraits
     from kvtier.messages import Key, RequestId
-
-CRUMB_BLOCKS: Final = 8
-"""A smaller part costs more than what it could save by running beside others."""
+    from kvtier.parts import Piece
 
 ENDED_REQUESTS_MAX: Final = 1024
 """So many requests that are over are remembered: their last blocks may be stored afterwards."""
-
-
-class _Job:
-    """One job; parts of it may wait, run or have ended."""
-
-    __slots__ = (
-        "id",
-        "is_load",
-        "keys",
-        "next",
-        "outcomes",
-        "request",
-        "seconds",
-        "slots",
-        "unended",
-    )
-
-    def __init__(self, message: m.LoadJob | m.StoreJob) -> None:
-        self.id = message.job
-        self.is_load = isinstance(message, m.LoadJob)
-        self.keys = message.keys
-        self.slots = message.slots
-        self.request = "" if isinstance(message, m.LoadJob) else message.request
-        self.outcomes = [Outcome.FAILED] * len(message.keys)
-        self.next = 0  # the first block that is in no part yet
-        self.unended = len(message.keys)
-        self.seconds = 0.0
-
-
-class _Queue:
-    """Jobs with blocks that are in no part yet."""
-
-    __slots__ = ("blocks", "jobs")
-
-    def __init__(self) -> None:
-        self.jobs: deque[_Job] = deque()
-        self.blocks = 0  # of all these jobs
-
-    def add(self, job: _Job) -> None:
-        self.jobs.append(job)
-        self.blocks += len(job.keys)
-
-    def take(self, blocks: int) -> None:
-        """Note that the next blocks of the first job are in a part."""
-        job = self.jobs[0]
-        job.next += blocks
-        self.blocks -= blocks
-        if job.next >= len(job.keys):
-            self.jobs.popleft()
-
-
-class _Part:
-    """Some blocks of one job, or of one probe, at the backend."""
-
-    __slots__ = ("job", "keys", "probe", "remove", "start", "stop")
-
-    def __init__(self, job: _Job | None, keys: tuple[Key, ...], start: int = 0) -> None:
-        self.job = job
-        self.keys = keys
-        self.start = start  # these are the job's blocks from here
-        self.stop = start + len(keys)
-        self.probe = 0
-        self.remove: tuple[Key, ...] = ()
 
 
 class SecondaryTier(Actor):
@@ -123,11 +59,10 @@ class SecondaryTier(Actor):
         self.driver: Mailbox
         self.policy: Mailbox
         self._traits = traits
-        self._loads = _Queue()
-        self._stores = _Queue()
-        self._loading_parts = 0
-        self._storing_parts = 0
-        self._parts: dict[int, _Part] = {}
+        blocks_max = traits.part_blocks_max
+        self._loads = PartQueue(traits.load_parts_max, traits.load_part_blocks_min, blocks_max)
+        self._stores = PartQueue(traits.store_parts_max, traits.store_part_blocks_min, blocks_max)
+        self._parts: dict[int, Part] = {}
         self._next_part = 0
         # With a capacity only:
         self._resident: set[Key] = set()
@@ -136,15 +71,14 @@ class SecondaryTier(Actor):
         self._coming: set[Key] = set()
         self._removing: set[Key] = set()  # victims that the backend may still have
         self._in_use: Counter[Key] = Counter()  # held at the policy: being loaded, or just stored
-        self._making_room: deque[tuple[_Part, int]] = deque()  # waiting for n victims
+        self._making_room: deque[tuple[Part, int]] = deque()  # waiting for n victims
         self._victims_asked = 0
         self._batches_found = 0
         self._ended: dict[RequestId, None] = {}  # the last of them, oldest first
 
     def is_idle(self) -> bool:
         """Tell whether nothing waits and nothing is at the backend."""
-        waiting = self._loads.jobs or self._stores.jobs
-        return not (self._parts or waiting or self._making_room)
+        return not (self._parts or self._loads or self._stores or self._making_room)
 
     # --- what the link asks for ---
 
@@ -153,18 +87,17 @@ class SecondaryTier(Actor):
             present = tuple(key in self._resident for key in message.keys)
             self.link.post(m.ProbeAnswer(probe=message.probe, present=present))
             return
-        part = _Part(None, message.keys)
-        part.probe = message.probe
+        part = Part(message.keys, probe=message.probe)
         self.driver.post(m.ProbePart(part=self._number(part), keys=message.keys))
 
     def _load_job(self, message: m.LoadJob) -> None:
-        job = _Job(message)
+        job = Job(message)
         self._hold(job.keys)
         self._loads.add(job)
         self._start_parts()
 
     def _store_job(self, message: m.StoreJob) -> None:
-        self._stores.add(_Job(message))
+        self._stores.add(Job(message))
         self._start_parts()
 
     def _touch_keys(self, message: m.TouchKeys) -> None:
@@ -185,59 +118,23 @@ class SecondaryTier(Actor):
     # --- parts ---
 
     def _start_parts(self) -> None:
-        while self._loads.jobs and self._loading_parts < self._traits.load_parts_max:
-            part = self._next_part_of(self._loads, self._loading_parts, self._traits.load_parts_max)
-            self._loading_parts += 1
-            assert part.job is not None
-            slots = part.job.slots[part.start : part.stop]
-            self.driver.post(m.LoadPart(part=self._number(part), keys=part.keys, slots=slots))
-        while self._stores.jobs and self._storing_parts < self._traits.store_parts_max:
-            if self._next_key_is_being_removed():
-                break
-            part = self._next_part_of(
-                self._stores, self._storing_parts, self._traits.store_parts_max
-            )
-            self._storing_parts += 1
+        while self._loads.next_key is not None:
+            part = self._loads.start_part()
+            self.driver.post(m.LoadPart(part=self._number(part), keys=part.keys, slots=part.slots))
+        while (key := self._stores.next_key) is not None:
+            if key in self._removing:
+                break  # the removal of the older copy could take the new one
+            part = self._stores.start_part(avoid=self._removing)
             if self._traits.capacity_blocks is None:
                 self._send_store(part)
             else:
                 self._make_room(part)
 
-    def _next_part_of(self, queue: _Queue, parts: int, parts_max: int) -> _Part:
-        """Take the next part from the queue's first job, while ``parts`` are under way.
-
-        What waits is shared out among all parts that there may be, as evenly as can be. Towards
-        the end, where that would be crumbs, it is among those that may begin now.
-        """
-        share = -(-queue.blocks // parts_max)
-        if share < CRUMB_BLOCKS:
-            share = min(CRUMB_BLOCKS, -(-queue.blocks // (parts_max - parts)))
-        share = max(share, self._traits.part_blocks_min)
-        job = queue.jobs[0]
-        start = job.next
-        left = len(job.keys) - start
-        # In equal parts, none of them smaller than its share: the last one would be a crumb.
-        size = -(-left // max(left // share, -(-left // self._traits.part_blocks_max)))
-        keys = job.keys[start : start + size]
-        if not job.is_load and not self._removing.isdisjoint(keys):
-            keys = tuple(takewhile(lambda key: key not in self._removing, keys))
-        queue.take(len(keys))
-        return _Part(job, keys, start)
-
-    def _next_key_is_being_removed(self) -> bool:
-        """Tell whether a store must wait, lest the removal of an older copy takes its own."""
-        job = self._stores.jobs[0]
-        return job.keys[job.next] in self._removing
-
-    def _send_store(self, part: _Part) -> None:
-        assert part.job is not None
+    def _send_store(self, part: Part) -> None:
         self._removing.update(part.remove)
         self.driver.post(
             m.StorePart(
-                part=self._number(part),
-                keys=part.keys,
-                slots=part.job.slots[part.start : part.stop],
-                remove=part.remove,
+                part=self._number(part), keys=part.keys, slots=part.slots, remove=part.remove
             )
         )
 
@@ -248,29 +145,34 @@ class SecondaryTier(Actor):
         outcomes = message.outcomes
         if len(outcomes) != len(part.keys):
             outcomes = (Outcome.FAILED,) * len(part.keys)
-        job = part.job
-        if job is None:
+        if not part.pieces:
             present = tuple(outcome is Outcome.DONE for outcome in outcomes)
             self.link.post(m.ProbeAnswer(probe=part.probe, present=present))
             return
-        if job.is_load:
-            self._loading_parts -= 1
-        else:
-            self._storing_parts -= 1
         self._removing.difference_update(part.remove)
-        job.seconds += message.seconds
-        job.outcomes[part.start : part.stop] = outcomes
+        queue = self._loads if part.pieces[0].job.is_load else self._stores
+        queue.running -= 1
+        end = 0
+        for piece in part.pieces:
+            start, end = end, end + piece.stop - piece.start
+            share = (end - start) / len(outcomes)
+            self._piece_ended(piece, outcomes[start:end], share * message.seconds)
+        self._start_parts()
+
+    def _piece_ended(self, piece: Piece, outcomes: tuple[Outcome, ...], seconds: float) -> None:
+        job = piece.job
+        job.seconds += seconds
+        job.outcomes[piece.start : piece.stop] = outcomes
         job.unended -= len(outcomes)
         if self._traits.capacity_blocks is not None:
             if job.is_load:
-                self._note_loaded(part.keys, outcomes)
+                self._note_loaded(piece.keys, outcomes)
             else:
-                self._note_stored(job, part.keys, outcomes)
+                self._note_stored(job, piece.keys, outcomes)
         if not job.unended:
             self._answer(job)
-        self._start_parts()
 
-    def _answer(self, job: _Job) -> None:
+    def _answer(self, job: Job) -> None:
         """Answer a job, now that each of its blocks has an outcome."""
         self.link.post(m.JobEnded(job=job.id, outcomes=tuple(job.outcomes), seconds=job.seconds))
         if self._traits.capacity_blocks is None:
@@ -288,7 +190,7 @@ class SecondaryTier(Actor):
             # The policy was told before that the request is over, and so once more.
             self.policy.post(m.RequestEnded(request=job.request, order=None))
 
-    def _number(self, part: _Part) -> int:
+    def _number(self, part: Part) -> int:
         """Return a number for a part that goes to the driver."""
         self._next_part += 1
         self._parts[self._next_part] = part
@@ -296,7 +198,7 @@ class SecondaryTier(Actor):
 
     # --- contents, where there is a capacity ---
 
-    def _make_room(self, part: _Part) -> None:
+    def _make_room(self, part: Part) -> None:
         """Have victims chosen for what doesn't fit; the part goes on in ``_victims``."""
         capacity = self._traits.capacity_blocks
         assert capacity is not None
@@ -328,7 +230,7 @@ class SecondaryTier(Actor):
         part.remove = victims
         self._send_store(part)
 
-    def _note_stored(self, job: _Job, keys: tuple[Key, ...], outcomes: tuple[Outcome, ...]) -> None:
+    def _note_stored(self, job: Job, keys: tuple[Key, ...], outcomes: tuple[Outcome, ...]) -> None:
         done, not_done = _split(keys, outcomes)
         self._coming.difference_update(_count_down(self._storing, keys))
         fresh = tuple(dict.fromkeys(done))

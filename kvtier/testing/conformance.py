@@ -126,10 +126,11 @@ async def calls_may_overlap(make: MakeBackend) -> None:
         traits = bench.backend.traits
         expect(traits.load_parts_max >= 1, "traits.load_parts_max must be at least 1")
         expect(traits.store_parts_max >= 1, "traits.store_parts_max must be at least 1")
-        expect(
-            1 <= traits.part_blocks_min <= traits.part_blocks_max,
-            "traits.part_blocks_min must be at least 1, and at most traits.part_blocks_max",
-        )
+        for name in ("load_part_blocks_min", "store_part_blocks_min"):
+            expect(
+                1 <= getattr(traits, name) <= traits.part_blocks_max,
+                f"traits.{name} must be at least 1, and at most traits.part_blocks_max",
+            )
         blocks = new_blocks(32)
         stores = min(len(blocks), traits.store_parts_max)
         loads = min(len(blocks), traits.load_parts_max)

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pytest
-
 from kvtier import messages as m
 from kvtier.backend import BackendTraits, Outcome
 from kvtier.config import RuntimeConfig, TierConfig
@@ -27,13 +25,13 @@ class Bench:
     """One tier on its own: what its link would send, and what it answers."""
 
     def __init__(
-        self, parts_max: int = 4, capacity: int | None = None, part_blocks_min: int = 1
+        self, parts_max: int = 4, capacity: int | None = None, *, stores_min: int = 1
     ) -> None:
         config = RuntimeConfig(slot_count=8, block_bytes=8, tiers=(TierConfig("1:t", "t"),))
         self.cell = TestCell()
         self.link = TierLink(0, config, collect_events=False)
         policy = None if capacity is None else LRUPolicy(capacity)
-        traits = BackendTraits(parts_max, parts_max, capacity, part_blocks_min=part_blocks_min)
+        traits = BackendTraits(parts_max, parts_max, capacity, store_part_blocks_min=stores_min)
         self.tier = TestTier(self.cell, self.link, traits, policy)
         self.jobs = 0
 
@@ -93,44 +91,6 @@ def test_a_block_that_is_lost_while_it_is_stored_anew_needs_room_again() -> None
     assert bench.tier.actor.is_idle()
 
 
-@pytest.mark.parametrize("blocks", [1, 4, 64, 256])
-def test_a_job_is_split_over_all_threads(blocks: int) -> None:
-    """vLLM gives one job to one thread: 256 blocks took four steps."""
-    bench = Bench(parts_max=4)
-    bench.load(*keys(blocks))
-    assert len(bench.tier.parts) == min(blocks, 4)
-    assert max(sizes(bench.tier.parts)) == min(16, -(-blocks // 4))
-
-
-def test_what_waits_behind_a_first_job_is_spread_as_well() -> None:
-    """One free thread is no reason to give it all: the others will be free in a moment."""
-    bench = Bench(parts_max=8)
-    bench.load(*keys(64))
-    bench.load(*keys(96, "more"))
-    assert sizes(bench.tier.parts) == [8] * 8
-    taken = []
-    while bench.tier.parts:
-        taken.append(len(bench.answer().keys))
-    assert taken[8:] == [12, 12, 9, 9, 9, 9, 9, 9, 9, 9], "shared out, and no crumbs"
-
-
-def test_a_part_is_bounded_so_that_a_load_need_not_wait_long() -> None:
-    bench = Bench(parts_max=2)
-    bench.load(*keys(100))
-    assert sizes(bench.tier.parts) == [15, 15], "seven parts, of 16 at most"
-    bench.answer()
-    assert sizes(bench.tier.parts) == [15, 14]
-
-
-@pytest.mark.parametrize(
-    ("blocks", "parts"), [(3, [3]), (4, [4]), (7, [7]), (10, [5, 5]), (13, [5, 4, 4])]
-)
-def test_a_job_is_not_cut_finer_than_the_backend_wants(blocks: int, parts: list[int]) -> None:
-    bench = Bench(parts_max=8, part_blocks_min=4)
-    bench.store(*keys(blocks))
-    assert sizes(bench.tier.parts) == parts
-
-
 def test_loads_and_stores_do_not_starve_each_other() -> None:
     bench = Bench(parts_max=1)
     bench.store(*keys(40, "s"))
@@ -146,6 +106,25 @@ def test_the_answers_of_all_parts_are_one_answer_in_the_order_of_the_job() -> No
     assert bench.said() == []
     bench.answer(ABSENT, part=0)
     assert bench.said() == [m.JobEnded(job=job, outcomes=(DONE, ABSENT, FAILED), seconds=3.0)]
+    assert bench.tier.actor.is_idle()
+
+
+def test_small_stores_that_waited_go_in_one_call_and_each_job_has_its_own_answer() -> None:
+    bench = Bench(parts_max=1, capacity=8, stores_min=4)
+    bench.store(b"a")
+    second, third = bench.store(b"b", b"c"), bench.store(b"d")
+    bench.answer()
+    bench.said()
+    (part,) = bench.tier.parts
+    assert isinstance(part, m.StorePart)
+    assert (part.keys, part.slots) == ((b"b", b"c", b"d"), (0, 1, 0))
+    bench.tier.answer(part, [DONE, FAILED, DONE], 3.0)
+    bench.run()
+    assert bench.said() == [
+        m.JobEnded(job=second, outcomes=(DONE, FAILED), seconds=2.0),
+        m.JobEnded(job=third, outcomes=(DONE,), seconds=1.0),
+    ]
+    assert bench.tier.actor._resident == {b"a", b"b", b"d"}
     assert bench.tier.actor.is_idle()
 
 

@@ -92,12 +92,14 @@ class DiskBackend(Backend):
         vault: Vault | None = None,
     ) -> None:
         self._vault = vault
-        part_blocks_max = max(16, min(64, PART_BYTES_WANTED // context.block_bytes))
+        part_blocks_wanted = max(1, min(64, PART_BYTES_WANTED // context.block_bytes))
+        part_blocks_min = max(1, PART_BYTES_MIN // context.block_bytes)
         self.traits = BackendTraits(
             load_parts_max=io_depth,
             store_parts_max=io_depth,
-            part_blocks_min=min(part_blocks_max, max(1, PART_BYTES_MIN // context.block_bytes)),
-            part_blocks_max=part_blocks_max,
+            load_part_blocks_min=min(part_blocks_min, part_blocks_wanted),
+            store_part_blocks_min=part_blocks_wanted,
+            part_blocks_max=max(16, part_blocks_wanted),
             capacity_blocks=judged.plan.capacity_blocks,
         )
         self.clock: Callable[[], float] = time.time
@@ -233,7 +235,8 @@ class DiskBackend(Backend):
     async def remove(self, keys: Sequence[bytes]) -> None:
         """Forget these keys. No I/O: their bytes stay until their region is overwritten."""
         if self._log is not None:
-            self._log.remove(keys)
+            # Victims come tail first: the other way round they are found side by side.
+            self._log.remove(keys[::-1])
 
     async def close(self) -> None:
         """Let go of the folder. Waits a second at most for what runs."""

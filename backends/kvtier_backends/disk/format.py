@@ -258,31 +258,22 @@ class TableWriter:
         self._count = 0
         self._width = 0
 
-    def fitting(self, entries: Sequence[EntryTuple]) -> int:
-        """Return how many of these, from the first on, go into the page as well."""
-        if self._fit(entries):
-            return len(entries)
-        width = self._width
-        for count, entry in enumerate(entries):
-            width = max(width, len(entry[2]))
-            if count >= records_max(width, self._tag_bytes) - self._count:
-                return count
-        return len(entries)
+    def add(self, entries: Sequence[EntryTuple]) -> int:
+        """Take these entries, from the first on, as far as they fit; returns how many.
 
-    def _fit(self, entries: Sequence[EntryTuple]) -> bool:
-        # All records of a page are as wide as its widest.
-        width = max(self._width, *map(len, map(_KEY_OF, entries)), 0)
-        return self._count + len(entries) <= records_max(width, self._tag_bytes)
-
-    def add(self, entries: Sequence[EntryTuple]) -> None:
-        """Take entries that fit. Raises ``Misuse`` for those that do not, or a key too long."""
+        Raises ``Misuse`` for a key that is too long, or empty.
+        """
         lengths = list(map(len, map(_KEY_OF, entries)))
         longest = max(lengths, default=0)
-        if longest > KEY_BYTES_MAX or not all(lengths) or not self._fit(entries):
+        if longest > KEY_BYTES_MAX or not all(lengths):
             raise Misuse(
-                f"{len(entries)} entries with keys of up to {longest} bytes do not go into this "
-                f"table page. Begin a new one; keys have 1 to {KEY_BYTES_MAX} bytes."
+                f"a key of {longest if all(lengths) else 0} bytes; keys have 1 to {KEY_BYTES_MAX}."
             )
+        # All records of a page are as wide as its widest.
+        room = records_max(max(self._width, longest), self._tag_bytes) - self._count
+        if len(entries) > room:
+            entries = entries[: self._fitting(lengths)]
+            longest = max(lengths[: len(entries)], default=0)
         if longest > self._width:
             self._widen(longest)
         pack = record_struct(self._width, self._tag_bytes).pack
@@ -293,6 +284,16 @@ class TableWriter:
             ]
         )
         self._count += len(entries)
+        return len(entries)
+
+    def _fitting(self, lengths: Sequence[int]) -> int:
+        """Return for how many keys of these lengths, which don't all fit, there is room."""
+        width = self._width
+        for count, length in enumerate(lengths):
+            width = max(width, length)
+            if count >= records_max(width, self._tag_bytes) - self._count:
+                return count
+        return len(lengths)
 
     def start_page(self) -> None:
         """Begin an empty page. The full one must have been written."""

@@ -66,6 +66,24 @@ class Slab:
         """Tell whether the slot has this key's block."""
         return self.lengths[slot] == len(key) and self.keys.startswith(key, slot * self.key_width)
 
+    def count_held(self, slot: int, keys: Sequence[bytes], start: int) -> int:
+        """Return how many keys, from ``start`` on, have the blocks from ``slot`` on."""
+        count = min(len(keys) - start, len(self.lengths) - slot)
+        if count <= 0 or not self.holds(slot, keys[start]):
+            return 0
+        width = self.key_width
+        keys = keys[start : start + count]
+        if (
+            all(map(width.__eq__, map(len, keys)))
+            and self.lengths.startswith(bytes((width,)) * count, slot)
+            and self.keys.startswith(b"".join(keys), slot * width)
+        ):
+            return count
+        held = 1
+        while held < count and self.holds(slot + held, keys[held]):
+            held += 1
+        return held
+
     def widen(self, key_width: int) -> None:
         """Make room for longer keys."""
         old, width = self.keys, self.key_width
@@ -117,7 +135,10 @@ class BlockIndex:
         words, mask = self.words, self.mask
         slots, slabs = self.slots_per_region, self._slabs
         found: list[int | None] = []
-        for key in keys:
+        keys, count = list(keys), 0
+        while count < len(keys):
+            key = keys[count]
+            count += 1
             print_ = hash(key) & _LOCATION_MASK
             at = print_ & mask
             location = None
@@ -130,7 +151,19 @@ class BlockIndex:
                     location = None
                 at = (at + 1) & mask
             found.append(location)
+            if location is not None and count < len(keys):
+                # Blocks stored together are looked for together, and lie side by side.
+                behind = self._count_behind(location, keys, count)
+                found += range(location + 1, location + 1 + behind)
+                count += behind
         return found
+
+    def _count_behind(self, location: int, keys: Sequence[bytes], start: int) -> int:
+        """Return how many keys from ``start`` on have their blocks right behind a block."""
+        region, slot = divmod(location, self.slots_per_region)
+        slab = self._slabs[region]
+        assert slab is not None, "a block without its region"
+        return slab.count_held(slot + 1, keys, start)
 
     def insert(self, key: bytes, location: int, known: Known) -> None:
         """Add a block. Neither its key nor a block at its location may be there."""

@@ -152,14 +152,13 @@ class RegionTable:
         places: list[int] = []
         old, place, taken = self._head, self._spare, 0
         while taken < len(entries) and len(places) < len(self.pages) and place < self._places:
-            count = self._writer.fitting(entries[taken:])
+            count = self._writer.add(entries[taken:])
             if count == 0:
                 self._writer.start_page()
                 self._head = None  # and that holds if the write fails
                 if not places:
                     old = None
                 continue
-            self._writer.add(entries[taken : taken + count])
             self.pages[len(places)][:] = self._writer.encode()
             places.append(place)
             place = self._next + len(places) - 1

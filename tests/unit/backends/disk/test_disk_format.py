@@ -52,11 +52,12 @@ def test_a_table_page_comes_back_each_time_it_grows(data: st.DataObject, seal_by
     held: list[fmt.Entry] = []
     batches = data.draw(st.lists(st.lists(entries_of(seal_bytes), max_size=8), max_size=8))
     for serial, batch in enumerate(batches, start=1):
-        if writer.fitting(batch) < len(batch):
+        taken = writer.add(batch)
+        held.extend(batch[:taken])
+        if taken < len(batch):
             writer.start_page()
-            held = []
-        writer.add(batch)
-        held.extend(batch)
+            held = batch[taken:]
+            assert writer.add(held) == len(held)
         table = fmt.decode_table_untrusted(writer.encode(), INCARNATION)
         assert (table.serial, table.entries, table.seal_bytes) == (serial, len(held), seal_bytes)
         assert list(fmt.entries_untrusted(table, 2**32)) == held
@@ -69,10 +70,10 @@ def test_a_page_takes_what_fits_and_not_one_more() -> None:
     writer = fmt.TableWriter(INCARNATION, 0)
     most = fmt.records_max(36, 0)
     assert most >= 60
-    writer.add([entry] * most)
-    assert writer.fitting([entry]) == 0
-    with pytest.raises(Misuse):
-        writer.add([entry])
+    assert writer.add([entry] * (most - 1)) == most - 1
+    wider = entry._replace(key=bytes(255))
+    assert writer.add([wider]) == 0, "with it, all others would be as wide"
+    assert writer.add([entry, entry]) == 1
     assert fmt.decode_table_untrusted(writer.encode(), INCARNATION).entries == most
 
 

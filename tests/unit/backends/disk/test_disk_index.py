@@ -102,7 +102,9 @@ class IndexSpec(RuleBasedStateMachine):
             assert self.index.key_at(location) == key
             assert self.index.known(location) == known
         assert self.index.get(b"never") is None
-        assert self.index.find(self.model) == [location for location, _ in self.model.values()]
+        side_by_side = sorted(self.model, key=lambda key: self.model[key][0])
+        found = [self.model[key][0] for key in side_by_side]
+        assert self.index.find([*side_by_side, b"never", *side_by_side]) == [*found, None, *found]
         for location, known in self.model.values():
             assert self.index.digests(location, 1) == [known.digest]
 
@@ -145,6 +147,21 @@ def test_a_bulk_load_of_keys_that_meet_in_the_last_place_wraps_around(
     bulk.end_region(2, 1)
     bulk.finish(99)
     assert [index.get(bytes([slot])) for slot in range(8)] == list(range(16, 24))
+
+
+def test_neighbours_are_found_up_to_a_gap_another_key_and_the_end_of_their_region() -> None:
+    index = BlockIndex(3, 8)
+    stored = [b"k%02d" % number for number in range(16)]
+    for region in (0, 1):
+        given = stored[8 * region : 8 * region + 8]
+        columns = [bytes(16)] * 8, [b""] * 8, [7] * 8, [9] * 8
+        index.insert_run(8 * region, given, *columns)
+    assert index.find(stored) == list(range(16))
+    assert index.find(stored[::-1]) == list(range(16))[::-1]
+    assert index.find([b"k00", b"k0", b"1k02", b"k03"]) == [0, None, None, 3]
+    index.remove(b"k05")
+    assert index.find(stored) == [*range(5), None, *range(6, 16)]
+    assert index.find([b"k04", b"k06"]) == [4, 6]
 
 
 def test_a_slot_that_has_a_block_is_not_given_another() -> None:

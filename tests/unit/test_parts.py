@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier import messages as m
+from kvtier.parts import Job, Part, PartQueue
+
+
+def keys(count: int, name: str = "k") -> tuple[bytes, ...]:
+    return tuple(f"{name}{number:03}".encode() for number in range(count))
+
+
+def job(*given_keys: bytes, number: int = 1) -> Job:
+    slots = tuple(range(len(given_keys)))
+    return Job(m.StoreJob(job=number, request="r", keys=given_keys, slots=slots))
+
+
+def start_all(queue: PartQueue) -> list[Part]:
+    parts = []
+    while queue.next_key is not None:
+        parts.append(queue.start_part())
+    return parts
+
+
+def sizes(parts: list[Part]) -> list[int]:
+    return [len(part.keys) for part in parts]
+
+
+def run_out(queue: PartQueue) -> list[Part]:
+    """Start all parts, one whenever another ends."""
+    parts = start_all(queue)
+    while queue:
+        queue.running -= 1
+        parts += start_all(queue)
+    return parts
+
+
+@pytest.mark.parametrize("blocks", [1, 4, 64, 256])
+def test_a_job_is_split_over_all_threads(blocks: int) -> None:
+    """vLLM gives one job to one thread: 256 blocks took four steps."""
+    queue = PartQueue(4, 1, 16)
+    queue.add(job(*keys(blocks)))
+    parts = start_all(queue)
+    assert len(parts) == min(blocks, 4)
+    assert max(sizes(parts)) == min(16, -(-blocks // 4))
+
+
+def test_what_waits_behind_a_first_job_is_spread_as_well() -> None:
+    """One free thread is no reason to give it all: the others will be free in a moment."""
+    queue = PartQueue(8, 1, 16)
+    queue.add(job(*keys(64)))
+    assert sizes(start_all(queue)) == [8] * 8
+    queue.add(job(*keys(96, "more")))
+    queue.running -= 1
+    later = run_out(queue)
+    assert sizes(later) == [12, 12, 9, 9, 9, 9, 9, 9, 9, 9], "shared out, and no crumbs"
+
+
+def test_a_part_is_bounded_so_that_a_load_need_not_wait_long() -> None:
+    queue = PartQueue(2, 1, 16)
+    queue.add(job(*keys(100)))
+    assert sizes(start_all(queue)) == [15, 15], "seven parts, of 16 at most"
+    queue.running -= 1
+    assert sizes(start_all(queue)) == [14]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "parts"), [(3, [3]), (4, [4]), (7, [7]), (10, [5, 5]), (13, [5, 4, 4])]
+)
+def test_a_job_is_not_cut_finer_than_the_backend_wants(blocks: int, parts: list[int]) -> None:
+    queue = PartQueue(8, 4, 16)
+    queue.add(job(*keys(blocks)))
+    assert sizes(start_all(queue)) == parts
+
+
+def busy_queue(blocks_min: int, *jobs: Job) -> PartQueue:
+    """Return a queue in which these wait for the only thread there is."""
+    queue = PartQueue(1, blocks_min, 16)
+    queue.add(job(b"before"))
+    queue.start_part()
+    for each in jobs:
+        queue.add(each)
+    queue.running -= 1
+    return queue
+
+
+def test_small_jobs_that_wait_go_together_in_order() -> None:
+    queue = busy_queue(1, job(*keys(3, "a")), job(*keys(3, "b")), job(*keys(3, "c")))
+    (part,) = start_all(queue)
+    assert part.keys == keys(3, "a") + keys(3, "b") + keys(3, "c")
+    assert part.slots == (0, 1, 2) * 3
+    assert [(piece.start, piece.stop) for piece in part.pieces] == [(0, 3)] * 3
+
+
+def test_a_job_that_would_have_to_be_cut_for_it_does_not_go_with_others() -> None:
+    queue = busy_queue(1, job(*keys(10, "a")), job(*keys(10, "b")), job(*keys(3, "c")))
+    assert sizes(run_out(queue)) == [10, 13]
+
+
+def test_a_part_has_no_key_twice() -> None:
+    queue = busy_queue(1, job(b"a", b"b"), job(b"b", b"c"))
+    assert [part.keys for part in run_out(queue)] == [(b"a", b"b"), (b"b", b"c")]
+
+
+def test_a_part_ends_before_a_key_to_be_avoided() -> None:
+    queue = busy_queue(1, job(b"a", b"b"), job(b"c", b"d"))
+    assert queue.start_part(avoid={b"b"}).keys == (b"a",)
+    queue.running -= 1
+    assert queue.next_key == b"b"
+    assert queue.start_part(avoid={b"d"}).keys == (b"b",), "what goes with others goes whole"
+    queue.running -= 1
+    assert queue.next_key == b"c"
+
+
+@given(
+    jobs=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    parts_max=st.integers(1, 9),
+    limits=st.tuples(st.integers(1, 20), st.integers(1, 20)).map(sorted),
+    data=st.data(),
+)
+def test_every_block_is_in_one_part_in_order_and_no_part_is_too_large(
+    jobs: list[int], parts_max: int, limits: list[int], data: st.DataObject
+) -> None:
+    blocks_min, blocks_max = limits
+    queue = PartQueue(parts_max, blocks_min, blocks_max)
+    waiting = [job(*keys(count, f"{number}:")) for number, count in enumerate(jobs)]
+    parts: list[Part] = []
+    for each in waiting:
+        queue.add(each)
+        for _ in range(data.draw(st.integers(0, 3))):
+            if queue.next_key is not None:
+                parts.append(queue.start_part())
+            if queue.running and data.draw(st.booleans()):
+                queue.running -= 1
+    queue.running = 0
+    parts += run_out(queue)
+    assert [key for part in parts for key in part.keys] == [k for j in waiting for k in j.keys]
+    assert max(sizes(parts)) <= blocks_max
+    for part in parts:
+        assert part.slots == tuple(slot for piece in part.pieces for slot in piece.slots)
+    assert not queue
+    assert queue.next_key is None
