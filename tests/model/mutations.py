@@ -14,6 +14,7 @@ from kvtier.backend import Outcome
 from kvtier.breaker import Breaker
 from kvtier.events import EventKind
 from kvtier.eviction import Eviction
+from kvtier.parts import Part
 from kvtier.primary_tier import PrimaryTier
 from kvtier.promotions import Promotions
 from kvtier.secondary_tier import SecondaryTier
@@ -373,3 +374,14 @@ def never_try_a_tier_again() -> Iterator[None]:
 
 def _nothing(*_: object, **__: object) -> None:
     return
+
+
+@mutation
+def mix_up_jobs_that_go_together() -> Iterator[None]:
+    """Where a part has blocks of two jobs, each block has another one's slot."""
+
+    def slots(self: Part) -> tuple[int, ...]:
+        return sum([piece.slots for piece in reversed(self.pieces)], ())
+
+    with patch.object(Part, "slots", property(slots)):
+        yield

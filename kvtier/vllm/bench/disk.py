@@ -1,10 +1,11 @@
 """What a disk tier gives: all sides in one run, taking turns leg by leg.
 
 A *leg* stores, or loads, each slot of the primary tier once, on one side. All
-sides run the same leg one after the other, then all run the next; who goes
-first moves on from round to round. Disks give more for a moment than they do
-for long, and other users come and go, so ratios are taken within a round, and
-the median of these is what is told.
+sides run the same leg one after the other, then all run the next; their order
+is drawn by lot each time, for a disk gives less to who writes right after
+another one has. Disks give more for a moment than they do for long, and other
+users come and go, so ratios are taken within a round, and the median of these
+is what is told.
 
 Every loaded byte is compared with what was stored, after the clock has stopped.
 """
@@ -213,10 +214,10 @@ class _Bed:
         """
         jobs = self._new_jobs()
         names = [name for name in self.names if name in BUSY_SIDES or not busy]
-        first = number % len(names)
+        lot = random.Random(f"{_SEED} {number} {busy}")  # noqa: S311 - not for secrets
         legs: dict[str, Legs] = {kind: {} for kind in KINDS}
         for kind in KINDS:
-            for name in names[first:] + names[:first]:
+            for name in lot.sample(names, len(names)):
                 os.sync()  # what the side before has left to be written is not this one's
                 legs[kind][name] = self._run_leg(name, kind, jobs, busy=busy)
                 on_leg()
