@@ -180,7 +180,10 @@ class Backend(ABC):
 
     @abstractmethod
     async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
-        """Keep each block; one outcome a block, in order. A key that exists is DONE."""
+        """Keep each block; one outcome a block, in order. A key that exists is DONE.
+
+        The blocks may be of several requests.
+        """
 
     @abstractmethod
     async def remove(self, keys: Sequence[bytes]) -> None:
