@@ -86,7 +86,7 @@ class PartQueue:
     def __init__(self, parts_max: int, blocks_min: int, blocks_max: int) -> None:
         """At most ``parts_max`` parts run at once, of ``blocks_min`` to ``blocks_max`` blocks.
 
-        A part is smaller only where no more is waiting.
+        A part is smaller where the jobs are: those that go together go whole.
         """
         self.running = 0  #: parts under way
         self._parts_max = parts_max
@@ -151,11 +151,10 @@ class PartQueue:
         job, start = self._jobs[0], self._next
         keys = job.keys[start : start + size]
         if not avoid.isdisjoint(keys):
-            size = sum(1 for _ in takewhile(lambda key: key not in avoid, keys))
-        size = min(size, len(keys))
-        self._waiting -= size
-        self._next += size
-        if self._next >= len(job.keys):
+            keys = tuple(takewhile(lambda key: key not in avoid, keys))
+        self._waiting -= len(keys)
+        self._next += len(keys)
+        if self._next == len(job.keys):
             self._jobs.popleft()
             self._next = 0
-        return Piece(job, start, start + size)
+        return Piece(job, start, start + len(keys))

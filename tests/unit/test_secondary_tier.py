@@ -25,13 +25,24 @@ class Bench:
     """One tier on its own: what its link would send, and what it answers."""
 
     def __init__(
-        self, parts_max: int = 4, capacity: int | None = None, *, stores_min: int = 1
+        self,
+        parts_max: int = 4,
+        capacity: int | None = None,
+        *,
+        loads_min: int = 1,
+        stores_min: int = 1,
     ) -> None:
         config = RuntimeConfig(slot_count=8, block_bytes=8, tiers=(TierConfig("1:t", "t"),))
         self.cell = TestCell()
         self.link = TierLink(0, config, collect_events=False)
         policy = None if capacity is None else LRUPolicy(capacity)
-        traits = BackendTraits(parts_max, parts_max, capacity, store_part_blocks_min=stores_min)
+        traits = BackendTraits(
+            parts_max,
+            parts_max,
+            capacity,
+            load_part_blocks_min=loads_min,
+            store_part_blocks_min=stores_min,
+        )
         self.tier = TestTier(self.cell, self.link, traits, policy)
         self.jobs = 0
 
@@ -89,6 +100,14 @@ def test_a_block_that_is_lost_while_it_is_stored_anew_needs_room_again() -> None
         bench.answer()
     assert bench.tier.actor._resident == {b"a", b"c"}
     assert bench.tier.actor.is_idle()
+
+
+def test_loads_and_stores_are_cut_as_finely_as_the_backend_wants_each() -> None:
+    bench = Bench(parts_max=4, loads_min=2, stores_min=4)
+    bench.load(*keys(4, "l"))
+    assert sizes(bench.tier.parts) == [2, 2]
+    bench.store(*keys(4, "s"))
+    assert sizes(bench.tier.parts) == [2, 2, 4]
 
 
 def test_loads_and_stores_do_not_starve_each_other() -> None:

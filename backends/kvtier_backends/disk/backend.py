@@ -53,6 +53,9 @@ PART_BYTES_MIN: Final = 1 << 20
 PART_BYTES_WANTED: Final = 4 << 20
 """So much in one transfer keeps a disk busy while the next one is handed over."""
 
+PART_BLOCKS_MAX: Final = 64
+"""More blocks in one transfer save nothing, however small they are."""
+
 CHECKSUM: Final = "xxh3_128"
 TICK_S: Final = 1.0
 SWEEPS_PER_TTL: Final = 20
@@ -92,14 +95,16 @@ class DiskBackend(Backend):
         vault: Vault | None = None,
     ) -> None:
         self._vault = vault
-        part_blocks_wanted = max(1, min(64, PART_BYTES_WANTED // context.block_bytes))
-        part_blocks_min = max(1, PART_BYTES_MIN // context.block_bytes)
+
+        def part_blocks(size: int) -> int:
+            return max(1, min(PART_BLOCKS_MAX, size // context.block_bytes))
+
         self.traits = BackendTraits(
             load_parts_max=io_depth,
             store_parts_max=io_depth,
-            load_part_blocks_min=min(part_blocks_min, part_blocks_wanted),
-            store_part_blocks_min=part_blocks_wanted,
-            part_blocks_max=max(16, part_blocks_wanted),
+            load_part_blocks_min=part_blocks(PART_BYTES_MIN),
+            store_part_blocks_min=part_blocks(PART_BYTES_WANTED),
+            part_blocks_max=max(BackendTraits.part_blocks_max, part_blocks(PART_BYTES_WANTED)),
             capacity_blocks=judged.plan.capacity_blocks,
         )
         self.clock: Callable[[], float] = time.time

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.errors import Misuse
-from kvtier_backends.disk.format import KEY_BYTES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,10 +104,3 @@ def check_buffers(buffers: Sequence[memoryview], block_bytes: int) -> None:
     """Raise ``Misuse`` for what is no block."""
     for size in {buffer.nbytes for buffer in buffers} - {block_bytes}:
         raise Misuse(f"a buffer of {size} bytes is no block of {block_bytes}. Hand in whole slots.")
-
-
-def check_keys(keys: Sequence[bytes]) -> None:
-    """Raise ``Misuse`` for what is no key."""
-    for length in set(map(len, keys)):
-        if not 0 < length <= KEY_BYTES_MAX:
-            raise Misuse(f"a key of {length} bytes; keys have 1 to {KEY_BYTES_MAX} bytes.")

@@ -35,15 +35,14 @@ def affordable(log: BlockLog) -> int:
     return min(room, log.budget.affords(stride, overhead_bytes))
 
 
-def loses_nothing(log: BlockLog) -> bool:
-    """Tell whether all blocks of the region that is emptied next may be appended again now."""
+def victim_without_loss(log: BlockLog) -> int | None:
+    """Return the region to empty next, if all of its blocks may be appended again now."""
     region = log.regions.victim()
-    return region is not None and log.index.live(region) <= affordable(log)
+    return region if region is not None and log.index.live(region) <= affordable(log) else None
 
 
-async def empty_one(log: BlockLog) -> bool:
-    """Empty the region with the fewest blocks. False: there is none, or it is still read."""
-    region = log.regions.victim()
+async def empty_one(log: BlockLog, region: int | None) -> bool:
+    """Empty a region, the victim. False: there is none, or it is still read."""
     if region is None:
         return False
     log.regions.begin_emptying(region)

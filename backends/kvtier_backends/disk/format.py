@@ -36,7 +36,7 @@ from kvtier.backend import DIGEST_BYTES
 from kvtier.errors import Misuse, StoreFault
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from kvtier.backend import BackendContext
 
@@ -192,6 +192,13 @@ def records_max(key_width: int, seal_bytes: int) -> int:
     return (_CHECKED_BYTES - _TABLE.size) // record_struct(key_width, seal_bytes).size
 
 
+def check_key_lengths(lengths: Iterable[int]) -> None:
+    """Raise ``Misuse`` for what is no key's length."""
+    for length in set(lengths):
+        if not 0 < length <= KEY_BYTES_MAX:
+            raise Misuse(f"a key of {length} bytes; keys have 1 to {KEY_BYTES_MAX} bytes.")
+
+
 def encode_superblock(superblock: Superblock) -> bytes:
     """Return the page of a superblock."""
     return _sealed(
@@ -264,11 +271,8 @@ class TableWriter:
         Raises ``Misuse`` for a key that is too long, or empty.
         """
         lengths = list(map(len, map(_KEY_OF, entries)))
+        check_key_lengths(lengths)
         longest = max(lengths, default=0)
-        if longest > KEY_BYTES_MAX or not all(lengths):
-            raise Misuse(
-                f"a key of {longest if all(lengths) else 0} bytes; keys have 1 to {KEY_BYTES_MAX}."
-            )
         # All records of a page are as wide as its widest.
         room = records_max(max(self._width, longest), self._tag_bytes) - self._count
         if len(entries) > room:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.backend import DIGEST_BYTES
 from kvtier.errors import InternalError, Misuse
-from kvtier_backends.disk.format import KEY_BYTES_MAX, SEAL_BYTES
+from kvtier_backends.disk.format import SEAL_BYTES, check_key_lengths
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -135,10 +135,9 @@ class BlockIndex:
         words, mask = self.words, self.mask
         slots, slabs = self.slots_per_region, self._slabs
         found: list[int | None] = []
-        keys, count = list(keys), 0
-        while count < len(keys):
-            key = keys[count]
-            count += 1
+        keys = list(keys)
+        while len(found) < len(keys):
+            key = keys[len(found)]
             print_ = hash(key) & _LOCATION_MASK
             at = print_ & mask
             location = None
@@ -151,11 +150,10 @@ class BlockIndex:
                     location = None
                 at = (at + 1) & mask
             found.append(location)
-            if location is not None and count < len(keys):
+            if location is not None:
                 # Blocks stored together are looked for together, and lie side by side.
-                behind = self._count_behind(location, keys, count)
+                behind = self._count_behind(location, keys, len(found))
                 found += range(location + 1, location + 1 + behind)
-                count += behind
         return found
 
     def _count_behind(self, location: int, keys: Sequence[bytes], start: int) -> int:
@@ -188,11 +186,8 @@ class BlockIndex:
         region, start = divmod(first, self.slots_per_region)
         stop = start + len(keys)
         lengths = tuple(map(len, keys))
+        check_key_lengths(lengths)
         shortest, longest = min(lengths), max(lengths)
-        if not shortest or longest > KEY_BYTES_MAX:
-            raise Misuse(
-                f"a key of {longest if shortest else 0} bytes; keys have 1 to {KEY_BYTES_MAX}."
-            )
         slab = self.slab(region, longest)
         if stop > self.slots_per_region or any(slab.lengths[start:stop]):
             raise InternalError(f"slots {start} to {stop} of region {region} are not all free")

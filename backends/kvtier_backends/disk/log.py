@@ -16,16 +16,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.backend import Loaded, Outcome
-from kvtier_backends.disk.batches import Batch, Item, check_buffers, check_keys
+from kvtier_backends.disk.batches import Batch, Item, check_buffers
 from kvtier_backends.disk.calls import Calls
 from kvtier_backends.disk.device import Transfer
-from kvtier_backends.disk.emptier import empty_one, loses_nothing
+from kvtier_backends.disk.emptier import empty_one, victim_without_loss
 from kvtier_backends.disk.format import (
     ID_BYTES,
     NO_KEY_ID,
     PAGE_BYTES,
     SEAL_BYTES,
     Geometry,
+    check_key_lengths,
     encode_header,
 )
 from kvtier_backends.disk.regions import RegionState
@@ -269,7 +270,7 @@ class BlockLog(Calls):
 
     async def _store(self, blocks: Sequence[StoreBlock], seals: Sequence[bytes]) -> list[Outcome]:
         keys = [block.key for block in blocks]
-        check_keys(keys)
+        check_key_lengths(map(len, keys))
         check_buffers([block.buffer for block in blocks], self.geometry.block_bytes)
         outcomes = dict.fromkeys(keys, Outcome.DONE)
         places: dict[bytes, int] = {}  # of what is not here, each key once
@@ -381,7 +382,7 @@ class BlockLog(Calls):
     async def _make_room(self) -> bool:
         """Empty a region, together with whoever wants room as well."""
         if self._emptying is None or self._emptying.done():
-            self._emptying = self.start(empty_one(self))
+            self._emptying = self.start(empty_one(self, self.regions.victim()))
         return await asyncio.shield(self._emptying)
 
     def _look_ahead(self) -> None:
@@ -400,8 +401,8 @@ class BlockLog(Calls):
             # Looking for a victim takes a while where there are many regions: not each time.
             self._look_ahead_at = max(0, regions.room - regions.slots // LOOKS_AHEAD_PER_REGION)
             is_free = self._emptying is None or self._emptying.done()
-            if is_free and loses_nothing(self):
-                self._emptying = self.start(empty_one(self))
+            if is_free and (victim := victim_without_loss(self)) is not None:
+                self._emptying = self.start(empty_one(self, victim))
 
     async def _open_ahead(self) -> None:
         async with self.opening:

@@ -107,16 +107,16 @@ def blocks_of_a_job(block_bytes: int) -> int:
 def measure(options: Options, block_bytes: int, on_leg: Callable[[], object]) -> Measured:
     """Measure one block size. ``on_leg`` is called after each leg."""
     with _open_bed(options, block_bytes) as bed:
-        for number in range(WARM_UP_ROUNDS):
-            bed.run_legs(number, busy=False, on_leg=on_leg)
+        for _ in range(WARM_UP_ROUNDS):
+            bed.run_legs(busy=False, on_leg=on_leg)
         bed.page_cache_bytes = dict.fromkeys(bed.page_cache_bytes, 0)
         rounds = [
             Round(
-                bed.run_legs(number, busy=False, on_leg=on_leg),
-                bed.run_legs(number, busy=True, on_leg=on_leg),
+                bed.run_legs(busy=False, on_leg=on_leg),
+                bed.run_legs(busy=True, on_leg=on_leg),
                 longest_pause_without_io_s(WITHOUT_IO_S),
             )
-            for number in range(options.rounds)
+            for _ in range(options.rounds)
         ]
         sides = bed.sides
         return Measured(
@@ -189,9 +189,10 @@ class _Bed:
         self.sides = {side.name: side for side in sides}
         self.page_cache_bytes = dict.fromkeys(self.sides, 0)
         self._warm = options.warm
+        self._lot = random.Random(_SEED)  # noqa: S311 - not for secrets
         self._slots = list(range(setup.memory.slot_count))
         # Neighbours in a job are none in memory.
-        random.Random(_SEED).shuffle(self._slots)  # noqa: S311 - not for secrets
+        self._lot.shuffle(self._slots)
         self._next_job = 1
         self._bytes = np.frombuffer(setup.view, dtype=np.uint64)
         self._bytes[:] = np.random.default_rng(_SEED).integers(
@@ -206,7 +207,7 @@ class _Bed:
         """All that take part, in the order of the table."""
         return [*self.sides, *([FIO] if self._fio else [])]
 
-    def run_legs(self, number: int, *, busy: bool, on_leg: Callable[[], object]) -> dict[str, Legs]:
+    def run_legs(self, *, busy: bool, on_leg: Callable[[], object]) -> dict[str, Legs]:
         """Have all sides store the same new blocks, then load them in the same order.
 
         So the blocks that kvtier evicts as least recently used are also those that lie
@@ -214,10 +215,9 @@ class _Bed:
         """
         jobs = self._new_jobs()
         names = [name for name in self.names if name in BUSY_SIDES or not busy]
-        lot = random.Random(f"{_SEED} {number} {busy}")  # noqa: S311 - not for secrets
         legs: dict[str, Legs] = {kind: {} for kind in KINDS}
         for kind in KINDS:
-            for name in lot.sample(names, len(names)):
+            for name in self._lot.sample(names, len(names)):
                 os.sync()  # what the side before has left to be written is not this one's
                 legs[kind][name] = self._run_leg(name, kind, jobs, busy=busy)
                 on_leg()

@@ -316,10 +316,9 @@ class _Recorder:
 
 
 def _check_outcomes(message: m.JobEnded) -> None:
-    if message.outcomes.count(Outcome.DONE) == len(message.outcomes):
-        return  # as always: what follows would be a pause of the busy thread's own
-    others = {Outcome(outcome).name for outcome in message.outcomes} - {Outcome.DONE.name}
-    if others:
+    # Counted first: names for each block would be a pause of the busy thread's own.
+    if message.outcomes.count(Outcome.DONE) < len(message.outcomes):
+        others = {Outcome(outcome).name for outcome in message.outcomes} - {Outcome.DONE.name}
         raise StoreFault(
             f"the disk tier ended job {message.job} with {', '.join(sorted(others))} "
             "for some of its blocks; its log says why"

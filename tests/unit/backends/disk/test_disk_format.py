@@ -74,6 +74,7 @@ def test_a_page_takes_what_fits_and_not_one_more() -> None:
     wider = entry._replace(key=bytes(255))
     assert writer.add([wider]) == 0, "with it, all others would be as wide"
     assert writer.add([entry, entry]) == 1
+    assert writer.add([entry]) == 0
     assert fmt.decode_table_untrusted(writer.encode(), INCARNATION).entries == most
 
 

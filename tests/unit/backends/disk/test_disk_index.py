@@ -102,6 +102,7 @@ class IndexSpec(RuleBasedStateMachine):
             assert self.index.key_at(location) == key
             assert self.index.known(location) == known
         assert self.index.get(b"never") is None
+        assert self.index.find(self.model) == [location for location, _ in self.model.values()]
         side_by_side = sorted(self.model, key=lambda key: self.model[key][0])
         found = [self.model[key][0] for key in side_by_side]
         assert self.index.find([*side_by_side, b"never", *side_by_side]) == [*found, None, *found]
