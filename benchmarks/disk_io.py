@@ -64,11 +64,13 @@ class RingDevice(Device):
         prepare = self._api.io_uring_prep_readv
         return list(await asyncio.gather(*(self._move(prepare, each) for each in transfers)))
 
-    async def write(self, transfers: Sequence[Transfer]) -> list[OSError | None]:
-        """Write all at once: the tier writes one transfer a call."""
-        prepare = self._api.io_uring_prep_writev
-        ends = await asyncio.gather(*(self._move(prepare, each) for each in transfers))
-        return [end if isinstance(end, OSError) else None for end in ends]
+    async def write(self, transfers: Sequence[Transfer]) -> OSError | None:
+        """Write one after the other."""
+        for transfer in transfers:
+            end = await self._move(self._api.io_uring_prep_writev, transfer)
+            if isinstance(end, OSError):
+                return end
+        return None
 
     async def allocate(self, region: int) -> None:
         """Do nothing: the file is there."""
@@ -129,9 +131,12 @@ async def move_all(device: Device, kind: str, transfers: list[Transfer], depth: 
 
     async def work() -> None:
         for transfer in left:
-            ends = await (device.write if kind == "store" else device.read)([transfer])
-            if isinstance(ends[0], OSError):
-                raise ends[0]
+            if kind == "store":
+                end: object = await device.write([transfer])
+            else:
+                (end,) = await device.read([transfer])
+            if isinstance(end, OSError):
+                raise end
 
     await asyncio.gather(*(work() for _ in range(depth)))
 

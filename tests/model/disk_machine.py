@@ -16,8 +16,8 @@ SHAPES = st.builds(
     tiers=st.sampled_from(
         [
             (disk_tier(DiskShape(regions=4, slots=2)),),
-            (disk_tier(DiskShape(regions=4, slots=3, ttl_s=60), parts_max=1),),
-            (disk_tier(DiskShape(regions=4, slots=4)), TierShape()),
+            (disk_tier(DiskShape(regions=4, slots=3, own_page_slots=4, ttl_s=60), parts_max=1),),
+            (disk_tier(DiskShape(regions=4, slots=4, own_page_slots=3)), TierShape()),
             (TierShape(capacity=4), disk_tier(DiskShape(regions=6, slots=2, ttl_s=60))),
         ]
     ),
@@ -50,7 +50,9 @@ class KVTierOnDyingDiskSpec(KVTierOnDiskSpec):
     shapes: ClassVar[st.SearchStrategy[Shape]] = st.builds(
         Shape,
         slot_count=st.just(8),
-        tiers=st.just((disk_tier(DiskShape(regions=4, slots=4)),)),
+        tiers=st.sampled_from([2, 5]).map(
+            lambda own: (disk_tier(DiskShape(regions=4, slots=4, own_page_slots=own)),)
+        ),
         job_blocks_max=st.integers(1, 4),
         breaker_failures_max=st.just(100),
     )

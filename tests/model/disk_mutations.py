@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+from stepped_device import SteppedDevice
+
 from kvtier_backends.disk import format as disk_format
 from kvtier_backends.disk import recovery
 from kvtier_backends.disk.batches import Batch, insert
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from kvtier.backend import Outcome
+    from kvtier_backends.disk.device import Transfer
     from kvtier_backends.disk.index import BlockIndex
     from kvtier_backends.disk.regions import Extent
 
@@ -144,6 +147,18 @@ def name_a_block_before_it_is_written() -> Iterator[None]:
         return await real(self, extent, batch)
 
     with patch.object(BlockLog, "_write", write):
+        yield
+
+
+@mutation
+def write_pages_of_their_own_before_the_blocks() -> Iterator[None]:
+    """The log hands both over in the order in which they lie on the disk."""
+    real = SteppedDevice.write
+
+    async def write(self: SteppedDevice, transfers: Sequence[Transfer]) -> Any:
+        return await real(self, sorted(transfers, key=lambda transfer: transfer.at))
+
+    with patch.object(SteppedDevice, "write", write):
         yield
 
 

@@ -66,37 +66,35 @@ class DiskRules(GpuRules):
     @is_due("kill", 10)
     @rule(
         disk=PICKS,
-        paths=st.lists(st.sampled_from(PATHS), max_size=1),
+        path=st.sampled_from(PATHS),
         calls=st.integers(0, 12),
-        until=st.sampled_from(["table", "write", ""]),
-        pieces=st.lists(st.integers(0, 2), min_size=1, max_size=4),
+        until=st.sampled_from(["table", "blocks", ""]),
+        torn=st.tuples(PICKS, st.lists(st.integers(0, 2), min_size=1, max_size=4)),
         seed=st.one_of(st.none(), st.integers(0, 1 << 16)),
         comes_back=st.booleans(),
     )
     def a_tier_is_killed(
         self,
         disk: int,
-        paths: list[tuple[Key, ...]],
+        path: tuple[Key, ...],
         calls: int,
         until: str,
-        pieces: list[int],
+        torn: tuple[int, list[int]],
         seed: int | None,
         comes_back: bool,
     ) -> None:
         """Its process is gone in the midst of writes; with a seed, its disk lost power too."""
-        if paths:
-            self.a_disk_is_given_blocks(disk, paths, 0, False)
+        self.a_disk_is_given_blocks(disk, [path], 0, False)
         world = self.world
         chosen = pick(world.disks, disk)
-        self._work(chosen, calls, [])
-        if until:
-            self._work(chosen, CALLS_MAX, [], until)
+        self._work(chosen, CALLS_MAX if until else calls, [], until)
         number = world.devices.index(chosen)
         if world.dead[number]:
             self._fence(number)
         writes = [at for at, call in enumerate(chosen.calls) if call.kind in WRITES]
-        for at, piece in zip(writes, pieces, strict=False):
-            chosen.move(at, piece)
+        write, pieces = torn
+        for piece in pieces if writes else ():
+            chosen.move(pick(writes, write), piece)
         chosen.kill(seed)
         if not world.fenced[number]:
             world.fenced[number] = True

@@ -46,7 +46,9 @@ POLL_S = 0.005
 
 def plan_of(shape: DiskShape) -> Plan:
     """Return how the disk is cut."""
-    geometry = make_geometry(region_bytes_for(shape.slots, BLOCK_BYTES), BLOCK_BYTES)
+    own_page_bytes = shape.own_page_slots * BLOCK_BYTES
+    region_bytes = region_bytes_for(shape.slots, BLOCK_BYTES, own_page_bytes=own_page_bytes)
+    geometry = make_geometry(region_bytes, BLOCK_BYTES, own_page_bytes=own_page_bytes)
     return Plan(geometry, shape.regions, shape.regions)
 
 

@@ -23,33 +23,44 @@ if TYPE_CHECKING:
     from tests.unit.backends.disk._simulated import SimulatedDisk
 
 PIECES = 3
-WRITES = {"write", "table"}
+WRITES = {"header", "blocks", "table"}
 SECTOR_BYTES = 512
 
 
 @dataclass(eq=False)
 class Call:
-    """One call that has not ended: a read, an allocation, a write, or that of a table's page."""
+    """One call that has not ended: a read, an allocation, or a write.
+
+    A write begins with a region's header, with blocks, or with a page of a table.
+    """
 
     kind: str
     region: int
     transfers: Sequence[Transfer]
     end: asyncio.Future[Any]
-    left: list[int] = field(default_factory=lambda: list(range(PIECES)))  # pieces not yet moved
+    at: int = 0  # the transfer that moves now: they go one after the other
+    left: list[int] = field(default_factory=lambda: list(range(PIECES)))  # its pieces not yet moved
     failed: set[int] = field(default_factory=set)  # regions that were sick when a piece was moved
 
     def pieces(self, piece: int) -> Iterator[tuple[int, int, memoryview]]:
         """Yield where each part of a piece lies on the disk (region, offset), and its buffer."""
-        for transfer in self.transfers:
-            sectors = -(-transfer.size // SECTOR_BYTES)
-            first = piece * sectors // PIECES * SECTOR_BYTES
-            last = (piece + 1) * sectors // PIECES * SECTOR_BYTES
-            start = 0
-            for buffer in transfer.buffers:
-                low, high = max(first - start, 0), min(last - start, buffer.nbytes)
-                if low < high:
-                    yield transfer.region, transfer.at + start + low, buffer[low:high]
-                start += buffer.nbytes
+        transfer = self.transfers[self.at]
+        sectors = -(-transfer.size // SECTOR_BYTES)
+        first = piece * sectors // PIECES * SECTOR_BYTES
+        last = (piece + 1) * sectors // PIECES * SECTOR_BYTES
+        start = 0
+        for buffer in transfer.buffers:
+            low, high = max(first - start, 0), min(last - start, buffer.nbytes)
+            if low < high:
+                yield transfer.region, transfer.at + start + low, buffer[low:high]
+            start += buffer.nbytes
+
+    def go_on(self) -> None:
+        """Begin the next transfer, unless it was a write that failed."""
+        is_over = bool(self.failed) and self.kind in WRITES
+        if self.at + 1 < len(self.transfers) and not is_over:
+            self.at += 1
+            self.left = list(range(PIECES))
 
 
 class SteppedDevice(Device):
@@ -66,12 +77,13 @@ class SteppedDevice(Device):
     async def read(self, transfers: Sequence[Transfer]) -> list[int | OSError]:
         return await self._begin("read", transfers)
 
-    async def write(self, transfers: Sequence[Transfer]) -> list[OSError | None]:
+    async def write(self, transfers: Sequence[Transfer]) -> OSError | None:
         for transfer in transfers:
             if transfer.at + transfer.size > len(self.disk.bytes[transfer.region]):
                 self.wrong.append(f"written beyond region {transfer.region}")
-        is_page = transfers[0].at > 0 and transfers[0].size == PAGE_BYTES
-        return await self._begin("table" if is_page else "write", transfers)
+        first = transfers[0]
+        kind = "blocks" if first.size > PAGE_BYTES else "table" if first.at else "header"
+        return await self._begin(kind, transfers)
 
     async def allocate(self, region: int) -> None:
         await self._begin("allocate", [Transfer(region, 0, [])])
@@ -94,26 +106,24 @@ class SteppedDevice(Device):
                 buffer[:] = self.disk.bytes[region][at : at + buffer.nbytes]
             else:
                 self.disk.write(region, at, bytes(buffer))
+        if not call.left:
+            call.go_on()
 
     def end(self, call: Call) -> None:
         """Move what is left, and answer."""
-        for piece in list(call.left):
-            self.move(call, piece)
-        ends = [self._end_one(call, transfer) for transfer in call.transfers]
+        while call.left:
+            self.move(call, call.left[0])
         self.calls.remove(call)
         if call.end.done():
             return  # its caller was cancelled
-        if call.kind == "allocate" and ends[0] is not None:
-            call.end.set_exception(ends[0])
+        sick = OSError(errno.EIO, "sick")
+        if call.kind == "read":
+            sizes = [sick if each.region in call.failed else each.size for each in call.transfers]
+            call.end.set_result(sizes)
+        elif call.kind == "allocate" and not self.has_room:
+            call.end.set_exception(OSError(errno.ENOSPC, "no space left"))
         else:
-            call.end.set_result(ends)
-
-    def _end_one(self, call: Call, transfer: Transfer) -> Any:
-        if call.kind == "allocate":
-            return None if self.has_room else OSError(errno.ENOSPC, "no space left")
-        if transfer.region in call.failed:
-            return OSError(errno.EIO, "sick")
-        return transfer.size if call.kind == "read" else None
+            call.end.set_result(sick if call.failed else None)
 
     async def _begin(self, kind: str, transfers: Sequence[Transfer]) -> Any:
         for transfer in transfers:

@@ -67,6 +67,7 @@ class DiskShape:
 
     regions: int = 6
     slots: int = 2  #: in each region
+    own_page_slots: int = 2  #: so many blocks written together have table pages of their own
     ttl_s: int = 0
 
 

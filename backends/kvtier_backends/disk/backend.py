@@ -364,7 +364,7 @@ class DiskBackend(Backend):
         if not await self._threads.run(self._claim.stands):
             self._vanish(log)
             return
-        log.revive()
+        log.trouble.revive()
         if self._ttl_s:
             await self._sweep(log)
         await answer_requests(log, self._plan.regions, self._path, self._threads)

@@ -66,8 +66,8 @@ class Device(ABC):
         """Read all; for each, how many bytes came (fewer: there are no more) or what failed."""
 
     @abstractmethod
-    async def write(self, transfers: Sequence[Transfer]) -> list[OSError | None]:
-        """Write all, in order; for each, None or what failed."""
+    async def write(self, transfers: Sequence[Transfer]) -> OSError | None:
+        """Write one after the other, up to the first that fails; returns what failed."""
 
     @abstractmethod
     async def allocate(self, region: int) -> None:
@@ -111,10 +111,10 @@ class FileDevice(Device):
             return [_closed() for _ in transfers]
         return await self._readers.run(partial(self._files.read_all, transfers))
 
-    async def write(self, transfers: Sequence[Transfer]) -> list[OSError | None]:
+    async def write(self, transfers: Sequence[Transfer]) -> OSError | None:
         """Write all, in one of the writing threads."""
         if self._is_closed:
-            return [_closed() for _ in transfers]
+            return _closed()
         return await self._writers.run(partial(self._files.write_all, transfers))
 
     async def allocate(self, region: int) -> None:
@@ -150,12 +150,16 @@ class _SegmentFiles:
 
     def read_all(self, transfers: Sequence[Transfer]) -> list[int | OSError]:
         """Read one transfer after the other."""
-        return [self._attempt(self._read, transfer) for transfer in transfers]
+        return [self._read(transfer) for transfer in transfers]
 
-    def write_all(self, transfers: Sequence[Transfer]) -> list[OSError | None]:
-        """Write one transfer after the other."""
-        ends = [self._attempt(self._write, transfer) for transfer in transfers]
-        return [end if isinstance(end, OSError) else None for end in ends]
+    def write_all(self, transfers: Sequence[Transfer]) -> OSError | None:
+        """Write one transfer after the other, up to the first that fails."""
+        try:
+            for transfer in transfers:
+                self._write(transfer)
+        except OSError as problem:
+            return problem
+        return None
 
     def allocate(self, region: int) -> None:
         """Allocate a region's bytes, and create its file if need be."""
@@ -176,25 +180,16 @@ class _SegmentFiles:
                     os.close(descriptor)
                 self._descriptors.clear()
 
-    def _attempt(self, move: Callable[[Transfer], int], transfer: Transfer) -> int | OSError:
-        try:
-            return move(transfer)
-        except OSError as problem:
-            return problem
-
-    def _read(self, transfer: Transfer) -> int:
+    def _read(self, transfer: Transfer) -> int | OSError:
         try:
             return self._move(os.preadv, os.O_RDONLY, transfer)
         except OSError as problem:
-            if problem.errno in _GONE:
-                return 0
-            raise
+            return 0 if problem.errno in _GONE else problem
 
-    def _write(self, transfer: Transfer) -> int:
+    def _write(self, transfer: Transfer) -> None:
         count = self._move(os.pwritev, os.O_WRONLY, transfer)
         if count != transfer.size:
             raise OSError(errno.ENOSPC, f"wrote {count} of {transfer.size} bytes")
-        return count
 
     def _move(
         self,

@@ -12,11 +12,12 @@ A region's header has a random ``incarnation``, and so has each of its table
 pages: the pages of what the region held before do not match any more once the
 new header is there, and need no erasing.
 
-A table page holds records of one width: the width of its longest key. The
-newest page of a region is written again, longer each time, until it is full;
-always to another place than its predecessor, so that a torn write takes the
-newest entries only. What an entry says may be there without its block, after a
-power cut: the digest tells.
+A table page holds records of one width: the width of its longest key. Many
+blocks that are written together have pages of their own. Those of few blocks
+share one: it is written again, longer each time, until it is full; always to
+another place than its predecessor, so that a torn write takes the newest
+entries only. What an entry says may be there without its block, after a power
+cut: the digest tells.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ SEAL_BYTES: Final = 32
 KEY_BYTES_MAX: Final = 255
 KEY_BYTES_PLANNED: Final = 68
 """Tables are laid out for keys of up to this length; longer ones fill a region's table early."""
+
+OWN_PAGE_BYTES: Final = 2 << 20
+"""Blocks of so many bytes that are written together have table pages of their own: .2 % of them."""
 
 NO_KEY_ID: Final = bytes(ID_BYTES)
 """The id of the encryption key of a region that is not encrypted."""
@@ -125,7 +129,7 @@ EntryTuple: TypeAlias = tuple[int, int, bytes, bytes, bytes]
 class TablePage(NamedTuple):
     """A sound table page: records of one width, not yet looked at."""
 
-    serial: int  #: grows with each table write of the region
+    serial: int  #: which version of the page it is
     entries: int
     key_width: int
     seal_bytes: int
@@ -141,6 +145,7 @@ class Geometry:
     stride: int
     slots: int
     table_pages: int
+    own_page_slots: int  #: so many blocks written together have pages of their own
 
     @property
     def slots_at(self) -> int:
@@ -152,21 +157,41 @@ class Geometry:
         return self.slots_at + slot * self.stride
 
 
-def make_geometry(region_bytes: int, block_bytes: int, seal_bytes: int = 0) -> Geometry:
+def make_geometry(
+    region_bytes: int,
+    block_bytes: int,
+    seal_bytes: int = 0,
+    *,
+    own_page_bytes: int = OWN_PAGE_BYTES,
+) -> Geometry:
     """Lay a region out; ``slots`` is 0 if not even one block fits."""
     stride = padded_bytes(block_bytes)
-    per_page = records_max(KEY_BYTES_PLANNED, seal_bytes)
-    pages = region_bytes // PAGE_BYTES - 2  # less the header and one spare table page
-    slots = max(0, pages * PAGE_BYTES // stride)
-    while slots and -(-slots // per_page) * PAGE_BYTES + slots * stride > pages * PAGE_BYTES:
+    own_page_slots = max(1, own_page_bytes // stride)
+    slots = max(0, region_bytes // PAGE_BYTES - 2) * PAGE_BYTES // stride
+    pages = _table_pages(slots, seal_bytes, own_page_slots)
+    while slots and (1 + pages) * PAGE_BYTES + slots * stride > region_bytes:
         slots -= 1
-    return Geometry(region_bytes, block_bytes, stride, slots, -(-slots // per_page) + 1)
+        pages = _table_pages(slots, seal_bytes, own_page_slots)
+    return Geometry(region_bytes, block_bytes, stride, slots, pages, own_page_slots)
 
 
-def region_bytes_for(slots: int, block_bytes: int, seal_bytes: int = 0) -> int:
+def region_bytes_for(
+    slots: int, block_bytes: int, seal_bytes: int = 0, *, own_page_bytes: int = OWN_PAGE_BYTES
+) -> int:
     """Return how long a region with room for so many blocks is."""
-    table_pages = -(-slots // records_max(KEY_BYTES_PLANNED, seal_bytes)) + 1
-    return (1 + table_pages) * PAGE_BYTES + slots * padded_bytes(block_bytes)
+    stride = padded_bytes(block_bytes)
+    pages = _table_pages(slots, seal_bytes, max(1, own_page_bytes // stride))
+    return (1 + pages) * PAGE_BYTES + slots * stride
+
+
+def _table_pages(slots: int, seal_bytes: int, own_page_slots: int) -> int:
+    """Return how many pages the table of so many slots takes, however they are written.
+
+    The shared page has a spare. Each time that blocks have pages of their own, the
+    last of these may be almost empty.
+    """
+    per_page = records_max(KEY_BYTES_PLANNED, seal_bytes)
+    return -(-slots // per_page) + 1 + slots // own_page_slots
 
 
 def padded_bytes(block_bytes: int) -> int:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 LOOKS_MAX: Final = 5
 LOOK_AGAIN_S: Final = 0.02
-_NO_GEOMETRY: Final = Geometry(0, -1, -1, -1, -1)  # no header has it
+_NO_GEOMETRY: Final = Geometry(0, -1, -1, -1, -1, -1)  # no header has it
 
 
 class FolderDamaged(ConfigError):
@@ -160,6 +160,7 @@ class Folder:
             header.stride,
             header.slots,
             header.table_pages,
+            own_page_slots=header.slots + 1,  # nothing is appended to it here
         )
         fits = 0 < header.block_bytes <= header.stride
         fits = fits and header.stride % PAGE_BYTES == 0

@@ -9,7 +9,6 @@ done with it, and not before.
 from __future__ import annotations
 
 import asyncio
-import errno
 import mmap
 import os
 from dataclasses import dataclass
@@ -31,7 +30,8 @@ from kvtier_backends.disk.format import (
 )
 from kvtier_backends.disk.regions import RegionState
 from kvtier_backends.disk.runs import neighbours
-from kvtier_backends.disk.tables import PAGES_AT_ONCE, Identity, RegionTable, new_header, new_pages
+from kvtier_backends.disk.tables import Identity, PagePool, RegionTable, new_header
+from kvtier_backends.disk.trouble import RegionTrouble
 from kvtier_backends.disk.turns import Turns
 
 if TYPE_CHECKING:
@@ -43,12 +43,6 @@ if TYPE_CHECKING:
     from kvtier_backends.disk.regions import Budget, Extent, Regions
     from kvtier_backends.ledger import Ledger
 
-NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-SICK_MEDIUM: Final = frozenset({errno.EIO, errno.EREMOTEIO, errno.EUCLEAN, errno.ENODATA})
-"""Errors that speak of one place on the medium: its region is retired."""
-
-NO_ROOM_PAUSE_S: Final = 30.0
-RETIRED_PAUSE_S: Final = 300.0
 LOOKS_AHEAD_PER_REGION: Final = 4
 
 
@@ -97,6 +91,7 @@ class BlockLog(Calls):
         self.budget = space.budget
         self.ledger = ledger
         self.lost = lost
+        self.trouble = RegionTrouble(space.regions, ledger, clock, self._lose_region)
         self.allocated: set[int] = set()
         self.key_ids: dict[int, bytes] = {}  # what each region is encrypted with
         self.is_dead = False  # the folder has vanished: nothing is stored any more
@@ -110,11 +105,9 @@ class BlockLog(Calls):
         self._emptying: asyncio.Future[bool] | None = None
         self._look_ahead_at = 0  # for a region to empty, with that much room left
         self._opened_ahead_in: int | None = None  # the region that was open at the last attempt
-        # Regions come and go, and to unmap a page interrupts all threads.
-        (self._header_page,) = new_pages(1)  # whoever holds ``opening`` has it
-        self._spare_pages: list[Sequence[memoryview]] = []
+        self._pages = PagePool()
+        self._header_page = self._pages.take()  # whoever holds ``opening`` has it
         self._appending = 0  # blocks that are on their way into the index
-        self._retry_at: dict[int, float] = {}
         self._padding = memoryview(mmap.mmap(-1, PAGE_BYTES))[
             : self.geometry.stride - self.geometry.block_bytes
         ]
@@ -160,13 +153,6 @@ class BlockLog(Calls):
         if self._ttl_s:
             before_s = int(self._clock()) - self._ttl_s
             self.lose(self.index.stored_before(region, before_s), "blocks_expired")
-
-    def revive(self) -> None:
-        """Give retired regions whose pause is over another try."""
-        now = self._clock()
-        for region in [region for region, at in self._retry_at.items() if at <= now]:
-            if self.regions.revive(region):
-                del self._retry_at[region]
 
     # --- loads ---
 
@@ -249,7 +235,7 @@ class BlockLog(Calls):
             for place in run[whole:]:
                 outcomes[place] = rest
             if isinstance(end, OSError):
-                self._sick(transfer.region, end)
+                self.trouble.sick(transfer.region, end)
         return outcomes
 
     def _judge_read(self, end: int | OSError, blocks: int) -> tuple[int, Outcome]:
@@ -327,13 +313,15 @@ class BlockLog(Calls):
         """Write one extent's blocks, then their entries, then know them."""
         region, table = extent.region, self._tables[extent.region]
         first, count = region * self.geometry.slots + extent.first, len(batch.keys)
+        entries = batch.entries(extent.first)
+        pages = table.own_pages(entries)
         try:
             async with self._turns.store():
-                (problem,) = await self.device.write([self._transfer(first, batch.buffers)])
+                problem = await self.device.write([self._transfer(first, batch.buffers), *pages])
             if problem is None:
-                problem = await table.add(batch.entries(extent.first))
+                problem = await table.add(entries) if not pages else None
             if problem is not None:
-                return [self._store_failed(region, problem)] * count
+                return [self.trouble.store_failed(region, problem)] * count
             if self.is_dead or self.regions.state(region) is RegionState.RETIRED:
                 return [Outcome.FAILED] * count
             self._count_bytes(count * self.geometry.stride, again=batch.is_again)
@@ -344,9 +332,10 @@ class BlockLog(Calls):
             if not batch.is_again:
                 self._appending -= count
             self.regions.written(extent)
+            table.free(pages)
             if self._tables.get(region) is table and self.regions.is_written(region):
                 del self._tables[region]
-                self._spare_pages.append(table.pages)
+                table.close()
 
     def _count_bytes(self, size: int, *, again: bool) -> None:
         if again:
@@ -372,9 +361,9 @@ class BlockLog(Calls):
                 region = self.regions.next_to_open(again=again)
                 if region is not None:
                     problem = await self._open(region)
-                    if problem is not None and not self._open_failed(region, problem):
-                        return Outcome.FAILED
-                    continue
+                    if problem is None or self.trouble.open_failed(region, problem, self.allocated):
+                        continue
+                    return Outcome.FAILED
             if again or not await self._make_room():
                 return Outcome.FULL
         return Outcome.FAILED
@@ -425,7 +414,7 @@ class BlockLog(Calls):
                 return no_room
             self.allocated.add(region)
         self._header_page[:] = encode_header(header)
-        (problem,) = await self.device.write([Transfer(region, 0, [self._header_page])])
+        problem = await self.device.write([Transfer(region, 0, [self._header_page])])
         if problem is not None:
             return problem
         self.count_overhead(PAGE_BYTES)
@@ -436,48 +425,17 @@ class BlockLog(Calls):
             self.device,
             region,
             incarnation,
-            geometry.table_pages,
-            self._spare_pages.pop() if self._spare_pages else new_pages(PAGES_AT_ONCE),
+            geometry,
+            self._pages,
             seal_bytes=SEAL_BYTES if self.index.sealed else 0,
             wrote=self.count_overhead,
         )
         return None
 
-    # --- trouble ---
-
-    def _open_failed(self, region: int, problem: OSError) -> bool:
-        """Take a region that cannot be opened out of the way. False: no other will do better."""
-        if problem.errno in NO_ROOM:
-            self.ledger.trouble("store", "no_room_for_a_region", problem)
-            empty_handed = self.regions.retire_free(self.allocated | {region})
-            self.regions.retire(region)
-            retry_at = self._clock() + NO_ROOM_PAUSE_S
-            self._retry_at.update(dict.fromkeys([*empty_handed, region], retry_at))
-            return True
-        self.ledger.trouble("store", "stores_failed", problem)
-        if problem.errno not in SICK_MEDIUM:
-            return False
-        self._sick(region, problem)
-        return True
-
-    def _store_failed(self, region: int, problem: OSError) -> Outcome:
-        if problem.errno in NO_ROOM:
-            self.ledger.trouble("store", "no_room_for_a_block", problem)
-            return Outcome.FULL
-        if problem.errno == errno.EFBIG and self.regions.open_region == region:
-            self.regions.fill()
-        self.ledger.trouble("store", "stores_failed", problem)
-        self._sick(region, problem)
-        return Outcome.FAILED
-
-    def _sick(self, region: int, problem: OSError) -> None:
-        """Retire a region whose medium is sick; what it held is lost."""
-        if problem.errno in SICK_MEDIUM and self.regions.retire(region):
-            self.ledger.trouble("store", "regions_retired", problem)
-            self._retry_at[region] = self._clock() + RETIRED_PAUSE_S
-            self.lose(self.index.keys_of(region), "blocks_lost_with_a_region")
-
     # --- small things ---
+
+    def _lose_region(self, region: int) -> None:
+        self.lose(self.index.keys_of(region), "blocks_lost_with_a_region")
 
     def item_again(self, key: bytes, buffer: memoryview, location: int) -> Item:
         """Return what it takes to append a block of the log again."""

@@ -1,9 +1,12 @@
-"""Writes the table of one open region: whoever waits together is written together.
+"""Writes the table of one open region.
 
-A page holds all entries since it was begun. It is written to a place that
-holds nothing newer than what its last version holds, so there is always one
-whole version of it: ``_spare`` is that place, and the two change roles. Pages
-that are begun while another waits to be written go to places of their own.
+Many blocks that are written together have pages of their own, which go behind
+them in the same call: nobody waits for anybody else. For few blocks that would
+take too many pages. They share one, and whoever waits together is written
+together. That page holds all entries since it was begun. It is written to a
+place that holds nothing newer than what its last version holds, so there is
+always one whole version of it: ``_spare`` is that place, and the two change
+roles. Pages that are begun while another waits to be written go to new places.
 """
 
 from __future__ import annotations
@@ -17,14 +20,16 @@ from kvtier_backends.disk.device import Transfer
 from kvtier_backends.disk.format import PAGE_BYTES, Geometry, RegionHeader, TableWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvtier_backends.disk.device import Device
     from kvtier_backends.disk.format import EntryTuple
 
 
 PAGES_AT_ONCE: Final = 8
-"""So many pages at most go in one call: entries of some hundred blocks."""
+"""So many versions of shared pages at most go in one call: entries of some hundred blocks."""
+
+POOL_GROWS_BY: Final = 32
 
 
 class Identity(NamedTuple):
@@ -59,10 +64,25 @@ def new_header(
     )
 
 
-def new_pages(count: int) -> list[memoryview]:
-    """Return pages that may be written with O_DIRECT."""
-    memory = memoryview(mmap.mmap(-1, count * PAGE_BYTES))
-    return [memory[at : at + PAGE_BYTES] for at in range(0, len(memory), PAGE_BYTES)]
+class PagePool:
+    """Pages that may be written with O_DIRECT; given back, they serve again. Event loop only.
+
+    Regions come and go, and to unmap a page interrupts all threads.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[memoryview] = []
+
+    def take(self) -> memoryview:
+        """Return a page; what is in it is of no use."""
+        if not self._free:
+            memory = memoryview(mmap.mmap(-1, POOL_GROWS_BY * PAGE_BYTES))
+            self._free = [memory[at : at + PAGE_BYTES] for at in range(0, len(memory), PAGE_BYTES)]
+        return self._free.pop()
+
+    def give_back(self, pages: Iterable[memoryview]) -> None:
+        """Take pages that no call writes any more."""
+        self._free += pages
 
 
 class RegionTable:
@@ -73,29 +93,66 @@ class RegionTable:
         device: Device,
         region: int,
         incarnation: bytes,
-        places: int,
-        pages: Sequence[memoryview],
+        geometry: Geometry,
+        pool: PagePool,
         *,
         seal_bytes: int,
         wrote: Callable[[int], None],
     ) -> None:
-        """Write from ``pages``, to the ``places`` for pages that the region has.
-
-        ``pages`` are free again when no entry is being added any more.
-        ``wrote`` is told how many bytes each write took.
-        """
-        self.pages = pages
+        """``wrote`` is told how many bytes each write took."""
         self.incarnation = incarnation
         self._device = device
         self._region = region
-        self._places = places
-        self._writer = TableWriter(incarnation, seal_bytes)
+        self._places = geometry.table_pages
+        self._own_page_slots = geometry.own_page_slots
+        self._pool = pool
+        self._seal_bytes = seal_bytes
         self._wrote = wrote
-        self._spare = 0  # where the next version of the page goes
+        self._pages = [pool.take() for _ in range(PAGES_AT_ONCE)]  # of the shared page's writes
+        self._writer = TableWriter(incarnation, seal_bytes)
+        self._spare: int | None = 0  # where the shared page's next version goes; None: nowhere
         self._next = 1  # the first place never used
-        self._head: int | None = None  # where the page's last version lies
+        self._head: int | None = None  # where the shared page's last version lies
         self._waiting: list[tuple[Sequence[EntryTuple], asyncio.Future[OSError | None]]] = []
         self._is_writing = False
+
+    def close(self) -> None:
+        """Let go of the pages. No entry is being added any more."""
+        self._pool.give_back(self._pages)
+        self._pages = []
+
+    # --- pages of their own ---
+
+    def own_pages(self, entries: Sequence[EntryTuple]) -> list[Transfer]:
+        """Return pages of these entries alone, to be written behind their blocks, in order.
+
+        None for few entries, and where the table has no room: ``add`` them then. The
+        pages are held until ``free``.
+        """
+        pages: list[Transfer] = []
+        if len(entries) < self._own_page_slots:
+            return pages
+        writer, first = TableWriter(self.incarnation, self._seal_bytes), self._next
+        while entries:
+            place = self._reserve()
+            if place is None:
+                self._next = first
+                self.free(pages)
+                return []
+            count = writer.add(entries)
+            page = self._pool.take()
+            page[:] = writer.encode()
+            pages.append(self._transfer(place, page))
+            writer.start_page()
+            entries = entries[count:]
+        self._wrote(len(pages) * PAGE_BYTES)
+        return pages
+
+    def free(self, pages: Sequence[Transfer]) -> None:
+        """Take back what ``own_pages`` gave: no call writes it any more."""
+        self._pool.give_back(page for transfer in pages for page in transfer.buffers)
+
+    # --- the shared page ---
 
     async def add(self, entries: Sequence[EntryTuple]) -> OSError | None:
         """Return once these entries are in the table, or what failed."""
@@ -125,21 +182,12 @@ class RegionTable:
             old, places, count = self._encode(entries)
             if not places:
                 return OSError(errno.EFBIG, "the region's table is full: its keys are very long")
-            ends = await self._device.write(
-                [
-                    Transfer(self._region, (1 + place) * PAGE_BYTES, [page])
-                    for place, page in zip(places, self.pages, strict=False)
-                ]
-            )
-            problem = next((end for end in ends if end is not None), None)
+            problem = await self._device.write(list(map(self._transfer, places, self._pages)))
             if problem is not None:
                 return problem
             self._wrote(len(places) * PAGE_BYTES)
             self._head = places[-1]
-            self._next += len(places) - 1
-            if old is None:
-                old, self._next = self._next, self._next + 1
-            self._spare = old
+            self._spare = self._reserve() if old is None else old
             entries = entries[count:]
         return None
 
@@ -151,7 +199,7 @@ class RegionTable:
         """
         places: list[int] = []
         old, place, taken = self._head, self._spare, 0
-        while taken < len(entries) and len(places) < len(self.pages) and place < self._places:
+        while taken < len(entries) and place is not None:
             count = self._writer.add(entries[taken:])
             if count == 0:
                 self._writer.start_page()
@@ -159,8 +207,19 @@ class RegionTable:
                 if not places:
                     old = None
                 continue
-            self.pages[len(places)][:] = self._writer.encode()
+            self._pages[len(places)][:] = self._writer.encode()
             places.append(place)
-            place = self._next + len(places) - 1
             taken += count
+            is_more = taken < len(entries) and len(places) < len(self._pages)
+            place = self._reserve() if is_more else None
         return old, places, taken
+
+    def _reserve(self) -> int | None:
+        """Return a place never used, None if there is none."""
+        if self._next == self._places:
+            return None
+        self._next += 1
+        return self._next - 1
+
+    def _transfer(self, place: int, page: memoryview) -> Transfer:
+        return Transfer(self._region, (1 + place) * PAGE_BYTES, [page])

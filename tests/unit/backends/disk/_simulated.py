@@ -101,9 +101,13 @@ class SimulatedDevice(Device):
             await self.held.wait()
         return [self._read(transfer) for transfer in transfers]
 
-    async def write(self, transfers: Sequence[Transfer]) -> list[OSError | None]:
-        await self._wait()
-        return [self._write(transfer) for transfer in transfers]
+    async def write(self, transfers: Sequence[Transfer]) -> OSError | None:
+        for transfer in transfers:
+            await self._wait()
+            problem = self._write(transfer)
+            if problem is not None:
+                return problem
+        return None
 
     async def allocate(self, region: int) -> None:
         await self._wait()

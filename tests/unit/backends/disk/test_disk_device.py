@@ -47,7 +47,7 @@ def make(folder: Path, said: Said | None = None, *, direct: bool = True) -> File
 async def test_what_is_written_is_read_back(tmp_path: Path, direct: bool) -> None:
     device = make(tmp_path, direct=direct)
     await device.allocate(3)
-    assert await device.write([Transfer(3, PAGE, pages(1, 2, 3))]) == [None]
+    assert await device.write([Transfer(3, PAGE, pages(1, 2, 3))]) is None
     back = pages(0, 0)
     assert await device.read([Transfer(3, 2 * PAGE, back)]) == [2 * PAGE]
     assert [page[0] for page in back] == [2, 3]
@@ -78,16 +78,30 @@ async def test_missing_bytes_are_a_short_read_and_no_error(tmp_path: Path) -> No
     device.close()
 
 
-async def test_one_failure_takes_nothing_from_the_other_transfers(tmp_path: Path) -> None:
+async def test_what_comes_behind_a_write_that_fails_is_not_written(tmp_path: Path) -> None:
     device = make(tmp_path)
     await device.allocate(0)
     (tmp_path / "segment-00001.kv").mkdir()
-    ends = await device.write([Transfer(2, 0, pages(1)), Transfer(0, 0, pages(2))])
-    assert isinstance(ends[0], OSError)
-    assert ends[0].errno == errno.EISDIR
-    assert ends[1] is None
+    problem = await device.write(
+        [Transfer(0, 0, pages(1)), Transfer(2, 0, pages(2)), Transfer(0, 0, pages(3))]
+    )
+    assert problem is not None
+    assert problem.errno == errno.EISDIR
     back = pages(0)
-    assert (await device.read([Transfer(2, 0, pages(0)), Transfer(0, 0, back)]))[1] == PAGE
+    assert await device.read([Transfer(0, 0, back)]) == [PAGE]
+    assert back[0][0] == 1
+    device.close()
+
+
+async def test_a_read_that_fails_takes_nothing_from_the_others(tmp_path: Path) -> None:
+    device = make(tmp_path)
+    await device.allocate(0)
+    assert await device.write([Transfer(0, 0, pages(2))]) is None
+    (tmp_path / "segment-00001.kv").mkdir()
+    back = pages(0)
+    ends = await device.read([Transfer(2, 0, pages(0)), Transfer(0, 0, back)])
+    assert isinstance(ends[0], OSError)
+    assert ends[1] == PAGE
     assert back[0][0] == 2
     device.close()
 
@@ -97,7 +111,7 @@ async def test_buffers_that_o_direct_refuses_go_through_the_page_cache(tmp_path:
     device = make(tmp_path, said)
     await device.allocate(0)
     crooked = memoryview(bytearray(b"x" * (PAGE + 1)))[1:]
-    assert await device.write([Transfer(0, 0, [crooked])]) == [None]
+    assert await device.write([Transfer(0, 0, [crooked])]) is None
     back = memoryview(bytearray(PAGE + 3))[3:]
     assert await device.read([Transfer(0, 0, [back])]) == [PAGE]
     assert back == crooked
@@ -124,7 +138,7 @@ async def test_a_filesystem_without_o_direct_is_asked_once(
     device = make(tmp_path, said)
     await device.allocate(0)
     for _ in range(3):
-        assert await device.write([Transfer(0, 0, pages(1))]) == [None]
+        assert await device.write([Transfer(0, 0, pages(1))]) is None
     assert len(asked) == len(said) == 1
     device.close()
 
@@ -135,7 +149,7 @@ async def test_a_transfer_of_more_buffers_than_the_kernel_takes_is_cut(
     monkeypatch.setattr(device_module, "_BUFFERS_MAX", 2)
     device = make(tmp_path)
     await device.allocate(0)
-    assert await device.write([Transfer(0, 0, pages(1, 2, 3, 4, 5))]) == [None]
+    assert await device.write([Transfer(0, 0, pages(1, 2, 3, 4, 5))]) is None
     back = pages(0, 0, 0, 0, 0)
     assert await device.read([Transfer(0, 0, back)]) == [5 * PAGE]
     assert [page[0] for page in back] == [1, 2, 3, 4, 5]
@@ -164,7 +178,7 @@ async def test_a_full_disk_says_so_when_a_region_is_allocated(tmp_path: Path) ->
         with pytest.raises(OSError, match="space") as full:
             await device.allocate(1)
         assert full.value.errno == errno.ENOSPC
-        assert await device.write([Transfer(0, 0, pages(1))]) == [None]
+        assert await device.write([Transfer(0, 0, pages(1))]) is None
         device.close()
 
 

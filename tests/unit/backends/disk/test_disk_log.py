@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.backend import LoadBlock, Outcome, StoreBlock, block_digest
 from kvtier.threads import DaemonThreads
-from kvtier_backends.disk.format import NO_KEY_ID, make_geometry, region_bytes_for
+from kvtier_backends.disk.format import NO_KEY_ID, PAGE_BYTES, make_geometry, region_bytes_for
 from kvtier_backends.disk.index import BlockIndex
 from kvtier_backends.disk.log import BlockLog, Space
 from kvtier_backends.disk.recovery import Expected, Recovery
@@ -35,7 +35,13 @@ BLOCK_BYTES = 16384
 SLOTS = 8
 REGIONS = 10
 CAPACITY = int((REGIONS - 2) * SLOTS * 0.9)
-GEOMETRY = make_geometry(region_bytes_for(SLOTS, BLOCK_BYTES), BLOCK_BYTES)
+OWN_PAGE_SLOTS = 3
+_OWN_PAGE_BYTES = OWN_PAGE_SLOTS * BLOCK_BYTES
+GEOMETRY = make_geometry(
+    region_bytes_for(SLOTS, BLOCK_BYTES, own_page_bytes=_OWN_PAGE_BYTES),
+    BLOCK_BYTES,
+    own_page_bytes=_OWN_PAGE_BYTES,
+)
 KEYS = [number.to_bytes(4, "big") * 9 for number in range(3 * CAPACITY)]
 
 
@@ -272,7 +278,7 @@ async def test_a_sick_region_is_retired_and_its_blocks_are_told() -> None:
     assert await engine.store(KEYS[:SLOTS]) == [Outcome.DONE] * SLOTS
     engine.device.sick.clear()
     engine.now += 301
-    engine.log.revive()
+    engine.log.trouble.revive()
     assert regions.state(sick) is RegionState.FREE
     await engine.check()
 
@@ -307,7 +313,7 @@ async def test_without_room_the_tier_works_with_what_it_has_and_grows_when_there
     assert 3 * SLOTS <= len(here) <= 6 * SLOTS
     engine.device.has_room = True
     engine.now += 31
-    engine.log.revive()
+    engine.log.trouble.revive()
     for number in range(CAPACITY - len(here)):
         assert await engine.store([bytes([99, number])]) == [Outcome.DONE]
     assert len(engine.log.index) == CAPACITY > 6 * SLOTS
@@ -323,7 +329,7 @@ async def test_without_any_room_a_store_is_full_and_nothing_is_held_on_to() -> N
     await engine.check()
     engine.device.has_room = True
     engine.now += 31
-    engine.log.revive()
+    engine.log.trouble.revive()
     assert await engine.store(KEYS[:SLOTS]) == [Outcome.DONE] * SLOTS
     await engine.check()
 
@@ -398,12 +404,17 @@ async def test_keys_longer_than_planned_fill_a_table_early_and_are_found_again()
 
 
 class CountingDevice(SimulatedDevice):
-    """Counts how many writes of whole blocks run at once."""
+    """Counts how many writes of whole blocks run at once, and keeps what was written where."""
 
     writing = 0
     writing_max = 0
 
-    async def write(self, transfers: Sequence[Transfer]) -> list[OSError | None]:
+    def __init__(self, disk: SimulatedDisk) -> None:
+        super().__init__(disk)
+        self.writes: list[list[tuple[int, int]]] = []
+
+    async def write(self, transfers: Sequence[Transfer]) -> OSError | None:
+        self.writes.append([(transfer.at, transfer.size) for transfer in transfers])
         is_data = any(transfer.size >= BLOCK_BYTES for transfer in transfers)
         self.writing += is_data
         self.writing_max = max(self.writing_max, self.writing)
@@ -465,3 +476,40 @@ async def test_a_region_that_can_not_be_allocated_ahead_troubles_nobody_yet() ->
     await engine.log.wait_idle()
     assert engine.count("no_room_for_a_region") == 0
     assert engine.log.regions.count_in(RegionState.RETIRED) == 0
+
+
+async def test_the_entries_of_many_blocks_go_behind_them_in_one_call() -> None:
+    engine = Engine(fresh_disk())
+    engine.device = device = CountingDevice(engine.device.disk)
+    await engine.begin()
+    await engine.store(KEYS[:1])
+    await engine.log.wait_idle()
+    device.writes.clear()
+    await engine.store(KEYS[1 : 1 + OWN_PAGE_SLOTS])
+    page = (3 * PAGE_BYTES, PAGE_BYTES)  # behind the header, the shared page and its next version
+    assert device.writes == [[(GEOMETRY.slot_at(1), OWN_PAGE_SLOTS * BLOCK_BYTES), page]]
+    device.writes.clear()
+    few = KEYS[10 : 10 + OWN_PAGE_SLOTS - 1]
+    await engine.store(few)
+    assert [len(transfers) for transfers in device.writes] == [1, 1]
+    await engine.check()
+
+    again = Engine(device.disk)
+    await again.begin()
+    for key in [*KEYS[: 1 + OWN_PAGE_SLOTS], *few]:
+        assert again.log.has(key)
+
+
+async def test_blocks_that_fail_to_be_written_are_not_named() -> None:
+    engine = Engine(fresh_disk())
+    await engine.begin()
+    await engine.store(KEYS[:1])
+    await engine.log.wait_idle()
+    device, region = engine.device, engine.log.regions.open_region
+    assert region is not None
+    device.sick.add(region)
+    assert await engine.store(KEYS[1:5]) == [Outcome.FAILED] * 4
+    device.sick.clear()
+    again = Engine(device.disk)
+    await again.begin()
+    assert not any(again.log.has(key) for key in KEYS[1:5])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
@@ -14,12 +15,13 @@ from hypothesis import strategies as st
 from kvtier_backends.disk.format import (
     PAGE_BYTES,
     Entry,
+    Geometry,
     PageRefused,
     decode_table_untrusted,
     entries_untrusted,
     records_max,
 )
-from kvtier_backends.disk.tables import RegionTable, new_pages
+from kvtier_backends.disk.tables import PagePool, RegionTable
 from tests.unit.backends.disk._simulated import SimulatedDevice, SimulatedDisk
 
 if TYPE_CHECKING:
@@ -51,52 +53,90 @@ class TearingDevice(SimulatedDevice):
     acknowledged: set[int]
     fails_at: int | None = None  #: this transfer of the next call
 
-    async def write(self, transfers: Sequence[Transfer]) -> list[OSError | None]:
-        ends: list[OSError | None] = []
+    async def write(self, transfers: Sequence[Transfer]) -> OSError | None:
         fails_at, self.fails_at = self.fails_at, None
         for number, transfer in enumerate(transfers):
             if number == fails_at:
-                ends.append(OSError(errno.EIO, "sick"))
-                continue
+                return OSError(errno.EIO, "sick")
             torn = bytearray(self.disk.bytes[0])
             torn[transfer.at : transfer.at + 512] = transfer.buffers[0][:512]
             assert entries_in(torn) >= self.acknowledged
-            ends += await super().write([transfer])
-        return ends
+            await super().write([transfer])
+        return None
 
 
 def entry(slot: int) -> Entry:
     return Entry(slot, 1, slot.to_bytes(2, "big").ljust(KEY_BYTES, b"k"), bytes(16), b"")
 
 
-@settings(max_examples=100, deadline=None)
+def table_on(
+    device: SimulatedDevice,
+    places: int,
+    *,
+    own_page_slots: int = 1 << 16,
+    wrote: list[int] | None = None,
+) -> RegionTable:
+    """Return a table with so many places for pages."""
+    geometry = Geometry(0, PAGE_BYTES, PAGE_BYTES, 1 << 16, places, own_page_slots)
+    said = ([] if wrote is None else wrote).append
+    return RegionTable(device, 0, INCARNATION, geometry, PagePool(), seal_bytes=0, wrote=said)
+
+
+async def put(table: RegionTable, device: SimulatedDevice, slots: range) -> OSError | None:
+    """Have a table take entries as the log does, but for the blocks."""
+    entries = [entry(slot) for slot in slots]
+    pages = table.own_pages(entries)
+    if not pages:
+        return await table.add(entries)
+    try:
+        return await device.write(pages)
+    finally:
+        table.free(pages)
+
+
+@settings(max_examples=150, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(1, 5 * PER_PAGE), st.none() | st.integers(0, 3)), max_size=20),
+    st.lists(
+        st.lists(
+            st.tuples(st.integers(1, 5 * PER_PAGE), st.none() | st.integers(0, 3)),
+            min_size=1,
+            max_size=3,
+        ),
+        max_size=12,
+    ),
+    st.integers(1, 5 * PER_PAGE),
     st.integers(0, 99),
 )
 def test_no_write_that_is_torn_or_fails_takes_an_entry_that_was_acknowledged(
-    adds: list[tuple[int, int | None]], seed: int
+    rounds: list[list[tuple[int, int | None]]], own_page_slots: int, seed: int
 ) -> None:
     async def run() -> None:
+        adds = [add for together in rounds for add in together]
         failures = sum(fails_at is not None for _, fails_at in adds)
         # A write that failed may leave the places behind that it was to go to.
-        places = sum(-(-size // PER_PAGE) for size, _ in adds) + failures + 1
+        places = sum(-(-size // PER_PAGE) for size, _ in adds) + 8 * failures + 1
         device = TearingDevice(SimulatedDisk(1, (1 + places) * PAGE_BYTES, seed))
         device.acknowledged = set()
         wrote: list[int] = []
-        table = RegionTable(
-            device, 0, INCARNATION, places, new_pages(3), seal_bytes=0, wrote=wrote.append
-        )
+        table = table_on(device, places, own_page_slots=own_page_slots, wrote=wrote)
         slot = 0
-        for size, fails_at in adds:
-            slots = range(slot, slot + size)
-            slot += size
-            device.fails_at = fails_at
-            problem = await table.add([entry(each) for each in slots])
+
+        async def put_some(slots: range, *, may_fail: bool) -> None:
+            problem = await put(table, device, slots)
             if problem is None:
                 device.acknowledged.update(slots)
             else:
-                assert fails_at is not None
+                assert may_fail
+
+        for together in rounds:
+            may_fail = any(fails_at is not None for _, fails_at in together)
+            async with anyio.create_task_group() as tasks:
+                for size, fails_at in together:
+                    device.fails_at = fails_at
+                    put_slots = partial(put_some, range(slot, slot + size), may_fail=may_fail)
+                    tasks.start_soon(put_slots)
+                    slot += size
+        device.fails_at = None
         found = entries_in(device.disk.bytes[0])
         assert device.acknowledged <= found <= set(range(slot))
         assert sum(wrote) % PAGE_BYTES == 0
@@ -104,28 +144,66 @@ def test_no_write_that_is_torn_or_fails_takes_an_entry_that_was_acknowledged(
     asyncio.run(run())
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 5 * PER_PAGE), max_size=25))
-def test_a_table_needs_one_place_more_than_its_entries_have_pages(sizes: list[int]) -> None:
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(1, 5 * PER_PAGE), max_size=25), st.integers(1, 5 * PER_PAGE), st.booleans()
+)
+def test_a_region_has_places_for_all_pages_of_its_table(
+    sizes: list[int], own_page_slots: int, at_once: bool
+) -> None:
     async def run() -> None:
-        places = -(-sum(sizes) // PER_PAGE) + 1
+        slots = sum(sizes)
+        places = -(-slots // PER_PAGE) + 1 + slots // own_page_slots
         device = SimulatedDevice(SimulatedDisk(1, (1 + places) * PAGE_BYTES, 0))
-        table = RegionTable(
-            device, 0, INCARNATION, places, new_pages(3), seal_bytes=0, wrote=lambda _: None
-        )
+        table = table_on(device, places, own_page_slots=own_page_slots)
+        ends: list[OSError | None] = []
+
+        async def put_some(slots: range) -> None:
+            ends.append(await put(table, device, slots))
+
         slot = 0
-        for size in sizes:
-            assert await table.add([entry(slot + each) for each in range(size)]) is None
-            slot += size
+        async with anyio.create_task_group() as tasks:
+            for size in sizes:
+                some = range(slot, slot + size)
+                slot += size
+                if at_once:
+                    tasks.start_soon(put_some, some)
+                else:
+                    await put_some(some)
+        assert ends == [None] * len(sizes)
         assert entries_in(device.disk.bytes[0]) == set(range(slot))
 
     asyncio.run(run())
 
 
+async def test_many_entries_have_pages_of_their_own_where_there_is_room() -> None:
+    device = SimulatedDevice(SimulatedDisk(1, 5 * PAGE_BYTES, 0))
+    wrote: list[int] = []
+    table = table_on(device, 4, own_page_slots=PER_PAGE + 1, wrote=wrote)
+    assert table.own_pages([entry(slot) for slot in range(PER_PAGE)]) == []
+    own = table.own_pages([entry(slot) for slot in range(PER_PAGE + 1)])
+    assert [(page.at, page.size) for page in own] == [
+        (2 * PAGE_BYTES, PAGE_BYTES),
+        (3 * PAGE_BYTES, PAGE_BYTES),
+    ]
+    assert wrote == [2 * PAGE_BYTES]
+    others = [entry(slot) for slot in range(PER_PAGE + 1, 2 * PER_PAGE + 2)]
+    assert table.own_pages(others) == [], "there is one place besides the shared page's"
+    assert await table.add(others) is None
+
+
+async def test_pages_that_were_given_back_serve_again() -> None:
+    pool = PagePool()
+    pages = [pool.take() for _ in range(100)]
+    assert {page.nbytes for page in pages} == {PAGE_BYTES}
+    pool.give_back(pages)
+    assert {id(pool.take()) for _ in range(100)} == {id(page) for page in pages}
+
+
 async def test_stores_that_end_together_share_a_page_write() -> None:
     device = SimulatedDevice(SimulatedDisk(1, 4 * PAGE_BYTES, 0))
     wrote: list[int] = []
-    table = RegionTable(device, 0, INCARNATION, 3, new_pages(3), seal_bytes=0, wrote=wrote.append)
+    table = table_on(device, 3, wrote=wrote)
     async with anyio.create_task_group() as tasks:
         for slot in range(PER_PAGE):
             tasks.start_soon(table.add, [entry(slot)])
@@ -135,7 +213,7 @@ async def test_stores_that_end_together_share_a_page_write() -> None:
 
 async def test_a_write_that_fails_fails_its_stores_and_no_later_one() -> None:
     device = SimulatedDevice(SimulatedDisk(1, 4 * PAGE_BYTES, 0))
-    table = RegionTable(device, 0, INCARNATION, 3, new_pages(3), seal_bytes=0, wrote=lambda _: None)
+    table = table_on(device, 3)
     device.sick.add(0)
     assert isinstance(await table.add([entry(0)]), OSError)
     device.sick.clear()
@@ -145,7 +223,7 @@ async def test_a_write_that_fails_fails_its_stores_and_no_later_one() -> None:
 
 async def test_a_full_table_says_so() -> None:
     device = SimulatedDevice(SimulatedDisk(1, 4 * PAGE_BYTES, 0))
-    table = RegionTable(device, 0, INCARNATION, 2, new_pages(3), seal_bytes=0, wrote=lambda _: None)
+    table = table_on(device, 2)
     assert await table.add([entry(slot) for slot in range(PER_PAGE)]) is None
     problem = await table.add([entry(slot) for slot in range(PER_PAGE, 3 * PER_PAGE)])
     assert isinstance(problem, OSError)
