@@ -117,9 +117,11 @@ class BackendTraits:
     than its blocks, they are better moved together."""
     store_part_blocks_min: int = 1
     """The same for stores. Nobody waits for one, so this may be as many as keep a call busy."""
-    part_blocks_max: int = 16
+    load_part_blocks_max: int = 16
     """How many blocks one call may be given. Long enough that a call is worth its
     hand-over to a thread, short enough that others need not wait for it."""
+    store_part_blocks_max: int = 16
+    """The same for stores."""
 
 
 CellKind: TypeAlias = Literal["thread", "process"]

@@ -59,9 +59,12 @@ class SecondaryTier(Actor):
         self.driver: Mailbox
         self.policy: Mailbox
         self._traits = traits
-        blocks_max = traits.part_blocks_max
-        self._loads = PartQueue(traits.load_parts_max, traits.load_part_blocks_min, blocks_max)
-        self._stores = PartQueue(traits.store_parts_max, traits.store_part_blocks_min, blocks_max)
+        self._loads = PartQueue(
+            traits.load_parts_max, traits.load_part_blocks_min, traits.load_part_blocks_max
+        )
+        self._stores = PartQueue(
+            traits.store_parts_max, traits.store_part_blocks_min, traits.store_part_blocks_max
+        )
         self._parts: dict[int, Part] = {}
         self._next_part = 0
         # With a capacity only:

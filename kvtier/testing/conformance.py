@@ -126,10 +126,11 @@ async def calls_may_overlap(make: MakeBackend) -> None:
         traits = bench.backend.traits
         expect(traits.load_parts_max >= 1, "traits.load_parts_max must be at least 1")
         expect(traits.store_parts_max >= 1, "traits.store_parts_max must be at least 1")
-        for name in ("load_part_blocks_min", "store_part_blocks_min"):
+        for kind in ("load", "store"):
+            least, most = f"{kind}_part_blocks_min", f"{kind}_part_blocks_max"
             expect(
-                1 <= getattr(traits, name) <= traits.part_blocks_max,
-                f"traits.{name} must be at least 1, and at most traits.part_blocks_max",
+                1 <= getattr(traits, least) <= getattr(traits, most),
+                f"traits.{least} must be at least 1, and at most traits.{most}",
             )
         blocks = new_blocks(32)
         stores = min(len(blocks), traits.store_parts_max)

@@ -53,6 +53,9 @@ PART_BYTES_MIN: Final = 1 << 20
 PART_BYTES_WANTED: Final = 4 << 20
 """So much in one transfer keeps a disk busy while the next one is handed over."""
 
+PART_BYTES_MAX: Final = 8 << 20
+"""Of a store. Larger ones end so far apart that the disk has too little to do between them."""
+
 PART_BLOCKS_MAX: Final = 64
 """More blocks in one transfer save nothing, however small they are."""
 
@@ -103,8 +106,11 @@ class DiskBackend(Backend):
             load_parts_max=io_depth,
             store_parts_max=io_depth,
             load_part_blocks_min=part_blocks(PART_BYTES_MIN),
+            load_part_blocks_max=max(
+                BackendTraits.load_part_blocks_max, part_blocks(PART_BYTES_WANTED)
+            ),
             store_part_blocks_min=part_blocks(PART_BYTES_WANTED),
-            part_blocks_max=max(BackendTraits.part_blocks_max, part_blocks(PART_BYTES_WANTED)),
+            store_part_blocks_max=part_blocks(PART_BYTES_MAX),
             capacity_blocks=judged.plan.capacity_blocks,
         )
         self.clock: Callable[[], float] = time.time
