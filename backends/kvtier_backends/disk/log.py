@@ -313,13 +313,14 @@ class BlockLog(Calls):
         """Write one extent's blocks, then their entries, then know them."""
         region, table = extent.region, self._tables[extent.region]
         first, count = region * self.geometry.slots + extent.first, len(batch.keys)
-        entries = batch.entries(extent.first)
-        pages = table.own_pages(entries)
+        pages: list[Transfer] = []
         try:
+            entries = batch.entries(extent.first)
+            pages = table.own_pages(entries)
             async with self._turns.store():
                 problem = await self.device.write([self._transfer(first, batch.buffers), *pages])
-            if problem is None:
-                problem = await table.add(entries) if not pages else None
+            if problem is None and not pages:
+                problem = await table.add(entries)
             if problem is not None:
                 return [self.trouble.store_failed(region, problem)] * count
             if self.is_dead or self.regions.state(region) is RegionState.RETIRED:

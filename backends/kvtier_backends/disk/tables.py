@@ -126,8 +126,8 @@ class RegionTable:
     def own_pages(self, entries: Sequence[EntryTuple]) -> list[Transfer]:
         """Return pages of these entries alone, to be written behind their blocks, in order.
 
-        None for few entries, and where the table has no room: ``add`` them then. The
-        pages are held until ``free``.
+        There are none for few entries, nor where the table has no room: ``add`` them
+        then. The pages are held until ``free``.
         """
         pages: list[Transfer] = []
         if len(entries) < self._own_page_slots:
