@@ -29,8 +29,8 @@ CONTEXT = BackendContext(BLOCK_BYTES, Namespace({"model_name": "org/m", "dtype":
 OTHER_CONTEXT = BackendContext(BLOCK_BYTES, Namespace({"model_name": "org/other"}), "1:disk")
 
 
-def data_of(number: int) -> bytes:
-    return number.to_bytes(8, "big") * (BLOCK_BYTES // 8)
+def data_of(number: int, block_bytes: int = BLOCK_BYTES) -> bytes:
+    return number.to_bytes(8, "big") * (block_bytes // 8)
 
 
 class Disk:
@@ -38,7 +38,8 @@ class Disk:
 
     def __init__(self, backend: DiskBackend) -> None:
         self.backend = backend
-        self.slots = SlotMemory.anonymous(64, backend._context.block_bytes)
+        self.block_bytes = backend._context.block_bytes
+        self.slots = SlotMemory.anonymous(64, self.block_bytes)
         self.lost: list[bytes] = []
         backend.on_lost = self.lost.extend
 
@@ -46,7 +47,7 @@ class Disk:
         blocks = []
         for slot, number in enumerate(numbers):
             view = self.slots.view(slot)
-            view[:] = data_of(number)
+            view[:] = data_of(number, self.block_bytes)
             blocks.append(StoreBlock(key_of(number), view, block_digest(key_of(number), view)))
         return list(await self.backend.store(blocks))
 
@@ -65,7 +66,7 @@ class Disk:
             return loaded.outcome
         if block_digest(key_of(number), view) != loaded.digest:
             return Outcome.DAMAGED
-        assert view == data_of(number), "wrong bytes with a digest that fits them"
+        assert view == data_of(number, self.block_bytes), "wrong bytes with a digest that fits them"
         return Outcome.DONE
 
     async def remove(self, *numbers: int) -> None:

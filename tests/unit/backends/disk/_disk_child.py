@@ -13,17 +13,23 @@ from tests.unit.backends.disk._disk import key_of, open_disk
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-NUMBERS_PER_CALL = 6
+    from kvtier.backend import BackendContext
+
+NUMBERS_PER_CALL = 8
 
 
-def run(path: str, first: int, said: Connection) -> None:
+def run(
+    path: str, context: BackendContext, capacity_bytes: int, first: int, said: Connection
+) -> None:
     """Store until killed; the first line says that it begins, each other names a block."""
-    asyncio.run(store_for_ever(path, first, said.fileno()))
+    asyncio.run(store_for_ever(path, context, capacity_bytes, first, said.fileno()))
 
 
-async def store_for_ever(path: str, first: int, said: int) -> None:
+async def store_for_ever(
+    path: str, context: BackendContext, capacity_bytes: int, first: int, said: int
+) -> None:
     """Keep the newest blocks, as many as fit; each line is a block that was acknowledged."""
-    async with open_disk(path) as disk:
+    async with open_disk(path, context, capacity_bytes=capacity_bytes) as disk:
         capacity = disk.backend.traits.capacity_blocks
         assert capacity is not None
         resident = deque(key for keys in disk.backend.contents() for key in keys)

@@ -9,16 +9,21 @@ import multiprocessing
 import os
 import random
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from kvtier.backend import Outcome
+from kvtier_backends.disk.format import OWN_PAGE_BYTES
 from tests.unit.backends.disk import _disk_child
-from tests.unit.backends.disk._disk import CAPACITY_BYTES, folder_bytes, open_disk
+from tests.unit.backends.disk._disk import CAPACITY_BYTES, CONTEXT, folder_bytes, open_disk
+from tests.unit.backends.disk._disk_child import NUMBERS_PER_CALL
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from kvtier.backend import BackendContext
 
 pytestmark = pytest.mark.anyio
 KILLS = int(os.environ.get("KVTIER_DISK_KILLS", "500"))
@@ -26,15 +31,23 @@ KILLS_PER_FOLDER = 20
 BLOCKS_FOUND_MIN = 0.9
 LIFE_S_MAX = 0.06
 
+#: A call's blocks have table pages of their own, unless a region ends among them.
+LARGE = replace(CONTEXT, block_bytes=OWN_PAGE_BYTES // NUMBERS_PER_CALL)
+LARGE_CAPACITY_BYTES = 64 << 20
+FOLDERS_PER_LARGE = 5
+
 # Each writer is forked from a process that has imported everything: a start takes milliseconds.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload([_disk_child.__name__, "pytest"])  # pytest is their __main__
 
 
-def run_and_kill(path: Path, first: int, life_s: float) -> list[int]:
+def run_and_kill(
+    path: Path, context: BackendContext, capacity_bytes: int, first: int, life_s: float
+) -> list[int]:
     """Let a child store until it is killed ``life_s`` later; returns what it acknowledged."""
     ours, theirs = PROCESSES.Pipe(duplex=False)
-    child = PROCESSES.Process(target=_disk_child.run, args=(str(path), first, theirs))
+    given = (str(path), context, capacity_bytes, first, theirs)
+    child = PROCESSES.Process(target=_disk_child.run, args=given)
     child.start()
     theirs.close()
     with ours, open(ours.fileno(), "rb", closefd=False) as said:
@@ -52,13 +65,17 @@ async def test_a_killed_writer_leaves_whole_blocks_and_a_bounded_folder(
 ) -> None:
     """Acknowledged blocks come back whole; a kill takes none but what the bound takes."""
     path = tmp_path / "kv"
+    context, capacity_bytes = CONTEXT, CAPACITY_BYTES
+    if folder % FOLDERS_PER_LARGE == 0:
+        context, capacity_bytes = LARGE, LARGE_CAPACITY_BYTES
     rng = random.Random(folder)
     newest: list[int] = []
     first = 1000
     for _ in range(min(KILLS_PER_FOLDER, KILLS)):
-        newest.extend(run_and_kill(path, first, rng.uniform(0, LIFE_S_MAX)))
-        assert folder_bytes(path) <= CAPACITY_BYTES
-        async with open_disk(path) as disk:
+        life_s = rng.uniform(0, LIFE_S_MAX)
+        newest.extend(run_and_kill(path, context, capacity_bytes, first, life_s))
+        assert folder_bytes(path) <= capacity_bytes
+        async with open_disk(path, context, capacity_bytes=capacity_bytes) as disk:
             assert disk.count("entries_beyond") == 0
             capacity = disk.backend.traits.capacity_blocks
             assert capacity is not None
@@ -72,4 +89,4 @@ async def test_a_killed_writer_leaves_whole_blocks_and_a_bounded_folder(
             assert await disk.store(first - 1) == [Outcome.DONE]
             newest = found
         first += 100_000
-        assert folder_bytes(path) <= CAPACITY_BYTES
+        assert folder_bytes(path) <= capacity_bytes
