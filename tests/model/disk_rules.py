@@ -68,7 +68,7 @@ class DiskRules(GpuRules):
         disk=PICKS,
         path=st.sampled_from(PATHS),
         calls=st.integers(0, 12),
-        until=st.sampled_from(["table", "blocks", ""]),
+        until=st.sampled_from(["table", "blocks", "another table", ""]),
         torn=st.tuples(PICKS, st.lists(st.integers(0, 2), min_size=1, max_size=4)),
         seed=st.one_of(st.none(), st.integers(0, 1 << 16)),
         comes_back=st.booleans(),
@@ -148,14 +148,22 @@ class DiskRules(GpuRules):
             self._work(chosen, calls, hanging)
 
     def _work(self, chosen: DiskTier, calls: int, hanging: Sequence[Call], until: str = "") -> None:
-        """End so many of a disk's calls, or fewer if one of a kind is under way before."""
+        """End so many of a disk's calls, or fewer if one of a kind is under way before.
+
+        "another table": one of a region that holds blocks already.
+        """
         for _ in range(calls):
             while waiting := [each for each in chosen.tier.mailboxes if each.waiting]:
                 self.world.cell.deliver(waiting[0])
             running = [at for at, call in enumerate(chosen.calls) if call not in hanging]
-            if not running or any(call.kind == until for call in chosen.calls):
+            if not running or any(self._is(call, until, chosen) for call in chosen.calls):
                 break
             chosen.end(running[0])
+
+    def _is(self, call: Call, kind: str, disk: DiskTier) -> bool:
+        if kind == "another table":
+            return call.kind == "table" and disk.holds_blocks_in(call.region)
+        return call.kind == kind
 
     @precondition(lambda self: any(each.blocks for each in self.world.disks))
     @rule(disk=PICKS, which=PICKS, count=st.integers(1, 4))

@@ -345,6 +345,10 @@ class DiskTier:
         """Return the digest that the index has for the block at a location."""
         return self._life.log.index.known(location).digest
 
+    def holds_blocks_in(self, region: int) -> bool:
+        """Tell whether a region has blocks that the index knows of."""
+        return any(self._place(location)[0] == region for location in self.blocks.values())
+
     def is_whole(self, key: Key, location: int) -> bool:
         """Tell whether the bytes on the disk are those that the index speaks of."""
         region, at = self._place(location)
@@ -486,10 +490,10 @@ class DiskTier:
             return
         counts = life.backend.counters()
         excused = counts.get("entries_over", 0) + counts.get("entries_expired", 0)
+        missing = before.keys() - found.keys()
+        if len(missing) > excused and not self.sick:
+            self.wrong.append(f"{missing} were not found again after a restart, {excused} may be")
         for key, digest in before.items():
-            if key in found:
-                is_older = found[key] in self.copies.gone.get(key, ())
-                if found[key] != digest and is_older and not self.sick:
-                    self.wrong.append(f"{key!r} came back as an older copy")
-            elif not excused and not self.sick:
-                self.wrong.append(f"{key!r} was not found again after a restart")
+            is_older = found.get(key) in self.copies.gone.get(key, ())
+            if key in found and found[key] != digest and is_older and not self.sick:
+                self.wrong.append(f"{key!r} came back as an older copy")
