@@ -11,8 +11,9 @@ A third party registers a class under the entry-point group
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, TypeAlias
 
@@ -98,6 +99,8 @@ class BackendContext:
     block_bytes: int
     namespace: Namespace
     tier_name: str  #: for log lines and thread names, e.g. ``"1:fs"``
+    engine_pid: int = field(default_factory=os.getpid)
+    """The process to name to people: a tier may run in another one, which they don't know."""
 
 
 @dataclass(frozen=True)

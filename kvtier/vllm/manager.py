@@ -28,7 +28,6 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtier.events import PRIMARY, Event, EventKind
 from kvtier.registry import backend_class
 from kvtier.runtime import open_runtime
-from kvtier.settings import read_settings
 from kvtier.states import BlockState
 from kvtier.vllm.metrics import MetricsExporter
 
@@ -74,9 +73,7 @@ def build_manager(
     *, spec: KVTierOffloadingSpec, memory: SlotMemory, namespace: Namespace, region: Region
 ) -> KVTierManager:
     """Start the runtime for one engine. Scheduler process only."""
-    config = read_settings(
-        spec.extra_config, slot_count=spec.slot_count, block_bytes=spec.block_bytes
-    )
+    config = spec.read_settings()
     facade = open_runtime(
         config,
         memory,

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     )
     from vllm.v1.kv_offload.config import OffloadingConfig
 
+    from kvtier.config import RuntimeConfig
+
 
 class Region(Protocol):
     """What the manager needs of the shared memory, on either kind of platform."""
@@ -118,7 +120,16 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
                 f"itself. Give it at least {(self._header_rows + 1) * self.kv_bytes_per_chunk}."
             )
         # Workers are built first: a bad key is refused before the model is loaded.
-        read_settings(self.extra_config, slot_count=self.slot_count, block_bytes=self.block_bytes)
+        self.read_settings()
+
+    def read_settings(self) -> RuntimeConfig:
+        """Return the configuration of this engine's runtime. Raises ``ConfigError``."""
+        return read_settings(
+            self.extra_config,
+            slot_count=self.slot_count,
+            block_bytes=self.block_bytes,
+            dp_rank=int(self.config.parallel.data_parallel_index),
+        )
 
     @property
     def slot_count(self) -> int:

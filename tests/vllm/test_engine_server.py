@@ -19,11 +19,11 @@ from tests.vllm.engine import flat_metrics, kvtier_config
 from tests.vllm.play import ours_in_shm, prompts_of, whole_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
 LENGTHS = [500, 900]
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 300.0  #: two engines import vLLM in six processes
 REQUEST_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 60.0
 POLL_S = 0.1
@@ -46,18 +46,20 @@ class Server:
         self.process = process
         self._port = port
 
-    def call(self, path: str, body: object = None) -> str:
+    def call(self, path: str, body: object = None, headers: Mapping[str, str] | None = None) -> str:
         """Send GET, or with a ``body`` POST, and return the answer's text."""
         request = urllib.request.Request(
             f"http://127.0.0.1:{self._port}{path}",
             data=None if body is None else json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
+            headers={"Content-Type": "application/json", **(headers or {})},
         )
         with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:
             text: str = answer.read().decode()
         return text
 
-    def complete(self, prompt: list[int], max_tokens: int = 8, **extra: Any) -> dict[str, Any]:
+    def complete(
+        self, prompt: list[int], max_tokens: int = 8, dp_rank: int = 0, **extra: Any
+    ) -> dict[str, Any]:
         """Return the tokens and how many tokens of the prompt were not computed."""
         body = {
             "prompt": prompt,
@@ -67,12 +69,24 @@ class Server:
             "return_token_ids": True,
             **extra,
         }
-        answer = json.loads(self.call("/v1/completions", body))
+        headers = {"X-data-parallel-rank": str(dp_rank)}
+        answer = json.loads(self.call("/v1/completions", body, headers))
         details = answer["usage"].get("prompt_tokens_details") or {}
         return {
             "tokens": answer["choices"][0]["token_ids"],
             "cached": details.get("cached_tokens") or 0,
         }
+
+    def complete_from_disk(self, prompt: list[int], cached: int, dp_rank: int) -> dict[str, Any]:
+        """Complete it until so many of its tokens come from disk: stores take a while."""
+        deadline_s = time.monotonic() + REQUEST_TIMEOUT_S
+        while True:
+            self.forget("?reset_external=true")  # memory, not the disk
+            answer = self.complete(prompt, dp_rank=dp_rank)
+            if answer["cached"] == cached:
+                return answer
+            assert time.monotonic() < deadline_s, answer
+            time.sleep(POLL_S)
 
     def forget(self, query: str = "") -> None:
         """Empty the prefix cache; refused while the last transfers end."""
@@ -106,7 +120,9 @@ class Server:
 
 
 @contextmanager
-def server(model: Path, extra_config: dict[str, Any], log_folder: Path) -> Iterator[Server]:
+def server(
+    model: Path, extra_config: dict[str, Any], log_folder: Path, engines: int = 1
+) -> Iterator[Server]:
     """Start a server and wait until it answers; it is gone afterwards in any case."""
     log_folder.mkdir(parents=True, exist_ok=True)
     log_path = log_folder / f"server-{time.monotonic_ns()}.log"
@@ -127,6 +143,7 @@ def server(model: Path, extra_config: dict[str, Any], log_folder: Path) -> Itera
         "--num-gpu-blocks-override": "70",
         "--max-model-len": "2048",
         "--seed": "0",
+        "--data-parallel-size": str(engines),
         "--kv-transfer-config": json.dumps(transfer),
     }
     flags = ["--enforce-eager", "--skip-tokenizer-init", "--enable-prompt-tokens-details"]
@@ -211,3 +228,21 @@ def test_a_server_that_is_killed_and_one_that_takes_over(
         second.process.send_signal(signal.SIGTERM)
         assert second.process.wait(STOP_TIMEOUT_S) is not None
     assert ours_in_shm(ENGINE_ID) == []
+
+
+def test_data_parallel_engines_have_a_disk_folder_each(
+    llama: Path, tmp_path: Path, log_folder: Path
+) -> None:
+    """One configuration for all; what one has stored, the other doesn't find."""
+    folders = [tmp_path / f"engine-{dp_rank}" for dp_rank in range(2)]
+    tier = {"type": "disk", "path": f"{tmp_path}/engine-{{dp_rank}}", "capacity_bytes": 16 << 20}
+    prompts = prompts_of(LENGTHS)
+    expected = whole_blocks(LENGTHS)
+    with server(llama, kvtier_config(secondary_tiers=[tier]), log_folder, engines=2) as running:
+        cold = [running.complete(each, dp_rank=rank) for rank, each in enumerate(prompts)]
+        assert [each["cached"] for each in cold] == [0, 0]
+        for rank, prompt in enumerate(prompts):
+            warm = running.complete_from_disk(prompt, expected[rank], dp_rank=rank)
+            assert warm["tokens"] == cold[rank]["tokens"]
+        assert all((folder / "lock").exists() for folder in folders)
+        assert running.complete(prompts[0], dp_rank=1) == cold[0]

@@ -162,7 +162,7 @@ class DiskBackend(Backend):
             return ConfigError(f"{reader.where}: path={given_path!r} {remedy}")
 
         seal_bytes = 0 if vault is None else SEAL_BYTES
-        claim = Claim(os.path.abspath(given_path), refuse)
+        claim = Claim(os.path.abspath(given_path), refuse, context.engine_pid)
         try:
             judged = judge_folder(
                 claim.path, capacity_bytes, context.block_bytes, seal_bytes, region_bytes
@@ -400,7 +400,9 @@ class DiskBackend(Backend):
             # Where nothing is mounted any more, the blocks would fill somebody else's disk.
             if await self._threads.run(partial(filesystem_of, self._path)) != self._filesystem:
                 return
-            claim = await self._threads.run(partial(Claim, self._path, ConfigError))
+            claim = await self._threads.run(
+                partial(Claim, self._path, ConfigError, self._claim.user_pid)
+            )
             self._claim = claim
             judged = await self._threads.run(partial(judge_again, self._path, self._plan))
             self._log = await self._begin(judged, 0)

@@ -62,7 +62,7 @@ _OPEN_FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC
 class User(NamedTuple):
     """Who has a folder claimed."""
 
-    pid: int | None  #: as the lock file has it; of the engine's own container, maybe
+    pid: int | None  #: the engine's, as the lock file has it; of its own container, maybe
 
     def __str__(self) -> str:
         return "another process" if self.pid is None else f"process {self.pid}"
@@ -117,9 +117,15 @@ def _usual_region_bytes(room: int, block_bytes: int, seal_bytes: int) -> int:
 class Claim:
     """A folder that belongs to this process until ``release``, or until it ends."""
 
-    def __init__(self, path: str, refuse: Callable[[str], ConfigError]) -> None:
-        """Make the folder if it is missing, and claim it. Raises ``ConfigError``."""
+    def __init__(
+        self, path: str, refuse: Callable[[str], ConfigError], user_pid: int | None = None
+    ) -> None:
+        """Make the folder if it is missing, and claim it. Raises ``ConfigError``.
+
+        ``user_pid``: the process to name to whoever comes later; without one, this process.
+        """
         self.path = path
+        self.user_pid = os.getpid() if user_pid is None else user_pid
         self._descriptor: int | None = None
         try:
             make_folders(path)
@@ -173,11 +179,12 @@ class Claim:
             os.close(descriptor)
             raise refuse(
                 f"is in use by {owner}: a disk tier belongs to one engine. Stop that engine, "
-                "or name another folder."
+                "or name another folder; data-parallel engines each need their own, with "
+                "{dp_rank} in its name."
             )
         with suppress(OSError):  # the number is for people; a full disk is no reason to refuse
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+            os.pwrite(descriptor, f"{self.user_pid}\n".encode(), 0)
         return descriptor
 
 

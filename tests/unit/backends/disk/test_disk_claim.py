@@ -72,6 +72,14 @@ def test_a_look_at_the_lock_keeps_no_engine_from_starting(tmp_path: Path, naps: 
     assert claim(tmp_path / "kv").stands()
 
 
+@pytest.mark.usefixtures("naps")
+def test_a_claim_names_the_engine_though_the_tier_runs_elsewhere(tmp_path: Path) -> None:
+    held = Claim(str(tmp_path / "kv"), ConfigError, user_pid=4711)
+    with pytest.raises(ConfigError, match="is in use by process 4711:"):
+        claim(tmp_path / "kv")
+    assert held.stands()
+
+
 def test_a_lock_that_stays_is_refused_after_a_bounded_wait(tmp_path: Path, naps: Naps) -> None:
     held = claim(tmp_path / "kv")
     open_before = times_open(tmp_path / "kv" / LOCK_NAME)
@@ -79,7 +87,8 @@ def test_a_lock_that_stays_is_refused_after_a_bounded_wait(tmp_path: Path, naps:
         claim(tmp_path / "kv")
     assert str(refused.value) == (
         f"is in use by process {os.getpid()}: a disk tier belongs to one engine. "
-        "Stop that engine, or name another folder."
+        "Stop that engine, or name another folder; data-parallel engines each need their own, "
+        "with {dp_rank} in its name."
     )
     assert sum(naps.seconds) == pytest.approx(LOCK_WAIT_S_MAX)
     assert open_before > 0
