@@ -26,6 +26,8 @@ LEFT: Final = 1
 
 _AGE: Final = re.compile(r"([0-9]{1,9})([smhd])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_OF_ANY_AGE_S: Final = 1 << 32
+"""After any time that a table can name: a clock that ran ahead must not keep blocks."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,19 +73,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _before_s(arguments: argparse.Namespace) -> int:
     """Return the time before which blocks are to go. Raises ``ConfigError``."""
-    if arguments.all and (arguments.older_than or arguments.namespace):
+    some = arguments.older_than is not None or arguments.namespace is not None
+    if arguments.all and some:
         raise ConfigError("--all excludes --older-than and --namespace. Give it alone.")
-    if not (arguments.all or arguments.older_than or arguments.namespace):
+    if not (arguments.all or some):
         raise ConfigError("nothing is selected. Give --older-than, --namespace or --all.")
-    now_s = int(time.time())
+    if arguments.namespace == "":
+        raise ConfigError("--namespace '' is no digest. Give its first digits, or leave it out.")
     if arguments.older_than is None:
-        return now_s + 1
+        return _OF_ANY_AGE_S
     found = _AGE.fullmatch(arguments.older_than)
     if found is None:
         raise ConfigError(
             f"--older-than {arguments.older_than!r} is no age. Write one such as 30m, 12h or 7d."
         )
-    return max(0, now_s - int(found[1]) * _SECONDS[found[2]])
+    return max(0, int(time.time()) - int(found[1]) * _SECONDS[found[2]])
 
 
 def _selection(folder: Folder, arguments: argparse.Namespace, before_s: int) -> Selection:
@@ -92,7 +96,7 @@ def _selection(folder: Folder, arguments: argparse.Namespace, before_s: int) -> 
     from kvtier_backends.disk.listing import list_folder  # noqa: PLC0415 - as in run
     from kvtier_backends.disk.purging import Selection  # noqa: PLC0415 - as in run
 
-    if not arguments.namespace:
+    if arguments.namespace is None:
         return Selection(before_s, all_of_it=bool(arguments.all))
     numbers = folder.files.numbers()
     with progress("looking for the namespace", len(numbers)) as bar:

@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tiers.add_argument(
         "--block-bytes",
         type=_block_bytes,
+        default=BLOCK_BYTES,
         metavar="SIZE",
         help="of one block (default: 16KiB)",
     )
@@ -127,9 +128,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _block_bytes(text: str) -> int:
     try:
-        return read_bytes(text, "--block-bytes")
+        size = read_bytes(text, "--block-bytes")
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"--block-bytes={text!r} must be at least 1.")
+    return size
 
 
 def _engine(arguments: argparse.Namespace) -> tuple[EngineModel, bool]:
@@ -161,7 +165,7 @@ def _settings(
         dram=arguments.dram,
         tiers=arguments.tier,
         policy=arguments.policy,
-        block_bytes=arguments.block_bytes or BLOCK_BYTES,
+        block_bytes=arguments.block_bytes,
         distinct_blocks=trace.distinct_blocks,
     )
     return settings.ReplaySettings(

@@ -63,6 +63,7 @@ def run_size(arguments: argparse.Namespace) -> int:
             raise ConfigError("--pictures needs --trace: without one there is nothing to draw.")
         check_report_options(arguments)
         block_tokens = arguments.block_tokens or BLOCK_TOKENS
+        _tier_blocks(asked.tiers, token_bytes * block_tokens, 1)  # refuses what holds none
         _show_model(asked, block_tokens)
         report = _json_of_model(asked, block_tokens)
         if asked.tiers:
@@ -218,8 +219,8 @@ def _tier_blocks(tiers: Mapping[str, int], block_bytes: int, distinct: int) -> d
         blocks[name] = min(size // block_bytes, distinct)
         if not blocks[name]:
             raise ConfigError(
-                f"--tiers: {name} has {size:,} bytes, and a block of the trace takes "
-                f"{block_bytes:,}. Make it larger."
+                f"--tiers: {name} has {size:,} bytes, and a block takes {block_bytes:,}. "
+                "Make it larger, with a unit such as GiB."
             )
     return blocks
 

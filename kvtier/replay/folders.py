@@ -33,25 +33,28 @@ class Folders:
         self._made: list[Path] = []
         self._were_empty: list[Path] = []
 
-    def claim(self, name: str) -> None:
-        """Make the folder, or check that it may be used. Raises ``ConfigError``."""
+    def claim(self, key: str, name: str) -> None:
+        """Make the folder ``name``, or check that it may be used. Raises ``ConfigError``.
+
+        ``key`` is what the tier calls it.
+        """
         path = Path(name).absolute()
         try:
             if not path.exists():
                 self._make(path)
             elif not path.is_dir():
-                raise ConfigError(f"root_dir={name!r} is not a folder. Name a folder.")
+                raise ConfigError(f"{key}={name!r} is not a folder. Name a folder.")
             elif next(path.iterdir(), None) is None:
                 self._were_empty.append(path)
             elif not self._keep:
                 raise ConfigError(
-                    f"root_dir={name!r} is not empty, and a replay removes what it leaves there. "
+                    f"{key}={name!r} is not empty, and a replay removes what it leaves there. "
                     "Name a folder that is empty or does not exist, or pass --keep: then what is "
                     "there stays, and blocks that an earlier replay of this trace kept are hits."
                 )
         except OSError as error:
             raise ConfigError(
-                f"root_dir={name!r} cannot be used ({error.strerror or error}). Name another."
+                f"{key}={name!r} cannot be used ({error.strerror or error}). Name another."
             ) from error
 
     def to_remove(self) -> list[Path]:

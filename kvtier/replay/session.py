@@ -16,6 +16,7 @@ from kvtier.replay.clock import ReplayClock
 from kvtier.replay.folders import Folders
 from kvtier.replay.gpu import StandInGpu
 from kvtier.replay.player import Player
+from kvtier.replay.settings import FOLDER_KEYS
 from kvtier.runtime import open_runtime
 
 if TYPE_CHECKING:
@@ -82,8 +83,9 @@ def replay(
     leftovers: list[str] = []
     try:
         for tier in settings.runtime.tiers:
-            if "root_dir" in tier.options:
-                folders.claim(str(tier.options["root_dir"]))
+            key = FOLDER_KEYS.get(tier.type)
+            if key is not None and key in tier.options:
+                folders.claim(key, str(tier.options[key]))
         played = _play(trace, settings, should_stop, progress)
     finally:
         pieces = folders.to_remove()

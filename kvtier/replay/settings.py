@@ -26,6 +26,9 @@ SHORT_TIERS: Final = {
 }
 """What a short tier gives behind its type, each after a colon."""
 
+FOLDER_KEYS: Final = {"fs": "root_dir", "disk": "path"}
+"""What names the folder of a tier that keeps its blocks in one."""
+
 _SHARE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
 
@@ -44,8 +47,14 @@ def read_slots(text: str, *, block_bytes: int, distinct_blocks: int) -> int:
     """Return the slots in a size, or in a share of the trace's distinct blocks such as 2%."""
     share = _SHARE.fullmatch(text)
     if share is not None:
-        return int(distinct_blocks * float(share[1]) / 100)
-    return read_bytes(text, "--dram") // block_bytes
+        slots = int(distinct_blocks * float(share[1]) / 100)
+        what = f"of {distinct_blocks} distinct blocks"
+    else:
+        slots = read_bytes(text, "--dram") // block_bytes
+        what = f"holds no block of {block_bytes} bytes"
+    if slots < 1:
+        raise ConfigError(f"--dram={text!r} {what}: the primary tier has no slot. Raise it.")
+    return slots
 
 
 def read_config_file(path: str) -> dict[str, Any]:

@@ -114,6 +114,7 @@ def test_ctrl_c_shows_the_curve_so_far_and_recommends_nothing(
         ([*MODEL, "--tiers", "dram"], "not one more TIER=VALUE"),
         ([*MODEL, "--tiers", "dram=1GiB,dram=2GiB"], "not one more TIER=VALUE"),
         ([*MODEL, "--tiers", "dram=much"], "dram='much'"),
+        ([*MODEL, "--tiers", "dram=256"], "dram has 256 bytes, and a block takes"),
         ([*MODEL, "--price", "dram=free"], "not a price above 0"),
         ([*MODEL, "--price", "dram=nan"], "not a price above 0"),
         ([*MODEL, "--price", "dram=0"], "not a price above 0"),

@@ -108,6 +108,9 @@ def test_two_tiers_may_come_from_a_configuration_of_vllms(trace, tmp_path, capsy
     [
         (["--tier", "fs:x"], "no size"),
         (["--dram", "lots"], "--dram='lots' is not a size"),
+        (["--dram", "1KiB"], "--dram='1KiB' holds no block of 4096 bytes"),
+        (["--dram", "0%"], "--dram='0%' of"),
+        (["--dram", "50%", "--json", "-"], "- is no file here"),
         (["--dram", "50%", "--speed", "fast"], "--speed 'fast'"),
         (["--dram", "50%", "--speed", "0"], "speed=0.0 must be above 0"),
         (["--dram", "50%", "--policy", "none"], "eviction_policy='none'"),
@@ -124,11 +127,17 @@ def test_what_cannot_be_done_is_refused_before_anything_is_made(
     assert list(tmp_path.iterdir()) == [trace]
 
 
-def test_a_folder_with_something_in_it_is_refused_and_stays(trace, tmp_path, capsys) -> None:
+@pytest.mark.parametrize(
+    ("kind", "rest", "key"), [("fs", "", "root_dir"), ("disk", ":8MiB", "path")]
+)
+def test_a_folder_with_something_in_it_is_refused_and_stays(
+    trace, tmp_path, capsys, kind, rest, key
+) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "precious").write_text("x")
-    assert replay(trace, "--dram", "50%", "--tier", f"fs:{tmp_path / 'mine'}") == BAD_INPUT
-    assert "is not empty" in capsys.readouterr().err
+    tier = f"{kind}:{tmp_path / 'mine'}{rest}"
+    assert replay(trace, "--dram", "50%", "--tier", tier) == BAD_INPUT
+    assert f"{key}='{tmp_path / 'mine'}' is not empty" in capsys.readouterr().err
     assert (tmp_path / "mine" / "precious").read_text() == "x"
 
 
@@ -190,3 +199,11 @@ def until(done: Callable[[], bool]) -> None:
             return
         pause.wait(0.01)
     raise AssertionError("it never came to pass")
+
+
+def test_a_disk_tiers_folder_is_removed_unless_it_is_to_be_kept(trace, tmp_path) -> None:
+    given = ("--dram", "50%", "--tier", f"disk:{tmp_path / 'made' / 'kv'}:8MiB")
+    assert replay(trace, *given) == 0
+    assert list(tmp_path.iterdir()) == [trace]
+    assert replay(trace, *given, "--keep") == 0
+    assert (tmp_path / "made" / "kv" / "superblock").exists()

@@ -95,7 +95,7 @@ def test_what_the_engine_would_refuse_is_refused() -> None:
         runtime({"evicton_policy": "lru"}, dram="10%")
     with pytest.raises(ConfigError, match="no size"):
         runtime({})
-    with pytest.raises(ConfigError, match="slot_count=0"):
+    with pytest.raises(ConfigError, match="the primary tier has no slot"):
         runtime({}, dram="0.01%")
 
 
@@ -127,7 +127,7 @@ def fill(folder: Path) -> None:
 
 def use(folders: Folders, folder: Path) -> list[str]:
     """Claim a folder, put things in, and remove what is to go."""
-    folders.claim(str(folder))
+    folders.claim("root_dir", str(folder))
     fill(folder)
     pieces = folders.to_remove()
     done: list[int] = []
@@ -154,7 +154,7 @@ def test_what_was_in_a_folder_is_never_removed(tmp_path) -> None:
     (tmp_path / "precious").write_text("x")
     folders = Folders(keep=False)
     with pytest.raises(ConfigError, match="is not empty"):
-        folders.claim(str(tmp_path))
+        folders.claim("root_dir", str(tmp_path))
     assert folders.remove(folders.to_remove(), lambda _: None) == []
     use(Folders(keep=True), tmp_path)
     assert (tmp_path / "precious").exists()
@@ -166,7 +166,7 @@ def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path) -> None:
     outside.mkdir()
     (outside / "precious").write_text("x")
     folders = Folders(keep=False)
-    folders.claim(str(tmp_path / "made"))
+    folders.claim("root_dir", str(tmp_path / "made"))
     (tmp_path / "made" / "link").symlink_to(outside)
     assert folders.remove(folders.to_remove(), lambda _: None) == []
     assert list(tmp_path.iterdir()) == [outside]
@@ -176,6 +176,6 @@ def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path) -> None:
 def test_a_file_in_a_folders_place_is_refused(tmp_path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="is not a folder"):
-        Folders(keep=False).claim(str(tmp_path / "file"))
+        Folders(keep=False).claim("root_dir", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match="file"):
-        Folders(keep=False).claim(str(tmp_path / "file/below"))
+        Folders(keep=False).claim("root_dir", str(tmp_path / "file/below"))
