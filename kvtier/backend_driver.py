@@ -7,6 +7,7 @@ backend can't serve wrong bytes, only lose right ones.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -19,7 +20,6 @@ from kvtier.logs import log
 from kvtier.threads import DaemonThreads
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable, Sequence
 
     from kvtier.backend import Backend
@@ -54,6 +54,7 @@ class BackendDriver:
         report: Callable[[Message], None],
     ) -> None:
         self.tasks: asyncio.TaskGroup
+        self.may_tell: Callable[[], bool] = lambda: True  #: whether the link keeps up
         self._name = name
         self._backend = backend
         self._memory = memory
@@ -83,10 +84,28 @@ class BackendDriver:
             if told >= CONTENTS_A_PAUSE:
                 told = 0
                 await anyio.sleep(CONTENTS_PAUSE_S)
+                # Else answers would have to queue up behind. Nobody says when it has gone.
+                while not self.may_tell():  # noqa: ASYNC110
+                    await anyio.sleep(CONTENTS_PAUSE_S)
 
     def is_quiet(self) -> bool:
-        """Tell whether no thread of the driver or the backend may touch a slot any more."""
-        return self._digests.busy() == 0 and self._backend.busy_threads() == 0
+        """Tell whether no thread of the driver or the backend may touch a slot any more.
+
+        A backend that cannot say may touch them all. Any thread.
+        """
+        try:
+            return self._digests.busy() == 0 and self._backend.busy_threads() == 0
+        except Exception as error:  # noqa: BLE001 - a backend may raise anything
+            self._log_once(error, "busy_threads")
+            return False
+
+    def counters(self) -> dict[str, int]:
+        """Return the backend's own counts, none if it cannot say. Any thread."""
+        try:
+            return {str(name): int(count) for name, count in self._backend.counters().items()}
+        except Exception as error:  # noqa: BLE001 - a backend may raise anything
+            self._log_once(error, "counters")
+            return {}
 
     def stop(self) -> None:
         """Let the digest threads end."""
@@ -102,7 +121,9 @@ class BackendDriver:
             else:
                 present = await self._backend.probe(message.keys)
                 outcomes = tuple(Outcome.DONE if each else Outcome.ABSENT for each in present)
-        except Exception as error:  # noqa: BLE001 - a backend may raise anything
+        except BaseException as error:  # a backend may raise anything
+            if _is_for_us(error):
+                raise
             self._log_once(error, type(message).__name__)
             outcomes = (Outcome.FAILED,) * len(message.keys)
         seconds = time.perf_counter() - started
@@ -156,11 +177,19 @@ class BackendDriver:
         except Exception as error:  # noqa: BLE001 - a backend may raise anything
             self._log_once(error, "removal of damaged blocks")
 
-    def _log_once(self, error: Exception, what: str) -> None:
+    def _log_once(self, error: BaseException, what: str) -> None:
         kind = type(error).__name__
         if kind not in self._raised:
             self._raised.add(kind)
             log.warning("backend raised", tier=self._name, part=what, error=f"{kind}: {error}")
+
+
+def _is_for_us(error: BaseException) -> bool:
+    """Tell whether it ends this task, and is not a backend's own."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is None or task.cancelling() > 0
+    return isinstance(error, GeneratorExit)
 
 
 def _expect(answers: int, blocks: int) -> None:

@@ -323,6 +323,7 @@ class SchedulerFacade:
         now = self._clock()
         if now - self._last_tick >= TICK_S:
             self._last_tick = now
+            self._take_from_tiers()
             self._ask(m.Tick(now=now))
             self._wake_tiers()
 

@@ -6,6 +6,7 @@ writes nothing.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -28,10 +29,20 @@ class LazyLogger:
         self.write("error", event, {"exc_info": exc_info, **fields})
 
     def write(self, level: str, event: str, fields: Mapping[str, Any]) -> None:
-        """Write a line by the logger's method ``level``."""
-        import structlog  # noqa: PLC0415 - see the module's docstring
+        """Write a line by the logger's method ``level``.
 
-        getattr(structlog.get_logger("kvtier"), level)(event, **fields)
+        One that can't be written is dropped: the disk with the log may be full, or its reader
+        gone, and that must stop nobody.
+        """
+        with suppress(Exception):
+            import structlog  # noqa: PLC0415 - see the module's docstring
+
+            getattr(structlog.get_logger("kvtier"), level)(event, **fields)
+
+
+def printable(text: str) -> str:
+    """Return text that every encoder takes: parts of file names may be no characters at all."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 log: Final = LazyLogger()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import os
 import queue
 import threading
@@ -118,7 +119,10 @@ class DaemonThreads:
         self._unended: set[asyncio.Future[Any]] = set()
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Run ``call()`` in one of the threads and return what it returns or raises."""
+        """Run ``call()`` in one of the threads and return what it returns or raises.
+
+        Raises ``OSError`` if there is no thread, and none can be started.
+        """
         if len(self._threads) < self._count:
             self._start_one()
         loop = asyncio.get_running_loop()
@@ -140,8 +144,13 @@ class DaemonThreads:
         thread = threading.Thread(
             target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True
         )
+        try:
+            thread.start()
+        except RuntimeError as no_thread:
+            if self._threads:
+                return  # the others do it, and the next call tries again
+            raise OSError(errno.EAGAIN, "no thread can be started") from no_thread
         self._threads.append(thread)
-        thread.start()
 
     def _work(self) -> None:
         while (work := self._queue.get()) is not None:

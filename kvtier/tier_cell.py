@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import anyio
 
 from kvtier.backend_driver import BackendDriver
+from kvtier.logs import printable
 from kvtier.policies.actor import PolicyActor
 from kvtier.secondary_tier import SecondaryTier
 
@@ -220,4 +221,4 @@ def innermost(error: BaseException) -> BaseException:
 def reason_of(error: BaseException) -> str:
     """Return why a life ended, as it is told and logged."""
     cause = innermost(error)
-    return f"{type(cause).__name__}: {cause}"
+    return printable(f"{type(cause).__name__}: {cause}")

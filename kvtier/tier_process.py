@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kvtier import messages as m
-from kvtier.errors import ConfigError, InternalError, KVTierError, StoreFault
+from kvtier.errors import ConfigError, InternalError, StoreFault
 from kvtier.logs import log
 from kvtier.tier_cell import ABANDON_S, RESTART_PAUSE_S, RESTART_PAUSE_S_MAX, TierHost
 from kvtier.tier_channel import (
@@ -238,12 +238,12 @@ class TierProcess(TierHost):
         """Start another process. False: its backend can't be made or opened."""
         try:
             child = _Child(self._tier, self._context, self._memory)
-        except (KVTierError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - another version's process may say anything
             self._log_broke(str(error))
             return False
         try:
             early = self._open(child)
-        except (StoreFault, msgspec.DecodeError) as error:
+        except Exception as error:  # noqa: BLE001 - as above
             self._log_broke(str(error))
             child.kill()
             return False

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 import structlog
 
+from kvtier.logs import printable
 from kvtier.tier_channel import Fields, Level
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def send_log_to(say: Say) -> None:
     def pass_on(
         _logger: object, level: str, fields: MutableMapping[str, Any]
     ) -> MutableMapping[str, Any]:
-        event = str(fields.pop("event", ""))
+        event = printable(str(fields.pop("event", "")))
         say(_level(level), event, {name: _plain(value) for name, value in fields.items()})
         raise structlog.DropEvent
 
@@ -42,7 +43,7 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Pass one line on."""
         level = _level(logging.getLevelName(record.levelno).lower())
-        self._say(level, self.format(record), {"logger": record.name})
+        self._say(level, printable(self.format(record)), {"logger": record.name})
 
 
 def _level(name: str) -> Level:
@@ -50,4 +51,9 @@ def _level(name: str) -> Level:
 
 
 def _plain(value: object) -> str | int | float | bool | None:
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
+    """Return what can be sent as it is, or a text of it."""
+    if isinstance(value, float | bool | None):
+        return value
+    if isinstance(value, int) and abs(value) < 1 << 63:
+        return value
+    return printable(str(value))

@@ -13,6 +13,7 @@ import asyncio
 import gc
 import os
 import pickle
+import resource
 import signal
 import socket
 import sys
@@ -45,9 +46,8 @@ from kvtier.tier_channel import (
 from kvtier.tier_process_log import send_log_to
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
-    from kvtier.backend import Backend
     from kvtier.messages import Message
     from kvtier.tier_channel import Fields, Level
 
@@ -69,9 +69,9 @@ Python's own 5 ms are longer than a disk takes for what it is given: it would st
 class Outbox:
     """The link's mailbox, as the tier's actors see it. Loop thread only, but for ``say``."""
 
-    def __init__(self, channel: Channel[Any], backend: Backend) -> None:
+    def __init__(self, channel: Channel[Any]) -> None:
+        self.counters: Callable[[], dict[str, int]] = dict  #: what the backend counts
         self._channel = channel
-        self._backend = backend
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_flushing = False  # a flush is to come
         self._counted: dict[str, int] = {}
@@ -138,7 +138,7 @@ class Outbox:
 
     def _count(self) -> None:
         self._counted_at = time.monotonic()
-        counted = dict(self._backend.counters())
+        counted = self.counters()
         if counted != self._counted:
             self._counted = counted
             self.post(Counted(counters=counted))
@@ -178,6 +178,8 @@ def main(channel_descriptor: int, memory_descriptor: int, sent_descriptor: int) 
     for number in (signal.SIGINT, signal.SIGTERM):
         # They are sent to whole groups of processes: the engine has them too, and decides.
         signal.signal(number, signal.SIG_IGN)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # a disk tier holds some a gigabyte
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     end = socket.socket(fileno=channel_descriptor)
     end.set_inheritable(False)  # else a process of the backend's could keep it open
     channel: Channel[Any] = Channel(end, ToTier, counted=SendCount(sent_descriptor))
@@ -194,27 +196,30 @@ def main(channel_descriptor: int, memory_descriptor: int, sent_descriptor: int) 
         return
     _answer(channel, Ready(traits=backend.traits, place=backend.place))
     first, *others = _next(channel)
-    outbox = Outbox(channel, backend)
+    outbox = Outbox(channel)
     if isinstance(first, Begin):
         send_log_to(outbox.say)
         inbox = Inbox(channel)
         policy = policy_maker(setup.tier, backend.traits)
         inbox.cell = TierCell(setup.tier.name, backend, memory, outbox, policy)
+        outbox.counters = inbox.cell.driver.counters
+        inbox.cell.driver.may_tell = lambda: channel.is_flushed
         inbox.hand_in(others)
         # What was imported stays: a collection that walked it would hold up a load by 15 ms.
         gc.collect()
         gc.freeze()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
-            anyio.run(partial(_live, inbox, outbox))
-        except Exception as error:  # noqa: BLE001 - a bug in a tier ends its process, no other
+            anyio.run(partial(_live, inbox, outbox, setup.context.engine_pid))
+        except BaseException as error:  # noqa: BLE001 - a bug in a tier ends its process, no other
             outbox.post(m.TierBroke(reason=reason_of(error)))
     outbox.close()
     # A call that hangs in a thread is not waited for.
     os._exit(0)
 
 
-async def _live(inbox: Inbox, outbox: Outbox) -> None:
+async def _live(inbox: Inbox, outbox: Outbox, engine_pid: int) -> None:
+    _end_with(engine_pid)
     with outbox.on_this_loop():
         await inbox.cell.live(
             inbox,
@@ -222,6 +227,17 @@ async def _live(inbox: Inbox, outbox: Outbox) -> None:
             is_ending=lambda: inbox.is_ending,
             is_abandoned=lambda: False,
         )
+
+
+def _end_with(engine_pid: int) -> None:
+    """End when that process does, though a process forked from it may hold the channel open."""
+    try:
+        engine = os.pidfd_open(engine_pid)
+    except ProcessLookupError:
+        os._exit(1)
+    except OSError:  # not allowed here: the channel tells in all other cases
+        return
+    asyncio.get_running_loop().add_reader(engine, os._exit, 1)
 
 
 def _answer(channel: Channel[Any], message: Message) -> None:

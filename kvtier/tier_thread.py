@@ -111,7 +111,7 @@ class TierThread(TierHost):
 
     def counters(self) -> Mapping[str, int]:
         """Return the backend's own counts. May wait for a lock of its threads."""
-        return self.backend.counters()
+        return self._cell.driver.counters()
 
     def ask_to_end(self) -> None:
         """Take nothing more, end what was begun, then end. Returns at once."""
@@ -144,7 +144,7 @@ class TierThread(TierHost):
                     self.backend = self._make_backend()
                     self._cell = self._new_cell()
                 anyio.run(self._live)
-            except Exception as error:  # noqa: BLE001 - a bug in a tier must not reach the engine
+            except BaseException as error:  # noqa: BLE001 - a bug in a tier must not end its thread
                 self._break_down(error)
                 if time.monotonic() - began_s > RESTART_PAUSE_S_MAX:
                     pause_s = RESTART_PAUSE_S  # this one was well for a while
@@ -160,7 +160,7 @@ class TierThread(TierHost):
             is_abandoned=lambda: self._abandoned,
         )
 
-    def _break_down(self, error: Exception) -> None:
+    def _break_down(self, error: BaseException) -> None:
         with self._taking:
             self._is_taking = False
             self._cell.arrived.clear()

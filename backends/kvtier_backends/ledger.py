@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -14,7 +15,13 @@ if TYPE_CHECKING:
 
 EPISODE_S_MIN: Final = 60.0
 
-logger = structlog.get_logger(__name__)
+_logger = structlog.get_logger(__name__)
+
+
+def warn(event: str, **fields: object) -> None:
+    """Write a line to the log. One that can't be written is dropped: that must stop nobody."""
+    with suppress(Exception):
+        _logger.warning(event, **fields)
 
 
 class Ledger:
@@ -52,7 +59,7 @@ class Ledger:
             if kind in self._open[side]:
                 return
             self._open[side][kind] = time.monotonic()
-        logger.warning(
+        warn(
             self._event,
             kind=name,
             tier=self._tier_name,

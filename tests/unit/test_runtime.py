@@ -138,3 +138,22 @@ def test_memory_that_does_not_fit_is_refused() -> None:
     config = RuntimeConfig(slot_count=2, block_bytes=BLOCK_BYTES)
     with pytest.raises(ConfigError, match=r"memory of 4 slots .* does not fit slot_count=2"):
         open_runtime(config, SlotMemory.anonymous(4, BLOCK_BYTES), Namespace({}))
+
+
+def test_a_tier_in_a_process_answers_though_no_step_ends(tmp_path: Path) -> None:
+    disk = {"type": "disk", "path": str(tmp_path / "kv"), "capacity_bytes": 4 << 20}
+    runtime = Runtime(tmp_path, secondary_tiers=[{**disk, "probe_timeout_s": WAIT_S}])
+    runtime.store(KEYS)
+    facade = runtime.facade
+    facade.reset()
+    facade.on_reset_flushed()
+    facade.on_request_started("r")
+    pause = threading.Event()
+    found = None
+    for _ in range(int(WAIT_S * 1000)):
+        found = facade.lookup_prefix(KEYS[:3], "r")
+        if found is not None:
+            break
+        pause.wait(0.001)
+    assert found == 3
+    assert facade.close() is True

@@ -88,3 +88,26 @@ def test_idle_threads_keep_no_loop_and_no_result_alive() -> None:
     assert result() is None
     assert loop() is None
     threads.stop()
+
+
+async def test_a_thread_that_cannot_be_started_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads = DaemonThreads(2, "test")
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        for _ in range(3):
+            with pytest.raises(OSError, match="no thread can be started"):
+                await threads.run(lambda: 7)
+        assert threads.busy() == 0
+    assert await threads.run(lambda: 7) == 7
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        assert await threads.run(lambda: 8) == 8, "the one that runs does it"
+    assert await threads.run(lambda: 9) == 9
+    assert len(threads._threads) == 2
+    threads.stop()

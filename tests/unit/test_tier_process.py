@@ -371,3 +371,77 @@ def is_running(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_text_that_is_none_is_sent_all_the_same() -> None:
+    """Parts of file names may be no characters: one must not keep all other messages back."""
+    program = (
+        "import structlog\n"
+        "from kvtier.tier_process_log import send_log_to\n"
+        "from kvtier.tier_channel import Logged\n"
+        "import msgspec\n"
+        "def say(level, event, fields):\n"
+        "    msgspec.msgpack.encode(Logged(level=level, event=event, fields=fields))\n"
+        "    print(level, event, fields['path'], fields['size'])\n"
+        "send_log_to(say)\n"
+        "structlog.get_logger().warning('bad \\udcff name', path='x\\udcff', size=1 << 80)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == f"warning bad \\udcff name x\\udcff {1 << 80}"
+
+
+def test_a_new_process_that_speaks_another_language_is_tried_again(
+    benches: list[Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an upgrade under a running engine: the watcher must not end over it."""
+    bench = Bench(memory_tier())
+    benches.append(bench)
+    bench.store(KEYS[:1], (0,))
+    tried: list[str] = []
+    real = tier_process._Child._wait_until_ready
+
+    def wait_until_ready(child: Any, name: str) -> Any:
+        tried.append(name)
+        if len(tried) < 3:
+            raise msgspec.ValidationError("Invalid value 'Ready2'")
+        return real(child, name)
+
+    monkeypatch.setattr(tier_process._Child, "_wait_until_ready", wait_until_ready)
+    os.kill(bench.pid, signal.SIGKILL)
+    bench.next_of(m.TierRestarted)
+    assert len(tried) == 3
+
+
+def test_a_tier_ends_with_its_engine_though_a_fork_of_it_lives_on(tmp_path: Path) -> None:
+    """The fork has the channel's other end as well, so the channel doesn't end."""
+    program = (
+        "import os, sys, time\n"
+        "from kvtier import Namespace, RuntimeConfig, SlotMemory, open_runtime\n"
+        f"tier = {{'type': 'disk', 'path': {str(tmp_path / 'kv')!r}, 'capacity_bytes': 4 << 20}}\n"
+        "config = RuntimeConfig.from_mapping(\n"
+        "    {'secondary_tiers': [tier]}, slot_count=4, block_bytes=8192)\n"
+        "facade = open_runtime(config, SlotMemory.anonymous(4, 8192), Namespace({'m': 'x'}))\n"
+        "fork = os.fork()\n"
+        "if not fork:\n"
+        "    sys.stdin.read()\n"
+        "    os._exit(0)\n"
+        "print(facade._tiers[0]._child.process.pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as engine:
+        assert engine.stdout is not None
+        tier = int(engine.stdout.readline())
+        wait_for(lambda: has_ended_or_is_a_zombie(tier))
+        engine.communicate()  # which ends the fork
+
+
+def has_ended_or_is_a_zombie(pid: int) -> bool:
+    """Nobody may be left to wait for it."""
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True

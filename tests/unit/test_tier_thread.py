@@ -5,6 +5,7 @@ The link's end is a queue, so a test waits for a message and never for a clock.
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from kvtier.backend import (
     Outcome,
     StoreBlock,
 )
+from kvtier.backend_driver import BackendDriver
 from kvtier.memory import SlotMemory
 from kvtier.policies.lru import LRUPolicy
 from kvtier.tier_thread import TierThread
@@ -325,3 +327,93 @@ def test_a_tier_with_a_capacity_keeps_to_it_and_says_what_it_dropped(
     assert set(backend.blocks) == {keys[0], keys[1], b"x", b"y"}
     assert bench.post(m.Probe(probe=3, keys=(keys[0], keys[3])))
     assert bench.link.next().present == (True, False)
+
+
+class Speechless(DictBackend):
+    """It cannot even say how it is."""
+
+    def counters(self) -> dict[str, int]:
+        raise TypeError("no counts")
+
+    def busy_threads(self) -> int:
+        raise TypeError("no threads")
+
+
+def test_a_backend_that_cannot_say_how_it_is_has_no_counts_and_may_be_busy() -> None:
+    bench = Bench(Speechless())
+    assert bench.store((b"a",), (0,)).outcomes == (Outcome.DONE,)
+    assert bench.cell.counters() == {}
+    assert bench.cell.close(WAIT_S) is False, "nobody knows whether it still writes to a slot"
+
+
+class Panic(BaseException):
+    """What extensions in other languages raise."""
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, Panic, SystemExit, KeyboardInterrupt])
+def test_what_is_no_exception_fails_its_blocks_too(
+    benches: list[Bench], monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    bench = Bench(DictBackend())
+    benches.append(bench)
+
+    async def store(*_: object) -> Sequence[Outcome]:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DictBackend, "store", store)
+        assert bench.store((b"a",), (0,)).outcomes == (Outcome.FAILED,)
+    assert bench.store((b"a",), (0,)).outcomes == (Outcome.DONE,)
+
+
+def test_a_panic_of_the_cell_is_a_broken_tier(benches: list[Bench]) -> None:
+    class Panics(OpensLater):
+        async def open(self) -> None:
+            if self.failures:
+                self.failures -= 1
+                raise Panic("at the disco")
+
+    bench = Bench(Panics(1))
+    benches.append(bench)
+    assert bench.link.next() == m.TierBroke(reason="Panic: at the disco")
+    assert isinstance(bench.link.next(), m.TierFenced)
+    assert isinstance(bench.link.next(), m.TierRestarted)
+
+
+def test_a_log_that_cannot_be_written_stops_nobody(
+    benches: list[Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk with the log is full, or its reader has gone."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("structlog.get_logger", refuse)
+    bench = Bench(OpensLater(2))
+    benches.append(bench)
+    kinds = [type(bench.link.next()) for _ in range(5)]
+    assert kinds == [m.TierBroke, m.TierFenced] * 2 + [m.TierRestarted]
+
+
+@pytest.mark.anyio
+async def test_contents_are_told_only_as_fast_as_the_link_takes_them() -> None:
+    """Else the answers to probes would have to queue up behind a million keys."""
+
+    class Full(DictBackend):
+        def contents(self) -> list[list[bytes]]:
+            return [[number.to_bytes(4, "big")] * 512 for number in range(3)]
+
+    told: list[Message] = []
+    asked = 0
+
+    def may_tell() -> bool:
+        nonlocal asked
+        asked += 1
+        assert len(told) <= asked
+        return asked % 2 == 0
+
+    driver = BackendDriver("1:test", Full(), SlotMemory.anonymous(1, BLOCK), told.append)
+    driver.may_tell = may_tell
+    await driver.tell_contents()
+    assert (len(told), asked) == (3, 6)
+    driver.stop()

@@ -11,7 +11,6 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-import structlog
 from anyio import move_on_after
 
 from kvtier.backend import (
@@ -33,14 +32,13 @@ from kvtier_backends.fs.folder import (
     probe_direct,
 )
 from kvtier_backends.fs.layout import make_layout
-from kvtier_backends.ledger import Ledger
+from kvtier_backends.ledger import Ledger, warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kvtier_backends.fs.layout import Layout
 
-logger = structlog.get_logger(__name__)
 _PROBE_THREADS = 2
 _THREADS_MAX = 1024
 _CLOSE_TIMEOUT_S_MAX = 1.0
@@ -120,7 +118,7 @@ class FsBackend(Backend):
         prepare_namespace(layout, refusal)
         direct_works = probe_direct(layout, refusal, wanted=direct)
         if direct and not direct_works:
-            logger.warning(
+            warn(
                 "fs tier: this filesystem does not take O_DIRECT; going through the page cache",
                 tier=context.tier_name,
                 root_dir=root,
