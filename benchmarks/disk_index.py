@@ -84,7 +84,7 @@ def bulk(made: list[tuple[int, bytes]]) -> float:
     """Load all pages into an empty index; returns the seconds it took."""
     start = time.perf_counter()
     index = BlockIndex(REGIONS, SLOTS_PER_REGION)
-    load = BulkLoad(index, 0)
+    load = BulkLoad(index, 1, 0)
     region = -1
     for number, page in made:
         if number != region and region >= 0:

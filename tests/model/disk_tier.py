@@ -69,8 +69,8 @@ class _NoThreads:
 
     async def run(self, call: Callable[[], Any]) -> Any:
         # `kvtier purge` leaves its requests as files in the folder; here is none.
-        asks_for_requests = getattr(getattr(call, "func", None), "__name__", "") == "_take_requests"
-        return [] if asks_for_requests else call()
+        asks_for_requests = getattr(getattr(call, "func", None), "__name__", "") == "_take_request"
+        return None if asks_for_requests else call()
 
     def busy(self) -> int:
         return 0

@@ -7,7 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,9 +24,6 @@ from tests.unit.backends.disk._disk import (
     OTHER_CONTEXT,
     open_disk,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.anyio
 OWN, OTHER = fmt.namespace_digest(CONTEXT).hex(), fmt.namespace_digest(OTHER_CONTEXT).hex()
@@ -123,6 +121,21 @@ async def test_json_on_stdout_is_all_of_stdout(
 # --- fsck ---
 
 
+async def test_json_follows_links_and_replaces_nothing_that_is_no_file(
+    folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "link.json").symlink_to("real.json")
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    for place in ("link.json", "pipe", "/dev/null"):
+        assert main(["ls", str(folder), "--json", str(tmp_path / place)]) == 0
+    assert json.loads(os.read(reader, 1 << 16)) == json.loads((tmp_path / "real.json").read_text())
+    os.close(reader)
+    assert (tmp_path / "link.json").is_symlink()
+    assert (tmp_path / "pipe").is_fifo()
+    assert Path("/dev/null").is_char_device()
+
+
 async def test_fsck_of_a_sound_folder_is_0(folder: Path, kvtier: Shell) -> None:
     figures = kvtier("fsck", folder)
     assert (figures["sound"], figures["blocks_sound"], figures["problems"]) == (True, 27, [])
@@ -140,7 +153,23 @@ async def test_fsck_finds_repairs_and_then_finds_nothing(folder: Path, kvtier: S
     figures = kvtier("fsck", folder, "--repair", status=1)
     assert (figures["repaired"], figures["sound"]) == (1, False)
     assert "1 repaired, 0 left" in kvtier.out
+    assert (figures["in_use"], figures["engine_pid"]) == (False, None), "nobody but itself"
     assert kvtier("fsck", folder)["blocks_sound"] == 26
+
+
+async def test_fsck_repairs_a_file_that_ends_within_a_table(tmp_path: Path, kvtier: Shell) -> None:
+    """Encrypted, and without the key: nothing can be said of the blocks."""
+    keys = tmp_path / "keys"
+    keys.write_text("11" * 32)
+    keys.chmod(0o600)
+    path = tmp_path / "kv"
+    async with open_disk(path, encryption_key_file=str(keys)) as disk:
+        await disk.store(*range(3))
+        assert disk.backend._log is not None
+        cut_at = disk.backend._log.geometry.slots_at - fmt.PAGE_BYTES
+    os.truncate(path / "segment-00000.kv", cut_at)
+    assert kvtier("fsck", path, "--repair", status=1)["repaired"] == 1
+    assert kvtier("fsck", path)["problems"] == []
 
 
 async def test_fsck_under_an_engine_reads_and_does_not_repair(folder: Path, kvtier: Shell) -> None:
@@ -215,6 +244,19 @@ async def test_purge_by_age_and_of_all(tmp_path: Path, kvtier: Shell) -> None:
     assert kvtier("ls", path)["blocks"] == 0
 
 
+async def test_purge_takes_what_a_clock_that_ran_ahead_has_stored(
+    tmp_path: Path, kvtier: Shell
+) -> None:
+    path = tmp_path / "kv"
+    async with open_disk(path) as disk:
+        assert disk.backend._log is not None
+        now = disk.backend._log._clock()
+        disk.backend._log._clock = lambda: now + 7200
+        await disk.store(*range(5))
+    assert kvtier("purge", path, "--all")["blocks"] == 5
+    assert kvtier("ls", path)["blocks"] == 0
+
+
 async def test_purge_of_an_open_folder_is_done_by_its_engine(folder: Path, kvtier: Shell) -> None:
     async with open_disk(folder) as disk:
         await disk.store(*range(100, 105))
@@ -245,6 +287,9 @@ async def test_purge_says_if_the_engine_does_not_answer(
         (["purge"], "nothing is selected. Give --older-than, --namespace or --all"),
         (["purge", "--all", "--older-than", "1d"], "--all excludes --older-than"),
         (["purge", "--older-than", "1w"], "'1w' is no age"),
+        (["purge", "--older-than", ""], "'' is no age"),
+        (["purge", "--older-than", "1d", "--namespace", ""], "--namespace '' is no digest"),
+        (["purge", "--all", "--namespace", ""], "--all excludes"),
         (["purge", "--namespace", "zz"], "is no namespace of this folder"),
         (["ls", "--json", "absent/report.json"], "there is no folder"),
     ],

@@ -25,9 +25,22 @@ from kvtier.backend import (
 from kvtier.errors import ConfigError
 from kvtier.options import Options
 from kvtier.threads import DaemonThreads
+from kvtier_backends.disk.bulk import BulkLoad
 from kvtier_backends.disk.device import Device, FileDevice, Segments
-from kvtier_backends.disk.folder import REGIONS_MIN, Claim, capacity_bytes_min, filesystem_of
-from kvtier_backends.disk.format import NO_KEY_ID, PAGE_BYTES, SEAL_BYTES, namespace_digest
+from kvtier_backends.disk.folder import (
+    FOLDER_BYTES,
+    REGIONS_MIN,
+    Claim,
+    capacity_bytes_min,
+    filesystem_of,
+)
+from kvtier_backends.disk.format import (
+    NO_KEY_ID,
+    PAGE_BYTES,
+    SEAL_BYTES,
+    namespace_digest,
+    region_bytes_for,
+)
 from kvtier_backends.disk.index import SLOTS_MAX, BlockIndex
 from kvtier_backends.disk.log import BlockLog, Space
 from kvtier_backends.disk.opening import Judged, judge_again, judge_folder, prepare_folder
@@ -155,13 +168,13 @@ class DiskBackend(Backend):
             )
         vault = make_vault(reader, context)
         reader.finish()
-        if region_bytes is not None and region_bytes % PAGE_BYTES:
-            raise reader.error("region_bytes", region_bytes, f"must be a multiple of {PAGE_BYTES}")
+        seal_bytes = 0 if vault is None else SEAL_BYTES
+        if region_bytes is not None:
+            _check_region_bytes(reader, region_bytes, capacity_bytes, context, seal_bytes)
 
         def refuse(remedy: str) -> ConfigError:
             return ConfigError(f"{reader.where}: path={given_path!r} {remedy}")
 
-        seal_bytes = 0 if vault is None else SEAL_BYTES
         claim = Claim(os.path.abspath(given_path), refuse, context.engine_pid)
         try:
             judged = judge_folder(
@@ -181,7 +194,7 @@ class DiskBackend(Backend):
                 "capacity_bytes",
                 capacity_bytes,
                 f"has no room for {REGIONS_MIN} regions of blocks of {context.block_bytes} bytes; "
-                f"give it {least} or more, or lower region_bytes",
+                f"give it {least} or more",
             )
         if plan.regions * plan.geometry.slots > SLOTS_MAX:
             claim.release()
@@ -303,8 +316,8 @@ class DiskBackend(Backend):
         key_ids = {NO_KEY_ID} if self._vault is None else set(self._vault.ring.by_id)
         identity = Identity(superblock.folder_id, namespace_digest(self._context), key_id)
         expected = Expected(identity.folder_id, identity.namespace, key_ids, geometry)
-        stored_s_min = int(self.clock()) - self._ttl_s if self._ttl_s else 0
-        recovery = Recovery(device, expected, index, self._threads, stored_s_min)
+        bulk = BulkLoad(index, int(self.clock()), self._ttl_s)
+        recovery = Recovery(device, expected, self._threads, bulk)
         found = await recovery.run(plan.regions, blocks_max)
         regions.recover(found.sequences, found.spare, found.highest)
         for name, count in (*counts.items(), *found.counts.items()):
@@ -407,6 +420,26 @@ class DiskBackend(Backend):
             judged = await self._threads.run(partial(judge_again, self._path, self._plan))
             self._log = await self._begin(judged, 0)
             self._ledger.add("folder_came_back")
+
+
+def _check_region_bytes(
+    reader: Options,
+    region_bytes: int,
+    capacity_bytes: int,
+    context: BackendContext,
+    seal_bytes: int,
+) -> None:
+    """Raise ``ConfigError`` for regions that hold no block, or are too large for the capacity."""
+    if region_bytes % PAGE_BYTES:
+        raise reader.error("region_bytes", region_bytes, f"must be a multiple of {PAGE_BYTES}")
+    least = region_bytes_for(1, context.block_bytes, seal_bytes)
+    if region_bytes < least:
+        what = f"has no room for one block of {context.block_bytes} bytes"
+        raise reader.error("region_bytes", region_bytes, f"{what}; give it {least}, or remove it")
+    most = (capacity_bytes - FOLDER_BYTES) // REGIONS_MIN // PAGE_BYTES * PAGE_BYTES
+    if least <= most < region_bytes:
+        what = f"leaves no room for {REGIONS_MIN} regions in capacity_bytes={capacity_bytes}"
+        raise reader.error("region_bytes", region_bytes, f"{what}; lower it to {most} or less")
 
 
 def _tell_nobody(_: Sequence[bytes]) -> None:

@@ -35,10 +35,14 @@ class Dropped(NamedTuple):
 class BulkLoad:
     """Takes table pages region by region, then fills the index in ``finish``."""
 
-    def __init__(self, index: BlockIndex, stored_s_min: int) -> None:
-        """Entries stored before ``stored_s_min`` are expired."""
-        self._index = index
-        self._stored_s_min = stored_s_min
+    def __init__(self, index: BlockIndex, now_s: int, ttl_s: int) -> None:
+        """Entries that are older than ``ttl_s`` are expired; 0: none is.
+
+        Those of a clock that ran ahead count as stored now.
+        """
+        self.index = index
+        self._now_s = now_s
+        self._stored_s_min = now_s - ttl_s if ttl_s else 0
         self._regions: list[tuple[int, NDArray[np.uint64], NDArray[np.int64]]] = []
         self._pages: list[tuple[tuple[int, int], list[memoryview]]] = []
         self._beyond = 0
@@ -64,21 +68,21 @@ class BulkLoad:
                 records = np.frombuffer(b"".join(pages), dtype=_dtype(key_width, seal_bytes))
                 self._add_records(region, key_width, records, sealed=seal_bytes > 0)
         self._pages.clear()
-        slab = self._index.slab(region, 1)
+        slab = self.index.slab(region, 1)
         lengths = np.frombuffer(slab.lengths, np.uint8)
         expired = (lengths > 0) & (np.frombuffer(slab.stored_s, np.uint32) < self._stored_s_min)
         self._expired += int(expired.sum())
         lengths[expired] = 0
         slots = np.flatnonzero(lengths)
         hashes = np.fromiter(map(hash, _keys(slab, slots)), np.int64, len(slots))
-        locations = slots + region * self._index.slots_per_region
+        locations = slots + region * self.index.slots_per_region
         self._regions.append((sequence, hashes.view(np.uint64), locations))
         return len(slots)
 
     def _add_records(
         self, region: int, key_width: int, records: NDArray[Any], *, sealed: bool
     ) -> None:
-        index = self._index
+        index = self.index
         sound = records["slot"] < index.slots_per_region
         sound &= (records["length"] > 0) & (records["length"] <= key_width)
         sound &= sealed == index.sealed
@@ -91,8 +95,9 @@ class BulkLoad:
         keys[slots, :key_width] = records["key"]
         np.frombuffer(slab.lengths, np.uint8)[slots] = records["length"]
         _rows(slab.digests, DIGEST_BYTES)[slots] = records["digest"]
-        np.frombuffer(slab.stored_s, np.uint32)[slots] = records["stored_s"]
-        np.frombuffer(slab.used_s, np.uint32)[slots] = records["stored_s"]
+        stored_s = np.minimum(records["stored_s"], np.uint32(self._now_s))
+        np.frombuffer(slab.stored_s, np.uint32)[slots] = stored_s
+        np.frombuffer(slab.used_s, np.uint32)[slots] = stored_s
         if index.sealed:
             _rows(slab.seals, SEAL_BYTES)[slots] = records["seal"]
 
@@ -105,7 +110,7 @@ class BulkLoad:
         locations = np.concatenate([locations for _, _, locations in self._regions])
         self._regions.clear()
         # By home and then by the rest of the hash: one sort for both uses.
-        bits = np.uint64(self._index.mask.bit_length())
+        bits = np.uint64(self.index.mask.bit_length())
         turned = hashes << (np.uint64(64) - bits) | hashes >> bits
         order = np.argsort(turned, kind="stable")
         alive = np.ones(len(locations), dtype=bool)
@@ -134,21 +139,21 @@ class BulkLoad:
         newest: dict[bytes | None, int] = {}
         # Equal hashes are hardly ever different keys, but they may be.
         for place in sorted(order[alike].tolist()):
-            key = self._index.key_at(int(locations[place]))
+            key = self.index.key_at(int(locations[place]))
             if key in newest:
                 older.append(newest[key])
             newest[key] = place
         return np.array(older, dtype=np.int64)
 
     def _forget(self, locations: NDArray[np.int64]) -> None:
-        regions, slots = np.divmod(locations, self._index.slots_per_region)
+        regions, slots = np.divmod(locations, self.index.slots_per_region)
         for region in np.unique(regions).tolist():
-            slab = self._index.slab(region, 1)
+            slab = self.index.slab(region, 1)
             np.frombuffer(slab.lengths, np.uint8)[slots[regions == region]] = 0
 
     def _write_words(self, hashes: NDArray[np.uint64], locations: NDArray[np.int64]) -> None:
         """Write the words of blocks that are sorted by their homes."""
-        index = self._index
+        index = self.index
         prints = hashes & np.uint64(0xFFFFFFFF)
         home = (prints & np.uint64(index.mask)).astype(np.int64)
         run = np.arange(len(home))

@@ -68,7 +68,7 @@ class Checker:
         self._ring = ring
         self._repair = repair
         self._ciphers: dict[tuple[bytes, int], BlockCipher] = {}
-        self.checked = Checked(user_of(folder.path))
+        self.checked = Checked(None if repair else user_of(folder.path))
 
     def run(self, numbers: list[int], advance: Callable[[], None]) -> Checked:
         """Check these regions. Raises ``OSError`` for missing rights; Ctrl-C leaves out the rest.
@@ -115,7 +115,7 @@ class Checker:
 
     def _drop(self, look: Look, bad: set[int]) -> None:
         """Take out of a region what is unsound, or all of it if its header is."""
-        if look.case == "region_unreadable":
+        if look.case == "region_unreadable" or look.is_cut_off:
             self._folder.files.cut(look.number)
         else:
             scrub_region(self._folder.files, look, lambda entry: entry.slot not in bad)
@@ -233,7 +233,8 @@ def folder_damaged(path: str, *, repair: bool) -> Checked:
     ``repair`` needs the folder to be claimed. Raises ``OSError``.
     """
     what = "no copy of the superblock is sound, so nothing in the folder is served"
-    checked = Checked(user_of(path), problems=[Problem("folder_damaged", None, 1, what)])
+    user = None if repair else user_of(path)
+    checked = Checked(user, problems=[Problem("folder_damaged", None, 1, what)])
     if repair:
         _remove_remains(path)
         checked.repaired = 1

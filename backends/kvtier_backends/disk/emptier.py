@@ -84,10 +84,15 @@ async def _append_again(log: BlockLog, locations: Sequence[int]) -> None:
     size = max(1, BATCH_BYTES // stride)
     memory = memoryview(mmap.mmap(-1, min(size, len(locations)) * stride))
     views = [memory[at : at + block_bytes] for at in range(0, len(memory), stride)]
-    for start in range(0, len(locations), size):
-        batch = locations[start : start + size]
-        if not await _append_batch(log, batch, views[: len(batch)]):
-            return
+    log.to_append_again = len(locations)
+    try:
+        for start in range(0, len(locations), size):
+            batch = locations[start : start + size]
+            if not await _append_batch(log, batch, views[: len(batch)]):
+                return
+            log.to_append_again -= len(batch)
+    finally:
+        log.to_append_again = 0
 
 
 async def _append_batch(

@@ -28,7 +28,7 @@ from kvtier_backends.disk.format import (
     check_key_lengths,
     encode_header,
 )
-from kvtier_backends.disk.regions import RegionState
+from kvtier_backends.disk.regions import Extent, RegionState
 from kvtier_backends.disk.runs import neighbours
 from kvtier_backends.disk.tables import Identity, PagePool, RegionTable, new_header
 from kvtier_backends.disk.trouble import RegionTrouble
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kvtier.backend import LoadBlock, StoreBlock
     from kvtier_backends.disk.device import Device
     from kvtier_backends.disk.index import BlockIndex, Known
-    from kvtier_backends.disk.regions import Budget, Extent, Regions
+    from kvtier_backends.disk.regions import Budget, Regions
     from kvtier_backends.ledger import Ledger
 
 LOOKS_AHEAD_PER_REGION: Final = 4
@@ -108,6 +108,7 @@ class BlockLog(Calls):
         self._pages = PagePool()
         self._header_page = self._pages.take()  # whoever holds ``opening`` has it
         self._appending = 0  # blocks that are on their way into the index
+        self.to_append_again = 0  #: blocks of the region being emptied that still need room
         self._padding = memoryview(mmap.mmap(-1, PAGE_BYTES))[
             : self.geometry.stride - self.geometry.block_bytes
         ]
@@ -295,11 +296,14 @@ class BlockLog(Calls):
         ends: list[Outcome] = []
         at, count = 0, len(batch.keys)
         while at < count:
-            extent = await self._take(count - at, again=batch.is_again)
+            extent: Extent | Outcome | None = None
+            try:
+                extent = await self._take(count - at, again=batch.is_again)
+            finally:
+                if not isinstance(extent, Extent) and not batch.is_again:
+                    self._appending -= count - at
             if isinstance(extent, Outcome):
                 ends = [extent] * (count - at)
-                if not batch.is_again:
-                    self._appending -= count - at
                 break
             part = batch.cut(at, at + extent.slots)
             at += extent.slots
@@ -311,7 +315,8 @@ class BlockLog(Calls):
 
     async def _write(self, extent: Extent, batch: Batch) -> list[Outcome]:
         """Write one extent's blocks, then their entries, then know them."""
-        region, table = extent.region, self._tables[extent.region]
+        region = extent.region
+        table = self._tables[region]
         first, count = region * self.geometry.slots + extent.first, len(batch.keys)
         pages: list[Transfer] = []
         try:
@@ -354,11 +359,11 @@ class BlockLog(Calls):
     async def _take(self, count: int, *, again: bool) -> Extent | Outcome:
         """Return slots to write to, or FULL or FAILED."""
         while not self.is_dead:
-            if self.regions.room:
-                return self.regions.take(count)  # as it mostly is: there is nothing to wait for
+            if room := self._room(again=again):
+                return self.regions.take(min(count, room))  # mostly there is nothing to wait for
             async with self.opening:
-                if self.regions.room:
-                    return self.regions.take(count)
+                if room := self._room(again=again):
+                    return self.regions.take(min(count, room))
                 region = self.regions.next_to_open(again=again)
                 if region is not None:
                     problem = await self._open(region)
@@ -368,6 +373,14 @@ class BlockLog(Calls):
             if again or not await self._make_room():
                 return Outcome.FULL
         return Outcome.FAILED
+
+    def _room(self, *, again: bool) -> int:
+        """Return how many slots may be taken now. The last ones are for ``to_append_again``."""
+        regions = self.regions
+        room = regions.room
+        if again or not self.to_append_again or regions.has_next or regions.free_count:
+            return room
+        return max(0, room - self.to_append_again)
 
     async def _make_room(self) -> bool:
         """Empty a region, together with whoever wants room as well."""
@@ -418,11 +431,7 @@ class BlockLog(Calls):
         problem = await self.device.write([Transfer(region, 0, [self._header_page])])
         if problem is not None:
             return problem
-        self.count_overhead(PAGE_BYTES)
-        self.index.release(region)
-        self.regions.headed(region, sequence)
-        self.key_ids[region] = self.identity.key_id
-        self._tables[region] = RegionTable(
+        table = RegionTable(
             self.device,
             region,
             incarnation,
@@ -431,6 +440,11 @@ class BlockLog(Calls):
             seal_bytes=SEAL_BYTES if self.index.sealed else 0,
             wrote=self.count_overhead,
         )
+        self.count_overhead(PAGE_BYTES)
+        self.index.release(region)
+        self.regions.headed(region, sequence)
+        self.key_ids[region] = self.identity.key_id
+        self._tables[region] = table
         return None
 
     # --- small things ---

@@ -2,12 +2,13 @@
 
 The command leaves ``purge-ID.json`` in the folder. The tier looks for such files
 once a second, takes the file away, does it, and leaves ``purged-ID.json``. A
-request that was not taken by its time is void. Both files are for one user
-alone and are written whole; neither side trusts what it finds.
+request that was not taken by its time is void, and that is answered as well. Both
+files are for one user alone and are written whole; neither side trusts what it finds.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import stat
@@ -31,9 +32,13 @@ if TYPE_CHECKING:
     from kvtier_backends.disk.log import BlockLog
 
 TAKEN_WITHIN_S_MAX: Final = 15.0
+DONE_WITHIN_S_MAX: Final = 600.0
+"""An answer that has not come by then won't: the disk may have no room for it."""
+
 LEFT_FOR_S_MAX: Final = 600.0
 """An answer that nobody has read by then is removed."""
 
+_VOID: Final = "the request came too late, or is another version's. Try again"
 _POLL_S: Final = 0.05
 _FILE_BYTES_MAX: Final = 1 << 16
 _REQUEST: Final = re.compile(r"purge-([0-9a-f]{32})\.json")
@@ -79,7 +84,7 @@ def ask_engine(
     request, answer = f"{path}/purge-{mark}.json", f"{path}/purged-{mark}.json"
     until_s = time.time() + TAKEN_WITHIN_S_MAX
     namespace = None if selection.namespace is None else selection.namespace.hex()
-    asked = _Request(selection.before_s, namespace, selection.all_of_it, int(until_s))
+    asked = _Request(selection.before_s, namespace, selection.all_of_it, math.ceil(until_s))
     try:
         _write(request, asked)
         while True:
@@ -94,6 +99,11 @@ def ask_engine(
                     f"{path}: {user_of(path)} did not take the request in "
                     f"{TAKEN_WITHIN_S_MAX:.0f} s. It hangs, or its kvtier is older than this one: "
                     "stop it, and run this again."
+                )
+            if time.time() > until_s + DONE_WITHIN_S_MAX:
+                raise NotAnswered(
+                    f"{path}: {user_of(path)} took the request and has not said in "
+                    f"{DONE_WITHIN_S_MAX:.0f} s what it did. kvtier ls shows what is left."
                 )
             waiting()
             time.sleep(_POLL_S)
@@ -118,25 +128,29 @@ def _told(answer: _Answer) -> tuple[list[tuple[bytes, bytes, int, int]], int]:
 
 async def answer_requests(log: BlockLog, regions: int, path: str, threads: DaemonThreads) -> None:
     """Do what the requests in the folder ask for. Raises ``OSError``, ``Misuse``."""
-    for mark, asked in await threads.run(partial(_take_requests, path)):
-        error = ""
-        purged = Purged()
-        selection = Selection(
-            asked.before_s,
-            None if asked.namespace is None else bytes.fromhex(asked.namespace),
-            asked.all_of_it,
-        )
-        try:
-            folder = await threads.run(partial(Folder, path, writable=True))
-            purged = await purge_log(log, regions, folder, selection, threads)
-        except (OSError, ConfigError, StoreFault) as problem:
-            error = str(problem)
+    while (taken := await threads.run(partial(_take_request, path))) is not None:
+        mark, asked = taken
+        purged, error = Purged(), _VOID
+        if asked is not None:
+            selection = Selection(
+                asked.before_s,
+                None if asked.namespace is None else bytes.fromhex(asked.namespace),
+                asked.all_of_it,
+            )
+            try:
+                folder = await threads.run(partial(Folder, path, writable=True))
+                purged = await purge_log(log, regions, folder, selection, threads)
+                error = ""
+            except (OSError, ConfigError, StoreFault) as problem:
+                error = str(problem)
         await threads.run(partial(_answer, f"{path}/purged-{mark}.json", purged, error))
 
 
-def _take_requests(path: str) -> list[tuple[str, _Request]]:
-    """Take the requests out of the folder; those that are void or no requests are gone as well."""
-    taken = []
+def _take_request(path: str) -> tuple[str, _Request | None] | None:
+    """Take a request out of the folder: its mark and what it says, None if it is void or none.
+
+    Answers that nobody has read are removed.
+    """
     for name in os.listdir(path):
         place = f"{path}/{name}"
         if _ANSWER.fullmatch(name):
@@ -147,9 +161,9 @@ def _take_requests(path: str) -> list[tuple[str, _Request]]:
             asked = _read_untrusted(place, _Request)
             with suppress(FileNotFoundError):
                 os.unlink(place)
-                if asked is not None and time.time() <= asked.until_s:
-                    taken.append((match[1], asked))
-    return taken
+                is_void = asked is None or time.time() > asked.until_s
+                return match[1], None if is_void else asked
+    return None
 
 
 def _answer(path: str, purged: Purged, error: str) -> None:

@@ -15,7 +15,6 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvtier_backends.disk.bulk import BulkLoad
 from kvtier_backends.disk.device import Transfer
 from kvtier_backends.disk.format import (
     PAGE_BYTES,
@@ -31,9 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Container, Sequence
 
     from kvtier.threads import DaemonThreads
+    from kvtier_backends.disk.bulk import BulkLoad
     from kvtier_backends.disk.device import Device
     from kvtier_backends.disk.format import Geometry
-    from kvtier_backends.disk.index import BlockIndex
 
 YES: Final = True
 NO: Final = False
@@ -197,16 +196,14 @@ class Recovery:
         self,
         device: Device,
         expected: Expected,
-        index: BlockIndex,
         threads: DaemonThreads,
-        stored_s_min: int,
+        bulk: BulkLoad,
     ) -> None:
-        """``threads`` do the parsing. Blocks stored before ``stored_s_min`` are dropped."""
+        """``threads`` do the parsing; ``bulk`` fills the index."""
         self._device = device
         self._expected = expected
-        self._index = index
         self._threads = threads
-        self._bulk = BulkLoad(index, stored_s_min)
+        self._bulk = bulk
         self._headers: dict[int, RegionHeader] = {}
         self._spare: list[tuple[int, int]] = []
         self._highest = 0
@@ -221,8 +218,8 @@ class Recovery:
         await asyncio.gather(*(self._look_at(batch, pass_on) for batch in batches))
         dropped = await self._threads.run(partial(self._bulk.finish, blocks_max))
         self._counts.update({f"entries_{why}": n for why, n in dropped._asdict().items() if n})
-        if len(self._index):
-            self._counts["blocks_recovered"] = len(self._index)
+        if len(self._bulk.index):
+            self._counts["blocks_recovered"] = len(self._bulk.index)
         return Recovered(
             {number: header.sequence for number, header in self._headers.items()},
             [number for _, number in sorted(self._spare)],
@@ -244,6 +241,9 @@ class Recovery:
                 part[: 0 if isinstance(end, OSError) else end]
                 for part, end in zip(parts, ends, strict=True)
             ]
+            failed = sum(isinstance(end, OSError) for end in ends)
+            if failed:
+                self._counts["region_unreadable"] += failed
             await self._threads.run(partial(self._judge_all, batch, raws))
 
     def _judge_all(self, batch: range, raws: list[memoryview]) -> None:

@@ -37,6 +37,9 @@ def scrub_region(files: RegionFiles, look: Look, keep: Callable[[Entry], bool]) 
             files.write(look.number, (1 + page.place) * PAGE_BYTES, replaced)
     for first, count in _gaps(stay, look.header.slots):
         files.erase(look.number, look.geometry.slot_at(first), count * look.geometry.stride)
+    # Behind the last slot may be what blocks of another size have left.
+    end = look.geometry.slot_at(look.header.slots)
+    files.erase(look.number, end, files.region_bytes - end)
     return gone
 
 

@@ -165,11 +165,18 @@ class RegionTable:
                     await self._write_waiting()
             finally:
                 self._is_writing = False
+                self._give_up()  # nobody would write what came while a write broke
         return await done
+
+    def _give_up(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for _, done in waiting:
+            if not done.done():
+                done.set_result(_not_written())
 
     async def _write_waiting(self) -> None:
         taken, self._waiting = self._waiting, []
-        problem: OSError | None = OSError(errno.ECANCELED, "the table was not written")
+        problem: OSError | None = _not_written()
         try:
             problem = await self._write([entry for entries, _ in taken for entry in entries])
         finally:
@@ -223,3 +230,7 @@ class RegionTable:
 
     def _transfer(self, place: int, page: memoryview) -> Transfer:
         return Transfer(self._region, (1 + place) * PAGE_BYTES, [page])
+
+
+def _not_written() -> OSError:
+    return OSError(errno.ECANCELED, "the table was not written")

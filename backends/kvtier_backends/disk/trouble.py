@@ -49,7 +49,6 @@ class RegionTrouble:
             self._ledger.trouble("store", "no_room_for_a_region", problem)
             empty_handed = self._regions.retire_free(allocated)
             self._regions.retire(region)
-            self._regions.retire(region)
             retry_at = self._clock() + NO_ROOM_PAUSE_S
             self._retry_at.update(dict.fromkeys([*empty_handed, region], retry_at))
             return True

@@ -46,8 +46,14 @@ pytestmark = pytest.mark.anyio
     [
         ({"capacity_bytes": 1}, "capacity_bytes=1 has no room"),
         ({"region_bytes": 5000}, "multiple of 4096"),
-        ({"region_bytes": CAPACITY_BYTES // 4096 * 4096}, "no room for 4 regions"),
-        ({"region_bytes": 8192}, "no room for 4 regions"),
+        (
+            {"region_bytes": CAPACITY_BYTES // 4096 * 4096},
+            "no room for 4 regions in capacity_bytes",
+        ),
+        (
+            {"region_bytes": 8192},
+            "region_bytes=8192 has no room for one block of 8192 bytes; give it 20480",
+        ),
         ({"io_depth": 0}, "io_depth=0"),
         ({"ttl_s": -1}, "ttl_s=-1"),
         ({"direct": 1}, "direct=1"),

@@ -141,7 +141,7 @@ def test_a_bulk_load_of_keys_that_meet_in_the_last_place_wraps_around(
 ) -> None:
     monkeypatch.setattr("builtins.hash", lambda _: 0xFFFFFFFF)
     index = BlockIndex(4, 8)
-    bulk = BulkLoad(index, 0)
+    bulk = BulkLoad(index, 1, 0)
     writer = TableWriter(bytes(16), 0)
     writer.add([Entry(slot, 1, bytes([slot]), bytes(16), b"") for slot in range(8)])
     bulk.add_page(decode_table_untrusted(writer.encode(), bytes(16)))
@@ -214,16 +214,25 @@ tables = st.lists(  # of one region after the other, some pages of each, some en
 
 
 @settings(max_examples=300)
-@given(tables, st.integers(0, 9), st.integers(0, 48), st.sampled_from([0, 32]), st.data())
+@given(
+    tables,
+    st.integers(0, 9),
+    st.integers(0, 9),
+    st.integers(0, 48),
+    st.sampled_from([0, 32]),
+    st.data(),
+)
 def test_a_bulk_load_does_what_a_loop_would(
     found: list[list[list[tuple[int, int, bytes]]]],
-    oldest_s: int,
+    now_s: int,
+    ttl_s: int,
     limit: int,
     seal_bytes: int,
     data: st.DataObject,
 ) -> None:
     index = BlockIndex(REGIONS, SLOTS, sealed=seal_bytes > 0)
-    bulk = BulkLoad(index, oldest_s)
+    bulk = BulkLoad(index, now_s, ttl_s)
+    oldest_s = now_s - ttl_s if ttl_s else 0
     wanted: dict[bytes, tuple[int, Entry]] = {}
     beyond = expired = doubled = 0
     ends: list[tuple[int, dict[int, Entry]]] = []
@@ -239,7 +248,8 @@ def test_a_bulk_load_does_what_a_loop_would(
             writer.add(entries)
             bulk.add_page(decode_table_untrusted(writer.encode(), bytes(16)))
             beyond += sum(entry.slot >= SLOTS for entry in entries)
-            held.update({entry.slot: entry for entry in entries if entry.slot < SLOTS})
+            known = [entry._replace(stored_s=min(entry.stored_s, now_s)) for entry in entries]
+            held.update({entry.slot: entry for entry in known if entry.slot < SLOTS})
         expired += sum(entry.stored_s < oldest_s for entry in held.values())
         held = {slot: entry for slot, entry in held.items() if entry.stored_s >= oldest_s}
         assert bulk.end_region(region, region + 5) == len(held)

@@ -7,10 +7,12 @@ import random
 from typing import TYPE_CHECKING
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from kvtier.backend import LoadBlock, Outcome, StoreBlock, block_digest
 from kvtier.threads import DaemonThreads
+from kvtier_backends.disk.bulk import BulkLoad
 from kvtier_backends.disk.format import NO_KEY_ID, PAGE_BYTES, make_geometry, region_bytes_for
 from kvtier_backends.disk.index import BlockIndex
 from kvtier_backends.disk.log import BlockLog, Space
@@ -21,7 +23,7 @@ from kvtier_backends.disk.regions import (
     Regions,
     RegionState,
 )
-from kvtier_backends.disk.tables import Identity
+from kvtier_backends.disk.tables import Identity, PagePool
 from kvtier_backends.ledger import Ledger
 from tests.unit.backends.disk._simulated import SimulatedDevice, SimulatedDisk
 
@@ -62,9 +64,11 @@ class Engine:
         identity = Identity(b"f" * 16, b"n" * 16, NO_KEY_ID)
         regions = Regions(REGIONS, SLOTS, index.live)
         threads = DaemonThreads(1, "test")
+        bulk = BulkLoad(index, int(self.now), 0)
         expected = Expected(b"f" * 16, b"n" * 16, {NO_KEY_ID}, GEOMETRY)
-        found = await Recovery(self.device, expected, index, threads, 0).run(REGIONS, CAPACITY)
+        found = await Recovery(self.device, expected, threads, bulk).run(REGIONS, CAPACITY)
         threads.stop()
+        self.found_counts = found.counts
         regions.recover(found.sequences, found.spare, found.highest)
         self.log = BlockLog(
             Space(
@@ -513,3 +517,90 @@ async def test_blocks_that_fail_to_be_written_are_not_named() -> None:
     again = Engine(device.disk)
     await again.begin()
     assert not any(again.log.has(key) for key in KEYS[1:5])
+
+
+async def test_a_store_that_meets_no_memory_holds_on_to_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(fresh_disk())
+    await engine.begin()
+
+    def no_memory(_: object) -> memoryview:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PagePool, "take", no_memory)
+        for key in KEYS[:3]:
+            with pytest.raises(MemoryError):
+                await engine.store([key])
+    assert await engine.store(KEYS[:3]) == [Outcome.DONE] * 3
+    await engine.check()
+
+
+class BreakingDevice(SimulatedDevice):
+    """The next write of a table page raises what is no ``OSError``, late."""
+
+    breaks = False
+
+    async def write(self, transfers: Sequence[Transfer]) -> OSError | None:
+        if self.breaks and 0 < transfers[0].at < GEOMETRY.slots_at:
+            self.breaks = False
+            for _ in range(50):  # others come to wait for it
+                await anyio.lowlevel.checkpoint()
+            raise MemoryError
+        return await super().write(transfers)
+
+
+async def test_a_table_write_that_breaks_lets_those_who_wait_behind_it_go() -> None:
+    engine = Engine(fresh_disk())
+    engine.device = device = BreakingDevice(engine.device.disk)
+    await engine.begin()
+    await engine.store(KEYS[:1])
+    device.breaks = True
+    ended: list[object] = []
+
+    async def store(key: bytes) -> None:
+        try:
+            ended.extend(await engine.store([key]))
+        except MemoryError as broke:
+            ended.append(type(broke))
+
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks:
+            for key in KEYS[1:6]:
+                tasks.start_soon(store, key)
+    assert ended.count(MemoryError) == 1
+    assert ended.count(Outcome.FAILED) == 4
+    assert await engine.store(KEYS[1:6]) == [Outcome.DONE] * 5
+    await engine.check()
+
+
+async def test_room_for_blocks_that_are_appended_again_is_taken_by_nobody_else() -> None:
+    engine = Engine(fresh_disk())
+    await engine.begin()
+    log = engine.log
+    while log.regions.free_count or log.regions.has_next or log.regions.room < SLOTS:
+        region = log.regions.next_to_open(again=True)
+        if region is None:
+            break
+        async with log.opening:
+            await log._open(region)
+        while log.regions.has_next and log.regions.room:
+            log.regions.fill()
+    assert (log.regions.room, log.regions.free_count, log.regions.has_next) == (SLOTS, 0, False)
+    log.to_append_again = SLOTS - 2
+    assert (log._room(again=False), log._room(again=True)) == (2, SLOTS)
+    log.to_append_again = 0
+    assert log._room(again=False) == SLOTS
+
+
+async def test_regions_that_cannot_be_read_at_the_start_are_counted() -> None:
+    engine = Engine(fresh_disk())
+    await engine.begin()
+    await engine.store(KEYS[: 2 * SLOTS])
+    await engine.log.wait_idle()
+    again = Engine(engine.device.disk)
+    again.device.sick.add((engine.log.index.get(KEYS[0]) or 0) // SLOTS)
+    await again.begin()
+    assert again.found_counts["region_unreadable"] == 1
+    assert again.found_counts["blocks_recovered"] == SLOTS

@@ -371,7 +371,12 @@ async def test_requests_that_make_no_sense_are_thrown_away(
         os.mkfifo(path / f"purge-{103:032x}.json")
         write(path / "purge-me.json", json.dumps(good))
         await disk.backend.tick()
-        assert [file.name for file in path.glob("purge*")] == ["purge-me.json"]
+        assert [file.name for file in path.glob("purge-*")] == ["purge-me.json"]
+        answers = list(path.glob("purged-*"))
+        assert len(answers) == len(bad) + 4, "whoever asked must not wait for ever"
+        for void in answers:
+            assert "came too late" in json.loads(void.read_text())["error"]
+            void.unlink()
         assert await disk.load(1) == [Outcome.DONE]
         write(path / f"purge-{104:032x}.json", json.dumps(good))
         await disk.backend.tick()
@@ -418,3 +423,37 @@ async def test_an_engine_that_ends_instead_of_answering_is_no_error(tmp_path: Pa
     await backend.close()
     assert await asking is None
     assert list(path.glob("*purge*")) == []
+
+
+async def test_an_answer_that_never_comes_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(purge_requests, "TAKEN_WITHIN_S_MAX", 0.0)
+    monkeypatch.setattr(purge_requests, "DONE_WITHIN_S_MAX", 0.0)
+    path = tmp_path / "kv"
+    backend = make_disk(path)
+    monkeypatch.setattr(purge_requests, "_write", lambda *_: None)  # it was taken at once
+    with pytest.raises(NotAnswered, match=f"process {os.getpid()} took the request and has not"):
+        await ask(path, ALL)
+    await backend.close()
+
+
+async def test_what_blocks_of_another_size_left_behind_the_last_slot_is_erased(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "kv"
+    async with open_disk(path, region_bytes=16 * fmt.PAGE_BYTES) as disk:
+        await disk.store(1, 2)
+    left = b"of another model" * 64
+    with Folder(str(path), writable=True) as folder:
+        look = folder.look(0)
+        assert look.geometry is not None
+        end = look.geometry.slot_at(look.geometry.slots)
+        assert end + len(left) <= folder.files.region_bytes, "no room behind the last slot"
+        folder.files.write(0, end, left)
+    assert left in (path / "segment-00000.kv").read_bytes()
+    with Folder(str(path), writable=True) as folder:
+        purge_folder(folder, [0], Selection(0), lambda: None, dry=False)
+    assert left not in (path / "segment-00000.kv").read_bytes()
+    async with open_disk(path, region_bytes=16 * fmt.PAGE_BYTES) as disk:
+        assert await disk.found([1, 2]) == [1, 2]
