@@ -370,7 +370,7 @@ class BlockLog(Calls):
                     if problem is None or self.trouble.open_failed(region, problem, self.allocated):
                         continue
                     return Outcome.FAILED
-            if again or not await self._make_room():
+            if again or not (await self._make_room() or self.regions.room):
                 return Outcome.FULL
         return Outcome.FAILED
 
