@@ -56,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tiers.add_argument(
         "--block-bytes",
         type=_block_bytes,
-        default=BLOCK_BYTES,
         metavar="SIZE",
         help="of one block (default: 16KiB)",
     )
@@ -165,7 +164,7 @@ def _settings(
         dram=arguments.dram,
         tiers=arguments.tier,
         policy=arguments.policy,
-        block_bytes=arguments.block_bytes,
+        block_bytes=arguments.block_bytes or BLOCK_BYTES,
         distinct_blocks=trace.distinct_blocks,
     )
     return settings.ReplaySettings(
