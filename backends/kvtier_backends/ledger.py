@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 EPISODE_S_MIN: Final = 60.0
 
+# Imported above, not with the first line: by then there may be no descriptor left for it.
 _logger = structlog.get_logger(__name__)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kvtier.errors import Misuse
-from kvtier.whole_file import write_whole
+from kvtier.whole_file import is_special, write_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -85,7 +85,7 @@ def check_can_write(path: str | Path) -> None:
     """Raise ``Misuse`` if no file can be made at ``path``; better now than after the work."""
     if str(path) == "-":
         raise Misuse("- is no file here. Name one, such as report.json.")
-    if _is_special(path):
+    if is_special(path):
         return
     folder = Path(path).resolve().parent
     if Path(path).is_dir():
@@ -97,25 +97,9 @@ def check_can_write(path: str | Path) -> None:
 
 
 def write_json(path: str | Path, data: Any) -> None:  # noqa: ANN401 - whatever JSON can hold
-    """Write ``data`` to ``path``: whole, or not at all. Leaves no other file behind.
-
-    Links are followed. What is no plain file, such as ``/dev/null`` or a pipe, is written to.
-    """
+    """Write ``data`` to ``path``: whole, or not at all. Leaves no other file behind."""
     text = json.dumps(data, indent=2, allow_nan=False) + "\n"
-    if _is_special(path):
-        try:
-            Path(path).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise Misuse(f"{path}: cannot be written: {error.strerror or error}.") from error
-    else:
-        target = Path(path).resolve()
-        write_whole(target, lambda unfinished: unfinished.write_text(text, encoding="utf-8"))
-
-
-def _is_special(path: str | Path) -> bool:
-    """Tell whether something is there that is neither a file nor a folder: a device, a pipe."""
-    there = Path(path)
-    return there.exists() and not (there.is_file() or there.is_dir())
+    write_named(path, lambda place: place.write_text(text, encoding="utf-8"))
 
 
 def _console(stream: Any) -> Console:  # noqa: ANN401 - a text stream

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import Misuse
 from kvtier.replay.curves import MIN
-from kvtier.whole_file import write_whole
+from kvtier.whole_file import write_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -388,4 +388,4 @@ def _finish(axes: Any, title: str, x: str, y: str) -> None:  # noqa: ANN401 - of
 
 
 def _save(figure: Figure, path: str | Path) -> None:
-    write_whole(path, lambda unfinished: figure.savefig(unfinished, format="png"))
+    write_named(path, lambda place: figure.savefig(place, format="png"))

@@ -334,21 +334,30 @@ def test_its_log_lines_and_its_counts_reach_the_engine(
 
 
 ENGINE = """
-import sys
+import os, sys
 from pathlib import Path
 from tests.unit.test_tier_process import KEYS, SLOTS, Bench, disk_tier
 bench = Bench(disk_tier(Path(sys.argv[1])))
 bench.fill()
 bench.store(KEYS, tuple(range(SLOTS)))
-print(bench.pid, flush=True)
+is_fork = "forks" in sys.argv and os.fork() == 0
+if not is_fork:
+    print(bench.pid, flush=True)
 sys.stdin.read()
+os._exit(0)
 """
 
 
-def test_a_tier_does_not_outlive_its_engine(tmp_path: Path, benches: list[Bench]) -> None:
-    """Killed with -9, an engine can't end its tiers: they end by themselves, and let go."""
+@pytest.mark.parametrize("forks", [(), ("forks",)], ids=["alone", "a fork of it lives on"])
+def test_a_tier_does_not_outlive_its_engine(
+    tmp_path: Path, benches: list[Bench], forks: tuple[str, ...]
+) -> None:
+    """Killed with -9, an engine can't end its tiers: they end by themselves, and let go.
+
+    A fork of the engine has the channel's other end as well, so that doesn't end then.
+    """
     engine = subprocess.Popen(
-        [sys.executable, "-c", ENGINE, str(tmp_path / "kv")],
+        [sys.executable, "-c", ENGINE, str(tmp_path / "kv"), *forks],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -358,10 +367,10 @@ def test_a_tier_does_not_outlive_its_engine(tmp_path: Path, benches: list[Bench]
         assert engine.stdout is not None
         tier = int(engine.stdout.readline())
         engine.kill()
+        wait_for(lambda: not is_running(tier))
     bench = Bench(disk_tier(tmp_path / "kv"))  # refused if the folder were still in use
     benches.append(bench)
     bench.until_it_has(KEYS)
-    wait_for(lambda: not is_running(tier))
 
 
 def is_running(pid: int) -> bool:
@@ -412,36 +421,3 @@ def test_a_new_process_that_speaks_another_language_is_tried_again(
     os.kill(bench.pid, signal.SIGKILL)
     bench.next_of(m.TierRestarted)
     assert len(tried) == 3
-
-
-def test_a_tier_ends_with_its_engine_though_a_fork_of_it_lives_on(tmp_path: Path) -> None:
-    """The fork has the channel's other end as well, so the channel doesn't end."""
-    program = (
-        "import os, sys, time\n"
-        "from kvtier import Namespace, RuntimeConfig, SlotMemory, open_runtime\n"
-        f"tier = {{'type': 'disk', 'path': {str(tmp_path / 'kv')!r}, 'capacity_bytes': 4 << 20}}\n"
-        "config = RuntimeConfig.from_mapping(\n"
-        "    {'secondary_tiers': [tier]}, slot_count=4, block_bytes=8192)\n"
-        "facade = open_runtime(config, SlotMemory.anonymous(4, 8192), Namespace({'m': 'x'}))\n"
-        "fork = os.fork()\n"
-        "if not fork:\n"
-        "    sys.stdin.read()\n"
-        "    os._exit(0)\n"
-        "print(facade._tiers[0]._child.process.pid, flush=True)\n"
-        "os.kill(os.getpid(), 9)\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as engine:
-        assert engine.stdout is not None
-        tier = int(engine.stdout.readline())
-        wait_for(lambda: has_ended_or_is_a_zombie(tier))
-        engine.communicate()  # which ends the fork
-
-
-def has_ended_or_is_a_zombie(pid: int) -> bool:
-    """Nobody may be left to wait for it."""
-    try:
-        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return True

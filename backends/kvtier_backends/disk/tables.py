@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvtier_backends.disk.device import Device
     from kvtier_backends.disk.format import EntryTuple
 
+    _Waiting = tuple[Sequence[EntryTuple], asyncio.Future[OSError | None]]
 
 PAGES_AT_ONCE: Final = 8
 """So many versions of shared pages at most go in one call: entries of some hundred blocks."""
@@ -113,7 +114,7 @@ class RegionTable:
         self._spare: int | None = 0  # where the shared page's next version goes; None: nowhere
         self._next = 1  # the first place never used
         self._head: int | None = None  # where the shared page's last version lies
-        self._waiting: list[tuple[Sequence[EntryTuple], asyncio.Future[OSError | None]]] = []
+        self._waiting: list[_Waiting] = []
         self._is_writing = False
 
     def close(self) -> None:
@@ -165,14 +166,9 @@ class RegionTable:
                     await self._write_waiting()
             finally:
                 self._is_writing = False
-                self._give_up()  # nobody would write what came while a write broke
+                waiting, self._waiting = self._waiting, []  # who came while a write broke
+                _answer(waiting, _not_written())
         return await done
-
-    def _give_up(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for _, done in waiting:
-            if not done.done():
-                done.set_result(_not_written())
 
     async def _write_waiting(self) -> None:
         taken, self._waiting = self._waiting, []
@@ -180,9 +176,7 @@ class RegionTable:
         try:
             problem = await self._write([entry for entries, _ in taken for entry in entries])
         finally:
-            for _, done in taken:
-                if not done.done():
-                    done.set_result(problem)
+            _answer(taken, problem)
 
     async def _write(self, entries: Sequence[EntryTuple]) -> OSError | None:
         while entries:
@@ -230,6 +224,13 @@ class RegionTable:
 
     def _transfer(self, place: int, page: memoryview) -> Transfer:
         return Transfer(self._region, (1 + place) * PAGE_BYTES, [page])
+
+
+def _answer(waiting: Sequence[_Waiting], problem: OSError | None) -> None:
+    """Tell those who wait what became of their entries."""
+    for _, done in waiting:
+        if not done.done():
+            done.set_result(problem)
 
 
 def _not_written() -> OSError:
