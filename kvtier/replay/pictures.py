@@ -7,6 +7,7 @@ the same colours in all pictures. matplotlib is imported when the first picture 
 
 from __future__ import annotations
 
+import io
 import math
 from typing import TYPE_CHECKING, Any, Final
 
@@ -388,4 +389,6 @@ def _finish(axes: Any, title: str, x: str, y: str) -> None:  # noqa: ANN401 - of
 
 
 def _save(figure: Figure, path: str | Path) -> None:
-    write_named(path, lambda place: figure.savefig(place, format="png"))
+    drawn = io.BytesIO()  # what draws wants to go back in its file, and a pipe can't
+    figure.savefig(drawn, format="png")
+    write_named(path, lambda place: place.write_bytes(drawn.getvalue()))

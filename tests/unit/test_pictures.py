@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +87,20 @@ def test_an_interrupted_picture_leaves_nothing(
     with pytest.raises(KeyboardInterrupt):
         DRAWN["sizes"](tmp_path / "picture.png")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_link_is_followed_and_a_pipe_is_written_to(tmp_path: Path) -> None:
+    """What is no file must not be replaced by one: it may be a device of the machine's."""
+    (tmp_path / "link.png").symlink_to("real.png")
+    DRAWN["curves"](tmp_path / "link.png")
+    os.mkfifo(tmp_path / "pipe")
+    with ThreadPoolExecutor(1) as reader:
+        read = reader.submit((tmp_path / "pipe").read_bytes)
+        DRAWN["curves"](tmp_path / "pipe")
+    assert read.result().startswith(b"\x89PNG")
+    assert (tmp_path / "real.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "link.png").is_symlink()
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path) -> None:

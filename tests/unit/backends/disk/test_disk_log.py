@@ -1,8 +1,7 @@
-"""The log on a simulated disk: crashes that tear and lose, sick regions, no room, any order."""
+"""The log on a simulated disk: crashes that tear and lose, emptied regions, any order."""
 
 from __future__ import annotations
 
-import hashlib
 import random
 from typing import TYPE_CHECKING
 
@@ -10,21 +9,21 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from kvtier.backend import LoadBlock, Outcome, StoreBlock, block_digest
-from kvtier.threads import DaemonThreads
-from kvtier_backends.disk.bulk import BulkLoad
-from kvtier_backends.disk.format import NO_KEY_ID, PAGE_BYTES, make_geometry, region_bytes_for
-from kvtier_backends.disk.index import BlockIndex
-from kvtier_backends.disk.log import BlockLog, Space
-from kvtier_backends.disk.recovery import Expected, Recovery
-from kvtier_backends.disk.regions import (
-    WRITE_AMPLIFICATION_MAX,
-    Budget,
-    Regions,
-    RegionState,
+from kvtier.backend import Outcome
+from kvtier_backends.disk.format import PAGE_BYTES
+from kvtier_backends.disk.regions import RegionState
+from tests.unit.backends.disk._log import (
+    BLOCK_BYTES,
+    CAPACITY,
+    GEOMETRY,
+    KEYS,
+    OWN_PAGE_SLOTS,
+    REGIONS,
+    SLOTS,
+    Engine,
+    data_of,
+    fresh_disk,
 )
-from kvtier_backends.disk.tables import Identity, PagePool
-from kvtier_backends.ledger import Ledger
 from tests.unit.backends.disk._simulated import SimulatedDevice, SimulatedDisk
 
 if TYPE_CHECKING:
@@ -33,96 +32,6 @@ if TYPE_CHECKING:
     from kvtier_backends.disk.device import Transfer
 
 pytestmark = pytest.mark.anyio
-BLOCK_BYTES = 16384
-SLOTS = 8
-REGIONS = 10
-CAPACITY = int((REGIONS - 2) * SLOTS * 0.9)
-OWN_PAGE_SLOTS = 3
-_OWN_PAGE_BYTES = OWN_PAGE_SLOTS * BLOCK_BYTES
-GEOMETRY = make_geometry(
-    region_bytes_for(SLOTS, BLOCK_BYTES, own_page_bytes=_OWN_PAGE_BYTES),
-    BLOCK_BYTES,
-    own_page_bytes=_OWN_PAGE_BYTES,
-)
-KEYS = [number.to_bytes(4, "big") * 9 for number in range(3 * CAPACITY)]
-
-
-class Engine:
-    """One life of an engine on the simulated disk, from recovery to a crash."""
-
-    log: BlockLog
-
-    def __init__(self, disk: SimulatedDisk, *, ttl_s: int = 0) -> None:
-        self.device = SimulatedDevice(disk)
-        self.lost: set[bytes] = set()
-        self.now = 1000.0
-        self.ledger = Ledger("disk", "1:disk", "simulated")
-        self.ttl_s = ttl_s
-
-    async def begin(self) -> None:
-        index = BlockIndex(REGIONS, SLOTS)
-        identity = Identity(b"f" * 16, b"n" * 16, NO_KEY_ID)
-        regions = Regions(REGIONS, SLOTS, index.live)
-        threads = DaemonThreads(1, "test")
-        bulk = BulkLoad(index, int(self.now), 0)
-        expected = Expected(b"f" * 16, b"n" * 16, {NO_KEY_ID}, GEOMETRY)
-        found = await Recovery(self.device, expected, threads, bulk).run(REGIONS, CAPACITY)
-        threads.stop()
-        self.found_counts = found.counts
-        regions.recover(found.sequences, found.spare, found.highest)
-        self.log = BlockLog(
-            Space(
-                self.device, index, regions, GEOMETRY, Budget(2 * GEOMETRY.region_bytes), CAPACITY
-            ),
-            identity,
-            self.ledger,
-            ttl_s=self.ttl_s,
-            clock=lambda: self.now,
-            lost=self.lost.update,
-        )
-
-    async def store(self, keys: Sequence[bytes], version: int = 0) -> list[Outcome]:
-        blocks = []
-        for key in keys:
-            data = memoryview(data_of(key, version))
-            blocks.append(StoreBlock(key, data, block_digest(key, data)))
-        return await self.log.store(blocks)
-
-    async def load(self, keys: Sequence[bytes]) -> list[tuple[Outcome, bytes]]:
-        """Load, and judge the bytes by the digest, as the layer above does."""
-        buffers = [memoryview(bytearray(BLOCK_BYTES)) for _ in keys]
-        loaded = await self.log.load([LoadBlock(*each) for each in zip(keys, buffers, strict=True)])
-        answers = []
-        for key, buffer, found in zip(keys, buffers, loaded, strict=True):
-            outcome = found.outcome
-            sound = outcome is not Outcome.DONE or block_digest(key, buffer) == found.digest
-            answers.append((outcome if sound else Outcome.DAMAGED, bytes(buffer)))
-        return answers
-
-    def count(self, name: str) -> int:
-        return self.ledger.counts().get(name, 0)
-
-    async def check(self) -> None:
-        """Wait for rest, and assert what must hold then."""
-        log = self.log
-        await log.wait_idle()
-        assert len(log.index) <= CAPACITY
-        assert log._appending == 0
-        assert not any(log.regions._readers)
-        assert not any(log.regions._writers)
-        assert sum(log.index.live(region) for region in range(REGIONS)) == len(log.index)
-        stored = self.count("bytes_stored")
-        again = self.count("bytes_appended_again")
-        assert again <= (WRITE_AMPLIFICATION_MAX - 1) * stored + 1
-
-
-def data_of(key: bytes, version: int) -> bytes:
-    name = hashlib.blake2b(key, digest_size=60).digest()
-    return (name + version.to_bytes(4, "big")) * (BLOCK_BYTES // 64)
-
-
-def fresh_disk(seed: int = 0) -> SimulatedDisk:
-    return SimulatedDisk(REGIONS, GEOMETRY.region_bytes, seed)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -268,76 +177,6 @@ async def test_what_was_used_least_recently_is_dropped_first_and_tails_before_he
     assert engine.lost == {kept[0], used[-1]}
 
 
-async def test_a_sick_region_is_retired_and_its_blocks_are_told() -> None:
-    engine = Engine(fresh_disk())
-    await engine.begin()
-    await engine.store(KEYS[: 2 * SLOTS])
-    regions = engine.log.regions
-    sick = (engine.log.index.get(KEYS[0]) or 0) // SLOTS
-    engine.device.sick.add(sick)
-    ((outcome, _),) = await engine.load(KEYS[:1])
-    assert outcome is Outcome.FAILED
-    assert regions.state(sick) is RegionState.RETIRED
-    assert engine.lost == set(KEYS[:SLOTS])
-    assert await engine.store(KEYS[:SLOTS]) == [Outcome.DONE] * SLOTS
-    engine.device.sick.clear()
-    engine.now += 301
-    engine.log.trouble.revive()
-    assert regions.state(sick) is RegionState.FREE
-    await engine.check()
-
-
-async def test_a_region_that_cannot_be_written_fails_its_store_and_not_the_next() -> None:
-    engine = Engine(fresh_disk())
-    await engine.begin()
-    await engine.store(KEYS[:1])
-    region = engine.log.regions.open_region
-    assert region is not None
-    engine.device.sick.add(region)
-    assert await engine.store(KEYS[1:3]) == [Outcome.FAILED] * 2
-    assert await engine.store(KEYS[:3]) == [Outcome.DONE] * 3
-    assert engine.lost == {KEYS[0]}
-    await engine.check()
-
-
-async def test_without_room_the_tier_works_with_what_it_has_and_grows_when_there_is_room() -> None:
-    engine = Engine(fresh_disk())
-    await engine.begin()
-    await engine.store(KEYS[: 6 * SLOTS])
-    engine.device.has_room = False
-    here = set(KEYS[: 6 * SLOTS])
-    for number in range(3, 16):
-        keys = [bytes([number, slot]) for slot in range(SLOTS)]
-        outcomes = await engine.store(keys)
-        here.update(k for k, o in zip(keys, outcomes, strict=True) if o is Outcome.DONE)
-        here -= engine.lost
-        assert Outcome.FAILED not in outcomes
-        assert {k for r in range(REGIONS) for k in engine.log.index.keys_of(r)} == here
-    assert engine.count("no_room_for_a_region") == 1
-    assert 3 * SLOTS <= len(here) <= 6 * SLOTS
-    engine.device.has_room = True
-    engine.now += 31
-    engine.log.trouble.revive()
-    for number in range(CAPACITY - len(here)):
-        assert await engine.store([bytes([99, number])]) == [Outcome.DONE]
-    assert len(engine.log.index) == CAPACITY > 6 * SLOTS
-    await engine.check()
-
-
-async def test_without_any_room_a_store_is_full_and_nothing_is_held_on_to() -> None:
-    engine = Engine(fresh_disk())
-    await engine.begin()
-    engine.device.has_room = False
-    for _ in range(20):
-        assert await engine.store(KEYS[:SLOTS]) == [Outcome.FULL] * SLOTS
-    await engine.check()
-    engine.device.has_room = True
-    engine.now += 31
-    engine.log.trouble.revive()
-    assert await engine.store(KEYS[:SLOTS]) == [Outcome.DONE] * SLOTS
-    await engine.check()
-
-
 async def test_a_region_that_is_read_is_not_overwritten_however_long_it_takes() -> None:
     engine = Engine(fresh_disk())
     await engine.begin()
@@ -470,18 +309,6 @@ async def test_the_next_region_is_opened_before_a_store_needs_it() -> None:
     await engine.check()
 
 
-async def test_a_region_that_can_not_be_allocated_ahead_troubles_nobody_yet() -> None:
-    engine = Engine(fresh_disk())
-    await engine.begin()
-    await engine.store(KEYS[:1])
-    await engine.log.wait_idle()
-    engine.device.has_room = False
-    assert await engine.store(KEYS[1 : SLOTS + 1]) == [Outcome.DONE] * SLOTS
-    await engine.log.wait_idle()
-    assert engine.count("no_room_for_a_region") == 0
-    assert engine.log.regions.count_in(RegionState.RETIRED) == 0
-
-
 async def test_the_entries_of_many_blocks_go_behind_them_in_one_call() -> None:
     engine = Engine(fresh_disk())
     engine.device = device = CountingDevice(engine.device.disk)
@@ -504,77 +331,6 @@ async def test_the_entries_of_many_blocks_go_behind_them_in_one_call() -> None:
         assert again.log.has(key)
 
 
-async def test_blocks_that_fail_to_be_written_are_not_named() -> None:
-    engine = Engine(fresh_disk())
-    await engine.begin()
-    await engine.store(KEYS[:1])
-    await engine.log.wait_idle()
-    device, region = engine.device, engine.log.regions.open_region
-    assert region is not None
-    device.sick.add(region)
-    assert await engine.store(KEYS[1:5]) == [Outcome.FAILED] * 4
-    device.sick.clear()
-    again = Engine(device.disk)
-    await again.begin()
-    assert not any(again.log.has(key) for key in KEYS[1:5])
-
-
-async def test_a_store_that_meets_no_memory_holds_on_to_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = Engine(fresh_disk())
-    await engine.begin()
-
-    def no_memory(_: object) -> memoryview:
-        raise MemoryError
-
-    with monkeypatch.context() as patched:
-        patched.setattr(PagePool, "take", no_memory)
-        for key in KEYS[:3]:
-            with pytest.raises(MemoryError):
-                await engine.store([key])
-    assert await engine.store(KEYS[:3]) == [Outcome.DONE] * 3
-    await engine.check()
-
-
-class BreakingDevice(SimulatedDevice):
-    """The next write of a table page raises what is no ``OSError``, late."""
-
-    breaks = False
-
-    async def write(self, transfers: Sequence[Transfer]) -> OSError | None:
-        if self.breaks and 0 < transfers[0].at < GEOMETRY.slots_at:
-            self.breaks = False
-            for _ in range(50):  # others come to wait for it
-                await anyio.lowlevel.checkpoint()
-            raise MemoryError
-        return await super().write(transfers)
-
-
-async def test_a_table_write_that_breaks_lets_those_who_wait_behind_it_go() -> None:
-    engine = Engine(fresh_disk())
-    engine.device = device = BreakingDevice(engine.device.disk)
-    await engine.begin()
-    await engine.store(KEYS[:1])
-    device.breaks = True
-    ended: list[object] = []
-
-    async def store(key: bytes) -> None:
-        try:
-            ended.extend(await engine.store([key]))
-        except MemoryError as broke:
-            ended.append(type(broke))
-
-    with anyio.fail_after(20):
-        async with anyio.create_task_group() as tasks:
-            for key in KEYS[1:6]:
-                tasks.start_soon(store, key)
-    assert ended.count(MemoryError) == 1
-    assert ended.count(Outcome.FAILED) == 4
-    assert await engine.store(KEYS[1:6]) == [Outcome.DONE] * 5
-    await engine.check()
-
-
 async def test_room_for_blocks_that_are_appended_again_is_taken_by_nobody_else() -> None:
     engine = Engine(fresh_disk())
     await engine.begin()
@@ -592,15 +348,3 @@ async def test_room_for_blocks_that_are_appended_again_is_taken_by_nobody_else()
     assert (log._room(again=False), log._room(again=True)) == (2, SLOTS)
     log.to_append_again = 0
     assert log._room(again=False) == SLOTS
-
-
-async def test_regions_that_cannot_be_read_at_the_start_are_counted() -> None:
-    engine = Engine(fresh_disk())
-    await engine.begin()
-    await engine.store(KEYS[: 2 * SLOTS])
-    await engine.log.wait_idle()
-    again = Engine(engine.device.disk)
-    again.device.sick.add((engine.log.index.get(KEYS[0]) or 0) // SLOTS)
-    await again.begin()
-    assert again.found_counts["region_unreadable"] == 1
-    assert again.found_counts["blocks_recovered"] == SLOTS

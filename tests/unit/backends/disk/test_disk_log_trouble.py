@@ -1,0 +1,195 @@
+"""The log in trouble: sick regions, no room, no memory, and what it holds on to then."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from kvtier.backend import Outcome
+from kvtier_backends.disk.regions import RegionState
+from kvtier_backends.disk.tables import PagePool
+from tests.unit.backends.disk._log import (
+    CAPACITY,
+    GEOMETRY,
+    KEYS,
+    REGIONS,
+    SLOTS,
+    Engine,
+    fresh_disk,
+)
+from tests.unit.backends.disk._simulated import SimulatedDevice
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtier_backends.disk.device import Transfer
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_sick_region_is_retired_and_its_blocks_are_told() -> None:
+    engine = Engine(fresh_disk())
+    await engine.begin()
+    await engine.store(KEYS[: 2 * SLOTS])
+    regions = engine.log.regions
+    sick = (engine.log.index.get(KEYS[0]) or 0) // SLOTS
+    engine.device.sick.add(sick)
+    ((outcome, _),) = await engine.load(KEYS[:1])
+    assert outcome is Outcome.FAILED
+    assert regions.state(sick) is RegionState.RETIRED
+    assert engine.lost == set(KEYS[:SLOTS])
+    assert await engine.store(KEYS[:SLOTS]) == [Outcome.DONE] * SLOTS
+    engine.device.sick.clear()
+    engine.now += 301
+    engine.log.trouble.revive()
+    assert regions.state(sick) is RegionState.FREE
+    await engine.check()
+
+
+async def test_a_region_that_cannot_be_written_fails_its_store_and_not_the_next() -> None:
+    engine = Engine(fresh_disk())
+    await engine.begin()
+    await engine.store(KEYS[:1])
+    region = engine.log.regions.open_region
+    assert region is not None
+    engine.device.sick.add(region)
+    assert await engine.store(KEYS[1:3]) == [Outcome.FAILED] * 2
+    assert await engine.store(KEYS[:3]) == [Outcome.DONE] * 3
+    assert engine.lost == {KEYS[0]}
+    await engine.check()
+
+
+async def test_without_room_the_tier_works_with_what_it_has_and_grows_when_there_is_room() -> None:
+    engine = Engine(fresh_disk())
+    await engine.begin()
+    await engine.store(KEYS[: 6 * SLOTS])
+    engine.device.has_room = False
+    here = set(KEYS[: 6 * SLOTS])
+    for number in range(3, 16):
+        keys = [bytes([number, slot]) for slot in range(SLOTS)]
+        outcomes = await engine.store(keys)
+        here.update(k for k, o in zip(keys, outcomes, strict=True) if o is Outcome.DONE)
+        here -= engine.lost
+        assert Outcome.FAILED not in outcomes
+        assert {k for r in range(REGIONS) for k in engine.log.index.keys_of(r)} == here
+    assert engine.count("no_room_for_a_region") == 1
+    assert 3 * SLOTS <= len(here) <= 6 * SLOTS
+    engine.device.has_room = True
+    engine.now += 31
+    engine.log.trouble.revive()
+    for number in range(CAPACITY - len(here)):
+        assert await engine.store([bytes([99, number])]) == [Outcome.DONE]
+    assert len(engine.log.index) == CAPACITY > 6 * SLOTS
+    await engine.check()
+
+
+async def test_without_any_room_a_store_is_full_and_nothing_is_held_on_to() -> None:
+    engine = Engine(fresh_disk())
+    await engine.begin()
+    engine.device.has_room = False
+    for _ in range(20):
+        assert await engine.store(KEYS[:SLOTS]) == [Outcome.FULL] * SLOTS
+    await engine.check()
+    engine.device.has_room = True
+    engine.now += 31
+    engine.log.trouble.revive()
+    assert await engine.store(KEYS[:SLOTS]) == [Outcome.DONE] * SLOTS
+    await engine.check()
+
+
+async def test_a_region_that_can_not_be_allocated_ahead_troubles_nobody_yet() -> None:
+    engine = Engine(fresh_disk())
+    await engine.begin()
+    await engine.store(KEYS[:1])
+    await engine.log.wait_idle()
+    engine.device.has_room = False
+    assert await engine.store(KEYS[1 : SLOTS + 1]) == [Outcome.DONE] * SLOTS
+    await engine.log.wait_idle()
+    assert engine.count("no_room_for_a_region") == 0
+    assert engine.log.regions.count_in(RegionState.RETIRED) == 0
+
+
+async def test_blocks_that_fail_to_be_written_are_not_named() -> None:
+    engine = Engine(fresh_disk())
+    await engine.begin()
+    await engine.store(KEYS[:1])
+    await engine.log.wait_idle()
+    device, region = engine.device, engine.log.regions.open_region
+    assert region is not None
+    device.sick.add(region)
+    assert await engine.store(KEYS[1:5]) == [Outcome.FAILED] * 4
+    device.sick.clear()
+    again = Engine(device.disk)
+    await again.begin()
+    assert not any(again.log.has(key) for key in KEYS[1:5])
+
+
+async def test_a_store_that_meets_no_memory_holds_on_to_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(fresh_disk())
+    await engine.begin()
+
+    def no_memory(_: object) -> memoryview:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PagePool, "take", no_memory)
+        for key in KEYS[:3]:
+            with pytest.raises(MemoryError):
+                await engine.store([key])
+    assert await engine.store(KEYS[:3]) == [Outcome.DONE] * 3
+    await engine.check()
+
+
+class BreakingDevice(SimulatedDevice):
+    """The next write of a table page raises what is no ``OSError``, late."""
+
+    breaks = False
+
+    async def write(self, transfers: Sequence[Transfer]) -> OSError | None:
+        if self.breaks and 0 < transfers[0].at < GEOMETRY.slots_at:
+            self.breaks = False
+            for _ in range(50):  # others come to wait for it
+                await anyio.lowlevel.checkpoint()
+            raise MemoryError
+        return await super().write(transfers)
+
+
+async def test_a_table_write_that_breaks_lets_those_who_wait_behind_it_go() -> None:
+    engine = Engine(fresh_disk())
+    engine.device = device = BreakingDevice(engine.device.disk)
+    await engine.begin()
+    await engine.store(KEYS[:1])
+    device.breaks = True
+    ended: list[object] = []
+
+    async def store(key: bytes) -> None:
+        try:
+            ended.extend(await engine.store([key]))
+        except MemoryError as broke:
+            ended.append(type(broke))
+
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks:
+            for key in KEYS[1:6]:
+                tasks.start_soon(store, key)
+    assert ended.count(MemoryError) == 1
+    assert ended.count(Outcome.FAILED) == 4
+    assert await engine.store(KEYS[1:6]) == [Outcome.DONE] * 5
+    await engine.check()
+
+
+async def test_regions_that_cannot_be_read_at_the_start_are_counted() -> None:
+    engine = Engine(fresh_disk())
+    await engine.begin()
+    await engine.store(KEYS[: 2 * SLOTS])
+    await engine.log.wait_idle()
+    again = Engine(engine.device.disk)
+    again.device.sick.add((engine.log.index.get(KEYS[0]) or 0) // SLOTS)
+    await again.begin()
+    assert again.found_counts["region_unreadable"] == 1
+    assert again.found_counts["blocks_recovered"] == SLOTS
