@@ -101,7 +101,8 @@ class PartQueue:
         return bool(self._jobs)
 
     def add(self, job: Job) -> None:
-        """Have the job's blocks wait."""
+        """Have the job's blocks wait. It has some: of none, no part could be made."""
+        assert job.keys, "a job without blocks"
         self._jobs.append(job)
         self._waiting += len(job.keys)
 

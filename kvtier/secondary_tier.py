@@ -85,7 +85,12 @@ class SecondaryTier(Actor):
 
     # --- what the link asks for ---
 
+    # Invariant: a question about no block is answered like any other, at once.
+
     def _probe(self, message: m.Probe) -> None:
+        if not message.keys:
+            self.link.post(m.ProbeAnswer(probe=message.probe, present=()))
+            return
         if self._traits.capacity_blocks is not None:
             present = tuple(key in self._resident for key in message.keys)
             self.link.post(m.ProbeAnswer(probe=message.probe, present=present))
@@ -95,12 +100,19 @@ class SecondaryTier(Actor):
 
     def _load_job(self, message: m.LoadJob) -> None:
         job = Job(message)
+        if not job.keys:
+            self._answer(job)
+            return
         self._hold(job.keys)
         self._loads.add(job)
         self._start_parts()
 
     def _store_job(self, message: m.StoreJob) -> None:
-        self._stores.add(Job(message))
+        job = Job(message)
+        if not job.keys:
+            self._answer(job)
+            return
+        self._stores.add(job)
         self._start_parts()
 
     def _touch_keys(self, message: m.TouchKeys) -> None:

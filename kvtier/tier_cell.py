@@ -29,10 +29,6 @@ if TYPE_CHECKING:
     from kvtier.messages import Message
     from kvtier.policies.base import EvictionPolicy
 
-RESTART_PAUSE_S: Final = 1.0
-RESTART_PAUSE_S_MAX: Final = 60.0
-"""How long a host waits after a life that broke before the next: doubled each time, up to this."""
-
 ABANDON_S: Final = 0.5
 """Of the time that ``close`` is given: what is left when what still runs is given up."""
 

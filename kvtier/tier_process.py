@@ -26,7 +26,8 @@ import msgspec
 from kvtier import messages as m
 from kvtier.errors import ConfigError, InternalError, StoreFault
 from kvtier.logs import log
-from kvtier.tier_cell import ABANDON_S, RESTART_PAUSE_S, RESTART_PAUSE_S_MAX, TierHost
+from kvtier.restarts import RESTART_PAUSE_S, RESTART_PAUSE_S_MAX, RestartPause
+from kvtier.tier_cell import ABANDON_S, TierHost
 from kvtier.tier_channel import (
     Begin,
     Channel,
@@ -210,12 +211,10 @@ class TierProcess(TierHost):
 
     def _watch(self) -> None:
         """Wait for the process to end, and start another, until the tier is to end."""
-        pause_s = RESTART_PAUSE_S
+        pause = RestartPause(RESTART_PAUSE_S, RESTART_PAUSE_S_MAX)
         while True:
-            began_s = time.monotonic()
+            pause.opened()
             code = self._child.process.wait()
-            if time.monotonic() - began_s > RESTART_PAUSE_S_MAX:
-                pause_s = RESTART_PAUSE_S  # this one was well for a while
             with self._using:
                 channel, self._channel = self._channel, None
                 assert channel is not None, "a process without its channel"
@@ -226,8 +225,7 @@ class TierProcess(TierHost):
                         self._say_broke(_how_it_ended(code))
                     self._link.post(m.TierFenced())
             channel.close()
-            while not self._ending.wait(pause_s):
-                pause_s = min(2 * pause_s, RESTART_PAUSE_S_MAX)
+            while not self._ending.wait(pause.after_a_life()):
                 if self._begin_anew():
                     break
             else:

@@ -7,22 +7,15 @@ backend, once none of its threads can touch a slot any more.
 from __future__ import annotations
 
 import threading
-import time
 from typing import TYPE_CHECKING, Final
 
 import anyio
 
 from kvtier import messages as m
 from kvtier.logs import log
+from kvtier.restarts import RESTART_PAUSE_S, RestartPause
 from kvtier.threads import Bell
-from kvtier.tier_cell import (
-    ABANDON_S,
-    RESTART_PAUSE_S,
-    RESTART_PAUSE_S_MAX,
-    TierCell,
-    TierHost,
-    reason_of,
-)
+from kvtier.tier_cell import ABANDON_S, TierCell, TierHost, reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -61,6 +54,7 @@ class TierThread(TierHost):
         self._taking = threading.Lock()
         self._is_taking = True
         self._bell = Bell()
+        self._pause = RestartPause(RESTART_PAUSE_S)
         self._ending = threading.Event()
         self._abandoned = False
         self._broke_of: str | None = None  # why the cell is cut off, as it is in the log
@@ -135,9 +129,7 @@ class TierThread(TierHost):
     # --- the thread ---
 
     def _run(self) -> None:
-        pause_s = RESTART_PAUSE_S
         while not self._ending.is_set():
-            began_s = time.monotonic()
             try:
                 if self._broke_of is not None:
                     # A closed backend isn't opened again.
@@ -146,11 +138,8 @@ class TierThread(TierHost):
                 anyio.run(self._live)
             except BaseException as error:  # noqa: BLE001 - a bug in a tier must not end its thread
                 self._break_down(error)
-                if time.monotonic() - began_s > RESTART_PAUSE_S_MAX:
-                    pause_s = RESTART_PAUSE_S  # this one was well for a while
-                if self._ending.wait(pause_s):
+                if self._ending.wait(self._pause.after_a_life()):
                     return
-                pause_s = min(2 * pause_s, RESTART_PAUSE_S_MAX)
 
     async def _live(self) -> None:
         await self._cell.live(
@@ -177,6 +166,7 @@ class TierThread(TierHost):
 
     def _back_again(self) -> None:
         """Take messages again, after the backend of a cell that broke could be opened."""
+        self._pause.opened()
         if self._broke_of is not None:
             log.warning("tier is back", tier=self.name)
             self._broke_of = None

@@ -1,0 +1,54 @@
+"""How long a host waits after a life of its tier that broke, before it begins the next.
+
+The first pause is short, since most lives break for a reason that is over: a
+process that was killed, a filesystem that was away for a moment. Each further
+life that breaks soon doubles the pause, so that a tier that can't live costs
+little; the longest is still one that people wait out. A life that was well for
+a while begins at the first pause again, however many broke before it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+RESTART_PAUSE_S: Final = 1.0
+"""The first pause."""
+
+RESTART_PAUSE_S_MAX: Final = 10.0
+"""The longest. To start a process takes half a second of one core: 5 % of it at this pace."""
+
+WELL_S: Final = 10.0
+"""A life was well if its backend was open for so long."""
+
+
+class RestartPause:
+    """The pauses between a tier's lives. Belongs to one thread."""
+
+    def __init__(
+        self,
+        first_s: float = RESTART_PAUSE_S,
+        longest_s: float = RESTART_PAUSE_S_MAX,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self._clock = clock
+        self._next_s = first_s
+        self._opened_at: float | None = None
+
+    def opened(self) -> None:
+        """Note that a life begins: its backend is open."""
+        self._opened_at = self._clock()
+
+    def after_a_life(self) -> float:
+        """Note that a life broke, or could not begin; return how long to wait, in seconds."""
+        opened_at, self._opened_at = self._opened_at, None
+        if opened_at is not None and self._clock() - opened_at >= WELL_S:
+            self._next_s = self._first_s
+        pause_s = min(self._next_s, self._longest_s)
+        self._next_s = min(2 * pause_s, self._longest_s)
+        return pause_s

@@ -1,0 +1,121 @@
+"""A message about no block is one like any other: each actor takes it, and answers it if it asks.
+
+The messages are found by looking at what each actor takes, so that a new one is tested too.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from kvtier import messages as m
+from kvtier.admission.base import AdmissionContext
+from kvtier.admission.gate import AdmissionGate
+from kvtier.backend import BackendTraits
+from kvtier.config import RuntimeConfig, TierConfig
+from kvtier.policies.actor import PolicyActor
+from kvtier.policies.lru import LRUPolicy
+from kvtier.registry import make_admission, make_policy
+from kvtier.runtime import build_engine
+from kvtier.testing.cell import TestCell, TestTier
+
+if TYPE_CHECKING:
+    from kvtier.actor import Actor
+    from kvtier.messages import Message
+
+TIER = TierConfig("1:t", "t")
+CONFIG = RuntimeConfig(slot_count=8, block_bytes=8, tiers=(TIER,))
+COLLECTIONS = {"tuple": (), "list": [], "frozenset": frozenset(), "Collection": ()}
+PLAIN = {"int": 1, "str": "r", "float": 1.0, "bool": True, "RequestId": "r"}
+
+ANSWERS = (m.Victims, m.PartEnded)
+"""To a question of the actor's own: without it they mean nothing."""
+
+
+class Taken:
+    """A mailbox that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+
+    def post(self, message: Message) -> bool:
+        self.messages.append(message)
+        return True
+
+
+def empty(kind: type[Any]) -> Any:
+    """Return a message of this kind about no block; None if it isn't about blocks."""
+    hints = {field.name: str(field.type) for field in msgspec.structs.fields(kind)}
+    if "keys" not in hints:
+        return None
+    values: dict[str, Any] = {}
+    for field in msgspec.structs.fields(kind):
+        name = str(getattr(field.type, "__name__", field.type)).partition("[")[0]
+        if field.default is not msgspec.NODEFAULT:
+            continue
+        if name in COLLECTIONS:
+            values[field.name] = COLLECTIONS[name]
+        elif name in PLAIN:
+            values[field.name] = PLAIN[name]
+        else:
+            values[field.name] = None
+    return kind(**values)
+
+
+def empties_of(actor: Actor) -> list[Message]:
+    found = [empty(kind) for kind in actor.handlers if kind not in ANSWERS]
+    about_blocks = [message for message in found if message is not None]
+    assert about_blocks, f"{actor.name} takes no message about blocks"
+    return about_blocks
+
+
+@pytest.mark.parametrize("capacity", [None, 8])
+def test_a_tier_answers_empty_jobs_and_probes_and_lives(capacity: int | None) -> None:
+    """Such a job broke its cell once: the division of no blocks into parts."""
+    cell = TestCell()
+    engine = build_engine(CONFIG, LRUPolicy(8), collect_events=False, cell=cell)
+    policy = None if capacity is None else LRUPolicy(capacity)
+    tier = TestTier(cell, engine.links[0], BackendTraits(4, 4, capacity), policy)
+    taken = Taken()
+    tier.actor.link = taken
+    for message in empties_of(tier.actor):
+        if not (isinstance(message, m.ContentsFound) and capacity is None):
+            tier.actor.receive(message)
+    while waiting := [each for each in tier.mailboxes if each.waiting]:
+        cell.deliver(waiting[0])
+    assert tier.actor.is_idle()
+    assert m.ProbeAnswer(probe=1, present=()) in taken.messages
+    ended = [each for each in taken.messages if isinstance(each, m.JobEnded)]
+    assert ended == [m.JobEnded(job=1, outcomes=(), seconds=0.0)] * 2  # the load, the store
+
+
+def test_the_engine_s_actors_take_empty_messages() -> None:
+    """And none of them breaks: a broken actor is deaf for the rest of the engine's life."""
+    cell = TestCell()
+    engine = build_engine(CONFIG, LRUPolicy(8), collect_events=True, cell=cell)
+    TestTier(cell, engine.links[0], BackendTraits(4, 4), None)
+    cell.ask(engine.primary, m.RequestStarted(request="r", tiers=-1))
+    for actor in (engine.primary, engine.links[0]):
+        for message in empties_of(actor):
+            cell.ask(actor, message)
+    assert cell.faults == 0
+
+
+@pytest.mark.parametrize("name", [e.name for e in entry_points(group="kvtier.eviction_policies")])
+def test_policies_take_empty_messages(name: str) -> None:
+    actor = PolicyActor(name, make_policy(name, 8))
+    actor.host = Taken()
+    for message in empties_of(actor):
+        actor.receive(message)
+
+
+@pytest.mark.parametrize("name", [e.name for e in entry_points(group="kvtier.admission_policies")])
+def test_admission_takes_empty_messages(name: str) -> None:
+    tier = TierConfig("1:t", "t", admission=name)
+    gate = AdmissionGate(0, "1:t", make_admission(tier, AdmissionContext(8, 8)))
+    gate.primary = gate.link = gate.log = Taken()
+    for message in empties_of(gate):
+        gate.receive(message)
