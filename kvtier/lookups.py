@@ -67,14 +67,15 @@ class Lookups:
         slot = self._slot_of.get(key)
         if slot is not None and self._slot_state[slot] == _SLOT_READY:
             self._note_hit(slot)
-            if request is not None:
+            if request is not None and key not in request.misses:
                 request.hits.add(key)
             self.reply(READY)
             return
         if request is None:
             self.reply(ABSENT if slot is None else FILLING)
             return
-        request.misses.add(key)
+        if key not in request.hits:
+            request.misses.add(key)
         if slot is not None:
             self.reply(FILLING)
             return
@@ -114,11 +115,15 @@ class Lookups:
                 if found is None:
                     break
                 state = found
-            request.misses.add(key)
+            if key not in request.hits:
+                request.misses.add(key)
             states.append(state)
             if state is ABSENT:
                 break
-        request.hits.update(hits)
+        if request.misses.isdisjoint(hits):
+            request.hits.update(hits)
+        else:  # some were not READY at their first lookup
+            request.hits.update(set(hits) - request.misses)
         self._slots.hits.update(hit_slots)
         self.reply(states)
 

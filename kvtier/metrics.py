@@ -128,3 +128,11 @@ class Statistics(msgspec.Struct, frozen=True):
     primary: PrimaryStatistics
     tiers: tuple[TierStatistics, ...]
     faults: int  #: handlers that raised
+
+    def counters(self) -> dict[str, int | float]:
+        """Return all that only grows, by name: what one snapshot has, no later one has less of."""
+        counters: dict[str, int | float] = {"faults": self.faults}
+        counters.update((f"primary {name}", n) for name, n in self.primary.counts.items())
+        for tier in self.tiers:
+            counters.update((f"{tier.name} {name}", n) for name, n in tier.counts.items())
+        return counters

@@ -13,36 +13,25 @@ if TYPE_CHECKING:
 class Request:
     """One running request: what it looked up, and which tier delivered what to it."""
 
-    __slots__ = (
-        "_hits_counted",
-        "_queries_counted",
-        "_seen",
-        "hits",
-        "misses",
-        "search",
-        "sources",
-    )
+    __slots__ = ("_hits_counted", "_queries_counted", "hits", "misses", "search", "sources")
 
     def __init__(self, search: Search) -> None:
         self.search = search
         self.sources: dict[Key, int] = {}  #: the tier that delivered the key to it
-        self.hits: set[Key] = set()  #: keys that a lookup called READY
-        self.misses: set[Key] = set()  #: keys that a lookup did not; they may be hits later
-        self._seen = 0
+        # Invariant: a key is in one of these from its first lookup on, and never changes sides.
+        # Whoever looks up keeps to it, in line. Else what was counted would have to be taken
+        # back, and vLLM ends the engine for a counter that falls.
+        self.hits: set[Key] = set()  #: keys that were READY when first looked up
+        self.misses: set[Key] = set()  #: keys that were not; they may be READY later
         self._queries_counted = 0
         self._hits_counted = 0
 
     def count(self, counts: PrimaryCounts) -> None:
         """Add what was looked up since the last time, each key once a request.
 
-        A hit counts if it was one at the first lookup. Done when a request
-        loads, stores or ends, since a lookup has no time for it.
+        Done when a request loads, stores or ends, since a lookup has no time for it.
         """
-        seen = len(self.hits) + len(self.misses)
-        if seen == self._seen:
-            return
-        self._seen = seen
-        hits = len(self.hits - self.misses) if self.misses else len(self.hits)
+        hits = len(self.hits)
         queries = hits + len(self.misses)
         counts.queries += queries - self._queries_counted
         counts.hits += hits - self._hits_counted

@@ -116,6 +116,7 @@ class Soak:
         self.stored = 0
         self.resets = 0
         self.resident: set[bytes] = set()
+        self.counters: dict[str, int | float] = {}  # as they were last seen
 
     # --- the load ---
 
@@ -167,7 +168,16 @@ class Soak:
         """End a step, as long as a small model's."""
         self.facade.step_end()
         self.facade.take_events()
+        self.check_counters()
         time.sleep(STEP_S)
+
+    def check_counters(self) -> None:
+        """Compare all counters with what they were: one that falls ends a vLLM server."""
+        now = self.facade.statistics().counters()
+        for name, before in self.counters.items():
+            if now[name] < before:
+                raise Failure(f"the counter {name} fell from {before} to {now[name]}")
+        self.counters = now
 
     # --- the trouble ---
 

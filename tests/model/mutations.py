@@ -17,6 +17,7 @@ from kvtier.eviction import Eviction
 from kvtier.parts import Part
 from kvtier.primary_tier import PrimaryTier
 from kvtier.promotions import Promotions
+from kvtier.requests import Request
 from kvtier.secondary_tier import SecondaryTier
 from kvtier.slots import SlotTable
 from kvtier.states import SlotState
@@ -25,6 +26,8 @@ from kvtier.whereabouts import Search, Whereabouts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from kvtier.metrics import PrimaryCounts
 
 MUTATIONS: dict[str, Any] = {}
 
@@ -81,6 +84,34 @@ class _WithoutHeld:
         if isinstance(message, m.Touched):
             message = m.Touched(message.keys, message.request)
         return self._policy.post(message)
+
+
+@mutation
+def take_a_counted_hit_back() -> Iterator[None]:
+    """A hit becomes a miss once a later lookup of the same request misses."""
+    begin = Request.__init__
+
+    def init(self: Request, search: Search) -> None:
+        begin(self, search)
+        self.hits, self.misses = _NeverSeen(), _NeverSeen()
+
+    def count(self: Request, counts: PrimaryCounts) -> None:
+        hits = len(self.hits - self.misses)
+        counts.hits += hits - self._hits_counted
+        self._hits_counted = hits
+
+    with patch.object(Request, "__init__", init), patch.object(Request, "count", count):
+        yield
+
+
+class _NeverSeen(set[bytes]):
+    """Keys of which nobody finds out that they are here."""
+
+    def __contains__(self, key: object) -> bool:
+        return False
+
+    def isdisjoint(self, other: object) -> bool:
+        return True
 
 
 @mutation

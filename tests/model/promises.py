@@ -200,6 +200,18 @@ class Promises:
             assert slot is not None, f"{key!r} is leased and gone"
             assert slot in world.slots.leased, f"{key!r} is leased, and its slot is not"
 
+    # --- 13 ---
+
+    @precondition(is_running)
+    @invariant()
+    def p13_counters_only_grow(self) -> None:
+        world = self.world
+        now = world.facade.statistics().counters()
+        assert now.keys() >= world.counters.keys()
+        fell = {name: n for name, n in world.counters.items() if now[name] < n}
+        assert not fell, {name: (n, now[name]) for name, n in fell.items()}
+        world.counters = now
+
     # --- what no promise names, and all of them need ---
 
     @precondition(is_running)

@@ -221,6 +221,7 @@ class World:
             tier: set() for tier in range(PRIMARY, len(shape.tiers))
         }
         self.states = dict.fromkeys(KEYS, BlockState.ABSENT)
+        self.counters: dict[str, int | float] = {}  # as they were last seen
 
         self.devices = [
             FakeDevice(self, held) if tier.disk is None else DiskTier(self, held, tier.disk)
