@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -27,6 +26,7 @@ from kvtier import messages as m
 from kvtier.errors import ConfigError, InternalError, StoreFault
 from kvtier.logs import log
 from kvtier.restarts import RESTART_PAUSE_S, RESTART_PAUSE_S_MAX, RestartPause
+from kvtier.spawning import spawn
 from kvtier.tier_cell import ABANDON_S, TierHost
 from kvtier.tier_channel import (
     Begin,
@@ -56,8 +56,8 @@ OPEN_TIMEOUT_S: Final = 600.0
 _CLOSE_POLL_S: Final = 0.01
 
 _PROGRAM: Final = (
-    "import sys; sys.path[:] = sys.argv[5:]; "
-    "from kvtier.tier_process_main import main; main(*map(int, sys.argv[2:5]))"
+    "import sys; sys.path[:] = sys.argv[6:]; "
+    "from kvtier.tier_process_main import main; main(*map(int, sys.argv[2:6]))"
 )
 
 
@@ -288,17 +288,17 @@ class _Child:
         self.channel: Channel[Any] = Channel(ours, ToEngine, watched=SendCount(sent))
         descriptors = (theirs.fileno(), memory.descriptor, sent)
         try:
-            self.process = subprocess.Popen(  # noqa: S603 - our own program
+            self.process = spawn(
                 [
                     sys.executable,
                     "-c",
                     _PROGRAM,
                     f"kvtier-{tier.name}",  # for people who look at the processes
+                    str(os.getpid()),
                     *map(str, descriptors),
                     *sys.path,
                 ],
-                stdin=subprocess.PIPE,
-                pass_fds=descriptors,
+                descriptors,
             )
         except BaseException:
             ours.close()

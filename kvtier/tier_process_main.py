@@ -29,6 +29,7 @@ from kvtier import messages as m
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.memory import SlotMemory
 from kvtier.registry import make_backend, policy_maker
+from kvtier.spawning import end_with_parent
 from kvtier.tier_cell import TierCell, reason_of
 from kvtier.tier_channel import (
     Begin,
@@ -173,8 +174,11 @@ class Inbox:
                 self.cell.post(message)
 
 
-def main(channel_descriptor: int, memory_descriptor: int, sent_descriptor: int) -> None:
+def main(
+    parent_pid: int, channel_descriptor: int, memory_descriptor: int, sent_descriptor: int
+) -> None:
     """Serve one tier until the process is to end. Called by the program that the engine starts."""
+    end_with_parent(parent_pid)
     for number in (signal.SIGINT, signal.SIGTERM):
         # They are sent to whole groups of processes: the engine has them too, and decides.
         signal.signal(number, signal.SIG_IGN)
@@ -230,7 +234,10 @@ async def _live(inbox: Inbox, outbox: Outbox, engine_pid: int) -> None:
 
 
 def _end_with(engine_pid: int) -> None:
-    """End when that process does, though a process forked from it may hold the channel open."""
+    """End when that process does, though a process forked from it may hold the channel open.
+
+    The kernel kills this one then (``end_with_parent``), unless that isn't allowed here.
+    """
     try:
         engine = os.pidfd_open(engine_pid)
     except ProcessLookupError:

@@ -11,7 +11,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -348,13 +350,15 @@ os._exit(0)
 """
 
 
+@pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
 @pytest.mark.parametrize("forks", [(), ("forks",)], ids=["alone", "a fork of it lives on"])
 def test_a_tier_does_not_outlive_its_engine(
-    tmp_path: Path, benches: list[Bench], forks: tuple[str, ...]
+    tmp_path: Path, benches: list[Bench], forks: tuple[str, ...], stopped: bool
 ) -> None:
     """Killed with -9, an engine can't end its tiers: they end by themselves, and let go.
 
     A fork of the engine has the channel's other end as well, so that doesn't end then.
+    A process that is stopped can't do anything by itself: the kernel ends it.
     """
     engine = subprocess.Popen(
         [sys.executable, "-c", ENGINE, str(tmp_path / "kv"), *forks],
@@ -366,8 +370,15 @@ def test_a_tier_does_not_outlive_its_engine(
     with engine:
         assert engine.stdout is not None
         tier = int(engine.stdout.readline())
+        if stopped:
+            os.kill(tier, signal.SIGSTOP)
+            wait_for(lambda: state_of(tier) == "T")
         engine.kill()
-        wait_for(lambda: not is_running(tier))
+        try:
+            wait_for(lambda: not is_running(tier))
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(tier, signal.SIGKILL)
     bench = Bench(disk_tier(tmp_path / "kv"))  # refused if the folder were still in use
     benches.append(bench)
     bench.until_it_has(KEYS)
@@ -375,11 +386,38 @@ def test_a_tier_does_not_outlive_its_engine(
 
 def is_running(pid: int) -> bool:
     """Tell whether a process that isn't ours runs: it may have ended, and nobody waits for it."""
+    return state_of(pid) not in ("", "Z")
+
+
+def state_of(pid: int) -> str:
+    """Return the process's state in one letter, none if there is no such process."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return status.rpartition(")")[2].split()[0]
+
+
+def test_a_tier_outlives_the_thread_that_started_it(tmp_path: Path, benches: list[Bench]) -> None:
+    """To the kernel a process's parent is a thread. The engine's starting thread may end."""
+    threads: list[int] = []
+
+    def start() -> None:
+        threads.append(threading.get_native_id())
+        benches.append(Bench(disk_tier(tmp_path / "kv")))
+
+    starter = threading.Thread(target=start)
+    starter.start()
+    starter.join()
+    wait_for(lambda: not Path(f"/proc/self/task/{threads[0]}").exists())  # python, then the kernel
+    bench = benches[0]
+    first = bench.pid
+    bench.fill()
+    assert set(bench.store(KEYS, tuple(range(SLOTS))).outcomes) == {Outcome.DONE}
+    os.kill(first, signal.SIGKILL)
+    bench.next_of(m.TierRestarted)  # by another thread
+    bench.until_it_has(KEYS)
+    assert bench.pid != first
 
 
 def test_text_that_is_none_is_sent_all_the_same() -> None:

@@ -1,0 +1,94 @@
+"""Starts processes that end with the engine's process, in whatever state they are.
+
+A tier's process watches the engine's and ends with it. One that is stopped can
+watch nothing; so the kernel is asked to kill it then (``PR_SET_PDEATHSIG``).
+What the kernel calls a parent is a thread: it sends the signal when the thread
+ends that started the process, though its other threads live on. So one thread
+starts them all, and ends with its process only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import signal
+import subprocess
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    _Started: TypeAlias = "Future[subprocess.Popen[bytes]]"
+    _Order: TypeAlias = tuple[_Started, Sequence[str], Sequence[int]]
+
+_PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+
+
+def spawn(arguments: Sequence[str], descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Start a program with a pipe as its stdin, and these descriptors under their numbers.
+
+    Any thread may call it. Raises ``OSError`` if the program can't be started.
+    The program calls ``end_with_parent`` as soon as it can.
+    """
+    started: _Started = Future()
+    _orders_of_this_process().put((started, arguments, descriptors))
+    try:
+        return started.result()
+    except BaseException:  # an interrupted caller never learns of a process that starts after that
+        started.add_done_callback(_kill)
+        raise
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """Have the calling process killed when the one that spawned it ends; end if it has ended."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # it ended before that
+        os._exit(1)
+
+
+def _kill(started: _Started) -> None:
+    if started.exception() is None:
+        process = started.result()
+        process.kill()
+        process.wait()
+
+
+_orders: queue.SimpleQueue[_Order] | None = None
+_starting = threading.Lock()
+
+
+def _orders_of_this_process() -> queue.SimpleQueue[_Order]:
+    global _orders  # noqa: PLW0603 - one thread for the whole process
+    with _starting:
+        if _orders is None:
+            _orders = queue.SimpleQueue()
+            threading.Thread(
+                target=_carry_out, args=(_orders,), name="kvtier-spawner", daemon=True
+            ).start()
+        return _orders
+
+
+def _carry_out(orders: queue.SimpleQueue[_Order]) -> None:
+    while True:
+        started, arguments, descriptors = orders.get()
+        try:
+            process = subprocess.Popen(  # noqa: S603 - our own program
+                arguments, stdin=subprocess.PIPE, pass_fds=descriptors
+            )
+        except BaseException as error:  # noqa: BLE001 - handed to the caller, not swallowed
+            started.set_exception(error)
+        else:
+            started.set_result(process)
+            del process
+        del started, arguments, descriptors  # an idle thread holds on to nothing
+
+
+def _begin_anew_in_a_fork() -> None:
+    global _orders, _starting
+    _orders, _starting = None, threading.Lock()  # the thread is the parent's
+
+
+os.register_at_fork(after_in_child=_begin_anew_in_a_fork)
