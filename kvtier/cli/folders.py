@@ -41,7 +41,7 @@ def claimed(path: str, command: str) -> Iterator[None]:
     if user is not None:
         raise ConfigError(
             f"{path} is in use by {user}: {command} needs the folder for itself. "
-            "Stop that engine first."
+            f"{user.remedy} first."
         )
     claim = Claim(path, lambda remedy: ConfigError(f"{path} {remedy}"))
     try:

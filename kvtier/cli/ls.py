@@ -66,6 +66,7 @@ def _figures(folder: Folder, listing: Listing) -> dict[str, Any]:
         "complete": listing.is_complete,
         "in_use": listing.user is not None,
         "engine_pid": None if listing.user is None else listing.user.pid,
+        "in_use_by": None if listing.user is None else str(listing.user),
         "made_s": folder.superblock.created_s,
         "region_bytes": folder.superblock.region_bytes,
         "regions": dict(sorted(listing.regions.items())),
@@ -80,8 +81,7 @@ def _show(figures: dict[str, Any]) -> None:
     from kvtier.cli.folders import age, gib, short  # noqa: PLC0415 - as in run
     from kvtier.cli.terminal import table  # noqa: PLC0415 - as in run
 
-    pid = figures["engine_pid"] or "unknown"
-    user = f"by process {pid}" if figures["in_use"] else "no"
+    user = f"by {figures['in_use_by']}" if figures["in_use"] else "no"
     print(figures["path"])
     table(
         "Folder",

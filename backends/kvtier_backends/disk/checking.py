@@ -26,10 +26,10 @@ from kvtier_backends.disk.sealing import BlockCipher, Sealed
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from kvtier_backends.disk.folder import User
     from kvtier_backends.disk.format import Entry, RegionHeader
     from kvtier_backends.disk.inspection import Folder, Look
     from kvtier_backends.disk.sealing import Keyring
+    from kvtier_backends.disk.users import User
 
 READ_BYTES_MAX: Final = 8 << 20
 SLOTS_SHOWN: Final = 8

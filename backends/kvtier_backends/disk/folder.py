@@ -27,6 +27,7 @@ from kvtier_backends.disk.format import (
     make_geometry,
     region_bytes_for,
 )
+from kvtier_backends.disk.users import LOCK_NAME, user_untrusted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +46,6 @@ FOLDER_BYTES: Final = 4 * PAGE_BYTES  #: the lock and the superblock, rounded up
 SPARE_PART: Final = 0.1
 """So much of the slots is not told upward: there dead blocks lie until a region is emptied."""
 
-LOCK_NAME: Final = "lock"
 LOCK_WAIT_S_MAX: Final = 1.0
 """A lock that is held gets so long to go.
 
@@ -57,15 +57,6 @@ _LOCK_POLL_S: Final = 0.02
 _SUPERBLOCK_NAME: Final = "superblock"
 _SEGMENT_PATTERN: Final = re.compile(r"segment-(\d{5})\.kv")
 _OPEN_FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-class User(NamedTuple):
-    """Who has a folder claimed."""
-
-    pid: int | None  #: the engine's, as the lock file has it; of its own container, maybe
-
-    def __str__(self) -> str:
-        return "another process" if self.pid is None else f"process {self.pid}"
 
 
 class Plan(NamedTuple):
@@ -178,7 +169,7 @@ class Claim:
             owner = user_untrusted(descriptor)
             os.close(descriptor)
             raise refuse(
-                f"is in use by {owner}: a disk tier belongs to one engine. Stop that engine, "
+                f"is in use by {owner}: a disk tier belongs to one engine. {owner.remedy}, "
                 "or name another folder; data-parallel engines each need their own, with "
                 "{dp_rank} in its name."
             )
@@ -200,15 +191,6 @@ def _lock(descriptor: int) -> bool:
         else:
             return True
     return False
-
-
-def user_untrusted(descriptor: int) -> User:
-    """Return who holds the lock, as far as the file tells. Raises nothing."""
-    try:
-        text = os.pread(descriptor, 32, 0).decode("ascii").strip()
-    except (OSError, ValueError):
-        text = ""
-    return User(int(text) if text.isdecimal() else None)
 
 
 def filesystem_of(path: str) -> int:

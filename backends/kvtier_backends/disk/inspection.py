@@ -19,11 +19,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvtier.errors import ConfigError
 from kvtier_backends.disk.device import Segments
 from kvtier_backends.disk.folder import (
-    LOCK_NAME,
-    User,
     read_superblock,
     segment_numbers,
-    user_untrusted,
 )
 from kvtier_backends.disk.format import (
     PAGE_BYTES,
@@ -39,6 +36,7 @@ from kvtier_backends.disk.format import (
 )
 from kvtier_backends.disk.recovery import UNREMARKABLE, Expected, page_case, region_case
 from kvtier_backends.disk.region_files import RegionFiles
+from kvtier_backends.disk.users import LOCK_NAME, User, user_untrusted
 
 if TYPE_CHECKING:
     from typing import Self

@@ -18,9 +18,9 @@ from kvtier_backends.disk.inspection import user_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from kvtier_backends.disk.folder import User
     from kvtier_backends.disk.format import RegionHeader
     from kvtier_backends.disk.inspection import Folder, Look
+    from kvtier_backends.disk.users import User
 
 
 class Distinct:

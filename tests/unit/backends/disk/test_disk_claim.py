@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -74,10 +77,71 @@ def test_a_look_at_the_lock_keeps_no_engine_from_starting(tmp_path: Path, naps: 
 
 @pytest.mark.usefixtures("naps")
 def test_a_claim_names_the_engine_though_the_tier_runs_elsewhere(tmp_path: Path) -> None:
-    held = Claim(str(tmp_path / "kv"), ConfigError, user_pid=4711)
-    with pytest.raises(ConfigError, match="is in use by process 4711:"):
+    engine = os.getppid()  # one that lives, and isn't the one that has the lock
+    held = Claim(str(tmp_path / "kv"), ConfigError, user_pid=engine)
+    with pytest.raises(ConfigError, match=f"is in use by process {engine}: .* Stop that engine,"):
         claim(tmp_path / "kv")
     assert held.stands()
+
+
+HOLDER = """
+import os, sys
+from kvtier.errors import ConfigError
+from kvtier_backends.disk.folder import Claim
+held = Claim(sys.argv[1], ConfigError, user_pid=int(sys.argv[2]) or os.getpid())
+print("claimed", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.usefixtures("naps")
+@pytest.mark.parametrize("engine", ["lives", "has ended", "has the lock itself"])
+def test_the_refusal_names_the_process_that_has_the_lock_and_what_to_do(
+    tmp_path: Path, engine: str
+) -> None:
+    """A stopped process ends by no signal but SIGKILL, and its engine's number helps nobody."""
+    ended = subprocess.Popen(["/bin/true"])
+    ended.wait()  # its number is free, and not given anew so soon
+    pid = {"lives": os.getpid(), "has ended": ended.pid, "has the lock itself": 0}[engine]
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "kv"), str(pid)]
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=path
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"claimed\n"
+        runs = refusal_of(tmp_path / "kv")
+        os.kill(holder.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT)
+        stopped = refusal_of(tmp_path / "kv")
+        holder.kill()
+    go_on = f"Let process {holder.pid} go on with 'kill -CONT {holder.pid}', then stop that engine"
+    left = f"and is left of engine process {ended.pid}"
+    wanted = {
+        "lives": (
+            (f"process {pid}", "Stop that engine"),
+            (f"process {pid}, whose tier's process {holder.pid} is stopped", go_on),
+        ),
+        "has ended": (
+            (f"process {holder.pid}, which runs {left}", f"End it with 'kill -KILL {holder.pid}'"),
+            (
+                f"process {holder.pid}, which is stopped {left}",
+                f"End it with 'kill -KILL {holder.pid}'",
+            ),
+        ),
+        "has the lock itself": (
+            (f"process {holder.pid}", "Stop that engine"),
+            (f"process {holder.pid}, which is stopped", go_on),
+        ),
+    }
+    for said, (user, remedy) in zip((runs, stopped), wanted[engine], strict=True):
+        assert said.startswith(f"is in use by {user}: a disk tier belongs to one engine. {remedy},")
+
+
+def refusal_of(path: Path) -> str:
+    with pytest.raises(ConfigError) as refused:
+        claim(path)
+    return str(refused.value)
 
 
 def test_a_lock_that_stays_is_refused_after_a_bounded_wait(tmp_path: Path, naps: Naps) -> None:

@@ -1,0 +1,137 @@
+"""Says who has a folder claimed: the engine, and the process that holds the lock for it now.
+
+The lock file has the engine's number, which people know. The lock itself may be
+held by another process, the tier's own, and that may be stopped, or have outlived
+its engine. /proc knows; it tells of processes of this user and this container only.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LOCK_NAME: Final = "lock"
+_STATES: Final = {
+    "T": "is stopped",
+    "t": "is stopped by a debugger",
+    "D": "waits for its storage",
+    "Z": "has ended",
+    "X": "has ended",
+}
+
+
+class Holder(NamedTuple):
+    """The process that has the lock."""
+
+    pid: int
+    state: str  #: what it does, as words after its name: "runs", "is stopped"
+
+
+class User(NamedTuple):
+    """Who has a folder claimed."""
+
+    pid: int | None  #: the engine's, as the lock file has it; of its own container, maybe
+    holder: Holder | None = None  #: None if it can't be seen from here
+    is_left_over: bool = False  #: the holder has outlived its engine
+
+    def __str__(self) -> str:
+        """Return the process to end, and what it is, as half a sentence."""
+        engine = "another process" if self.pid is None else f"process {self.pid}"
+        if self.holder is None:
+            return engine
+        pid, state = self.holder
+        if self.is_left_over:
+            return f"process {pid}, which {state} and is left of engine process {self.pid}"
+        if state == "runs":
+            return engine
+        if pid == self.pid:
+            return f"{engine}, which {state}"
+        return f"{engine}, whose tier's process {pid} {state}"
+
+    @property
+    def remedy(self) -> str:
+        """Return what sets the folder free, as the beginning of a sentence."""
+        if self.holder is None:
+            return "Stop that engine"
+        pid, state = self.holder
+        if state == "waits for its storage":
+            return f"See to the storage that process {pid} waits for"
+        if self.is_left_over:
+            return f"End it with 'kill -KILL {pid}'"
+        if state == "runs":
+            return "Stop that engine"
+        return f"Let process {pid} go on with 'kill -CONT {pid}', then stop that engine"
+
+
+def user_untrusted(descriptor: int) -> User:
+    """Return who holds the lock of this open lock file, as far as anyone tells. Raises nothing."""
+    try:
+        text = os.pread(descriptor, 32, 0).decode("ascii").strip()
+    except (OSError, ValueError):
+        text = ""
+    engine = int(text) if text.isdecimal() else None
+    pid = next(_holders(descriptor), None)
+    if pid is None:
+        return User(engine)
+    is_left_over = engine is not None and _state(engine) == "has ended" and _is_of_here(pid)
+    return User(engine, Holder(pid, _state(pid)), is_left_over)
+
+
+def _holders(descriptor: int) -> Iterator[int]:
+    """Yield the numbers of processes that have the lock, as far as this user may see them."""
+    try:
+        status = os.fstat(descriptor)
+        device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+        pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    except OSError:
+        return
+    for pid in pids:
+        folder = f"/proc/{pid}/fd"
+        try:
+            names = os.listdir(folder)
+        except OSError:
+            continue  # it has ended, or is another user's
+        for name in names:
+            try:
+                # Only the name is read, and what the kernel says of it: its storage may hang.
+                if os.readlink(f"{folder}/{name}").endswith(f"/{LOCK_NAME}") and _has_lock(
+                    f"/proc/{pid}/fdinfo/{name}", f" {device}:{status.st_ino} "
+                ):
+                    yield pid
+            except OSError:
+                continue
+
+
+def _has_lock(path: str, file_name: str) -> bool:
+    """Tell whether the descriptor has that file's flock. Raises ``OSError``.
+
+    On a filesystem whose numbers /proc writes differently (btrfs, overlay) it is not found:
+    better no process is named than one that has nothing to do with it.
+    """
+    with open(path, encoding="ascii", errors="replace") as file:
+        # Such as: lock:  1: FLOCK  ADVISORY  WRITE 4711 00:22:1234 0 EOF
+        return any(
+            line.startswith("lock:") and " FLOCK " in line and file_name in line for line in file
+        )
+
+
+def _is_of_here(pid: int) -> bool:
+    """Tell whether the process counts processes as this one does."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid") == os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return False
+
+
+def _state(pid: int | None) -> str:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            letter = file.read().rpartition(b")")[2].split()[0].decode()
+    except (FileNotFoundError, ProcessLookupError):
+        return "has ended"
+    except (OSError, IndexError, ValueError):
+        return "runs"
+    return _STATES.get(letter, "runs")
