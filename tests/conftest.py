@@ -7,6 +7,7 @@ import signal
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -15,6 +16,13 @@ if TYPE_CHECKING:
 # A background job of a shell ignores SIGINT, and so would all that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A slow machine is no fault: an example may take its time, and so may drawing one. The rest
+# is as Hypothesis has it, which in CI draws the same examples each time.
+settings.register_profile(
+    "kvtier", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("kvtier")
 
 NEEDS_ROOT = "needs root"
 """In a skip's reason: allowed for a user, not for root."""

@@ -31,7 +31,6 @@ def profile(examples: int) -> settings:
     return settings(
         max_examples=examples,
         stateful_step_count=STEPS,
-        deadline=None,
         database=None,
         print_blob=True,
         phases=[Phase.generate, Phase.shrink],

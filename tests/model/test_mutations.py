@@ -36,7 +36,6 @@ def _check(spec: type[KVTierSpec], examples: int) -> None:
         settings=settings(
             max_examples=examples,
             stateful_step_count=STEPS,
-            deadline=None,
             database=None,
             phases=[Phase.generate],
             report_multiple_bugs=False,

@@ -158,7 +158,7 @@ class SlowARC:
         return chosen[0] + chosen[1]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(history=histories(21))
 def test_it_agrees_with_a_slow_obvious_model(history: list[Visit]) -> None:
     policy, model = ARCPolicy(6), SlowARC(6)
@@ -179,7 +179,7 @@ STEPS = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(history=st.lists(STEPS, max_size=40))
 def test_it_gives_what_it_has_and_never_what_is_held_or_spared(
     history: list[tuple[Any, ...]],

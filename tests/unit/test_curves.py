@@ -99,13 +99,13 @@ def best_possible(trace: Trace, capacity: int) -> int:
 
 
 @given(trace=traces(requests_max=6, blocks_max=7), capacity=st.integers(1, 4))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_min_is_the_best_that_any_choice_of_victims_can_do(trace: Trace, capacity: int) -> None:
     assert replay(Workload(trace), MIN, capacity).hits == best_possible(trace, capacity)
 
 
 @given(trace=traces(), capacity=st.integers(1, 45))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_no_installed_policy_beats_min(trace: Trace, capacity: int) -> None:
     workload = Workload(trace)
     bound = replay(workload, MIN, capacity).hits
@@ -114,7 +114,7 @@ def test_no_installed_policy_beats_min(trace: Trace, capacity: int) -> None:
 
 
 @given(trace=traces())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_every_policy_is_an_endless_cache_where_all_fits(trace: Trace) -> None:
     workload = Workload(trace)
     for policy in [*installed_policies(), MIN]:

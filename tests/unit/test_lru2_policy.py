@@ -127,7 +127,7 @@ class SlowLRU2:
         return chosen
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(history=histories(31))
 def test_it_agrees_with_a_slow_obvious_model(history: list[Visit]) -> None:
     policy, model = LRU2Policy(4), SlowLRU2(4)

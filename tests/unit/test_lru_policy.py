@@ -127,7 +127,7 @@ calls = st.one_of(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.lists(calls, max_size=40))
 def test_it_agrees_with_a_slow_obvious_model(history: list[tuple[Any, ...]]) -> None:
     policy, model = LRUPolicy(8), SlowLRU()

@@ -8,21 +8,16 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from kvtier.cli.main import BAD_INPUT, INTERRUPTED, main
 from kvtier.cli.replay import WRONG, add_arguments
+from tests.patience import PATIENCE_S, until
 from tests.unit._lying import make_memory_lie
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 ROOT = Path(__file__).resolve().parents[2]
-WAIT_S = 60.0
 
 
 def write_trace(path: Path, *, requests: int = 12, apart_s: float = 5.0) -> Path:
@@ -180,7 +175,7 @@ def test_a_signal_leaves_a_valid_partial_report_and_no_litter(tmp_path, number) 
     try:
         until(lambda: any(work.rglob("*.kv")) or child.poll() is not None)
         child.send_signal(number)
-        _, failed = child.communicate(timeout=WAIT_S)
+        _, failed = child.communicate(timeout=PATIENCE_S)
     finally:
         child.kill()
         child.wait()
@@ -190,15 +185,6 @@ def test_a_signal_leaves_a_valid_partial_report_and_no_litter(tmp_path, number) 
     assert report["requests"]["first_tokens"] > 0
     assert report["wrong_blocks"] == 0
     assert [path.name for path in work.iterdir()] == ["report.json"]
-
-
-def until(done: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(int(WAIT_S * 100)):
-        if done():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it never came to pass")
 
 
 def test_a_disk_tiers_folder_is_removed_unless_it_is_to_be_kept(trace, tmp_path) -> None:

@@ -118,7 +118,7 @@ def test_a_disk_behind_a_small_memory_hits_what_an_endless_cache_would(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12)), min_size=1, max_size=10),
     apart_s=st.sampled_from([0.0, 0.001, 10.0]),

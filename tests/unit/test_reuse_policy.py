@@ -201,7 +201,7 @@ class World:
         self.resident -= set(chosen)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.lists(STEPS, max_size=40))
 def test_it_agrees_with_a_model_that_looks_at_every_node(history: list[Step]) -> None:
     world = World()
@@ -212,7 +212,7 @@ def test_it_agrees_with_a_model_that_looks_at_every_node(history: list[Step]) ->
         check_tree(world.policy)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(STEPS, max_size=60))
 def test_once_all_requests_end_and_nothing_is_held_everything_can_go(history: list[Step]) -> None:
     world = World()
@@ -362,7 +362,7 @@ def test_it_learns_from_what_was_evicted_and_came_back() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 838), st.floats(0.0, 5000.0), st.booleans()), max_size=60))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_index_is_the_best_ratio_over_all_horizons(
     votes: list[tuple[int, float, bool]],
 ) -> None:

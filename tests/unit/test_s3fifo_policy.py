@@ -159,7 +159,7 @@ class SlowS3FIFO:
         return victims
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(capacity=st.sampled_from([5, 20]), history=histories(16))
 def test_it_agrees_with_a_slow_obvious_model(capacity: int, history: list[Visit]) -> None:
     policy, model = S3FIFOPolicy(capacity), SlowS3FIFO(capacity)

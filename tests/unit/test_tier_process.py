@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,15 +30,15 @@ from kvtier.tier_channel import Channel
 from kvtier.tier_hosts import make_host
 from kvtier.tier_process import TierProcess
 from kvtier.tier_thread import TierThread
+from tests.patience import PATIENCE_S, until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from kvtier.messages import Message
 
 BLOCK = 8192
 SLOTS = 16
-WAIT_S = 60.0
 KEYS = tuple(bytes([number]) * 36 for number in range(SLOTS))
 CONTEXT = BackendContext(BLOCK, Namespace({"model": "m"}), "1:x")
 
@@ -79,14 +78,14 @@ class Bench:
         return self.host._child.process.pid
 
     def next(self) -> Any:
-        deadline_s = time.monotonic() + WAIT_S
-        while True:
+
+        def has_come() -> bool:
             self.host.take()
             self.host.wake()
-            try:
-                return self._messages.get(timeout=0.005)
-            except queue.Empty:
-                assert time.monotonic() < deadline_s, "nothing came"
+            return not self._messages.empty()
+
+        until(has_come)
+        return self._messages.get()
 
     def next_of(self, kind: type[Any]) -> Any:
         while not isinstance(message := self.next(), kind):
@@ -124,7 +123,7 @@ def benches() -> Iterator[list[Bench]]:
     started: list[Bench] = []
     yield started
     for bench in started:
-        assert bench.host.close(WAIT_S) is True
+        assert bench.host.close(PATIENCE_S) is True
         assert has_ended(bench.pid)
 
 
@@ -170,7 +169,7 @@ def test_memory_that_no_process_can_map_gets_a_thread_or_a_refusal(tmp_path: Pat
     host = make_host(tier, CONTEXT, memory, Unread(), messages_max=4)
     assert isinstance(host, TierThread)
     host.start()
-    assert host.close(WAIT_S)
+    assert host.close(PATIENCE_S)
 
 
 class Unread:
@@ -240,7 +239,7 @@ def test_a_tier_that_does_not_come_back_says_why_once(tmp_path: Path, benches: l
     with capture_logs() as lines:
         os.kill(bench.pid, signal.SIGKILL)
         bench.next_of(m.TierFenced)
-        wait_for(lambda: len([x for x in lines if x["event"] == "tier broke"]) > 1)
+        until(lambda: len([x for x in lines if x["event"] == "tier broke"]) > 1)
         path.unlink()
         (tmp_path / "elsewhere").rename(path)
         bench.next_of(m.TierRestarted)
@@ -248,13 +247,6 @@ def test_a_tier_that_does_not_come_back_says_why_once(tmp_path: Path, benches: l
     assert killed == "was killed by signal 9"
     assert str(path) in in_the_way
     bench.until_it_has(KEYS[:1])
-
-
-def wait_for(has_come: Callable[[], object]) -> None:
-    """Wait for what another thread does."""
-    deadline_s = time.monotonic() + WAIT_S
-    while not has_come():
-        assert time.monotonic() < deadline_s
 
 
 def test_a_stopped_process_is_not_waited_for_and_is_killed_at_the_end() -> None:
@@ -279,7 +271,7 @@ def test_close_ends_what_was_begun(tmp_path: Path, benches: list[Bench]) -> None
     bench.fill()
     for slot, key in enumerate(KEYS):
         assert bench.host.post(m.StoreJob(job=slot, request="r", keys=(key,), slots=(slot,)))
-    assert bench.host.close(WAIT_S) is True
+    assert bench.host.close(PATIENCE_S) is True
     assert not bench.host.post(m.Probe(probe=1, keys=KEYS))
     again = Bench(disk_tier(tmp_path / "kv"))
     benches.append(again)
@@ -329,7 +321,7 @@ def test_its_log_lines_and_its_counts_reach_the_engine(
     with capture_logs() as lines:
         outcomes = bench.load(KEYS, tuple(range(SLOTS))).outcomes
         assert set(outcomes) == {Outcome.DAMAGED}
-        wait_for(lambda: bench.host.take() or bench.host.counters().get("blocks_cut_off"))
+        until(lambda: bench.host.take() or bench.host.counters().get("blocks_cut_off"))
     assert bench.host.counters()["bytes_stored"] == SLOTS * BLOCK
     assert [line["kind"] for line in lines] == ["blocks_cut_off"]
     assert lines[0]["log_level"] == "warning"
@@ -372,10 +364,10 @@ def test_a_tier_does_not_outlive_its_engine(
         tier = int(engine.stdout.readline())
         if stopped:
             os.kill(tier, signal.SIGSTOP)
-            wait_for(lambda: state_of(tier) == "T")
+            until(lambda: state_of(tier) == "T")
         engine.kill()
         try:
-            wait_for(lambda: not is_running(tier))
+            until(lambda: not is_running(tier))
         finally:
             with suppress(ProcessLookupError):
                 os.kill(tier, signal.SIGKILL)
@@ -409,7 +401,7 @@ def test_a_tier_outlives_the_thread_that_started_it(tmp_path: Path, benches: lis
     starter = threading.Thread(target=start)
     starter.start()
     starter.join()
-    wait_for(lambda: not Path(f"/proc/self/task/{threads[0]}").exists())  # python, then the kernel
+    until(lambda: not Path(f"/proc/self/task/{threads[0]}").exists())  # python, then the kernel
     bench = benches[0]
     first = bench.pid
     bench.fill()

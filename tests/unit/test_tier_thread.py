@@ -28,6 +28,7 @@ from kvtier.backend_driver import BackendDriver
 from kvtier.memory import SlotMemory
 from kvtier.policies.lru import LRUPolicy
 from kvtier.tier_thread import TierThread
+from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from kvtier.messages import Message
 
 BLOCK = 4096
-WAIT_S = 20.0
 
 
 class LinkEnd:
@@ -49,7 +49,7 @@ class LinkEnd:
         return True
 
     def next(self) -> Any:
-        return self._messages.get(timeout=WAIT_S)
+        return self._messages.get(timeout=PATIENCE_S)
 
     def is_empty(self) -> bool:
         return self._messages.empty()
@@ -233,7 +233,7 @@ def test_stores_go_on_while_a_load_hangs(benches: list[Bench]) -> None:
     bench = Bench(backend)
     benches.append(bench)
     assert bench.post(m.LoadJob(job=5, keys=(b"a",), slots=(0,)))
-    assert backend.hangs.wait(WAIT_S)
+    assert backend.hangs.wait(PATIENCE_S)
     assert bench.store((b"b",), (1,), job=6).job == 6
 
 
@@ -242,7 +242,7 @@ def test_close_does_not_wait_for_a_hung_tier_and_says_that_memory_is_in_use() ->
     backend = HangingLoads()
     bench = Bench(backend)
     assert bench.post(m.LoadJob(job=5, keys=(b"a",), slots=(0,)))
-    assert backend.hangs.wait(WAIT_S)
+    assert backend.hangs.wait(PATIENCE_S)
     assert bench.cell.close(0.01) is False
 
 
@@ -254,7 +254,7 @@ def test_close_ends_what_was_begun() -> None:
         assert bench.post(
             m.StoreJob(job=number, request="r", keys=(bytes([number]),), slots=(number,))
         )
-    assert bench.cell.close(WAIT_S) is True
+    assert bench.cell.close(PATIENCE_S) is True
     assert len(backend.blocks) == 8
     assert backend.closed.is_set()
     assert not bench.post(m.Probe(probe=1, keys=(b"a",)))
@@ -343,7 +343,7 @@ def test_a_backend_that_cannot_say_how_it_is_has_no_counts_and_may_be_busy() -> 
     bench = Bench(Speechless())
     assert bench.store((b"a",), (0,)).outcomes == (Outcome.DONE,)
     assert bench.cell.counters() == {}
-    assert bench.cell.close(WAIT_S) is False, "nobody knows whether it still writes to a slot"
+    assert bench.cell.close(PATIENCE_S) is False, "nobody knows whether it still writes to a slot"
 
 
 class Panic(BaseException):

@@ -87,7 +87,7 @@ def test_a_block_is_another_one_behind_another_prefix(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 3), max_size=5), min_size=1, max_size=12))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_equal_numbers_mean_equal_prefixes(tmp_path: Path, requests: list[list[int]]) -> None:
     trace = read(tmp_path, lines(*(mooncake(0, ids) for ids in requests)))
     prefix_of: dict[int, tuple[int, ...]] = {}
@@ -292,7 +292,10 @@ FRAGMENTS = st.sampled_from(
     on_bad_line=st.sampled_from(["stop", "skip"]),
     name=st.sampled_from(["auto", *traces.FORMATS]),
 )
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=400,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 def test_reading_raises_nothing_but_trace_error(
     tmp_path: Path, parts: list[bytes], packed: bool, on_bad_line: str, name: str
 ) -> None:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.patience import PATIENCE_S, until
 from tests.vllm.children import child_environment, kill_group
 from tests.vllm.play import SHM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-TIMEOUT_S = 240.0
 MARK = "KVTIER_TEST_MARK"
 
 
@@ -35,7 +34,7 @@ class Bench:
 
     def wait(self) -> int:
         """Wait for the end and return the exit status."""
-        return self.process.wait(TIMEOUT_S)
+        return self.process.wait(PATIENCE_S)
 
     def log(self) -> str:
         """Return all that it has printed."""
@@ -43,11 +42,16 @@ class Bench:
 
     def wait_for_child(self, module: str) -> None:
         """Wait until it has started a part of itself in another process."""
-        deadline_s = time.monotonic() + TIMEOUT_S
-        while not any(module in _command_line(process) for process in self.processes()):
-            assert self.process.poll() is None, self.log()
-            assert time.monotonic() < deadline_s, self.log()
-            time.sleep(0.02)
+        until(lambda: self.has_ended() or self.runs(module), self.log)
+        assert not self.has_ended(), self.log()
+
+    def has_ended(self) -> bool:
+        """Tell whether it has ended, well or badly."""
+        return self.process.poll() is not None
+
+    def runs(self, module: str) -> bool:
+        """Tell whether one of its processes runs this module."""
+        return any(module in _command_line(process) for process in self.processes())
 
     def interrupt(self) -> None:
         """Do what Ctrl-C does."""

@@ -18,10 +18,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.patience import PATIENCE_S, until
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-SCENARIO_TIMEOUT_S = 240.0
 LOG_TAIL_CHARACTERS = 6000
 
 _ROOT = Path(__file__).parents[2]
@@ -47,16 +48,15 @@ def run_scenario(
     *,
     log_folder: Path,
     environment: Mapping[str, str] | None = None,
-    timeout_s: float = SCENARIO_TIMEOUT_S,
     **arguments: object,
 ) -> Any:
     """Call ``scenario(**arguments)`` in a new process and return its result.
 
     Arguments and result are JSON values. Raises ``ScenarioError`` if the child
-    fails or takes longer than ``timeout_s``; it is killed then.
+    fails or hangs; it is killed then.
     """
     with start_scenario(scenario, log_folder, environment or {}, **arguments) as child:
-        return child.result(timeout_s)
+        return child.result()
 
 
 class Child:
@@ -68,23 +68,21 @@ class Child:
         self._log = log
         self._told = told
 
-    def result(self, timeout_s: float = SCENARIO_TIMEOUT_S) -> Any:
+    def result(self) -> Any:
         """Wait for the end and return what the scenario returned, or raise ``ScenarioError``."""
         try:
-            ended = str(self.process.wait(timeout_s))
+            ended = str(self.process.wait(PATIENCE_S))
         except subprocess.TimeoutExpired:
-            ended = f"none within {timeout_s} s"
+            ended = f"none within {PATIENCE_S} s"
         if ended != "0" or not self._told.exists():
             raise self.error(f"exit status {ended}")
         return json.loads(self._told.read_text())
 
-    def wait_for(self, path: Path, timeout_s: float = SCENARIO_TIMEOUT_S) -> str:
+    def wait_for(self, path: Path) -> str:
         """Wait until the scenario has written ``path`` whole; return the text."""
-        deadline_s = time.monotonic() + timeout_s
-        while not path.exists():
-            if self.process.poll() is not None or time.monotonic() > deadline_s:
-                raise self.error(f"no {path.name}")
-            time.sleep(0.02)
+        until(lambda: path.exists() or self.process.poll() is not None)
+        if not path.exists():
+            raise self.error(f"no {path.name}")
         return path.read_text()
 
     def error(self, what: str) -> ScenarioError:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import to_builtins
 
+from tests.patience import PATIENCE_S
 from tests.vllm.models import VOCABULARY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
 BLOCK_TOKENS = 32  #: the CPU attention backend wants a multiple of 32
-SETTLE_TIMEOUT_S = 60.0
 METRICS = ("vllm:kv_offload", "kvtier:", "vllm:num_preemptions")
 
 
@@ -92,24 +92,24 @@ class Engine:
         for _ in range(count):
             self.llm.llm_engine.step()
 
-    def settle(self, timeout_s: float = SETTLE_TIMEOUT_S) -> dict[str, Any]:
+    def settle(self) -> dict[str, Any]:
         """Step until no tier has anything to end in time; return kvtier's statistics.
 
         The one-token prompt at the end publishes the counters. It is shorter than
         a block, so that no tier sees it.
         """
-        self.idle(timeout_s)
+        self.idle()
         self.run([[3]], max_tokens=1)
-        self.idle(timeout_s)
+        self.idle()
         return self.statistics()
 
-    def idle(self, timeout_s: float = SETTLE_TIMEOUT_S) -> None:
+    def idle(self) -> None:
         """Step until the engine has nothing to do."""
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + PATIENCE_S
         while self.core().scheduler.has_requests():
             self.step()
             if time.monotonic() > deadline_s:
-                raise AssertionError(f"not at rest after {timeout_s} s: {self.statistics()}")
+                raise AssertionError(f"not at rest after {PATIENCE_S} s: {self.statistics()}")
 
     def statistics(self) -> dict[str, Any]:
         """Return ``facade.statistics()`` as JSON values."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
-NOTE_TIMEOUT_S = 240.0
+from tests.patience import until
 
 
 def leave(path: str, text: str = "") -> None:
@@ -15,12 +14,8 @@ def leave(path: str, text: str = "") -> None:
     unfinished.rename(path)
 
 
-def wait_for(path: str, timeout_s: float = NOTE_TIMEOUT_S) -> str:
+def wait_for(path: str) -> str:
     """Wait until the note is there; return its text."""
     note = Path(path)
-    deadline_s = time.monotonic() + timeout_s
-    while not note.exists():
-        if time.monotonic() > deadline_s:
-            raise AssertionError(f"no {note.name} within {timeout_s} s")
-        time.sleep(0.02)
+    until(note.exists, lambda: f"no {note.name}")
     return note.read_text()

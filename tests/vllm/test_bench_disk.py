@@ -7,7 +7,6 @@ import mmap
 import os
 import shutil
 import threading
-import time
 import warnings
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ import pytest
 
 from kvtier.errors import StoreFault
 from kvtier.memory import SlotMemory
-from tests.vllm.bench_process import TIMEOUT_S, Bench, start_bench
+from tests.vllm.bench_process import Bench, start_bench
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # as in conftest.py
@@ -34,6 +33,7 @@ with warnings.catch_warnings():
         VLLMSide,
     )
     from kvtier.vllm.bench.sides import KVTIER, VLLM, make_keys
+from tests.patience import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -315,11 +315,8 @@ def test_all_sides_run_every_leg_and_leave_nothing(
 
 def wait_for_blocks(bench: Bench) -> None:
     """Wait until a side has written blocks."""
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while not any(bench.folder.rglob("*.bin")):
-        assert bench.process.poll() is None, bench.log()
-        assert time.monotonic() < deadline_s, bench.log()
-        time.sleep(0.02)
+    until(lambda: bench.has_ended() or any(bench.folder.rglob("*.bin")), bench.log)
+    assert not bench.has_ended(), bench.log()
 
 
 @pytest.mark.slow

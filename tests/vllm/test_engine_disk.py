@@ -11,7 +11,6 @@ import asyncio
 import json
 import os
 import signal
-import time
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -19,8 +18,9 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult
 
 from kvtier.vllm.bench.sides import NOTHING_NEW, make_context, make_keys
+from tests.patience import until
 from tests.unit.backends.disk._disk import folder_bytes
-from tests.vllm.children import SCENARIO_TIMEOUT_S, start_scenario
+from tests.vllm.children import start_scenario
 from tests.vllm.engine import Engine, engine, kvtier_config
 from tests.vllm.managers import manager
 from tests.vllm.notes import leave, wait_for
@@ -74,7 +74,7 @@ def first_engine(model: str, path: str, notes: str) -> None:
         tear_next_write(f"{notes}/torn")
         cut = running.run(prompts_of(CUT_LENGTHS, seed=1000))
         leave(f"{notes}/cut", json.dumps(cut.as_json()))
-        running.idle(SCENARIO_TIMEOUT_S)
+        running.idle()
 
 
 def empty_dram(running: Engine) -> None:
@@ -158,14 +158,13 @@ def kill_tier(running: Engine) -> None:
 def wait_until_back(running: Engine) -> None:
     """Wait until another process serves the tier."""
     facade = running.manager().facade
-    deadline_s = time.monotonic() + SCENARIO_TIMEOUT_S
-    while True:
+
+    def is_back() -> bool:
         facade.get_finished()
         (tier,) = facade.statistics().tiers
-        if tier.counts["broke"] and tier.breaker == "CLOSED":
-            return
-        assert time.monotonic() < deadline_s, tier
-        time.sleep(0.01)
+        return bool(tier.counts["broke"]) and tier.breaker == "CLOSED"
+
+    until(is_back, facade.statistics)
 
 
 def play_after_start(running: Engine, seed: int) -> list[dict[str, Any]]:
@@ -294,7 +293,6 @@ def test_a_full_folder_stays_within_its_capacity_and_goes_on(story: dict[str, An
 # --- steps from a lookup to its HIT ---
 
 KEYS = make_keys(0, 64)
-TIER_TIMEOUT_S = 60.0
 
 
 @pytest.fixture(params=["stored-by-this-engine", "stored-by-an-engine-before"])
@@ -334,10 +332,7 @@ def content_of(built: Any, key: bytes) -> bytes:
 
 def wait_for_jobs(built: Any) -> None:
     """Wait until the tier has ended what it was given: between two steps, as a model computes."""
-    deadline_s = time.monotonic() + TIER_TIMEOUT_S
-    while built.facade.get_finished():
-        assert time.monotonic() < deadline_s, built.facade.statistics()
-        time.sleep(0.001)
+    until(lambda: not built.facade.get_finished(), built.facade.statistics)
 
 
 def test_a_block_on_disk_is_a_hit_in_the_step_after_its_first_lookup(reader: Any) -> None:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 LENGTHS = [700, 400, 130]  #: in tokens; the window is 128, so all but one leave it
 RANKS = 2
 TWO_RANKS = "test-two-ranks"
-RANKS_TIMEOUT_S = 280.0
 FS_READ = 'vllm:kv_offload_tiering_read_bytes{tier="1:fs"}'
 LOADED = "vllm:kv_offload_load_bytes"
 
@@ -80,7 +79,6 @@ def test_two_tensor_parallel_ranks(llama: Path, tmp_path: Path, log_folder: Path
     arguments: dict[str, Any] = {
         "log_folder": log_folder,
         "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-        "timeout_s": RANKS_TIMEOUT_S,
         "model": str(llama),
         "root": str(tmp_path / "kv"),
         "lengths": LENGTHS,

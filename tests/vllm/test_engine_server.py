@@ -8,12 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from tests.patience import PATIENCE_S, until
 from tests.vllm.children import child_environment, kill_group
 from tests.vllm.engine import flat_metrics, kvtier_config
 from tests.vllm.play import ours_in_shm, prompts_of, whole_blocks
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LENGTHS = [500, 900]
-START_TIMEOUT_S = 300.0  #: two engines import vLLM in six processes
-REQUEST_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 60.0
-POLL_S = 0.1
 BLOCK_BYTES = 65_536  #: two of K and V, four layers, two heads of 32 float32 for 32 tokens
 ENGINE_ID = "test-server"
 ONLY_MEMORY = {"kv_load_tiers": [{"medium": "CPU"}]}
@@ -53,7 +49,7 @@ class Server:
             data=None if body is None else json.dumps(body).encode(),
             headers={"Content-Type": "application/json", **(headers or {})},
         )
-        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             text: str = answer.read().decode()
         return text
 
@@ -79,21 +75,19 @@ class Server:
 
     def complete_from_disk(self, prompt: list[int], cached: int, dp_rank: int) -> dict[str, Any]:
         """Complete it until so many of its tokens come from disk: stores take a while."""
-        deadline_s = time.monotonic() + REQUEST_TIMEOUT_S
-        while True:
+        answer: dict[str, Any] = {}
+
+        def is_from_disk() -> bool:
             self.forget("?reset_external=true")  # memory, not the disk
-            answer = self.complete(prompt, dp_rank=dp_rank)
-            if answer["cached"] == cached:
-                return answer
-            assert time.monotonic() < deadline_s, answer
-            time.sleep(POLL_S)
+            answer.update(self.complete(prompt, dp_rank=dp_rank))
+            return bool(answer["cached"] == cached)
+
+        until(is_from_disk, lambda: answer)
+        return answer
 
     def forget(self, query: str = "") -> None:
         """Empty the prefix cache; refused while the last transfers end."""
-        deadline_s = time.monotonic() + REQUEST_TIMEOUT_S
-        while not json.loads(self.call(f"/reset_prefix_cache{query}", {}))["success"]:
-            assert time.monotonic() < deadline_s
-            time.sleep(POLL_S)
+        until(lambda: json.loads(self.call(f"/reset_prefix_cache{query}", {}))["success"])
 
     def play(self, **extra: Any) -> tuple[list[list[int]], list[int]]:
         """Complete all prompts with an empty prefix cache; return tokens and cached tokens."""
@@ -109,14 +103,15 @@ class Server:
 
     def metrics_when(self, reached: Callable[[dict[str, float]], bool]) -> dict[str, float]:
         """Scrape until ``reached``; a request shorter than a block has counters published."""
-        deadline_s = time.monotonic() + REQUEST_TIMEOUT_S
-        while True:
+        found: dict[str, float] = {}
+
+        def is_reached() -> bool:
             self.complete([3], max_tokens=1)
-            found = self.metrics()
-            if reached(found):
-                return found
-            assert time.monotonic() < deadline_s, found
-            time.sleep(POLL_S)
+            found.update(self.metrics())
+            return reached(found)
+
+        until(is_reached, lambda: found)
+        return found
 
 
 @contextmanager
@@ -125,9 +120,9 @@ def server(
 ) -> Iterator[Server]:
     """Start a server and wait until it answers; it is gone afterwards in any case."""
     log_folder.mkdir(parents=True, exist_ok=True)
-    log_path = log_folder / f"server-{time.monotonic_ns()}.log"
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
+    log_path = log_folder / f"server-{port}.log"
     transfer = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -162,11 +157,12 @@ def server(
         )
     running = Server(port, process)
     try:
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while not is_up(running):
-            ended = process.poll() is not None or time.monotonic() > deadline_s
-            assert not ended, log_path.read_text(errors="replace")[-6000:]
-            time.sleep(POLL_S)
+
+        def tail() -> str:
+            return log_path.read_text(errors="replace")[-6000:]
+
+        until(lambda: process.poll() is not None or is_up(running), tail)
+        assert process.poll() is None, tail()
         yield running
     finally:
         kill_group(process)
@@ -226,7 +222,7 @@ def test_a_server_that_is_killed_and_one_that_takes_over(
         assert seen[f'{HITS}{{tier="1:fs"}}'] == blocks
         assert seen['kvtier:primary_slots{state="quarantined"}'] == 0
         second.process.send_signal(signal.SIGTERM)
-        assert second.process.wait(STOP_TIMEOUT_S) is not None
+        assert second.process.wait(PATIENCE_S) is not None
     assert ours_in_shm(ENGINE_ID) == []
 
 

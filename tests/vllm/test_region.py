@@ -20,6 +20,7 @@ from kvtier.memory import SlotMemory
 from kvtier.vllm import region as region_module
 from kvtier.vllm.region import HostRegion, sweep
 from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
+from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +33,7 @@ def open_region(folder: Path, rank: int | None, **changes: Any) -> HostRegion:
         "slot_count": 3,
         "row_bytes": 2 * PAGE,
         "world_size": 2,
-        "timeout_s": 5.0,
+        "timeout_s": PATIENCE_S,
         "cpu_bytes_to_use": 6 * PAGE,
         **changes,
     }

@@ -13,6 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvtier.backend import LoadBlock, Outcome
+from tests.patience import PATIENCE_S
 from tests.unit.backends._fs import (
     BLOCK_BYTES,
     CONTEXT,
@@ -150,7 +151,7 @@ async def test_a_hung_load_hangs_its_thread_only(tmp_path: Path) -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(fs.load, 1)
             await anyio.lowlevel.checkpoint()
-            with anyio.fail_after(10):
+            with anyio.fail_after(PATIENCE_S):
                 assert await fs.probe(1)
                 assert await fs.load(2) is Outcome.DONE
                 assert await fs.store(3) is Outcome.DONE
@@ -159,7 +160,7 @@ async def test_a_hung_load_hangs_its_thread_only(tmp_path: Path) -> None:
             group.cancel_scope.cancel()
         assert fs.backend.busy_threads() == 1, "cancelled, but the buffer may still be written"
         let_go(fs.path(1))
-        with anyio.fail_after(10):
+        with anyio.fail_after(PATIENCE_S):
             while fs.backend.busy_threads():
                 await anyio.lowlevel.checkpoint()
         assert fs.count("blocks_damaged") == 1
@@ -174,12 +175,12 @@ async def test_closing_while_a_load_hangs_does_not_wait(tmp_path: Path) -> None:
         os.mkfifo(fs.path(1))
         with anyio.move_on_after(0):
             await fs.load(1)
-        with anyio.fail_after(10):
+        with anyio.fail_after(PATIENCE_S):
             await fs.backend.close()
     hung = [thread for thread in threading.enumerate() if thread.name == "7:closing-read-0"]
     assert len(hung) == 1
     let_go(fs.path(1))
-    hung[0].join(timeout=10)
+    hung[0].join(PATIENCE_S)
     assert not hung[0].is_alive()
 
 

@@ -16,11 +16,11 @@ from kvtier.backend import Outcome
 from kvtier.errors import ConfigError
 from kvtier_backends.fs import temporary
 from kvtier_backends.fs.temporary import Writer, parse_temporary_untrusted, this_writer
+from tests.patience import PATIENCE_S
 from tests.unit.backends._fs import make_fs, open_fs
 from tests.unit.backends._media import mount, needs_mount, start_python, tmpfs
 
 pytestmark = pytest.mark.anyio
-WAIT_S_MAX = 20
 
 
 def child(call: str, root: Path, **options: Any) -> subprocess.Popen[str]:
@@ -97,7 +97,7 @@ async def test_what_this_user_may_not_read_fails_and_stays(tmp_path: Path) -> No
 def test_a_limit_of_the_process_is_an_outcome(tmp_path: Path, call: str) -> None:
     """The assertions are in the child, whose limits they are about."""
     with child(call, tmp_path / "kv") as process:
-        assert process.wait(timeout=60) == 0
+        assert process.wait(PATIENCE_S) == 0
 
 
 async def test_a_killed_writer_leaves_no_wrong_block_and_is_swept_up_after(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ async def test_without_a_dead_writer_nothing_is_walked(
 
 async def no_markers_but(place: str, count: int) -> None:
     """Wait until the sweep has taken the markers of dead writers away."""
-    with anyio.fail_after(WAIT_S_MAX):
+    with anyio.fail_after(PATIENCE_S):
         while len(list(Path(place).glob("*/writers/*"))) != count:
             await anyio.lowlevel.checkpoint()
 

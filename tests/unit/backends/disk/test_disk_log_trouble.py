@@ -11,6 +11,7 @@ import pytest
 from kvtier.backend import Outcome
 from kvtier_backends.disk.regions import RegionState
 from kvtier_backends.disk.tables import PagePool
+from tests.patience import PATIENCE_S
 from tests.unit.backends.disk._log import (
     CAPACITY,
     GEOMETRY,
@@ -173,7 +174,7 @@ async def test_a_table_write_that_breaks_lets_those_who_wait_behind_it_go() -> N
         except MemoryError as broke:
             ended.append(type(broke))
 
-    with anyio.fail_after(20):
+    with anyio.fail_after(PATIENCE_S):
         async with anyio.create_task_group() as tasks:
             for key in KEYS[1:6]:
                 tasks.start_soon(store, key)

@@ -12,6 +12,7 @@ from kvtier.backend import Outcome
 from kvtier.memory import SlotMemory
 from kvtier.registry import make_policy
 from kvtier.tier_thread import TierThread
+from tests.patience import PATIENCE_S
 from tests.unit.backends.disk._disk import BLOCK_BYTES, data_of, key_of, make_disk
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 IO_DEPTH = 4
 BLOCKS = 32
-WAIT_S_MAX = 30.0
 
 
 class Link:
@@ -40,7 +40,7 @@ class Link:
         return True
 
     def next_end(self) -> m.JobEnded:
-        assert self.rang.acquire(timeout=WAIT_S_MAX)
+        assert self.rang.acquire(timeout=PATIENCE_S)
         return self.ended.popleft()
 
 
@@ -49,7 +49,7 @@ def test_a_job_spreads_over_io_depth_and_reads_neighbours_at_once(
 ) -> None:
     # Blocks of a test are small: as they are, one call would do for all of them.
     monkeypatch.setattr("kvtier_backends.disk.backend.PART_BYTES_MIN", BLOCK_BYTES)
-    together = threading.Barrier(IO_DEPTH, timeout=WAIT_S_MAX)
+    together = threading.Barrier(IO_DEPTH, timeout=PATIENCE_S)
     sizes: list[int] = []
     real = os.preadv
 
@@ -86,7 +86,7 @@ def test_a_job_spreads_over_io_depth_and_reads_neighbours_at_once(
         cell.wake()
         assert set(link.next_end().outcomes) == {Outcome.DONE}
     finally:
-        cell.close(WAIT_S_MAX)
+        cell.close(PATIENCE_S)
     assert sum(sizes) == BLOCKS * BLOCK_BYTES
     assert sizes[0] == BLOCKS // IO_DEPTH * BLOCK_BYTES
     assert len(sizes) < BLOCKS // 2

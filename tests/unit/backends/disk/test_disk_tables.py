@@ -94,7 +94,7 @@ async def put(table: RegionTable, device: SimulatedDevice, slots: range) -> OSEr
         table.free(pages)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(
         st.lists(
@@ -144,7 +144,7 @@ def test_no_write_that_is_torn_or_fails_takes_an_entry_that_was_acknowledged(
     asyncio.run(run())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.integers(1, 5 * PER_PAGE), max_size=25), st.integers(1, 5 * PER_PAGE), st.booleans()
 )

@@ -1,0 +1,29 @@
+"""How long a test waits for what must come: so long that only a hang reaches it.
+
+A shorter time makes a test depend on what else the machine does. What must
+*not* wait is shown by an order of events, or by a count, not by a clock. A time
+that is meant to run out may be short: it is the setting of a tier or of a
+folder under test, and reads so (``promote_timeout_s=0.01``).
+``tests/unit/test_house_of_tests.py`` looks for others.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PATIENCE_S: Final = 600.0
+POLL_S: Final = 0.005
+
+
+def until(done: Callable[[], object], tell: Callable[[], Any] = lambda: "") -> None:
+    """Wait for what another thread or process does; ``tell`` says what is so instead."""
+    pause = threading.Event()
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not done():
+        assert time.monotonic() < deadline_s, tell() or "it never came to pass"
+        pause.wait(POLL_S)
