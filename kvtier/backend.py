@@ -171,7 +171,9 @@ class Backend(ABC):
         """Return what a backend with a capacity has kept from before, once it is open.
 
         In batches that were stored together, from head to tail; the batch that
-        was stored longest ago first.
+        was stored longest ago first. All that takes room must be among it: nothing
+        else is ever evicted. Stores and removals go on meanwhile; what is stored or
+        removed since may be named or not. What no longer fits is removed.
         """
         return ()
 
@@ -192,7 +194,11 @@ class Backend(ABC):
 
     @abstractmethod
     async def remove(self, keys: Sequence[bytes]) -> None:
-        """Forget these keys. Unknown keys are no error."""
+        """Forget these keys. Unknown keys are no error.
+
+        Where there is a capacity, it is called for victims, for damaged blocks, and for
+        what a ``store`` that failed may have kept.
+        """
 
     async def close(self) -> None:
         """Release what ``open`` took. Called once, last; may be skipped after a hang."""

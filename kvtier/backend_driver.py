@@ -16,6 +16,7 @@ import anyio
 from kvtier import messages as m
 from kvtier.backend import LoadBlock, Loaded, Outcome, StoreBlock, block_digest
 from kvtier.errors import InternalError, StoreFault
+from kvtier.leftovers import Untold
 from kvtier.logs import log
 from kvtier.threads import DaemonThreads
 
@@ -60,16 +61,18 @@ class BackendDriver:
         self._memory = memory
         self._report = report
         self._digests = DaemonThreads(DIGEST_THREADS, f"kvtier-{name}-digest")
+        self._untold = Untold()
         self._raised: set[str] = set()  # kinds of exception that are in the log already
 
     def receive(self, message: Message) -> None:
         """Start the part's task. Loop thread only."""
-        if not isinstance(message, m.ProbePart | m.LoadPart | m.StorePart):
+        if not isinstance(message, m.ProbePart | m.LoadPart | m.StorePart | m.RemovePart):
             raise InternalError(f"a driver does not understand {type(message).__name__}")
         self.tasks.create_task(self._run(message))
 
     def tell_lost(self, keys: Sequence[bytes]) -> None:
         """Pass on that blocks are gone. Loop thread only."""
+        self._untold.removed(keys)
         self._report(m.ContentsLost(keys=tuple(keys)))
 
     async def tell_contents(self) -> None:
@@ -79,7 +82,7 @@ class BackendDriver:
         """
         told = 0
         for keys in self._backend.contents():
-            self._report(m.ContentsFound(keys=tuple(keys)))
+            self._report(m.ContentsFound(keys=self._untold.still_there(keys)))
             told += len(keys)
             if told >= CONTENTS_A_PAUSE:
                 told = 0
@@ -87,6 +90,7 @@ class BackendDriver:
                 # Else answers would have to queue up behind. Nobody says when it has gone.
                 while not self.may_tell():  # noqa: ASYNC110
                     await anyio.sleep(CONTENTS_PAUSE_S)
+        self._untold.end()
 
     def is_quiet(self) -> bool:
         """Tell whether no thread of the driver or the backend may touch a slot any more.
@@ -111,13 +115,16 @@ class BackendDriver:
         """Let the digest threads end."""
         self._digests.stop()
 
-    async def _run(self, message: m.ProbePart | m.LoadPart | m.StorePart) -> None:
+    async def _run(self, message: m.ProbePart | m.LoadPart | m.StorePart | m.RemovePart) -> None:
         started = time.perf_counter()
         try:
             if isinstance(message, m.LoadPart):
                 outcomes = await self._load(message)
             elif isinstance(message, m.StorePart):
                 outcomes = await self._store(message)
+            elif isinstance(message, m.RemovePart):
+                await self._remove(message.keys)
+                outcomes = (Outcome.DONE,) * len(message.keys)
             else:
                 present = await self._backend.probe(message.keys)
                 outcomes = tuple(Outcome.DONE if each else Outcome.ABSENT for each in present)
@@ -140,10 +147,15 @@ class BackendDriver:
 
         blocks = await self._digest(len(views), with_digests)
         if message.remove:
-            await self._backend.remove(message.remove)
+            await self._remove(message.remove)
         outcomes = _outcomes(await self._backend.store(blocks))
         _expect(len(outcomes), len(blocks))
+        self._untold.stored(message.keys, outcomes)
         return outcomes
+
+    async def _remove(self, keys: Sequence[bytes]) -> None:
+        self._untold.removed(keys)
+        await self._backend.remove(keys)
 
     async def _load(self, message: m.LoadPart) -> tuple[Outcome, ...]:
         views = self._memory.views(message.slots)
@@ -173,7 +185,7 @@ class BackendDriver:
     async def _remove_damaged(self, keys: list[bytes]) -> None:
         """Delete bad copies. That this fails too takes nothing from the other blocks."""
         try:
-            await self._backend.remove(keys)
+            await self._remove(keys)
         except Exception as error:  # noqa: BLE001 - a backend may raise anything
             self._log_once(error, "removal of damaged blocks")
 

@@ -445,6 +445,13 @@ class StorePart(Message, frozen=True, gc=False):
     remove: tuple[Key, ...]
 
 
+class RemovePart(Message, frozen=True, gc=False):
+    """Have the backend forget these, whether it has them or not."""
+
+    part: int
+    keys: tuple[Key, ...]
+
+
 class ContentsFound(Message, frozen=True, gc=False):
     """The backend had these when it was opened: blocks once stored together, head to tail."""
 
@@ -458,7 +465,7 @@ class ContentsLost(Message, frozen=True, gc=False):
 
 
 class PartEnded(Message, frozen=True, gc=False):
-    """One outcome a key. For a probe DONE means present."""
+    """One outcome a key. For a probe DONE means present, for a removal gone."""
 
     part: int
     outcomes: tuple[Outcome, ...]

@@ -57,14 +57,15 @@ class Piece(NamedTuple):
 
 
 class Part:
-    """Blocks of one or more jobs of one kind, or those of a probe, for one call."""
+    """Blocks of one or more jobs of one kind, or those of a probe or a removal, for one call."""
 
-    __slots__ = ("keys", "pieces", "probe", "remove")
+    __slots__ = ("is_removal", "keys", "pieces", "probe", "remove")
 
-    def __init__(self, keys: tuple[Key, ...], *, probe: int = 0) -> None:
+    def __init__(self, keys: tuple[Key, ...], *, probe: int = 0, is_removal: bool = False) -> None:
         self.keys = keys
-        self.pieces: list[Piece] = []  # none: it is the probe of that number
+        self.pieces: list[Piece] = []  # none: it is a removal, or the probe of that number
         self.probe = probe
+        self.is_removal = is_removal
         self.remove: tuple[Key, ...] = ()
 
     @classmethod

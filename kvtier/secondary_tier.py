@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Final
 from kvtier import messages as m
 from kvtier.actor import Actor, Mailbox
 from kvtier.backend import Outcome
+from kvtier.leftovers import Leftovers
 from kvtier.parts import Job, Part, PartQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from kvtier.backend import BackendTraits
     from kvtier.messages import Key, RequestId
@@ -72,7 +73,8 @@ class SecondaryTier(Actor):
         self._storing: Counter[Key] = Counter()  # in parts that have not ended
         # Invariant: _coming is what is in _storing and not in _resident.
         self._coming: set[Key] = set()
-        self._removing: set[Key] = set()  # victims that the backend may still have
+        self._removing: set[Key] = set()  # victims and leftovers that the backend may still have
+        self._leftovers = Leftovers()
         self._in_use: Counter[Key] = Counter()  # held at the policy: being loaded, or just stored
         self._making_room: deque[tuple[Part, int]] = deque()  # waiting for n victims
         self._victims_asked = 0
@@ -160,11 +162,21 @@ class SecondaryTier(Actor):
         outcomes = message.outcomes
         if len(outcomes) != len(part.keys):
             outcomes = (Outcome.FAILED,) * len(part.keys)
+        if part.is_removal:
+            self._removing.difference_update(part.keys)
+            self._leftovers.end_removal(outcomes)
+            self._remove_leftovers()
+            self._start_parts()  # a store may have waited for it
+            return
         if not part.pieces:
             present = tuple(outcome is Outcome.DONE for outcome in outcomes)
             self.link.post(m.ProbeAnswer(probe=part.probe, present=present))
             return
         self._removing.difference_update(part.remove)
+        if part.remove:
+            if outcomes.count(Outcome.FAILED) == len(outcomes):
+                self._leave(part.remove)  # it may have failed before they were removed
+            self._remove_leftovers()
         queue = self._loads if part.pieces[0].job.is_load else self._stores
         queue.running -= 1
         end = 0
@@ -217,6 +229,7 @@ class SecondaryTier(Actor):
         """Have victims chosen for what doesn't fit; the part goes on in ``_victims``."""
         capacity = self._traits.capacity_blocks
         assert capacity is not None
+        self._leftovers.wanted(part.keys)
         self._storing.update(part.keys)
         self._coming.update(set(part.keys) - self._resident)
         self._hold(part.keys)
@@ -242,7 +255,7 @@ class SecondaryTier(Actor):
         if victims:
             self._forget(victims)
             self.link.post(m.PresenceChanged(added=(), removed=victims))
-        part.remove = victims
+        part.remove = victims + self._leftovers.take_put_off()
         self._send_store(part)
 
     def _note_stored(self, job: Job, keys: tuple[Key, ...], outcomes: tuple[Outcome, ...]) -> None:
@@ -254,7 +267,10 @@ class SecondaryTier(Actor):
         if fresh:
             self._add(fresh)
             self.policy.post(m.Admitted(keys=fresh, request=job.request, held=True))
-        self._let_go(not_done)
+        if not_done:
+            self._let_go(not_done)
+            ends = zip(keys, outcomes, strict=True)
+            self._leave(key for key, end in ends if end is Outcome.FAILED)
 
     def _note_loaded(self, keys: tuple[Key, ...], outcomes: tuple[Outcome, ...]) -> None:
         if outcomes.count(Outcome.DONE) == len(outcomes):
@@ -269,22 +285,50 @@ class SecondaryTier(Actor):
         )
 
     def _contents_found(self, message: m.ContentsFound) -> None:
-        """Take up blocks from before. Nobody knows whose they were: each batch is a run."""
+        """Take up blocks from before. Nobody knows whose they were: each batch is a run.
+
+        What no longer fits, since stores go on meanwhile, is removed: nobody would count it.
+        """
         capacity = self._traits.capacity_blocks
         assert capacity is not None
-        room = capacity - len(self._resident) - len(self._storing) + self._victims_asked
-        fresh = tuple(key for key in message.keys if key not in self._resident)[: max(0, room)]
-        if not fresh:
-            return
+        room = capacity - len(self._resident) - len(self._coming) + self._victims_asked
+        fresh: dict[Key, None] = {}
+        for key in message.keys:
+            if key in self._resident or key in self._removing or key in self._leftovers:
+                continue
+            if key not in self._coming and key not in fresh:
+                if room <= 0:
+                    self._leftovers.add((key,))
+                    continue
+                room -= 1
+            fresh[key] = None
+        self._remove_leftovers()
+        if fresh:
+            self._take_up(tuple(fresh))
+
+    def _take_up(self, keys: tuple[Key, ...]) -> None:
         self._batches_found += 1
         request = f"found {self._batches_found}"
-        self._add(fresh)
-        self.policy.post(m.Admitted(keys=fresh, request=request, held=False))
-        held = tuple(key for key in fresh if key in self._in_use)
+        self._add(keys)
+        self.policy.post(m.Admitted(keys=keys, request=request, held=False))
+        held = tuple(key for key in keys if key in self._in_use)
         if held:
             self.policy.post(m.Held(keys=held))
         self.policy.post(m.RequestEnded(request=request, order=None))
-        self.link.post(m.PresenceChanged(added=fresh, removed=()))
+        self.link.post(m.PresenceChanged(added=keys, removed=()))
+
+    def _leave(self, keys: Iterable[Key]) -> None:
+        """Have these removed later, unless they count, or a store of them is under way."""
+        self._leftovers.put_off(
+            key for key in keys if key not in self._resident and key not in self._storing
+        )
+
+    def _remove_leftovers(self) -> None:
+        keys = self._leftovers.begin_removal()
+        if keys:
+            self._removing.update(keys)
+            part = self._number(Part(keys, is_removal=True))
+            self.driver.post(m.RemovePart(part=part, keys=keys))
 
     def _contents_lost(self, message: m.ContentsLost) -> None:
         self._lose(tuple(key for key in message.keys if key in self._resident))

@@ -135,14 +135,23 @@ def context(size: int = BLOCK_BYTES, model: str = "conformance/model") -> Backen
 
 
 @asynccontextmanager
-async def opened(make: MakeBackend, where: BackendContext | None = None) -> AsyncIterator[Bench]:
-    """Open a backend on ``BLOCKS_MIN`` slots, bounded in time, and close it at the end."""
+async def opened(
+    make: MakeBackend, where: BackendContext | None = None, *, again: bool = False
+) -> AsyncIterator[Bench]:
+    """Open a backend on ``BLOCKS_MIN`` slots, bounded in time, and close it at the end.
+
+    Unless it is opened ``again``, a bounded one is emptied of what other checks have left.
+    """
     where = context() if where is None else where
     try:
         with anyio.fail_after(CHECK_TIMEOUT_S_MAX):
             backend = make(where)
             await backend.open()
             try:
+                if backend.traits.capacity_blocks is not None and not again:
+                    left = [key for keys in backend.contents() for key in keys]
+                    if left:
+                        await backend.remove(left)
                 yield Bench(backend, SlotMemory.anonymous(BLOCKS_MIN, where.block_bytes))
             finally:
                 with anyio.CancelScope(shield=True), anyio.move_on_after(1.0):

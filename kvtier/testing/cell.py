@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from kvtier.tier_cell import TierHost
     from kvtier.tier_link import TierLink
 
-Part: TypeAlias = m.ProbePart | m.LoadPart | m.StorePart
+Part: TypeAlias = m.ProbePart | m.LoadPart | m.StorePart | m.RemovePart
 """What a tier asks of its backend in one call."""
 
 DELIVERIES_MAX: Final = 100_000
@@ -353,7 +353,8 @@ class _Driver(Actor):
     def __init__(self, name: str, parts: list[Part]) -> None:
         take = parts.append
         super().__init__(
-            f"driver of {name}", {m.ProbePart: take, m.LoadPart: take, m.StorePart: take}
+            f"driver of {name}",
+            {m.ProbePart: take, m.LoadPart: take, m.StorePart: take, m.RemovePart: take},
         )
 
 

@@ -292,6 +292,33 @@ async def blocks_outlive_the_backend(make: MakeBackend) -> None:
     await _reopen(make, kept_wanted=True)
 
 
+async def all_that_takes_room_is_told(make: MakeBackend) -> None:
+    """A full backend tells what it has once it is open again; without that, it is empty.
+
+    What is not told can never be evicted. Stores and removals go on while it tells.
+    """
+    async with opened(make) as bench:
+        capacity = bench.backend.traits.capacity_blocks
+        if capacity is None:
+            return
+        stored = new_blocks(capacity)
+        for start in range(0, capacity, 16):
+            await bench.keep(stored[start : start + 16])
+    async with opened(make, again=True) as bench:
+        told = {key for keys in bench.backend.contents() for key in keys}
+        expect(told >= {block.key for block in stored}, "contents must name each stored block")
+    async with opened(make, again=True) as bench:
+        told = set()
+        for keys in bench.backend.contents():
+            await bench.backend.remove(keys[:1])
+            (extra,) = new_blocks(1)
+            await bench.store([extra])
+            told |= {*keys, extra.key}
+        await bench.backend.remove(sorted(told))
+        for start in range(0, capacity, 16):
+            await bench.keep(new_blocks(min(16, capacity - start)))
+
+
 async def namespaces_do_not_mix(make: MakeBackend) -> None:
     """Another model's backend on the same storage neither finds nor removes these blocks."""
     async with opened(make) as bench, opened(make, context(model="another/model")) as other:
@@ -332,7 +359,7 @@ async def _reopen(make: MakeBackend, *, kept_wanted: bool) -> None:
     async with opened(make) as bench:
         await bench.keep(blocks)
         await bench.backend.close()
-    async with opened(make) as bench:
+    async with opened(make, again=True) as bench:
         found = await bench.backend.probe([block.key for block in blocks])
         answers = await bench.load(blocks)
         for index, (there, answer) in enumerate(zip(found, answers, strict=True)):
@@ -374,5 +401,8 @@ BACKEND_CHECKS: Final[tuple[BackendCheck, ...]] = (
 )
 """What every backend must pass."""
 
-PERSISTENCE_CHECKS: Final[tuple[BackendCheck, ...]] = (blocks_outlive_the_backend,)
+PERSISTENCE_CHECKS: Final[tuple[BackendCheck, ...]] = (
+    blocks_outlive_the_backend,
+    all_that_takes_room_is_told,
+)
 """What a backend must pass besides, if its blocks are to outlive the engine."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import anyio
 import anyio.lowlevel
@@ -32,7 +32,7 @@ from kvtier_backends.fs import FsBackend
 from kvtier_backends.memory import MemoryBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
 pytestmark = pytest.mark.anyio
@@ -69,6 +69,84 @@ async def test_check_backend_runs_all_checks(tmp_path: Path) -> None:
 async def test_memory_fails_the_persistence_checks() -> None:
     with pytest.raises(NotConforming):
         await check_backend(memory, persistent=True)
+
+
+SHELVES: dict[str, Any] = {}
+
+
+class Outlives(MemoryBackend):
+    """What a third party may write: bounded, and it persists. A shelf for each namespace."""
+
+    def __init__(self, context: BackendContext, *rest: Any) -> None:
+        super().__init__(context, *rest)
+        self.before: list[bytes] = []
+        self.shelf = f"{context.block_bytes} {context.namespace.facts}"
+
+    async def open(self) -> None:
+        self._kept = SHELVES.setdefault(self.shelf, {})
+        self.before = list(self._kept)
+
+    def contents(self) -> Iterable[Sequence[bytes]]:
+        for start in range(0, len(self.before), 8):
+            yield self.before[start : start + 8]
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def _no_shelves() -> Iterator[None]:
+    yield
+    SHELVES.clear()
+
+
+@pytest.mark.usefixtures("_no_shelves")
+async def test_a_bounded_backend_that_persists_keeps_the_whole_contract() -> None:
+    make = partial(Outlives.from_options, {"capacity_bytes": CAPACITY_BYTES})
+    await check_backend(make, persistent=True)
+    await check_backend(make, persistent=True)
+
+
+class TellsHalf(Outlives):
+    def contents(self) -> Iterable[Sequence[bytes]]:
+        return [self.before[::2]]
+
+
+class TripsOverStores(Outlives):
+    def contents(self) -> Iterable[Sequence[bytes]]:
+        return ([key] for key in self._kept)
+
+
+class KeepsUntoldLeavings(Outlives):
+    """A store that was under way at the end left something that takes room."""
+
+    async def open(self) -> None:
+        await super().open()
+        self._capacity_blocks -= bool(self.before)
+
+
+class ForgetsAtTheEnd(Outlives):
+    async def close(self) -> None:
+        SHELVES.clear()
+
+
+FLAWED_SHELVES: dict[type[MemoryBackend], BackendCheck] = {
+    TellsHalf: conformance.all_that_takes_room_is_told,
+    TripsOverStores: conformance.all_that_takes_room_is_told,
+    KeepsUntoldLeavings: conformance.all_that_takes_room_is_told,
+    ForgetsAtTheEnd: conformance.blocks_outlive_the_backend,
+}
+
+
+@pytest.mark.usefixtures("_no_shelves")
+@pytest.mark.parametrize(
+    ("flawed", "check"), FLAWED_SHELVES.items(), ids=lambda value: value.__name__
+)
+async def test_a_flawed_backend_that_persists_fails_the_check_meant_for_it(
+    flawed: type[MemoryBackend], check: BackendCheck
+) -> None:
+    with pytest.raises((NotConforming, RuntimeError)):
+        await check(partial(flawed.from_options, {"capacity_bytes": CAPACITY_BYTES}))
 
 
 class FlipsABit(MemoryBackend):
@@ -328,3 +406,4 @@ async def test_a_flawed_backend_fails_the_check_meant_for_it(
 
 def test_every_check_has_a_flaw_that_it_finds() -> None:
     assert set(FLAWED.values()) == set(BACKEND_CHECKS)
+    assert set(FLAWED_SHELVES.values()) == set(PERSISTENCE_CHECKS)

@@ -8,10 +8,12 @@ as bytes that belong to somebody else.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvtier import messages as m
 from kvtier.backend import Outcome, block_digest
+from kvtier.leftovers import Untold
 
 if TYPE_CHECKING:
     from world import World
@@ -105,27 +107,54 @@ class FakeDevice:
         self.blocks: dict[Key, tuple[bytes, bytes]] = {}  # key → bytes, digest
         self.orphans: list[Part] = []  # its tier broke; the threads go on
         self._works: dict[int, Work] = {}
+        self.blocks_max = 0  # more than the capacity after a restart with less of it
+        self.untold: list[Key] = []  # of what there was at the start, as it was taken down then
+        self._gone = Untold()  # the driver's own
 
-    def restart(self, *, keeps: bool) -> None:
-        """Begin anew, with the blocks from before or without."""
+    def restart(self, *, keeps: bool, more: int) -> None:
+        """Begin anew, with the blocks from before or without; so many more, if they are known."""
         self._works.clear()
         if not keeps:
             self.blocks.clear()
+        known = ((key, data) for key, data in self.world.committed.items() if data)
+        for key, versions in islice((e for e in known if e[0] not in self.blocks), more):
+            data = min(versions)
+            self.blocks[key] = (data, block_digest(key, memoryview(data)))
+        self.blocks_max = len(self.blocks)
+        self._gone = Untold()
+        # Each is told twice, the second time in a batch with others: nobody promised otherwise.
+        self.untold = list(self.blocks) if self.tier.policy is not None else []
+
+    def tell(self, count: int) -> None:
+        """Tell the tier of so many blocks more, and once more of the one before."""
+        if self.untold:
+            found = self._gone.still_there(self.untold[:count] + self.untold[:1])
+            del self.untold[:count]
+            self.tier.mailbox.post(m.ContentsFound(keys=found))
+
+    def lose(self, key: Key) -> None:
+        """Lose a block, and say so."""
+        self.blocks.pop(key, None)
+        self._gone.removed((key,))
 
     def break_down(self) -> None:
         """Go on with what it was asked for, though nobody waits for it any more."""
         self.orphans = list(self.tier.parts)
+        self.untold = []
 
     def fence(self) -> None:
         """Let go of all slots."""
         self.orphans = []
 
     def is_at_work(self) -> bool:
-        """Nothing goes on here but parts."""
-        return False
+        """Tell whether anything goes on here but parts."""
+        return bool(self.untold)
 
     def work(self, only: type[object]) -> bool:
-        """End the oldest part of a kind. False: there is none."""
+        """End the oldest part of a kind. False: there is none, and nothing is left to tell."""
+        if self.untold and only is object:
+            self.tell(1)
+            return True
         part = next((each for each in self.tier.parts if isinstance(each, only)), None)
         if part is not None:
             self.tier.answer(part, self.end(part, 0))
@@ -138,7 +167,7 @@ class FakeDevice:
             work = self._works[part.part] = Work(part, [], [])
             if isinstance(part, m.StorePart):
                 for key in part.remove:
-                    self.blocks.pop(key, None)
+                    self.lose(key)
                 views = self.world.memory.views(part.slots)
                 work.buffers = [bytearray(len(view)) for view in views]
                 work.digests = [
@@ -149,7 +178,7 @@ class FakeDevice:
     def copy(self, part: Part) -> None:
         """Move the next third of each block of a part."""
         work = self.work_of(part)
-        if isinstance(part, m.ProbePart) or work.pieces >= PIECES:
+        if isinstance(part, m.ProbePart | m.RemovePart) or work.pieces >= PIECES:
             return
         for number, (key, slot) in enumerate(zip(part.keys, part.slots, strict=True)):
             view = self.world.memory.view(slot)
@@ -161,7 +190,7 @@ class FakeDevice:
 
     def copy_rest(self, part: Part) -> None:
         """Move what is missing."""
-        if not isinstance(part, m.ProbePart):
+        if not isinstance(part, m.ProbePart | m.RemovePart):
             while self.work_of(part).pieces < PIECES:
                 self.copy(part)
 
@@ -174,13 +203,25 @@ class FakeDevice:
             if ~failing & ((1 << len(part.keys)) - 1):
                 self.copy_rest(part)
         outcomes = tuple(
-            Outcome.FAILED if failing >> number & 1 else self._end_one(part, number, key)
+            self._fail_one(part, number, key)
+            if failing >> number & 1
+            else self._end_one(part, number, key)
             for number, key in enumerate(part.keys)
         )
         self._works.pop(part.part, None)
         return outcomes
 
+    def _fail_one(self, part: Part, number: int, key: Key) -> Outcome:
+        """Fail a block. What was stored of it may be there all the same: nobody can tell."""
+        if isinstance(part, m.StorePart) and self._has_room_for(key):
+            work = self.work_of(part)
+            self.blocks.setdefault(key, (bytes(work.buffers[number]), work.digests[number]))
+        return Outcome.FAILED
+
     def _end_one(self, part: Part, number: int, key: Key) -> Outcome:
+        if isinstance(part, m.RemovePart):
+            self.lose(key)
+            return Outcome.DONE
         if isinstance(part, m.ProbePart):
             return Outcome.DONE if key in self.blocks else Outcome.ABSENT
         if isinstance(part, m.StorePart):
@@ -190,18 +231,22 @@ class FakeDevice:
             return Outcome.ABSENT
         # As the driver of a tier cell: what is in the slot is checked, not what was meant.
         if block_digest(key, self.world.memory.view(part.slots[number])) != held[1]:
-            del self.blocks[key]
+            self.lose(key)
             return Outcome.DAMAGED
         return Outcome.DONE
+
+    def _has_room_for(self, key: Key) -> bool:
+        capacity = self.tier.actor._traits.capacity_blocks
+        return capacity is None or key in self.blocks or len(self.blocks) < capacity
 
     def _stored(self, part: m.StorePart, number: int, key: Key) -> Outcome:
         work = self.work_of(part)
         data = bytes(work.buffers[number])
         assert data in self.world.committed[key], f"a tier was given {data!r} for {key!r}"
-        capacity = self.tier.actor._traits.capacity_blocks
-        if capacity is not None and key not in self.blocks and len(self.blocks) >= capacity:
+        if not self._has_room_for(key):
             return Outcome.FULL
         self.blocks[key] = (data, work.digests[number])
+        self._gone.stored((key,), (Outcome.DONE,))
         return Outcome.DONE
 
     def damage(self, key: Key) -> None:

@@ -13,7 +13,12 @@ from typing import ClassVar
 from gpu_rules import GpuRules
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from promises import Promises, assert_p10_at_rest, is_running
+from promises import (
+    Promises,
+    assert_p10_at_rest,
+    assert_tiers_count_what_their_backends_have,
+    is_running,
+)
 from rules import is_due
 from world import KEYS, PATHS, Shape, TierShape, World
 
@@ -96,6 +101,7 @@ class KVTierSpec(Promises, GpuRules, RuleBasedStateMachine):
         world.cell.settle()
         assert world.facade.get_finished() == 0 or world.broken_links
         assert_p10_at_rest(world)
+        assert_tiers_count_what_their_backends_have(world)
         self._assert_a_healthy_tier_serves_within_two_steps()
 
     def _assert_a_healthy_tier_serves_within_two_steps(self) -> None:

@@ -14,6 +14,7 @@ from kvtier.backend import Outcome
 from kvtier.breaker import Breaker
 from kvtier.events import EventKind
 from kvtier.eviction import Eviction
+from kvtier.leftovers import Leftovers, Untold
 from kvtier.parts import Part
 from kvtier.primary_tier import PrimaryTier
 from kvtier.promotions import Promotions
@@ -368,6 +369,27 @@ def let_a_tier_overflow() -> Iterator[None]:
         real(self, m.Victims(keys=()))
 
     with patch.object(SecondaryTier, "_victims", victims):
+        yield
+
+
+@mutation
+def cut_off_what_no_longer_fits() -> Iterator[None]:
+    """Blocks from before for which there is no room any more stay in the backend, uncounted."""
+    with patch.object(Leftovers, "add", _nothing):
+        yield
+
+
+@mutation
+def leave_what_a_failed_call_left() -> Iterator[None]:
+    """A store that failed is taken to have kept nothing, a removal to have removed all."""
+    with patch.object(Leftovers, "put_off", _nothing):
+        yield
+
+
+@mutation
+def count_what_was_removed_before_it_was_told() -> Iterator[None]:
+    """A backend's list of what it had from before is told as it was taken down."""
+    with patch.object(Untold, "removed", _nothing):
         yield
 
 

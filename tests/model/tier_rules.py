@@ -18,7 +18,7 @@ from kvtier.states import BreakerState
 
 if TYPE_CHECKING:
     from kvtier.messages import Key
-    from kvtier.testing.cell import TestTier
+    from kvtier.testing.cell import Part, TestTier
 
 WORK_MAX = 400  # what a tier that answers everything does before the model gives up on it
 
@@ -87,7 +87,7 @@ class TierRules(TimeRules):
         number = pick([e for e in range(len(self.world.devices)) if self._parts(e)], tier)
         self.world.devices[number].copy(pick(self._parts(number), part))
 
-    def _parts(self, number: int) -> list[m.ProbePart | m.LoadPart | m.StorePart]:
+    def _parts(self, number: int) -> list[Part]:
         device = self.world.devices[number]
         return device.tier.parts + device.orphans if isinstance(device, FakeDevice) else []
 
@@ -117,11 +117,9 @@ class TierRules(TimeRules):
         chosen = pick(held.parts, part)
         outcomes = self.world.devices[number].end(chosen, 0)
         if not twice:
-            self.world.exact[number] = False
-            if isinstance(chosen, m.StorePart) and count != len(outcomes):
-                # It has the blocks and can't say so; a known tier's contents are then unknown.
-                for key in chosen.keys:
-                    self.world.devices[number].blocks.pop(key, None)
+            # A store may have kept its blocks, which count as failed: they are removed again.
+            # What a load found damaged is gone, and the tier can't know.
+            self.world.exact[number] &= not isinstance(chosen, m.LoadPart)
             outcomes = (outcomes * 3)[:count]
         held.answer(chosen, outcomes)
         if twice:
@@ -229,11 +227,12 @@ class TierRules(TimeRules):
         world.runtime.tiers[number].inbox.post(m.TierFenced())
 
     @precondition(lambda self: any(self.world.fenced))
-    @rule(tier=PICKS, keeps=st.booleans())
-    def a_tier_is_restarted(self, tier: int, keeps: bool) -> None:
+    @rule(tier=PICKS, keeps=st.booleans(), more=st.integers(0, 2))
+    def a_tier_is_restarted(self, tier: int, keeps: bool, more: int) -> None:
         """A fresh cell serves it. Only after the link knows that the old one is fenced.
 
-        A tier of its own may have kept its blocks; then its backend says so.
+        A tier of its own may have kept its blocks; then its backend says so. It may have ``more``:
+        the run before had a larger capacity.
         """
         world = self.world
         number = pick([each for each, fenced in enumerate(world.fenced) if fenced], tier)
@@ -246,11 +245,16 @@ class TierRules(TimeRules):
             if device.life is None:
                 device.begin()  # it serves once its disk is open
             return
-        device.restart(keeps=keeps or world.shape.tiers[number].capacity is None)
-        held = world.serve_anew(number)
-        if world.shape.tiers[number].capacity is not None:
-            for key in device.blocks:
-                held.mailbox.post(m.ContentsFound(keys=(key,)))
+        is_shared = world.shape.tiers[number].capacity is None
+        world.serve_anew(number)
+        device.restart(keeps=keeps or is_shared, more=0 if is_shared or not keeps else more)
+
+    @precondition(lambda self: any(self.world.devices[each].untold for each in self._own_fakes()))
+    @rule(tier=PICKS, count=st.integers(1, 3))
+    def a_backend_tells_more_of_what_it_has_from_before(self, tier: int, count: int) -> None:
+        """Stores and removals go on meanwhile."""
+        devices = [self.world.devices[each] for each in self._own_fakes()]
+        pick([device for device in devices if device.untold], tier).tell(count)
 
     @is_due("lose", 8, lambda self: self._own_fakes())
     @rule(tier=PICKS, key=st.sampled_from(KEYS))
@@ -258,7 +262,7 @@ class TierRules(TimeRules):
         """A region of it went bad, or the block is too old. It says so; or it had it never."""
         world = self.world
         number = pick(self._own_fakes(), tier)
-        world.devices[number].blocks.pop(key, None)
+        world.devices[number].lose(key)
         if not (world.dead[number] or world.fenced[number]):
             world.runtime.tiers[number].mailbox.post(m.ContentsLost(keys=(key,)))
 

@@ -328,7 +328,7 @@ class World:
                 self.lease_until.clear()
             self._see_moves(message)
         for disk in self.disks:
-            if actor is disk.tier._driver.actor and isinstance(message, m.LoadPart | m.StorePart):
+            if actor is disk.tier._driver.actor and not isinstance(message, m.ProbePart):
                 disk.take(message)
 
     def _take_end(self, message: Message) -> None:

@@ -1,0 +1,114 @@
+"""What a backend with a capacity may have, and its tier doesn't count.
+
+Each such block takes room that nobody would ever free: victims are chosen among
+what is counted only. So it is removed. There are three kinds: what was found
+from before and no longer fits, what a failed store may have kept all the same,
+and victims whose removal failed.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, Final
+
+from kvtier.backend import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from kvtier.messages import Key
+
+REMOVE_BLOCKS_MAX: Final = 512
+"""So many keys are removed in one call, and one call runs at once: stores go beside it."""
+
+
+class Leftovers:
+    """Keys to remove, of which one batch at a time is under way."""
+
+    def __init__(self) -> None:
+        self._keys: dict[Key, None] = {}
+        self._under_way: tuple[Key, ...] = ()
+        self._is_put_off = False  # until the next store, as a medium that fails has enough to do
+
+    def __contains__(self, key: Key) -> bool:
+        """Tell whether the key waits for its removal."""
+        return key in self._keys
+
+    def __iter__(self) -> Iterator[Key]:
+        """Return what waits, and what is under way."""
+        yield from self._under_way
+        yield from self._keys
+
+    def add(self, keys: Iterable[Key]) -> None:
+        """Have these removed."""
+        self._keys.update(dict.fromkeys(keys))
+
+    def put_off(self, keys: Iterable[Key]) -> None:
+        """Have these removed by the next store, which needs the room."""
+        before = len(self._keys)
+        self._keys.update(dict.fromkeys(keys))
+        self._is_put_off = self._is_put_off or len(self._keys) > before
+
+    def wanted(self, keys: Sequence[Key]) -> None:
+        """Note that these are stored now: a copy that is there may stay."""
+        if self._keys:
+            for key in keys:
+                self._keys.pop(key, None)
+
+    def take_put_off(self) -> tuple[Key, ...]:
+        """Return a batch for a store to remove first, none if nothing was put off."""
+        if not self._is_put_off:
+            return ()
+        self._is_put_off = False
+        return self._take()
+
+    def begin_removal(self) -> tuple[Key, ...]:
+        """Return the next batch to remove, none if it is not the time."""
+        if self._under_way or self._is_put_off or not self._keys:
+            return ()
+        self._under_way = self._take()
+        return self._under_way
+
+    def end_removal(self, outcomes: Sequence[Outcome]) -> None:
+        """Note how the batch ended. What failed is tried again later."""
+        keys, self._under_way = self._under_way, ()
+        failed = [k for k, end in zip(keys, outcomes, strict=True) if end is not Outcome.DONE]
+        self.put_off(failed)
+
+    def _take(self) -> tuple[Key, ...]:
+        keys = tuple(islice(self._keys, REMOVE_BLOCKS_MAX))
+        for key in keys:
+            del self._keys[key]
+        return keys
+
+
+class Untold:
+    """Which blocks from before are gone before the tier was told that they are there.
+
+    A backend may have taken down what it had when it was opened. What was
+    removed since would count as there, for ever if nobody loads it.
+    """
+
+    def __init__(self) -> None:
+        self._gone: set[Key] | None = set()  # None: everything has been told
+
+    def removed(self, keys: Iterable[Key]) -> None:
+        """Note that these are being removed, or are lost."""
+        if self._gone is not None:
+            self._gone.update(keys)
+
+    def stored(self, keys: Iterable[Key], outcomes: Iterable[Outcome]) -> None:
+        """Note which of these are there again."""
+        if self._gone:
+            ends = zip(keys, outcomes, strict=True)
+            self._gone.difference_update(key for key, end in ends if end is Outcome.DONE)
+
+    def still_there(self, keys: Sequence[Key]) -> tuple[Key, ...]:
+        """Return those that may be told as found."""
+        if not self._gone:
+            return tuple(keys)
+        return tuple(key for key in keys if key not in self._gone)
+
+    def end(self) -> None:
+        """Note that everything has been told."""
+        self._gone = None
