@@ -26,23 +26,26 @@ from kvtier.errors import ConfigError
 from kvtier.options import Options
 from kvtier.threads import DaemonThreads
 from kvtier_backends.disk.bulk import BulkLoad
+from kvtier_backends.disk.capacity import check_plan, check_region_bytes
 from kvtier_backends.disk.device import Device, FileDevice, Segments
 from kvtier_backends.disk.folder import (
-    FOLDER_BYTES,
-    REGIONS_MIN,
     Claim,
-    capacity_bytes_min,
     filesystem_of,
+    not_ours,
+    read_superblock,
 )
 from kvtier_backends.disk.format import (
     NO_KEY_ID,
     PAGE_BYTES,
     SEAL_BYTES,
+    PageRefused,
     namespace_digest,
-    region_bytes_for,
+    time_s,
 )
-from kvtier_backends.disk.index import SLOTS_MAX, BlockIndex
+from kvtier_backends.disk.healing import heal
+from kvtier_backends.disk.index import BlockIndex
 from kvtier_backends.disk.log import BlockLog, Space
+from kvtier_backends.disk.opened_files import NotAFile
 from kvtier_backends.disk.opening import Judged, judge_again, judge_folder, prepare_folder
 from kvtier_backends.disk.purge_requests import answer_requests
 from kvtier_backends.disk.recovery import Expected, Recovery
@@ -133,6 +136,7 @@ class DiskBackend(Backend):
         self._plan = judged.plan
         self._path = claim.path
         self._filesystem = filesystem_of(claim.path)
+        self._folder_id = b""
         self._ttl_s = ttl_s
         self._io_depth = io_depth
         # Blocks that are no whole pages can't be moved by O_DIRECT from where they are.
@@ -142,6 +146,7 @@ class DiskBackend(Backend):
         self._log: BlockLog | None = None
         self._devices: list[Device] = []  # the log's, and any before that still hangs
         self._upkeep: asyncio.Task[None] | None = None
+        self._healing: asyncio.Future[None] | None = None
         self._swept = 0
         self._is_closed = False
 
@@ -170,7 +175,7 @@ class DiskBackend(Backend):
         reader.finish()
         seal_bytes = 0 if vault is None else SEAL_BYTES
         if region_bytes is not None:
-            _check_region_bytes(reader, region_bytes, capacity_bytes, context, seal_bytes)
+            check_region_bytes(reader, region_bytes, capacity_bytes, context, seal_bytes)
 
         def refuse(remedy: str) -> ConfigError:
             return ConfigError(f"{reader.where}: path={given_path!r} {remedy}")
@@ -180,27 +185,20 @@ class DiskBackend(Backend):
             judged = judge_folder(
                 claim.path, capacity_bytes, context.block_bytes, seal_bytes, region_bytes
             )
+        except NotAFile as problem:
+            claim.release()
+            raise refuse(not_ours(problem)) from None
         except OSError as problem:
             claim.release()
             raise refuse(
                 f"cannot be read ({problem.strerror}). Give this user the right to, or name "
                 "another folder."
             ) from problem
-        plan = judged.plan
-        if plan.regions < REGIONS_MIN or plan.geometry.slots < 1:
+        try:
+            check_plan(reader, capacity_bytes, context, seal_bytes, judged.plan)
+        except ConfigError:
             claim.release()
-            least = capacity_bytes_min(context.block_bytes, seal_bytes)
-            raise reader.error(
-                "capacity_bytes",
-                capacity_bytes,
-                f"has no room for {REGIONS_MIN} regions of blocks of {context.block_bytes} bytes; "
-                f"give it {least} or more",
-            )
-        if plan.regions * plan.geometry.slots > SLOTS_MAX:
-            claim.release()
-            raise reader.error(
-                "capacity_bytes", capacity_bytes, f"is more than {SLOTS_MAX} blocks; lower it"
-            )
+            raise
         return cls(
             context, claim, judged, ttl_s=ttl_s, io_depth=io_depth, direct=direct, vault=vault
         )
@@ -301,6 +299,7 @@ class DiskBackend(Backend):
         """Open the folder, and keep the newest ``blocks_max`` blocks of what it holds."""
         plan, geometry = judged.plan, judged.plan.geometry
         superblock, counts = await self._threads.run(partial(prepare_folder, self._path, judged))
+        self._folder_id = superblock.folder_id
         device = FileDevice(
             Segments(self._path, geometry.region_bytes, plan.segment_regions),
             direct=self._direct,
@@ -316,7 +315,7 @@ class DiskBackend(Backend):
         key_ids = {NO_KEY_ID} if self._vault is None else set(self._vault.ring.by_id)
         identity = Identity(superblock.folder_id, namespace_digest(self._context), key_id)
         expected = Expected(identity.folder_id, identity.namespace, key_ids, geometry)
-        bulk = BulkLoad(index, int(self.clock()), self._ttl_s)
+        bulk = BulkLoad(index, time_s(self.clock()), self._ttl_s)
         recovery = Recovery(device, expected, self._threads, bulk)
         found = await recovery.run(plan.regions, blocks_max)
         regions.recover(found.sequences, found.spare, found.highest)
@@ -380,13 +379,25 @@ class DiskBackend(Backend):
             await self._come_back()
             return
         log = self._log
-        if not await self._threads.run(self._claim.stands):
+        try:
+            stands = await self._threads.run(self._claim.stands)
+        except OSError as problem:  # of the medium, which may be well again in a moment
+            self._ledger.trouble("store", "folder_not_seen", problem)
+            stands = True
+        if not stands:
             self._vanish(log)
             return
-        log.trouble.revive()
+        if self._healing is None or self._healing.done():  # it may hang, and the rest goes on
+            self._healing = log.start(self._heal(log))
         if self._ttl_s:
             await self._sweep(log)
         await answer_requests(log, self._plan.regions, self._path, self._threads)
+
+    async def _heal(self, log: BlockLog) -> None:
+        try:
+            await heal(log)
+        except Exception as error:  # noqa: BLE001 - the next round tries again
+            self._ledger.trouble("store", "upkeep_failed", error)
 
     async def _sweep(self, log: BlockLog) -> None:
         holding = log.regions.oldest_first()
@@ -407,11 +418,24 @@ class DiskBackend(Backend):
         log.device.close()
         self._claim.release()
 
+    def _is_our_place(self) -> bool:
+        """Tell whether the folder may be used, or made anew, where its path leads now.
+
+        On another filesystem only if it is the same folder by its own id: a remount may
+        change the filesystem's number. Where nothing is mounted any more, the blocks would
+        fill somebody else's disk. Raises ``OSError``.
+        """
+        if filesystem_of(self._path) == self._filesystem:
+            return True
+        try:
+            return read_superblock(self._path).folder_id == self._folder_id
+        except PageRefused:
+            return False
+
     async def _come_back(self) -> None:
         """Try to use the folder again, empty: what it may hold was told to be lost."""
         with suppress(ConfigError, OSError):
-            # Where nothing is mounted any more, the blocks would fill somebody else's disk.
-            if await self._threads.run(partial(filesystem_of, self._path)) != self._filesystem:
+            if not await self._threads.run(self._is_our_place):
                 return
             claim = await self._threads.run(
                 partial(Claim, self._path, ConfigError, self._claim.user_pid)
@@ -419,27 +443,8 @@ class DiskBackend(Backend):
             self._claim = claim
             judged = await self._threads.run(partial(judge_again, self._path, self._plan))
             self._log = await self._begin(judged, 0)
+            self._filesystem = await self._threads.run(partial(filesystem_of, self._path))
             self._ledger.add("folder_came_back")
-
-
-def _check_region_bytes(
-    reader: Options,
-    region_bytes: int,
-    capacity_bytes: int,
-    context: BackendContext,
-    seal_bytes: int,
-) -> None:
-    """Raise ``ConfigError`` for regions that hold no block, or are too large for the capacity."""
-    if region_bytes % PAGE_BYTES:
-        raise reader.error("region_bytes", region_bytes, f"must be a multiple of {PAGE_BYTES}")
-    least = region_bytes_for(1, context.block_bytes, seal_bytes)
-    if region_bytes < least:
-        what = f"has no room for one block of {context.block_bytes} bytes"
-        raise reader.error("region_bytes", region_bytes, f"{what}; give it {least}, or remove it")
-    most = (capacity_bytes - FOLDER_BYTES) // REGIONS_MIN // PAGE_BYTES * PAGE_BYTES
-    if least <= most < region_bytes:
-        what = f"leaves no room for {REGIONS_MIN} regions in capacity_bytes={capacity_bytes}"
-        raise reader.error("region_bytes", region_bytes, f"{what}; lower it to {most} or less")
 
 
 def _tell_nobody(_: Sequence[bytes]) -> None:

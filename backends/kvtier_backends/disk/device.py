@@ -16,11 +16,11 @@ import errno
 import os
 import threading
 from abc import ABC, abstractmethod
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.threads import DaemonThreads
+from kvtier_backends.disk.opened_files import NotAFile, open_file, remove_whatever
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
 SEGMENT_NAME: Final = "segment-{:05d}.kv"
 _BUFFERS_MAX: Final = 1024  # the kernel's limit for one call
-_FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC
 _GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR})
 
 
@@ -146,6 +145,7 @@ class _SegmentFiles:
         self._said = said
         self._lock = threading.Lock()
         self._descriptors: dict[tuple[int, int], int] = {}
+        self._forgotten: list[int] = []
         self._closed = False
 
     def read_all(self, transfers: Sequence[Transfer]) -> list[int | OSError]:
@@ -164,11 +164,22 @@ class _SegmentFiles:
     def allocate(self, region: int) -> None:
         """Allocate a region's bytes, and create its file if need be."""
         segment, at = self._place(region)
-        descriptor = self._descriptor(segment, os.O_WRONLY | os.O_CREAT)
+        try:
+            descriptor = self._descriptor(segment, os.O_WRONLY | os.O_CREAT)
+        except NotAFile as problem:
+            remove_whatever(problem.filename)  # nothing of it can be served: ours comes there
+            self._forget(segment)
+            descriptor = self._descriptor(segment, os.O_WRONLY | os.O_CREAT)
         status = os.fstat(descriptor)
         if status.st_blocks * 512 >= status.st_size >= at + self._segments.region_bytes:
             return  # no holes: asking the filesystem would wait for all that it writes there
         os.posix_fallocate(descriptor, at, self._segments.region_bytes)
+
+    def _forget(self, segment: int) -> None:
+        """Have a segment opened anew. Calls may use its descriptors still: they stay open."""
+        with self._lock:
+            for place in [each for each in self._descriptors if each[0] == segment]:
+                self._forgotten.append(self._descriptors.pop(place))
 
     def close_when(self, idle: Callable[[], bool]) -> None:
         """Close the files if nothing uses them; otherwise they stay open."""
@@ -176,9 +187,10 @@ class _SegmentFiles:
         with self._lock:
             self._closed = True
             if idle():
-                for descriptor in self._descriptors.values():
+                for descriptor in (*self._descriptors.values(), *self._forgotten):
                     os.close(descriptor)
                 self._descriptors.clear()
+                self._forgotten.clear()
 
     def _read(self, transfer: Transfer) -> int | OSError:
         try:
@@ -223,7 +235,7 @@ class _SegmentFiles:
             if descriptor is None:
                 path = f"{self._segments.folder}/{SEGMENT_NAME.format(segment)}"
                 try:
-                    descriptor = os.open(path, flags | _FLAGS, 0o600)
+                    descriptor = open_file(path, flags)
                 except OSError as problem:
                     if problem.errno == errno.EINVAL and flags & O_DIRECT:
                         self._direct = 0  # the filesystem has none: not to be asked again
@@ -271,11 +283,20 @@ def trim_segments(segments: Segments, regions: int, highest: int) -> int:
         path = f"{segments.folder}/{SEGMENT_NAME.format(segment)}"
         first = segment * segments.regions_each
         kept = min(segments.regions_each, max(0, regions - first)) * segments.region_bytes
-        with suppress(FileNotFoundError):
-            if kept == 0:
-                os.unlink(path)
+        if kept == 0:
+            changed += remove_whatever(path)
+            continue
+        try:
+            descriptor = open_file(path, os.O_WRONLY)
+        except FileNotFoundError:
+            continue
+        except NotAFile:
+            changed += remove_whatever(path)
+            continue
+        try:
+            if os.fstat(descriptor).st_size > kept:
+                os.ftruncate(descriptor, kept)
                 changed += 1
-            elif os.lstat(path).st_size > kept:
-                os.truncate(path, kept)
-                changed += 1
+        finally:
+            os.close(descriptor)
     return changed

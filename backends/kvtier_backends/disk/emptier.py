@@ -1,5 +1,8 @@
 """Empties one region: appends its blocks again, as far as budget and room go, and drops the rest.
 
+Nothing is dropped before the blocks that stay have been read and written: where the
+medium fails meanwhile, the region keeps what it has, and is sealed as before.
+
 What is dropped is what was used least recently; of what was used at once, the
 tail goes before the head, because a prompt's block is of no use without those
 before it. Blocks that are removed, or stored anew, while they are on their way
@@ -37,32 +40,38 @@ def affordable(log: BlockLog) -> int:
 
 def victim_without_loss(log: BlockLog) -> int | None:
     """Return the region to empty next, if all of its blocks may be appended again now."""
-    region = log.regions.victim()
+    region = log.regions.victim(log.trouble.suspects)
     return region if region is not None and log.index.live(region) <= affordable(log) else None
 
 
-async def empty_one(log: BlockLog, region: int | None) -> bool:
-    """Empty a region, the victim. False: there is none, or it is still read."""
+async def empty_one(log: BlockLog, region: int | None) -> Outcome:
+    """Empty a region, the victim. FULL: there is none, or it is still read. FAILED: it is kept."""
     if region is None:
-        return False
+        return Outcome.FAILED if log.trouble.suspects else Outcome.FULL
     log.regions.begin_emptying(region)
     log.regions.pin(region)
+    is_over = False
     try:
-        await _append_again(log, _choose(log, region))
+        is_over = await _append_again(log, _choose(log, region))
     finally:
-        # Whatever could not be appended again is lost.
-        log.lose(log.index.keys_of(region), "blocks_dropped")
+        if is_over:  # whatever could not be appended again is lost
+            log.lose(log.index.keys_of(region), "blocks_dropped")
+        elif log.index.live(region) and log.regions.state(region) is RegionState.EMPTYING:
+            log.regions.keep(region)
         log.regions.unpin(region)
+    if not is_over:
+        return Outcome.FAILED
     log.ledger.add("regions_emptied")
     waited_s = 0.0
     while log.regions.state(region) is RegionState.EMPTYING and waited_s < READERS_WAIT_S_MAX:
         await asyncio.sleep(_READERS_POLL_S)
         waited_s += _READERS_POLL_S
-    return log.regions.state(region) is RegionState.FREE
+    is_free = log.regions.state(region) is RegionState.FREE
+    return Outcome.DONE if is_free else Outcome.FULL
 
 
 def _choose(log: BlockLog, region: int) -> list[int]:
-    """Return the locations of the blocks to append again, in order; drop the others."""
+    """Return the locations of the blocks to append again, in order."""
     log.sweep(region)
     first = region * log.geometry.slots
     locations = [first + slot for slot in log.index.slots_of(region)]
@@ -71,15 +80,14 @@ def _choose(log: BlockLog, region: int) -> list[int]:
     if excess > 0:
         # The blocks of a request lie in its order, mostly.
         by_use = sorted(locations, key=lambda at: (log.index.known(at).used_s, -at))
-        keys = [log.index.key_at(at) for at in by_use[:excess]]
-        log.lose([key for key in keys if key is not None], "blocks_dropped")
         locations = sorted(by_use[excess:])
     return locations
 
 
-async def _append_again(log: BlockLog, locations: Sequence[int]) -> None:
+async def _append_again(log: BlockLog, locations: Sequence[int]) -> bool:
+    """Append blocks again as far as there is room. False: the medium failed."""
     if not locations:
-        return
+        return True
     block_bytes, stride = log.geometry.block_bytes, log.geometry.stride
     size = max(1, BATCH_BYTES // stride)
     memory = memoryview(mmap.mmap(-1, min(size, len(locations)) * stride))
@@ -88,17 +96,21 @@ async def _append_again(log: BlockLog, locations: Sequence[int]) -> None:
     try:
         for start in range(0, len(locations), size):
             batch = locations[start : start + size]
-            if not await _append_batch(log, batch, views[: len(batch)]):
-                return
+            ends = await _append_batch(log, batch, views[: len(batch)])
+            if Outcome.FAILED in ends or (Outcome.FULL in ends and log.trouble.in_doubt):
+                return False
+            if Outcome.FULL in ends:
+                break
             log.to_append_again -= len(batch)
     finally:
         log.to_append_again = 0
+    return True
 
 
 async def _append_batch(
     log: BlockLog, locations: Sequence[int], views: Sequence[memoryview]
-) -> bool:
-    """Append some blocks again. False: there was no room for all of them."""
+) -> list[Outcome]:
+    """Append some blocks again; returns what became of those that are not lost."""
     outcomes = await log.read_at(list(zip(locations, views, strict=True)))
     items = []
     for location, view, outcome in zip(locations, views, outcomes, strict=True):
@@ -106,4 +118,4 @@ async def _append_batch(
         if key is not None and outcome is Outcome.DONE:
             items.append(log.item_again(key, view, location))
     ends = await log.append_again(items)
-    return all(end is Outcome.DONE for end in ends)
+    return [outcome for outcome in outcomes if outcome is Outcome.FAILED] + ends

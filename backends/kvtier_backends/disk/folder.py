@@ -26,7 +26,9 @@ from kvtier_backends.disk.format import (
     encode_superblock,
     make_geometry,
     region_bytes_for,
+    time_s,
 )
+from kvtier_backends.disk.opened_files import NotAFile, open_file, remove_whatever
 from kvtier_backends.disk.users import LOCK_NAME, user_untrusted
 
 if TYPE_CHECKING:
@@ -56,7 +58,6 @@ has put its memory away. An engine that starts just then must not be refused.
 _LOCK_POLL_S: Final = 0.02
 _SUPERBLOCK_NAME: Final = "superblock"
 _SEGMENT_PATTERN: Final = re.compile(r"segment-(\d{5})\.kv")
-_OPEN_FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Plan(NamedTuple):
@@ -118,6 +119,7 @@ class Claim:
         self.path = path
         self.user_pid = os.getpid() if user_pid is None else user_pid
         self._descriptor: int | None = None
+        self._identity = (0, 0)  # of the lock: device and inode
         try:
             make_folders(path)
             if os.stat(path).st_mode & stat.S_IWOTH:
@@ -126,6 +128,8 @@ class Claim:
                     "or name a folder of this user's own."
                 )
             self._descriptor = self._take(refuse)
+        except NotAFile as problem:
+            raise refuse(not_ours(problem)) from None
         except (FileExistsError, NotADirectoryError):
             raise refuse(
                 "is not a folder, or lies below something that is not. Name a folder."
@@ -147,19 +151,21 @@ class Claim:
                 os.close(descriptor)
 
     def stands(self) -> bool:
-        """Tell whether the folder is still the one that was claimed."""
+        """Tell whether the folder is still the one that was claimed.
+
+        Raises ``OSError`` where the medium does not say: that is no sign that it is gone.
+        """
         if self._descriptor is None:
             return False
         try:
             there = os.lstat(f"{self.path}/{LOCK_NAME}")
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
-        ours = os.fstat(self._descriptor)
-        return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+        return (there.st_dev, there.st_ino) == self._identity
 
     def _take(self, refuse: Callable[[str], ConfigError]) -> int:
         path = f"{self.path}/{LOCK_NAME}"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o600)
+        descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
         try:
             is_taken = _lock(descriptor)
         except BaseException:
@@ -173,10 +179,20 @@ class Claim:
                 "or name another folder; data-parallel engines each need their own, with "
                 "{dp_rank} in its name."
             )
+        ours = os.fstat(descriptor)
+        self._identity = (ours.st_dev, ours.st_ino)
         with suppress(OSError):  # the number is for people; a full disk is no reason to refuse
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{self.user_pid}\n".encode(), 0)
         return descriptor
+
+
+def not_ours(problem: NotAFile) -> str:
+    """Return what to say of a folder that has something else in the place of a file of ours."""
+    return (
+        f"holds what no disk tier puts there: {problem.strerror}. Remove it, "
+        "or name another folder."
+    )
 
 
 def _lock(descriptor: int) -> bool:
@@ -218,7 +234,7 @@ def make_folders(path: str) -> None:
 def read_superblock(path: str) -> Superblock:
     """Return the first sound copy in the folder. Raises ``PageRefused`` or ``OSError``."""
     try:
-        descriptor = os.open(f"{path}/{_SUPERBLOCK_NAME}", os.O_RDONLY | _OPEN_FLAGS)
+        descriptor = open_file(f"{path}/{_SUPERBLOCK_NAME}", os.O_RDONLY)
     except FileNotFoundError:
         raise PageRefused(Refusal.BLANK, "there is none") from None
     try:
@@ -234,8 +250,8 @@ def read_superblock(path: str) -> Superblock:
 def write_superblock(path: str, superblock: Superblock) -> None:
     """Put a superblock in the place of any older one, in one step. Raises ``OSError``."""
     temporary = f"{path}/{_SUPERBLOCK_NAME}.new"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _OPEN_FLAGS
-    descriptor = os.open(temporary, flags, 0o600)
+    remove_whatever(temporary)
+    descriptor = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         os.write(descriptor, encode_superblock(superblock) * 2)
         os.fsync(descriptor)
@@ -247,7 +263,7 @@ def write_superblock(path: str, superblock: Superblock) -> None:
 def new_superblock(plan: Plan) -> Superblock:
     """Return the superblock of a folder that begins now."""
     return Superblock(
-        os.urandom(ID_BYTES), plan.geometry.region_bytes, plan.segment_regions, int(time.time())
+        os.urandom(ID_BYTES), plan.geometry.region_bytes, plan.segment_regions, time_s(time.time())
     )
 
 

@@ -52,6 +52,10 @@ KEY_BYTES_PLANNED: Final = 68
 OWN_PAGE_BYTES: Final = 2 << 20
 """Blocks of so many bytes that are written together have table pages of their own: .2 % of them."""
 
+TIME_S_MAX: Final = (1 << 32) - 1
+SEQUENCE_MAX: Final = 1 << 63
+"""No folder ever gets there: a higher one was planted, and none could come behind it."""
+
 NO_KEY_ID: Final = bytes(ID_BYTES)
 """The id of the encryption key of a region that is not encrypted."""
 
@@ -217,6 +221,14 @@ def records_max(key_width: int, seal_bytes: int) -> int:
     return (_CHECKED_BYTES - _TABLE.size) // record_struct(key_width, seal_bytes).size
 
 
+def time_s(clock: float) -> int:
+    """Return a time as it is written down: whole seconds since 1970, of 1970 to 2106.
+
+    A clock that is beyond that costs ages and ``ttl_s``, and not the store.
+    """
+    return min(max(int(clock), 0), TIME_S_MAX)
+
+
 def check_key_lengths(lengths: Iterable[int]) -> None:
     """Raise ``Misuse`` for what is no key's length."""
     for length in set(lengths):
@@ -273,7 +285,10 @@ def encode_header(header: RegionHeader) -> bytes:
 def decode_header_untrusted(page: bytes | memoryview) -> RegionHeader:
     """Return what the page says. Raises ``PageRefused`` and nothing else."""
     _check(page, _MAGIC_REGION)
-    return RegionHeader(*_HEADER.unpack_from(page)[2:])
+    found = RegionHeader(*_HEADER.unpack_from(page)[2:])
+    if found.sequence > SEQUENCE_MAX:
+        raise PageRefused(Refusal.DAMAGED, f"the sequence {found.sequence}")
+    return found
 
 
 class TableWriter:

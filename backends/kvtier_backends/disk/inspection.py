@@ -34,6 +34,7 @@ from kvtier_backends.disk.format import (
     decode_superblock_untrusted,
     entries_untrusted,
 )
+from kvtier_backends.disk.opened_files import open_file
 from kvtier_backends.disk.recovery import UNREMARKABLE, Expected, page_case, region_case
 from kvtier_backends.disk.region_files import RegionFiles
 from kvtier_backends.disk.users import LOCK_NAME, User, user_untrusted
@@ -168,7 +169,7 @@ class Folder:
 
 def damaged_copies(path: str) -> int:
     """Count the copies of the folder's superblock that fail their checks. Raises ``OSError``."""
-    with open(f"{path}/superblock", "rb") as file:
+    with os.fdopen(open_file(f"{path}/superblock", os.O_RDONLY), "rb") as file:
         raw = file.read(2 * PAGE_BYTES)
     damaged = 0
     for at in (0, PAGE_BYTES):
@@ -182,7 +183,7 @@ def damaged_copies(path: str) -> int:
 def user_of(path: str) -> User | None:
     """Return who has the folder claimed now; None if nobody has. Raises ``OSError``."""
     try:
-        descriptor = os.open(f"{path}/{LOCK_NAME}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = open_file(f"{path}/{LOCK_NAME}", os.O_RDONLY)
     except FileNotFoundError:
         return None
     try:

@@ -27,7 +27,9 @@ from kvtier_backends.disk.format import (
     Geometry,
     check_key_lengths,
     encode_header,
+    time_s,
 )
+from kvtier_backends.disk.healing import try_a_region
 from kvtier_backends.disk.regions import Extent, RegionState
 from kvtier_backends.disk.runs import neighbours
 from kvtier_backends.disk.tables import Identity, PagePool, RegionTable, new_header
@@ -102,7 +104,7 @@ class BlockLog(Calls):
         self._tables: dict[int, RegionTable] = {}
         self._turns = Turns(space.stores_beside_loads)
         self.opening = asyncio.Lock()
-        self._emptying: asyncio.Future[bool] | None = None
+        self._emptying: asyncio.Future[Outcome] | None = None
         self._look_ahead_at = 0  # for a region to empty, with that much room left
         self._opened_ahead_in: int | None = None  # the region that was open at the last attempt
         self._pages = PagePool()
@@ -152,7 +154,7 @@ class BlockLog(Calls):
     def sweep(self, region: int) -> None:
         """Forget a region's blocks that are older than ``ttl_s``."""
         if self._ttl_s:
-            before_s = int(self._clock()) - self._ttl_s
+            before_s = self._now_s() - self._ttl_s
             self.lose(self.index.stored_before(region, before_s), "blocks_expired")
 
     # --- loads ---
@@ -197,7 +199,7 @@ class BlockLog(Calls):
 
     def _use(self, runs: Sequence[Sequence[int]], locations: Sequence[int]) -> list[bytes]:
         """Note that blocks are used; returns their digests."""
-        now_s = int(self._clock())
+        now_s = self._now_s()
         digests = [b""] * len(locations)
         for run in runs:
             first = locations[run[0]]
@@ -236,7 +238,7 @@ class BlockLog(Calls):
             for place in run[whole:]:
                 outcomes[place] = rest
             if isinstance(end, OSError):
-                self.trouble.sick(transfer.region, end)
+                self.trouble.read_failed(transfer, end)
         return outcomes
 
     def _judge_read(self, end: int | OSError, blocks: int) -> tuple[int, Outcome]:
@@ -274,7 +276,7 @@ class BlockLog(Calls):
             batch = Batch.new(
                 [blocks[place] for place in fits],
                 [seals[place] for place in fits],
-                int(self._clock()),
+                self._now_s(),
             )
             ends = await self._append(batch)
             outcomes.update(zip(batch.keys, ends, strict=True))
@@ -332,6 +334,7 @@ class BlockLog(Calls):
                 return [Outcome.FAILED] * count
             self._count_bytes(count * self.geometry.stride, again=batch.is_again)
             batch.put_into(self.index, first)
+            self.trouble.wrote()
             self.ledger.success("store")
             return [Outcome.DONE] * count
         finally:
@@ -364,14 +367,22 @@ class BlockLog(Calls):
             async with self.opening:
                 if room := self._room(again=again):
                     return self.regions.take(min(count, room))
+                refused = await try_a_region(self) if self.trouble.in_doubt else None
                 region = self.regions.next_to_open(again=again)
-                if region is not None:
+                if refused is None and region is not None:
                     problem = await self._open(region)
-                    if problem is None or self.trouble.open_failed(region, problem, self.allocated):
+                    if problem is None:
                         continue
-                    return Outcome.FAILED
-            if again or not (await self._make_room() or self.regions.room):
+                    refused = self.trouble.open_failed(region, problem, self.allocated)
+                    if refused is None:
+                        continue
+                if refused is not None:
+                    return refused
+            if again:
                 return Outcome.FULL
+            end = await self._make_room()
+            if end is not Outcome.DONE and not self.regions.room:
+                return end
         return Outcome.FAILED
 
     def _room(self, *, again: bool) -> int:
@@ -382,16 +393,17 @@ class BlockLog(Calls):
             return room
         return max(0, room - self.to_append_again)
 
-    async def _make_room(self) -> bool:
+    async def _make_room(self) -> Outcome:
         """Empty a region, together with whoever wants room as well."""
         if self._emptying is None or self._emptying.done():
-            self._emptying = self.start(empty_one(self, self.regions.victim()))
+            victim = self.regions.victim(self.trouble.suspects)
+            self._emptying = self.start(empty_one(self, victim))
         return await asyncio.shield(self._emptying)
 
     def _look_ahead(self) -> None:
         """Open the next region, or empty one for that, before a store has to wait for it."""
         regions = self.regions
-        if regions.has_next or self.opening.locked():
+        if regions.has_next or self.opening.locked() or self.trouble.in_doubt:
             return
         if regions.next_to_open(again=False) is not None:
             if regions.open_region != self._opened_ahead_in:
@@ -416,38 +428,49 @@ class BlockLog(Calls):
     async def _open(self, region: int) -> OSError | None:
         """Give a free region a new header: it is appended to, now or next."""
         incarnation = os.urandom(ID_BYTES)
-        sequence = self.regions.next_sequence()
-        geometry = self.geometry
-        header = new_header(
-            self.identity, geometry, region, sequence, incarnation, int(self._clock())
-        )
-        if region not in self.allocated:
-            try:
-                await self.device.allocate(region)
-            except OSError as no_room:
-                return no_room
-            self.allocated.add(region)
-        self._header_page[:] = encode_header(header)
-        problem = await self.device.write([Transfer(region, 0, [self._header_page])])
+        sequence, problem = await self.head(region, incarnation)
         if problem is not None:
             return problem
         table = RegionTable(
             self.device,
             region,
             incarnation,
-            geometry,
+            self.geometry,
             self._pages,
             seal_bytes=SEAL_BYTES if self.index.sealed else 0,
             wrote=self.count_overhead,
         )
-        self.count_overhead(PAGE_BYTES)
+        self.trouble.wrote()
         self.index.release(region)
         self.regions.headed(region, sequence)
         self.key_ids[region] = self.identity.key_id
         self._tables[region] = table
         return None
 
+    async def head(self, region: int, incarnation: bytes) -> tuple[int, OSError | None]:
+        """Write the header of a region that has no block; returns its sequence, and what failed.
+
+        Whoever calls holds ``opening``.
+        """
+        sequence, now_s = self.regions.next_sequence(), self._now_s()
+        header = new_header(self.identity, self.geometry, region, sequence, incarnation, now_s)
+        if region not in self.allocated:
+            try:
+                await self.device.allocate(region)
+            except OSError as no_room:
+                return sequence, no_room
+            self.allocated.add(region)
+        self._header_page[:] = encode_header(header)
+        problem = await self.device.write([Transfer(region, 0, [self._header_page])])
+        if problem is None:
+            self.count_overhead(PAGE_BYTES)
+        return sequence, problem
+
     # --- small things ---
+
+    def _now_s(self) -> int:
+        """Return the time as it is written down, also by a clock that is far off."""
+        return time_s(self._clock())
 
     def _lose_region(self, region: int) -> None:
         self.lose(self.index.keys_of(region), "blocks_lost_with_a_region")
@@ -458,7 +481,7 @@ class BlockLog(Calls):
 
     def is_expired(self, known: Known) -> bool:
         """Tell whether a block is older than ``ttl_s``."""
-        return self._ttl_s > 0 and known.stored_s + self._ttl_s < self._clock()
+        return self._ttl_s > 0 and known.stored_s + self._ttl_s < self._now_s()
 
     def has_current_key(self, region: int) -> bool:
         """Tell whether a region's blocks may go into a region that is opened now."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier_backends.disk.device import SEGMENT_NAME, Segments, trim_segments
@@ -19,6 +17,7 @@ from kvtier_backends.disk.folder import (
     write_superblock,
 )
 from kvtier_backends.disk.format import PageRefused, Superblock
+from kvtier_backends.disk.opened_files import remove_whatever
 from kvtier_backends.disk.recovery import UNREMARKABLE, Case, Fate, folder_case
 
 if TYPE_CHECKING:
@@ -78,9 +77,7 @@ def prepare_folder(path: str, judged: Judged) -> tuple[Superblock, Mapping[str, 
     numbers = segment_numbers(path)
     if judged.case.fate is Fate.BEGIN_ANEW or judged.superblock is None:
         for number in numbers:
-            with suppress(FileNotFoundError):
-                os.unlink(f"{path}/{SEGMENT_NAME.format(number)}")
-                counts["segments_removed"] += 1
+            counts["segments_removed"] += remove_whatever(f"{path}/{SEGMENT_NAME.format(number)}")
         superblock = new_superblock(judged.plan)
         write_superblock(path, superblock)
         return superblock, counts

@@ -84,7 +84,7 @@ def ask_engine(
     request, answer = f"{path}/purge-{mark}.json", f"{path}/purged-{mark}.json"
     until_s = time.time() + TAKEN_WITHIN_S_MAX
     namespace = None if selection.namespace is None else selection.namespace.hex()
-    asked = _Request(selection.before_s, namespace, selection.all_of_it, math.ceil(until_s))
+    asked = _Request(selection.before_s, namespace, selection.all_of_it, max(0, math.ceil(until_s)))
     try:
         _write(request, asked)
         while True:

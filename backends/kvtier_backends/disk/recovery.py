@@ -38,6 +38,9 @@ YES: Final = True
 NO: Final = False
 ANY: Final = None
 
+READ_AGAIN_PAUSE_S: Final = 0.2
+READ_AGAIN_MAX: Final = 5  #: in all: a disk that cannot be read delays the start no longer
+
 _BATCH_BYTES: Final = 2 << 20
 _BATCHES_AT_ONCE: Final = 4
 
@@ -208,6 +211,7 @@ class Recovery:
         self._spare: list[tuple[int, int]] = []
         self._highest = 0
         self._counts: Counter[str] = Counter()
+        self._pauses_left = READ_AGAIN_MAX
 
     async def run(self, regions: int, blocks_max: int) -> Recovered:
         """Look at all regions; the newest ``blocks_max`` blocks at most are taken."""
@@ -234,17 +238,30 @@ class Recovery:
         async with pass_on:
             whole = memoryview(mmap.mmap(-1, len(batch) * table_bytes))
             parts = [whole[at * table_bytes : (at + 1) * table_bytes] for at in range(len(batch))]
-            ends = await self._device.read(
-                [Transfer(number, 0, [part]) for number, part in zip(batch, parts, strict=True)]
-            )
+            wanted = [Transfer(n, 0, [part]) for n, part in zip(batch, parts, strict=True)]
+            ends = await self._read(wanted)
             raws = [
                 part[: 0 if isinstance(end, OSError) else end]
                 for part, end in zip(parts, ends, strict=True)
             ]
-            failed = sum(isinstance(end, OSError) for end in ends)
+            failed = [n for n, end in zip(batch, ends, strict=True) if isinstance(end, OSError)]
             if failed:
-                self._counts["region_unreadable"] += failed
+                # Overwritten last: what is in them may be readable again at the next start.
+                self._counts["region_unreadable"] += len(failed)
+                self._spare += [(0, number) for number in failed]
             await self._threads.run(partial(self._judge_all, batch, raws))
+
+    async def _read(self, wanted: list[Transfer]) -> list[int | OSError]:
+        """Read; what fails is read again a little later: a disk may be ill for a moment."""
+        ends = await self._device.read(wanted)
+        while self._pauses_left and any(isinstance(end, OSError) for end in ends):
+            self._pauses_left -= 1
+            await asyncio.sleep(READ_AGAIN_PAUSE_S)
+            failed = [at for at, end in enumerate(ends) if isinstance(end, OSError)]
+            again = await self._device.read([wanted[at] for at in failed])
+            for at, end in zip(failed, again, strict=True):
+                ends[at] = end
+        return ends
 
     def _judge_all(self, batch: range, raws: list[memoryview]) -> None:
         """Judge some regions. Runs in a thread; only one at a time does."""

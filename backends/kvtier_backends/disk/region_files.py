@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier_backends.disk.device import SEGMENT_NAME, Segments
 from kvtier_backends.disk.folder import segment_numbers
+from kvtier_backends.disk.opened_files import open_file
 
 if TYPE_CHECKING:
     from typing import Self
 
-_FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC
 _KEEP_SIZE: Final = 1
 _PUNCH_HOLE: Final = 2
 _NO_PUNCHING: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
@@ -36,7 +36,7 @@ class RegionFiles:
     def __init__(self, segments: Segments, *, writable: bool) -> None:
         self.region_bytes = segments.region_bytes
         self._segments = segments
-        self._flags = (os.O_RDWR if writable else os.O_RDONLY) | _FLAGS
+        self._flags = os.O_RDWR if writable else os.O_RDONLY
         self._opened: tuple[int, int] | None = None  # segment, descriptor
         self._is_changed = False
 
@@ -143,6 +143,6 @@ class RegionFiles:
         segment = self._segment_of(region)
         if self._opened is None or self._opened[0] != segment:
             self.close()
-            self._opened = (segment, os.open(self._path(segment), self._flags))
+            self._opened = (segment, open_file(self._path(segment), self._flags))
         start = region % self._segments.regions_each * self.region_bytes
         return self._opened[1], start

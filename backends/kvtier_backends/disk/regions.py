@@ -50,6 +50,7 @@ class RegionEvent(IntEnum):
     EMPTIED = 5  #: its last block and its last reader have gone
     FAILED = 6
     REVIVED = 7  #: to be tried again
+    KEPT = 8  #: its blocks could not be appended elsewhere: they stay
 
 
 REGION_TABLE: Final[Mapping[tuple[RegionState, RegionEvent], RegionState]] = {
@@ -59,6 +60,7 @@ REGION_TABLE: Final[Mapping[tuple[RegionState, RegionEvent], RegionState]] = {
     (RegionState.OPEN, RegionEvent.FILLED): RegionState.SEALED,
     (RegionState.SEALED, RegionEvent.CHOSEN): RegionState.EMPTYING,
     (RegionState.EMPTYING, RegionEvent.EMPTIED): RegionState.FREE,
+    (RegionState.EMPTYING, RegionEvent.KEPT): RegionState.SEALED,
     (RegionState.FREE, RegionEvent.FAILED): RegionState.RETIRED,
     (RegionState.NEXT, RegionEvent.FAILED): RegionState.RETIRED,
     (RegionState.OPEN, RegionEvent.FAILED): RegionState.RETIRED,
@@ -147,6 +149,10 @@ class Regions:
         """How many regions could be opened."""
         return len(self._free)
 
+    def free(self) -> list[int]:
+        """Return the regions that could be opened, the next one first."""
+        return list(self._free)
+
     def count_in(self, state: RegionState) -> int:
         """Return how many regions are in a state."""
         return self._states.count(state)
@@ -188,7 +194,7 @@ class Regions:
         """Note that the region's new header is written; it takes blocks when it is its turn."""
         if self._next is not None:
             raise InternalError(f"region {self._next} is next")
-        if self._live(region) or self._readers[region] or self._writers[region]:
+        if not self.is_at_rest(region):
             raise InternalError(f"region {region} is in use")
         self._move(region, RegionEvent.HEADED)
         self._free.remove(region)
@@ -259,12 +265,12 @@ class Regions:
 
     # --- emptying ---
 
-    def victim(self) -> int | None:
+    def victim(self, avoid: Container[int] = ()) -> int | None:
         """Return the region to empty: the fewest blocks, then without a reader, then the oldest."""
         sealed = (
             region
             for region, state in enumerate(self._states)
-            if state is RegionState.SEALED and not self._writers[region]
+            if state is RegionState.SEALED and not self._writers[region] and region not in avoid
         )
         return min(
             sealed,
@@ -285,6 +291,10 @@ class Regions:
         self._move(region, RegionEvent.EMPTIED)
         self._free.appendleft(region)  # its bytes are allocated already
         return True
+
+    def keep(self, region: int) -> None:
+        """End the emptying of a region that has blocks left: they stay where they are."""
+        self._move(region, RegionEvent.KEPT)
 
     # --- trouble ---
 
@@ -310,10 +320,18 @@ class Regions:
             self._move(region, RegionEvent.FAILED)
         return retired
 
+    def use_last(self, region: int) -> None:
+        """Have a free region opened after all others."""
+        self._free.remove(region)
+        self._free.append(region)
+
+    def is_at_rest(self, region: int) -> bool:
+        """Tell whether the region has no block, no reader and no writer."""
+        return not (self._live(region) or self._readers[region] or self._writers[region])
+
     def revive(self, region: int) -> bool:
         """Give a retired region another try, unless something still holds it."""
-        held = self._live(region) or self._readers[region] or self._writers[region]
-        if held or self._states[region] is not RegionState.RETIRED:
+        if not self.is_at_rest(region) or self._states[region] is not RegionState.RETIRED:
             return False
         self._move(region, RegionEvent.REVIVED)
         self._free.append(region)

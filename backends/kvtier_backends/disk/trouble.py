@@ -1,28 +1,63 @@
-"""What an error at a region means: what its blocks' stores are told, and when it is tried again."""
+"""What an error at a region means: what its blocks' stores are told, and what is tried again.
+
+A disk that fails for a moment must not cost what lies on it. So one failure takes
+nothing away that is sound: a region whose opening failed is set aside while it
+is empty, one that could not be written is only closed, and blocks that could not
+be read stay known until it is sure that the fault is their region's and not
+the whole medium's. As long as writing is in doubt, no region is emptied, and a
+store that needs a region tries one first: the store fails where that fails, so
+that whoever sends stores sees it and waits.
+"""
 
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING, Final
+from enum import Enum
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.backend import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
 
+    from kvtier_backends.disk.device import Transfer
     from kvtier_backends.disk.regions import Regions
     from kvtier_backends.ledger import Ledger
 
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 SICK_MEDIUM: Final = frozenset({errno.EIO, errno.EREMOTEIO, errno.EUCLEAN, errno.ENODATA})
-"""Errors that speak of one place on the medium: its region is retired."""
+"""Errors that may speak of one place on the medium: another region is tried."""
 
 NO_ROOM_PAUSE_S: Final = 30.0
 RETIRED_PAUSE_S: Final = 300.0
+STRIKES_MAX: Final = 3
+"""A region that fails to be read so often, while another place can be read, is given up."""
+
+
+class Lack(Enum):
+    """Why a region was retired."""
+
+    ROOM = "room"
+    MEDIUM = "medium"
+
+
+class Retired(NamedTuple):
+    """A region that is out of use for a while."""
+
+    lack: Lack
+    retry_at: float
+
+
+class Suspect(NamedTuple):
+    """A region that could not be read: where in it, and how often while another place could."""
+
+    at: int
+    size: int
+    strikes: int
 
 
 class RegionTrouble:
-    """Judges errors, retires regions for a while, and revives them. Event loop only.
+    """Judges errors, and keeps what is retired or suspected. Event loop only.
 
     ``clock`` gives seconds. ``lose`` is told each region whose blocks are lost.
     """
@@ -34,51 +69,141 @@ class RegionTrouble:
         clock: Callable[[], float],
         lose: Callable[[int], None],
     ) -> None:
+        self.in_doubt = False  #: writing failed, and nothing was written since
+        self.suspects: dict[int, Suspect] = {}
         self._regions = regions
         self._ledger = ledger
         self._clock = clock
         self._lose = lose
-        self._retry_at: dict[int, float] = {}
+        self._retired: dict[int, Retired] = {}
 
-    def open_failed(self, region: int, problem: OSError, allocated: Container[int]) -> bool:
-        """Take a region that cannot be opened out of the way. False: no other will do better.
+    # --- writing ---
+
+    def open_failed(
+        self, region: int, problem: OSError, allocated: Container[int]
+    ) -> Outcome | None:
+        """Return what to tell a store whose region cannot be opened; None: try the next one.
 
         ``allocated`` are the regions that need no room of the disk any more.
         """
-        if problem.errno in NO_ROOM:
+        if problem.errno in NO_ROOM and region not in allocated:
             self._ledger.trouble("store", "no_room_for_a_region", problem)
-            empty_handed = self._regions.retire_free(allocated)
+            retired = [region, *self._regions.retire_free(allocated)]
             self._regions.retire(region)
-            retry_at = self._clock() + NO_ROOM_PAUSE_S
-            self._retry_at.update(dict.fromkeys([*empty_handed, region], retry_at))
-            return True
+            for each in retired:
+                self._put_off(each, Lack.ROOM, NO_ROOM_PAUSE_S)
+            return None
+        self.in_doubt = True
+        if problem.errno in NO_ROOM:
+            # It has its room already: on some filesystems each write takes new room.
+            self._ledger.trouble("store", "no_room_for_a_block", problem)
+            return Outcome.FULL
         self._ledger.trouble("store", "stores_failed", problem)
         if problem.errno not in SICK_MEDIUM:
-            return False
-        self.sick(region, problem)
-        return True
+            return Outcome.FAILED
+        if self._regions.retire(region):
+            self._ledger.trouble("store", "regions_retired", problem)
+        self._put_off(region, Lack.MEDIUM, RETIRED_PAUSE_S)
+        return None
 
     def store_failed(self, region: int, problem: OSError) -> Outcome:
         """Return what becomes of blocks that could not be written, or not be named."""
+        is_open = self._regions.open_region == region
+        if problem.errno in NO_ROOM:
+            self._ledger.trouble("store", "no_room_for_a_block", problem)
+            self.in_doubt = True
+            return Outcome.FULL
+        if is_open and (problem.errno == errno.EFBIG or problem.errno in SICK_MEDIUM):
+            self._regions.fill()  # what it has stays: the next blocks go elsewhere
+        self._ledger.trouble("store", "stores_failed", problem)
+        self.in_doubt = self.in_doubt or problem.errno != errno.EFBIG
+        return Outcome.FAILED
+
+    def to_try(self, allocated: Container[int]) -> int | None:
+        """Return the region that a store in doubt is to try: a free one, else a retired one."""
+        free = self._regions.free()
+        if free:
+            return next((region for region in free if region in allocated), free[0])
+        retired = (each for each, why in self._retired.items() if why.lack is Lack.MEDIUM)
+        return next((each for each in retired if self._regions.is_at_rest(each)), None)
+
+    def tried(
+        self, region: int, problem: OSError | None, allocated: Container[int]
+    ) -> Outcome | None:
+        """Note how trying a region ended; returns what to tell the store, None: it may go on."""
+        if problem is None:
+            self.wrote()
+            self.revive(region)
+            return None
+        if region in self._retired:
+            self._retired[region] = self._retired.pop(region)  # another one is next
+        elif problem.errno in NO_ROOM and region not in allocated:
+            return self.open_failed(region, problem, allocated)
+        else:
+            self._regions.use_last(region)
         if problem.errno in NO_ROOM:
             self._ledger.trouble("store", "no_room_for_a_block", problem)
             return Outcome.FULL
-        if problem.errno == errno.EFBIG and self._regions.open_region == region:
-            self._regions.fill()
         self._ledger.trouble("store", "stores_failed", problem)
-        self.sick(region, problem)
         return Outcome.FAILED
 
-    def sick(self, region: int, problem: OSError) -> None:
-        """Retire a region if its medium is sick; what it held is lost."""
-        if problem.errno in SICK_MEDIUM and self._regions.retire(region):
-            self._ledger.trouble("store", "regions_retired", problem)
-            self._retry_at[region] = self._clock() + RETIRED_PAUSE_S
+    def wrote(self) -> None:
+        """Note that something was written: what is retired for the medium may be tried now."""
+        if self.in_doubt:
+            self.in_doubt = False
+            for region, (lack, _) in self._retired.items():
+                if lack is Lack.MEDIUM:
+                    self._retired[region] = Retired(lack, self._clock())
+
+    # --- reading ---
+
+    def read_failed(self, transfer: Transfer, problem: OSError) -> None:
+        """Suspect the region: whether its blocks are lost is found out later."""
+        if transfer.region not in self.suspects:
+            self._ledger.trouble("load", "regions_suspected", problem)
+            self.suspects[transfer.region] = Suspect(transfer.at, transfer.size, 0)
+
+    def acquit(self, region: int) -> None:
+        """Note that a suspect could be read after all, or has nothing to be read any more."""
+        self.suspects.pop(region, None)
+
+    def strike(self, region: int, problem: OSError) -> None:
+        """Note that a suspect failed while another place could be read. In the end it is lost."""
+        suspect = self.suspects[region]
+        if suspect.strikes + 1 < STRIKES_MAX:
+            self.suspects[region] = suspect._replace(strikes=suspect.strikes + 1)
+            return
+        del self.suspects[region]
+        if self._regions.retire(region):
+            self._ledger.trouble("load", "regions_retired", problem)
+            self._put_off(region, Lack.MEDIUM, RETIRED_PAUSE_S)
             self._lose(region)
 
-    def revive(self) -> None:
-        """Give retired regions whose pause is over another try."""
+    # --- trying again ---
+
+    def due(self) -> list[int]:
+        """Return the retired regions that may be tried again now."""
         now = self._clock()
-        for region in [region for region, at in self._retry_at.items() if at <= now]:
-            if self._regions.revive(region):
-                del self._retry_at[region]
+        return [
+            region
+            for region, (_, retry_at) in self._retired.items()
+            # A clock that was set back must not make a pause longer.
+            if not now < retry_at <= now + RETIRED_PAUSE_S and self._regions.is_at_rest(region)
+        ]
+
+    def revive(self, region: int) -> None:
+        """Give a retired region back: it could be written."""
+        if region in self._retired and self._regions.revive(region):
+            del self._retired[region]
+
+    def still_fails(self, region: int, problem: OSError) -> None:
+        """Leave a retired region alone for longer; for want of room, all that wait for room."""
+        if problem.errno in NO_ROOM:
+            for each, (lack, _) in list(self._retired.items()):
+                if lack is Lack.ROOM or each == region:
+                    self._put_off(each, lack, NO_ROOM_PAUSE_S)
+        else:
+            self._put_off(region, self._retired[region].lack, RETIRED_PAUSE_S)
+
+    def _put_off(self, region: int, lack: Lack, pause_s: float) -> None:
+        self._retired[region] = Retired(lack, self._clock() + pause_s)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,8 @@ keys = st.binary(min_size=1, max_size=fmt.KEY_BYTES_MAX)
 superblocks = st.builds(
     fmt.Superblock, ids, st.integers(1, 2**40).map(lambda n: n * 4096), st.integers(1, 4096), u64
 )
-headers = st.builds(fmt.RegionHeader, ids, ids, ids, ids, u32, u64, u64, u64, u32, u32, u64)
+sequences = st.integers(0, fmt.SEQUENCE_MAX)
+headers = st.builds(fmt.RegionHeader, ids, ids, ids, ids, u32, sequences, u64, u64, u32, u32, u64)
 INCARNATION = b"i" * 16
 
 
@@ -44,6 +46,17 @@ def test_a_header_comes_back(header: fmt.RegionHeader) -> None:
     page = fmt.encode_header(header)
     assert len(page) == fmt.PAGE_BYTES
     assert fmt.decode_header_untrusted(page) == header
+
+
+@given(headers, st.integers(fmt.SEQUENCE_MAX + 1, 2**64 - 1))
+def test_a_sequence_that_leaves_no_room_behind_it_is_damage(
+    header: fmt.RegionHeader, sequence: int
+) -> None:
+    """It was planted: after it no region could be opened any more."""
+    page = fmt.encode_header(replace(header, sequence=sequence))
+    with pytest.raises(fmt.PageRefused) as refused:
+        fmt.decode_header_untrusted(page)
+    assert refused.value.refusal is fmt.Refusal.DAMAGED
 
 
 @given(st.data(), st.sampled_from([0, fmt.SEAL_BYTES]))

@@ -1,0 +1,69 @@
+"""Opens a folder's files, and only files: what else lies under their names is never opened.
+
+To open a FIFO may wait for ever, to open a device may do anything, and a link
+leads out of the folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import suppress
+from typing import Final
+
+_FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_KINDS: Final = (
+    (stat.S_ISLNK, "a link"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISCHR, "a device"),
+)
+
+
+class NotAFile(OSError):
+    """Raised for what is no regular file. ``strerror`` says what it is."""
+
+    def __init__(self, path: str, mode: int) -> None:
+        what = next((name for is_kind, name in _KINDS if is_kind(mode)), "no file")
+        text = f"{os.path.basename(path)} is {what}, not a file"
+        super().__init__(errno.EISDIR if stat.S_ISDIR(mode) else errno.ENOTSUP, text, path)
+
+
+def open_file(path: str, flags: int, mode: int = 0o600) -> int:
+    """Return a descriptor of a regular file. Raises ``NotAFile`` and ``OSError``; never waits."""
+    with suppress(FileNotFoundError):
+        _check(path, os.lstat(path).st_mode)  # before: opening a device may do something
+    descriptor = os.open(path, flags | _FLAGS, mode)
+    try:
+        _check(path, os.fstat(descriptor).st_mode)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def remove_whatever(path: str) -> bool:
+    """Take away what lies at a path, be it a file or not. False: there was nothing.
+
+    A folder that is not empty is renamed: what is in it is somebody's. Raises ``OSError``.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+        if not stat.S_ISDIR(mode):
+            os.unlink(path)
+            return True
+    except FileNotFoundError:
+        return False
+    try:
+        os.rmdir(path)
+    except OSError:
+        os.rename(path, f"{path}.moved-{os.urandom(4).hex()}")
+    return True
+
+
+def _check(path: str, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise NotAFile(path, mode)
