@@ -9,12 +9,12 @@ A scheduler's step looks like this::
     facade.on_request_started("r1")
     if facade.lookup_prefix(keys, "r1") is None:   # a tier is being asked or read
         ...                                        # ask again in the next step
-    slots = facade.prepare_load(keys[:hits], "r1")
+    slots, epoch = facade.prepare_load(keys[:hits], "r1"), facade.epoch
     ...                                            # the worker copies slots → GPU
-    facade.complete_load(keys[:hits], "r1")
+    facade.complete_load(keys[:hits], "r1", epoch=epoch)
     grant = facade.prepare_store(new_keys, "r1")
     ...                                            # the worker copies GPU → grant.slots
-    facade.complete_store(grant.keys, "r1")
+    facade.complete_store(grant.keys, "r1", epoch=grant.epoch)
     facade.on_request_finished("r1")
     facade.step_end()
 """
@@ -181,9 +181,17 @@ class SchedulerFacade:
             )
         return cast("list[int]", slots)
 
-    def complete_load(self, keys: Collection[Key], request: RequestId) -> None:
-        """Unpin blocks that the GPU has read. What isn't pinned is counted and ignored."""
-        self._ask(m.CompleteLoad(keys=tuple(keys), request=request))
+    def complete_load(
+        self, keys: Collection[Key], request: RequestId, *, epoch: int | None = None
+    ) -> None:
+        """Unpin blocks that the GPU has read. What isn't pinned is counted and ignored.
+
+        ``epoch``: what ``epoch`` was at ``prepare_load``; the completion of a load
+        from before a reset is then ignored. None: this one, for callers who drop
+        such completions themselves.
+        """
+        began = self.epoch if epoch is None else epoch
+        self._ask(m.CompleteLoad(tuple(keys), request, began))
 
     # --- GPU stores ---
 
@@ -199,10 +207,20 @@ class SchedulerFacade:
         return None if grant is NO_REPLY else cast("m.StoreGrant | None", grant)
 
     def complete_store(
-        self, keys: Collection[Key], request: RequestId, *, success: bool = True
+        self,
+        keys: Collection[Key],
+        request: RequestId,
+        *,
+        success: bool = True,
+        epoch: int | None = None,
     ) -> None:
-        """Make stored blocks readable and cascade them; or, without success, drop them."""
-        self._ask(m.CompleteStore(keys=tuple(keys), request=request, success=success))
+        """Make stored blocks readable and cascade them; or, without success, drop them.
+
+        ``epoch``: that of the grant; the completion of a store from before a reset
+        is then ignored. None: this one, for callers who drop such completions themselves.
+        """
+        granted = self.epoch if epoch is None else epoch
+        self._ask(m.CompleteStore(tuple(keys), request, success, granted))
 
     def touch(self, keys: Collection[Key], request: RequestId) -> None:
         """Note that blocks were used, from head to tail, though perhaps not read from here."""
@@ -246,6 +264,11 @@ class SchedulerFacade:
         return events
 
     # --- the whole ---
+
+    @property
+    def epoch(self) -> int:
+        """How many resets there were. What was begun in an earlier epoch is void."""
+        return self._primary.epoch
 
     def reset(self) -> None:
         """Forget every block of the primary tier. Never waits.

@@ -1,7 +1,7 @@
 """The GPU loads under way, by request.
 
-A completion takes only what its own request began in this epoch: one that
-nobody waits for (older than a reset, or doubled) takes nobody's pin.
+A completion takes only what its own request began: one that nobody waits for
+takes nobody's pin. Those of loads from before a reset never get here.
 """
 
 from __future__ import annotations

@@ -93,10 +93,11 @@ class PrepareLoad(Message, frozen=True, gc=False):
 
 
 class CompleteLoad(Message, frozen=True, gc=False):
-    """The GPU has read these blocks."""
+    """The GPU has read these blocks, as it began to in that epoch."""
 
     keys: tuple[Key, ...]
     request: RequestId
+    epoch: int
 
 
 class PrepareStore(Message, frozen=True, gc=False):
@@ -107,19 +108,24 @@ class PrepareStore(Message, frozen=True, gc=False):
 
 
 class StoreGrant(Message, frozen=True):
-    """The answer to PrepareStore: these keys get these slots; ``evicted`` made room."""
+    """The answer to PrepareStore: these keys get these slots; ``evicted`` made room.
+
+    ``epoch`` goes with the completion: after a reset it is of no use any more.
+    """
 
     keys: list[Key]
     slots: list[int]
     evicted: list[Key]
+    epoch: int
 
 
 class CompleteStore(Message, frozen=True, gc=False):
-    """The GPU has written these blocks, or failed to."""
+    """The GPU has written these blocks, granted in that epoch, or failed to."""
 
     keys: tuple[Key, ...]
     request: RequestId
     success: bool
+    epoch: int
 
 
 class Touch(Message, frozen=True, gc=False):

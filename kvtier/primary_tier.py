@@ -76,7 +76,7 @@ class PrimaryTier(Actor):
         self._requests = self._lookups.requests
         self._gpu_loads = GpuLoads()
         self._cascades = Cascades(self.slots, self._slot_of, config.tiers)
-        self._epoch = 0
+        self.epoch = 0  #: how many resets there were
         self._policy_time = 0.0  # what the policy was told last
         self._store_wanted: list[Key] = []  # by the store that waits for victims
         super().__init__("primary", self._all_handlers())
@@ -179,7 +179,9 @@ class PrimaryTier(Actor):
         self.reply(found)
 
     def _complete_load(self, message: m.CompleteLoad) -> None:
-        ended = self._gpu_loads.end(message.request, message.keys)
+        ended: Sequence[Key] = ()
+        if message.epoch == self.epoch:
+            ended = self._gpu_loads.end(message.request, message.keys)
         self.counts.unknown_completions += len(message.keys) - len(ended)
         read = self._slots_of(ended)
         self.slots.unpin(read)
@@ -204,7 +206,7 @@ class PrimaryTier(Actor):
             if wanted:
                 self.allocation_sizes.add(len(wanted))
         if not wanted:
-            self.reply(m.StoreGrant(keys=[], slots=[], evicted=[]))
+            self.reply(m.StoreGrant([], [], [], self.epoch))
             return
         self._count_lookups(message.request)
         # Its own blocks stay: they are the heads of what is stored now.
@@ -224,7 +226,7 @@ class PrimaryTier(Actor):
         slot_of.update(zip(wanted, granted, strict=True))
         self._whereabouts.stop_probing(wanted)
         self.policy.post(m.Admitted(tuple(wanted), message.request, held=True))
-        self.reply(m.StoreGrant(keys=wanted, slots=granted, evicted=self._eviction.evicted))
+        self.reply(m.StoreGrant(wanted, granted, self._eviction.evicted, self.epoch))
 
     def _new_keys(self, keys: Sequence[Key]) -> list[Key]:
         """Return those that have no slot, each once."""
@@ -242,9 +244,13 @@ class PrimaryTier(Actor):
 
     def _complete_store(self, message: m.CompleteStore) -> None:
         keys, fills, request = message.keys, self.slots.gpu_fills, message.request
+        if message.epoch != self.epoch:  # What it wrote is in quarantine.
+            self.counts.unknown_completions += len(keys)
+            self.reply(None)
+            return
         slots = self._slots_of(keys)
         owners = list(map(fills.get, slots))
-        if owners.count(request) < len(keys):  # Some are of an older epoch, or never begun.
+        if owners.count(request) < len(keys):  # Some never begun.
             keys = tuple(key for key, owner in zip(keys, owners, strict=True) if owner == request)
             slots = self._slots_of(keys)
             self.counts.unknown_completions += len(message.keys) - len(keys)
@@ -274,21 +280,21 @@ class PrimaryTier(Actor):
         self._emit(EventKind.STORED, keys)
         if self.links:
             batches = self._cascades.of_ready(keys, slots, cascade_to)
-            self._cascades.send(batches, request, self._epoch)
+            self._cascades.send(batches, request, self.epoch)
         self._unhold(keys, slots)
 
     def _hold_and_cascade(self, batches: Mapping[int, Batch], request: RequestId) -> None:
         """Cascade blocks that were READY before, the same ones for each tier."""
         for keys, _ in list(batches.values())[:1]:
             self.policy.post(m.Held(keys=tuple(keys)))
-        self._cascades.send(batches, request, self._epoch)
+        self._cascades.send(batches, request, self.epoch)
 
     def _cascade_wanted(self, message: m.CascadeWanted) -> None:
         batches = self._cascades.of_wanted(message.tier, message.keys)
         self._hold_and_cascade(batches, message.request)
 
     def _cascade_ended(self, message: m.CascadeEnded) -> None:
-        if message.epoch != self._epoch:
+        if message.epoch != self.epoch:
             self._slots_released(m.SlotsReleased(slots=message.slots))
             return
         self.slots.unpin(message.slots)
@@ -297,7 +303,7 @@ class PrimaryTier(Actor):
     # --- promotions ---
 
     def _promotion_ended(self, message: m.PromotionEnded) -> None:
-        if message.epoch != self._epoch:
+        if message.epoch != self.epoch:
             self._slots_released(m.SlotsReleased(slots=message.slots))
             return
         arrived: Batch = ([], [])
@@ -320,7 +326,7 @@ class PrimaryTier(Actor):
         self._became_ready(*arrived, request_id, cascade_to=0)
 
     def _promotion_abandoned(self, message: m.PromotionAbandoned) -> None:
-        if message.epoch != self._epoch:
+        if message.epoch != self.epoch:
             return
         for key, slot in zip(message.keys, message.slots, strict=True):
             self._whereabouts.failed(key, self._promotions.lost(key, slot), message.tier)
@@ -412,7 +418,7 @@ class PrimaryTier(Actor):
         for tier, probed in self._whereabouts.take_unsent().items():
             self.links[tier].post(m.ProbeKeys(keys=tuple(probed)))
         for tier, (keys, slots) in self._promotions.take_unsent():
-            self.links[tier].post(m.Promote(tuple(keys), tuple(slots), self._epoch))
+            self.links[tier].post(m.Promote(tuple(keys), tuple(slots), self.epoch))
         for request in self._promotions.expired():
             self._end_leases(request)
 
@@ -425,7 +431,7 @@ class PrimaryTier(Actor):
         self._cascades.reset()
         self._whereabouts.reset()
         self._slot_of.clear()
-        self._epoch += 1
+        self.epoch += 1
         self.policy.post(m.Cleared())
         self._emit(EventKind.CLEARED, ())
         self.reply(None)

@@ -147,12 +147,12 @@ class Soak:
 
     def read_blocks(self, keys: list[bytes], name: str) -> None:
         """Read as the GPU would, and compare."""
-        slots = self.facade.prepare_load(keys, name)
+        slots, epoch = self.facade.prepare_load(keys, name), self.facade.epoch
         for key, slot in zip(keys, slots, strict=True):
             if bytes(self.memory.view(slot)) != content_of(key):
                 raise Failure(f"{name}: wrong bytes for {key.hex()} in slot {slot}")
         self.read += len(keys)
-        self.facade.complete_load(keys, name)
+        self.facade.complete_load(keys, name, epoch=epoch)
 
     def store_blocks(self, keys: list[bytes], name: str) -> None:
         """Write as the GPU would."""
@@ -162,7 +162,8 @@ class Soak:
         for key, slot in zip(grant.keys, grant.slots, strict=True):
             self.memory.view(slot)[:] = content_of(key)
         self.stored += len(grant.keys)
-        self.facade.complete_store(grant.keys, name, success=self.random.random() > 0.02)
+        is_written = self.random.random() > 0.02
+        self.facade.complete_store(grant.keys, name, success=is_written, epoch=grant.epoch)
 
     def step(self) -> None:
         """End a step, as long as a small model's."""

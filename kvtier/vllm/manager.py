@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from kvtier.config import RuntimeConfig, TierConfig
     from kvtier.facade import SchedulerFacade
     from kvtier.memory import SlotMemory
+    from kvtier.messages import StoreGrant
     from kvtier.vllm.spec import KVTierOffloadingSpec, Region
 
 _MEANING: Final = {
@@ -127,7 +128,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._ahead: dict[bytes, LookupResult] = {}
         self._ahead_of: ReqContext | None = None
         self._sources: dict[str, Mapping[bytes, int]] = {}
-        self._granted: dict[str, list[list[bytes]]] = {}  # stores under way, by request
+        self._granted: dict[str, list[StoreGrant]] = {}  # stores under way, by request
 
     # --- requests ---
 
@@ -208,7 +209,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     @override
     def complete_load(self, keys: Collection[bytes], req_context: ReqContext) -> None:
-        self.facade.complete_load(keys, req_context.req_id)
+        # vLLM's connector drops the completions of what was begun before a reset.
+        self.facade.complete_load(keys, req_context.req_id, epoch=self.facade.epoch)
 
     @override
     def touch(self, keys: Collection[bytes], req_context: ReqContext) -> None:
@@ -225,7 +227,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         if grant is None:
             return None
         if grant.keys:
-            self._granted.setdefault(req_context.req_id, []).append(grant.keys)
+            self._granted.setdefault(req_context.req_id, []).append(grant)
         return PrepareStoreOutput(
             keys_to_store=grant.keys,
             store_spec=CPULoadStoreSpec(grant.slots),
@@ -237,19 +239,25 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self, keys: Collection[bytes], req_context: ReqContext, success: bool = True
     ) -> None:
         self._ahead_of = None
-        ordered = self._in_order(keys, req_context.req_id)
-        self.facade.complete_store(ordered, req_context.req_id, success=success)
+        # As for loads: vLLM's connector drops what was begun before a reset.
+        request, epoch = req_context.req_id, self.facade.epoch
+        grant = self._grant_of(keys, request)
+        if grant is not None:
+            # From head to tail: vLLM reports them as a set.
+            keys = grant.keys if len(grant.keys) == len(keys) else keys
+            epoch = grant.epoch
+        self.facade.complete_store(keys, request, success=success, epoch=epoch)
 
-    def _in_order(self, keys: Collection[bytes], request: str) -> Collection[bytes]:
-        """Return a store's keys from head to tail: vLLM reports them as a set."""
+    def _grant_of(self, keys: Collection[bytes], request: str) -> StoreGrant | None:
+        """Return the grant that a store ends with, which is under way no longer."""
         grants = self._granted.get(request, [])
-        for index, granted in enumerate(grants):
-            if granted[0] in keys:
+        for index, grant in enumerate(grants):
+            if grant.keys[0] in keys:
                 del grants[index]
                 if not grants:
                     del self._granted[request]
-                return granted if len(granted) == len(keys) else keys
-        return keys
+                return grant
+        return None
 
     # --- steps ---
 

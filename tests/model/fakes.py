@@ -38,6 +38,7 @@ class GpuStore:
     key: Key
     slot: int
     data: bytes
+    epoch: int
     pieces: int = 0
     is_stale: bool = False  # granted before a reset
 
@@ -50,6 +51,7 @@ class GpuLoad:
     keys: list[Key]
     slots: list[int]
     expected: list[bytes]
+    epoch: int
     is_stale: bool = False
 
 

@@ -35,7 +35,7 @@ class GpuRules(LookupRules):
         slots = world.facade.prepare_load(keys, request.name)
         assert slots == [world.primary.slot_of(key) for key in keys]
         expected = [world.bytes_of[key] for key in keys]
-        world.gpu.loads.append(GpuLoad(request.name, keys, slots, expected))
+        world.gpu.loads.append(GpuLoad(request.name, keys, slots, expected, world.facade.epoch))
         world.end_leases(request.name, keys)
 
     @precondition(lambda self: self.world.requests)
@@ -60,7 +60,7 @@ class GpuRules(LookupRules):
         load = pick([each for each in world.gpu.loads if not each.is_stale], which)
         world.gpu.loads.remove(load)
         world.in_order(schedule)
-        world.facade.complete_load(load.keys, load.request)
+        world.facade.complete_load(load.keys, load.request, epoch=load.epoch)
 
     # --- GPU stores ---
 
@@ -91,7 +91,7 @@ class GpuRules(LookupRules):
         for key, slot in zip(grant.keys, grant.slots, strict=True):
             assert before[key] in {BlockState.ABSENT, BlockState.PROBING} or schedule
             data = world.new_bytes(key)
-            world.gpu.stores.append(GpuStore(request.name, key, slot, data))
+            world.gpu.stores.append(GpuStore(request.name, key, slot, data, grant.epoch))
 
     @precondition(lambda self: self.world.gpu.stores)
     @rule(which=PICKS)
@@ -110,7 +110,8 @@ class GpuRules(LookupRules):
             world.gpu.stores.remove(store)
             world.committed[store.key].add(store.data)
         world.in_order(schedule)
-        world.facade.complete_store([each.key for each in stores], stores[0].request)
+        keys, epoch = [each.key for each in stores], stores[0].epoch
+        world.facade.complete_store(keys, stores[0].request, epoch=epoch)
         for store in stores:
             assert world.states[store.key] is BlockState.READY
             assert world.bytes_of[store.key] == store.data
@@ -125,7 +126,8 @@ class GpuRules(LookupRules):
             world.gpu.stores.remove(store)
         world.in_order(schedule)
         keys = [each.key for each in stores]
-        world.facade.complete_store(keys, stores[0].request, success=False)
+        epoch = stores[0].epoch
+        world.facade.complete_store(keys, stores[0].request, success=False, epoch=epoch)
         for key in keys:
             assert world.states[key] is BlockState.ABSENT
 
@@ -155,3 +157,27 @@ class GpuRules(LookupRules):
             first = world.gpu.stores[held]
             live = [each for each in world.gpu.stores if not each.is_stale]
             self.stores_complete(live.index(first), len(path), b"")
+
+    @is_due("again", 6, lambda self: self._late())
+    @rule(which=PICKS, succeeds=st.booleans())
+    def a_request_does_again_what_a_reset_made_void(self, which: int, succeeds: bool) -> None:
+        """And only then hears of the end of what it did before."""
+        world = self.world
+        work = pick(self._late(), which)
+        number = list(world.requests).index(work.request)
+        if isinstance(work, GpuStore):
+            start = world.requests[work.request].path.index(work.key)
+            self.a_request_prepares_a_store(number, start, 1, b"")
+        else:
+            self.a_request_prepares_a_store(number, 0, 6, b"")
+            live = [each for each in world.gpu.stores if not each.is_stale]
+            mine = [live.index(each) for each in live if each.request == work.request]
+            if mine:
+                self.stores_complete(mine[0], 6, b"")
+            self.a_request_loads_the_prefix_that_is_here(number, 7, b"")
+        late = world.gpu.late.index(work)
+        self.a_completion_from_before_a_reset_is_ignored(late, succeeds, b"")
+
+    def _late(self) -> list[GpuStore | GpuLoad]:
+        """Return what was begun before a reset, by requests that go on."""
+        return [each for each in self.world.gpu.late if each.request in self.world.requests]

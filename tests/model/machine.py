@@ -82,10 +82,10 @@ class KVTierSpec(Promises, GpuRules, RuleBasedStateMachine):
             world.gpu.write_rest(store)
             world.gpu.stores.remove(store)
             world.committed[store.key].add(store.data)
-            world.facade.complete_store([store.key], store.request)
+            world.facade.complete_store([store.key], store.request, epoch=store.epoch)
         for load in [each for each in world.gpu.loads if not each.is_stale]:
             world.gpu.loads.remove(load)
-            world.facade.complete_load(load.keys, load.request)
+            world.facade.complete_load(load.keys, load.request, epoch=load.epoch)
         for name in list(world.requests):
             del world.requests[name]
             world.end_leases(name)

@@ -45,7 +45,7 @@ def drop_an_unpin() -> Iterator[None]:
     """The end of a cascade leaves its pin."""
 
     def ended(self: PrimaryTier, message: m.CascadeEnded) -> None:
-        if message.epoch != self._epoch:
+        if message.epoch != self.epoch:
             self._slots_released(m.SlotsReleased(slots=message.slots))
         else:
             self._unhold(message.keys, message.slots)
@@ -134,7 +134,7 @@ def free_a_slot_whose_fill_is_abandoned() -> Iterator[None]:
     """At a promotion's deadline its slot counts as let go of."""
 
     def abandoned(self: PrimaryTier, message: m.PromotionAbandoned) -> None:
-        if message.epoch == self._epoch:
+        if message.epoch == self.epoch:
             for key, slot in zip(message.keys, message.slots, strict=True):
                 request = self._promotions.lost(key, slot)
                 self._whereabouts.failed(key, request, message.tier)
@@ -208,11 +208,35 @@ def ignore_the_epoch_of_a_promotion() -> Iterator[None]:
                 keys=message.keys,
                 slots=message.slots,
                 outcomes=message.outcomes,
-                epoch=self._epoch,
+                epoch=self.epoch,
             ),
         )
 
     with patch.object(PrimaryTier, "_promotion_ended", ended):
+        yield
+
+
+@mutation
+def ignore_the_epoch_of_a_gpu_store() -> Iterator[None]:
+    """The end of a store from before a reset is taken for that of one after it."""
+    real = PrimaryTier._complete_store
+
+    def complete(self: PrimaryTier, message: m.CompleteStore) -> None:
+        real(self, m.CompleteStore(message.keys, message.request, message.success, self.epoch))
+
+    with patch.object(PrimaryTier, "_complete_store", complete):
+        yield
+
+
+@mutation
+def ignore_the_epoch_of_a_gpu_load() -> Iterator[None]:
+    """The end of a load from before a reset takes the pin of one after it."""
+    real = PrimaryTier._complete_load
+
+    def complete(self: PrimaryTier, message: m.CompleteLoad) -> None:
+        real(self, m.CompleteLoad(message.keys, message.request, self.epoch))
+
+    with patch.object(PrimaryTier, "_complete_load", complete):
         yield
 
 
@@ -319,7 +343,7 @@ def forget_a_hold_after_a_cascade() -> Iterator[None]:
     """A block stays unevictable for ever once a tier has stored it."""
 
     def ended(self: PrimaryTier, message: m.CascadeEnded) -> None:
-        if message.epoch != self._epoch:
+        if message.epoch != self.epoch:
             self._slots_released(m.SlotsReleased(slots=message.slots))
         else:
             self.slots.unpin(message.slots)

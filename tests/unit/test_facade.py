@@ -278,12 +278,51 @@ def test_a_reset_quarantines_what_is_in_use_and_never_waits() -> None:
     assert story.facade.statistics().primary.quarantined_slots == 3
     assert story.facade.lookup(stored.keys[0], "r") is None, "the tier may have it"
     story.facade.complete_store(writing.keys, "r")
-    assert story.facade.statistics().primary.ready_slots == 0, "a late completion is ignored"
+    assert story.facade.statistics().primary.ready_slots == 0, "what nobody waits for is ignored"
     story.facade.on_reset_flushed()
     assert story.facade.statistics().primary.quarantined_slots == 2
     story.answer_all(Outcome.FAILED)
     assert story.facade.get_finished() == 0
     assert story.facade.statistics().primary.quarantined_slots == 0
+
+
+def test_the_end_of_an_older_store_of_the_same_block_leaves_the_new_one_unreadable() -> None:
+    """Request and key are the same; only the epoch says that nothing is written yet."""
+    story = Story(tiers=0, slots=4)
+    (key,) = keys_of(1)
+    story.facade.on_request_started("r")
+    old = story.facade.prepare_store([key], "r")
+    assert old is not None
+    story.facade.reset()
+    new = story.facade.prepare_store([key], "r")
+    assert new is not None
+    assert new.epoch == old.epoch + 1 == story.facade.epoch
+    story.facade.complete_store([key], "r", epoch=old.epoch)
+    assert story.facade.lookup(key, "r") is None, "it is being written"
+    story.facade.complete_store([key], "r", success=False, epoch=old.epoch)
+    story.facade.complete_store([key], "r", epoch=new.epoch)
+    assert story.facade.lookup(key, "r") is True
+    assert story.facade.statistics().primary.counts["unknown_completions"] == 2
+
+
+def test_the_end_of_an_older_load_of_the_same_block_leaves_the_new_one_its_pin() -> None:
+    story = Story(tiers=0, slots=1)
+    keys = keys_of(1)
+    story.store(keys)
+    story.facade.on_request_started("r")
+    old = story.facade.epoch
+    story.facade.prepare_load(keys, "r")
+    story.facade.reset()
+    story.facade.on_reset_flushed()
+    story.store(keys)
+    story.facade.prepare_load(keys, "r")
+    new = story.facade.epoch
+    story.facade.complete_load(keys, "r", epoch=old)
+    story.facade.step_end()
+    assert story.facade.statistics().primary.pinned_slots == 1
+    assert story.facade.prepare_store(keys_of(1, b"n"), "r") is None, "the GPU still reads"
+    story.facade.complete_load(keys, "r", epoch=new)
+    assert story.facade.statistics().primary.pinned_slots == 0
 
 
 def test_the_event_stream_folds_to_what_is_resident() -> None:
