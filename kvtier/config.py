@@ -8,14 +8,17 @@ them, and keep their meaning; the others are kvtier's own. A bad value raises
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast, get_args
 
 from kvtier.backend import CellKind
 from kvtier.errors import ConfigError
 from kvtier.options import Options
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+    Ignores: TypeAlias = Callable[[str, str | None], bool]
+    """Tells whether to pass over an unknown key, of a tier's type or (None) of the whole."""
 
 DEFAULT_POLICY: Final = "reuse"
 
@@ -47,7 +50,9 @@ class TierConfig:
     store_timeout_s: float = 60.0
 
     @classmethod
-    def from_mapping(cls, number: int, values: Mapping[str, Any]) -> TierConfig:
+    def from_mapping(
+        cls, number: int, values: Mapping[str, Any], ignores: Ignores | None = None
+    ) -> TierConfig:
         """Read one entry; ``number`` counts from 1. Keys unknown here are the backend's."""
         kind = Options(values, f"secondary_tiers[{number - 1}]").text("type")
         options = Options(values, f"secondary_tiers[{number - 1}] ({kind})")
@@ -72,8 +77,14 @@ class TierConfig:
             probe_timeout_s=options.number("probe_timeout_s", cls.probe_timeout_s),
             promote_timeout_s=options.number("promote_timeout_s", cls.promote_timeout_s),
             store_timeout_s=options.number("store_timeout_s", cls.store_timeout_s),
-            options={key: value for key, value in values.items() if key not in _TIER_KEYS},
+            options={
+                key: value
+                for key, value in values.items()
+                if key not in _TIER_KEYS and not (ignores is not None and ignores(key, kind))
+            },
         )
+        if config.admission == ADMIT_ALL:
+            Options(admission, f"{options.where}: admission ({ADMIT_ALL})").finish()
         options.refuse("backpressure", _NO_BACKPRESSURE)
         options.refuse(
             "module_path",
@@ -149,6 +160,12 @@ class RuntimeConfig:
                 f"mailbox_messages_max={self.mailbox_messages_max!r}: each job and each probe "
                 "needs room to be sent. Lower the first or raise the second."
             )
+        if self.breaker_pause_s > self.breaker_pause_s_max:
+            raise ConfigError(
+                f"breaker_pause_s={self.breaker_pause_s!r} must be at most "
+                f"breaker_pause_s_max={self.breaker_pause_s_max!r}: the first pause is the "
+                "shortest. Lower the first or raise the second."
+            )
 
     @property
     def store_reserve_slots(self) -> int:
@@ -179,8 +196,12 @@ class RuntimeConfig:
         slot_count: int,
         block_bytes: int,
         read_elsewhere: tuple[str, ...] = (),
+        ignores: Ignores | None = None,
     ) -> RuntimeConfig:
-        """Read ``kv_connector_extra_config``. ``read_elsewhere``: keys that vLLM itself reads."""
+        """Read ``kv_connector_extra_config``.
+
+        ``read_elsewhere``: keys that vLLM itself reads. ``ignores``: asked of unknown ones.
+        """
         where = "kv_connector_extra_config"
         options = Options(values, where)
         options.allow(*read_elsewhere)
@@ -197,7 +218,7 @@ class RuntimeConfig:
             store_threshold=options.integer("store_threshold", 0),
             max_tracker_size=options.integer("max_tracker_size", cls.max_tracker_size, minimum=1),
             tiers=tuple(
-                TierConfig.from_mapping(number, tier)
+                TierConfig.from_mapping(number, tier, ignores)
                 for number, tier in enumerate(options.mappings("secondary_tiers"), start=1)
             ),
             lease_timeout_s=options.number("lease_timeout_s", cls.lease_timeout_s),
@@ -225,5 +246,5 @@ class RuntimeConfig:
             breaker_pause_s=options.number("breaker_pause_s", cls.breaker_pause_s),
             breaker_pause_s_max=options.number("breaker_pause_s_max", cls.breaker_pause_s_max),
         )
-        options.finish()
+        options.finish(None if ignores is None else lambda key: ignores(key, None))
         return config

@@ -8,14 +8,32 @@ value and the remedy.
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, Any
+import math
+import os
+import re
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import ConfigError
+from kvtier.sizes import parse_size
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 REQUIRED: Any = object()
+
+INTEGER_MAX: Final = (1 << 63) - 1
+"""What every file format and system call can hold."""
+
+SECONDS_MAX: Final = 1e6
+"""Eleven days. Some system calls take a time in milliseconds, and no more than 2 to the 31st."""
+
+TEXT_CHARACTERS_MAX: Final = 4096
+"""As long as the path of a file may be."""
+
+SHOWN_CHARACTERS_MAX: Final = 300
+"""Of a value in a refusal."""
+
+_VARIABLE: Final = re.compile(r"\$(?:\{(\w+)\}|(\w+))", re.ASCII)
 
 
 class Options:
@@ -27,19 +45,52 @@ class Options:
         self._known: set[str] = set()
 
     def integer(
-        self, key: str, default: int = REQUIRED, *, minimum: int = 0, maximum: int | None = None
+        self, key: str, default: int = REQUIRED, *, minimum: int = 0, maximum: int = INTEGER_MAX
     ) -> int:
         """Return an int of ``minimum`` or more. bool and float are refused."""
         value = self._take(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.error(key, value, "must be a whole number, without quotes")
-        if value < minimum or (maximum is not None and value > maximum):
-            upper = "" if maximum is None else f" and at most {maximum}"
-            raise self.error(key, value, f"must be at least {minimum}{upper}")
-        return value
+        return self._bounded(key, value, value, minimum, maximum)
+
+    def size(
+        self,
+        key: str,
+        default: int = REQUIRED,
+        *,
+        minimum: int = 0,
+        maximum: int = INTEGER_MAX,
+        rounds_down: bool = False,
+    ) -> int:
+        """Return bytes: a whole number, a whole float, or a text with a unit such as ``"8GiB"``.
+
+        ``rounds_down``: take a float that is not whole, too.
+        """
+        value = self._take(key, default)
+        size = None
+        if isinstance(value, str):
+            size = None if value.strip().isdecimal() else parse_size(value)
+        elif isinstance(value, float):
+            if math.isfinite(value) and (rounds_down or value.is_integer()):
+                size = int(value)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            size = value
+        if size is None:
+            raise self.error(
+                key,
+                value,
+                "must be a whole number of bytes, without quotes, or a text with a unit such as "
+                '"8GiB" or "200GB"',
+            )
+        return self._bounded(key, value, size, minimum, maximum)
 
     def number(
-        self, key: str, default: float = REQUIRED, *, above: float = 0.0, maximum: float = 1e18
+        self,
+        key: str,
+        default: float = REQUIRED,
+        *,
+        above: float = 0.0,
+        maximum: float = SECONDS_MAX,
     ) -> float:
         """Return a float greater than ``above`` and at most ``maximum``."""
         value = self._take(key, default)
@@ -54,9 +105,40 @@ class Options:
         value = self._take(key, default)
         if not isinstance(value, str) or (not value and default != ""):
             raise self.error(key, value, "must be a non-empty text")
+        if len(value) > TEXT_CHARACTERS_MAX:
+            raise self.error(key, value, f"must be at most {TEXT_CHARACTERS_MAX} characters long")
+        if "\0" in value:
+            raise self.error(key, value, "holds a null byte, which no name has. Remove it")
+        if not _is_unicode(value):
+            raise self.error(
+                key,
+                value,
+                "holds half a character (a lone surrogate). Write the whole character, or choose "
+                "another name",
+            )
         if choices and value not in choices:
             raise self.error(key, value, f"must be one of {', '.join(choices)}")
         return value
+
+    def path(self, key: str) -> str:
+        """Return an absolute path, in which ``~``, ``$NAME`` and ``${NAME}`` are replaced."""
+        given = self.text(key)
+        path = _VARIABLE.sub(lambda found: self._variable(key, given, found[1] or found[2]), given)
+        if path.startswith("~"):
+            path = os.path.expanduser(path)  # noqa: PTH111 - of a text
+            if path.startswith("~"):
+                raise self.error(
+                    key, given, "begins with a home folder that is not known. Write the full path"
+                )
+        if not os.path.isabs(path):  # noqa: PTH117 - of a text
+            here = os.path.abspath(path)  # noqa: PTH100 - of a text
+            raise self.error(
+                key,
+                given,
+                "is relative to whatever folder the engine is started in. Write the full path; "
+                f"from here it is {here!r}",
+            )
+        return path
 
     def flag(self, key: str, *, default: bool = REQUIRED) -> bool:
         """Return a bool; 0, 1 and "true" are refused."""
@@ -97,20 +179,42 @@ class Options:
             raise self.error(key, self._values[key], remedy)
         self._values.pop(key, None)
 
-    def finish(self) -> None:
-        """Refuse every key that was neither read nor allowed."""
+    def finish(self, ignores: Callable[[str], bool] | None = None) -> None:
+        """Refuse every key that was neither read nor allowed, unless ``ignores`` says True."""
         for key in self._values:
-            if key not in self._known:
-                near = difflib.get_close_matches(key, self._known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else "remove it."
-                raise ConfigError(
-                    f"{self.where}: unknown key {key!r} (value {self._values[key]!r}); {hint} "
-                    f"Known keys: {', '.join(sorted(self._known))}."
-                )
+            if key in self._known or (ignores is not None and ignores(key)):
+                continue
+            near = difflib.get_close_matches(str(key), self._known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "remove it."
+            raise ConfigError(
+                f"{self.where}: unknown key {shown(key)} (value {shown(self._values[key])}); "
+                f"{hint} Known keys: {', '.join(sorted(self._known))}."
+            )
 
     def error(self, key: str, value: object, remedy: str) -> ConfigError:
         """Build the refusal of one key."""
-        return ConfigError(f"{self.where}: {key}={value!r} {remedy}.")
+        given = self._values.get(key)
+        if isinstance(value, int) and isinstance(given, str | float):
+            value = given  # a size is shown as it was written
+        return ConfigError(f"{self.where}: {key}={shown(value)} {remedy}.")
+
+    def _bounded(self, key: str, given: object, value: int, minimum: int, maximum: int) -> int:
+        if not minimum <= value <= maximum:
+            is_usual = maximum == INTEGER_MAX and value < minimum
+            upper = "" if is_usual else f" and at most {maximum}"
+            raise self.error(key, given, f"must be at least {minimum}{upper}")
+        return value
+
+    def _variable(self, key: str, given: str, name: str) -> str:
+        value = os.environ.get(name)
+        if not value:
+            raise self.error(
+                key,
+                given,
+                f"names the environment variable {name}, which is not set. Set it, or write the "
+                "full path",
+            )
+        return value
 
     def _take(self, key: str, default: object) -> Any:  # noqa: ANN401 - the callers check it
         self._known.add(key)
@@ -120,3 +224,22 @@ class Options:
         if default is REQUIRED:
             raise ConfigError(f"{self.where}: {key} is missing. Set it.")
         return default
+
+
+def shown(value: object) -> str:
+    """Return a value as a refusal shows it: what Python writes for it, if that is not too long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits; a nest
+        return f"<{type(value).__name__} too large to show>"
+    if len(text) > SHOWN_CHARACTERS_MAX:
+        return f"{text[:SHOWN_CHARACTERS_MAX]}... ({len(text)} characters)"
+    return text
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

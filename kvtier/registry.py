@@ -9,7 +9,7 @@ from kvtier.admission.base import AdmissionPolicy
 from kvtier.backend import Backend
 from kvtier.config import ADMIT_ALL
 from kvtier.errors import ConfigError
-from kvtier.options import Options
+from kvtier.options import Options, shown
 from kvtier.policies.base import EvictionPolicy
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 BACKENDS: Final = "kvtier.backends"
 POLICIES: Final = "kvtier.eviction_policies"
 ADMISSIONS: Final = "kvtier.admission_policies"
+
+NOT_YET: Final = frozenset({"example", "kvcr", "obj", "p2p"})
+"""Types of vLLM's tiers that no backend is there for."""
 
 
 def make_backend(config: TierConfig, context: BackendContext) -> Backend:
@@ -67,10 +70,16 @@ def _find(group: str, name: str, key: str, base: type, also: Sequence[str] = ())
 
     known = {entry.name: entry for entry in entry_points(group=group)}
     entry = known.get(name)
+    if entry is None and group == BACKENDS and name in NOT_YET:
+        raise ConfigError(
+            f"{key}={name!r} is a tier of vLLM's own that is not there yet in kvtier. Go on with "
+            "vLLM's TieringOffloadingSpec for this tier, or choose one of "
+            f"{', '.join(sorted(known))}."
+        )
     if entry is None:
         names = ", ".join(sorted([*known, *also])) or "none"
         raise ConfigError(
-            f"{key}={name!r} is not installed. Known: {names}. "
+            f"{key}={shown(name)} is not installed. Known: {names}. "
             f"Choose one of these, or install the package that provides it (entry point {group})."
         )
     found = entry.load()

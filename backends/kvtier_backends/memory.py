@@ -20,6 +20,7 @@ from kvtier.backend import (
     StoreBlock,
 )
 from kvtier.errors import Misuse
+from kvtier.memory import machine_memory_bytes
 from kvtier.options import Options
 from kvtier_backends.faults import FaultScript, OperationFaults
 
@@ -68,13 +69,20 @@ class MemoryBackend(Backend):
         """Check the options; raises ``ConfigError``."""
         where = f"secondary tier {context.tier_name}"
         reader = Options(options, where)
-        capacity_bytes = reader.integer("capacity_bytes", minimum=1)
+        capacity_bytes = reader.size("capacity_bytes", minimum=1)
         capacity_blocks = capacity_bytes // context.block_bytes
         if capacity_blocks == 0:
             raise reader.error(
                 "capacity_bytes",
                 capacity_bytes,
                 f"has no room for one block of {context.block_bytes} bytes; raise it",
+            )
+        most = machine_memory_bytes()
+        if most is not None and capacity_bytes > most:
+            raise reader.error(
+                "capacity_bytes",
+                capacity_bytes,
+                f"is more than the {most} bytes of memory that there are; lower it",
             )
         faults = FaultScript.from_options(reader.mapping("faults"), where)
         reader.finish()

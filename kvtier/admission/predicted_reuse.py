@@ -96,7 +96,7 @@ class PredictedReuseAdmission(AdmissionPolicy):
                     "does not go together with write_bytes_per_day_max, which sets its own. "
                     "Remove one of the two",
                 )
-            bytes_per_day = options.integer("write_bytes_per_day_max", minimum=context.block_bytes)
+            bytes_per_day = options.size("write_bytes_per_day_max", minimum=context.block_bytes)
             self._budget = _Budget(bytes_per_day / DAY_S / context.block_bytes)
         else:
             options.allow("write_bytes_per_day_max")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.cli.options import add_curve_options, add_report_options, add_trace_options
 from kvtier.errors import ConfigError
-from kvtier.replay.sizes import read_bytes
+from kvtier.sizes import read_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

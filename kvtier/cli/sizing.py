@@ -14,7 +14,7 @@ from kvtier.config import DEFAULT_POLICY
 from kvtier.errors import ConfigError
 from kvtier.replay.curves import Workload, parse_capacities, parse_policies, replay
 from kvtier.replay.pictures import draw_sizes
-from kvtier.replay.sizes import read_bytes
+from kvtier.sizes import read_bytes
 from kvtier.sizing.geometry import Geometry, make_geometry, read_geometry
 from kvtier.sizing.recommend import (
     GIB,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import xxhash
 
 from kvtier.backend import Namespace
+from kvtier.options import Options
 from kvtier.replay.clock import ReplayClock
 from kvtier.replay.folders import Folders
 from kvtier.replay.gpu import StandInGpu
@@ -85,7 +86,8 @@ def replay(
         for tier in settings.runtime.tiers:
             key = FOLDER_KEYS.get(tier.type)
             if key is not None and key in tier.options:
-                folders.claim(key, str(tier.options[key]))
+                where = f"secondary tier {tier.name}"
+                folders.claim(key, Options(tier.options, where).path(key))
         played = _play(trace, settings, should_stop, progress)
     finally:
         pieces = folders.to_remove()

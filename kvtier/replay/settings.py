@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import ConfigError
 from kvtier.replay.gpu import Verify
-from kvtier.replay.sizes import read_bytes
-from kvtier.settings import read_settings
+from kvtier.settings import cpu_bytes_to_use, read_settings
+from kvtier.sizes import read_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -80,7 +80,7 @@ def read_tier(text: str) -> dict[str, Any]:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"--tier {text}: not JSON ({error}).") from error
         assert isinstance(values, dict)
-        return values
+        return _from_here(values)
     kind, _, rest = text.partition(":")
     keys = SHORT_TIERS.get(kind, ())
     given = rest.rsplit(":", len(keys) - 1) if keys else []
@@ -89,13 +89,27 @@ def read_tier(text: str) -> dict[str, Any]:
         raise ConfigError(
             f"--tier {text!r} is unknown. Write {short}, or an entry of secondary_tiers as JSON."
         )
-    return {
-        "type": kind,
-        **{
-            key: read_bytes(value, "--tier") if key == "capacity_bytes" else value
-            for key, value in zip(keys, given, strict=True)
-        },
-    }
+    return _from_here(
+        {
+            "type": kind,
+            **{
+                key: read_bytes(value, "--tier") if key == "capacity_bytes" else value
+                for key, value in zip(keys, given, strict=True)
+            },
+        }
+    )
+
+
+def _from_here(tier: dict[str, Any]) -> dict[str, Any]:
+    """Make a relative folder absolute: on a command line it begins where the user is.
+
+    ``~`` and variables are the tier's to replace, as in a configuration.
+    """
+    key = FOLDER_KEYS.get(str(tier.get("type")), "")
+    folder = tier.get(key)
+    if isinstance(folder, str) and folder and folder[0] not in "/~$":
+        return {**tier, key: str(Path.cwd() / folder)}
+    return tier
 
 
 def read_runtime(
@@ -109,9 +123,9 @@ def read_runtime(
 ) -> RuntimeConfig:
     """Return the runtime's configuration; what is given besides ``values`` takes its place."""
     if dram is None:
-        dram = str(values.get("cpu_bytes_to_use", ""))
-        if not dram:
+        if values.get("cpu_bytes_to_use") is None:
             raise ConfigError("the primary tier has no size. Pass --dram, such as 2GiB or 5%.")
+        dram = str(cpu_bytes_to_use(values))
     values = dict(values)
     if tiers:
         values["secondary_tiers"] = [read_tier(text) for text in tiers]

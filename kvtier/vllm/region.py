@@ -43,6 +43,13 @@ SHARED_MEMORY_FOLDER: Final = "/dev/shm"  # noqa: S108 - files are made O_EXCL, 
 NAME_PREFIX: Final = "kvtier_"
 OPEN_TIMEOUT_S: Final = 60.0
 
+SAME_ENGINE_ID: Final = (
+    "All connectors of a MultiConnector have one engine_id, so only one of them can be kvtier's: "
+    "put the tiers of all into its secondary_tiers. If two engines with one engine_id run on this "
+    "host, give each its own, or leave engine_id out of the KV transfer configuration. Otherwise "
+    "the ranks disagree: give all ranks the same configuration."
+)
+
 _POLL_S = 0.005
 _POPULATE_STEP_BYTES = 1 << 30  # so that a signal gets through between two steps
 _GIB = 1 << 30
@@ -52,8 +59,8 @@ class HostRegion:
     """One process's mapping of the region. ``rank`` is None in the scheduler.
 
     Built once a process, on the thread that starts the engine. Raises
-    ``ConfigError`` if the memory is not there, ``InternalError`` if the other
-    participants want another shape or do not come up within ``timeout_s``.
+    ``ConfigError`` if the memory is not there, or others with the same engine_id want
+    another shape; ``InternalError`` if they do not come up within ``timeout_s``.
     """
 
     def __init__(  # noqa: PLR0913 - the shape of the memory and its place
@@ -74,6 +81,7 @@ class HostRegion:
         self.row_bytes = row_bytes
         self.rank = rank
         self.path = Path(folder) / _file_name(engine_id)
+        self._engine_id = engine_id
         self._cpu_bytes_to_use = cpu_bytes_to_use
         self._rows_bytes = slot_count * row_bytes
         self._total_bytes = self._rows_bytes + HEADER_BYTES
@@ -95,7 +103,7 @@ class HostRegion:
             self._map = mapping  # last: close() takes it for "all three are there"
             whole.release()
             self._populate(world_size)
-            self._announce(engine_id)
+            self._announce()
         except BaseException:
             self._unlink_if_ours()
             self.close()
@@ -141,12 +149,11 @@ class HostRegion:
             self._map = None
         os.close(self._fd)
 
-    def _announce(self, engine_id: str) -> None:
+    def _announce(self) -> None:
         if self.rank is not None and not self.header.mark_mapped(self.rank):
             raise ConfigError(
-                f"engine_id={engine_id!r}: rank {self.rank} has mapped {self.path} before. Two "
-                "engines with one engine_id run on this host: give each its own, or leave "
-                "engine_id out of the KV transfer configuration."
+                f"engine_id={self._engine_id!r}: rank {self.rank} has mapped {self.path} before. "
+                f"{SAME_ENGINE_ID}"
             )
 
     def _open(self, deadline: float) -> tuple[int, bool]:
@@ -177,10 +184,11 @@ class HostRegion:
                 raise InternalError(f"{self.path} was not sized in time by its creator")
             time.sleep(_POLL_S)
         if size != self._total_bytes:
-            raise InternalError(
-                f"{self.path} has {size} bytes, rank {self.rank} needs {self._total_bytes} "
-                f"({self.slot_count} rows of {self.row_bytes}): the ranks disagree on the shape "
-                "of a block"
+            raise ConfigError(
+                f"engine_id={self._engine_id!r}: {self.path} has {size} bytes, and "
+                f"rank {self.rank} needs {self._total_bytes} ({self.slot_count} rows of "
+                f"{self.row_bytes}, cpu_bytes_to_use={self._cpu_bytes_to_use!r}): somebody else "
+                f"with this engine_id wants another size. {SAME_ENGINE_ID}"
             )
 
     def _require_space(self, folder: str) -> None:

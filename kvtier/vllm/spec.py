@@ -20,8 +20,9 @@ from __future__ import annotations
 import mmap
 import os
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from typing_extensions import override
 from vllm.config import get_current_vllm_config
@@ -30,15 +31,18 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvtier.errors import ConfigError
-from kvtier.memory import SlotMemory
-from kvtier.settings import read_settings
+from kvtier.memory import SlotMemory, machine_memory_bytes
+from kvtier.settings import cpu_bytes_to_use, for_vllm, read_settings
 from kvtier.vllm.cpu_worker import CPUPlatformWorker
 from kvtier.vllm.namespace import build_namespace, worker_facts
 from kvtier.vllm.pages import HostLayout
 from kvtier.vllm.region import SHARED_MEMORY_FOLDER, HostRegion
 from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
+from kvtier.vllm_keys import VLLMKeys
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vllm.v1.kv_offload.base import (
         CanonicalKVCaches,
         OffloadingManager,
@@ -48,6 +52,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
     from kvtier.config import RuntimeConfig
+
+
+_VLLM_KEYS: Final = VLLMKeys()
 
 
 class Region(Protocol):
@@ -85,7 +92,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
 
         unregister_own_metrics()  # vLLM registers what is returned here
         definitions: dict[str, OffloadingMetricMetadata] = super().build_metric_definitions(
-            _without_tiers(extra_config)
+            _without_tiers(for_vllm(extra_config))
         )
         return {**definitions, **metric_definitions(extra_config)}
 
@@ -95,23 +102,25 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
         inherited = getattr(super(), "config_info_keys", None)
         if inherited is None:
             return ()
-        keys: tuple[str, ...] = inherited(_without_tiers(extra_config))
+        keys: tuple[str, ...] = inherited(_without_tiers(for_vllm(extra_config)))
         return keys
 
     def __init__(self, config: OffloadingConfig) -> None:
-        cpu_bytes = config.extra_config.get("cpu_bytes_to_use")
-        if isinstance(cpu_bytes, bool) or not isinstance(cpu_bytes, int) or cpu_bytes < 1:
-            raise ConfigError(
-                f"kv_connector_extra_config: cpu_bytes_to_use={cpu_bytes!r} must be a whole number "
-                "of bytes, without quotes: the room of the primary tier in host memory."
-            )
+        cpu_bytes = cpu_bytes_to_use(config.extra_config)
+        _check_memory(config.extra_config, cpu_bytes)
         # Every key once before vLLM reads some of them, and less strictly.
-        read_settings(config.extra_config, slot_count=1, block_bytes=1)
-        super().__init__(config)
+        read_settings(config.extra_config, slot_count=1, block_bytes=1, ignores=_VLLM_KEYS)
+        super().__init__(replace(config, extra_config=for_vllm(config.extra_config)))
         self._manager: OffloadingManager | None = None
         self._kvtier_worker: OffloadingWorker | None = None
         self._header_rows = 0
-        if not _on_cpu_platform() and self.kv_bytes_per_chunk:
+        if not self.kv_bytes_per_chunk:
+            raise ConfigError(
+                f"kv_bytes_per_chunk={self.kv_bytes_per_chunk!r}: vLLM finds no KV cache in this "
+                "model that can be offloaded. Remove the kv_transfer_config, or choose another "
+                "model."
+            )
+        if not _on_cpu_platform():
             self._header_rows = -(-HEADER_BYTES // self.kv_bytes_per_chunk)
         if self.slot_count < 1:
             raise ConfigError(
@@ -129,6 +138,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
             slot_count=self.slot_count,
             block_bytes=self.block_bytes,
             dp_rank=int(self.config.parallel.data_parallel_index),
+            ignores=_VLLM_KEYS,
         )
 
     @property
@@ -317,6 +327,16 @@ class _HeaderMap:
 
 def _vllm_region_path(engine_id: str) -> Path:
     return Path(SHARED_MEMORY_FOLDER) / f"vllm_offload_{engine_id}.mmap"
+
+
+def _check_memory(extra_config: Mapping[str, Any], cpu_bytes: int) -> None:
+    """Refuse a primary tier that this machine can't have."""
+    most = machine_memory_bytes()
+    if most is not None and cpu_bytes > most:
+        raise ConfigError(
+            f"kv_connector_extra_config: cpu_bytes_to_use={extra_config['cpu_bytes_to_use']!r} is "
+            f"more than the {most} bytes of memory that there are. Lower it."
+        )
 
 
 def _on_cpu_platform() -> bool:

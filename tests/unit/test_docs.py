@@ -15,6 +15,7 @@ import pytest
 from kvtier import states
 from kvtier.config import RuntimeConfig, TierConfig
 from kvtier.errors import ConfigError
+from kvtier.registry import NOT_YET
 from kvtier.testing import BACKEND_CHECKS, BackendCheck
 from kvtier_backends.disk.regions import REGION_TABLE
 
@@ -110,6 +111,12 @@ def test_every_metric_is_described() -> None:
                 own |= {f"kvtier:{prefix}_{name}" for name in ast.literal_eval(node.value)}
     assert len(own) > 15
     assert {row for row in described("reference/metrics.md") if row.startswith("kvtier:")} == own
+
+
+def test_vllms_tier_types_that_are_not_there_are_named() -> None:
+    """Who comes from vLLM's tiering must not find out from a refusal."""
+    page = (DOCS / "how-to/switch-from-vllm-tiering.md").read_text()
+    assert {name for name in NOT_YET if f"`{name}`" not in page} == set()
 
 
 def test_state_tables_are_drawn_from_the_code() -> None:

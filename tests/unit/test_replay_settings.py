@@ -10,7 +10,7 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.replay.folders import Folders
 from kvtier.replay.settings import read_config_file, read_runtime, read_slots, read_tier
-from kvtier.replay.sizes import read_bytes
+from kvtier.sizes import read_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -171,17 +171,19 @@ def test_too_little_shared_memory_names_the_key_and_the_remedy(tmp_path: Path) -
 
 
 def test_ranks_that_disagree_on_the_shape_do_not_share(tmp_path: Path) -> None:
-    """Wrong sizes would mix slots; the second rank refuses."""
+    """Wrong sizes would mix slots; the second rank refuses, and names all that may be the cause."""
     first = open_region(tmp_path, 0)
-    with pytest.raises(InternalError, match="disagree on the shape"):
+    with pytest.raises(ConfigError, match="only one of them can be kvtier") as refused:
         open_region(tmp_path, 1, slot_count=4)
+    for part in ("engine_id='engine-1'", "MultiConnector", "secondary_tiers", "ranks disagree"):
+        assert part in str(refused.value)
     first.close()
 
 
 def test_a_second_engine_with_the_same_id_is_refused(tmp_path: Path) -> None:
     """Two engines in one region would overwrite each other's blocks."""
     first = open_region(tmp_path, 0)
-    with pytest.raises(ConfigError, match="Two engines with one engine_id"):
+    with pytest.raises(ConfigError, match="two engines with one engine_id"):
         open_region(tmp_path, 0)
     first.close()
 

@@ -23,7 +23,7 @@ from kvtier.backend import (
     StoreBlock,
 )
 from kvtier.errors import ConfigError
-from kvtier.options import Options
+from kvtier.options import Options, shown
 from kvtier.threads import DaemonThreads
 from kvtier_backends.disk.bulk import BulkLoad
 from kvtier_backends.disk.capacity import check_plan, check_region_bytes
@@ -154,12 +154,10 @@ class DiskBackend(Backend):
     def from_options(cls, options: Mapping[str, Any], context: BackendContext) -> DiskBackend:
         """Check the options and claim the folder, or refuse with a ``ConfigError``."""
         reader = Options(options, f"secondary tier {context.tier_name}")
-        given_path = reader.text("path")
-        capacity_bytes = reader.integer("capacity_bytes", minimum=1)
+        path = os.path.abspath(reader.path("path"))
+        capacity_bytes = reader.size("capacity_bytes", minimum=1)
         region_bytes = (
-            reader.integer("region_bytes", minimum=PAGE_BYTES)
-            if reader.has("region_bytes")
-            else None
+            reader.size("region_bytes", minimum=PAGE_BYTES) if reader.has("region_bytes") else None
         )
         ttl_s = reader.integer("ttl_s", 0, maximum=1 << 31)
         io_depth = reader.integer("io_depth", IO_DEPTH, minimum=1, maximum=IO_DEPTH_MAX)
@@ -178,9 +176,9 @@ class DiskBackend(Backend):
             check_region_bytes(reader, region_bytes, capacity_bytes, context, seal_bytes)
 
         def refuse(remedy: str) -> ConfigError:
-            return ConfigError(f"{reader.where}: path={given_path!r} {remedy}")
+            return ConfigError(f"{reader.where}: path={shown(options['path'])} {remedy}")
 
-        claim = Claim(os.path.abspath(given_path), refuse, context.engine_pid)
+        claim = Claim(path, refuse, context.engine_pid)
         try:
             judged = judge_folder(
                 claim.path, capacity_bytes, context.block_bytes, seal_bytes, region_bytes

@@ -104,7 +104,7 @@ def make_vault(reader: Options, context: BackendContext) -> Vault | None:
             "encryption_key_env", "...", "excludes encryption_key_file; give one of them"
         )
     option = "encryption_key_file" if has_file else "encryption_key_env"
-    named = reader.text(option)
+    named = reader.path(option) if has_file else reader.text(option)
     try:
         ring = parse_keys_untrusted(read_key_file(named) if has_file else os.environ.get(named, ""))
     except (OSError, ValueError) as problem:

@@ -103,7 +103,7 @@ class FsBackend(Backend):
         """Check the options and get the folders ready, or refuse them with a ``ConfigError``."""
         where = f"secondary tier {context.tier_name}"
         reader = Options(options, where)
-        given_root = reader.text("root_dir")
+        root = os.path.abspath(reader.path("root_dir"))
         layout_name = reader.text("layout", "kvtier", choices=("kvtier", "vllm"))
         usual = "accept" if layout_name == "vllm" else "refuse"
         unchecked = reader.text("unchecked", usual, choices=("accept", "refuse"))
@@ -111,9 +111,8 @@ class FsBackend(Backend):
         write_threads = reader.integer("n_write_threads", 16, minimum=1, maximum=_THREADS_MAX)
         direct = reader.flag("direct", default=True)
         reader.finish()
-        root = os.path.abspath(given_root)
         layout = make_layout(layout_name, root, context)
-        refusal = FolderRefusal(context.tier_name, given_root)
+        refusal = FolderRefusal(context.tier_name, options["root_dir"])
         prepare_root(root, refusal)
         prepare_namespace(layout, refusal)
         direct_works = probe_direct(layout, refusal, wanted=direct)

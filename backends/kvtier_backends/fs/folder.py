@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import ConfigError, NamespaceMismatch
+from kvtier.options import shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,7 +39,7 @@ class FolderRefusal:
         return NamespaceMismatch(f"{self._text()} {remedy}")
 
     def _text(self) -> str:
-        return f"secondary tier {self._tier_name}: root_dir={self._root!r}"
+        return f"secondary tier {self._tier_name}: root_dir={shown(self._root)}"
 
 
 def prepare_root(root: str, refusal: FolderRefusal) -> None:

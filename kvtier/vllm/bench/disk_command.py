@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.cli.terminal import progress, table, write_json
 from kvtier.errors import Misuse
-from kvtier.replay.sizes import read_bytes
+from kvtier.sizes import read_bytes
 from kvtier.vllm.bench.about import about
 from kvtier.vllm.bench.disk import KINDS, Measured, Options, blocks_of_a_job, measure
 from kvtier.vllm.bench.disk_figures import cpu_s_per_gb, gb_per_s, job_ms, pauses_ms, ratios

@@ -1,0 +1,35 @@
+"""Reads sizes as people write them, in commands and configurations: ``16KiB``, ``4096``."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from kvtier.errors import ConfigError
+
+_UNITS: Final[dict[str, int]] = {"": 1, "b": 1} | {
+    f"{letter}{ending}": base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for ending, base in (("", 1024), ("ib", 1024), ("b", 1000))
+}
+_SIZE: Final = re.compile(r"\s*([0-9]{1,18})(?:\.([0-9]{1,18}))?\s*([a-zA-Z]*)\s*", re.ASCII)
+
+
+def parse_size(text: str) -> int | None:
+    """Return the size in bytes, rounded down; None if the text is no size."""
+    found = _SIZE.fullmatch(text)
+    unit = None if found is None else _UNITS.get(found[3].lower())
+    if found is None or unit is None:
+        return None
+    fraction = found[2] or ""
+    # In whole numbers: a float has no room for all sizes.
+    digits = int(found[1] + fraction)
+    return digits * unit // int("1" + "0" * len(fraction))
+
+
+def read_bytes(text: str, name: str) -> int:
+    """Return the size in bytes. Raises ``ConfigError``, in which it is called ``name``."""
+    size = parse_size(text)
+    if size is None:
+        raise ConfigError(f"{name}={text!r} is not a size. Write one such as 16KiB, 2GiB or 4096.")
+    return size
