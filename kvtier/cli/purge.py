@@ -1,13 +1,15 @@
 """Remove blocks from a disk tier's folder: by age, by namespace, or all of them.
 
 They are not found again, and their bytes are taken off the disk. If an engine is
-using the folder, it is asked to do it. The exit status is 0 if all that was
-selected is gone, 1 if not, and 2 if the folder or an option was refused.
+using the folder, it is asked to do it. On a terminal, --all asks first. The exit
+status is 0 if all that was selected is gone, 1 if not, and 2 if the folder or an
+option was refused.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 import time
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--namespace", metavar="DIGEST", help="of this namespace; its first digits are enough"
     )
     what.add_argument("--all", action="store_true", help="everything")
+    parser.add_argument("--yes", action="store_true", help="don't ask before everything is removed")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
 
 
@@ -59,6 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
         selection = _selection(folder, arguments, before_s)
         if arguments.dry_run:
             figures = _do_here(folder, selection, dry=True)
+        elif not _is_sure(folder, selection, arguments):
+            print(f"{folder.path}: nothing was removed.")
+            return LEFT
         else:
             asked = _ask(folder.path, selection)
             figures = asked if asked is not None else _do(folder.path, selection)
@@ -69,6 +75,24 @@ def run(arguments: argparse.Namespace) -> int:
     if not figures["complete"]:
         return INTERRUPTED
     return LEFT if figures["regions_failed"] or figures["error"] else 0
+
+
+def _is_sure(folder: Folder, selection: Selection, arguments: argparse.Namespace) -> bool:
+    """Ask before everything goes, if there is somebody to ask."""
+    from kvtier.cli.folders import gib  # noqa: PLC0415 - as in run
+    from kvtier_backends.disk.inspection import user_of  # noqa: PLC0415 - as in run
+
+    if not arguments.all or arguments.yes or not sys.stdin.isatty():
+        return True
+    there = _do_here(folder, selection, dry=True)
+    user = user_of(folder.path)
+    used = f", which {user} is using" if user is not None else ""
+    question = (
+        f"Remove everything from {folder.path}{used}: {there['blocks']:,} blocks, "
+        f"{gib(there['bytes'])} GiB, {len(there['namespaces'])} namespaces? [y/N] "
+    )
+    print(question, end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def _before_s(arguments: argparse.Namespace) -> int:

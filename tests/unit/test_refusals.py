@@ -85,7 +85,7 @@ def names(refusal: str, key: str, value: object) -> bool:
     if isinstance(value, dict):
         inner = [each for item in value.items() for each in item if not isinstance(each, dict)]
         has_it = any(shown(each) in refusal for each in [value, *inner])
-        return key in refusal and (has_it or (not value and "is missing" in refusal))
+        return key in refusal and (has_it or "is missing" in refusal)
     if isinstance(value, list):
         return key in refusal
     # Of a missing key there is no value; a text of a tier has its place-holders replaced.

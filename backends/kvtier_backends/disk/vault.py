@@ -122,7 +122,7 @@ def _make_cipher(
         return BlockCipher(ring, namespace_digest(context), context.block_bytes)
     except ImportError:
         raise reader.error(
-            option, "...", "needs the package cryptography; install kvtier[disk-encryption]"
+            option, "...", "needs a package: pip install 'cryptography>=47'"
         ) from None
 
 
