@@ -33,8 +33,10 @@ BAR_UPDATE_EVERY_S: Final = 0.1
 class ToolMissing(Misuse):
     """Raised when *you* run a command without the packages it shows things with. Install them."""
 
-    def __init__(self) -> None:
-        super().__init__("this shows tables by rich. Install it with: pip install rich")
+    def __init__(
+        self, text: str = "this shows tables by rich. Install it with: pip install rich"
+    ) -> None:
+        super().__init__(text)
 
 
 class Progress(Protocol):

@@ -43,7 +43,9 @@ def draw_scale(points: Sequence[dict[str, Any]], path: str) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - an extra
         from matplotlib.figure import Figure  # noqa: PLC0415 - as above
     except ImportError as error:
-        raise ToolMissing("matplotlib") from error
+        raise ToolMissing(
+            "the picture needs matplotlib. Install it with: pip install matplotlib"
+        ) from error
     rows = -(-len(PANELS) // PANELS_A_ROW)
     width, height = PANEL_INCHES
     figure = Figure(figsize=(width * PANELS_A_ROW, height * rows), layout="constrained")
