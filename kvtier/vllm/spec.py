@@ -155,11 +155,14 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
     def get_manager(self) -> OffloadingManager:
         """Build kvtier's manager over the shared region. Scheduler process, once."""
         if self._manager is None:
-            from kvtier.vllm.manager import build_manager  # noqa: PLC0415 - scheduler side only
+            # Scheduler side only.
+            from kvtier.vllm.manager import build_manager  # noqa: PLC0415
+            from kvtier.vllm.sharing import warn_of_lonely_tiers  # noqa: PLC0415
 
             region = self._open_scheduler_region()
             try:
                 namespace = build_namespace(self.config, region.header.read())
+                warn_of_lonely_tiers(self.read_settings(), namespace.facts)
                 memory = SlotMemory(
                     region.rows,
                     self.slot_count,

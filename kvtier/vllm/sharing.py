@@ -1,0 +1,51 @@
+"""Says at start if what this engine stores can't be found by a restart, or by another engine.
+
+A block's key is vLLM's hash of its tokens, and the first hash of each prompt begins with a seed.
+With ``sha256`` (vLLM's default) and ``sha256_cbor`` the seed is the same everywhere. With
+``xxhash`` and ``xxhash_cbor`` each process draws its own, unless ``PYTHONHASHSEED`` is set.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+
+from kvtier.logs import log
+from kvtier.registry import backend_class
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvtier.config import RuntimeConfig
+
+SEED_VARIABLE = "PYTHONHASHSEED"
+
+
+def hash_seed_is_random(algorithm: str) -> bool:
+    """Tell whether another process, with the same environment, would hash otherwise."""
+    hash_fn = get_hash_fn_by_name(algorithm)
+    return bool(resolve_none_hash_seed(hash_fn) != resolve_none_hash_seed(hash_fn))
+
+
+def warn_of_lonely_tiers(config: RuntimeConfig, facts: Mapping[str, Any]) -> bool:
+    """Warn if a tier outlives this process, or is shared, and no other process can use it.
+
+    ``facts``: of the namespace. Returns whether it warned. Scheduler process.
+    """
+    algorithm = facts.get("worker", {}).get("block_hash", {}).get("algorithm")
+    tiers = [tier.name for tier in config.tiers if backend_class(tier.type).medium != "CPU"]
+    if not tiers or algorithm is None or not hash_seed_is_random(str(algorithm)):
+        return False
+    log.warning(
+        "block hashes differ from process to process: neither a restart nor another engine will "
+        "find what these tiers store. Set the environment variable to the same number for all "
+        "engines, or --prefix-caching-hash-algo to sha256",
+        tiers=", ".join(tiers),
+        prefix_caching_hash_algo=str(algorithm),
+        variable=SEED_VARIABLE,
+        value=os.environ.get(SEED_VARIABLE),
+    )
+    return True
