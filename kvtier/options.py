@@ -121,7 +121,10 @@ class Options:
         return value
 
     def path(self, key: str) -> str:
-        """Return an absolute path, in which ``~``, ``$NAME`` and ``${NAME}`` are replaced."""
+        """Return an absolute path, in which ``~``, ``$NAME`` and ``${NAME}`` are replaced.
+
+        A relative one begins in the folder that the process was started in.
+        """
         given = self.text(key)
         path = _VARIABLE.sub(lambda found: self._variable(key, given, found[1] or found[2]), given)
         if path.startswith("~"):
@@ -130,15 +133,7 @@ class Options:
                 raise self.error(
                     key, given, "begins with a home folder that is not known. Write the full path"
                 )
-        if not os.path.isabs(path):  # noqa: PTH117 - of a text
-            here = os.path.abspath(path)  # noqa: PTH100 - of a text
-            raise self.error(
-                key,
-                given,
-                "is relative to whatever folder the engine is started in. Write the full path; "
-                f"from here it is {here!r}",
-            )
-        return path
+        return os.path.abspath(path)  # noqa: PTH100 - of a text
 
     def flag(self, key: str, *, default: bool = REQUIRED) -> bool:
         """Return a bool; 0, 1 and "true" are refused."""

@@ -80,7 +80,7 @@ def read_tier(text: str) -> dict[str, Any]:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"--tier {text}: not JSON ({error}).") from error
         assert isinstance(values, dict)
-        return _from_here(values)
+        return values
     kind, _, rest = text.partition(":")
     keys = SHORT_TIERS.get(kind, ())
     given = rest.rsplit(":", len(keys) - 1) if keys else []
@@ -89,27 +89,13 @@ def read_tier(text: str) -> dict[str, Any]:
         raise ConfigError(
             f"--tier {text!r} is unknown. Write {short}, or an entry of secondary_tiers as JSON."
         )
-    return _from_here(
-        {
-            "type": kind,
-            **{
-                key: read_bytes(value, "--tier") if key == "capacity_bytes" else value
-                for key, value in zip(keys, given, strict=True)
-            },
-        }
-    )
-
-
-def _from_here(tier: dict[str, Any]) -> dict[str, Any]:
-    """Make a relative folder absolute: on a command line it begins where the user is.
-
-    ``~`` and variables are the tier's to replace, as in a configuration.
-    """
-    key = FOLDER_KEYS.get(str(tier.get("type")), "")
-    folder = tier.get(key)
-    if isinstance(folder, str) and folder and folder[0] not in "/~$":
-        return {**tier, key: str(Path.cwd() / folder)}
-    return tier
+    return {
+        "type": kind,
+        **{
+            key: read_bytes(value, "--tier") if key == "capacity_bytes" else value
+            for key, value in zip(keys, given, strict=True)
+        },
+    }
 
 
 def read_runtime(

@@ -154,7 +154,7 @@ class DiskBackend(Backend):
     def from_options(cls, options: Mapping[str, Any], context: BackendContext) -> DiskBackend:
         """Check the options and claim the folder, or refuse with a ``ConfigError``."""
         reader = Options(options, f"secondary tier {context.tier_name}")
-        path = os.path.abspath(reader.path("path"))
+        path = reader.path("path")
         capacity_bytes = reader.size("capacity_bytes", minimum=1)
         region_bytes = (
             reader.size("region_bytes", minimum=PAGE_BYTES) if reader.has("region_bytes") else None

@@ -103,7 +103,7 @@ class FsBackend(Backend):
         """Check the options and get the folders ready, or refuse them with a ``ConfigError``."""
         where = f"secondary tier {context.tier_name}"
         reader = Options(options, where)
-        root = os.path.abspath(reader.path("root_dir"))
+        root = reader.path("root_dir")
         layout_name = reader.text("layout", "kvtier", choices=("kvtier", "vllm"))
         usual = "accept" if layout_name == "vllm" else "refuse"
         unchecked = reader.text("unchecked", usual, choices=("accept", "refuse"))
