@@ -15,8 +15,10 @@ A scheduler's step looks like this::
     grant = facade.prepare_store(new_keys, "r1")
     ...                                            # the worker copies GPU → grant.slots
     facade.complete_store(grant.keys, "r1", epoch=grant.epoch)
-    facade.on_request_finished("r1")
+    facade.on_requests_scheduled(["r1"])           # all that had their turn in this step
     facade.step_end()
+    ...
+    facade.on_request_finished("r1")
 """
 
 from __future__ import annotations
@@ -100,6 +102,16 @@ class SchedulerFacade:
         """
         keys = None if order is None else tuple(order)
         self._ask(m.RequestFinished(request=request, order=keys))
+
+    def on_requests_scheduled(self, requests: Iterable[RequestId]) -> None:
+        """Note that it is decided what these running requests load, if anything.
+
+        What was reserved for them ends: leases of promoted blocks that they did not
+        load, promotions and probes that were not sent yet. Call it before ``step_end``;
+        not for requests that wait, whose lookups said None or that had no turn. A request
+        that is preempted may look up again.
+        """
+        self._ask(m.RequestsScheduled(requests=tuple(requests)))
 
     # --- lookups ---
 

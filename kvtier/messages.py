@@ -67,6 +67,12 @@ class RequestFinished(Message, frozen=True, gc=False):
     order: tuple[Key, ...] | None
 
 
+class RequestsScheduled(Message, frozen=True, gc=False):
+    """It is decided what these requests load: they wait for nothing any more."""
+
+    requests: tuple[RequestId, ...]
+
+
 class Lookup(Message, frozen=True, gc=False):
     """Where is this block? Answered with a BlockState."""
 

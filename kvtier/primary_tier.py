@@ -8,7 +8,7 @@ Rules that are not rows of a table:
 - A block that a lookup called READY is not evicted before the step ends, so
   that ``prepare_load()`` in the same step succeeds.
 - A block promoted for a request is leased to it: not evicted before the
-  request reads it, finishes, or lets ``lease_timeout_s`` pass.
+  request reads it, is scheduled, finishes, or lets ``lease_timeout_s`` pass.
 - Promotions hold at most all slots but a reserve, so that stores go on.
 - Which tier has a block is ``kvtier/whereabouts.py``'s to know.
 """
@@ -102,6 +102,7 @@ class PrimaryTier(Actor):
             m.Touch: self._touch,
             m.RequestStarted: self._request_started,
             m.RequestFinished: self._request_finished,
+            m.RequestsScheduled: self._requests_scheduled,
             m.StepEnd: self._step_end,
             m.Tick: self._tick,
             m.Reset: self._reset,
@@ -372,16 +373,27 @@ class PrimaryTier(Actor):
         request = self._requests.pop(message.request, None)
         if request is not None:
             request.count(self.counts)
-            keys, slots = self._promotions.call_off(message.request)
-            for slot in slots:
-                self.slots.fail_fill(slot)
-            self._not_filled(keys)
-            self._end_leases(message.request)
+            self._end_reservations(message.request)
             self._whereabouts.end(message.request)
             ended = m.RequestEnded(request=message.request, order=message.order)
             for listener in (*self._policies, *self.links):
                 listener.post(ended)
         self.reply(None)
+
+    def _requests_scheduled(self, message: m.RequestsScheduled) -> None:
+        for request in message.requests:
+            if request in self._requests:
+                self._end_reservations(request)
+        self.reply(None)
+
+    def _end_reservations(self, request: RequestId) -> None:
+        """End what is reserved for a request that waits for nothing any more."""
+        keys, slots = self._promotions.call_off(request)
+        for slot in slots:
+            self.slots.fail_fill(slot)
+        self._not_filled(keys)
+        self._end_leases(request)
+        self._whereabouts.stop_waiting(request)
 
     def _count_lookups(self, request_id: RequestId) -> None:
         request = self._requests.get(request_id)

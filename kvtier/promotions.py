@@ -1,7 +1,8 @@
 """Promotions of the primary tier: what is wanted, under way, and leased.
 
 A promoted block is leased to the request it was promoted for, from the moment
-it gets a slot until the request reads it, ends, or lets the lease run out.
+it gets a slot until the request reads it, is scheduled without it, ends, or
+lets the lease run out.
 Slots that promotions hold (being filled by a tier, or leased) are counted, so
 that a reserve stays for stores.
 """

@@ -33,7 +33,7 @@ ASKING: Final = -2
 class Search:
     """What one running request has been told."""
 
-    __slots__ = ("failed", "gaps", "request", "tiers", "verdicts")
+    __slots__ = ("asked", "failed", "gaps", "request", "tiers", "verdicts")
 
     def __init__(self, request: RequestId, tiers: TierSet) -> None:
         self.request = request
@@ -41,6 +41,7 @@ class Search:
         self.verdicts: dict[Key, TierSet] = {}
         self.failed: dict[Key, TierSet] = {}
         self.gaps: set[bytes] = set()  # groups in which a key of this step is PROBING
+        self.asked: list[Key] = []  # keys whose probes it waits for, or did
 
 
 class _Probe(Struct, gc=False):
@@ -72,7 +73,19 @@ class Whereabouts:
 
     def end(self, request: RequestId) -> None:
         """Forget what the request was told."""
+        self.stop_waiting(request)
         self._searches.pop(request, None)
+
+    def stop_waiting(self, request: RequestId) -> None:
+        """Note that the request waits for no probe any more. What is not sent yet is not asked."""
+        search = self._searches.get(request)
+        if search is None or not search.asked:
+            return
+        for key in search.asked:
+            probe = self._probes.get(key)
+            if probe is not None:
+                probe.waiters.discard(request)
+        search.asked = []
 
     def find(self, key: Key, search: Search) -> int:
         """Return a tier's number to promote from, ``NOWHERE``, or ``ASKING``.
@@ -93,7 +106,7 @@ class Whereabouts:
             return (having & -having).bit_length() - 1
         if verdict is not None:
             return NOWHERE
-        self._ask(key, search.request, allowed)
+        self._ask(key, search, allowed)
         if not search.gaps:
             self._with_gaps.append(search)
         search.gaps.add(key[-GROUP_BYTES:])
@@ -178,10 +191,27 @@ class Whereabouts:
 
     def take_unsent(self) -> dict[int, list[Key]]:
         """Return the keys to ask each tier for, and forget that they are unsent."""
-        unsent = {tier: keys for tier, keys in enumerate(self._unsent) if keys}
-        for tier in unsent:
-            self._unsent[tier] = []
+        unsent: dict[int, list[Key]] = {}
+        for tier, keys in enumerate(self._unsent):
+            if keys:
+                self._unsent[tier] = []
+                wanted = [key for key in keys if self._is_wanted(key, 1 << tier)]
+                if wanted:
+                    unsent[tier] = wanted
         return unsent
+
+    def _is_wanted(self, key: Key, bit: TierSet) -> bool:
+        """Tell whether a request still waits for this tier's answer; if not, expect none."""
+        probe = self._probes.get(key)
+        if probe is None:
+            return False
+        if probe.waiters:
+            return True
+        probe.asked &= ~bit
+        probe.pending &= ~bit
+        if not probe.pending:
+            del self._probes[key]
+        return False
 
     def end_step(self) -> None:
         """Let the next step promote behind this step's gaps."""
@@ -195,14 +225,19 @@ class Whereabouts:
         self._unsent = [[] for _ in self._unsent]
         for search in self._searches.values():
             search.failed.clear()
+            search.asked = []
 
-    def _ask(self, key: Key, request: RequestId, allowed: TierSet) -> None:
+    def _ask(self, key: Key, search: Search, allowed: TierSet) -> None:
+        request = search.request
         probe = self._probes.get(key)
         if probe is None:
             self._probes[key] = _Probe(allowed, allowed, {request})
+            search.asked.append(key)
             unasked = allowed
         else:
-            probe.waiters.add(request)
+            if request not in probe.waiters:
+                probe.waiters.add(request)
+                search.asked.append(key)
             unasked = allowed & ~probe.asked
             if not unasked:
                 return

@@ -113,6 +113,9 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._info = getattr(spec, "cpu_info", None)  # vLLM 0.33
         self._tiers = [_Tier(tier) for tier in config.tiers]
         self._several_groups = len(spec.config.groups) > 1
+        self._chunk_tokens = max(
+            1, spec.config.groups[0].tokens_per_block * spec.config.cache.blocks_per_chunk
+        )
         wants_requests = any(tier.request_level for tier in config.tiers)
         self._context = RequestOffloadingContext(
             policy=OffloadPolicy.REQUEST_LEVEL if wants_requests else OffloadPolicy.CHUNK_LEVEL
@@ -129,6 +132,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._ahead_of: ReqContext | None = None
         self._sources: dict[str, Mapping[bytes, int]] = {}
         self._granted: dict[str, list[StoreGrant]] = {}  # stores under way, by request
+        self._undecided: set[str] = set()  # requests that have looked up, and may wait
+        self._loading: list[str] = []  # requests that began a load in this step
 
     # --- requests ---
 
@@ -147,6 +152,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._ahead_of = None
         self._sources.pop(req_context.req_id, None)
+        self._undecided.discard(req_context.req_id)
         self.facade.on_request_finished(req_context.req_id, self._order(req_context))
 
     def _order(self, req_context: ReqContext) -> Collection[bytes]:
@@ -174,6 +180,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         the next step. vLLM asks from head to tail up to the first MISS, one
         request after the other, unless there are several groups.
         """
+        self._undecided.add(req_context.req_id)
         # The first one by itself: most often it is a MISS, and there is nothing ahead.
         first = self._lookup_state(key, req_context.req_id)
         self._ahead = {key: _RESULTS[first]}
@@ -185,14 +192,23 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
             states = self.facade.lookup_states(rest, req_context.req_id)
             self._ahead.update(zip(rest, map(_RESULTS.__getitem__, states), strict=False))
 
-    @staticmethod
-    def _keys_behind(key: bytes, req_context: ReqContext) -> list[bytes]:
-        """Return the request's keys behind ``key``, in order; none if it is not one of them."""
+    def _keys_behind(self, key: bytes, req_context: ReqContext) -> list[bytes]:
+        """Return the request's keys behind ``key``, in order; none if it is not one of them.
+
+        Those that its ``max_load_tokens`` allows: vLLM asks for no others.
+        """
         keys = list(_positions(req_context))
         try:
-            return keys[keys.index(key) + 1 :]
+            first = keys.index(key)
         except ValueError:
             return []
+        end = None
+        params = req_context.kv_transfer_params
+        if params:
+            tokens = params.get("max_load_tokens")
+            if type(tokens) is int and tokens >= 0:  # vLLM takes nothing else for a cap
+                end = first + max(1, tokens // self._chunk_tokens)
+        return keys[first + 1 : end]
 
     @override
     def get_load_source(self, key: bytes, req_context: ReqContext) -> CacheHitSource:
@@ -205,6 +221,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     @override
     def prepare_load(self, keys: Collection[bytes], req_context: ReqContext) -> LoadStoreSpec:
+        self._loading.append(req_context.req_id)
         return CPULoadStoreSpec(self.facade.prepare_load(keys, req_context.req_id))
 
     @override
@@ -223,6 +240,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self, keys: Collection[bytes], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         self._ahead_of = None
+        if req_context.req_id in self._undecided:  # resumed: no ``ScheduleEndContext`` names it
+            self._note_decided((req_context.req_id,))
         grant = self.facade.prepare_store(keys, req_context.req_id)
         if grant is None:
             return None
@@ -265,6 +284,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._ahead_of = None
         self._sources.clear()
+        self._note_decided([*context.new_req_ids, *self._loading])
+        self._loading.clear()
         self.facade.step_end()
         self._yield_if_spinning()
         if not self._unlinked:
@@ -273,6 +294,16 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
             self._flush_steps_left -= 1
             if not self._flush_steps_left:
                 self.facade.on_reset_flushed()
+
+    def _note_decided(self, requests: Iterable[str]) -> None:
+        """End what was reserved for requests that run now. Those that wait keep theirs.
+
+        What they did not load by now another connector brought, or they compute it.
+        """
+        decided = self._undecided.intersection(requests)
+        if decided:
+            self._undecided -= decided
+            self.facade.on_requests_scheduled(decided)
 
     def _yield_if_spinning(self) -> None:
         """Let tiers' threads run while the engine steps without any work of its own.
@@ -323,6 +354,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._ahead_of = None
         self._sources.clear()
         self.facade.reset()
+        self._undecided.clear()
         self._granted.clear()  # their completions will not come any more
         if not _TELLS_WHEN_FLUSHED:
             self._flush_steps_left = self._flush_steps

@@ -48,6 +48,18 @@ class LookupRules(TierRules):
         order = request.path if knows_order else None
         world.facade.on_request_finished(request.name, order)
 
+    @is_due("scheduled", 4, lambda self: self.world.requests)
+    @rule(first=PICKS, count=st.integers(1, 2), schedule=SCHEDULES)
+    def requests_are_scheduled(self, first: int, count: int, schedule: bytes) -> None:
+        """It is decided what they load, whatever was promised to them."""
+        world = self.world
+        names = list(world.requests)[first % len(world.requests) :][:count]
+        for name in names:
+            world.end_leases(name)
+        world.in_order(schedule)
+        world.facade.on_requests_scheduled([*names, "unknown"])
+        world.decided.update(names)
+
     # --- lookups ---
 
     @precondition(lambda self: self.world.requests)
@@ -131,6 +143,7 @@ class LookupRules(TierRules):
     ) -> None:
         if before is BlockState.READY:
             assert state is BlockState.READY
+        self.world.decided.discard(request.name)
         if state is BlockState.READY:
             request.hits[key] = None
         elif state is BlockState.PROBING:

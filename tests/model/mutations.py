@@ -269,6 +269,24 @@ def skip_the_lease() -> Iterator[None]:
 
 
 @mutation
+def keep_the_leases_of_a_scheduled_request() -> Iterator[None]:
+    """What was promoted for a request is kept until it ends, though it runs without it."""
+
+    def scheduled(self: PrimaryTier, _message: m.RequestsScheduled) -> None:
+        self.reply(None)
+
+    with patch.object(PrimaryTier, "_requests_scheduled", scheduled):
+        yield
+
+
+@mutation
+def ask_for_what_nobody_waits_for() -> Iterator[None]:
+    """Probes are sent for requests that have been scheduled, or are over."""
+    with patch.object(Whereabouts, "_is_wanted", lambda *_: True):
+        yield
+
+
+@mutation
 def skip_the_reserve() -> Iterator[None]:
     """Promotions take every slot there is."""
 

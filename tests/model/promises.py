@@ -212,6 +212,20 @@ class Promises:
         assert not fell, {name: (n, now[name]) for name, n in fell.items()}
         world.counters = now
 
+    # --- 16 ---
+
+    @precondition(is_running)
+    @invariant()
+    def p16_what_is_reserved_for_a_request_ends_with_the_decision(self) -> None:
+        world = self.world
+        promotions = world.primary._promotions
+        waiting = {request for _, request in promotions._unsent}
+        for probe in world.primary._whereabouts._probes.values():
+            waiting |= probe.waiters
+        for request in world.decided:
+            assert request not in promotions._leases, f"{request} was scheduled and has leases"
+            assert request not in waiting, f"{request} was scheduled and is waited for"
+
     # --- what no promise names, and all of them need ---
 
     @precondition(is_running)

@@ -216,6 +216,7 @@ class World:
         # Promises over time.
         self.leases: dict[Key, tuple[str, float]] = {}
         self.lease_until: dict[str, float] = {}
+        self.decided: set[str] = set()  # requests that were scheduled, and look up no more
         self.pending_since: dict[Key, float] = {}  # PROBING or filling from a tier, and sent
         self.folded: dict[int, set[Key]] = {
             tier: set() for tier in range(PRIMARY, len(shape.tiers))
@@ -277,6 +278,10 @@ class World:
 
     def note_post(self, mailbox: TestMailbox, message: Message) -> None:
         """Note which jobs a tier may work on: from the post of the job to the post of its end."""
+        if isinstance(message, m.ProbeKeys):
+            probes = self.primary._whereabouts._probes
+            idle = [key for key in message.keys if key not in probes or not probes[key].waiters]
+            assert not idle, f"{idle} are asked for, and nobody waits for the answer"
         if isinstance(message, m.LoadJob | m.StoreJob):
             for tier, held in enumerate(self.runtime.tiers):
                 if held.mailbox is mailbox:

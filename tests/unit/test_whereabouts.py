@@ -116,7 +116,35 @@ def test_a_tier_that_was_given_up_owes_no_answers() -> None:
     found.answered(1, [A], [False])
     found.give_up(0)
     assert not found.is_probing(A)
-    assert found.take_unsent() == {1: [A]}
+    assert found.take_unsent() == {}, "nobody waits for an answer any more"
+
+
+def test_what_nobody_waits_for_any_more_is_not_asked() -> None:
+    """Promise 16: a probe is there for a decision, and ends with it."""
+    found = asked()
+    find(found, A, "r")
+    find(found, B, "r")
+    find(found, B, "s")
+    found.stop_waiting("r")
+    assert found.take_unsent() == {0: [B], 1: [B]}
+    assert not found.is_probing(A)
+    found.answered(0, [A, B], [True, True])
+    found.end_step()
+    assert find(found, A, "r") == ASKING, "it may ask again"
+    assert find(found, B, "s") == 0
+
+
+def test_a_probe_that_was_sent_may_be_joined_though_nobody_waits() -> None:
+    found = asked(tiers=1)
+    find(found, A, "r")
+    assert found.take_unsent() == {0: [A]}
+    found.stop_waiting("r")
+    assert found.is_probing(A)
+    assert find(found, A, "s") == ASKING
+    assert found.take_unsent() == {}
+    found.answered(0, [A], [True])
+    found.end_step()
+    assert find(found, A, "s") == 0
 
 
 def test_a_reset_forgets_probes_and_ignores_their_answers() -> None:
