@@ -122,6 +122,7 @@ def test_a_tier_that_was_given_up_owes_no_answers() -> None:
 def test_what_nobody_waits_for_any_more_is_not_asked() -> None:
     """Promise 16: a probe is there for a decision, and ends with it."""
     found = asked()
+    found.start("s", ALL)
     find(found, A, "r")
     find(found, B, "r")
     find(found, B, "s")
@@ -140,6 +141,7 @@ def test_a_probe_that_was_sent_may_be_joined_though_nobody_waits() -> None:
     assert found.take_unsent() == {0: [A]}
     found.stop_waiting("r")
     assert found.is_probing(A)
+    found.start("s", ALL)
     assert find(found, A, "s") == ASKING
     assert found.take_unsent() == {}
     found.answered(0, [A], [True])
