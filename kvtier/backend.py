@@ -125,6 +125,9 @@ class BackendTraits:
     hand-over to a thread, short enough that others need not wait for it."""
     store_part_blocks_max: int = 16
     """The same for stores."""
+    levels: frozenset[str] = frozenset()
+    """Names in ``counters`` of what goes up and down, such as what is there now. All others
+    only grow, from 0 at each ``open``."""
 
 
 CellKind: TypeAlias = Literal["thread", "process"]
@@ -212,5 +215,9 @@ class Backend(ABC):
         return 0
 
     def counters(self) -> Mapping[str, int]:
-        """Counts of things only this backend knows, by name. Any thread may call it."""
+        """Counts of things only this backend knows, by name: what it has done, met or lost.
+
+        Any thread may call it, also while calls run. Those that go up and down
+        belong into ``traits.levels``.
+        """
         return {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from itertools import islice
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import anyio
@@ -17,7 +18,7 @@ from kvtier import messages as m
 from kvtier.backend import LoadBlock, Loaded, Outcome, StoreBlock, block_digest
 from kvtier.errors import InternalError, StoreFault
 from kvtier.leftovers import Untold
-from kvtier.logs import log
+from kvtier.logs import log, printable
 from kvtier.threads import DaemonThreads
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ DIGEST_THREADS: Final = 2
 CONTENTS_A_PAUSE: Final = 512
 CONTENTS_PAUSE_S: Final = 0.002
 """So many blocks found at the start are passed on at a time: a million in some seconds."""
+
+COUNTERS_MAX: Final = 500
+COUNT_MAX: Final = 2**63
+"""A backend's counters go to Prometheus as a series each, and get there as MessagePack."""
 
 DIGEST_INLINE_BYTES_MAX: Final = 4 << 20
 """Up to here (under half a millisecond) a hand-over to a thread costs more than the digest."""
@@ -104,9 +109,14 @@ class BackendDriver:
             return False
 
     def counters(self) -> dict[str, int]:
-        """Return the backend's own counts, none if it cannot say. Any thread."""
+        """Return the backend's own counts, none if it cannot say. Any thread; it may hang.
+
+        Only what can be sent and shown: whole numbers under names that are text.
+        """
         try:
-            return {str(name): int(count) for name, count in self._backend.counters().items()}
+            counted = islice(self._backend.counters().items(), COUNTERS_MAX)
+            counts = {printable(str(name)): int(count) for name, count in counted}
+            return {name: count for name, count in counts.items() if abs(count) < COUNT_MAX}
         except Exception as error:  # noqa: BLE001 - a backend may raise anything
             self._log_once(error, "counters")
             return {}

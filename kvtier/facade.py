@@ -26,8 +26,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final, cast
 
-from msgspec.structs import replace
-
 from kvtier import messages as m
 from kvtier.cells import NO_REPLY, ClosedCell, EngineCell
 from kvtier.errors import Misuse
@@ -296,25 +294,15 @@ class SchedulerFacade:
         self._ask(m.ResetFlushed())
 
     def statistics(self) -> Statistics:
-        """Return a frozen snapshot. Counters grow from the start of the runtime."""
-        engine = self.engine_statistics()
-        tiers = zip(engine.tiers, self.backend_counters(), strict=True)
-        return replace(engine, tiers=tuple(replace(tier, backend=of) for tier, of in tiers))
+        """Return a frozen snapshot. Counters grow from the start of the runtime.
 
-    def engine_statistics(self) -> Statistics:
-        """Return ``statistics`` without the backends' counters: cheap enough for each step."""
+        Cheap enough for each step. What backends count may be a second old.
+        """
         return Statistics(
             primary=self._primary.statistics(),
             tiers=tuple(link.statistics() for link in self._links),
             faults=self._cell.faults,
         )
-
-    def backend_counters(self) -> list[Mapping[str, int]]:
-        """Return each tier's backend's own counters; those of a process may be a second old.
-
-        May wait for a lock of a backend's threads.
-        """
-        return [dict(tier.counters()) for tier in self._tiers]
 
     def take_observations(self) -> Observations:
         """Return the single measurements since the last call, for histograms."""

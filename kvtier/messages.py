@@ -416,6 +416,12 @@ class PresenceChanged(Message, frozen=True, gc=False):
     removed: tuple[Key, ...]
 
 
+class Counted(Message, frozen=True):
+    """What the tier's backend has counted so far in this life of its cell."""
+
+    counters: dict[str, int]
+
+
 class TierBroke(Message, frozen=True, gc=False):
     """The tier's actor or its backend's start raised. Nothing more will come."""
 

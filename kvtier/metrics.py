@@ -104,7 +104,9 @@ class TierStatistics(msgspec.Struct, frozen=True):
     promotion_slots: int
     cascade_slots: int
     counts: Mapping[str, int | float]  #: the numbers of ``TierCounts``, by name
-    backend: Mapping[str, int] = msgspec.field(default_factory=dict)  #: the backend's own counters
+    #: The backend's own counters, as they were told last; and which of them go up and down.
+    backend: Mapping[str, int] = msgspec.field(default_factory=dict)
+    backend_levels: frozenset[str] = frozenset()
 
 
 class TierObservations(msgspec.Struct, frozen=True):
@@ -135,4 +137,6 @@ class Statistics(msgspec.Struct, frozen=True):
         counters.update((f"primary {name}", n) for name, n in self.primary.counts.items())
         for tier in self.tiers:
             counters.update((f"{tier.name} {name}", n) for name, n in tier.counts.items())
+            grows = tier.backend.keys() - tier.backend_levels
+            counters.update((f"{tier.name} backend {name}", tier.backend[name]) for name in grows)
         return counters

@@ -153,6 +153,7 @@ def _make_tiers(
             tiers.append(host)
             link.tier = host
             link.tells_uses = host.traits.capacity_blocks is not None
+            link.backend_counts.levels = host.traits.levels
             _check_place(host, owner_of)
     except BaseException:
         for made in tiers:

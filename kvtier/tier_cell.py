@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import anyio
 
+from kvtier.backend_counts import Counting
 from kvtier.backend_driver import BackendDriver
 from kvtier.logs import printable
 from kvtier.policies.actor import PolicyActor
 from kvtier.secondary_tier import SecondaryTier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from kvtier.actor import Actor, Mailbox
     from kvtier.backend import Backend, BackendTraits
@@ -71,9 +72,6 @@ class TierHost(Protocol):
     def take(self) -> None:
         """Hand the link what the tier has sent, if that doesn't come by itself. Never waits."""
 
-    def counters(self) -> Mapping[str, int]:
-        """Return the backend's own counts. They may be a second old."""
-
     def ask_to_end(self) -> None:
         """Take nothing more, end what was begun, then end. Returns at once."""
 
@@ -116,6 +114,7 @@ class TierCell:
         self.driver = BackendDriver(
             name, backend, memory, lambda message: self._later(self._tier, message)
         )
+        self._counting = Counting(name, self.driver.counters, link)
         self._tier = SecondaryTier(name, backend.traits)
         self._tier.link = link
         self._tier.driver = _CellMailbox(self, self.driver)
@@ -159,6 +158,8 @@ class TierCell:
         finally:
             loop.remove_reader(doorbell.descriptor)
             self.driver.stop()
+            with anyio.CancelScope(shield=True):
+                await self._counting.end()
             with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_BACKEND_S):
                 await self._backend.close()
 
@@ -167,6 +168,7 @@ class TierCell:
         # asyncio's own: a task of anyio's takes four times as long to start, once a part.
         async with asyncio.TaskGroup() as tasks:
             self.driver.tasks = tasks
+            tasks.create_task(self._counting.go_on())
             if self._backend.traits.capacity_blocks is not None:
                 tasks.create_task(self.driver.tell_contents())
             while True:
@@ -186,6 +188,7 @@ class TierCell:
     def _deliver(self) -> None:
         """Deliver what has arrived, and what follows from it."""
         self._is_delivering = True
+        self._counting.want()
         try:
             while self.arrived:
                 actor, message = self.arrived.popleft()

@@ -76,12 +76,6 @@ class Opened(m.Message, frozen=True, gc=False):
     """The backend is open."""
 
 
-class Counted(m.Message, frozen=True):
-    """What the backend has counted so far."""
-
-    counters: dict[str, int]
-
-
 class Logged(m.Message, frozen=True):
     """A line for the engine's log."""
 
@@ -95,11 +89,11 @@ ToEngine = (
     Ready
     | Refused
     | Opened
-    | Counted
     | Logged
     | m.ProbeAnswer
     | m.JobEnded
     | m.PresenceChanged
+    | m.Counted
     | m.TierBroke
 )
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from kvtier import messages as m
 from kvtier.actor import Actor, Mailbox
 from kvtier.backend import Outcome
+from kvtier.backend_counts import BackendCounts
 from kvtier.breaker import Breaker, Work
 from kvtier.events import Event, EventKind
 from kvtier.metrics import Observed, TierCounts, TierStatistics
@@ -92,6 +93,7 @@ class TierLink(Actor):
                 m.ProbeAnswer: self._probe_answer,
                 m.JobEnded: self._job_ended,
                 m.PresenceChanged: self._presence_changed,
+                m.Counted: lambda x: self.backend_counts.take(x.counters),
                 m.TierBroke: self._tier_broke,
                 m.TierFenced: self._tier_fenced,
                 m.TierRestarted: self._tier_restarted,
@@ -102,6 +104,7 @@ class TierLink(Actor):
         self.log: Mailbox
         self.reply: Callable[[object], None]
         self.counts = TierCounts()
+        self.backend_counts = BackendCounts()
         self.probe_seconds: Observed[float] = Observed()  #: from asking until the answer
         self.promotion_seconds: Observed[tuple[float, bool]] = Observed()  #: and its success
         self.tells_uses = False  #: whether the tier evicts, and so wants to know what is used
@@ -353,6 +356,7 @@ class TierLink(Actor):
     def _tier_restarted(self, _message: m.TierRestarted) -> None:
         """Go on with a fresh cell. Only after TierFenced."""
         self._breaker.restarted()
+        self.backend_counts.begin_anew()
         self._full_until = 0.0
         self.primary.post(m.TierForgotten(tier=self._number))
         if self._collect_events:
@@ -446,7 +450,7 @@ class TierLink(Actor):
         return len(self._probes) + sum(not job.abandoned for job in self._jobs.values())
 
     def statistics(self) -> TierStatistics:
-        """Return a frozen snapshot, without the backend's own counters."""
+        """Return a frozen snapshot."""
         probes, loads, stores = self.in_flight()
         return TierStatistics(
             name=self._tier_config.name,
@@ -457,4 +461,6 @@ class TierLink(Actor):
             promotion_slots=sum(len(job.slots) for job in self._jobs.values() if job.is_load),
             cascade_slots=self._cascade_slots,
             counts=vars(self.counts).copy(),
+            backend=self.backend_counts.total,
+            backend_levels=self.backend_counts.levels,
         )

@@ -31,7 +31,6 @@ from kvtier.tier_cell import ABANDON_S, TierHost
 from kvtier.tier_channel import (
     Begin,
     Channel,
-    Counted,
     End,
     Logged,
     Opened,
@@ -43,8 +42,6 @@ from kvtier.tier_channel import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from kvtier.actor import Mailbox
     from kvtier.backend import BackendContext, BackendTraits
     from kvtier.config import TierConfig
@@ -85,7 +82,6 @@ class TierProcess(TierHost):
         self._messages_max = messages_max
         self._ending = threading.Event()
         self._gone = threading.Event()  # the last process has ended, and none will follow
-        self._counters: Mapping[str, int] = {}
         self._broke_of: str | None = None  # why the tier is cut off, as it is in the log
         # The scheduler and the watcher use the channel in turns; neither keeps it for long.
         self._using = threading.Lock()
@@ -147,10 +143,6 @@ class TierProcess(TierHost):
                 if self._channel is not None:
                     self._deliver(self._channel)
 
-    def counters(self) -> Mapping[str, int]:
-        """Return what the backend has counted, as it was told last: a second ago at most."""
-        return self._counters
-
     def ask_to_end(self) -> None:
         """Take nothing more, end what was begun, then end. Returns at once."""
         if not self._ending.is_set():
@@ -188,9 +180,7 @@ class TierProcess(TierHost):
             self._child.process.kill()
 
     def _handle(self, message: Message) -> None:
-        if isinstance(message, Counted):
-            self._counters = message.counters
-        elif isinstance(message, Logged):
+        if isinstance(message, Logged):
             log.write(message.level, message.event, dict(message.fields))
         elif isinstance(message, m.TierBroke):
             self._say_broke(message.reason)

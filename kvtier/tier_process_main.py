@@ -34,7 +34,6 @@ from kvtier.tier_cell import TierCell, reason_of
 from kvtier.tier_channel import (
     Begin,
     Channel,
-    Counted,
     End,
     Logged,
     Opened,
@@ -47,16 +46,10 @@ from kvtier.tier_channel import (
 from kvtier.tier_process_log import send_log_to
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from kvtier.messages import Message
     from kvtier.tier_channel import Fields, Level
-
-COUNT_PAUSE_S: Final = 0.1
-"""Counters go with other messages at most so often ..."""
-
-COUNT_PAUSE_S_MAX: Final = 1.0
-"""... and by themselves after that."""
 
 LAST_WORDS_S: Final = 1.0
 
@@ -71,18 +64,14 @@ class Outbox:
     """The link's mailbox, as the tier's actors see it. Loop thread only, but for ``say``."""
 
     def __init__(self, channel: Channel[Any]) -> None:
-        self.counters: Callable[[], dict[str, int]] = dict  #: what the backend counts
         self._channel = channel
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_flushing = False  # a flush is to come
-        self._counted: dict[str, int] = {}
-        self._counted_at = 0.0
 
     @contextmanager
     def on_this_loop(self) -> Iterator[None]:
         """Send by this loop for a while. Before and after, messages wait for ``close``."""
         self._loop = asyncio.get_running_loop()
-        self._count_again()
         try:
             yield
         finally:
@@ -93,7 +82,7 @@ class Outbox:
         self._channel.post(message)
         if not self._is_flushing and self._loop is not None:
             self._is_flushing = True
-            self._loop.call_soon(self._flush)
+            self._loop.call_soon(self._send)
         return True
 
     def say_opened(self) -> None:
@@ -112,15 +101,9 @@ class Outbox:
 
     def close(self) -> None:
         """Send what is left, waiting a moment if need be. The loop is over."""
-        self._count()
         deadline_s = time.monotonic() + LAST_WORDS_S
         while not self._channel.flush() and time.monotonic() < deadline_s:
             time.sleep(0.001)
-
-    def _flush(self) -> None:
-        if time.monotonic() - self._counted_at >= COUNT_PAUSE_S:
-            self._count()
-        self._send()
 
     def _send(self) -> None:
         if self._loop is None:
@@ -130,19 +113,6 @@ class Outbox:
             self._loop.remove_writer(self._channel)
         else:  # the engine takes nothing for now; it does so once a step
             self._loop.add_writer(self._channel, self._send)
-
-    def _count_again(self) -> None:
-        if self._loop is not None:
-            self._loop.call_later(COUNT_PAUSE_S_MAX, self._count_again)
-            if time.monotonic() - self._counted_at >= COUNT_PAUSE_S_MAX:
-                self._count()
-
-    def _count(self) -> None:
-        self._counted_at = time.monotonic()
-        counted = self.counters()
-        if counted != self._counted:
-            self._counted = counted
-            self.post(Counted(counters=counted))
 
 
 class Inbox:
@@ -206,7 +176,6 @@ def main(
         inbox = Inbox(channel)
         policy = policy_maker(setup.tier, backend.traits)
         inbox.cell = TierCell(setup.tier.name, backend, memory, outbox, policy)
-        outbox.counters = inbox.cell.driver.counters
         inbox.cell.driver.may_tell = lambda: channel.is_flushed
         inbox.hand_in(others)
         # What was imported stays: a collection that walked it would hold up a load by 15 ms.

@@ -18,7 +18,7 @@ from kvtier.threads import Bell
 from kvtier.tier_cell import ABANDON_S, TierCell, TierHost, reason_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from kvtier.actor import Mailbox
     from kvtier.backend import Backend, BackendTraits
@@ -57,6 +57,7 @@ class TierThread(TierHost):
         self._pause = RestartPause(RESTART_PAUSE_S)
         self._ending = threading.Event()
         self._abandoned = False
+        self._is_quiet = False  # said by the thread at its end: a backend may hang when asked
         self._broke_of: str | None = None  # why the cell is cut off, as it is in the log
         self._cell = self._new_cell()
         self._thread = threading.Thread(target=self._run, name=f"kvtier-{name}", daemon=True)
@@ -103,10 +104,6 @@ class TierThread(TierHost):
         """Do nothing: the tier's actor posts to the link by itself."""
         return
 
-    def counters(self) -> Mapping[str, int]:
-        """Return the backend's own counts. May wait for a lock of its threads."""
-        return self._cell.driver.counters()
-
     def ask_to_end(self) -> None:
         """Take nothing more, end what was begun, then end. Returns at once."""
         with self._taking:
@@ -124,11 +121,15 @@ class TierThread(TierHost):
             self._abandoned = True
             self._bell.ring()
             self._thread.join(min(timeout_s, ABANDON_S))
-        return not self._thread.is_alive() and self._cell.driver.is_quiet()
+        return not self._thread.is_alive() and self._is_quiet
 
     # --- the thread ---
 
     def _run(self) -> None:
+        self._live_on()
+        self._is_quiet = self._cell.driver.is_quiet()
+
+    def _live_on(self) -> None:
         while not self._ending.is_set():
             try:
                 if self._broke_of is not None:

@@ -57,6 +57,7 @@ class MemoryBackend(Backend):
             load_parts_max=_PARTS_MAX,
             store_parts_max=_PARTS_MAX,
             capacity_blocks=capacity_blocks,
+            levels=frozenset(["blocks"]),
         )
         self.faults = FaultScript() if faults is None else faults
         self._block_bytes = context.block_bytes

@@ -37,7 +37,7 @@ from kvtier.runtime import Engine, build_engine
 from kvtier.secondary_tier import SecondaryTier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from kvtier.backend import BackendTraits, Outcome
     from kvtier.config import RuntimeConfig
@@ -242,6 +242,7 @@ class TestTier:
             self.mailboxes.append(self.actor.policy)
         link.tier = _FromLink(self)
         link.tells_uses = policy is not None
+        link.backend_counts.levels = traits.levels
 
     def answer(self, part: Part, outcomes: Sequence[Outcome], seconds: float = 0.0) -> None:
         """End a part, with one outcome a block; or with any others, to see what happens."""
@@ -267,10 +268,6 @@ class TestTier:
     def take(self) -> None:
         """Do nothing: what is sent lies in the cell already."""
         return
-
-    def counters(self) -> Mapping[str, int]:
-        """Nothing is counted."""
-        return {}
 
     def ask_to_end(self) -> None:
         """There is no thread to end."""

@@ -346,12 +346,22 @@ async def odd_block_sizes_work_or_are_refused(make: MakeBackend) -> None:
 
 
 async def counters_are_counts(make: MakeBackend) -> None:
-    """``counters`` maps names to whole numbers, before, while and after."""
+    """``counters`` maps names to whole numbers that only grow, but those in ``traits.levels``."""
     async with opened(make) as bench:
-        await bench.keep(new_blocks(2))
+        blocks = new_blocks(2)
+        await bench.keep(blocks)
         counts = bench.backend.counters()
         sound = all(type(name) is str and type(count) is int for name, count in counts.items())
         expect(sound, f"counters must map str to int, got {counts}")
+        await bench.backend.remove([block.key for block in blocks])
+        await bench.keep(new_blocks(1))
+        later = bench.backend.counters()
+        fell = {
+            name: (count, later.get(name))
+            for name, count in counts.items()
+            if name not in bench.backend.traits.levels and later.get(name, -1) < count
+        }
+        expect(not fell, f"counters fell that are not in traits.levels: {fell}")
 
 
 async def _reopen(make: MakeBackend, *, kept_wanted: bool) -> None:

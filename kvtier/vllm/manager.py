@@ -30,6 +30,7 @@ from kvtier.registry import backend_class
 from kvtier.runtime import open_runtime
 from kvtier.states import BlockState
 from kvtier.vllm.metrics import MetricsExporter
+from kvtier.vllm.watch import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -120,7 +121,10 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._context = RequestOffloadingContext(
             policy=OffloadPolicy.REQUEST_LEVEL if wants_requests else OffloadPolicy.CHUNK_LEVEL
         )
-        self._metrics = MetricsExporter(facade, config)
+        self._watch = Watch()
+        definitions = spec.metrics(spec.extra_config)
+        self._metrics = MetricsExporter(facade, config, definitions, self._watch)
+        self._is_idle = True  # no step has ended
         # A step that is scheduled has been executed when as many more have been
         # scheduled as the engine keeps in flight: two with async scheduling, one
         # a pipeline stage. Twice that, and one more, is on the safe side.
@@ -282,6 +286,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._is_idle = False
         self._ahead_of = None
         self._sources.clear()
         self._note_decided([*context.new_req_ids, *self._loading])
@@ -320,10 +325,15 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     @override
     def has_pending_work(self) -> bool:
-        return self._flush_steps_left > 0 or self.facade.has_pending_work()
+        # An engine that nobody asks anything steps once for this, and so reports its first
+        # statistics: all counters are there, at 0, before any of them counts anything.
+        return self._is_idle or self._flush_steps_left > 0 or self.facade.has_pending_work()
 
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:
+        return self._watch.safely("events", self._all_events) or []
+
+    def _all_events(self) -> list[OffloadingEvent]:
         return list(self._translated(self.facade.take_events()))
 
     def _translated(self, events: Sequence[Event]) -> Iterator[OffloadingEvent]:
@@ -345,7 +355,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
-        return self._metrics.take()
+        return self._watch.safely("metrics", self._metrics.take)
 
     # --- resets and the end ---
 
@@ -370,6 +380,9 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     def config_info(self) -> list[dict[str, Any]]:
         """Return the labels of vLLM 0.33's info metric, one mapping a tier."""
+        return self._watch.safely("config_info", self._labels) or [{}]
+
+    def _labels(self) -> list[dict[str, Any]]:
         primary = {} if self._info is None else dict(self._info.as_config_info())
         return [{**primary, "tier": "0:primary"}, *({"tier": tier.name} for tier in self._tiers)]
 

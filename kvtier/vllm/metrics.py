@@ -6,27 +6,30 @@ with each step's statistics; Prometheus sees the sums.
 
 from __future__ import annotations
 
-import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client import REGISTRY
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-    OffloadingConnectorStats,
-)
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
+from kvtier.logs import log
 from kvtier.states import BreakerState
+from kvtier.vllm.watch import DROPS, Sample
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        OffloadingConnectorStats,
+    )
     from vllm.v1.kv_offload.base import OffloadingMetricMetadata
 
     from kvtier.config import RuntimeConfig
     from kvtier.facade import SchedulerFacade
     from kvtier.metrics import PrimaryStatistics, TierStatistics
+    from kvtier.vllm.watch import Watch
 
 _Label = tuple[str, ...]
 
@@ -46,6 +49,8 @@ _VLLM_TIER_COUNTERS: Final = {
 """Counts of one tier that vLLM has a name for: name in ``TierCounts`` → metric."""
 
 _OWN_TIER_COUNTERS: Final = {
+    "promotion_jobs": "Promotions sent to the tier.",
+    "cascade_jobs": "Cascades sent to the tier.",
     "absent": "Blocks that a load did not find, though the tier was said to have them.",
     "damaged": "Blocks whose bytes failed their check; each was treated as a miss.",
     "failed": "Blocks whose load or store failed at the medium.",
@@ -88,18 +93,25 @@ _SLOT_STATES: Final = {
 
 _OWN_PREFIX: Final = "kvtier:"
 _FAULTS: Final = "kvtier:faults"
+_DROPPED: Final = "kvtier:samples_dropped"
 _SLOTS: Final = "kvtier:primary_slots"
 _BREAKER: Final = "kvtier:tier_breaker_state"
 _BACKEND: Final = "kvtier:tier_backend"
 
-BACKEND_S: Final = 1.0
-"""How often backends are asked for their own counters: they may have to wait for a lock."""
+_FAULT_COUNTER: Final[Mapping[str, tuple[str, _Label]]] = {"faults": (_FAULTS, ())}
+_DROPPED_COUNTERS: Final[Mapping[str, tuple[str, _Label]]] = {
+    what: (_DROPPED, (what,)) for what in DROPS
+}
 
 
 def metric_definitions(_extra_config: Mapping[str, Any]) -> dict[str, OffloadingMetricMetadata]:
     """Return the metrics that only kvtier has, by name."""
     definitions: dict[str, OffloadingMetricMetadata] = {
         _FAULTS: OffloadingCounterMetadata(documentation="Message handlers that raised."),
+        _DROPPED: OffloadingCounterMetadata(
+            documentation="Parts of metrics and events that were dropped, by what was wrong.",
+            labelnames=("what",),
+        ),
         _SLOTS: OffloadingGaugeMetadata(
             documentation="Slots of the primary tier, by state.", labelnames=("state",)
         ),
@@ -126,19 +138,32 @@ def unregister_own_metrics() -> None:
 
     vLLM does the same at each start, for names that begin with ``vllm:`` only.
     """
-    for collector in list(REGISTRY._collector_to_names):  # noqa: SLF001 - as vLLM does
-        if getattr(collector, "_name", "").startswith(_OWN_PREFIX):
-            REGISTRY.unregister(collector)
+    try:
+        for collector in list(REGISTRY._collector_to_names):  # noqa: SLF001 - as vLLM does
+            if getattr(collector, "_name", "").startswith(_OWN_PREFIX):
+                REGISTRY.unregister(collector)
+    except Exception:  # noqa: BLE001 - another version's registry may be another
+        log.error("metrics of an earlier engine in this process stay registered", exc_info=True)
 
 
 class MetricsExporter:
     """Turns what has changed since the last call into vLLM's statistics.
 
     Called in each step of the engine, so what stands still costs next to nothing.
+    The first sample has every counter, at 0: a rate or an alert that only sees a
+    series from its first event on misses that event.
     """
 
-    def __init__(self, facade: SchedulerFacade, config: RuntimeConfig) -> None:
+    def __init__(
+        self,
+        facade: SchedulerFacade,
+        config: RuntimeConfig,
+        definitions: Mapping[str, OffloadingMetricMetadata],
+        watch: Watch,
+    ) -> None:
         self._facade = facade
+        self._definitions = definitions
+        self._watch = watch
         self._primary_metrics = dict(_PRIMARY_COUNTERS)
         if config.store_threshold >= 2:
             self._primary_metrics["stores_skipped"] = (CPUOffloadingMetrics.STORES_SKIPPED, ())
@@ -147,39 +172,41 @@ class MetricsExporter:
             for tier in config.tiers
         ]
         self._tier_names = [tier.name for tier in config.tiers]
-        self._backends_asked = -BACKEND_S
-        self._faults = 0
-        self._counts: list[Mapping[str, float]] = [{} for _ in range(1 + len(config.tiers))]
+        self._backends: list[Mapping[str, int] | None] = [None for _ in config.tiers]
+        self._totals: list[dict[str, float]] = [{} for _ in range(3 + len(config.tiers))]
         self._slots: tuple[int, ...] = ()
         self._gauges: dict[tuple[str, _Label], float] = {}
 
     def take(self) -> OffloadingConnectorStats:
-        """Return the increments, gauges and observations since the last call."""
-        stats = OffloadingConnectorStats()
-        now = self._facade.engine_statistics()
-        if now.faults > self._faults:
-            stats.increase_counter(_FAULTS, now.faults - self._faults)
-            self._faults = now.faults
-        self._count(stats, 0, now.primary.counts, self._primary_metrics)
-        self._take_slots(stats, now.primary)
+        """Return the increments, gauges and observations since the last call. Never raises.
+
+        A part that fails is left out, and counted.
+        """
+        sample = Sample(self._definitions, self._watch)
+        parts: list[Callable[[Sample], None]] = [self._take_state, self._take_observations]
+        for part in parts:
+            self._watch.safely("metrics", partial(part, sample))
+        # The last, since the others add to it.
+        self._watch.safely("metrics", partial(self._take_drops, sample))
+        return sample.stats
+
+    def _take_state(self, sample: Sample) -> None:
+        now = self._facade.statistics()
+        self._count(sample, 0, now.primary.counts, self._primary_metrics)
+        self._count(sample, 1, {"faults": now.faults}, _FAULT_COUNTER)
+        self._take_slots(sample, now.primary)
         for number, tier in enumerate(now.tiers):
-            self._count(stats, 1 + number, tier.counts, self._tier_metrics[number])
-            self._take_jobs(stats, tier, now.primary.slot_count)
-        self._take_observations(stats)
-        if self._tier_names:
-            self._take_backends(stats)
-        return stats
+            self._count(sample, 3 + number, tier.counts, self._tier_metrics[number])
+            self._take_jobs(sample, tier, now.primary.slot_count)
+            if tier.backend is not self._backends[number]:
+                self._backends[number] = tier.backend
+                for what, value in tier.backend.items():
+                    self._set(sample, _BACKEND, value, (tier.name, what))
 
-    def _take_backends(self, stats: OffloadingConnectorStats) -> None:
-        now = time.monotonic()
-        if now - self._backends_asked < BACKEND_S:
-            return
-        self._backends_asked = now
-        for name, counts in zip(self._tier_names, self._facade.backend_counters(), strict=True):
-            for what, value in counts.items():
-                self._set(stats, _BACKEND, value, (name, what))
+    def _take_drops(self, sample: Sample) -> None:
+        self._count(sample, 2, dict(self._watch.dropped), _DROPPED_COUNTERS)
 
-    def _take_slots(self, stats: OffloadingConnectorStats, now: PrimaryStatistics) -> None:
+    def _take_slots(self, sample: Sample, now: PrimaryStatistics) -> None:
         slots = (
             now.free_slots,
             now.filling_from_gpu_slots,
@@ -192,63 +219,54 @@ class MetricsExporter:
         self._slots = slots
         writing = (now.filling_from_gpu_slots + now.filling_from_tiers_slots) / now.slot_count
         reading = now.pinned_slots / now.slot_count
-        self._set(stats, CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC, writing + reading)
-        self._set(stats, CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC, writing)
-        self._set(stats, CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC, reading)
+        self._set(sample, CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC, writing + reading)
+        self._set(sample, CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC, writing)
+        self._set(sample, CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC, reading)
         for state, attribute in _SLOT_STATES.items():
-            self._set(stats, _SLOTS, getattr(now, attribute), state)
+            self._set(sample, _SLOTS, getattr(now, attribute), state)
 
-    def _take_jobs(
-        self, stats: OffloadingConnectorStats, now: TierStatistics, slot_count: int
-    ) -> None:
+    def _take_jobs(self, sample: Sample, now: TierStatistics, slot_count: int) -> None:
         names = TieringOffloadingMetrics
         label = (now.name,)
-        self._set(stats, names.PRIMARY_WRITE_USAGE_PERC, now.promotion_slots / slot_count, label)
-        self._set(stats, names.PRIMARY_READ_USAGE_PERC, now.cascade_slots / slot_count, label)
-        self._set(stats, names.ACTIVE_PROMOTION_JOBS, now.promotion_jobs_in_flight, label)
-        self._set(stats, names.ACTIVE_CASCADE_JOBS, now.cascade_jobs_in_flight, label)
-        self._set(stats, _BREAKER, int(BreakerState[now.breaker]), label)
+        self._set(sample, names.PRIMARY_WRITE_USAGE_PERC, now.promotion_slots / slot_count, label)
+        self._set(sample, names.PRIMARY_READ_USAGE_PERC, now.cascade_slots / slot_count, label)
+        self._set(sample, names.ACTIVE_PROMOTION_JOBS, now.promotion_jobs_in_flight, label)
+        self._set(sample, names.ACTIVE_CASCADE_JOBS, now.cascade_jobs_in_flight, label)
+        self._set(sample, _BREAKER, int(BreakerState[now.breaker]), label)
 
-    def _take_observations(self, stats: OffloadingConnectorStats) -> None:
+    def _take_observations(self, sample: Sample) -> None:
         observations = self._facade.take_observations()
         for size in observations.allocation_sizes:
-            stats.observe_histogram(CPUOffloadingMetrics.CPU_ALLOCATION_SIZE, size)
+            sample.observe(CPUOffloadingMetrics.CPU_ALLOCATION_SIZE, size)
         for seconds in observations.lookup_seconds:
-            stats.observe_histogram(
-                TieringOffloadingMetrics.LOOKUP_SYNC_DELAY, seconds, _PRIMARY_LABEL
-            )
+            sample.observe(TieringOffloadingMetrics.LOOKUP_SYNC_DELAY, seconds, _PRIMARY_LABEL)
         for name, tier in zip(self._tier_names, observations.tiers, strict=True):
             for seconds in tier.probe_seconds:
-                stats.observe_histogram(
-                    TieringOffloadingMetrics.LOOKUP_ASYNC_DELAY, seconds, (name,)
-                )
+                sample.observe(TieringOffloadingMetrics.LOOKUP_ASYNC_DELAY, seconds, (name,))
             if _PROMOTION_LATENCY is not None:
                 for seconds, success in tier.promotion_seconds:
                     result = "success" if success else "failure"
-                    stats.observe_histogram(_PROMOTION_LATENCY, seconds, (name, result))
+                    sample.observe(_PROMOTION_LATENCY, seconds, (name, result))
 
     def _count(
         self,
-        stats: OffloadingConnectorStats,
-        actor: int,
+        sample: Sample,
+        number: int,
         now: Mapping[str, float],
         metrics: Mapping[str, tuple[str, _Label]],
     ) -> None:
-        """Report how much an actor's counters have grown."""
-        before = self._counts[actor]
+        """Report how much counters have grown. One that fell counts on from where it is now."""
+        before = self._totals[number]
         if now == before:
             return
-        self._counts[actor] = now
         for name, value in now.items() - before.items():
-            grown = value - before.get(name, 0)
-            if grown and name in metrics:
+            if name in metrics:
                 metric, label = metrics[name]
-                stats.increase_counter(metric, grown, label)
+                sample.count(metric, value - before.get(name, 0), label)
+            before[name] = value  # afterwards: if that raises, it is reported the next time
 
-    def _set(
-        self, stats: OffloadingConnectorStats, metric: str, value: float, label: _Label = ()
-    ) -> None:
+    def _set(self, sample: Sample, metric: str, value: float, label: _Label = ()) -> None:
         """Report a gauge that has moved."""
         if self._gauges.get((metric, label)) != value:
             self._gauges[metric, label] = value
-            stats.set_gauge(metric, value, label)
+            sample.set(metric, value, label)

@@ -293,6 +293,11 @@ class CountsInFloats(MemoryBackend):
         return {"blocks": 1.5}
 
 
+class CountsWhatThereIsNow(MemoryBackend):
+    def counters(self) -> Mapping[str, int]:
+        return {"blocks_now": len(self._kept)}
+
+
 class ClosesOnce(MemoryBackend):
     async def close(self) -> None:
         self._kept.clear()
@@ -389,6 +394,7 @@ FLAWED: dict[type[MemoryBackend], BackendCheck] = {
     SharesAllNamespaces: conformance.namespaces_do_not_mix,
     PadsToPages: conformance.odd_block_sizes_work_or_are_refused,
     CountsInFloats: conformance.counters_are_counts,
+    CountsWhatThereIsNow: conformance.counters_are_counts,
 }
 
 

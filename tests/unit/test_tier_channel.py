@@ -19,7 +19,6 @@ from kvtier.tier_channel import (
     TAKE_BYTES_MAX,
     Begin,
     Channel,
-    Counted,
     End,
     Level,
     Logged,
@@ -55,7 +54,7 @@ TO_ENGINE = st.one_of(
     st.builds(Ready, st.builds(BackendTraits, NUMBERS, NUMBERS), st.none() | TEXTS),
     st.builds(Refused, TEXTS, st.booleans()),
     st.builds(Opened),
-    st.builds(Counted, st.dictionaries(TEXTS, NUMBERS, max_size=4)),
+    st.builds(m.Counted, st.dictionaries(TEXTS, NUMBERS, max_size=4)),
     st.builds(
         Logged,
         st.sampled_from(get_args(Level)),

@@ -128,6 +128,7 @@ class DiskBackend(Backend):
             store_part_blocks_min=part_blocks(PART_BYTES_WANTED),
             store_part_blocks_max=part_blocks(PART_BYTES_MAX),
             capacity_blocks=judged.plan.capacity_blocks,
+            levels=frozenset(["blocks", "regions_free", "regions_retired"]),
         )
         self.clock: Callable[[], float] = time.time
         self._context = context

@@ -271,7 +271,8 @@ class KVTierSide(DiskSide):
 
     @override
     def counters(self) -> Mapping[str, int]:
-        return self._tier.counters()
+        self._tier.take()
+        return self._answers.counted
 
     @override
     def cpu_seconds(self) -> float:
@@ -304,10 +305,14 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.waiting: deque[Message] = deque()
+        self.counted: Mapping[str, int] = {}  # by the backend, as it was told last
 
     def post(self, message: Message) -> bool:
         """Keep the message."""
-        self.waiting.append(message)
+        if isinstance(message, m.Counted):
+            self.counted = message.counters
+        else:
+            self.waiting.append(message)
         return True
 
     def take(self) -> list[Message]:

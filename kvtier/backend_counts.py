@@ -1,0 +1,105 @@
+"""Counters of a tier's backends, told now and then: who asks for them, and who adds them up.
+
+A backend is anybody's code, and ``counters`` may hang or wait for a lock that a
+hung call holds. So it is asked in a thread of its own, in the tier's cell, and
+what it says goes to the link as a message: nobody waits for it.
+
+A new life of the cell has a new backend, which counts from 0 again. The link
+adds up the lives, so that counters only grow. Levels (what goes up and down,
+named in ``BackendTraits.levels``) are shown as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+import anyio
+
+from kvtier import messages as m
+from kvtier.threads import DaemonThreads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from kvtier.actor import Mailbox
+
+COUNT_PAUSE_S: Final = 0.1
+"""A backend is asked at most so often while its tier works ..."""
+
+COUNT_PAUSE_S_MAX: Final = 1.0
+"""... and so often while it doesn't."""
+
+LAST_COUNT_S: Final = 0.2
+"""A life that ends waits so long for the last counts."""
+
+
+class Counting:
+    """Tells the link what a backend counts. Loop thread only."""
+
+    def __init__(self, name: str, counters: Callable[[], dict[str, int]], link: Mailbox) -> None:
+        self._counters = counters
+        self._link = link
+        self._threads = DaemonThreads(1, f"kvtier-{name}-counters")
+        self._told: dict[str, int] = {}
+        self._wanted = asyncio.Event()
+
+    def want(self) -> None:
+        """Note that there may be something new to count."""
+        self._wanted.set()
+
+    async def go_on(self) -> None:
+        """Ask and tell, until cancelled."""
+        while True:
+            await self._tell()
+            await anyio.sleep(COUNT_PAUSE_S)
+            with anyio.move_on_after(COUNT_PAUSE_S_MAX - COUNT_PAUSE_S):
+                await self._wanted.wait()
+            self._wanted.clear()
+
+    async def end(self) -> None:
+        """Ask for the last time, and don't insist."""
+        with anyio.move_on_after(LAST_COUNT_S):
+            await self._tell()
+        self._threads.stop()
+
+    async def _tell(self) -> None:
+        with suppress(OSError):  # no thread can be started: the next time, maybe
+            counted = await self._threads.run(self._counters)
+            if counted != self._told:
+                self._told = counted
+                self._link.post(m.Counted(counters=counted))
+
+
+class BackendCounts:
+    """Adds up what the backends of one tier have counted, one life after the other."""
+
+    def __init__(self) -> None:
+        self.levels: frozenset[str] = frozenset()  #: names of what goes up and down
+        self.total: Mapping[str, int] = {}  #: replaced, never changed
+        self._ended: dict[str, int] = {}  # counted in lives that are over
+        self._told: Mapping[str, int] = {}  # in this one
+
+    def take(self, told: Mapping[str, int]) -> None:
+        """Take in what the backend of this life has counted so far."""
+        for name, count in self._told.items():
+            # A count that fell begins anew, as if with another life.
+            if name not in self.levels and told.get(name, count) < count:
+                self._ended[name] = self._ended.get(name, 0) + count
+        self._told = {**self._told, **told}
+        self._add_up()
+
+    def begin_anew(self) -> None:
+        """Note that another life begins: what goes up and down is not known of it."""
+        for name, count in self._told.items():
+            if name not in self.levels:
+                self._ended[name] = self._ended.get(name, 0) + count
+        self._told = {}
+        self._add_up()
+
+    def _add_up(self) -> None:
+        total = dict(self._ended)
+        for name, count in self._told.items():
+            total[name] = count if name in self.levels else total.get(name, 0) + count
+        self.total = total

@@ -1,0 +1,186 @@
+"""No method of a backend can hold up a facade call: none of them runs on the scheduler's thread.
+
+The backend is a third party's, found by its entry point. Each of its methods in
+turn hangs for ever with the lock that all the others want, in a thread cell and
+in a process.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvtier import Namespace, RuntimeConfig, SlotMemory, open_runtime
+from kvtier.backend import Backend
+from tests.patience import PATIENCE_S
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvtier import SchedulerFacade
+
+BLOCK = 4096
+SLOTS = 8
+AT_START = {"from_options", "place"}  #: before any cell runs
+HANGING = sorted(
+    name
+    for name, member in vars(Backend).items()
+    if not name.startswith("_") and (callable(member) or isinstance(member, property))
+)
+METHODS = [name for name in HANGING if name not in AT_START and name != "on_lost"]
+AT_END = {"close", "busy_threads"}
+CASES = [(name, cell) for name in METHODS for cell in ("thread", "process")]
+CASES.remove(("busy_threads", "process"))  # not asked: the process's end is the fence
+
+MODULE = '''
+import inspect
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+from kvtier_backends.memory import MemoryBackend
+
+LOCK = threading.Lock()
+
+
+class Hung(MemoryBackend):
+    """Hangs in one method, with the lock that all the others want."""
+
+    type_name = "hung"
+
+    @classmethod
+    def from_options(cls, options, context):
+        options = dict(options)
+        hangs_in, marker = options.pop("hangs_in"), Path(options.pop("marker"))
+        made = super().from_options(options, context)
+        made.hangs_in, made.marker = hangs_in, marker
+        if hangs_in == "probe":  # asked only where others may change what is there
+            made.traits = replace(made.traits, capacity_blocks=None)
+        return made
+
+    def wait_for_ever(self, name):
+        with LOCK:
+            if name == self.hangs_in:
+                self.marker.touch()
+                threading.Event().wait()
+
+
+def locked(name):
+    real = getattr(MemoryBackend, name)
+    if inspect.iscoroutinefunction(real):
+
+        async def method(self, *arguments):
+            self.wait_for_ever(name)
+            return await real(self, *arguments)
+    else:
+
+        def method(self, *arguments):
+            self.wait_for_ever(name)
+            return real(self, *arguments)
+
+    return method
+
+
+for name in METHODS:
+    setattr(Hung, name, locked(name))
+'''
+
+
+@pytest.fixture
+def _hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install the third party's package."""
+    site = tmp_path / "site"
+    info = site / "hung_backend-1.dist-info"
+    info.mkdir(parents=True)
+    (site / "hung_backend.py").write_text(f"METHODS = {METHODS!r}\n{MODULE}")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hung-backend\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[kvtier.backends]\nhung = hung_backend:Hung\n")
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.delitem(sys.modules, "hung_backend", raising=False)
+
+
+def use(
+    facade: SchedulerFacade, memory: SlotMemory, marker: Path, told: list[str], method: str
+) -> None:
+    """Make every call of a scheduler, until the backend hangs and after that."""
+    steps = 0
+    hung_for = 0
+    deadline_s = time.monotonic() + PATIENCE_S / 2
+    while hung_for < 3:
+        steps += 1
+        hung_for += marker.exists()
+        has_stored = facade.statistics().tiers[0].counts["write_bytes"]
+        if not hung_for and (time.monotonic() > deadline_s or (method in AT_END and has_stored)):
+            break
+        if not hung_for:
+            request, keys = f"r{steps}", [b"%032d" % (3 * (steps % 5) + n) for n in range(3)]
+            facade.on_request_started(request)
+            while facade.lookup_prefix(keys, request) is None:
+                facade.step_end()
+                time.sleep(0)
+            grant = facade.prepare_store(keys, request)
+            facade.complete_store(grant.keys if grant else [], request)
+            facade.touch(keys, request)
+            facade.on_request_finished(request)
+        facade.step_end()
+        for call in (
+            facade.get_finished,
+            facade.has_pending_work,
+            facade.statistics,
+            facade.take_events,
+            facade.take_observations,
+        ):
+            call()
+        told.append("step")
+        time.sleep(0)
+    facade.reset()
+    facade.on_reset_flushed()
+    # What the primary tier has is stored and read, whatever the tier does.
+    facade.on_request_started("last")
+    key = b"last".ljust(32)
+    grant = facade.prepare_store([key], "last")
+    if grant is not None:  # the tier may hold all slots
+        memory.view(grant.slots[0])[:] = bytes(BLOCK)
+        facade.complete_store(grant.keys, "last")
+        assert facade.lookup(key, "last") is True
+        facade.complete_load([key], "last") if facade.prepare_load([key], "last") else None
+    facade.on_request_finished("last")
+    facade.step_end()
+    facade.statistics()
+    told.append("used")
+    facade.close()
+    told.append("closed")
+
+
+@pytest.mark.usefixtures("_hung")
+@pytest.mark.parametrize(("method", "cell"), CASES)
+def test_a_backend_that_hangs_with_its_lock_holds_up_no_facade_call(
+    method: str, cell: str, tmp_path: Path
+) -> None:
+    marker = tmp_path / "hangs"
+    tier = {
+        "type": "hung",
+        "hangs_in": method,
+        "marker": str(marker),
+        "capacity_bytes": 12 * BLOCK,
+        "cell": cell,
+        "probe_timeout_s": 0.05,
+        "promote_timeout_s": 0.05,
+        "store_timeout_s": 0.05,
+    }
+    config = RuntimeConfig.from_mapping(
+        {"secondary_tiers": [tier], "close_timeout_s": 1.0}, slot_count=SLOTS, block_bytes=BLOCK
+    )
+    memory = SlotMemory.anonymous(SLOTS, BLOCK)
+    facade = open_runtime(config, memory, Namespace({"m": 1}), collect_events=True)
+    told: list[str] = []
+    user = threading.Thread(target=use, args=(facade, memory, marker, told, method), daemon=True)
+    user.start()
+    user.join(PATIENCE_S)
+    assert not user.is_alive(), f"a facade call hangs after {told[-3:]}"
+    assert told[-1] == "closed", told[-3:]
+    assert marker.exists(), "the test never called it"

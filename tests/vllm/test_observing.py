@@ -1,0 +1,299 @@
+"""Metrics, events and labels: what fails in them is dropped and counted, and never ends vLLM."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+    OffloadPromMetrics,
+)
+
+from kvtier.facade import SchedulerFacade
+from kvtier.metrics import (
+    Observations,
+    PrimaryCounts,
+    PrimaryStatistics,
+    Statistics,
+    TierCounts,
+    TierObservations,
+    TierStatistics,
+)
+from kvtier.primary_tier import PrimaryTier
+from kvtier.settings import read_settings
+from kvtier.tier_link import TierLink
+from kvtier.vllm import KVTierOffloadingSpec, metrics
+from kvtier.vllm.manager import KVTierManager
+from kvtier.vllm.metrics import MetricsExporter
+from kvtier.vllm.watch import DROPS, Sample, Watch
+from tests.vllm.children import run_scenario
+from tests.vllm.engine import engine, kvtier_config, make_prompts
+from tests.vllm.managers import manager
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+TIERS = [
+    {"type": "memory", "capacity_bytes": 1 << 20},
+    {"type": "memory", "capacity_bytes": 1 << 20},
+]
+EXTRA = kvtier_config(secondary_tiers=TIERS, store_threshold=2)
+CONFIG = read_settings(EXTRA, slot_count=8, block_bytes=4096)
+DROPPED = "kvtier:samples_dropped"
+
+
+class FrontEnd:
+    """vLLM's own end: what its front end makes of the statistics, with a registry of its own."""
+
+    def __init__(self, extra_config: Mapping[str, Any]) -> None:
+        self.registry = CollectorRegistry()
+        transfer = type("Transfer", (), {"kv_connector_extra_config": extra_config})
+        self._metrics = OffloadPromMetrics(
+            type("Config", (), {"kv_transfer_config": transfer}),
+            {kind: partial(kind, registry=self.registry) for kind in (Counter, Gauge, Histogram)},
+            ["engine"],
+            {0: ["0"]},
+        )
+
+    def take(self, stats: OffloadingConnectorStats | None) -> None:
+        """Do all that vLLM does with the statistics of a step."""
+        if stats is None:
+            return
+        both = OffloadingConnectorStats().aggregate(stats)
+        both.reduce()
+        self._metrics.observe(both.data)
+
+    def value(self, metric: str, **labels: str) -> float | None:
+        """Return what a scrape would see."""
+        return self.registry.get_sample_value(metric, {"engine": "0", **labels})
+
+    def samples(self) -> dict[str, list[tuple[str, ...]]]:
+        """Return the labels of each metric that has any sample."""
+        return {
+            family.name: [tuple(sample.labels.values()) for sample in family.samples]
+            for family in self.registry.collect()
+            if family.samples
+        }
+
+
+# --- what is counted is exported ---
+
+
+def test_each_counter_reaches_vllm_and_no_table_names_another() -> None:
+    """They are matched by name: one that is renamed would vanish without a word."""
+    assert metrics._TIER_COUNTERS.keys() == vars(TierCounts()).keys()
+    primary = metrics._PRIMARY_COUNTERS.keys() | {"stores_skipped"}
+    assert primary == vars(PrimaryCounts()).keys()
+    slots = set(metrics._SLOT_STATES.values())
+    assert slots <= set(PrimaryStatistics.__struct_fields__)
+
+
+def test_every_counter_is_there_from_the_first_step_on_with_all_labels() -> None:
+    """A rate that first sees a series with its first event misses that event."""
+    front = FrontEnd(EXTRA)
+    with manager(secondary_tiers=TIERS, store_threshold=2) as ours:
+        assert ours.has_pending_work(), "an idle engine would not step"
+        ours.facade.step_end()
+        front.take(ours.get_stats())
+    for metric in [*metrics._TIER_COUNTERS.values()]:
+        for tier in ("1:memory", "2:memory"):
+            assert front.value(f"{metric}_total", tier=tier) == 0, (metric, tier)
+    for metric, label in metrics._PRIMARY_COUNTERS.values():
+        labels = {"tier": label[0]} if label else {}
+        assert front.value(f"{metric}_total", **labels) == 0, metric
+    assert front.value("vllm:kv_offload_stores_skipped_total") == 0
+    assert front.value("kvtier:faults_total") == 0
+    for what in DROPS:
+        assert front.value(f"{DROPPED}_total", what=what) == 0
+    own = {name for name in front.samples() if name.startswith("kvtier:")}
+    declared = {name for name in KVTierOffloadingSpec.metrics(EXTRA) if name.startswith("kvtier:")}
+    assert own == declared
+
+
+# --- what raises ---
+
+
+def broken(*_: object, **__: object) -> NoReturn:
+    raise RuntimeError("as broken as can be")
+
+
+def methods(owner: type) -> Iterator[tuple[type, str]]:
+    for name, _ in inspect.getmembers(owner, inspect.isfunction):
+        if not name.startswith("__"):
+            yield owner, name
+
+
+PARTS = [
+    *methods(MetricsExporter),
+    *methods(Sample),
+    (KVTierManager, "_translated"),
+    (KVTierManager, "_all_events"),
+    (KVTierManager, "_labels"),
+    (SchedulerFacade, "statistics"),
+    (SchedulerFacade, "take_observations"),
+    (SchedulerFacade, "take_events"),
+    (PrimaryTier, "statistics"),
+    (TierLink, "statistics"),
+    (OffloadingConnectorStats, "increase_counter"),
+    (OffloadingConnectorStats, "set_gauge"),
+    (OffloadingConnectorStats, "observe_histogram"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name"), PARTS, ids=lambda each: getattr(each, "__name__", each))
+def test_whatever_part_of_observing_raises_vllm_never_sees_it(owner: type, name: str) -> None:
+    """Each of these is called in a step of the engine, where one exception ends the server."""
+    front = FrontEnd(EXTRA)
+    with manager(secondary_tiers=TIERS, store_threshold=2) as ours:
+        with patch.object(owner, name, broken):
+            for _ in range(3):
+                ours.facade.step_end()
+                ours.facade._primary.allocation_sizes.add(3)
+                ours.facade._primary.counts.evictions += 1
+                front.take(ours.get_stats())
+                assert list(ours.take_events()) == []
+                assert ours.config_info()
+        dropped = sum(ours._watch.dropped.values())
+        assert dropped, "the test broke nothing that is called"
+        ours.facade._primary.counts.evictions += 1
+        front.take(ours.get_stats())
+        seen = sum(front.value(f"{DROPPED}_total", what=what) or 0 for what in DROPS)
+        assert seen == dropped
+        assert front.value("kvtier:primary_evictions_total")
+
+
+def test_a_fault_of_one_kind_is_in_the_log_once(capsys: pytest.CaptureFixture[str]) -> None:
+    watch = Watch()
+    for _ in range(3):
+        assert watch.safely("events", broken) is None
+        watch.drop("counter_fell", "kvtier:faults", -1)
+    said = capsys.readouterr().out
+    assert said.count("observing failed") == 1
+    assert said.count("value is dropped") == 1
+    assert watch.dropped["events"] == watch.dropped["counter_fell"] == 3
+
+
+# --- what is none of vLLM's numbers ---
+
+
+class History:
+    """A facade whose counters do what they like. It has what the exporter asks for."""
+
+    def __init__(self) -> None:
+        self.primary: dict[str, float] = dict.fromkeys(vars(PrimaryCounts()), 0)
+        self.tiers = [dict.fromkeys(vars(TierCounts()), 0.0) for _ in TIERS]
+        self.backends: list[dict[str, Any]] = [{} for _ in TIERS]
+        self.faults = 0
+
+    def statistics(self) -> Statistics:
+        nothing = dict.fromkeys(
+            set(PrimaryStatistics.__struct_fields__) - {"slot_count", "counts"}, 0
+        )
+        known = {"name", "breaker", "counts", "backend", "backend_levels"}
+        idle = dict.fromkeys(set(TierStatistics.__struct_fields__) - known, 0)
+        return Statistics(
+            primary=PrimaryStatistics(slot_count=8, counts=dict(self.primary), **nothing),
+            tiers=tuple(
+                TierStatistics(
+                    name=tier.name,
+                    breaker="CLOSED",
+                    counts=dict(counts),
+                    backend=dict(backend),
+                    **idle,
+                )
+                for tier, counts, backend in zip(
+                    CONFIG.tiers, self.tiers, self.backends, strict=True
+                )
+            ),
+            faults=self.faults,
+        )
+
+    def take_observations(self) -> Observations:
+        none = TierObservations(probe_seconds=[float("nan")], promotion_seconds=[])
+        return Observations(allocation_sizes=[], lookup_seconds=[], tiers=(none,) * len(TIERS))
+
+
+COUNT = st.one_of(st.integers(-5, 50), st.floats(-5.0, 50.0))
+ANYTHING = st.one_of(
+    st.integers(-5, 50),
+    st.floats(allow_nan=True, allow_infinity=True),
+    st.sampled_from([10**400, -(10**30), None, "7", True]),
+)
+STEPS = st.lists(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("primary"), st.sampled_from(["hits", "evictions"]), COUNT),
+            st.tuples(st.just("tier"), st.sampled_from(["hits", "read_seconds"]), COUNT),
+            st.tuples(st.just("backend"), st.text(max_size=3), ANYTHING),
+            st.tuples(st.just("restart"), st.just(""), st.none()),
+            st.tuples(st.just("faults"), st.just(""), st.integers(-5, 5)),
+        ),
+        max_size=4,
+    ),
+    max_size=8,
+)
+
+
+@settings(deadline=None)
+@given(steps=STEPS)
+def test_whatever_counters_do_vllms_front_end_takes_it_and_shows_no_fall(steps: list[Any]) -> None:
+    """Counters that fall, backends that begin again at 0, values that are none."""
+    facade, watch = History(), Watch()
+    exporter = MetricsExporter(
+        facade,  # type: ignore[arg-type]
+        CONFIG,
+        KVTierOffloadingSpec.metrics(EXTRA),
+        watch,
+    )
+    front = FrontEnd(EXTRA)
+    shown = 0.0
+    for step in steps:
+        for kind, name, value in step:
+            if kind == "primary":
+                facade.primary[name] = value
+            elif kind == "tier":
+                facade.tiers[1][name] = value
+            elif kind == "backend":
+                facade.backends[0][name] = value
+            elif kind == "faults":
+                facade.faults = value
+            else:
+                facade.backends[0] = {}
+                facade.tiers[1] = dict.fromkeys(facade.tiers[1], 0.0)
+        front.take(exporter.take())
+        now = front.value("kvtier:primary_evictions_total") or 0.0
+        assert now >= shown
+        shown = now
+
+
+# --- on a real engine ---
+
+
+def preempted(model: str) -> dict[str, Any]:
+    """Crowd a small engine, so that requests lose their blocks and come back."""
+    config = kvtier_config(cpu_bytes_to_use=24 * 65_536)
+    prompts = make_prompts(8, 230)
+    with engine(model, config, blocks=24) as running:
+        running.run(prompts, 8)
+        for _ in range(4):
+            running.forget()
+            running.run(prompts, 150)
+        return {"metrics": running.metrics(), "statistics": running.settle()}
+
+
+def test_preempted_requests_whose_blocks_go_meanwhile_end_no_engine(
+    llama: Path, log_folder: Path
+) -> None:
+    """Ordinary traffic: their hits were taken back, and vLLM's counter refused to fall."""
+    told = run_scenario(preempted, log_folder=log_folder, model=str(llama))
+    assert told["metrics"]["vllm:num_preemptions"] > 0
+    assert told["metrics"]['vllm:kv_offload_tiering_chunk_hits{tier="0:primary"}'] > 0
+    assert told["metrics"]['kvtier:samples_dropped{what="counter_fell"}'] == 0
