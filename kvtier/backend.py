@@ -157,8 +157,12 @@ class Backend(ABC):
     def from_options(cls, options: Mapping[str, Any], context: BackendContext) -> Backend:
         """Build from the tier's own configuration keys.
 
-        Runs on the thread that starts the engine, before any cell runs. Raises
-        ``ConfigError`` for an unknown key, a wrong type or an unusable place.
+        Runs before any cell, in a thread of its own or in the tier's process, and
+        may wait for storage: the engine stops to wait after ``start_timeout_s``.
+        Raises ``ConfigError`` for an unknown key, a wrong type or an unusable
+        place. One that is raised ``from`` an ``OSError`` or a ``StoreFault``, or
+        these themselves, say that the storage is in trouble, which may pass:
+        with ``on_unusable`` the engine then starts without the tier.
         """
 
     @property

@@ -8,7 +8,7 @@ them, and keep their meaning; the others are kvtier's own. A bad value raises
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast, get_args
 
 from kvtier.backend import CellKind
 from kvtier.errors import ConfigError
@@ -31,6 +31,12 @@ _NO_BACKPRESSURE: Final = (
 )
 
 
+OnUnusable: TypeAlias = Literal["refuse", "start_without"]
+"""What an engine does whose tier can't be used while it starts."""
+
+START_TIMEOUT_S_MAX: Final = 3600.0
+
+
 @dataclass(frozen=True)
 class TierConfig:
     """One entry of ``secondary_tiers``: what the layers above the backend read."""
@@ -48,6 +54,8 @@ class TierConfig:
     probe_timeout_s: float = 1.0
     promote_timeout_s: float = 10.0
     store_timeout_s: float = 60.0
+    start_timeout_s: float = 60.0  #: for the backend to be made: then its storage hangs
+    on_unusable: OnUnusable = "refuse"  #: what if the storage can't be used at the start
 
     @classmethod
     def from_mapping(
@@ -77,6 +85,12 @@ class TierConfig:
             probe_timeout_s=options.number("probe_timeout_s", cls.probe_timeout_s),
             promote_timeout_s=options.number("promote_timeout_s", cls.promote_timeout_s),
             store_timeout_s=options.number("store_timeout_s", cls.store_timeout_s),
+            start_timeout_s=options.number(
+                "start_timeout_s", cls.start_timeout_s, maximum=START_TIMEOUT_S_MAX
+            ),
+            on_unusable=cast(
+                "OnUnusable", options.text("on_unusable", "refuse", choices=get_args(OnUnusable))
+            ),
             options={
                 key: value
                 for key, value in values.items()
@@ -115,6 +129,8 @@ _TIER_KEYS: Final = frozenset(
         "probe_timeout_s",
         "promote_timeout_s",
         "store_timeout_s",
+        "start_timeout_s",
+        "on_unusable",
     }
 )
 

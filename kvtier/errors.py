@@ -19,6 +19,13 @@ class ConfigError(Misuse, ValueError):
     """Raised at start for a bad setting. The text names key, value and remedy."""
 
 
+class StorageUnusable(ConfigError):
+    """Raised at start when what a setting names can't be used now: it hangs, fails, or isn't there.
+
+    The setting may be right. Mend the storage, or have the engine start without it.
+    """
+
+
 class Closed(Misuse):
     """Raised when *you* use a runtime after closing it. Open a new one."""
 

@@ -36,7 +36,10 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from kvtier.backend import Outcome  # noqa: TC001 - msgspec reads it to decode a message
+from kvtier.backend import (  # noqa: TC001 - msgspec reads them to decode a message
+    BackendTraits,
+    Outcome,
+)
 
 Key: TypeAlias = bytes
 GROUP_BYTES: Final = 4
@@ -433,7 +436,12 @@ class TierFenced(Message, frozen=True, gc=False):
 
 
 class TierRestarted(Message, frozen=True, gc=False):
-    """A fresh cell serves the tier; what it knew is forgotten."""
+    """A fresh cell serves the tier; what it knew is forgotten.
+
+    ``traits``: its backend's; None if they are as they were.
+    """
+
+    traits: BackendTraits | None = None
 
 
 # --- secondary tier ↔ its backend's driver ---

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.admission.base import AdmissionPolicy
 from kvtier.backend import Backend
 from kvtier.config import ADMIT_ALL
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, StorageUnusable, StoreFault
 from kvtier.options import Options, shown
 from kvtier.policies.base import EvictionPolicy
 
@@ -19,6 +20,18 @@ if TYPE_CHECKING:
     from kvtier.backend import BackendContext, BackendTraits
     from kvtier.config import TierConfig
 
+_MISTAKES: Final = frozenset(
+    {
+        errno.EEXIST,
+        errno.EINVAL,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.ENOTDIR,
+    }
+)
+"""These don't pass by themselves: a path is wrong."""
+
 BACKENDS: Final = "kvtier.backends"
 POLICIES: Final = "kvtier.eviction_policies"
 ADMISSIONS: Final = "kvtier.admission_policies"
@@ -28,10 +41,31 @@ NOT_YET: Final = frozenset({"example", "kvcr", "obj", "p2p"})
 
 
 def make_backend(config: TierConfig, context: BackendContext) -> Backend:
-    """Build the backend of one tier. Raises ``ConfigError`` for an unknown type."""
+    """Build the backend of one tier; may wait for its storage without end.
+
+    Raises ``ConfigError`` for an unknown type or a bad setting, and
+    ``StorageUnusable`` where it is the storage that is in trouble.
+    """
     found = _find(BACKENDS, config.type, f"secondary tier {config.name}: type", Backend)
-    backend: Backend = found.from_options(config.options, context)
+    try:
+        backend: Backend = found.from_options(config.options, context)
+    except ConfigError as refusal:
+        if _is_trouble(refusal.__cause__):
+            raise StorageUnusable(str(refusal)) from refusal
+        raise
+    except (OSError, StoreFault) as trouble:
+        raise StorageUnusable(
+            f"secondary tier {config.name}: its storage can't be used "
+            f"({type(trouble).__name__}: {trouble}). Mend it, or name another."
+        ) from trouble
     return backend
+
+
+def _is_trouble(cause: BaseException | None) -> bool:
+    """Tell whether this is what storage says that is in trouble, and not of a wrong setting."""
+    if isinstance(cause, OSError):
+        return cause.errno not in _MISTAKES
+    return isinstance(cause, StoreFault)
 
 
 def backend_class(kind: str) -> type[Backend]:

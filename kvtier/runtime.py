@@ -43,8 +43,9 @@ def open_runtime(
     ``memory`` stays the caller's: release it after ``close()`` has returned
     True. ``namespace`` names everything that changes the bytes of a block.
     ``collect_events``: fill ``take_events()``, which must then be drained.
-    Raises ``ConfigError`` before any thread runs; a tier whose backend fails
-    later is cut off, and the runtime goes on without it.
+    Raises ``ConfigError`` before any tier is served, and waits for each tier's
+    storage for ``start_timeout_s`` at most; a tier whose backend fails later is
+    cut off, and the runtime goes on without it.
     """
     if memory.slot_count != config.slot_count or memory.block_bytes != config.block_bytes:
         raise ConfigError(
@@ -152,8 +153,8 @@ def _make_tiers(
             )
             tiers.append(host)
             link.tier = host
-            link.tells_uses = host.traits.capacity_blocks is not None
-            link.backend_counts.levels = host.traits.levels
+            if host.traits is not None:  # else told when the tier can be used
+                link.meet(host.traits)
             _check_place(host, owner_of)
     except BaseException:
         for made in tiers:

@@ -8,6 +8,7 @@ its thread and nothing else.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import ctypes
 import errno
 import os
@@ -16,7 +17,8 @@ import threading
 import weakref
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
@@ -102,6 +104,41 @@ class _Answers:
 
 
 _answers: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, _Answers]] = WeakKeyDictionary()
+
+
+class BoundedCall(Generic[T]):
+    """One call, in a daemon thread of its own: whoever waits for it can stop to.
+
+    The caller's context variables hold in it. Any thread may wait.
+    """
+
+    def __init__(self, call: Callable[[], T], name: str) -> None:
+        """Begin the call. Raises ``RuntimeError`` if no thread can be started."""
+        self._ended = threading.Event()
+        self._result: T
+        self._error: BaseException | None = None
+        context = contextvars.copy_context()
+        threading.Thread(
+            target=self._run, args=(partial(context.run, call),), name=name, daemon=True
+        ).start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the call is over, or the time. False: it still runs, and may for ever."""
+        return self._ended.wait(timeout_s)
+
+    def result(self) -> T:
+        """Return what the call returned, or raise what it raised. Waits for that, if need be."""
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def _run(self, call: Callable[[], T]) -> None:
+        try:
+            self._result = call()
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            self._error = error
+        self._ended.set()
 
 
 class DaemonThreads:

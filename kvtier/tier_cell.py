@@ -48,17 +48,22 @@ class TierHost(Protocol):
     """
 
     name: str
+    unusable_for: str | None
+    """Why the tier can't be used at the start, and begins cut off; None: it can."""
 
     @property
-    def traits(self) -> BackendTraits:
-        """The backend's."""
+    def traits(self) -> BackendTraits | None:
+        """The backend's; None while there is none yet."""
 
     @property
     def place(self) -> str | None:
         """The backend's."""
 
     def start(self) -> None:
-        """Have the backend opened and messages delivered. Nothing here waits for that."""
+        """Have the backend opened and messages delivered. Nothing here waits for that.
+
+        Without a backend: tell the link so, and try to make one until that works.
+        """
 
     def post(self, message: Message) -> bool:
         """Take a message for the tier's actor; it is delivered after the next ``wake``.

@@ -66,10 +66,14 @@ class Ready(m.Message, frozen=True, gc=False):
 
 
 class Refused(m.Message, frozen=True, gc=False):
-    """The backend could not be made. ``is_setting``: because of a bad setting."""
+    """The backend could not be made. ``is_setting``: because of a bad setting.
+
+    ``is_trouble``: the storage that it names is in trouble, which may pass.
+    """
 
     reason: str
     is_setting: bool
+    is_trouble: bool = False
 
 
 class Opened(m.Message, frozen=True, gc=False):

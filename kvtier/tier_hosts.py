@@ -1,12 +1,18 @@
-"""Chooses what a tier's cell runs in, and makes it: a thread, or a process of its own."""
+"""Chooses what a tier's cell runs in, and makes it: a thread, or a process of its own.
+
+What may touch storage runs elsewhere, with a deadline: an engine starts, or says
+why not, whatever its storage does.
+"""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, StorageUnusable
 from kvtier.registry import backend_class, make_backend, policy_maker
+from kvtier.starting import hangs, with_the_way_out
+from kvtier.threads import BoundedCall
 from kvtier.tier_process import TierProcess
 from kvtier.tier_thread import TierThread
 
@@ -14,10 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvtier.actor import Mailbox
-    from kvtier.backend import BackendContext
+    from kvtier.backend import Backend, BackendContext
     from kvtier.config import TierConfig
     from kvtier.memory import SlotMemory
-    from kvtier.policies.base import EvictionPolicy
     from kvtier.tier_cell import TierHost
 
 
@@ -31,30 +36,22 @@ def make_host(
 ) -> TierHost:
     """Make a tier's backend, and what runs it. Raises ``ConfigError``; nothing runs then.
 
+    Waits for the backend for ``start_timeout_s`` at most. If its storage can't be
+    used, and ``on_unusable`` is ``start_without``, the host has no backend: once
+    started, it cuts the tier off, and takes it up as soon as it can be used.
+
     A cell runs where the configuration says, else where its backend prefers;
     in a thread in any case if no other process can map the memory.
     """
-    if runs_in_process(tier, memory):
-        host = TierProcess(tier, context, memory, link, messages_max=messages_max)
+    in_process = runs_in_process(tier, memory)
+    host = (_process if in_process else _thread)(tier, context, memory, link, messages_max)
+    if host.traits is not None:
         try:
-            _check_policy(policy_maker(tier, host.traits))
+            _check_policy(tier, host)
         except BaseException:
             host.close(0.0)
             raise
-        return host
-    make = partial(make_backend, tier, context)
-    backend = make()
-    policy = policy_maker(tier, backend.traits)
-    _check_policy(policy)
-    return TierThread(
-        tier.name,
-        backend,
-        memory,
-        link,
-        messages_max=messages_max,
-        make_backend=make,
-        make_policy=policy,
-    )
+    return host
 
 
 def runs_in_process(tier: TierConfig, memory: SlotMemory) -> bool:
@@ -68,7 +65,79 @@ def runs_in_process(tier: TierConfig, memory: SlotMemory) -> bool:
     return wanted == "process" and memory.descriptor is not None
 
 
-def _check_policy(make_policy: Callable[[], EvictionPolicy] | None) -> None:
+def _process(
+    tier: TierConfig,
+    context: BackendContext,
+    memory: SlotMemory,
+    link: Mailbox,
+    messages_max: int,
+) -> TierHost:
+    host = TierProcess(tier, context, memory, link, messages_max=messages_max)
+    try:
+        host.make()
+    except StorageUnusable as trouble:
+        host.unusable_for = _reason_to_go_on(tier, trouble)
+    return host
+
+
+def _thread(
+    tier: TierConfig,
+    context: BackendContext,
+    memory: SlotMemory,
+    link: Mailbox,
+    messages_max: int,
+) -> TierHost:
+    make = partial(make_backend, tier, context)
+    first = BoundedCall(partial(_with_place, make), f"kvtier-{tier.name}-start")
+    found: tuple[Backend | None, str | None] = (None, None)
+    trouble: str | None = None
+    try:
+        if not first.wait(tier.start_timeout_s):
+            raise hangs(tier)
+        found = first.result()
+    except StorageUnusable as error:
+        trouble = _reason_to_go_on(tier, error)
+    host = TierThread(
+        tier.name,
+        found[0],
+        memory,
+        link,
+        messages_max=messages_max,
+        make_backend=_after(first, make) if trouble else make,
+        policy_of=partial(policy_maker, tier),
+    )
+    host.place_found = found[1]
+    host.unusable_for = trouble
+    return host
+
+
+def _with_place(make: Callable[[], Backend]) -> tuple[Backend, str | None]:
+    backend = make()
+    return backend, backend.place  # which may look at the storage too
+
+
+def _after(
+    first: BoundedCall[tuple[Backend, str | None]], make: Callable[[], Backend]
+) -> Callable[[], Backend]:
+    """Return a ``make`` that waits for the call that hangs, so that no second one hangs too."""
+    calls = [first] if not first.wait(0.0) else []
+
+    def make_next() -> Backend:
+        return calls.pop().result()[0] if calls else make()
+
+    return make_next
+
+
+def _reason_to_go_on(tier: TierConfig, trouble: StorageUnusable) -> str:
+    """Return why the tier is cut off from the start; raise that, if that is no reason to."""
+    if tier.on_unusable == "refuse":
+        raise with_the_way_out(trouble) from trouble
+    return str(trouble)
+
+
+def _check_policy(tier: TierConfig, host: TierHost) -> None:
     """Refuse an unknown policy here, at the door."""
+    assert host.traits is not None
+    make_policy = policy_maker(tier, host.traits)
     if make_policy is not None:
         make_policy()

@@ -30,6 +30,7 @@ from kvtier.states import BreakerState
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvtier.backend import BackendTraits
     from kvtier.config import RuntimeConfig, TierConfig
     from kvtier.messages import Key
 
@@ -126,6 +127,11 @@ class TierLink(Actor):
         self._abandoned_slots = 0
         self._next_id = 0
         self._now = 0.0
+
+    def meet(self, traits: BackendTraits) -> None:
+        """Learn what the tier's backend is like."""
+        self.tells_uses = traits.capacity_blocks is not None
+        self.backend_counts.levels = traits.levels
 
     # --- what the primary tier asks for ---
 
@@ -353,8 +359,10 @@ class TierLink(Actor):
                 self._end_promotion(job, (Outcome.FAILED,) * len(job.keys))
         self._tell_usable()
 
-    def _tier_restarted(self, _message: m.TierRestarted) -> None:
+    def _tier_restarted(self, message: m.TierRestarted) -> None:
         """Go on with a fresh cell. Only after TierFenced."""
+        if message.traits is not None:
+            self.meet(message.traits)
         self._breaker.restarted()
         self.backend_counts.begin_anew()
         self._full_until = 0.0

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -23,10 +24,12 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kvtier import messages as m
-from kvtier.errors import ConfigError, InternalError, StoreFault
+from kvtier.errors import ConfigError, InternalError, StorageUnusable, StoreFault
 from kvtier.logs import log
 from kvtier.restarts import RESTART_PAUSE_S, RESTART_PAUSE_S_MAX, RestartPause
 from kvtier.spawning import spawn
+from kvtier.starting import hangs
+from kvtier.threads import BoundedCall
 from kvtier.tier_cell import ABANDON_S, TierHost
 from kvtier.tier_channel import (
     Begin,
@@ -48,9 +51,12 @@ if TYPE_CHECKING:
     from kvtier.memory import SlotMemory
     from kvtier.messages import Message
 
-START_TIMEOUT_S: Final = 60.0
 OPEN_TIMEOUT_S: Final = 600.0
+KILL_S: Final = 0.5
+"""A process that was killed and is not gone by then sits in a call that can't be interrupted."""
+
 _CLOSE_POLL_S: Final = 0.01
+_START_POLL_S: Final = 0.1
 
 _PROGRAM: Final = (
     "import sys; sys.path[:] = sys.argv[6:]; "
@@ -61,8 +67,7 @@ _PROGRAM: Final = (
 class TierProcess(TierHost):
     """Runs one tier's cell in a process, and another one when it is gone.
 
-    Building it starts the first process and waits until the backend is made.
-    Raises ``ConfigError`` for a bad setting. ``close`` it, also if it was not started.
+    ``make`` it first. ``close`` it, also if it was not started.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class TierProcess(TierHost):
         messages_max: int,
     ) -> None:
         self.name = tier.name
+        self.unusable_for: str | None = None
         self._tier = tier
         self._context = context
         self._memory = memory
@@ -85,29 +91,44 @@ class TierProcess(TierHost):
         self._broke_of: str | None = None  # why the tier is cut off, as it is in the log
         # The scheduler and the watcher use the channel in turns; neither keeps it for long.
         self._using = threading.Lock()
-        self._child = _Child(tier, context, memory)
-        self._channel: Channel[Any] | None = self._child.channel
+        self._child: _Child | None = None  # the last one whose backend was made
+        self._channel: Channel[Any] | None = None  # of the child that runs
+        self._stuck: subprocess.Popen[bytes] | None = None  # killed, and not gone yet
         self._watcher = threading.Thread(
             target=self._watch, name=f"kvtier-{tier.name}-watch", daemon=True
         )
 
+    def make(self) -> None:
+        """Start the first process, and wait until its backend is made.
+
+        Raises ``ConfigError`` for a bad setting; ``StorageUnusable`` also if that
+        takes longer than ``start_timeout_s``. Then nothing runs, or is known to.
+        """
+        self._child = self._new_child()
+        self._channel = self._child.channel
+
     def cpu_seconds(self) -> float:
         """Return the processor time that the process has taken so far. For benchmarks."""
         # Linux makes a process's clock out of its number (clock_getcpuclockid, which Python lacks).
+        assert self._child is not None, "no process"
         return time.clock_gettime(~self._child.process.pid << 3 | 2)
 
     @property
-    def traits(self) -> BackendTraits:
-        """The backend's."""
-        return self._child.ready.traits
+    def traits(self) -> BackendTraits | None:
+        """The backend's; None while there is none yet."""
+        return None if self._child is None else self._child.ready.traits
 
     @property
     def place(self) -> str | None:
         """The backend's."""
-        return self._child.ready.place
+        return None if self._child is None else self._child.ready.place
 
     def start(self) -> None:
         """Have the backend opened. Nothing here waits for that."""
+        if self._child is None:
+            self._broke_of = self.unusable_for or "it has no process"
+            self._link.post(m.TierBroke(reason=self._broke_of))
+            self._link.post(m.TierFenced())
         self.post(Begin())
         self.wake()
         self._watcher.start()
@@ -158,7 +179,7 @@ class TierProcess(TierHost):
         if self._watcher.ident is None:  # it was never started
             self._watcher.start()
         self._wait_until_gone(timeout_s - ABANDON_S)
-        if not self._gone.is_set():
+        if not self._gone.is_set() and self._child is not None:
             self._child.process.kill()
             self._wait_until_gone(min(timeout_s, ABANDON_S))
         return self._gone.is_set()
@@ -177,6 +198,7 @@ class TierProcess(TierHost):
                 self._handle(message)
         except msgspec.DecodeError as error:  # its memory is damaged, or its code is another's
             self._say_broke(f"sent what is no message: {error}")
+            assert self._child is not None, "a message of no process"
             self._child.process.kill()
 
     def _handle(self, message: Message) -> None:
@@ -203,18 +225,9 @@ class TierProcess(TierHost):
         """Wait for the process to end, and start another, until the tier is to end."""
         pause = RestartPause(RESTART_PAUSE_S, RESTART_PAUSE_S_MAX)
         while True:
-            pause.opened()
-            code = self._child.process.wait()
-            with self._using:
-                channel, self._channel = self._channel, None
-                assert channel is not None, "a process without its channel"
-                while channel.wait(0.0) and not channel.is_ended:
-                    self._deliver(channel)
-                if not self._ending.is_set():
-                    if self._broke_of is None:
-                        self._say_broke(_how_it_ended(code))
-                    self._link.post(m.TierFenced())
-            channel.close()
+            if self._child is not None:
+                pause.opened()
+                self._see_out(self._child)
             while not self._ending.wait(pause.after_a_life()):
                 if self._begin_anew():
                     break
@@ -222,10 +235,41 @@ class TierProcess(TierHost):
                 self._gone.set()
                 return
 
+    def _see_out(self, child: _Child) -> None:
+        """Wait for the process to end; then nothing of the tier is left that could touch a slot."""
+        child.process.wait()
+        with self._using:
+            channel, self._channel = self._channel, None
+            assert channel is not None, "a process without its channel"
+            while channel.wait(0.0) and not channel.is_ended:
+                self._deliver(channel)
+            if not self._ending.is_set():
+                if self._broke_of is None:
+                    self._say_broke(_how_it_ended(child.process))
+                self._link.post(m.TierFenced())
+        channel.close()
+
+    def _new_child(self) -> _Child:
+        """Start a process, and wait until its backend is made. Raises what kept it from that."""
+        child = _Child(self._tier, self._context, self._memory)
+        try:
+            child.wait_until_ready(self._ending)
+        except BaseException:
+            self._kill(child)
+            raise
+        return child
+
+    def _kill(self, child: _Child) -> None:
+        """End a process that was given no job. One that sits in a call that hangs ends later."""
+        if not child.kill():
+            self._stuck = child.process
+
     def _begin_anew(self) -> bool:
         """Start another process. False: its backend can't be made or opened."""
+        if self._stuck is not None and self._stuck.poll() is None:
+            return False  # another would hang as this one does: one is enough to tell
         try:
-            child = _Child(self._tier, self._context, self._memory)
+            child = self._new_child()
         except Exception as error:  # noqa: BLE001 - another version's process may say anything
             self._log_broke(str(error))
             return False
@@ -233,14 +277,14 @@ class TierProcess(TierHost):
             early = self._open(child)
         except Exception as error:  # noqa: BLE001 - as above
             self._log_broke(str(error))
-            child.kill()
+            self._kill(child)
             return False
         log.warning("tier is back", tier=self.name)
         with self._using:
             self._child = child
             self._channel = child.channel
             self._broke_of = None
-            self._link.post(m.TierRestarted())
+            self._link.post(m.TierRestarted(traits=child.ready.traits))
             for message in early:
                 self._handle(message)
             if self._ending.is_set():
@@ -269,10 +313,13 @@ class TierProcess(TierHost):
 
 
 class _Child:
-    """A process that has made the tier's backend. Raises what kept it from that."""
+    """A process that makes the tier's backend, and then waits to be told to begin."""
+
+    ready: Ready  #: once it has
 
     def __init__(self, tier: TierConfig, context: BackendContext, memory: SlotMemory) -> None:
         assert memory.descriptor is not None, "memory that no other process can map"
+        self._tier = tier
         ours, theirs = socket.socketpair()
         sent = SendCount.new_file()
         self.channel: Channel[Any] = Channel(ours, ToEngine, watched=SendCount(sent))
@@ -296,41 +343,52 @@ class _Child:
         finally:
             theirs.close()
             os.close(sent)
-        try:
-            self._send(Setup(tier, context, memory.slot_count))
-            self.ready = self._wait_until_ready(tier.name)
-        except BaseException:
-            self.kill()
-            raise
+        self._send(Setup(tier, context, memory.slot_count))
 
     def _send(self, setup: Setup) -> None:
         assert self.process.stdin is not None
         with suppress(BrokenPipeError), self.process.stdin as pipe:
             pipe.write(pickle.dumps(setup))
 
-    def _wait_until_ready(self, name: str) -> Ready:
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while self.channel.wait(deadline_s - time.monotonic()):
+    def wait_until_ready(self, ending: threading.Event) -> None:
+        """Return once the backend is made. Raises what kept it from that, or an end of the tier."""
+        deadline_s = time.monotonic() + self._tier.start_timeout_s
+        while not ending.is_set():
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise hangs(self._tier)
+            if not self.channel.wait(min(left_s, _START_POLL_S)):
+                continue
             for answer in self.channel.take():
                 if isinstance(answer, Ready):
-                    return answer
+                    self.ready = answer
+                    return
                 assert isinstance(answer, Refused), "something before the first answer"
-                raise (ConfigError if answer.is_setting else InternalError)(answer.reason)
+                raise _refusal(answer)
             if self.channel.is_ended:
                 raise InternalError(
-                    f"secondary tier {name}: its process {_how_it_ended(self.process.wait())} "
-                    "before it was ready; what it wrote is above."
+                    f"secondary tier {self._tier.name}: its process "
+                    f"{_how_it_ended(self.process)} before it was ready; what it wrote is above."
                 )
-        raise InternalError(
-            f"secondary tier {name}: its process was not ready after {START_TIMEOUT_S:.0f} s"
-        )
+        raise StoreFault("was to end before its backend was made")
 
-    def kill(self) -> None:
-        """End the process, and wait for that."""
+    def kill(self) -> bool:
+        """End the process. False: it is not gone yet; nothing can hasten that."""
         self.process.kill()
-        self.process.wait()
         self.channel.close()
+        return BoundedCall(self.process.wait, f"kvtier-{self._tier.name}-reap").wait(KILL_S)
 
 
-def _how_it_ended(code: int) -> str:
+def _refusal(answer: Refused) -> Exception:
+    """Return what kept the process from making its backend."""
+    if answer.is_trouble:
+        return StorageUnusable(answer.reason)
+    return (ConfigError if answer.is_setting else InternalError)(answer.reason)
+
+
+def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
+    try:
+        code = process.wait(KILL_S)
+    except subprocess.TimeoutExpired:
+        return "is ending"
     return f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 import anyio
 
 from kvtier import messages as m
-from kvtier.errors import ConfigError, KVTierError
+from kvtier.errors import ConfigError, KVTierError, StorageUnusable
 from kvtier.memory import SlotMemory
 from kvtier.registry import make_backend, policy_maker
 from kvtier.spawning import end_with_parent
@@ -166,7 +166,9 @@ def main(
         backend = make_backend(setup.tier, setup.context)
     except Exception as error:  # noqa: BLE001 - whatever it is, the engine's side raises it
         reason = str(error) if isinstance(error, KVTierError) else reason_of(error)
-        _answer(channel, Refused(reason=reason, is_setting=isinstance(error, ConfigError)))
+        is_setting = isinstance(error, ConfigError)
+        is_trouble = isinstance(error, StorageUnusable)
+        _answer(channel, Refused(reason=reason, is_setting=is_setting, is_trouble=is_trouble))
         return
     _answer(channel, Ready(traits=backend.traits, place=backend.place))
     first, *others = _next(channel)

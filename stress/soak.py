@@ -221,8 +221,10 @@ class Soak:
 
     def signal_process(self, number: signal.Signals) -> None:
         """Send the disk tier's process a signal, unless it is gone just now."""
+        child = self.disk._child  # noqa: SLF001 - as above
+        assert child is not None
         with suppress(ProcessLookupError):
-            os.kill(self.disk._child.process.pid, number)  # noqa: SLF001 - as above
+            os.kill(child.process.pid, number)
 
     def harm_files(self, tier: str, share: float) -> None:
         """Damage, cut or delete some of a tier's files behind its back."""

@@ -117,7 +117,7 @@ class Bench:
             self.link,
             messages_max=16,
             make_backend=lambda: shelf,
-            make_policy=lambda: LRUPolicy(capacity),
+            policy_of=lambda _: lambda: LRUPolicy(capacity),
         )
 
     def post_store(self, text: str) -> int:

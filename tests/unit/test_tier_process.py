@@ -443,16 +443,16 @@ def test_a_new_process_that_speaks_another_language_is_tried_again(
     bench = Bench(memory_tier())
     benches.append(bench)
     bench.store(KEYS[:1], (0,))
-    tried: list[str] = []
-    real = tier_process._Child._wait_until_ready
+    tried: list[int] = []
+    real = tier_process._Child.wait_until_ready
 
-    def wait_until_ready(child: Any, name: str) -> Any:
-        tried.append(name)
+    def wait_until_ready(child: Any, ending: Any) -> Any:
+        tried.append(child.process.pid)
         if len(tried) < 3:
             raise msgspec.ValidationError("Invalid value 'Ready2'")
-        return real(child, name)
+        return real(child, ending)
 
-    monkeypatch.setattr(tier_process._Child, "_wait_until_ready", wait_until_ready)
+    monkeypatch.setattr(tier_process._Child, "wait_until_ready", wait_until_ready)
     os.kill(bench.pid, signal.SIGKILL)
     bench.next_of(m.TierRestarted)
     assert len(tried) == 3

@@ -113,7 +113,7 @@ class Bench:
             self.link,
             messages_max=16,
             make_backend=lambda: backend,
-            make_policy=None if capacity is None else lambda: LRUPolicy(capacity),
+            policy_of=lambda _: None if capacity is None else lambda: LRUPolicy(capacity),
         )
         self.cell.start()
 

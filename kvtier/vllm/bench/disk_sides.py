@@ -216,6 +216,7 @@ class KVTierSide(DiskSide):
         self._tier = make_host(
             tier, context, memory, self._answers, messages_max=config.mailbox_messages_max
         )
+        assert self._tier.traits is not None, "a tier that is made"
         capacity_blocks = self._tier.traits.capacity_blocks or 0
         if capacity_blocks < memory.slot_count:
             self._tier.close(CLOSE_TIMEOUT_S)

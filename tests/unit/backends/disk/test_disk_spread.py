@@ -71,7 +71,7 @@ def test_a_job_spreads_over_io_depth_and_reads_neighbours_at_once(
         link,
         messages_max=64,
         make_backend=lambda: backend,
-        make_policy=lambda: make_policy("lru", backend.traits.capacity_blocks or 0),
+        policy_of=lambda traits: lambda: make_policy("lru", traits.capacity_blocks or 0),
     )
     cell.start()
     try:

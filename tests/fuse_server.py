@@ -1,0 +1,205 @@
+"""A filesystem that hands every call on to another folder, or hangs, or fails, as it is told.
+
+Run as ``python -m tests.fuse_server SOURCE MOUNT``; ``tests/fuse_folder.py`` starts it. It is told
+what to do in lines of JSON on its standard input, and answers each with one. When that
+ends, it is gone at once, and all calls that hang fail: nobody is left to let them go on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any, Final
+
+import mfusepy
+
+HANG_S_MAX: Final = 240.0
+"""So long a call hangs at most, whatever the test does: less than a test may take."""
+
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class Gate:
+    """What becomes of the calls. Any thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._hanging: frozenset[str] = frozenset()
+        self._failing: frozenset[str] = frozenset()
+        self._errno = 0
+        self._waiting = 0
+        self._calls = 0
+
+    def let_through(self, call: str) -> None:
+        """Wait while such calls are to hang; raise what they are to fail with."""
+        with self._changed:
+            self._calls += 1
+            self._waiting += 1
+            self._changed.wait_for(lambda: not _is_in(call, self._hanging), HANG_S_MAX)
+            self._waiting -= 1
+            if _is_in(call, self._failing):
+                raise mfusepy.FuseOSError(self._errno)
+
+    def obey(self, order: dict[str, Any]) -> dict[str, int]:
+        """Change what becomes of calls from now on; returns how many came, and how many hang."""
+        with self._changed:
+            if "hang" in order:
+                self._hanging = frozenset(order["hang"])
+            if "fail" in order:
+                self._failing = frozenset(order["fail"])
+                self._errno = order["errno"]
+            self._changed.notify_all()
+            return {"calls": self._calls, "waiting": self._waiting}
+
+
+def _is_in(call: str, calls: frozenset[str]) -> bool:
+    return "*" in calls or call in calls
+
+
+class Passthrough(mfusepy.Operations):
+    """Every call, done on the source folder after the gate let it through."""
+
+    use_ns = True
+
+    def __init__(self, source: str, gate: Gate) -> None:
+        self._source = source
+        self._gate = gate
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name.startswith(("_", "init", "use_ns")) or not callable(found):
+            return found
+
+        @functools.wraps(found)
+        def gated(*arguments: Any, **options: Any) -> Any:
+            self._gate.let_through(name)
+            return found(*arguments, **options)
+
+        return gated
+
+    def _at(self, path: str) -> str:
+        return self._source + path
+
+    def init_with_config(self, _connection: Any, config: Any) -> None:
+        """Have the kernel remember nothing, so that every call comes here."""
+        for timeout in ("entry_timeout", "negative_timeout", "attr_timeout"):
+            setattr(config, timeout, 0.0)
+
+    def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
+        found = os.lstat(self._at(path)) if fh is None else os.fstat(fh)
+        names = ("st_mode", "st_nlink", "st_size", "st_uid", "st_gid", "st_blocks")
+        times = {f"st_{name}time": getattr(found, f"st_{name}time_ns") for name in "amc"}
+        return {**{name: getattr(found, name) for name in names}, **times}
+
+    def readdir(self, path: str, fh: int) -> list[str]:
+        return [".", "..", *os.listdir(self._at(path))]
+
+    def statfs(self, path: str) -> dict[str, int]:
+        found = os.statvfs(self._at(path))
+        names = ("f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree")
+        return {name: getattr(found, name) for name in (*names, "f_favail", "f_namemax")}
+
+    def mkdir(self, path: str, mode: int) -> int:
+        os.mkdir(self._at(path), mode)
+        return 0
+
+    def rmdir(self, path: str) -> int:
+        os.rmdir(self._at(path))
+        return 0
+
+    def unlink(self, path: str) -> int:
+        os.unlink(self._at(path))
+        return 0
+
+    def rename(self, old: str, new: str) -> int:
+        os.rename(self._at(old), self._at(new))
+        return 0
+
+    def link(self, target: str, source: str) -> int:
+        os.link(self._at(source), self._at(target))
+        return 0
+
+    def symlink(self, target: str, source: str) -> int:
+        os.symlink(source, self._at(target))
+        return 0
+
+    def readlink(self, path: str) -> str:
+        return os.readlink(self._at(path))
+
+    def chmod(self, path: str, mode: int) -> int:
+        os.chmod(self._at(path), mode)
+        return 0
+
+    def chown(self, path: str, uid: int, gid: int) -> int:
+        os.chown(self._at(path), uid, gid, follow_symlinks=False)
+        return 0
+
+    def utimens(self, path: str, times: tuple[int, int] | None = None) -> int:
+        os.utime(self._at(path), ns=times, follow_symlinks=False)
+        return 0
+
+    def truncate(self, path: str, length: int, fh: int | None = None) -> int:
+        os.truncate(self._at(path) if fh is None else fh, length)
+        return 0
+
+    def fallocate(self, path: str, mode: int, offset: int, length: int, fh: int) -> int:
+        if mode:
+            raise mfusepy.FuseOSError(errno.EOPNOTSUPP)
+        os.posix_fallocate(fh, offset, length)
+        return 0
+
+    def open(self, path: str, flags: int) -> int:
+        return os.open(self._at(path), flags & ~os.O_DIRECT)
+
+    def create(self, path: str, mode: int, fi: Any = None) -> int:
+        return os.open(self._at(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC, mode)
+
+    def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
+        return os.pread(fh, size, offset)
+
+    def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
+        return os.pwrite(fh, data, offset)
+
+    def fsync(self, path: str, datasync: int, fh: int) -> int:
+        os.fsync(fh)
+        return 0
+
+    def release(self, path: str, fh: int) -> int:
+        os.close(fh)
+        return 0
+
+
+def _obey_standard_input(gate: Gate, mount: str) -> None:
+    for line in sys.stdin:
+        print(json.dumps(gate.obey(json.loads(line))), flush=True)
+    # Detached first: afterwards the kernel answers what still hangs with an error.
+    subprocess.run(["fusermount3", "-uz", mount], check=False, capture_output=True)
+    os._exit(0)
+
+
+def main(source: str, mount: str) -> None:
+    """Serve until standard input ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    gate = Gate()
+    threading.Thread(target=_obey_standard_input, args=(gate, mount), daemon=True).start()
+    # A call that hangs keeps its thread: enough of them that others still come through.
+    mfusepy.FUSE(
+        Passthrough(source, gate),
+        mount,
+        foreground=True,
+        fsname="kvtier-tests",
+        direct_io=True,
+        default_permissions=True,
+        max_threads=64,
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,274 @@
+"""Engines that start and end over storage that hangs, fails or is away. The filesystem is real.
+
+A call that hangs in it can't be interrupted: not by a signal, nor by the end of its process.
+"""
+
+from __future__ import annotations
+
+import errno
+import queue
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from kvtier import messages as m
+from kvtier import tier_process, tier_thread
+from kvtier.backend import BackendContext, Namespace, Outcome
+from kvtier.config import RuntimeConfig, TierConfig
+from kvtier.errors import ConfigError, StorageUnusable
+from kvtier.memory import SlotMemory
+from kvtier.runtime import open_runtime
+from kvtier.tier_hosts import make_host
+from tests.fuse_folder import FuseFolder, fuse_folder, needs_fuse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from kvtier.messages import Message
+    from kvtier.tier_cell import TierHost
+
+BLOCK = 8192
+SLOTS = 8
+WAIT_S = 60.0
+START_S = {"thread": 1.0, "process": 300.0}
+"""So long a start waits; for a process on the clock of ``impatient_once_it_hangs``."""
+
+KEYS = tuple(bytes([number]) * 36 for number in range(4))
+CONTEXT = BackendContext(BLOCK, Namespace({"model": "m"}), "1:x")
+
+pytestmark = needs_fuse
+every_host = pytest.mark.parametrize("cell", ["thread", "process"])
+every_tier = pytest.mark.parametrize("kind", ["fs", "disk"])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[FuseFolder]:
+    with fuse_folder(tmp_path) as mounted:
+        yield mounted
+
+
+@pytest.fixture(autouse=True)
+def _quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (tier_thread, tier_process):
+        monkeypatch.setattr(module, "RESTART_PAUSE_S", 0.001)
+
+
+@pytest.fixture
+def impatient_once_it_hangs(folder: FuseFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the starts of processes time out as soon as they hang, and not before.
+
+    A new process takes its time to get to its storage: seconds, on a busy machine.
+    """
+
+    class Clock:
+        clock_gettime = time.clock_gettime
+
+        @staticmethod
+        def monotonic() -> float:
+            return time.monotonic() + (1000.0 if folder.waiting else 0.0)
+
+    monkeypatch.setattr(tier_process, "time", Clock)
+
+
+def hanging(kind: str, cell: str, folder: FuseFolder) -> dict[str, Any]:
+    """Return the options of a tier that an engine may start without; have its storage hang."""
+    folder.hang()
+    return options_of(
+        kind, cell, folder, start_timeout_s=START_S[cell], on_unusable="start_without"
+    )
+
+
+def options_of(kind: str, cell: str, folder: FuseFolder, **others: Any) -> dict[str, Any]:
+    place = str(folder.path / "kv")
+    own = {"path": place, "capacity_bytes": 4 << 20} if kind == "disk" else {"root_dir": place}
+    return {"type": kind, "cell": cell, **own, **others}
+
+
+class Bench:
+    """A host over eight slots, and where it reports to."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.memory = SlotMemory.anonymous(SLOTS, BLOCK)
+        self._messages: queue.Queue[Message] = queue.Queue()
+        tier = TierConfig.from_mapping(1, options)
+        self.host: TierHost = make_host(tier, CONTEXT, self.memory, self, messages_max=64)
+
+    def post(self, message: Message) -> bool:
+        """Stand where the link's inbox is."""
+        self._messages.put(message)
+        return True
+
+    def next_of(self, kind: type[Any]) -> Any:
+        deadline_s = time.monotonic() + WAIT_S
+        while True:
+            self.host.take()
+            self.host.wake()
+            try:
+                message = self._messages.get(timeout=0.005)
+            except queue.Empty:
+                assert time.monotonic() < deadline_s, "nothing came"
+                continue
+            if isinstance(message, kind):
+                return message
+
+    def store_and_load(self) -> None:
+        """Have blocks go there and come back."""
+        for slot in range(4):
+            self.memory.view(slot)[:] = bytes([slot + 1]) * BLOCK
+        assert self.host.post(m.StoreJob(job=1, request="r", keys=KEYS, slots=(0, 1, 2, 3)))
+        assert self.next_of(m.JobEnded).outcomes == (Outcome.DONE,) * 4
+        assert self.host.post(m.LoadJob(job=2, keys=KEYS[:1], slots=(4,)))
+        assert self.next_of(m.JobEnded).outcomes == (Outcome.DONE,)
+        assert bytes(self.memory.view(4)) == b"\x01" * BLOCK
+
+
+@pytest.mark.usefixtures("impatient_once_it_hangs")
+@every_tier
+@every_host
+def test_a_start_over_storage_that_hangs_is_refused(
+    folder: FuseFolder, kind: str, cell: str
+) -> None:
+    """It never returned; the killed process could not end, and was waited for."""
+    folder.hang()
+    with pytest.raises(StorageUnusable) as refusal:
+        Bench(options_of(kind, cell, folder, start_timeout_s=START_S[cell]))
+    text = str(refusal.value)
+    assert f"secondary tier 1:{kind}: " in text
+    assert (
+        f"{str(folder.path / 'kv')!r} has not answered for start_timeout_s={START_S[cell]:g} s"
+        in text
+    )
+    assert "on_unusable='start_without'" in text
+
+
+@pytest.mark.usefixtures("impatient_once_it_hangs")
+@every_tier
+@every_host
+def test_an_engine_may_start_without_it_and_takes_it_up_when_it_comes_back(
+    folder: FuseFolder, kind: str, cell: str
+) -> None:
+    """Nothing is logged but by the link, which is told once why; then that the tier is back."""
+    folder.hang()
+    options = options_of(
+        kind, cell, folder, start_timeout_s=START_S[cell], on_unusable="start_without"
+    )
+    with capture_logs() as logs:
+        bench = Bench(options)
+        try:
+            assert bench.host.traits is None
+            bench.host.start()
+            assert "has not answered for start_timeout_s=" in bench.next_of(m.TierBroke).reason
+            bench.next_of(m.TierFenced)
+            assert not bench.host.post(m.Probe(probe=1, keys=KEYS))
+            folder.wait_until_something_hangs()
+            folder.heal()
+            traits = bench.next_of(m.TierRestarted).traits
+            assert (traits.capacity_blocks is not None) is (kind == "disk")
+            bench.store_and_load()
+        finally:
+            folder.heal()
+            assert bench.host.close(WAIT_S)
+    assert [line for line in logs if line["event"] == "tier is back"]
+
+
+@every_tier
+@every_host
+@pytest.mark.parametrize("error", [errno.EIO, errno.EACCES])
+def test_storage_in_trouble_is_refused_or_taken_up_later(
+    folder: FuseFolder, kind: str, cell: str, error: int
+) -> None:
+    folder.fail(error=error)
+    with pytest.raises(StorageUnusable, match=r"on_unusable='start_without'"):
+        Bench(options_of(kind, cell, folder))
+    bench = Bench(options_of(kind, cell, folder, on_unusable="start_without"))
+    try:
+        bench.host.start()
+        bench.next_of(m.TierBroke)
+        folder.heal()
+        bench.next_of(m.TierRestarted)
+        bench.store_and_load()
+    finally:
+        folder.heal()
+        assert bench.host.close(WAIT_S)
+
+
+@every_tier
+@every_host
+def test_a_mistake_in_the_configuration_is_refused_all_the_same(
+    folder: FuseFolder, kind: str, cell: str
+) -> None:
+    (folder.source / "kv").write_text("a file")
+    options = options_of(kind, cell, folder, on_unusable="start_without")
+    for wrong in (options, {**options, "pathh": "x"}):
+        with pytest.raises(ConfigError) as refusal:
+            Bench(wrong)
+        assert not isinstance(refusal.value, StorageUnusable)
+
+
+@pytest.mark.usefixtures("impatient_once_it_hangs")
+@every_tier
+@every_host
+def test_closing_a_tier_that_never_came_back_is_quick_and_leaves_nothing_at_the_slots(
+    folder: FuseFolder, kind: str, cell: str
+) -> None:
+    """What hangs has never been told of a slot: the memory may be released."""
+    folder.hang()
+    options = options_of(
+        kind, cell, folder, start_timeout_s=START_S[cell], on_unusable="start_without"
+    )
+    bench = Bench(options)
+    bench.host.start()
+    bench.next_of(m.TierFenced)
+    assert bench.host.close(5.0)
+
+
+@every_tier
+@every_host
+def test_closing_over_a_load_that_hangs_ends_and_says_that_the_memory_is_in_use(
+    folder: FuseFolder, kind: str, cell: str
+) -> None:
+    """The process is killed and not gone: the kernel may still write to what it was given.
+
+    When it is gone at last, that is known; of a thread it may not be.
+    """
+    bench = Bench(options_of(kind, cell, folder))
+    bench.host.start()
+    try:
+        bench.store_and_load()
+        folder.hang()
+        assert bench.host.post(m.LoadJob(job=3, keys=KEYS[:1], slots=(5,)))
+        bench.host.wake()
+        folder.wait_until_something_hangs()
+        assert not bench.host.close(1.0)
+    finally:
+        folder.heal()
+        assert bench.host.close(WAIT_S) or cell == "thread"
+
+
+@pytest.mark.usefixtures("impatient_once_it_hangs")
+@every_host
+def test_an_engine_serves_without_the_tier_that_hangs(folder: FuseFolder, cell: str) -> None:
+    """It starts, stores to its other tiers, says what is wrong in its metrics, and ends."""
+    folder.hang()
+    tier = options_of(
+        "fs", cell, folder, start_timeout_s=START_S[cell], on_unusable="start_without"
+    )
+    config = RuntimeConfig(SLOTS, BLOCK, tiers=(TierConfig.from_mapping(1, tier),))
+    memory = SlotMemory.anonymous(SLOTS, BLOCK)
+    facade = open_runtime(config, memory, Namespace({"model": "m"}))
+    try:
+        facade.on_request_started("r")
+        assert facade.lookup_prefix(KEYS, "r") == 0
+        grant = facade.prepare_store(KEYS, "r")
+        assert grant is not None
+        facade.complete_store(grant.keys, "r")
+        facade.step_end()
+        assert facade.lookup_prefix(KEYS, "r") == 4
+        facade.on_request_finished("r")
+        (tier_now,) = facade.statistics().tiers
+        assert tier_now.breaker == "CUT_OFF"
+    finally:
+        assert facade.close()

@@ -1,0 +1,160 @@
+"""What backends may do while an engine starts, and what is said when they can't be made."""
+
+from __future__ import annotations
+
+import contextvars
+import errno
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvtier import messages as m
+from kvtier import registry
+from kvtier.backend import BackendContext, Namespace
+from kvtier.config import TierConfig
+from kvtier.errors import ConfigError, StorageUnusable, StoreFault
+from kvtier.memory import SlotMemory
+from kvtier.tier_hosts import make_host
+from kvtier.tier_thread import TierThread
+from kvtier_backends.memory import MemoryBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from kvtier.messages import Message
+
+CONTEXT = BackendContext(8, Namespace({}), "1:theirs")
+SOME_VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("some variable")
+
+
+class Taken:
+    """A link's inbox that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+
+    def post(self, message: Message) -> bool:
+        self.messages.append(message)
+        return True
+
+
+class Theirs(MemoryBackend):
+    """A third party's: does what the test says while it is made."""
+
+    while_made: Callable[[], None] = staticmethod(lambda: None)
+
+    @classmethod
+    def from_options(cls, _options: Mapping[str, Any], context: BackendContext) -> Theirs:
+        cls.while_made()
+        return cls(context, 8)
+
+
+def host_of(
+    monkeypatch: pytest.MonkeyPatch, while_made: Callable[[], None], **options: Any
+) -> tuple[TierThread, Taken]:
+    monkeypatch.setattr(Theirs, "while_made", staticmethod(while_made))
+    real = registry._find
+
+    def find(group: str, name: str, *others: Any, **more: Any) -> Any:
+        return Theirs if name == "theirs" else real(group, name, *others, **more)
+
+    monkeypatch.setattr(registry, "_find", find)
+    link = Taken()
+    tier = TierConfig.from_mapping(
+        1, {"type": "theirs", "cell": "thread", "eviction_policy": "lru", **options}
+    )
+    host = make_host(tier, CONTEXT, SlotMemory.anonymous(8, 8), link, messages_max=4)
+    assert isinstance(host, TierThread)
+    return host, link
+
+
+def raising(error: Exception, cause: Exception | None = None) -> Callable[[], None]:
+    def raise_it() -> None:
+        raise error from cause
+
+    return raise_it
+
+
+IO_ERROR = OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        raising(IO_ERROR),
+        raising(ConnectionRefusedError("nobody is there")),
+        raising(StoreFault("no answer")),
+        raising(ConfigError("address='x' does not answer."), IO_ERROR),
+        raising(ConfigError("address='x' does not answer."), StoreFault("no answer")),
+    ],
+)
+def test_trouble_of_the_storage_is_a_refusal_or_a_tier_that_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[], None]
+) -> None:
+    with pytest.raises(StorageUnusable, match=r"Or set on_unusable='start_without' for this"):
+        host_of(monkeypatch, call)
+    host, _ = host_of(monkeypatch, call, on_unusable="start_without")
+    assert host.traits is None
+    assert host.close(0.0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        raising(ConfigError("address=7 must be a text.")),
+        raising(ConfigError("path='x' is no folder."), NotADirectoryError(errno.ENOTDIR, "no")),
+        raising(TypeError("a bug of theirs")),
+    ],
+)
+def test_a_mistake_is_refused_whatever_the_tier_says_of_trouble(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[], None]
+) -> None:
+    with pytest.raises((ConfigError, TypeError)) as refusal:
+        host_of(monkeypatch, call, on_unusable="start_without")
+    assert not isinstance(refusal.value, StorageUnusable)
+
+
+def test_a_backend_is_made_once_and_in_the_context_of_the_one_who_starts_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It runs in a thread of its own; what a third party finds by context variables is there."""
+    seen: list[str] = []
+    SOME_VARIABLE.set("mine")
+    host, _ = host_of(monkeypatch, lambda: seen.append(SOME_VARIABLE.get()))
+    assert host.close(0.0)
+    assert seen == ["mine"]
+
+
+def test_a_backend_that_was_late_is_used_and_no_second_one_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call that hangs keeps one thread, not one more with each try."""
+    may_go_on = threading.Event()
+    made: list[int] = []
+
+    def late() -> None:
+        made.append(1)
+        may_go_on.wait()
+
+    host, link = host_of(monkeypatch, late, start_timeout_s=0.01, on_unusable="start_without")
+    host.start()
+    may_go_on.set()
+    while not any(isinstance(message, m.TierRestarted) for message in link.messages):
+        assert host._thread.is_alive()
+    assert host.close(20.0)
+    assert made == [1]
+    assert [type(message) for message in link.messages[:2]] == [m.TierBroke, m.TierFenced]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("start_timeout_s", 0, "must be above 0 and at most 3600"),
+        ("start_timeout_s", 3601, "must be above 0 and at most 3600"),
+        ("on_unusable", "ignore", "must be one of refuse, start_without"),
+    ],
+)
+def test_the_keys_are_checked(key: str, value: object, says: str) -> None:
+    with pytest.raises(ConfigError, match=rf"secondary_tiers\[0\] \(fs\): {key}={value!r} {says}"):
+        TierConfig.from_mapping(1, {"type": "fs", key: value})
