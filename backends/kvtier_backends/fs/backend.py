@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kvtier_backends.fs.layout import Layout
+    from kvtier_backends.fs.place import Place
 
 _PROBE_THREADS = 2
 _THREADS_MAX = 1024
@@ -66,9 +67,9 @@ class FsBackend(Backend):
     def __init__(
         self,
         layout: Layout,
+        place: Place,
         context: BackendContext,
         *,
-        root: str,
         read_threads: int,
         write_threads: int,
         direct: bool,
@@ -81,10 +82,11 @@ class FsBackend(Backend):
             accepts_unchecked=accept_unchecked,
         )
         name = context.tier_name
-        self._root = root
-        self._ledger = Ledger("fs", name, str(root))
+        self._root = place.path
+        self._ledger = Ledger("fs", name, place.path)
         self._files = BlockFiles(
             layout,
+            place,
             context.block_bytes,
             self._ledger,
             direct=direct,
@@ -113,9 +115,9 @@ class FsBackend(Backend):
         reader.finish()
         layout = make_layout(layout_name, root, context)
         refusal = FolderRefusal(context.tier_name, options["root_dir"])
-        prepare_root(root, refusal)
-        prepare_namespace(layout, refusal)
-        direct_works = probe_direct(layout, refusal, wanted=direct)
+        place = prepare_root(root, refusal)
+        prepare_namespace(place, layout, refusal)
+        direct_works = probe_direct(place, refusal, wanted=direct)
         if direct and not direct_works:
             warn(
                 "fs tier: this filesystem does not take O_DIRECT; going through the page cache",
@@ -124,8 +126,8 @@ class FsBackend(Backend):
             )
         return cls(
             layout,
+            place,
             context,
-            root=root,
             read_threads=read_threads,
             write_threads=write_threads,
             direct=direct_works,

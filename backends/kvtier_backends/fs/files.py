@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.backend import LoadBlock, Loaded, Outcome, StoreBlock
 from kvtier.errors import Misuse
-from kvtier_backends.fs.folder import NO_ROOM, O_DIRECT, make_folders, write_config
+from kvtier_backends.fs.folder import NO_ROOM, O_DIRECT, write_config
+from kvtier_backends.fs.place import FOLDER_FLAGS, Anchor, PlaceLost
+from kvtier_backends.fs.special import SpecialFile, refuse_special_file, special_file
 from kvtier_backends.fs.temporary import (
     add_marker,
     dead_markers,
-    remove_marker,
+    remove_markers,
     sweep,
     temporary_path,
     this_writer,
@@ -40,13 +42,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvtier_backends.fs.layout import Layout
+    from kvtier_backends.fs.place import Place
     from kvtier_backends.ledger import Ledger
 
 _GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR})
-# What a read says of a folder, a FIFO, a socket or a link in a block's place.
-_ODD_FILE: Final = frozenset({errno.EISDIR, errno.ESPIPE, errno.ENXIO, errno.ELOOP})
-# No O_NONBLOCK: it would turn a hung medium into an error that looks like a verdict.
-_READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+# What opening or reading says of a folder, a FIFO, a socket, a device or a link in a block's
+# place. O_DIRECT gives EINVAL for what is no file, before its kind is even looked at.
+_ODD_FILE: Final = frozenset(
+    {errno.EISDIR, errno.ESPIPE, errno.ENXIO, errno.ENODEV, errno.ELOOP, errno.EINVAL}
+)
+# O_NONBLOCK: a FIFO or a device in a block's place must not be waited for. Files take no notice.
+_READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _WRITE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -70,12 +76,16 @@ class BlockFiles:
     def __init__(
         self,
         layout: Layout,
+        place: Place,
         block_bytes: int,
         ledger: Ledger,
         *,
         direct: bool,
         accept_unchecked: bool,
     ) -> None:
+        """``place``: the layout's folders, opened."""
+        self._anchor = Anchor(layout, place, self._settle)
+        self._anchor.on_return = self._say_returned
         self._layout = layout
         self._block_bytes = block_bytes
         self._trailer_at = padded_bytes(block_bytes)
@@ -87,41 +97,39 @@ class BlockFiles:
         self._accept_unchecked = accept_unchecked
         self._pages = _Pages(self._trailer_at - block_bytes)
 
-    @property
-    def _writers_folder(self) -> str:
-        return f"{self._layout.base}/writers"
-
     def announce(self) -> list[str]:
-        """Leave this process's marker and any missing folder; return dead writers' markers."""
+        """Leave this process's marker; return the names of dead writers' markers."""
         self._writer = this_writer()  # not before: the tier may run in a fork
-        for folder in (self._layout.base, self._layout.blocks, self._writers_folder):
-            make_folders(folder, self._layout.folder_mode)
-        add_marker(self._writers_folder, self._writer, self._layout.file_mode)
-        return dead_markers(self._writers_folder, self._writer)
+        place = self._anchor.make_again()
+        self._settle(place)
+        return dead_markers(place.base, self._writer)
 
     def sign_off(self) -> None:
-        """Take the marker away: nothing unfinished is left behind."""
-        remove_marker(self._writers_folder, self._writer)
+        """Take the marker away: nothing unfinished is left behind. Let go of the folders."""
+        with suppress(OSError):
+            remove_markers(self._anchor.take().base, [str(self._writer)])
+        self._anchor.close()
 
     def sweep(self, keep_on: Callable[[], bool], dead: list[str]) -> None:
         """Remove dead writers' temporary files, then their markers if it got to the end."""
-        for _ in sweep(self._layout.blocks, self._writer, keep_on):
-            self._ledger.add("temporaries_swept")
-        if keep_on():  # Otherwise the next engine sees the markers and goes on.
-            for marker in dead:
-                with suppress(OSError):
-                    os.unlink(marker)
+        with suppress(PlaceLost):
+            place = self._anchor.take()
+            for _ in sweep(place.blocks, self._writer, keep_on):
+                self._ledger.add("temporaries_swept")
+            if keep_on():  # Otherwise the next engine sees the markers and goes on.
+                remove_markers(place.base, dead)
 
     def exists(self, key: bytes) -> bool:
         """Tell whether a load is likely to bring the block."""
-        path = self._layout.path(key)
+        name = self._layout.name(key)
         try:
-            status = os.lstat(path)
+            place = self._anchor.take()
+            status = os.stat(name, dir_fd=place.blocks, follow_symlinks=False)
         except OSError as problem:
             if problem.errno not in _GONE:
-                self._ledger.trouble("load", "probe_failed", problem, path=path)
+                self._trouble("load", "probe_failed", problem, key)
             return False
-        # What an odd file does, only a load can tell: it may hang.
+        # What is no file, a load counts as damaged.
         return self._is_whole(status.st_size) or not stat.S_ISREG(status.st_mode)
 
     def load(self, block: LoadBlock) -> Loaded:
@@ -131,15 +139,15 @@ class BlockFiles:
                 f"a buffer of {block.buffer.nbytes} bytes cannot take a block of "
                 f"{self._block_bytes}. Hand in whole slots."
             )
-        path = self._layout.path(block.key)
+        name = self._layout.name(block.key)
         try:
-            loaded = self._read(path, block)
+            loaded = self._read(self._anchor.take(), name, block)
         except TrailerDamaged as problem:
-            self._ledger.trouble("load", "blocks_damaged", problem, path=path)
-            self._discard(path)
+            self._trouble("load", "blocks_damaged", problem, block.key)
+            self._discard(name, block.key)
             return Loaded(Outcome.DAMAGED)
         except OSError as problem:
-            return self._load_failed(path, problem)
+            return self._load_failed(name, block.key, problem)
         if loaded.outcome is Outcome.DONE:
             self._ledger.success("load")
         return loaded
@@ -151,55 +159,72 @@ class BlockFiles:
                 f"a buffer of {block.buffer.nbytes} bytes is no block of {self._block_bytes}. "
                 "Hand in whole slots."
             )
-        path = self._layout.path(block.key)
-        temporary = ""
+        name = self._layout.name(block.key)
         try:
-            if self._is_stored(path):
+            place = self._anchor.take()
+            if self._is_stored(place, name):
                 return Outcome.DONE
-            temporary = temporary_path(path, self._writer)
-            self._write(temporary, block)
-            os.rename(temporary, path)
+            folder = self._open_fan_out(place, name)
+            try:
+                self._put(folder, name.rpartition("/")[2], block)
+            finally:
+                os.close(folder)
         except OSError as problem:
-            if temporary:
-                with suppress(OSError):
-                    os.unlink(temporary)
             full = problem.errno in NO_ROOM
-            self._ledger.trouble(
-                "store", "stores_full" if full else "stores_failed", problem, path=path
-            )
+            self._trouble("store", "stores_full" if full else "stores_failed", problem, block.key)
             return Outcome.FULL if full else Outcome.FAILED
         self._ledger.success("store")
         return Outcome.DONE
 
     def remove(self, key: bytes) -> None:
         """Remove the block's file. A folder or a FIFO in its place stays."""
-        path = self._layout.path(key)
+        name = self._layout.name(key)
         try:
-            if stat.S_ISREG(os.lstat(path).st_mode):
-                os.unlink(path)
+            place = self._anchor.take()
+            status = os.stat(name, dir_fd=place.blocks, follow_symlinks=False)
+            if stat.S_ISREG(status.st_mode):
+                self._unlink(place, name)
         except OSError as problem:
             if problem.errno not in _GONE:
-                self._ledger.trouble("store", "removes_failed", problem, path=path)
+                self._trouble("store", "removes_failed", problem, key)
+
+    def _trouble(self, side: str, kind: str, problem: Exception, key: bytes) -> None:
+        if isinstance(problem, PlaceLost):  # said once for both sides, and of no single file
+            self._ledger.trouble("store", "folder_lost", problem.strerror)
+        else:
+            self._ledger.trouble(side, kind, problem, path=self._layout.path(key))
+
+    def _settle(self, place: Place) -> None:
+        """Put into a place what belongs there, when it has just been taken."""
+        if place.written_ns() is None:
+            write_config(place.base, self._layout)
+        layout = self._layout
+        add_marker(place.base, self._writer, layout.folder_mode, layout.file_mode)
+
+    def _say_returned(self) -> None:
+        self._ledger.trouble("load", "folder_returned", "the folder is there again, and is used")
 
     def _is_whole(self, size: int) -> bool:
         return size == self._file_bytes or (self._accept_unchecked and size == self._block_bytes)
 
-    def _is_stored(self, path: str) -> bool:
+    def _is_stored(self, place: Place, name: str) -> bool:
         try:
-            status = os.lstat(path)
+            status = os.stat(name, dir_fd=place.blocks, follow_symlinks=False)
         except FileNotFoundError:
             return False
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EEXIST, "something that is no file lies in the block's place", path)
+            raise special_file(status.st_mode, name)
         return self._is_whole(status.st_size)
 
-    def _read(self, path: str, block: LoadBlock) -> Loaded:
+    def _read(self, place: Place, name: str, block: LoadBlock) -> Loaded:
         buffers = [block.buffer, *self._pages.views]
-        descriptor = os.open(path, _READ_FLAGS | self._direct)
+        descriptor = os.open(name, _READ_FLAGS | self._direct, dir_fd=place.blocks)
         try:
+            if not self._direct:  # with it, what is no file was refused by now
+                refuse_special_file(descriptor, name)
             count = self._transfer(os.preadv, descriptor, buffers)
             if count != self._file_bytes:
-                return self._read_short(descriptor, path, count)
+                return self._read_short(descriptor, name, count)
         finally:
             os.close(descriptor)
         digest = decode_trailer_untrusted(self._pages.trailer, block.key, self._block_bytes)
@@ -207,9 +232,8 @@ class BlockFiles:
 
     def _read_short(self, descriptor: int, path: str, count: int) -> Loaded:
         """Judge a file that ended before its trailer did."""
+        refuse_special_file(descriptor, path)
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.ESPIPE, "no regular file", path)
         if status.st_size != count:
             raise OSError(errno.EIO, f"read {count} of {status.st_size} bytes", path)
         if count != self._block_bytes:
@@ -221,21 +245,43 @@ class BlockFiles:
         self._ledger.add("loads_unchecked_refused")
         return Loaded(Outcome.ABSENT)
 
-    def _load_failed(self, path: str, problem: OSError) -> Loaded:
+    def _load_failed(self, name: str, key: bytes, problem: OSError) -> Loaded:
         if problem.errno in _GONE:
             return Loaded(Outcome.ABSENT)
-        # O_DIRECT gives EINVAL for what is no file, before its kind is even looked at.
-        if problem.errno in _ODD_FILE or (problem.errno == errno.EINVAL and _is_odd(path)):
-            self._ledger.trouble("load", "blocks_damaged", problem, path=path)
-            return Loaded(Outcome.DAMAGED)
-        self._ledger.trouble("load", "loads_failed", problem, path=path)
+        if problem.errno in _ODD_FILE:
+            odd = self._what_is_odd(name)
+            if odd is not None:
+                self._trouble("load", "blocks_damaged", odd, key)
+                return Loaded(Outcome.DAMAGED)
+        self._trouble("load", "loads_failed", problem, key)
         return Loaded(Outcome.FAILED)
 
-    def _write(self, temporary: str, block: StoreBlock) -> None:
+    def _what_is_odd(self, name: str) -> SpecialFile | None:
+        """Return what lies in a file's place, if it is no file."""
+        with suppress(OSError):
+            place = self._anchor.take()
+            mode = os.stat(name, dir_fd=place.blocks, follow_symlinks=False).st_mode
+            if not stat.S_ISREG(mode):
+                return special_file(mode, name)
+        return None
+
+    def _put(self, folder: int, name: str, block: StoreBlock) -> None:
+        """Write a block beside its place in the open folder, and put it there in one step."""
+        temporary = temporary_path(name, self._writer)
+        try:
+            self._write(folder, temporary, block)
+            os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(temporary, dir_fd=folder)
+            raise
+
+    def _write(self, folder: int, temporary: str, block: StoreBlock) -> None:
         trailer = encode_trailer(block.key, self._block_bytes, block.digest)
         self._pages.trailer[:] = trailer
         buffers = [block.buffer, *self._pages.views]
-        descriptor = self._create(temporary)
+        mode = self._layout.file_mode
+        descriptor = os.open(temporary, _WRITE_FLAGS | self._direct, mode, dir_fd=folder)
         try:
             count = self._transfer(os.pwritev, descriptor, buffers)
         finally:
@@ -244,17 +290,28 @@ class BlockFiles:
             # A write stops short when the room does, and says nothing.
             raise OSError(errno.ENOSPC, f"wrote {count} of {self._file_bytes} bytes", temporary)
 
-    def _create(self, temporary: str) -> int:
-        flags = _WRITE_FLAGS | self._direct
+    def _open_fan_out(self, place: Place, name: str) -> int:
+        """Open the folder of a block, and make it if it is missing. No link is followed."""
+        first, second, _ = name.split("/")
         try:
-            return os.open(temporary, flags, self._layout.file_mode)
+            return _open_both(place.blocks, first, second)
         except FileNotFoundError:
-            # A new fan-out folder, or all of them were removed under us.
-            if not os.path.exists(self._layout.config_path):
-                self.announce()
-                write_config(self._layout)
-            make_folders(os.path.dirname(temporary), self._layout.folder_mode)
-            return os.open(temporary, flags, self._layout.file_mode)
+            pass
+        mode = self._layout.folder_mode
+        try:
+            _make_both(place.blocks, first, second, mode)
+        except FileNotFoundError:  # all folders were removed under us
+            place = self._anchor.make_again()
+            _make_both(place.blocks, first, second, mode)
+        return _open_both(place.blocks, first, second)
+
+    def _unlink(self, place: Place, name: str) -> None:
+        first, second, last = name.split("/")
+        folder = _open_both(place.blocks, first, second)
+        try:
+            os.unlink(last, dir_fd=folder)
+        finally:
+            os.close(folder)
 
     def _transfer(
         self,
@@ -279,18 +336,31 @@ class BlockFiles:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~O_DIRECT)
         return True
 
-    def _discard(self, path: str) -> None:
+    def _discard(self, name: str, key: bytes) -> None:
         try:
-            os.unlink(path)
+            self._unlink(self._anchor.take(), name)
         except OSError as problem:
             if problem.errno not in _GONE:
-                self._ledger.trouble("load", "removes_failed", problem, path=path)
+                self._trouble("load", "removes_failed", problem, key)
         else:
             self._ledger.add("blocks_discarded")
 
 
-def _is_odd(path: str) -> bool:
+def _open_both(blocks: int, first: str, second: str) -> int:
+    """Open one folder in another. Raises ``OSError``, for a link as well."""
+    outer = os.open(first, FOLDER_FLAGS, dir_fd=blocks)
     try:
-        return not stat.S_ISREG(os.lstat(path).st_mode)
-    except OSError:
-        return False
+        return os.open(second, FOLDER_FLAGS, dir_fd=outer)
+    finally:
+        os.close(outer)
+
+
+def _make_both(blocks: int, first: str, second: str, mode: int) -> None:
+    with suppress(FileExistsError):
+        os.mkdir(first, mode, dir_fd=blocks)
+    outer = os.open(first, FOLDER_FLAGS, dir_fd=blocks)
+    try:
+        with suppress(FileExistsError):
+            os.mkdir(second, mode, dir_fd=outer)
+    finally:
+        os.close(outer)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import ConfigError, NamespaceMismatch
 from kvtier.options import shown
+from kvtier_backends.fs.place import CONFIG_NAME, Place
+from kvtier_backends.fs.special import refuse_special_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,10 +44,11 @@ class FolderRefusal:
         return f"secondary tier {self._tier_name}: root_dir={shown(self._root)}"
 
 
-def prepare_root(root: str, refusal: FolderRefusal) -> None:
-    """Create ``root`` for this user alone, or check that it is fit for use."""
+def prepare_root(root: str, refusal: FolderRefusal) -> Place:
+    """Create ``root`` for this user alone, or check that it is fit for use; and open it."""
     try:
         make_folders(root, 0o700)
+        place = Place(root)
     except (FileExistsError, NotADirectoryError):
         raise refusal.error(
             "is not a folder, or lies below something that is not. Name a folder."
@@ -54,53 +57,54 @@ def prepare_root(root: str, refusal: FolderRefusal) -> None:
         raise refusal.error(
             f"cannot be created ({problem.strerror}). Create it for this user, or name another."
         ) from problem
-    _refuse_world_writable(root, refusal)
+    _refuse_world_writable(place.root, root, refusal)
+    return place
 
 
-def prepare_namespace(layout: Layout, refusal: FolderRefusal) -> None:
+def prepare_namespace(place: Place, layout: Layout, refusal: FolderRefusal) -> None:
     """Create the namespace's folders and ``config.json``, or compare with what is there."""
     try:
-        for folder in (layout.base, layout.blocks):
-            make_folders(folder, layout.folder_mode)
-            _refuse_world_writable(folder, refusal)
-        if not os.path.lexists(layout.config_path):
-            write_config(layout)
-    except FileExistsError as problem:
+        place.open_below(layout, make=True)
+        for folder, path in ((place.base, layout.base), (place.blocks, layout.blocks)):
+            _refuse_world_writable(folder, path, refusal)
+        if place.written_ns() is None:
+            write_config(place.base, layout)
+    except NotADirectoryError as problem:
         raise refusal.error(f"holds {problem.filename}, which is no folder. Move it.") from None
     except OSError as problem:
         raise refusal.error(
             f"cannot be written ({problem.strerror}: {problem.filename}). "
             "Give this user the right to write there, free space, or name another folder."
         ) from problem
-    _compare(_read_config_untrusted(layout.config_path, refusal), layout, refusal)
+    _compare(_read_config_untrusted(place.base, layout.config_path, refusal), layout, refusal)
 
 
-def write_config(layout: Layout) -> None:
-    """Write ``config.json`` in one step, in the form vLLM gives its own."""
-    temporary = f"{layout.config_path}.{os.urandom(8).hex()}.tmp"
-    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW
-    descriptor = os.open(temporary, flags, layout.file_mode)
+def write_config(base: int, layout: Layout) -> None:
+    """Write ``config.json`` in one step, in the form vLLM gives its own. Raises ``OSError``."""
+    temporary = f"{CONFIG_NAME}.{os.urandom(8).hex()}.tmp"
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(temporary, flags, layout.file_mode, dir_fd=base)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump(layout.config, file, indent=2, sort_keys=True)
-        os.replace(temporary, layout.config_path)
+        os.replace(temporary, CONFIG_NAME, src_dir_fd=base, dst_dir_fd=base)
     except BaseException:
         with suppress(OSError):
-            os.unlink(temporary)
+            os.unlink(temporary, dir_fd=base)
         raise
 
 
-def probe_direct(layout: Layout, refusal: FolderRefusal, *, wanted: bool) -> bool:
+def probe_direct(place: Place, refusal: FolderRefusal, *, wanted: bool) -> bool:
     """Prove that files can be written, and tell whether O_DIRECT works there.
 
     A full disk is no refusal: what it holds can still be served.
     """
-    path = f"{layout.blocks}/.probe.{os.urandom(8).hex()}.tmp"
-    flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW
+    name = f".probe.{os.urandom(8).hex()}.tmp"
+    flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         for extra in (O_DIRECT, 0) if wanted and O_DIRECT else (0,):
             try:
-                _write_page(path, flags | extra)
+                _write_page(name, flags | extra, place.blocks)
             except OSError as problem:
                 if problem.errno in NO_ROOM:
                     return bool(extra)
@@ -115,7 +119,7 @@ def probe_direct(layout: Layout, refusal: FolderRefusal, *, wanted: bool) -> boo
         ) from problem
     finally:
         with suppress(OSError):
-            os.unlink(path)
+            os.unlink(name, dir_fd=place.blocks)
     return False
 
 
@@ -132,8 +136,8 @@ def make_folders(path: str, mode: int) -> None:
             raise
 
 
-def _write_page(path: str, flags: int) -> None:
-    descriptor = os.open(path, flags, 0o600)
+def _write_page(name: str, flags: int, folder: int) -> None:
+    descriptor = os.open(name, flags, 0o600, dir_fd=folder)
     try:
         with mmap.mmap(-1, mmap.PAGESIZE) as page:
             os.write(descriptor, page)
@@ -141,21 +145,25 @@ def _write_page(path: str, flags: int) -> None:
         os.close(descriptor)
 
 
-def _refuse_world_writable(folder: str, refusal: FolderRefusal) -> None:
-    if os.stat(folder).st_mode & stat.S_IWOTH:
+def _refuse_world_writable(folder: int, path: str, refusal: FolderRefusal) -> None:
+    if os.fstat(folder).st_mode & stat.S_IWOTH:
         raise refusal.error(
-            f"is open to planted blocks: anyone may write to {folder}. Run chmod o-w on it, "
+            f"is open to planted blocks: anyone may write to {path}. Run chmod o-w on it, "
             "or name a folder of this user's own."
         )
 
 
-def _read_config_untrusted(path: str, refusal: FolderRefusal) -> dict[str, Any]:
+def _read_config_untrusted(base: int, path: str, refusal: FolderRefusal) -> dict[str, Any]:
     """Return the mapping in ``config.json``. Raises ``ConfigError`` and nothing else."""
     try:
-        # O_NONBLOCK, unlike for blocks: a FIFO here must not keep the engine from starting.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
-            raw = file.read(_CONFIG_BYTES_MAX)
+        # O_NONBLOCK: a FIFO here must not keep the engine from starting.
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(CONFIG_NAME, flags, dir_fd=base)
+        try:
+            refuse_special_file(descriptor, path)
+            raw = os.read(descriptor, _CONFIG_BYTES_MAX)
+        finally:
+            os.close(descriptor)
         found = json.loads(raw)
         if isinstance(found, dict):
             return found

@@ -35,9 +35,11 @@ class Layout(ABC):
     folder_mode: ClassVar[int]
     file_mode: ClassVar[int]
 
-    def __init__(self, base: str, blocks: str, config: Mapping[str, Any]) -> None:
-        self.base = base  #: the folder of ``config.json``
-        self.blocks = blocks  #: the folder under which the blocks lie
+    def __init__(self, root: str, base: str, blocks: str, config: Mapping[str, Any]) -> None:
+        self.base_name = base  #: the folder of ``config.json``, in the root
+        self.blocks_name = blocks  #: the folder under which the blocks lie, in the root
+        self.base = f"{root}/{base}"
+        self.blocks = f"{root}/{blocks}"
         self.config = config  #: what ``config.json`` holds, as JSON values
 
     @property
@@ -45,9 +47,16 @@ class Layout(ABC):
         """The readable description of the namespace."""
         return f"{self.base}/config.json"
 
-    @abstractmethod
     def path(self, key: bytes) -> str:
         """Return the file of ``key``. Raises ``Misuse`` for a key that has no place."""
+        return f"{self.blocks}/{self.name(key)}"
+
+    @abstractmethod
+    def name(self, key: bytes) -> str:
+        """Return the file of ``key`` below ``blocks``: two folders and its own name.
+
+        Raises ``Misuse`` for a key that has no place.
+        """
 
 
 class KvtierLayout(Layout):
@@ -59,16 +68,16 @@ class KvtierLayout(Layout):
     def __init__(self, root: str, context: BackendContext) -> None:
         facts = _as_json(context.namespace.facts)
         name = str(facts.get("model_name") or facts.get("model") or "model")
-        base = f"{root}/{_safe_name(name)}_{_digest(facts)}"
+        base = f"{_safe_name(name)}_{_digest(facts)}"
         config = {
             "format": "kvtier-fs",
             "format_version": FORMAT_VERSION,
             "block_bytes": context.block_bytes,
             "facts": facts,
         }
-        super().__init__(base, base, config)
+        super().__init__(root, base, base, config)
 
-    def path(self, key: bytes) -> str:
+    def name(self, key: bytes) -> str:
         """Return the file of ``key``; a long key is filed under its hash."""
         if len(key) <= _KEY_IN_NAME_BYTES_MAX:
             name = key.hex()
@@ -76,7 +85,7 @@ class KvtierLayout(Layout):
             # The trailer holds the whole key, so this need not be told apart from a short one.
             name = hashlib.blake2b(key, digest_size=_KEY_IN_NAME_BYTES_MAX).hexdigest()
         fan = name.ljust(5, "_")
-        return f"{self.blocks}/{fan[:3]}/{fan[3:5]}/{name}.kv"
+        return f"{fan[:3]}/{fan[3:5]}/{name}.kv"
 
 
 class VllmLayout(Layout):
@@ -94,10 +103,10 @@ class VllmLayout(Layout):
             raise ConfigError(f"secondary tier {context.tier_name}: layout='vllm' {refusal}.")
         fields = _as_json(namespace.vllm_fields)
         model = str(fields["model_name"]).replace("/", "_")
-        base = f"{root}/{model}_{_digest(fields)}"
-        super().__init__(base, f"{base}_r{namespace.vllm_rank}", fields)
+        base = f"{model}_{_digest(fields)}"
+        super().__init__(root, base, f"{base}_r{namespace.vllm_rank}", fields)
 
-    def path(self, key: bytes) -> str:
+    def name(self, key: bytes) -> str:
         """Return vLLM's file of a block hash followed by a 4-byte big-endian group index."""
         if len(key) <= _GROUP_BYTES:
             raise Misuse(
@@ -106,7 +115,7 @@ class VllmLayout(Layout):
             )
         name = key[:-_GROUP_BYTES].hex()
         group = int.from_bytes(key[-_GROUP_BYTES:], "big")
-        return f"{self.blocks}/{name[:3]}/{name[3:5]}_g{group}/{name}.bin"
+        return f"{name[:3]}/{name[3:5]}_g{group}/{name}.bin"
 
 
 def make_layout(name: str, root: str, context: BackendContext) -> Layout:

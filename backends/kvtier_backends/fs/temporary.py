@@ -19,12 +19,15 @@ import os
 import re
 import socket
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from kvtier_backends.fs.place import FOLDER_FLAGS
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+MARKERS_NAME: Final = "writers"
 FOREIGN_AGE_S_MAX: Final = 24 * 3600.0
 _WRITER = re.compile(r"([0-9a-f]{12})-([0-9]{1,10})-([0-9]{1,20})")
 _TEMPORARY = re.compile(r".+\.([0-9a-f]{12}-[0-9]{1,10}-[0-9]{1,20})-[0-9]+\.tmp")
@@ -72,58 +75,81 @@ def temporary_path(path: str, writer: Writer) -> str:
     return f"{path}.{writer}-{next(_counter)}.tmp"
 
 
-def add_marker(folder: str, writer: Writer, mode: int) -> None:
-    """Announce ``writer`` in the folder of markers. Idempotent."""
-    path = f"{folder}/{writer}"
-    os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, mode))
+def add_marker(base: int, writer: Writer, folder_mode: int, mode: int) -> None:
+    """Announce ``writer`` in the markers' folder, below the open folder. Idempotent."""
+    with suppress(FileExistsError):
+        os.mkdir(MARKERS_NAME, folder_mode, dir_fd=base)
+    flags = os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with _markers(base) as folder:
+        os.close(os.open(str(writer), flags, mode, dir_fd=folder))
 
 
-def remove_marker(folder: str, writer: Writer) -> None:
-    """Take the marker of ``writer`` away, if it is there."""
-    with suppress(OSError):
-        os.unlink(f"{folder}/{writer}")
+def remove_markers(base: int, names: Iterable[str]) -> None:
+    """Take away the markers of these names, if they are there."""
+    with suppress(OSError), _markers(base) as folder:
+        for name in names:
+            with suppress(OSError):
+                os.unlink(name, dir_fd=folder)
 
 
-def dead_markers(folder: str, me: Writer) -> list[str]:
-    """Return the paths of the markers of writers that write no more."""
+def dead_markers(base: int, me: Writer) -> list[str]:
+    """Return the names of the markers of writers that write no more."""
     dead = []
-    for entry in _entries(folder):
-        writer = parse_writer_untrusted(entry.name)
-        if writer is not None and writer.is_dead(me, _age_s(entry)):
-            dead.append(entry.path)
+    with suppress(OSError), _markers(base) as folder:
+        for entry in _entries(folder):
+            writer = parse_writer_untrusted(entry.name)
+            if writer is not None and writer.is_dead(me, _age_s(entry.name, folder)):
+                dead.append(entry.name)
     return dead
 
 
-def sweep(folder: str, me: Writer, keep_on: Callable[[], bool]) -> Iterator[str]:
-    """Remove the temporary files of dead writers below ``folder``, and yield their paths.
+def sweep(folder: int, me: Writer, keep_on: Callable[[], bool]) -> Iterator[str]:
+    """Remove the temporary files of dead writers below the open folder, and yield their names.
 
     Walks all fan-out folders, so it belongs in a thread of its own; ends early
-    once ``keep_on()`` is false. What cannot be listed or removed is left.
+    once ``keep_on()`` is false. What cannot be listed or removed is left, and no link followed.
     """
     for entry in _entries(folder):
         if not keep_on():
             return
         if entry.is_dir(follow_symlinks=False):
-            yield from sweep(entry.path, me, keep_on)
+            with suppress(OSError), _opened(entry.name, folder) as below:
+                yield from sweep(below, me, keep_on)
             continue
         writer = parse_temporary_untrusted(entry.name)
-        if writer is not None and writer.is_dead(me, _age_s(entry)):
+        if writer is not None and writer.is_dead(me, _age_s(entry.name, folder)):
             with suppress(OSError):
-                os.unlink(entry.path)
-                yield entry.path
+                os.unlink(entry.name, dir_fd=folder)
+                yield entry.name
 
 
-def _entries(folder: str) -> list[os.DirEntry[str]]:
+@contextmanager
+def _opened(name: str, folder: int, flags: int = FOLDER_FLAGS) -> Iterator[int]:
+    descriptor = os.open(name, flags, dir_fd=folder)
     try:
-        with os.scandir(folder) as entries:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _markers(base: int) -> AbstractContextManager[int]:
+    return _opened(MARKERS_NAME, base)
+
+
+def _entries(folder: int) -> list[os.DirEntry[str]]:
+    try:
+        with (
+            _opened(".", folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) as listed,
+            os.scandir(listed) as entries,
+        ):
             return list(entries)
     except OSError:
         return []
 
 
-def _age_s(entry: os.DirEntry[str]) -> float:
+def _age_s(name: str, folder: int) -> float:
     try:
-        return time.time() - entry.stat(follow_symlinks=False).st_mtime
+        return time.time() - os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime
     except OSError:
         return 0.0
 

@@ -1,0 +1,241 @@
+"""The folder that a tier opened at its start: everything is read and written below it, or nowhere.
+
+A path may come to name something else while an engine runs: its filesystem is
+unmounted, and what is written goes to the disk below; it is replaced by a link;
+it is deleted and made again. So folders are kept open, and files are named
+relative to them. Once in a while the path is looked at: if it names another
+folder, that one is taken only if it is known to be the same place. Otherwise
+the tier has none, lets go of what it had, and looks again later.
+
+# Invariant: a folder is known by ``config.json``, to the nanosecond in which it was written:
+#            that stays through a remount or a copy, and two folders don't share it. A new
+#            folder is taken only where the old one was deleted, on the same filesystem.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvtier_backends.fs.layout import Layout
+
+CHECK_PAUSE_S: Final = 1.0
+"""The path is looked at so often, as long as there is something to do."""
+
+CONFIG_NAME: Final = "config.json"
+FOLDER_FLAGS: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_GONE: Final = (FileNotFoundError, NotADirectoryError)
+
+
+class PlaceLost(OSError):
+    """Raised where the path doesn't name the tier's folder any more. It may again, later."""
+
+
+class Place:
+    """The open folders of a namespace. They are closed with the last who uses them."""
+
+    def __init__(self, path: str) -> None:
+        """Open the root, wherever links lead. Raises ``OSError``."""
+        self.base = self.blocks = self.root = -1
+        self.path = path
+        self.root = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        for descriptor in {self.root, self.base, self.blocks} - {-1}:
+            with suppress(OSError):
+                os.close(descriptor)
+
+    def open_below(self, layout: Layout, *, make: bool) -> None:
+        """Open the namespace's folders, and make those that are missing. Raises ``OSError``.
+
+        ``base`` is that of ``config.json``, ``blocks`` that of the blocks: the same one, or not.
+        """
+        self.base = _open_folder(layout.base_name, self.root, layout.folder_mode, make=make)
+        self.blocks = self.base
+        if layout.blocks_name != layout.base_name:
+            # A namespace that is there may lack a rank's own folder: that is no other place.
+            self.blocks = _open_folder(layout.blocks_name, self.root, layout.folder_mode, make=True)
+
+    def stands_below(self, layout: Layout) -> bool:
+        """Tell whether its folders are still the namespace's. Raises ``OSError``."""
+        for name, descriptor in ((layout.base_name, self.base), (layout.blocks_name, self.blocks)):
+            there = os.stat(name, dir_fd=self.root, follow_symlinks=False)
+            if not os.path.samestat(there, os.fstat(descriptor)):
+                return False
+        return True
+
+    def written_ns(self) -> int | None:
+        """Return when its ``config.json`` was written, None if there is none."""
+        try:
+            return os.stat(CONFIG_NAME, dir_fd=self.base, follow_symlinks=False).st_mtime_ns
+        except _GONE:
+            return None
+
+    def is_deleted(self) -> bool:
+        """Tell whether the root itself was removed, and not only its name from this path."""
+        return os.fstat(self.root).st_nlink == 0
+
+
+def _open_folder(name: str, parent: int, mode: int, *, make: bool) -> int:
+    if make:
+        with suppress(FileExistsError):
+            os.mkdir(name, mode, dir_fd=parent)
+    return os.open(name, FOLDER_FLAGS, dir_fd=parent)
+
+
+class Anchor:
+    """Holds the place, and lets go of it when it is no longer there. Any thread."""
+
+    def __init__(self, layout: Layout, place: Place, settle: Callable[[Place], None]) -> None:
+        """``settle`` puts into a place what belongs there, when it has just been taken."""
+        self._path = place.path
+        self._real_path = os.path.realpath(place.path)
+        self._layout = layout
+        self._settle = settle
+        self._place: Place | None = place
+        self._device = os.fstat(place.root).st_dev
+        self._written_ns = place.written_ns()
+        self._is_deleted = False  # the last one was
+        self._why = ""
+        self._next_check_s = time.monotonic() + CHECK_PAUSE_S
+        self._looking = threading.Lock()
+        self._is_closed = False
+        self.on_return: Callable[[], None] = lambda: None
+
+    def take(self) -> Place:
+        """Return the place, to be kept while it is used. Raises ``PlaceLost``."""
+        now_s = time.monotonic()
+        # One thread looks: on storage that hangs, the others must not wait for that.
+        if now_s >= self._next_check_s and self._looking.acquire(blocking=False):
+            try:
+                self._next_check_s = now_s + CHECK_PAUSE_S
+                self._look(make=False)
+            finally:
+                self._looking.release()
+        place = self._place
+        if place is None:
+            raise PlaceLost(errno.ESTALE, self._why, self._path)
+        return place
+
+    def make_again(self) -> Place:
+        """Make the folders anew if they were deleted. Raises ``OSError`` if they can't be."""
+        with self._looking:
+            self._look(make=True)
+        return self.take()
+
+    def close(self) -> None:
+        """Let go of it for good. Calls under way may go on."""
+        self._is_closed = True
+        self._why = "it was closed"
+        self._place = None
+
+    # --- with ``_looking`` ---
+
+    def _look(self, *, make: bool) -> None:
+        if self._is_closed:
+            return
+        try:
+            there = os.stat(self._path)
+        except _GONE:
+            self._path_is_gone(make=make)
+            return
+        except OSError:
+            return  # a medium in trouble says nothing of what the path names
+        place = self._place
+        if place is not None:
+            if os.path.samestat(there, os.fstat(place.root)):
+                self._look_below(place, make=make)
+                return
+            self._is_deleted = place.is_deleted()
+        if stat.S_ISDIR(there.st_mode):
+            self._take_up(make=self._may_begin_anew(there.st_dev))
+        else:
+            self._lose("it is no folder any more")
+
+    def _path_is_gone(self, *, make: bool) -> None:
+        if self._place is not None:
+            self._is_deleted = self._place.is_deleted()
+        if not self._is_deleted:
+            self._lose("it is not there any more")
+        elif make and self._may_begin_anew(_device_above(self._real_path)):
+            with suppress(FileExistsError):
+                _make_folders(self._real_path)
+            self._take_up(make=True)
+
+    def _may_begin_anew(self, device: int) -> bool:
+        """Tell whether an empty folder there is the tier's: the old one was deleted."""
+        return (
+            self._is_deleted
+            and device == self._device
+            and os.path.realpath(self._path) == self._real_path  # no link has come into its place
+        )
+
+    def _look_below(self, place: Place, *, make: bool) -> None:
+        """See to the folders below a root that is the right one: they may be made anew there."""
+        try:
+            stands = place.stands_below(self._layout)
+            written_ns = place.written_ns()
+        except _GONE:
+            if make:
+                self._take_up(make=True)
+            return  # until then nothing is found there
+        if stands and written_ns is not None:
+            self._written_ns = written_ns
+        else:
+            self._take_up(make=True)
+
+    def _take_up(self, *, make: bool) -> None:
+        """Take what the path names now, if it is the place, or may become it."""
+        try:
+            place = Place(self._path)
+            if stat.S_IMODE(os.fstat(place.root).st_mode) & stat.S_IWOTH:
+                self._lose("anyone may write there now")
+                return
+            place.open_below(self._layout, make=make)
+            if not make and place.written_ns() != self._written_ns:
+                self._lose("another folder has taken its place")
+                return
+            self._settle(place)
+        except _GONE:
+            self._lose("another folder has taken its place")
+            return
+        except OSError as problem:
+            self._lose(f"it cannot be opened ({problem.strerror})")
+            return
+        was_lost = self._place is None
+        self._place = None if self._is_closed else place
+        self._device = os.fstat(place.root).st_dev
+        self._written_ns = place.written_ns()
+        self._is_deleted = False
+        if was_lost:
+            self.on_return()
+
+    def _lose(self, why: str) -> None:
+        self._place = None
+        self._why = (
+            f"{why}: was its filesystem unmounted? Nothing is stored or loaded until it is back; "
+            "to use what is there now, start the engine again"
+        )
+
+
+def _device_above(path: str) -> int:
+    while True:
+        path = os.path.dirname(path)
+        with suppress(FileNotFoundError):
+            return os.stat(path).st_dev
+
+
+def _make_folders(path: str) -> None:
+    try:
+        os.mkdir(path, 0o700)
+    except FileNotFoundError:
+        _make_folders(os.path.dirname(path))
+        os.mkdir(path, 0o700)

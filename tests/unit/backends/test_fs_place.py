@@ -1,0 +1,471 @@
+"""The fs tier writes below the folder that it opened, or nowhere. Mounts here are real."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import socket
+import stat
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from kvtier.backend import Outcome
+from kvtier_backends.fs import place
+from tests.unit.backends._fs import FILE_BYTES, key_of, make_fs, open_fs
+from tests.unit.backends._media import mount, needs_mount, tmpfs, unmount
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, MutableMapping, Sequence
+
+    from tests.unit.backends._fs import Fs
+
+pytestmark = pytest.mark.anyio
+DONE, FAILED, ABSENT, DAMAGED = Outcome.DONE, Outcome.FAILED, Outcome.ABSENT, Outcome.DAMAGED
+FS_SOURCES = sorted(Path(place.__file__).parent.glob("*.py"))
+
+
+@pytest.fixture(autouse=True)
+def _look_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place, "CHECK_PAUSE_S", 0.0)
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a filesystem that can be taken away, and put back with ``mount_again``."""
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "mounted").mkdir(mode=0o700)
+    mount_again(tmp_path)
+    yield tmp_path / "mounted"
+    while os.path.ismount(tmp_path / "mounted") or is_mounted(tmp_path / "mounted"):
+        unmount(tmp_path / "mounted")
+
+
+def mount_again(parent: Path) -> None:
+    mount("--bind", parent / "real", parent / "mounted")
+
+
+def is_mounted(path: Path) -> bool:
+    """Tell it of a bind mount too, which has its parent's device number."""
+    lines = Path("/proc/self/mounts").read_text().splitlines()
+    return any(line.split(" ")[1] == str(path) for line in lines)
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*"))
+
+
+def kinds(lines: Sequence[MutableMapping[str, object]]) -> list[object]:
+    return [line["kind"] for line in lines]
+
+
+async def expect_nothing_works(fs: Fs) -> None:
+    """All fail, and quickly."""
+    assert await fs.store(2) is FAILED
+    assert await fs.load(1) is FAILED
+    assert not await fs.probe(1)
+    await fs.backend.remove([key_of(1)])
+    assert await fs.store(3) is FAILED
+
+
+async def expect_all_works(fs: Fs) -> None:
+    assert await fs.probe(1)
+    assert await fs.load(1) is DONE
+    assert await fs.store(4) is DONE
+    assert await fs.load(4) is DONE
+
+
+@needs_mount
+@pytest.mark.parametrize("below", [".", "cache/kv"])
+@pytest.mark.parametrize("layout", ["kvtier", "vllm"])
+async def test_nothing_is_written_into_a_bare_mount_point(
+    mounted: Path, below: str, layout: str
+) -> None:
+    """Once the filesystem is gone, what is written would fill another disk, unseen."""
+    async with open_fs(mounted / below, layout=layout) as fs:
+        assert await fs.store(1) is DONE
+        with capture_logs() as lines:
+            unmount(mounted)
+            await expect_nothing_works(fs)
+            await expect_nothing_works(fs)
+            assert files_in(mounted) == []
+            mount_again(mounted.parent)
+            await expect_all_works(fs)
+        assert kinds(lines) == ["folder_lost", "folder_returned"], "each is said once"
+        assert "unmounted" in str(lines[0]["reason"])
+        assert fs.count("folder_lost") == 10
+    assert fs.temporaries() == []
+
+
+@needs_mount
+async def test_a_bare_mount_point_with_an_older_cache_is_not_taken_for_the_mounted_one(
+    mounted: Path,
+) -> None:
+    """Before the filesystem was mounted, an engine may have written there: with this config."""
+    unmount(mounted)
+    make_fs(mounted)
+    before = files_in(mounted)
+    mount_again(mounted.parent)
+    async with open_fs(mounted) as fs:
+        assert await fs.store(1) is DONE
+        unmount(mounted)
+        await expect_nothing_works(fs)
+        assert files_in(mounted) == before
+        mount_again(mounted.parent)
+        await expect_all_works(fs)
+
+
+@needs_mount
+async def test_another_filesystem_in_its_place_is_left_alone(mounted: Path) -> None:
+    async with open_fs(mounted) as fs:
+        assert await fs.store(1) is DONE
+        mount("-t", "tmpfs", "-o", "mode=700", "tmpfs", mounted)
+        await expect_nothing_works(fs)
+        assert files_in(mounted) == []
+        unmount(mounted)
+        await expect_all_works(fs)
+
+
+@needs_mount
+async def test_the_same_folder_under_another_device_number_is_taken_up(
+    tmp_path: Path, mounted: Path
+) -> None:
+    """As after a remount, or a move to another disk: it is known by its config."""
+    async with open_fs(mounted) as fs:
+        assert await fs.store(1) is DONE
+        unmount(mounted)
+        mount("-t", "tmpfs", "-o", "mode=700", "tmpfs", mounted)
+        subprocess.run(["cp", "-a", f"{tmp_path / 'real'}/.", mounted], check=True)
+        before = files_in(tmp_path / "real")
+        await expect_all_works(fs)
+        assert files_in(tmp_path / "real") == before
+
+
+@needs_mount
+async def test_an_open_tier_keeps_its_filesystem_busy_and_a_closed_one_does_not(
+    tmp_path: Path,
+) -> None:
+    with tmpfs(tmp_path / "own", "8m") as folder:
+        async with open_fs(folder / "kv") as fs:
+            assert await fs.store(1) is DONE
+            refused = subprocess.run(["umount", folder], capture_output=True, check=False)
+            assert refused.returncode != 0
+            assert b"busy" in refused.stderr
+        subprocess.run(["umount", folder], check=True)
+        mount("-t", "tmpfs", "tmpfs", folder)  # there is one to take away
+
+
+@needs_mount
+async def test_a_tier_lets_go_of_a_filesystem_that_was_taken_away(tmp_path: Path) -> None:
+    """With the first call after ``umount -l``: the device must become free."""
+    with tmpfs(tmp_path / "own", "8m") as folder:
+        async with open_fs(folder) as fs:
+            assert await fs.store(1) is DONE
+            held = open_folders(folder)
+            assert held
+            unmount(folder)
+            await fs.probe(1)
+            assert open_folders(folder) == []
+            mount("-t", "tmpfs", "tmpfs", folder)  # there is one to take away
+
+
+def open_folders(folder: Path) -> list[str]:
+    links = [each for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    found = [str(each.readlink()) for each in links if os.path.lexists(each)]
+    return [path for path in found if path.startswith(str(folder))]
+
+
+async def test_a_root_that_became_a_link_is_not_followed(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "kv", tmp_path / "etc"
+    elsewhere.mkdir(mode=0o700)
+    async with open_fs(root) as fs:
+        assert await fs.store(1) is DONE
+        root.rename(tmp_path / "moved")
+        root.symlink_to(elsewhere)
+        await expect_nothing_works(fs)
+        assert files_in(elsewhere) == []
+        root.unlink()
+        root.symlink_to(tmp_path / "moved")
+        await expect_all_works(fs)
+    assert files_in(elsewhere) == []
+
+
+async def test_a_link_at_the_start_is_the_user_s_own(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "kv").symlink_to(tmp_path / "real")
+    async with open_fs(tmp_path / "kv") as fs:
+        assert await fs.store(1) is DONE
+        assert await fs.load(1) is DONE
+    assert list((tmp_path / "real").rglob("*.kv"))
+
+
+async def test_a_folder_that_was_moved_away_and_made_anew_is_another(tmp_path: Path) -> None:
+    async with open_fs(tmp_path / "kv") as fs:
+        assert await fs.store(1) is DONE
+        (tmp_path / "kv").rename(tmp_path / "moved")
+        (tmp_path / "kv").mkdir(mode=0o700)
+        await expect_nothing_works(fs)
+        assert files_in(tmp_path / "kv") == []
+
+
+@pytest.mark.parametrize("what", ["the root", "what is in it", "the blocks"])
+@pytest.mark.parametrize("by", ["the tier", "the operator", "another engine"])
+@pytest.mark.parametrize("layout", ["kvtier", "vllm"])
+async def test_what_was_deleted_is_made_again(
+    tmp_path: Path, what: str, by: str, layout: str
+) -> None:
+    """It was the same place, and is empty now: people clear caches like that."""
+    root = tmp_path / "kv"
+    async with open_fs(root, layout=layout) as fs:
+        assert await fs.store(1) is DONE
+        if what == "the root":
+            shutil.rmtree(root)
+        else:
+            for path in root.iterdir():
+                if what == "what is in it" or path == Path(fs.backend._files._layout.blocks):
+                    shutil.rmtree(path)
+        if by == "the operator":
+            root.mkdir(mode=0o700, exist_ok=True)
+        elif by == "another engine":
+            async with open_fs(root, layout=layout) as other:
+                assert await other.store(5) is DONE
+                assert await fs.load(5) is DONE
+        assert await fs.load(1) is ABSENT
+        assert await fs.store(1) is DONE
+        assert await fs.load(1) is DONE
+        assert fs.path(1).exists()
+        if by != "another engine":  # which is of this process, and has signed off
+            assert len(list(root.glob("*/writers/*"))) == 1
+    async with open_fs(root, layout=layout) as fs:
+        assert await fs.load(1) is DONE
+
+
+async def test_a_root_that_anyone_may_write_to_is_not_taken_up(tmp_path: Path) -> None:
+    async with open_fs(tmp_path / "kv") as fs:
+        shutil.rmtree(tmp_path / "kv")
+        (tmp_path / "kv").mkdir()
+        (tmp_path / "kv").chmod(0o777)
+        await expect_nothing_works(fs)
+        assert files_in(tmp_path / "kv") == []
+        (tmp_path / "kv").chmod(0o700)
+        assert await fs.store(1) is DONE
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2], ids=["namespace", "outer folder", "inner folder"])
+async def test_a_folder_below_that_became_a_link_is_not_followed(
+    tmp_path: Path, depth: int
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    async with open_fs(tmp_path / "kv") as fs:
+        assert await fs.store(1) is DONE
+        folder = [fs.path(1).parent, fs.path(1).parent.parent, fs.path(1).parent.parent.parent]
+        shutil.move(folder[2 - depth], elsewhere)
+        folder[2 - depth].symlink_to(elsewhere)
+        before = files_in(elsewhere)
+        fs.path(1).unlink()
+        assert await fs.store(1) is FAILED
+        await fs.backend.remove([key_of(1)])
+        assert files_in(elsewhere) == before[:-1] if depth == 2 else len(before) - 1
+
+
+MOVES = ("away", "back", "delete", "link elsewhere", "make", "file", "look", "store", "load")
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(moves=st.lists(st.sampled_from(MOVES), max_size=12))
+def test_whatever_becomes_of_the_path_nothing_is_written_elsewhere(
+    tmp_path_factory: pytest.TempPathFactory, moves: list[str]
+) -> None:
+    """And once it is back, it works again."""
+    parent = tmp_path_factory.mktemp("moves")
+    anyio.run(_live_through, parent, moves)
+
+
+class Story:
+    """A tier, its path, and what the path names."""
+
+    def __init__(self, parent: Path, fs: Fs) -> None:
+        self.root, self.aside, self.elsewhere = (
+            parent / name for name in ("kv", "aside", "elsewhere")
+        )
+        self.fs = fs
+        self.is_ours = True  # what the path names is the place, or what may follow it
+
+    async def move(self, what: str) -> None:
+        if what == "store":
+            assert await self.fs.store(1) is (DONE if self.is_ours else FAILED)
+        elif what == "load":
+            assert await self.fs.load(1) in ((DONE, ABSENT) if self.is_ours else (FAILED,))
+        elif what == "look":
+            await self.fs.probe(1)
+        elif what == "back":
+            self.back()
+        elif what in ("away", "delete"):
+            self.take_away(what)
+        elif not os.path.lexists(self.root):
+            self.is_ours = self.is_ours and what == "make"
+            put(self.root, what, self.elsewhere)
+
+    def back(self) -> None:
+        if self.aside.exists():
+            clear(self.root)
+            self.aside.rename(self.root)
+            self.is_ours = True
+
+    def take_away(self, how: str) -> None:
+        if not self.is_ours or not self.root.is_dir():
+            return
+        if how == "delete":
+            shutil.rmtree(self.root)
+        elif not self.aside.exists():
+            self.root.rename(self.aside)
+            self.is_ours = False
+
+
+async def _live_through(parent: Path, moves: list[str]) -> None:
+    (parent / "elsewhere").mkdir(mode=0o700)
+    async with open_fs(parent / "kv") as fs:
+        story = Story(parent, fs)
+        for move in moves:
+            await story.move(move)
+            assert files_in(story.elsewhere) == []
+            if not story.is_ours and story.root.is_dir():
+                assert files_in(story.root) == []
+        if story.aside.exists():
+            story.back()
+            assert await fs.store(1) is DONE
+
+
+def clear(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def put(root: Path, what: str, elsewhere: Path) -> None:
+    if what == "link elsewhere":
+        root.symlink_to(elsewhere)
+    elif what == "make":
+        root.mkdir(mode=0o700)
+    elif what == "file":
+        root.write_text("")
+
+
+# --- what is no file ---
+
+
+def put_special(path: Path, kind: str) -> None:
+    path.unlink()
+    if kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as end:
+            where = os.open(path.parent, os.O_PATH)
+            end.bind(f"/proc/self/fd/{where}/{path.name[:20]}")
+            os.close(where)
+        (path.parent / path.name[:20]).rename(path)
+    elif kind == "link":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # endless zeros
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "FIFO",
+        "socket",
+        "link",
+        "folder",
+        pytest.param(
+            "device", marks=pytest.mark.skipif(os.geteuid() != 0, reason="needs root for mknod")
+        ),
+    ],
+)
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("layout", ["kvtier", "vllm"])
+async def test_what_is_no_file_is_a_miss_that_is_named_and_waits_for_nobody(
+    tmp_path: Path, kind: str, layout: str, *, direct: bool
+) -> None:
+    async with open_fs(tmp_path / "kv", direct=direct, layout=layout, n_read_threads=1) as fs:
+        assert await fs.store(1) is DONE
+        assert fs.path(1).stat().st_size == FILE_BYTES
+        put_special(fs.path(1), kind)
+        with capture_logs() as lines:
+            assert await fs.load(1) is DAMAGED
+            assert await fs.store(1) is FAILED
+        assert fs.count("blocks_damaged") == 1
+        assert all(f"a {kind} lies where" in str(line["reason"]) for line in lines)
+        await fs.backend.remove([key_of(1)])
+        assert os.path.lexists(fs.path(1)), "it isn't ours"
+        assert fs.backend.busy_threads() == 0
+
+
+async def test_a_special_file_for_a_config_is_refused_by_name(tmp_path: Path) -> None:
+    make_fs(tmp_path / "kv")
+    (config,) = (tmp_path / "kv").glob("*/config.json")
+    put_special(config, "FIFO")
+    with pytest.raises(Exception, match="a FIFO lies where a file should be"):
+        make_fs(tmp_path / "kv")
+
+
+async def test_a_fifo_for_a_marker_keeps_no_engine_waiting(tmp_path: Path) -> None:
+    async with open_fs(tmp_path / "kv") as fs:
+        (marker,) = (tmp_path / "kv").glob("*/writers/*")
+        put_special(marker, "FIFO")
+        with pytest.raises(OSError, match="No such device"):
+            fs.backend._files.announce()
+
+
+# --- the whole class ---
+
+PATH_CALLS = {"open", "stat", "lstat", "mkdir", "rename", "replace", "unlink", "scandir", "listdir"}
+MAY_NAME_PATHS = {
+    "Place.__init__": "the root, where links may lead",
+    "Anchor._look": "what the path names now",
+    "_device_above": "as it says",
+    "_make_folders": "a root that was deleted on the same filesystem",
+    "make_folders": "the root, at the start",
+    "_entries": "an open descriptor",
+}
+
+
+@pytest.mark.parametrize("source", FS_SOURCES, ids=lambda path: path.name)
+def test_every_call_on_a_file_names_an_open_folder(source: Path) -> None:
+    """A path could lead anywhere by the time it is used."""
+    tree = ast.parse(source.read_text())
+    found = []
+    for function, name in functions_of(tree):
+        for call in ast.walk(function):
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+                continue
+            of = call.func.value
+            if isinstance(of, ast.Name) and of.id == "os" and call.func.attr in PATH_CALLS:
+                given_folder = {"dir_fd", "src_dir_fd"} & {each.arg for each in call.keywords}
+                if not given_folder and name not in MAY_NAME_PATHS:
+                    found.append(f"{name}: os.{call.func.attr}, line {call.lineno}")
+    assert found == []
+
+
+def functions_of(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield node, node.name
+        elif isinstance(node, ast.ClassDef):
+            for each in node.body:
+                if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
+                    yield each, f"{node.name}.{each.name}"
