@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from typing import TYPE_CHECKING
 
 import pytest
 
 from kvtier import ConfigError, Namespace, RuntimeConfig, SlotMemory, open_runtime, tier_thread
 from kvtier.secondary_tier import SecondaryTier
-from kvtier_backends.fs.files import BlockFiles
+from tests.fuse_folder import fuse_folder, needs_fuse
 from tests.patience import PATIENCE_S, until
 
 if TYPE_CHECKING:
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvtier import SchedulerFacade
-    from kvtier.backend import LoadBlock, Loaded
 
 BLOCK_BYTES = 4096
 SLOTS = 4
@@ -93,30 +90,19 @@ def test_blocks_survive_the_runtime_that_stored_them(tmp_path: Path) -> None:
     assert second.facade.close() is True
 
 
-def test_closing_over_a_hung_read_says_that_the_memory_is_in_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@needs_fuse
+def test_closing_over_a_hung_read_says_that_the_memory_is_in_use(tmp_path: Path) -> None:
     """The read may end much later, and write into a slot: it must still be there."""
-    has_begun = threading.Event()
-    real = BlockFiles.load
-
-    def load(self: BlockFiles, block: LoadBlock) -> Loaded:
-        has_begun.set()
-        return real(self, block)
-
-    # A read that waits for a thread is called off at the end, and hangs nobody.
-    monkeypatch.setattr(BlockFiles, "load", load)
-    first = Runtime(tmp_path / "kv")
-    first.store(KEYS[:1])
-    first.facade.close()
-    (path,) = (tmp_path / "kv").rglob("*.kv")
-    path.unlink()
-    os.mkfifo(path)
-    second = Runtime(tmp_path / "kv", close_timeout_s=0.2)
-    second.facade.on_request_started("r")
-    second.until(lambda: second.facade.lookup(KEYS[0], "r") is None and has_begun.is_set())
-    assert second.facade.close() is False
-    os.close(os.open(path, os.O_RDWR))
+    with fuse_folder(tmp_path) as folder:
+        first = Runtime(folder.path / "kv")
+        first.store(KEYS[:1])
+        first.facade.close()
+        second = Runtime(folder.path / "kv", close_timeout_s=0.2)
+        folder.hang("read")
+        second.facade.on_request_started("r")
+        second.until(lambda: second.facade.lookup(KEYS[0], "r") is None and folder.waiting)
+        assert second.facade.close() is False
+        folder.heal()
 
 
 def test_a_tier_that_broke_serves_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

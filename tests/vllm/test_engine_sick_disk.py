@@ -71,8 +71,9 @@ def root(seeded: dict[str, Any], tmp_path: Path) -> Path:
     return tmp_path / "kv"
 
 
-def hanging(model: str, root: str) -> dict[str, Any]:
+def hanging(model: str, root: str, hung: list[str]) -> dict[str, Any]:
     """Ask for two prompts whose blocks hang, then for the sound ones."""
+    hang_reads(hung)
     config = kvtier_config(
         secondary_tiers=[fs(root, **PATIENCE)],
         close_timeout_s=CLOSE_TIMEOUT_S,
@@ -99,6 +100,23 @@ def hanging(model: str, root: str) -> dict[str, Any]:
     return told
 
 
+def hang_reads(files: list[str]) -> None:
+    """Have no read of these files return.
+
+    A filesystem that hangs is no help: what waits in the kernel keeps a process from ending.
+    """
+    from kvtier_backends.fs.files import BlockFiles
+
+    real = BlockFiles._read
+
+    def read(self: BlockFiles, place: Any, name: str, block: Any) -> Any:
+        if any(file.endswith(name) for file in files):
+            threading.Event().wait()
+        return real(self, place, name, block)
+
+    patch.object(BlockFiles, "_read", read).start()
+
+
 def stalled(model: str, root: str) -> dict[str, Any]:
     """Do the same with a filesystem on which every call hangs, probes and stores too."""
     from kvtier_backends.fs.files import BlockFiles
@@ -114,15 +132,13 @@ def stalled(model: str, root: str) -> dict[str, Any]:
 
 
 def test_a_disk_that_hangs(llama: Path, log_folder: Path, seeded: Any, root: Path) -> None:
-    """FIFOs in place of blocks never answer. Requests end all the same, and so does the process.
+    """Some blocks are never read. Requests end all the same, and so does the process.
 
     How soon is not asked here, where it depends on the machine: without their deadlines,
     which tests with a clock of their own look at, neither would end at all.
     """
-    for name in (*seeded["files"][0], *seeded["files"][1]):
-        (root / name).unlink()
-        os.mkfifo(root / name)
-    told = run_scenario(hanging, log_folder=log_folder, model=str(llama), root=str(root))
+    hung = [*seeded["files"][0], *seeded["files"][1]]
+    told = run_scenario(hanging, log_folder=log_folder, model=str(llama), root=str(root), hung=hung)
 
     assert told["tokens"] == seeded["tokens"]
     assert told["cached"] == [0] * len(LENGTHS)  # the sound ones too: the tier is left alone
@@ -196,10 +212,10 @@ def pretend_no_room(folder: str) -> None:
 
     real = BlockFiles._write
 
-    def write(self: BlockFiles, temporary: str, block: Any) -> None:
-        if temporary.startswith(folder):
+    def write(self: BlockFiles, at: int, temporary: str, block: Any) -> None:
+        if self._layout.base.startswith(folder):
             raise OSError(errno.ENOSPC, "no room", temporary)
-        real(self, temporary, block)
+        real(self, at, temporary, block)
 
     patch.object(BlockFiles, "_write", write).start()
 

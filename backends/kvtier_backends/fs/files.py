@@ -49,9 +49,18 @@ _GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR})
 # What opening or reading says of a folder, a FIFO, a socket, a device or a link in a block's
 # place. O_DIRECT gives EINVAL for what is no file, before its kind is even looked at.
 _ODD_FILE: Final = frozenset(
-    {errno.EISDIR, errno.ESPIPE, errno.ENXIO, errno.ENODEV, errno.ELOOP, errno.EINVAL}
+    {
+        errno.EAGAIN,
+        errno.EINVAL,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENODEV,
+        errno.ENXIO,
+        errno.ESPIPE,
+    }
 )
 # O_NONBLOCK: a FIFO or a device in a block's place must not be waited for. Files take no notice.
+# What it is, is asked only when something is wrong with what was read.
 _READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _WRITE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -143,8 +152,10 @@ class BlockFiles:
         try:
             loaded = self._read(self._anchor.take(), name, block)
         except TrailerDamaged as problem:
-            self._trouble("load", "blocks_damaged", problem, block.key)
-            self._discard(name, block.key)
+            odd = self._what_is_odd(name)
+            self._trouble("load", "blocks_damaged", odd or problem, block.key)
+            if odd is None:
+                self._discard(name, block.key)
             return Loaded(Outcome.DAMAGED)
         except OSError as problem:
             return self._load_failed(name, block.key, problem)
@@ -166,7 +177,7 @@ class BlockFiles:
                 return Outcome.DONE
             folder = self._open_fan_out(place, name)
             try:
-                self._put(folder, name.rpartition("/")[2], block)
+                self._put(folder, name[name.rindex("/") + 1 :], block)
             finally:
                 os.close(folder)
         except OSError as problem:
@@ -220,8 +231,6 @@ class BlockFiles:
         buffers = [block.buffer, *self._pages.views]
         descriptor = os.open(name, _READ_FLAGS | self._direct, dir_fd=place.blocks)
         try:
-            if not self._direct:  # with it, what is no file was refused by now
-                refuse_special_file(descriptor, name)
             count = self._transfer(os.preadv, descriptor, buffers)
             if count != self._file_bytes:
                 return self._read_short(descriptor, name, count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvtier.backend import LoadBlock, Outcome
+from tests.fuse_folder import FuseFolder, needs_fuse
 from tests.patience import PATIENCE_S
 from tests.unit.backends._fs import (
     BLOCK_BYTES,
@@ -24,14 +26,25 @@ from tests.unit.backends._fs import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.anyio
 
 
-def let_go(fifo: Path) -> None:
-    """Give the FIFO a writer, so that whoever hangs in opening it goes on."""
-    os.close(os.open(fifo, os.O_RDWR))
+@contextmanager
+def hanging_reads(parent: Path, block: Path) -> Iterator[FuseFolder]:
+    """Have the block, and all in its folder, read through a filesystem that hangs for now."""
+    source = parent / "source"
+    shutil.move(block.parent, source)
+    block.parent.mkdir(mode=0o700)
+    folder = FuseFolder(source, block.parent)
+    try:
+        folder.wait_until_mounted()
+        folder.hang("read")
+        yield folder
+    finally:
+        folder.vanish()
 
 
 LENGTHS = [0, 1, 511, 4096, BLOCK_BYTES - 1, BLOCK_BYTES + 1, BLOCK_BYTES + 512, FILE_BYTES - 1]
@@ -141,47 +154,49 @@ async def test_a_file_in_a_folders_place_fails_stores_only(tmp_path: Path) -> No
         assert not await fs.probe(1)
 
 
+@needs_fuse
 async def test_a_hung_load_hangs_its_thread_only(tmp_path: Path) -> None:
-    """A FIFO without a writer stands for a filesystem that never answers."""
     async with open_fs(tmp_path / "kv", n_read_threads=2) as fs:
         await fs.store(1)
         await fs.store(2)
-        fs.path(1).unlink()
-        os.mkfifo(fs.path(1))
-        async with anyio.create_task_group() as group:
-            group.start_soon(fs.load, 1)
-            await anyio.lowlevel.checkpoint()
-            with anyio.fail_after(PATIENCE_S):
-                assert await fs.probe(1)
-                assert await fs.load(2) is Outcome.DONE
-                assert await fs.store(3) is Outcome.DONE
-                assert await fs.load(3) is Outcome.DONE
-                assert await fs.store(1) is Outcome.FAILED
-            group.cancel_scope.cancel()
-        assert fs.backend.busy_threads() == 1, "cancelled, but the buffer may still be written"
-        let_go(fs.path(1))
-        with anyio.fail_after(PATIENCE_S):
-            while fs.backend.busy_threads():
+        with hanging_reads(tmp_path, fs.path(1)) as folder:
+            async with anyio.create_task_group() as group:
+                group.start_soon(fs.load, 1)
                 await anyio.lowlevel.checkpoint()
-        assert fs.count("blocks_damaged") == 1
-        assert fs.path(1).is_fifo()
+                folder.wait_until_something_hangs()
+                with anyio.fail_after(PATIENCE_S):
+                    assert await fs.probe(1)
+                    assert await fs.load(2) is Outcome.DONE
+                    assert await fs.store(3) is Outcome.DONE
+                    assert await fs.load(3) is Outcome.DONE
+                    assert await fs.store(1) is Outcome.DONE
+                group.cancel_scope.cancel()
+            assert fs.backend.busy_threads() == 1, "cancelled; the buffer may still be written"
+            folder.heal()
+            with anyio.fail_after(PATIENCE_S):
+                while fs.backend.busy_threads():
+                    await anyio.lowlevel.checkpoint()
+            assert await fs.load(1) is Outcome.DONE
 
 
+@needs_fuse
 async def test_closing_while_a_load_hangs_does_not_wait(tmp_path: Path) -> None:
     context = replace(CONTEXT, tier_name="7:closing")
     async with open_fs(tmp_path / "kv", context, n_read_threads=1) as fs:
         await fs.store(1)
-        fs.path(1).unlink()
-        os.mkfifo(fs.path(1))
-        with anyio.move_on_after(0):
-            await fs.load(1)
-        with anyio.fail_after(PATIENCE_S):
-            await fs.backend.close()
-    hung = [thread for thread in threading.enumerate() if thread.name == "7:closing-read-0"]
-    assert len(hung) == 1
-    let_go(fs.path(1))
-    hung[0].join(PATIENCE_S)
-    assert not hung[0].is_alive()
+        with hanging_reads(tmp_path, fs.path(1)) as folder:
+            async with anyio.create_task_group() as group:
+                group.start_soon(fs.load, 1)
+                await anyio.lowlevel.checkpoint()
+                folder.wait_until_something_hangs()
+                group.cancel_scope.cancel()
+            with anyio.fail_after(PATIENCE_S):
+                await fs.backend.close()
+            hung = [thread for thread in threading.enumerate() if thread.name == "7:closing-read-0"]
+            assert len(hung) == 1
+            folder.heal()
+            hung[0].join(PATIENCE_S)
+            assert not hung[0].is_alive()
 
 
 async def test_a_vanished_folder_is_empty_and_comes_back(tmp_path: Path) -> None:
