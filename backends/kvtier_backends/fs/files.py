@@ -101,6 +101,7 @@ class BlockFiles:
         self._file_bytes = self._trailer_at + TRAILER_BYTES
         self._ledger = ledger
         self._writer = this_writer()
+        self._signature = str(self._writer)
         # O_DIRECT moves whole disk blocks; with padding the slot's own part is none.
         self._direct = O_DIRECT if direct and self._trailer_at == block_bytes else 0
         self._accept_unchecked = accept_unchecked
@@ -109,6 +110,7 @@ class BlockFiles:
     def announce(self) -> list[str]:
         """Leave this process's marker; return the names of dead writers' markers."""
         self._writer = this_writer()  # not before: the tier may run in a fork
+        self._signature = str(self._writer)
         place = self._anchor.make_again()
         self._settle(place)
         return dead_markers(place.base, self._writer)
@@ -116,7 +118,7 @@ class BlockFiles:
     def sign_off(self) -> None:
         """Take the marker away: nothing unfinished is left behind. Let go of the folders."""
         with suppress(OSError):
-            remove_markers(self._anchor.take().base, [str(self._writer)])
+            remove_markers(self._anchor.take().base, [self._signature])
         self._anchor.close()
 
     def sweep(self, keep_on: Callable[[], bool], dead: list[str]) -> None:
@@ -175,9 +177,10 @@ class BlockFiles:
             place = self._anchor.take()
             if self._is_stored(place, name):
                 return Outcome.DONE
-            folder = self._open_fan_out(place, name)
+            first, second, last = name.split("/")
+            folder = self._open_fan_out(place, first, second)
             try:
-                self._put(folder, name[name.rindex("/") + 1 :], block)
+                self._put(folder, last, block)
             finally:
                 os.close(folder)
         except OSError as problem:
@@ -276,7 +279,7 @@ class BlockFiles:
 
     def _put(self, folder: int, name: str, block: StoreBlock) -> None:
         """Write a block beside its place in the open folder, and put it there in one step."""
-        temporary = temporary_path(name, self._writer)
+        temporary = temporary_path(name, self._signature)
         try:
             self._write(folder, temporary, block)
             os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
@@ -299,9 +302,8 @@ class BlockFiles:
             # A write stops short when the room does, and says nothing.
             raise OSError(errno.ENOSPC, f"wrote {count} of {self._file_bytes} bytes", temporary)
 
-    def _open_fan_out(self, place: Place, name: str) -> int:
+    def _open_fan_out(self, place: Place, first: str, second: str) -> int:
         """Open the folder of a block, and make it if it is missing. No link is followed."""
-        first, second, _ = name.split("/")
         try:
             return _open_both(place.blocks, first, second)
         except FileNotFoundError:

@@ -70,8 +70,8 @@ def parse_temporary_untrusted(name: str) -> Writer | None:
     return parse_writer_untrusted(found[1]) if found else None
 
 
-def temporary_path(path: str, writer: Writer) -> str:
-    """Return a name beside ``path`` that nobody has used."""
+def temporary_path(path: str, writer: Writer | str) -> str:
+    """Return a name beside ``path`` that nobody has used. ``writer``: or its text."""
     return f"{path}.{writer}-{next(_counter)}.tmp"
 
 

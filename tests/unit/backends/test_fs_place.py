@@ -280,8 +280,7 @@ MOVES = ("away", "back", "delete", "link elsewhere", "make", "file", "look", "st
 
 @settings(
     max_examples=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=list(HealthCheck),
 )
 @given(moves=st.lists(st.sampled_from(MOVES), max_size=12))
 def test_whatever_becomes_of_the_path_nothing_is_written_elsewhere(
