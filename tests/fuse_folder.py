@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager, suppress
 from ctypes.util import find_library
 from pathlib import Path
@@ -23,12 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.patience import until
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 REPOSITORY = Path(__file__).parents[1]
-WAIT_S = 30.0
-"""For the server: to mount, to answer, to end."""
+CLEAN_UP_S = 30.0
+"""What takes longer is left behind: nothing may keep a test from its end."""
 
 
 def _why_not() -> str:
@@ -79,31 +80,25 @@ class FuseFolder:
 
     def wait_until_something_hangs(self) -> None:
         """Return once a call hangs."""
-        deadline_s = time.monotonic() + WAIT_S
-        while not self.waiting:
-            assert time.monotonic() < deadline_s, "nothing has called"
-            time.sleep(0.01)
+        until(lambda: self.waiting, lambda: "nothing has called")
 
     def wait_until_mounted(self) -> None:
         """Return once calls come through; the device's number changes when they do."""
         before = self.path.parent.stat().st_dev
-        deadline_s = time.monotonic() + WAIT_S
-        while self.path.stat().st_dev == before:
-            assert self._server.poll() is None, "the filesystem's server ended"
-            assert time.monotonic() < deadline_s, "it was not mounted"
-            time.sleep(0.01)
+        until(lambda: self._server.poll() is not None or self.path.stat().st_dev != before)
+        assert self._server.poll() is None, "the filesystem's server ended"
 
     def vanish(self) -> None:
         """Kill the server and detach the folder, as when a network filesystem is unmounted."""
         self._server.kill()
         with suppress(subprocess.TimeoutExpired):
-            self._server.wait(WAIT_S)
+            self._server.wait(CLEAN_UP_S)
         for command in (["fusermount3", "-uz"], ["umount", "-l"]):
             if not _is_mounted(self.path):
                 break
             with suppress(OSError, subprocess.TimeoutExpired):
                 subprocess.run(
-                    [*command, self.path], check=False, capture_output=True, timeout=WAIT_S
+                    [*command, self.path], check=False, capture_output=True, timeout=CLEAN_UP_S
                 )
         for pipe in (self._server.stdin, self._server.stdout):
             assert pipe is not None

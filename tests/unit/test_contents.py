@@ -18,7 +18,8 @@ from kvtier.leftovers import REMOVE_BLOCKS_MAX, Leftovers
 from kvtier.memory import SlotMemory
 from kvtier.policies.lru import LRUPolicy
 from kvtier.tier_thread import TierThread
-from tests.unit.test_tier_thread import BLOCK, WAIT_S, LinkEnd
+from tests.patience import PATIENCE_S
+from tests.unit.test_tier_thread import BLOCK, LinkEnd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -156,7 +157,7 @@ def open_bench() -> Iterator[Callable[[Shelf], Bench]]:
 
     yield make
     for bench in made:
-        bench.cell.close(WAIT_S)
+        bench.cell.close(PATIENCE_S)
 
 
 SHELVES = {

@@ -6,8 +6,8 @@ A call that hangs in it can't be interrupted: not by a signal, nor by the end of
 from __future__ import annotations
 
 import errno
-import queue
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,6 +22,7 @@ from kvtier.memory import SlotMemory
 from kvtier.runtime import open_runtime
 from kvtier.tier_hosts import make_host
 from tests.fuse_folder import FuseFolder, fuse_folder, needs_fuse
+from tests.patience import PATIENCE_S, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 BLOCK = 8192
 SLOTS = 8
-WAIT_S = 60.0
 START_S = {"thread": 1.0, "process": 300.0}
 """So long a start waits; for a process on the clock of ``impatient_once_it_hangs``."""
 
@@ -68,7 +68,7 @@ def impatient_once_it_hangs(folder: FuseFolder, monkeypatch: pytest.MonkeyPatch)
 
         @staticmethod
         def monotonic() -> float:
-            return time.monotonic() + (1000.0 if folder.waiting else 0.0)
+            return 1000.0 if folder.waiting else 0.0
 
     monkeypatch.setattr(tier_process, "time", Clock)
 
@@ -92,27 +92,29 @@ class Bench:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.memory = SlotMemory.anonymous(SLOTS, BLOCK)
-        self._messages: queue.Queue[Message] = queue.Queue()
+        self._messages: deque[Message] = deque()
         tier = TierConfig.from_mapping(1, options)
         self.host: TierHost = make_host(tier, CONTEXT, self.memory, self, messages_max=64)
 
     def post(self, message: Message) -> bool:
         """Stand where the link's inbox is."""
-        self._messages.put(message)
+        self._messages.append(message)
         return True
 
     def next_of(self, kind: type[Any]) -> Any:
-        deadline_s = time.monotonic() + WAIT_S
-        while True:
+        found: list[Message] = []
+
+        def came() -> bool:
             self.host.take()
             self.host.wake()
-            try:
-                message = self._messages.get(timeout=0.005)
-            except queue.Empty:
-                assert time.monotonic() < deadline_s, "nothing came"
-                continue
-            if isinstance(message, kind):
-                return message
+            while self._messages and not found:
+                message = self._messages.popleft()
+                if isinstance(message, kind):
+                    found.append(message)
+            return bool(found)
+
+        until(came, lambda: f"no {kind.__name__} came")
+        return found[0]
 
     def store_and_load(self) -> None:
         """Have blocks go there and come back."""
@@ -170,7 +172,7 @@ def test_an_engine_may_start_without_it_and_takes_it_up_when_it_comes_back(
             bench.store_and_load()
         finally:
             folder.heal()
-            assert bench.host.close(WAIT_S)
+            assert bench.host.close(PATIENCE_S)
     assert [line for line in logs if line["event"] == "tier is back"]
 
 
@@ -192,7 +194,7 @@ def test_storage_in_trouble_is_refused_or_taken_up_later(
         bench.store_and_load()
     finally:
         folder.heal()
-        assert bench.host.close(WAIT_S)
+        assert bench.host.close(PATIENCE_S)
 
 
 @every_tier
@@ -245,7 +247,7 @@ def test_closing_over_a_load_that_hangs_ends_and_says_that_the_memory_is_in_use(
         assert not bench.host.close(1.0)
     finally:
         folder.heal()
-        assert bench.host.close(WAIT_S) or cell == "thread"
+        assert bench.host.close(PATIENCE_S) or cell == "thread"
 
 
 @pytest.mark.usefixtures("impatient_once_it_hangs")
