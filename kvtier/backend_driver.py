@@ -22,7 +22,7 @@ from kvtier.logs import log, printable
 from kvtier.threads import DaemonThreads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvtier.backend import Backend
     from kvtier.memory import SlotMemory
@@ -71,6 +71,9 @@ class BackendDriver:
 
     def receive(self, message: Message) -> None:
         """Start the part's task. Loop thread only."""
+        if isinstance(message, m.TellContents):
+            self.tasks.create_task(self.tell_contents(message.keys))
+            return
         if not isinstance(message, m.ProbePart | m.LoadPart | m.StorePart | m.RemovePart):
             raise InternalError(f"a driver does not understand {type(message).__name__}")
         self.tasks.create_task(self._run(message))
@@ -80,14 +83,15 @@ class BackendDriver:
         self._untold.removed(keys)
         self._report(m.ContentsLost(keys=tuple(keys)))
 
-    async def tell_contents(self) -> None:
+    async def tell_contents(self, again: tuple[bytes, ...] = ()) -> None:
         """Pass on what the backend has from before, slowly enough for the scheduler's steps.
 
         Meanwhile the tier says that it lacks what it has not been told of yet.
         """
         told = 0
-        for keys in self._backend.contents():
-            self._report(m.ContentsFound(keys=self._untold.still_there(keys)))
+        for keys in _batches(again) if again else self._backend.contents():
+            found = self._untold.still_there(keys)
+            self._report(m.ContentsFound(found, again=bool(again)))
             told += len(keys)
             if told >= CONTENTS_A_PAUSE:
                 told = 0
@@ -95,7 +99,8 @@ class BackendDriver:
                 # Else answers would have to queue up behind. Nobody says when it has gone.
                 while not self.may_tell():  # noqa: ASYNC110
                     await anyio.sleep(CONTENTS_PAUSE_S)
-        self._untold.end()
+        if not again:
+            self._untold.end()
 
     def is_quiet(self) -> bool:
         """Tell whether no thread of the driver or the backend may touch a slot any more.
@@ -204,6 +209,11 @@ class BackendDriver:
         if kind not in self._raised:
             self._raised.add(kind)
             log.warning("backend raised", tier=self._name, part=what, error=f"{kind}: {error}")
+
+
+def _batches(keys: tuple[bytes, ...]) -> Iterator[tuple[bytes, ...]]:
+    for start in range(0, len(keys), CONTENTS_A_PAUSE):
+        yield keys[start : start + CONTENTS_A_PAUSE]
 
 
 def _is_for_us(error: BaseException) -> bool:

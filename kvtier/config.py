@@ -25,6 +25,9 @@ DEFAULT_POLICY: Final = "reuse"
 ADMIT_ALL: Final = "all"
 """The admission of a tier that every block is written to: no policy at all."""
 
+NEW_GENERATION: Final = "new_generation"
+KEEP: Final = "keep"
+
 _NO_BACKPRESSURE: Final = (
     "has no meaning here: kvtier bounds what is in flight itself. "
     "Remove it, or set cascade_slots_fraction_max"
@@ -108,6 +111,15 @@ class TierConfig:
         return config
 
 
+def _of_weights(options: Options) -> dict[str, str]:
+    """Read what a reset says of the model's weights, and what they are called."""
+    has_name = options.has("weights_version")
+    return {
+        "on_reset": options.text("on_reset", NEW_GENERATION, choices=(NEW_GENERATION, KEEP)),
+        "weights_version": options.text("weights_version") if has_name else "",
+    }
+
+
 def _policy_mapping(options: Options, key: str, default: str) -> dict[str, Any]:
     """Read a policy given by its name, or as ``{"policy": name, ...}`` with its own options."""
     if not options.is_mapping(key):
@@ -145,6 +157,8 @@ class RuntimeConfig:
     store_threshold: int = 0
     max_tracker_size: int = 64_000
     tiers: tuple[TierConfig, ...] = ()
+    on_reset: str = NEW_GENERATION  #: what a reset says about the weights
+    weights_version: str = ""  #: what the weights are called that the engine begins with
     lease_timeout_s: float = 60.0
     close_timeout_s: float = 5.0
     store_reserve_fraction: float = 1 / 16  #: of the slots, never held by promotions
@@ -182,6 +196,11 @@ class RuntimeConfig:
                 f"breaker_pause_s_max={self.breaker_pause_s_max!r}: the first pause is the "
                 "shortest. Lower the first or raise the second."
             )
+
+    @property
+    def keeps_on_reset(self) -> bool:
+        """Whether tiers serve what they have after a reset that names no weights."""
+        return self.on_reset == KEEP
 
     @property
     def store_reserve_slots(self) -> int:
@@ -237,6 +256,7 @@ class RuntimeConfig:
                 TierConfig.from_mapping(number, tier, ignores)
                 for number, tier in enumerate(options.mappings("secondary_tiers"), start=1)
             ),
+            **_of_weights(options),
             lease_timeout_s=options.number("lease_timeout_s", cls.lease_timeout_s),
             close_timeout_s=options.number("close_timeout_s", cls.close_timeout_s),
             store_reserve_fraction=options.number(

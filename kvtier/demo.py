@@ -116,6 +116,7 @@ def run_engine(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
                 "spec_name": "KVTierOffloadingSpec",
                 "spec_module_path": "kvtier.vllm",
                 "cpu_bytes_to_use": CPU_BYTES,
+                "on_reset": "keep",  # it empties DRAM, and the weights stay the same
                 "secondary_tiers": [
                     {"type": "disk", "path": str(folder / "tier"), "capacity_bytes": DISK_BYTES}
                 ],

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from kvtier.events import Event
+    from kvtier.generations import Generations
     from kvtier.messages import Key, Message, RequestId, TierSet
     from kvtier.primary_tier import PrimaryTier
     from kvtier.tier_cell import TierHost
@@ -69,6 +70,7 @@ class SchedulerFacade:
         tiers: Sequence[TierHost],
         *,
         close_timeout_s: float,
+        generations: Generations,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cell: EngineCell = cell
@@ -76,6 +78,7 @@ class SchedulerFacade:
         self._links = links
         self._tiers = tiers
         self._close_timeout_s = close_timeout_s
+        self._generations = generations
         self._clock = clock
         self._closed = False
         self._is_quiet = False
@@ -83,6 +86,7 @@ class SchedulerFacade:
         self._lookup_seconds: Observed[float] = Observed()
         self._last_tick = clock()
         self._ask(m.Tick(now=self._last_tick))
+        self._wake_tiers()  # they are told which generation of weights they serve
 
     # --- requests ---
 
@@ -280,14 +284,22 @@ class SchedulerFacade:
         """How many resets there were. What was begun in an earlier epoch is void."""
         return self._primary.epoch
 
-    def reset(self) -> None:
-        """Forget every block of the primary tier. Never waits.
+    def reset(self, *, weights_version: str | None = None) -> None:
+        """Forget every block of the primary tier, and begin a new generation. Never waits.
+
+        Nothing that was stored before is served again, from any tier: the
+        model's weights may be others now. What is stored from now on is found by
+        this engine only, or, given ``weights_version``, by all that name the same
+        weights. With ``on_reset: "keep"`` a reset without a name begins no new
+        generation: tiers serve what they have.
 
         Slots that the GPU or a tier still uses are quarantined until they let
         go: tiers by reporting, the GPU by ``on_reset_flushed``. Completions of
-        older loads and stores are ignored from now on. Tiers keep their blocks.
+        older loads and stores are ignored from now on. Raises ``Misuse`` for an
+        empty name.
         """
-        self._ask(m.Reset())
+        self._ask(m.Reset(mark=self._generations.begin(weights_version)))
+        self._wake_tiers()
 
     def on_reset_flushed(self) -> None:
         """Note that the GPU has let go of every slot that it was given before the last reset."""

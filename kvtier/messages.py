@@ -1,5 +1,7 @@
 """Every message that one actor sends another, on one page.
 
+(But those between a tier and its backend's driver: ``kvtier/driver_messages.py``.)
+
 Messages are values: keys, slot numbers, ids, outcomes, times. Never a buffer,
 a callback or an object of the sender's, so an actor can move to another
 process without a change. They are frozen msgspec structs: cheaper to build
@@ -32,26 +34,23 @@ TierBroke, TierFenced  never refused: one of each in a tier's life
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
-
-import msgspec
-
 from kvtier.backend import (  # noqa: TC001 - msgspec reads them to decode a message
     BackendTraits,
     Outcome,
 )
-
-Key: TypeAlias = bytes
-GROUP_BYTES: Final = 4
-"""The last bytes of a key: the KV-cache group's index, big-endian. Each group is a chain."""
-
-RequestId: TypeAlias = str
-TierSet: TypeAlias = int
-
-
-class Message(msgspec.Struct, frozen=True, gc=False, tag=True, array_like=True):
-    """What all messages are. Their class's name is sent along where they go to another process."""
-
+from kvtier.driver_messages import ContentsFound as ContentsFound
+from kvtier.driver_messages import ContentsLost as ContentsLost
+from kvtier.driver_messages import LoadPart as LoadPart
+from kvtier.driver_messages import PartEnded as PartEnded
+from kvtier.driver_messages import ProbePart as ProbePart
+from kvtier.driver_messages import RemovePart as RemovePart
+from kvtier.driver_messages import StorePart as StorePart
+from kvtier.driver_messages import TellContents as TellContents
+from kvtier.message import GROUP_BYTES as GROUP_BYTES
+from kvtier.message import Key as Key
+from kvtier.message import Message as Message
+from kvtier.message import RequestId as RequestId
+from kvtier.message import TierSet as TierSet
 
 # --- facade → primary tier: each is answered before the facade's call returns ---
 
@@ -167,7 +166,12 @@ class LoadSources(Message, frozen=True, gc=False):
 
 
 class Reset(Message, frozen=True, gc=False):
-    """Forget every block of the primary tier, and begin a new epoch."""
+    """Forget every block of the primary tier, and begin a new epoch.
+
+    ``mark``: of the generation that begins with it; None: the weights are the same.
+    """
+
+    mark: bytes | None = None
 
 
 class ResetFlushed(Message, frozen=True, gc=False):
@@ -245,6 +249,16 @@ class Cleared(Message, frozen=True, gc=False):
 
 
 # --- primary tier ↔ tier link ---
+
+
+class GenerationBegan(Message, frozen=True, gc=False):
+    """The weights are others from this epoch on: nothing from before is to be found again.
+
+    Primary tier → links, and each link → its tier. ``mark``: see ``kvtier/generations.py``.
+    """
+
+    epoch: int
+    mark: bytes
 
 
 class ProbeKeys(Message, frozen=True, gc=False):
@@ -336,11 +350,15 @@ class TierUsable(Message, frozen=True, gc=False):
 
 
 class PresenceLearned(Message, frozen=True, gc=False):
-    """The tier is now known to have ``added`` and no longer to have ``removed``."""
+    """The tier is now known to have ``added`` and no longer to have ``removed``.
+
+    ``since``: the epoch in which the generation began that this is about.
+    """
 
     tier: int
     added: tuple[Key, ...]
     removed: tuple[Key, ...]
+    since: int = 0
 
 
 class TierForgotten(Message, frozen=True, gc=False):
@@ -364,6 +382,9 @@ class Notice(Message, frozen=True, gc=False):
 
 
 # --- tier link ↔ secondary tier, from cell to cell ---
+#
+# Whatever names blocks has the mark of their generation with it, so that no order of
+# messages, and no restart, can make the blocks of one generation those of another.
 
 
 class Probe(Message, frozen=True, gc=False):
@@ -371,6 +392,7 @@ class Probe(Message, frozen=True, gc=False):
 
     probe: int
     keys: tuple[Key, ...]
+    mark: bytes = b""
 
 
 class ProbeAnswer(Message, frozen=True, gc=False):
@@ -386,6 +408,7 @@ class LoadJob(Message, frozen=True, gc=False):
     job: int
     keys: tuple[Key, ...]
     slots: tuple[int, ...]
+    mark: bytes = b""
 
 
 class StoreJob(Message, frozen=True, gc=False):
@@ -395,6 +418,7 @@ class StoreJob(Message, frozen=True, gc=False):
     request: RequestId
     keys: tuple[Key, ...]
     slots: tuple[int, ...]
+    mark: bytes = b""
 
 
 class JobEnded(Message, frozen=True, gc=False):
@@ -417,6 +441,7 @@ class PresenceChanged(Message, frozen=True, gc=False):
 
     added: tuple[Key, ...]
     removed: tuple[Key, ...]
+    mark: bytes = b""
 
 
 class Counted(Message, frozen=True):
@@ -442,57 +467,3 @@ class TierRestarted(Message, frozen=True, gc=False):
     """
 
     traits: BackendTraits | None = None
-
-
-# --- secondary tier ↔ its backend's driver ---
-
-
-class ProbePart(Message, frozen=True, gc=False):
-    """Ask the backend for these keys."""
-
-    part: int
-    keys: tuple[Key, ...]
-
-
-class LoadPart(Message, frozen=True, gc=False):
-    """Have the backend read these."""
-
-    part: int
-    keys: tuple[Key, ...]
-    slots: tuple[int, ...]
-
-
-class StorePart(Message, frozen=True, gc=False):
-    """Have the backend keep these, after it has forgotten ``remove``."""
-
-    part: int
-    keys: tuple[Key, ...]
-    slots: tuple[int, ...]
-    remove: tuple[Key, ...]
-
-
-class RemovePart(Message, frozen=True, gc=False):
-    """Have the backend forget these, whether it has them or not."""
-
-    part: int
-    keys: tuple[Key, ...]
-
-
-class ContentsFound(Message, frozen=True, gc=False):
-    """The backend had these when it was opened: blocks once stored together, head to tail."""
-
-    keys: tuple[Key, ...]
-
-
-class ContentsLost(Message, frozen=True, gc=False):
-    """The backend no longer has these, for reasons of its own."""
-
-    keys: tuple[Key, ...]
-
-
-class PartEnded(Message, frozen=True, gc=False):
-    """One outcome a key. For a probe DONE means present, for a removal gone."""
-
-    part: int
-    outcomes: tuple[Outcome, ...]
-    seconds: float

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier import messages as m
 from kvtier.backend import Outcome
+from kvtier.generations import marked
 
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
@@ -25,12 +26,23 @@ CRUMB_BLOCKS: Final = 8
 class Job:
     """One job; parts of it may wait, run or have ended."""
 
-    __slots__ = ("id", "is_load", "keys", "outcomes", "request", "seconds", "slots", "unended")
+    __slots__ = (
+        "id",
+        "is_load",
+        "keys",
+        "mark",
+        "outcomes",
+        "request",
+        "seconds",
+        "slots",
+        "unended",
+    )
 
     def __init__(self, message: m.LoadJob | m.StoreJob) -> None:
         self.id = message.job
         self.is_load = isinstance(message, m.LoadJob)
-        self.keys = message.keys
+        self.mark = message.mark
+        self.keys = marked(message.keys, message.mark)  #: as the backend knows them
         self.slots = message.slots
         self.request = "" if isinstance(message, m.LoadJob) else message.request
         self.outcomes = [Outcome.FAILED] * len(message.keys)

@@ -77,6 +77,7 @@ class PrimaryTier(Actor):
         self._gpu_loads = GpuLoads()
         self._cascades = Cascades(self.slots, self._slot_of, config.tiers)
         self.epoch = 0  #: how many resets there were
+        self._since = 0  # the epoch in which the generation of weights began
         self._policy_time = 0.0  # what the policy was told last
         self._store_wanted: list[Key] = []  # by the store that waits for victims
         super().__init__("primary", self._all_handlers())
@@ -117,7 +118,7 @@ class PrimaryTier(Actor):
             m.CascadeWanted: self._cascade_wanted,
             m.CascadeEnded: self._cascade_ended,
             m.TierUsable: lambda x: self._whereabouts.set_usable(x.tier, usable=x.usable),
-            m.PresenceLearned: lambda x: self._whereabouts.learn(x.tier, x.added, x.removed),
+            m.PresenceLearned: self._presence_learned,
             m.TierForgotten: lambda x: self._whereabouts.forget_tier(x.tier),
             m.LinkFailed: self._link_failed,
         }
@@ -434,7 +435,7 @@ class PrimaryTier(Actor):
         for request in self._promotions.expired():
             self._end_leases(request)
 
-    def _reset(self, _message: m.Reset) -> None:
+    def _reset(self, message: m.Reset) -> None:
         for slot in self._promotions.reset():
             self.slots.fail_fill(slot)
         for request in self._requests.values():
@@ -444,6 +445,11 @@ class PrimaryTier(Actor):
         self._whereabouts.reset()
         self._slot_of.clear()
         self.epoch += 1
+        if message.mark is not None:
+            self._since = self.epoch
+            self._whereabouts.forget_all()
+            for link in self.links:
+                link.post(m.GenerationBegan(self.epoch, message.mark))
         self.policy.post(m.Cleared())
         self._emit(EventKind.CLEARED, ())
         self.reply(None)
@@ -453,6 +459,10 @@ class PrimaryTier(Actor):
         self.reply(None)
 
     # --- what links say ---
+
+    def _presence_learned(self, message: m.PresenceLearned) -> None:
+        if message.since == self._since:
+            self._whereabouts.learn(message.tier, message.added, message.removed)
 
     def _link_failed(self, message: m.LinkFailed) -> None:
         """Give up all that the tier was to fill; nobody will say when it lets go."""

@@ -13,6 +13,7 @@ from kvtier.cells import EngineCell
 from kvtier.config import ADMIT_ALL
 from kvtier.errors import ConfigError
 from kvtier.facade import SchedulerFacade
+from kvtier.generations import Generations
 from kvtier.policies.actor import PolicyActor
 from kvtier.primary_tier import PrimaryTier
 from kvtier.registry import make_admission, make_policy
@@ -63,6 +64,7 @@ def open_runtime(
         engine.links,
         tiers,
         close_timeout_s=config.close_timeout_s,
+        generations=Generations(config.weights_version, keep=config.keeps_on_reset),
         clock=clock,
     )
 

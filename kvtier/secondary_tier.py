@@ -7,8 +7,13 @@ stores have their own limits, so neither starves the other.
 
 Where the backend has a capacity, the tier belongs to this engine alone: then
 this actor knows what is stored, answers probes itself, and makes room by
-asking its eviction policy.
+asking its eviction policy. What it has of generations that the engine is not in
+is not served, and makes room first (``kvtier/old_generations.py``).
 
+Keys have the mark of their generation in them on this side of the link
+(``kvtier/generations.py``), and not on the other.
+
+# Invariant: a key that is resident has the mark of the engine's own generation.
 # Invariant: every job that came in is answered once, whatever the backend does,
 #            unless the backend never returns.
 """
@@ -23,7 +28,9 @@ from typing import TYPE_CHECKING, Final
 from kvtier import messages as m
 from kvtier.actor import Actor, Mailbox
 from kvtier.backend import Outcome
+from kvtier.generations import ORIGINAL, mark_of, marked, unmarked
 from kvtier.leftovers import Leftovers
+from kvtier.old_generations import OldGenerations
 from kvtier.parts import Job, Part, PartQueue
 
 if TYPE_CHECKING:
@@ -44,6 +51,7 @@ class SecondaryTier(Actor):
         super().__init__(
             f"tier:{name}",
             {
+                m.GenerationBegan: lambda x: self._enter(x.mark),
                 m.Probe: self._probe,
                 m.LoadJob: self._load_job,
                 m.StoreJob: self._store_job,
@@ -60,6 +68,8 @@ class SecondaryTier(Actor):
         self.driver: Mailbox
         self.policy: Mailbox
         self._traits = traits
+        self._mark = ORIGINAL  # of the generation that the engine is in
+        self._is_told = False  # whether the engine has said which one that is
         self._loads = PartQueue(
             traits.load_parts_max, traits.load_part_blocks_min, traits.load_part_blocks_max
         )
@@ -69,7 +79,9 @@ class SecondaryTier(Actor):
         self._parts: dict[int, Part] = {}
         self._next_part = 0
         # With a capacity only:
+        self._capacity = traits.capacity_blocks or 0
         self._resident: set[Key] = set()
+        self._old = OldGenerations()
         self._storing: Counter[Key] = Counter()  # in parts that have not ended
         # Invariant: _coming is what is in _storing and not in _resident.
         self._coming: set[Key] = set()
@@ -87,20 +99,43 @@ class SecondaryTier(Actor):
 
     # --- what the link asks for ---
 
+    def _enter(self, mark: bytes) -> None:
+        """Serve the generation with that mark from now on, and no other."""
+        if mark == self._mark and self._is_told:
+            return
+        is_first, self._is_told = not self._is_told, True
+        left, self._mark = self._mark, mark
+        if self._traits.capacity_blocks is None:
+            return
+        if mark != left:
+            self._coming.update(self._storing.keys() & self._resident)
+            self._old.leave(left, self._resident)
+            self._resident = set()
+            self.policy.post(m.Cleared())
+            known = self._old.of(mark)
+            if known:
+                self.driver.post(m.TellContents(known))
+        if is_first:
+            # Not before: what is of use, and what is in the way, depends on the generation.
+            self.driver.post(m.TellContents(()))
+
     # Invariant: a question about no block is answered like any other, at once.
 
     def _probe(self, message: m.Probe) -> None:
-        if not message.keys:
+        self._enter(message.mark)
+        keys = marked(message.keys, message.mark)
+        if not keys:
             self.link.post(m.ProbeAnswer(probe=message.probe, present=()))
             return
         if self._traits.capacity_blocks is not None:
-            present = tuple(key in self._resident for key in message.keys)
+            present = tuple(key in self._resident for key in keys)
             self.link.post(m.ProbeAnswer(probe=message.probe, present=present))
             return
-        part = Part(message.keys, probe=message.probe)
-        self.driver.post(m.ProbePart(part=self._number(part), keys=message.keys))
+        part = Part(keys, probe=message.probe)
+        self.driver.post(m.ProbePart(part=self._number(part), keys=keys))
 
     def _load_job(self, message: m.LoadJob) -> None:
+        self._enter(message.mark)
         job = Job(message)
         if not job.keys:
             self._answer(job)
@@ -110,6 +145,7 @@ class SecondaryTier(Actor):
         self._start_parts()
 
     def _store_job(self, message: m.StoreJob) -> None:
+        self._enter(message.mark)
         job = Job(message)
         if not job.keys:
             self._answer(job)
@@ -119,14 +155,16 @@ class SecondaryTier(Actor):
 
     def _touch_keys(self, message: m.TouchKeys) -> None:
         if self._traits.capacity_blocks is not None:
-            self.policy.post(m.Touched(keys=message.keys, request=message.request))
+            keys = marked(message.keys, self._mark)
+            self.policy.post(m.Touched(keys=keys, request=message.request))
 
     def _request_ended(self, message: m.RequestEnded) -> None:
         if self._traits.capacity_blocks is not None:
             self._ended[message.request] = None
             if len(self._ended) > ENDED_REQUESTS_MAX:
                 del self._ended[next(iter(self._ended))]
-            self.policy.post(message)
+            order = message.order and marked(message.order, self._mark)
+            self.policy.post(m.RequestEnded(message.request, order))
 
     def _tick(self, message: m.Tick) -> None:
         if self._traits.capacity_blocks is not None:
@@ -209,10 +247,9 @@ class SecondaryTier(Actor):
             return
         done, _ = _split(job.keys, job.outcomes)
         self._let_go(done)
-        if not self._resident.issuperset(done):
+        if job.mark == self._mark and not self._resident.issuperset(done):
             # What a load found damaged meanwhile was lost before it was announced.
-            lost = tuple(key for key in done if key not in self._resident)
-            self.link.post(m.PresenceChanged(added=(), removed=lost))
+            self._announce(removed=tuple(key for key in done if key not in self._resident))
         if job.request in self._ended:
             # The policy was told before that the request is over, and so once more.
             self.policy.post(m.RequestEnded(request=job.request, order=None))
@@ -227,14 +264,14 @@ class SecondaryTier(Actor):
 
     def _make_room(self, part: Part) -> None:
         """Have victims chosen for what doesn't fit; the part goes on in ``_victims``."""
-        capacity = self._traits.capacity_blocks
-        assert capacity is not None
         self._leftovers.wanted(part.keys)
         self._storing.update(part.keys)
         self._coming.update(set(part.keys) - self._resident)
         self._hold(part.keys)
-        used = len(self._resident) + len(self._coming) - self._victims_asked
-        missing = max(0, used - capacity)
+        missing = max(0, self._used() - self._capacity)
+        part.remove = self._old.pop(missing, self._in_use)
+        self._removing.update(part.remove)
+        missing -= len(part.remove)
         self._making_room.append((part, missing))
         self._victims_asked += missing
         # Asked even for none: a part must not overtake one that waits for its victims.
@@ -253,10 +290,24 @@ class SecondaryTier(Actor):
                 self.policy.post(m.Spared(keys=spared))
             victims = tuple(key for key in victims if key not in self._in_use)
         if victims:
+            announced = tuple(key for key in victims if key in self._resident)
             self._forget(victims)
-            self.link.post(m.PresenceChanged(added=(), removed=victims))
-        part.remove = victims + self._leftovers.take_put_off()
+            self._announce(removed=announced)
+        # They may have been chosen before a generation ended, whose blocks all go first now.
+        victims += self._old.pop(self._used() - self._capacity, self._in_use)
+        part.remove += victims + self._leftovers.take_put_off()
         self._send_store(part)
+
+    def _used(self) -> int:
+        """Return how many blocks there are, or will be, once those asked for are gone."""
+        stored = len(self._resident) + len(self._old) + len(self._coming)
+        return stored - self._victims_asked
+
+    def _announce(self, added: tuple[Key, ...] = (), removed: tuple[Key, ...] = ()) -> None:
+        """Tell the link what there is now of the engine's generation, or no longer."""
+        if added or removed:
+            mark = self._mark
+            self.link.post(m.PresenceChanged(unmarked(added, mark), unmarked(removed, mark), mark))
 
     def _note_stored(self, job: Job, keys: tuple[Key, ...], outcomes: tuple[Outcome, ...]) -> None:
         done, not_done = _split(keys, outcomes)
@@ -264,7 +315,9 @@ class SecondaryTier(Actor):
         fresh = tuple(dict.fromkeys(done))
         if not self._resident.isdisjoint(fresh):
             fresh = tuple(key for key in fresh if key not in self._resident)
-        if fresh:
+        if job.mark != self._mark:
+            self._old.add(fresh)
+        elif fresh:
             self._add(fresh)
             self.policy.post(m.Admitted(keys=fresh, request=job.request, held=True))
         if not_done:
@@ -276,35 +329,47 @@ class SecondaryTier(Actor):
         if outcomes.count(Outcome.DONE) == len(outcomes):
             return
         gone = (Outcome.ABSENT, Outcome.DAMAGED)
-        self._lose(
-            tuple(
-                key
-                for key, outcome in zip(keys, outcomes, strict=True)
-                if outcome in gone and key in self._resident
-            )
-        )
+        both = zip(keys, outcomes, strict=True)
+        self._lose(tuple(key for key, outcome in both if outcome in gone))
 
     def _contents_found(self, message: m.ContentsFound) -> None:
         """Take up blocks from before. Nobody knows whose they were: each batch is a run.
 
         What no longer fits, since stores go on meanwhile, is removed: nobody would count it.
         """
-        capacity = self._traits.capacity_blocks
-        assert capacity is not None
-        room = capacity - len(self._resident) - len(self._coming) + self._victims_asked
-        fresh: dict[Key, None] = {}
-        for key in message.keys:
-            if key in self._resident or key in self._removing or key in self._leftovers:
-                continue
-            if key not in self._coming and key not in fresh:
-                if room <= 0:
-                    self._leftovers.add((key,))
-                    continue
-                room -= 1
-            fresh[key] = None
-        self._remove_leftovers()
+        if message.again:  # They count already; some may have gone since.
+            known = (key for key in message.keys if key in self._old)
+            fresh = [key for key in known if mark_of(key) == self._mark]
+        else:
+            fresh = self._found(message.keys)
+            self._remove_leftovers()
         if fresh:
             self._take_up(tuple(fresh))
+
+    def _found(self, keys: Sequence[Key]) -> list[Key]:
+        """Count blocks from before; return those of the engine's generation that there is room for.
+
+        Others, which nobody can be served, make room for them.
+        """
+        fresh: list[Key] = []
+        room = self._capacity - self._used()
+        for key in dict.fromkeys(keys):
+            if any(key in held for held in (self._resident, self._removing, self._leftovers)):
+                continue
+            is_of_this = mark_of(key) == self._mark
+            if key not in self._coming and key not in self._old:
+                if room > 0:
+                    room -= 1
+                else:
+                    out = self._old.pop(1, self._in_use) if is_of_this else (key,)
+                    self._leftovers.add(out or (key,))
+                    if not out or key in out:
+                        continue
+            if is_of_this:
+                fresh.append(key)
+            else:
+                self._old.add((key,))
+        return fresh
 
     def _take_up(self, keys: tuple[Key, ...]) -> None:
         self._batches_found += 1
@@ -315,12 +380,14 @@ class SecondaryTier(Actor):
         if held:
             self.policy.post(m.Held(keys=held))
         self.policy.post(m.RequestEnded(request=request, order=None))
-        self.link.post(m.PresenceChanged(added=keys, removed=()))
+        self._announce(added=keys)
 
     def _leave(self, keys: Iterable[Key]) -> None:
         """Have these removed later, unless they count, or a store of them is under way."""
         self._leftovers.put_off(
-            key for key in keys if key not in self._resident and key not in self._storing
+            key
+            for key in keys
+            if not (key in self._resident or key in self._storing or key in self._old)
         )
 
     def _remove_leftovers(self) -> None:
@@ -331,19 +398,23 @@ class SecondaryTier(Actor):
             self.driver.post(m.RemovePart(part=part, keys=keys))
 
     def _contents_lost(self, message: m.ContentsLost) -> None:
-        self._lose(tuple(key for key in message.keys if key in self._resident))
+        self._lose(message.keys)
 
     def _lose(self, keys: tuple[Key, ...]) -> None:
-        if keys:
-            self._forget(keys)
-            self.policy.post(m.Gone(keys=keys))
-            self.link.post(m.PresenceChanged(added=(), removed=keys))
+        self._old.discard(keys)
+        lost = tuple(key for key in keys if key in self._resident)
+        if lost:
+            self._forget(lost)
+            self.policy.post(m.Gone(keys=lost))
+            self._announce(removed=lost)
 
     def _add(self, keys: tuple[Key, ...]) -> None:
         self._resident.update(keys)
+        self._old.discard(keys)
         self._coming.difference_update(keys)
 
     def _forget(self, keys: tuple[Key, ...]) -> None:
+        self._old.discard(keys)
         self._resident.difference_update(keys)
         if not self._storing.keys().isdisjoint(keys):
             self._coming.update(key for key in keys if key in self._storing)

@@ -174,8 +174,6 @@ class TierCell:
         async with asyncio.TaskGroup() as tasks:
             self.driver.tasks = tasks
             tasks.create_task(self._counting.go_on())
-            if self._backend.traits.capacity_blocks is not None:
-                tasks.create_task(self.driver.tell_contents())
             while True:
                 self._waking = anyio.Event()
                 self.is_woken = False

@@ -88,7 +88,17 @@ class Logged(m.Message, frozen=True):
     fields: Fields
 
 
-ToTier = Begin | End | m.Probe | m.LoadJob | m.StoreJob | m.TouchKeys | m.RequestEnded | m.Tick
+ToTier = (
+    Begin
+    | End
+    | m.GenerationBegan
+    | m.Probe
+    | m.LoadJob
+    | m.StoreJob
+    | m.TouchKeys
+    | m.RequestEnded
+    | m.Tick
+)
 ToEngine = (
     Ready
     | Refused

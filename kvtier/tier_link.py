@@ -9,6 +9,10 @@ the primary tier gets exactly one answer to each thing it asked for:
   and later, when the tier has let go, ``SlotsReleased``;
 - a cascade: ``CascadeEnded``, only when the tier has let go of the slots.
 
+Whatever it sends has the mark of the generation that its primary tier is in
+(``kvtier/generations.py``); what the tier answers to things sent before is
+accounted for, and otherwise says nothing about what can be found now.
+
 # Invariant: a slot is in at most one promotion job of at most one link.
 # Invariant: an id that isn't in flight is counted and otherwise ignored.
 """
@@ -23,6 +27,8 @@ from kvtier.backend import Outcome
 from kvtier.backend_counts import BackendCounts
 from kvtier.breaker import Breaker, Work
 from kvtier.events import Event, EventKind
+from kvtier.generations import mark_of_name
+from kvtier.in_flight import Job, Probe
 from kvtier.metrics import Observed, TierCounts, TierStatistics
 from kvtier.policies.actor import POLICY_TIME_S
 from kvtier.states import BreakerState
@@ -35,47 +41,6 @@ if TYPE_CHECKING:
     from kvtier.messages import Key
 
 
-class _Job:
-    """One job in flight."""
-
-    __slots__ = (
-        "abandoned",
-        "deadline",
-        "epoch",
-        "is_load",
-        "keys",
-        "request",
-        "slots",
-        "started",
-    )
-
-    def __init__(self, message: m.Promote | m.Cascade, start: int, end: int) -> None:
-        self.is_load = isinstance(message, m.Promote)
-        self.request = "" if isinstance(message, m.Promote) else message.request
-        self.keys = message.keys[start:end]
-        self.slots = message.slots[start:end]
-        self.epoch = message.epoch
-        self.started = 0.0
-        self.deadline = 0.0
-        self.abandoned = False
-
-    @property
-    def work(self) -> Work:
-        """What the breaker calls it."""
-        return Work.LOAD if self.is_load else Work.STORE
-
-
-class _Probe:
-    """One probe in flight."""
-
-    __slots__ = ("deadline", "keys", "started")
-
-    def __init__(self, keys: tuple[Key, ...], started: float, deadline: float) -> None:
-        self.keys = keys
-        self.started = started
-        self.deadline = deadline
-
-
 class TierLink(Actor):
     """Stands between the primary tier and tier number ``tier``."""
 
@@ -83,6 +48,7 @@ class TierLink(Actor):
         super().__init__(
             f"link:{config.tiers[tier].name}",
             {
+                m.GenerationBegan: self._generation_began,
                 m.ProbeKeys: self._probe_keys,
                 m.Promote: self._promote,
                 m.Cascade: self._cascade,
@@ -117,10 +83,13 @@ class TierLink(Actor):
         self._breaker = Breaker(
             config.breaker_failures_max, config.breaker_pause_s, config.breaker_pause_s_max
         )
+        self._mark = mark_of_name(config.weights_version)  # of the generation
+        self._since = 0  # the epoch in which it began
+        self._is_told = False  # whether the tier's cell has been told of it
         self._usable = True
         self._full_until = 0.0
-        self._jobs: dict[int, _Job] = {}
-        self._probes: dict[int, _Probe] = {}
+        self._jobs: dict[int, Job] = {}
+        self._probes: dict[int, Probe] = {}
         self._uses: list[m.TouchKeys | m.RequestEnded] = []  # not sent yet
         self._tiers_time = 0.0  # what the tier was told last
         self._cascade_slots = 0
@@ -135,41 +104,56 @@ class TierLink(Actor):
 
     # --- what the primary tier asks for ---
 
+    def _generation_began(self, message: m.GenerationBegan) -> None:
+        self._mark, self._since = message.mark, message.epoch
+        self._tell_generation()
+        if self._collect_events:
+            self._events.append(Event(EventKind.CLEARED, (), self._number))
+
+    def _tell_generation(self) -> None:
+        """Have the tier make room. Told again with each job and probe: this may be refused."""
+        self._is_told = self.tier.post(m.GenerationBegan(self._since, self._mark))
+
     def _probe_keys(self, message: m.ProbeKeys) -> None:
         if len(self._probes) < self._config.jobs_in_flight_max and self._breaker.may_send(
             Work.PROBE
         ):
             probe_id = self._new_id()
-            if self.tier.post(m.Probe(probe=probe_id, keys=message.keys)):
+            if self.tier.post(m.Probe(probe_id, message.keys, self._mark)):
                 deadline = self._now + self._tier_config.probe_timeout_s
-                self._probes[probe_id] = _Probe(message.keys, self._now, deadline)
+                probe = Probe(message.keys, self._since, self._now, deadline)
+                self._probes[probe_id] = probe
                 return
             self._failed(Work.PROBE, "has a full mailbox")
-        self._end_probe(message.keys, (False,) * len(message.keys))
+        self._end_probe(message.keys, self._since, (False,) * len(message.keys))
 
     def _promote(self, message: m.Promote) -> None:
         # A hit is counted here and not with the probe: most are known without one.
         self.counts.queries += len(message.keys)
         self.counts.hits += len(message.keys)
         for start in range(0, len(message.keys), self._config.job_blocks_max):
-            job = _Job(message, start, start + self._config.job_blocks_max)
+            job = Job(message, start, start + self._config.job_blocks_max)
             if not self._send(job):
                 self.counts.promotions_dropped += len(job.keys)
                 self._end_promotion(job, (Outcome.FAILED,) * len(job.keys))
 
     def _cascade(self, message: m.Cascade) -> None:
+        if message.epoch < self._since:  # Computed with the weights from before.
+            self.counts.cascades_dropped += len(message.keys)
+            self._end_cascade(message)
+            return
         start = 0
         while start < len(message.keys):
             room = self._config.cascade_slots_max - self._cascade_slots
             size = min(room, self._config.job_blocks_max)
             if size > 0 and self._now >= self._full_until:
-                job = _Job(message, start, start + size)
+                job = Job(message, start, start + size)
                 if self._send(job):
                     self._cascade_slots += len(job.slots)
                     start += size
                     continue
             # No room, or a sick tier: that holds for the rest as well.
-            rest = _Job(message, start, len(message.keys))
+            rest = Job(message, start, len(message.keys))
             self.counts.cascades_dropped += len(rest.keys)
             self._end_cascade(rest)
             return
@@ -182,7 +166,7 @@ class TierLink(Actor):
         if self.tells_uses:
             self._uses.append(message)
 
-    def _send(self, job: _Job) -> bool:
+    def _send(self, job: Job) -> bool:
         """Send a job to the tier. False: the tier is sick or has too much to do."""
         if len(self._jobs) >= self._config.jobs_in_flight_max:
             return False
@@ -193,9 +177,9 @@ class TierLink(Actor):
         job_id = self._new_id()
         order: m.LoadJob | m.StoreJob
         if job.is_load:
-            order = m.LoadJob(job=job_id, keys=job.keys, slots=job.slots)
+            order = m.LoadJob(job_id, job.keys, job.slots, self._mark)
         else:
-            order = m.StoreJob(job=job_id, request=job.request, keys=job.keys, slots=job.slots)
+            order = m.StoreJob(job_id, job.request, job.keys, job.slots, self._mark)
         if not self.tier.post(order):
             self._failed(job.work, "has a full mailbox")
             return False
@@ -219,10 +203,10 @@ class TierLink(Actor):
         self.probe_seconds.add(self._now - probe.started)
         if len(message.present) != len(probe.keys):
             self._failed(Work.PROBE, "answered a probe with the wrong number of answers")
-            self._end_probe(probe.keys, (False,) * len(probe.keys))
+            self._end_probe(probe.keys, probe.since, (False,) * len(probe.keys))
             return
         self._succeeded(Work.PROBE)
-        self._end_probe(probe.keys, message.present)
+        self._end_probe(probe.keys, probe.since, message.present)
 
     def _job_ended(self, message: m.JobEnded) -> None:
         job = self._jobs.pop(message.job, None)
@@ -250,7 +234,7 @@ class TierLink(Actor):
             self._note_stored(job, outcomes)
             self._end_cascade(job)
 
-    def _count_outcomes(self, job: _Job, outcomes: tuple[Outcome, ...], seconds: float) -> None:
+    def _count_outcomes(self, job: Job, outcomes: tuple[Outcome, ...], seconds: float) -> None:
         counts = self.counts
         done = outcomes.count(Outcome.DONE)
         complete = done == len(outcomes)
@@ -269,21 +253,22 @@ class TierLink(Actor):
         counts.failed += outcomes.count(Outcome.FAILED)
         counts.full += outcomes.count(Outcome.FULL)
 
-    def _note_stored(self, job: _Job, outcomes: tuple[Outcome, ...]) -> None:
+    def _note_stored(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
         stored = tuple(
             key for key, outcome in zip(job.keys, outcomes, strict=True) if outcome is Outcome.DONE
         )
-        if stored:
+        if stored and job.epoch >= self._since:
             self._learned(stored, ())
         if Outcome.FULL in outcomes:
             # No room now: trying each block would only cost its pin. Loads go on.
             self._full_until = self._now + self._config.breaker_pause_s
 
     def _presence_changed(self, message: m.PresenceChanged) -> None:
-        self._learned(message.added, message.removed)
+        if message.mark == self._mark:
+            self._learned(message.added, message.removed)
 
     def _learned(self, added: tuple[Key, ...], removed: tuple[Key, ...]) -> None:
-        self.primary.post(m.PresenceLearned(tier=self._number, added=added, removed=removed))
+        self.primary.post(m.PresenceLearned(self._number, added, removed, self._since))
         if self._collect_events:
             if added:
                 self._events.append(Event(EventKind.STORED, added, self._number))
@@ -294,11 +279,13 @@ class TierLink(Actor):
 
     def _tick(self, message: m.Tick) -> None:
         self._now = message.now
+        if not self._is_told:
+            self._tell_generation()
         for probe_id in [each for each, probe in self._probes.items() if self._due(probe)]:
             probe = self._probes.pop(probe_id)
             self.counts.probes_timed_out += 1
             self._failed(Work.PROBE, "did not answer a probe in time")
-            self._end_probe(probe.keys, (False,) * len(probe.keys))
+            self._end_probe(probe.keys, probe.since, (False,) * len(probe.keys))
         for job in self._jobs.values():
             if not job.abandoned and self._due(job):
                 job.abandoned = True
@@ -321,7 +308,7 @@ class TierLink(Actor):
             self.tier.post(use)
         self._uses.clear()
 
-    def _due(self, work: _Job | _Probe) -> bool:
+    def _due(self, work: Job | Probe) -> bool:
         return self._now >= work.deadline
 
     # --- the tier's life ---
@@ -366,6 +353,7 @@ class TierLink(Actor):
         self._breaker.restarted()
         self.backend_counts.begin_anew()
         self._full_until = 0.0
+        self._tell_generation()
         self.primary.post(m.TierForgotten(tier=self._number))
         if self._collect_events:
             self._events.append(Event(EventKind.CLEARED, (), self._number))
@@ -384,7 +372,9 @@ class TierLink(Actor):
         else:
             self.counts.unknown_completions += 1
 
-    def _end_probe(self, keys: tuple[Key, ...], present: tuple[bool, ...]) -> None:
+    def _end_probe(self, keys: tuple[Key, ...], since: int, present: tuple[bool, ...]) -> None:
+        if since != self._since:  # What is there now was not asked for; nobody waits.
+            return
         self.counts.queries += len(keys) - sum(present)
         self.primary.post(m.ProbeEnded(tier=self._number, keys=keys, present=present))
 
@@ -393,9 +383,9 @@ class TierLink(Actor):
         probes = list(self._probes.values())
         self._probes.clear()
         for probe in probes:
-            self._end_probe(probe.keys, (False,) * len(probe.keys))
+            self._end_probe(probe.keys, probe.since, (False,) * len(probe.keys))
 
-    def _end_promotion(self, job: _Job, outcomes: tuple[Outcome, ...]) -> None:
+    def _end_promotion(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
         self.primary.post(
             m.PromotionEnded(
                 tier=self._number,
@@ -406,13 +396,13 @@ class TierLink(Actor):
             )
         )
 
-    def _abandon(self, job: _Job) -> None:
+    def _abandon(self, job: Job) -> None:
         self._abandoned_slots += len(job.slots)
         self.primary.post(
             m.PromotionAbandoned(tier=self._number, keys=job.keys, slots=job.slots, epoch=job.epoch)
         )
 
-    def _end_cascade(self, blocks: _Job | m.CascadeRefused) -> None:
+    def _end_cascade(self, blocks: Job | m.Cascade | m.CascadeRefused) -> None:
         self.primary.post(
             m.CascadeEnded(
                 tier=self._number, keys=blocks.keys, slots=blocks.slots, epoch=blocks.epoch

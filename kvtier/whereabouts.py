@@ -171,6 +171,12 @@ class Whereabouts:
         while len(known) > self._known_keys_max:
             del known[next(iter(known))]
 
+    def forget_all(self) -> None:
+        """Forget what is known of all tiers, and what running requests were told."""
+        self._known.clear()
+        for search in self._searches.values():
+            search.verdicts.clear()
+
     def forget_tier(self, tier: int) -> None:
         """Forget what is known of a tier that was restarted."""
         for key in [key for key, tiers in self._known.items() if tiers >> tier & 1]:

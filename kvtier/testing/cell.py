@@ -24,6 +24,7 @@ actor is cut off, as in the engine cell.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from typing import TYPE_CHECKING, ClassVar, Final, TypeAlias, cast
 
@@ -32,6 +33,7 @@ from kvtier.actor import Actor
 from kvtier.cells import NO_REPLY, EngineCell
 from kvtier.errors import InternalError
 from kvtier.facade import SchedulerFacade
+from kvtier.generations import Generations
 from kvtier.policies.actor import PolicyActor
 from kvtier.runtime import Engine, build_engine
 from kvtier.secondary_tier import SecondaryTier
@@ -303,11 +305,12 @@ def open_test_runtime(
     tiers: Sequence[tuple[BackendTraits, EvictionPolicy | None]] = (),
     *,
     clock: Callable[[], float],
+    random_bytes: Callable[[int], bytes] = os.urandom,
 ) -> TestRuntime:
     """Put a runtime together in a test cell. ``tiers``: one entry for each of ``config.tiers``.
 
     A tier's policy is None exactly where its traits have no capacity. Events
-    are collected.
+    are collected. ``random_bytes``: what tells generations apart; never the same twice.
     """
     cell = TestCell()
     engine = build_engine(config, policy, collect_events=True, cell=cell)
@@ -322,6 +325,9 @@ def open_test_runtime(
         # A tier of a test cell has the few members of a tier's host that a facade uses.
         cast("list[TierHost]", held),
         close_timeout_s=config.close_timeout_s,
+        generations=Generations(
+            config.weights_version, keep=config.keeps_on_reset, random_bytes=random_bytes
+        ),
         clock=clock,
     )
     return TestRuntime(facade, engine, cell, held)
@@ -351,7 +357,13 @@ class _Driver(Actor):
         take = parts.append
         super().__init__(
             f"driver of {name}",
-            {m.ProbePart: take, m.LoadPart: take, m.StorePart: take, m.RemovePart: take},
+            {
+                m.ProbePart: take,
+                m.LoadPart: take,
+                m.StorePart: take,
+                m.RemovePart: take,
+                m.TellContents: lambda _: None,
+            },
         )
 
 

@@ -27,6 +27,7 @@ import anyio.lowlevel
 
 from kvtier.backend import LoadBlock, Loaded, Outcome, StoreBlock
 from kvtier.errors import ConfigError
+from kvtier.generations import MARK_BYTES
 from kvtier.testing import _workbench
 from kvtier.testing._workbench import BackendCheck as BackendCheck
 from kvtier.testing._workbench import Bench, context, expect, new_block, new_blocks, opened
@@ -199,6 +200,7 @@ async def keys_are_told_apart_byte_by_byte(make: MakeBackend) -> None:
     async with opened(make) as bench:
         stem = os.urandom(16)
         hashes = [stem, stem + bytes(16), stem * 2, stem * 4, stem[::-1], b"/\0.\n" * 4]
+        hashes.append(stem * 4 + bytes(MARK_BYTES))  # with the mark of a generation of weights
         groups = [number.to_bytes(4, "big") for number in (0, 1, 256, 2**32 - 1)]
         blocks = [new_block(key=name + group) for name in hashes for group in groups]
         await bench.backend.remove([block.key for block in blocks])  # the last has fixed keys

@@ -24,6 +24,7 @@ SHAPES = st.builds(
     job_blocks_max=st.integers(1, 4),
     jobs_in_flight_max=st.sampled_from([32, 4]),
     breaker_failures_max=st.sampled_from([100, 3]),
+    on_reset=st.sampled_from(["keep", "keep", "new_generation"]),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hypothesis.stateful import invariant, precondition
-from promises import is_running
+from promises import counted_by, is_running, served_by
 
 from kvtier_backends.disk.backend import SWEEPS_PER_TTL, TICK_S
 from kvtier_backends.disk.regions import WRITE_AMPLIFICATION_MAX, RegionState
@@ -101,8 +101,9 @@ class DiskPromises:
             if not world.knows_contents(number) or disk.is_at_work() or disk.tier.parts:
                 continue
             here = set(disk.blocks)
-            resident = disk.tier.actor._resident
-            assert resident == here, f"the tier knows {resident}, the index {here}"
+            counted = counted_by(disk.tier)
+            assert counted == here, f"the tier knows {counted}, the index {here}"
+            here = served_by(disk.tier)
             thought = world.primary._whereabouts._known
             known = {key for key, tiers in thought.items() if tiers >> number & 1}
             # It forgets what it could not be given, and asks again. It never knows too much.

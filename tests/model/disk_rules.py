@@ -12,6 +12,7 @@ from stepped_device import WRITES
 from world import PATHS
 
 from kvtier import messages as m
+from kvtier.generations import mark_of, unmarked
 from kvtier.states import BlockState, BreakerState
 
 if TYPE_CHECKING:
@@ -171,7 +172,9 @@ class DiskRules(GpuRules):
         """Its reads begin; when they end is another rule's."""
         world = self.world
         chosen = pick([each for each in world.disks if each.blocks], disk)
-        keys = list(chosen.blocks)
+        keys = sorted(unmarked((e for e in chosen.blocks if mark_of(e) == world.mark), world.mark))
+        if not keys:
+            return
         path = tuple(pick(keys, which + step) for step in range(min(count, len(keys))))
         if any(world.states[key] is BlockState.READY for key in path):
             self.a_reset_is_flushed_at_once(b"")

@@ -227,10 +227,6 @@ class Life:
             self._tier.life_opened(self)
             self.loop.run()
 
-    def tell_contents(self) -> None:
-        """Begin to tell the tier what was found."""
-        self.tasks.create_task(self.driver.tell_contents())
-
     def is_quiet(self) -> bool:
         """Tell whether nothing runs but the upkeep."""
         if self.device.calls or self.tasks.running:
@@ -399,7 +395,6 @@ class DiskTier:
         life.log.budget.stored(int(self.credit_bytes / (WRITE_AMPLIFICATION_MAX - 1)))
         if self.lives > 1:
             self.world.serve_anew(self.world.devices.index(self))
-            life.tell_contents()
 
     def take(self, part: Part) -> None:
         """Hand a part to the driver, as the tier's mailbox does."""

@@ -110,6 +110,7 @@ class FakeDevice:
         self.orphans: list[Part] = []  # its tier broke; the threads go on
         self._works: dict[int, Work] = {}
         self.blocks_max = 0  # more than the capacity after a restart with less of it
+        self._at_start: list[Key] = []
         self.untold: list[Key] = []  # of what there was at the start, as it was taken down then
         self._gone = Untold()  # the driver's own
 
@@ -125,7 +126,15 @@ class FakeDevice:
         self.blocks_max = len(self.blocks)
         self._gone = Untold()
         # Each is told twice, the second time in a batch with others: nobody promised otherwise.
-        self.untold = list(self.blocks) if self.tier.policy is not None else []
+        self._at_start = list(self.blocks) if self.tier.policy is not None else []
+        self.untold = []
+
+    def tell_contents(self, message: m.TellContents) -> None:
+        """Tell the tier of what there was at the start, or of what it has asked for."""
+        if message.keys:
+            self.tier.mailbox.post(m.ContentsFound(message.keys, again=True))
+        else:
+            self.untold = self._at_start
 
     def tell(self, count: int) -> None:
         """Tell the tier of so many blocks more, and once more of the one before."""

@@ -108,7 +108,7 @@ class GpuRules(LookupRules):
         for store in stores:
             world.gpu.write_rest(store)
             world.gpu.stores.remove(store)
-            world.committed[store.key].add(store.data)
+            world.committed[world.name(store.key)].add(store.data)
         world.in_order(schedule)
         keys, epoch = [each.key for each in stores], stores[0].epoch
         world.facade.complete_store(keys, stores[0].request, epoch=epoch)

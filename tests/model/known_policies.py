@@ -13,6 +13,8 @@ from kvtier.policies.reuse import ReusePolicy
 from kvtier.policies.s3fifo import S3FIFOPolicy
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kvtier.messages import Key
 
 POLICIES = {
@@ -24,9 +26,9 @@ POLICIES = {
 }
 
 
-def known_to(policy: Any) -> set[Key]:
-    """Return the keys that the policy takes for resident."""
-    known = {key for key in KEYS if key in policy}
+def known_to(policy: Any, keys: Iterable[Key] = KEYS) -> set[Key]:
+    """Return those of ``keys`` that the policy takes for resident: it must be all it has."""
+    known = {key for key in keys if key in policy}
     assert len(known) == len(policy), "it counts keys that it does not know, or the other way"
     return known
 

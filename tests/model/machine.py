@@ -47,6 +47,8 @@ SHAPES = st.builds(
     jobs_in_flight_max=st.sampled_from([32, 4]),
     breaker_failures_max=st.sampled_from([3, 1, 100]),
     store_reserve_fraction=st.sampled_from([1 / 16, 0.4]),
+    on_reset=st.sampled_from(["keep", "keep", "new_generation"]),
+    weights_version=st.sampled_from(["", "", "a"]),
 )
 
 
@@ -81,7 +83,7 @@ class KVTierSpec(Promises, GpuRules, RuleBasedStateMachine):
         for store in [each for each in world.gpu.stores if not each.is_stale]:
             world.gpu.write_rest(store)
             world.gpu.stores.remove(store)
-            world.committed[store.key].add(store.data)
+            world.committed[world.name(store.key)].add(store.data)
             world.facade.complete_store([store.key], store.request, epoch=store.epoch)
         for load in [each for each in world.gpu.loads if not each.is_stale]:
             world.gpu.loads.remove(load)
@@ -124,9 +126,12 @@ class KVTierSpec(Promises, GpuRules, RuleBasedStateMachine):
             key
             for key in KEYS
             if world.states[key] is BlockState.ABSENT
-            and first.is_sound(key)
+            and first.is_sound(world.name(key))
             and (key not in thought or thought[key] & 1)
-            and (self.world.shape.tiers[0].capacity is None or key in first.tier.actor._resident)
+            and (
+                self.world.shape.tiers[0].capacity is None
+                or world.name(key) in first.tier.actor._resident
+            )
         ]
         if not known:
             return

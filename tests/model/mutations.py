@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from kvtier import messages as m
+from kvtier import parts, secondary_tier
 from kvtier.backend import Outcome
 from kvtier.breaker import Breaker
 from kvtier.events import EventKind
@@ -432,6 +433,33 @@ def leave_what_a_failed_call_left() -> Iterator[None]:
 def count_what_was_removed_before_it_was_told() -> Iterator[None]:
     """A backend's list of what it had from before is told as it was taken down."""
     with patch.object(Untold, "removed", _nothing):
+        yield
+
+
+@mutation
+def find_what_older_weights_computed() -> Iterator[None]:
+    """A generation leaves no mark: what was stored before a reset is found after it."""
+
+    def unchanged(keys: tuple[bytes, ...], _mark: bytes) -> tuple[bytes, ...]:
+        return keys
+
+    with (
+        patch.object(secondary_tier, "marked", unchanged),
+        patch.object(parts, "marked", unchanged),
+    ):
+        yield
+
+
+@mutation
+def serve_what_a_tier_has_of_another_generation() -> Iterator[None]:
+    """A tier that is restarted takes all that it finds for the engine's own."""
+    real = SecondaryTier._found
+
+    def found(self: SecondaryTier, keys: Any) -> list[bytes]:
+        with patch.object(secondary_tier, "mark_of", lambda _key: self._mark):
+            return real(self, keys)
+
+    with patch.object(SecondaryTier, "_found", found):
         yield
 
 

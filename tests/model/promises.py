@@ -15,11 +15,15 @@ from known_policies import held_by, known_to
 from world import KEYS
 
 from kvtier.events import PRIMARY
+from kvtier.generations import mark_of, unmarked
 from kvtier.slots import GPU
 from kvtier.states import BlockState, BreakerState, SlotState
 
 if TYPE_CHECKING:
     from world import World
+
+    from kvtier.messages import Key
+    from kvtier.testing.cell import TestTier
 
 IN_USE = (SlotState.READY, SlotState.QUARANTINED)
 
@@ -178,7 +182,7 @@ class Promises:
         assert world.folded[PRIMARY] == world.primary.resident()
         for number, tier in enumerate(world.runtime.tiers):
             if world.knows_contents(number):
-                assert world.folded[number] == tier.actor._resident, tier.name
+                assert world.folded[number] == served_by(tier), tier.name
 
     # --- 11 ---
 
@@ -225,6 +229,19 @@ class Promises:
         for request in world.decided:
             assert request not in promotions._leases, f"{request} was scheduled and has leases"
             assert request not in waiting, f"{request} was scheduled and is waited for"
+
+    # --- 14 ---
+
+    # That nothing from before a reset becomes READY stands in ``World._became_ready``, and that
+    # nothing is stored for other weights than it was computed with, in ``FakeDevice._stored``.
+
+    @precondition(is_running)
+    @invariant()
+    def p14_a_tier_serves_its_engine_nothing_of_another_generation(self) -> None:
+        world = self.world
+        for tier in world.runtime.tiers:
+            actor = tier.actor
+            assert {mark_of(key) for key in actor._resident} <= {actor._mark}, tier.name
 
     # --- what no promise names, and all of them need ---
 
@@ -276,7 +293,7 @@ class Promises:
         for tier in self.world.runtime.tiers:
             is_quiet = tier.mailboxes and not any(each.waiting for each in tier.mailboxes)
             if is_quiet and tier.policy is not None:
-                known = known_to(tier.policy)
+                known = known_to(tier.policy, self.world.committed)
                 assert known == tier.actor._resident, (known, tier.actor._resident)
                 held = held_by(tier.policy)
                 assert held >= set(tier.actor._in_use) & tier.actor._resident
@@ -299,12 +316,24 @@ class Promises:
             assert link._cascade_slots == stores
 
 
+def served_by(tier: TestTier) -> set[Key]:
+    """Return what a tier with a capacity has for its engine, by the engine's names."""
+    return set(unmarked(tier.actor._resident, tier.actor._mark))
+
+
+def counted_by(tier: TestTier) -> set[Key]:
+    """Return what a tier with a capacity knows to be in its backend."""
+    return tier.actor._resident.union(*tier.actor._old._keys_of.values())
+
+
 def assert_tiers_count_what_their_backends_have(world: World) -> None:
     """Else a backend is full of what nobody counts, and so nobody ever evicts."""
     for number, tier in enumerate(world.runtime.tiers):
         if world.shape.tiers[number].capacity is None or world.fenced[number]:
             continue
-        there, counted = set(world.devices[number].blocks), tier.actor._resident
+        if not tier.actor._is_told:  # which generation it serves: it has asked for nothing yet
+            continue
+        there, counted = set(world.devices[number].blocks), counted_by(tier)
         left = tier.actor._leftovers
         assert left._is_put_off or not set(left), "these could be removed now"
         assert there <= counted | set(left), f"{tier.name} doesn't count {there - counted}"

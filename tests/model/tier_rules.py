@@ -14,6 +14,7 @@ from world import KEYS
 
 from kvtier import messages as m
 from kvtier.backend import block_digest
+from kvtier.generations import ORIGINAL, mark_of, mark_of_name, marked, unmarked
 from kvtier.states import BreakerState
 
 if TYPE_CHECKING:
@@ -174,18 +175,22 @@ class TierRules(TimeRules):
             held.is_full = not held.is_full
 
     @is_due("somebody", 4, lambda self: any(e.capacity is None for e in self.world.shape.tiers))
-    @rule(tier=PICKS, key=st.sampled_from(KEYS), appears=st.booleans())
-    def somebody_else_changes_a_shared_tier(self, tier: int, key: Key, appears: bool) -> None:
-        """Another engine stores a block, or removes one."""
+    @rule(tier=PICKS, key=st.sampled_from(KEYS), weights=PICKS, appears=st.booleans())
+    def somebody_else_changes_a_shared_tier(
+        self, tier: int, key: Key, weights: int, appears: bool
+    ) -> None:
+        """Another engine stores a block, or removes one; perhaps one with other weights."""
         world = self.world
+        marks = [world.mark, ORIGINAL, mark_of_name("a"), mark_of_name("b")]
+        (name,) = marked((key,), pick(marks, weights))
         shared = [each for each, shape in enumerate(world.shape.tiers) if shape.capacity is None]
         blocks = world.devices[pick(shared, tier)].blocks
         if appears:
             data = world.new_bytes(key)
-            world.committed[key].add(data)
-            blocks[key] = (data, block_digest(key, memoryview(data)))
+            world.committed[name].add(data)
+            blocks[name] = (data, block_digest(name, memoryview(data)))
         else:
-            blocks.pop(key, None)
+            blocks.pop(name, None)
 
     @is_due("rot", 8, lambda self: any(each.blocks for each in self.world.devices))
     @rule(tier=PICKS, which=PICKS)
@@ -262,9 +267,11 @@ class TierRules(TimeRules):
         """A region of it went bad, or the block is too old. It says so; or it had it never."""
         world = self.world
         number = pick(self._own_fakes(), tier)
-        world.devices[number].lose(key)
+        there = world.devices[number].blocks
+        name = next((each for each in there if key in unmarked([each], mark_of(each))), key)
+        world.devices[number].lose(name)
         if not (world.dead[number] or world.fenced[number]):
-            world.runtime.tiers[number].mailbox.post(m.ContentsLost(keys=(key,)))
+            world.runtime.tiers[number].mailbox.post(m.ContentsLost(keys=(name,)))
 
     def _own_fakes(self) -> list[int]:
         """Return the tiers with a capacity whose backend the test plays."""

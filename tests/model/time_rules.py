@@ -40,9 +40,14 @@ class TimeRules(Rules):
                 world.pending_since.setdefault(key, world.now)
 
     @is_due("reset", 15)
-    @rule(schedule=SCHEDULES)
-    def a_reset_forgets_everything_and_waits_for_nobody(self, schedule: bytes) -> None:
-        """Tiers may hang and the GPU may go on: it returns, and a new epoch begins."""
+    @rule(schedule=SCHEDULES, weights=st.sampled_from([None, None, "a", "b"]))
+    def a_reset_forgets_everything_and_waits_for_nobody(
+        self, schedule: bytes, weights: str | None = None
+    ) -> None:
+        """Tiers may hang and the GPU may go on: it returns, and a new epoch begins.
+
+        The weights may be others, or those of some time before: ``World.name`` knows.
+        """
         world = self.world
         # What was a HIT, or stood behind a gap, belongs to the old epoch.
         for request in world.requests.values():
@@ -50,7 +55,7 @@ class TimeRules(Rules):
             request.behind.clear()
         world.gpu.reset()
         world.in_order(schedule)
-        world.facade.reset()
+        world.facade.reset(weights_version=weights)
         for key in KEYS:
             assert world.state_of(key) is BlockState.ABSENT
 

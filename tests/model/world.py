@@ -9,7 +9,7 @@ between two deliveries of one facade call is checked there.
 from __future__ import annotations
 
 import struct
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from kvtier import messages as m
 from kvtier.backend import BackendTraits
 from kvtier.config import RuntimeConfig, TierConfig
 from kvtier.events import PRIMARY, EventKind
+from kvtier.generations import mark_of_name, marked
 from kvtier.memory import SlotMemory
 from kvtier.slots import GPU
 from kvtier.states import BLOCK_TABLE, SLOT_TABLE, BlockState, SlotState
@@ -95,6 +96,8 @@ class Shape:
     jobs_in_flight_max: int = 8
     breaker_failures_max: int = 3
     store_reserve_fraction: float = 1 / 16
+    on_reset: str = "keep"
+    weights_version: str = ""
 
     @property
     def block_bytes(self) -> int:
@@ -137,6 +140,8 @@ class World:
         self.shape = shape
         self.make_policy = make_policy
         self.now = 1000.0
+        self.versions = 0
+        self.mark = mark_of_name(shape.weights_version)  # of the generation of weights
         self.config = RuntimeConfig(
             slot_count=shape.slot_count,
             block_bytes=shape.block_bytes,
@@ -156,6 +161,8 @@ class World:
             ),
             lease_timeout_s=6.0,
             store_reserve_fraction=shape.store_reserve_fraction,
+            on_reset=shape.on_reset,
+            weights_version=shape.weights_version,
             cascade_slots_fraction_max=shape.cascade_slots_fraction_max,
             abandoned_slots_fraction_max=shape.abandoned_slots_fraction_max,
             job_blocks_max=shape.job_blocks_max,
@@ -176,6 +183,7 @@ class World:
                 for tier in shape.tiers
             ],
             clock=lambda: self.now,
+            random_bytes=self._never_twice,
         )
         self.facade = self.runtime.facade
         self.cell = self.runtime.cell
@@ -193,10 +201,9 @@ class World:
         self.requests: dict[str, Request] = {}
         self.requests_started = 0
         self.gpu = Gpu(self)
-        self.versions = 0
 
         # Bytes.
-        self.committed: dict[Key, set[bytes]] = {key: set() for key in KEYS}
+        self.committed: dict[Key, set[bytes]] = defaultdict(set)  # by ``name``
         self.bytes_of: dict[Key, bytes] = {}  # READY keys
 
         # Jobs, as slots: what tiers are at liberty to do with which slot.
@@ -243,6 +250,14 @@ class World:
         """Return bytes for a key that nothing had before."""
         self.versions += 1
         return pattern(key, self.versions, self.shape.block_bytes)
+
+    def name(self, key: Key) -> Key:
+        """Return what backends call the key in the generation that the engine is in."""
+        return marked((key,), self.mark)[0]
+
+    def _never_twice(self, count: int) -> bytes:
+        self.versions += 1
+        return self.versions.to_bytes(count, "big")
 
     def pass_time(self, seconds: float) -> None:
         """Let time pass, at the disks as well."""
@@ -329,9 +344,14 @@ class World:
             self._take_end(message)
             if isinstance(message, m.Reset):
                 self.epoch += 1
+                self.mark = self.mark if message.mark is None else message.mark
                 self.leases.clear()
                 self.lease_until.clear()
             self._see_moves(message)
+        if isinstance(message, m.TellContents):
+            for device in self.devices:
+                if isinstance(device, FakeDevice) and actor is device.tier._driver.actor:
+                    device.tell_contents(message)
         for disk in self.disks:
             if actor is disk.tier._driver.actor and not isinstance(message, m.ProbePart):
                 disk.take(message)
@@ -380,7 +400,7 @@ class World:
         slot = self.primary.slot_of(key)
         assert slot is not None
         data = bytes(self.memory.view(slot))
-        assert data in self.committed[key], f"{key!r} became READY with {data!r}"
+        assert data in self.committed[self.name(key)], f"{key!r} became READY with {data!r}"
         self.bytes_of[key] = data
 
     def _left(self, key: Key, message: Message) -> None:
@@ -454,6 +474,8 @@ class World:
             and not self.dead[number]
             and not self.fenced[number]
             and number not in self.broken_links
+            and tier.actor._is_told
+            and tier.actor._mark == self.links[number]._mark
             and not tier.inbox.waiting
             and not any(each.waiting for each in tier.mailboxes)
             and not any(isinstance(job, m.StoreJob) for job in self.at_tier[number].values())

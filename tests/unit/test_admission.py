@@ -25,7 +25,11 @@ class Story:
     def __init__(self, **options: object) -> None:
         tier = TierConfig("1:t", "t", admission="second_touch", admission_options=options)
         config = RuntimeConfig(
-            slot_count=8, block_bytes=16, cascade_slots_fraction_max=1.0, tiers=(tier,)
+            slot_count=8,
+            block_bytes=16,
+            cascade_slots_fraction_max=1.0,
+            tiers=(tier,),
+            on_reset="keep",
         )
         self.runtime: TestRuntime = open_test_runtime(
             config, LRUPolicy(8), [(BackendTraits(1, 1), None)], clock=lambda: 0.0

@@ -109,7 +109,7 @@ def test_a_tier_that_broke_serves_again(tmp_path: Path, monkeypatch: pytest.Monk
     """With fresh actors and a fresh backend: a closed one's threads are gone."""
     monkeypatch.setattr(tier_thread, "RESTART_PAUSE_S", 0.001)
     monkeypatch.setattr(tier_thread, "QUIET_POLL_S", 0.001)
-    runtime = Runtime(tmp_path / "kv")
+    runtime = Runtime(tmp_path / "kv", on_reset="keep")
     runtime.store(KEYS[:2])
 
     def broken(_self: SecondaryTier) -> None:
@@ -134,7 +134,8 @@ def test_memory_that_does_not_fit_is_refused() -> None:
 
 def test_a_tier_in_a_process_answers_though_no_step_ends(tmp_path: Path) -> None:
     disk = {"type": "disk", "path": str(tmp_path / "kv"), "capacity_bytes": 4 << 20}
-    runtime = Runtime(tmp_path, secondary_tiers=[{**disk, "probe_timeout_s": PATIENCE_S}])
+    tiers = [{**disk, "probe_timeout_s": PATIENCE_S}]
+    runtime = Runtime(tmp_path, secondary_tiers=tiers, on_reset="keep")
     runtime.store(KEYS)
     facade = runtime.facade
     facade.reset()

@@ -50,7 +50,7 @@ def disk(path: Path | str, **options: Any) -> dict[str, Any]:
 
 
 def config_of(path: str, **options: Any) -> dict[str, Any]:
-    return kvtier_config(secondary_tiers=[disk(path, **options)])
+    return kvtier_config(secondary_tiers=[disk(path, **options)], on_reset="keep")
 
 
 # --- the first process ---
@@ -299,14 +299,14 @@ KEYS = make_keys(0, 64)
 def reader(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     """Return a manager whose disk has the blocks, and whose primary tier has not."""
     tiers = [disk(tmp_path / "kv")]
-    with manager(secondary_tiers=tiers) as built:
+    with manager(secondary_tiers=tiers, on_reset="keep") as built:
         store(built, KEYS)
         if request.param == "stored-by-this-engine":
             built.reset_cache()
             built.on_reset_flushed()
             yield built
             return
-    with manager(secondary_tiers=tiers) as built:
+    with manager(secondary_tiers=tiers, on_reset="keep") as built:
         # What a tier has from before is told ahead of what it stores.
         store(built, make_keys(1000, 1))
         yield built

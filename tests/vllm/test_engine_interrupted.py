@@ -77,7 +77,7 @@ class Worst:
 def aborts(model: str, lengths: list[int]) -> dict[str, Any]:
     transfers = hold_transfers()
     prompts = prompts_of(lengths)
-    with engine(model, kvtier_config(secondary_tiers=[MEMORY_TIER])) as running:
+    with engine(model, kvtier_config(secondary_tiers=[MEMORY_TIER], on_reset="keep")) as running:
         worst = Worst(running, transfers)
         steps = worst.steps
 
@@ -158,7 +158,9 @@ def resets(model: str, lengths: list[int]) -> dict[str, Any]:
         told["reference"] = {
             name: alone.run_one_by_one(each, 20).tokens for name, each in prompts.items()
         }
-    with engine(model, kvtier_config(secondary_tiers=[MEMORY_TIER]), blocks=120) as running:
+    with engine(
+        model, kvtier_config(secondary_tiers=[MEMORY_TIER], on_reset="keep"), blocks=120
+    ) as running:
         worst = Worst(running, transfers)
         steps = worst.steps
         told["cold"] = play_round(running, prompts["loads"], 20)
@@ -236,7 +238,9 @@ def preemptions(model: str, lengths: list[int], max_tokens: int, blocks: int) ->
     with engine(model, None, blocks=200) as alone:
         reference = alone.run_one_by_one(prompts, max_tokens)
     told: dict[str, Any] = {"reference": reference.as_json(), "rounds": []}
-    config = kvtier_config(secondary_tiers=[MEMORY_TIER], offload_prompt_only=False)
+    config = kvtier_config(
+        secondary_tiers=[MEMORY_TIER], on_reset="keep", offload_prompt_only=False
+    )
     with engine(model, config, blocks=blocks, max_model_len=480) as running:
         told["block_bytes"] = running.manager()._memory.block_bytes
         for _ in range(2):

@@ -183,7 +183,7 @@ def lying(model: str, root: str, full: str, *, pretend_full: bool) -> dict[str, 
     """Read damaged blocks, mend them, then lose the whole folder, while another tier is full."""
     if pretend_full:
         pretend_no_room(full)
-    config = kvtier_config(secondary_tiers=[fs(root), fs(full)])
+    config = kvtier_config(secondary_tiers=[fs(root), fs(full)], on_reset="keep")
     prompts = prompts_of(LENGTHS)
     told: dict[str, Any] = {}
     with engine(model, config) as running:

@@ -123,6 +123,8 @@ def _run_engine(
             **SPEC_OF[side],
             "cpu_bytes_to_use": blocks * BLOCK_BYTES,
             "secondary_tiers": [kvtier_tier(tier_type, folder / tier)],
+            # The weights stay the same: what is on disk is to be found. As vLLM's own side has it.
+            **({"on_reset": "keep"} if side == KVTIER else {}),
         },
     }
     try:

@@ -102,7 +102,7 @@ def _kvtier_manager(setup: Setup) -> Any:  # noqa: ANN401 - as vLLM's
     if setup.tier_folder is not None:
         tiers.append(kvtier_tier(setup.tier_type, setup.tier_folder / KVTIER))
     config = read_settings(
-        {"eviction_policy": setup.policy, "secondary_tiers": tiers},
+        {"eviction_policy": setup.policy, "secondary_tiers": tiers, "on_reset": "keep"},
         slot_count=setup.slot_count,
         block_bytes=setup.block_bytes,
     )

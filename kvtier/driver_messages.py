@@ -1,0 +1,74 @@
+"""The messages between a secondary tier and the driver of its backend.
+
+Keys are the backend's here: they have the mark of their generation in them
+(``kvtier/generations.py``).
+"""
+
+from __future__ import annotations
+
+from kvtier.backend import Outcome  # noqa: TC001 - msgspec reads it
+from kvtier.message import Key, Message
+
+
+class ProbePart(Message, frozen=True, gc=False):
+    """Ask the backend for these keys."""
+
+    part: int
+    keys: tuple[Key, ...]
+
+
+class LoadPart(Message, frozen=True, gc=False):
+    """Have the backend read these."""
+
+    part: int
+    keys: tuple[Key, ...]
+    slots: tuple[int, ...]
+
+
+class StorePart(Message, frozen=True, gc=False):
+    """Have the backend keep these, after it has forgotten ``remove``."""
+
+    part: int
+    keys: tuple[Key, ...]
+    slots: tuple[int, ...]
+    remove: tuple[Key, ...]
+
+
+class RemovePart(Message, frozen=True, gc=False):
+    """Have the backend forget these, whether it has them or not."""
+
+    part: int
+    keys: tuple[Key, ...]
+
+
+class TellContents(Message, frozen=True, gc=False):
+    """Pass on ``keys``, or if there are none what the backend had when it was opened.
+
+    Slowly, with ContentsFound: the engine takes it in besides its work.
+    """
+
+    keys: tuple[Key, ...]
+
+
+class ContentsFound(Message, frozen=True, gc=False):
+    """The backend had these when it was opened: blocks once stored together, head to tail.
+
+    ``again``: the tier knew of them before, as blocks of another generation.
+    """
+
+    keys: tuple[Key, ...]
+    again: bool = False
+
+
+class ContentsLost(Message, frozen=True, gc=False):
+    """The backend no longer has these, for reasons of its own."""
+
+    keys: tuple[Key, ...]
+
+
+class PartEnded(Message, frozen=True, gc=False):
+    """One outcome a key. For a probe DONE means present, for a removal gone."""
+
+    part: int
+    outcomes: tuple[Outcome, ...]
+    seconds: float

@@ -1,0 +1,114 @@
+"""Whose weights a block of KV data belongs to: generations, and what tells them apart in tiers.
+
+KV data is of use with the weights that it was computed with, and with no
+others. An engine begins in generation 0: the weights that it has loaded. A
+reset of the whole connector says that the weights may be others from now on,
+and begins a new generation. Nothing of an older one is served again.
+
+To a backend a generation is a *mark* in each key, just before the index of
+the KV-cache group. So it works for every backend, and for what others keep on
+the same storage:
+
+- generation 0 has no mark: every engine with the same weights finds it;
+- a generation without a name has a random mark, which is never made again: no
+  other engine, and none after a restart, can find what has it;
+- a named one (``weights_version``) has a mark made from the name: engines and
+  restarts that give the same name share what it has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import TYPE_CHECKING, Final
+
+from kvtier.errors import Misuse
+from kvtier.message import GROUP_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kvtier.message import Key
+
+ORIGINAL: Final = b""
+"""The mark of generation 0."""
+
+_ID_BYTES: Final = 16
+_UNNAMED: Final = b"\xffkvtier?"
+_NAMED: Final = b"\xffkvtier="
+MARK_BYTES: Final = len(_NAMED) + _ID_BYTES
+"""By so much the keys of later generations are longer."""
+
+
+def mark_of_name(name: str) -> bytes:
+    """Return the mark of the generation with that name; b"" for the empty one."""
+    if not name:
+        return ORIGINAL
+    named = name.encode("utf-8", "surrogatepass")
+    return _NAMED + hashlib.blake2b(named, digest_size=_ID_BYTES).digest()
+
+
+def is_found_again(mark: bytes) -> bool:
+    """Tell whether a later engine may be in that generation: it has a name, or is the first."""
+    return not mark.startswith(_UNNAMED)
+
+
+def marked(keys: tuple[Key, ...], mark: bytes) -> tuple[Key, ...]:
+    """Return what a backend calls these keys in the generation with that mark."""
+    if not mark:
+        return keys
+    return tuple(key[:-GROUP_BYTES] + mark + key[-GROUP_BYTES:] for key in keys)
+
+
+def unmarked(keys: Iterable[Key], mark: bytes) -> tuple[Key, ...]:
+    """Return what the engine calls a backend's keys, which must all have that mark."""
+    if not mark:
+        return tuple(keys)
+    return tuple(key[: _start(key)] + key[_start(key) + MARK_BYTES :] for key in keys)
+
+
+def mark_of(key: Key) -> bytes:
+    """Return the mark of a backend's key."""
+    start = _start(key)
+    if len(key) > MARK_BYTES and key.startswith((_UNNAMED, _NAMED), start):
+        return key[start : start + MARK_BYTES]
+    return ORIGINAL
+
+
+def _start(key: Key) -> int:
+    """Return where a mark begins, if there is one; a key may be shorter than a group's index."""
+    return max(0, len(key) - GROUP_BYTES - MARK_BYTES)
+
+
+class Generations:
+    """Makes the mark for each reset, and knows that of the generation that this engine is in."""
+
+    def __init__(
+        self,
+        weights_version: str = "",
+        *,
+        keep: bool = False,
+        random_bytes: Callable[[int], bytes] = os.urandom,
+    ) -> None:
+        """``keep``: a reset without a name says nothing about the weights."""
+        self.mark = mark_of_name(weights_version)
+        self._keep = keep
+        self._random_bytes = random_bytes
+
+    def begin(self, weights_version: str | None) -> bytes | None:
+        """Return the mark of the generation that a reset begins; None: it begins none."""
+        if weights_version == "":
+            raise Misuse(
+                "reset with weights_version='': a name has at least one character. Name the "
+                "weights, or leave the argument out for weights that only this engine has."
+            )
+        if weights_version is not None:
+            mark = mark_of_name(weights_version)
+        elif self._keep:
+            return None
+        else:
+            mark = _UNNAMED + self._random_bytes(_ID_BYTES)
+        if mark == self.mark:
+            return None
+        self.mark = mark
+        return mark

@@ -1,0 +1,53 @@
+"""What a tier's link waits for: the jobs and probes that it has sent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvtier import messages as m
+from kvtier.breaker import Work
+
+if TYPE_CHECKING:
+    from kvtier.messages import Key
+
+
+class Job:
+    """One job in flight."""
+
+    __slots__ = (
+        "abandoned",
+        "deadline",
+        "epoch",
+        "is_load",
+        "keys",
+        "request",
+        "slots",
+        "started",
+    )
+
+    def __init__(self, message: m.Promote | m.Cascade, start: int, end: int) -> None:
+        self.is_load = isinstance(message, m.Promote)
+        self.request = "" if isinstance(message, m.Promote) else message.request
+        self.keys = message.keys[start:end]
+        self.slots = message.slots[start:end]
+        self.epoch = message.epoch
+        self.started = 0.0
+        self.deadline = 0.0
+        self.abandoned = False
+
+    @property
+    def work(self) -> Work:
+        """What the breaker calls it."""
+        return Work.LOAD if self.is_load else Work.STORE
+
+
+class Probe:
+    """One probe in flight."""
+
+    __slots__ = ("deadline", "keys", "since", "started")
+
+    def __init__(self, keys: tuple[Key, ...], since: int, started: float, deadline: float) -> None:
+        self.keys = keys
+        self.since = since
+        self.started = started
+        self.deadline = deadline

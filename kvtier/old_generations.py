@@ -1,0 +1,85 @@
+"""What a tier with a capacity has of generations that its engine is not in.
+
+Nothing of it is served. It takes room until something is stored in its place:
+it goes before anything that the eviction policy would choose, and what no
+engine can find again goes first of all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvtier.generations import is_found_again, mark_of
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterable
+
+    from kvtier.message import Key
+
+
+class OldGenerations:
+    """Blocks by the generation that they belong to. Keys are the backend's."""
+
+    def __init__(self) -> None:
+        self._keys_of: dict[bytes, set[Key]] = {}  # by mark; the one left longest ago first
+        self._count = 0
+
+    def __len__(self) -> int:
+        """How many blocks there are."""
+        return self._count
+
+    def __contains__(self, key: Key) -> bool:
+        """Tell whether the block is one of them."""
+        return self._count > 0 and key in self._keys_of.get(mark_of(key), ())
+
+    def leave(self, mark: bytes, keys: set[Key]) -> None:
+        """Take over all blocks of a generation that ends. The set is not the caller's any more."""
+        held = self._keys_of.pop(mark, None)
+        if held:
+            self._count -= len(held)
+            keys |= held
+        if keys:
+            self._keys_of[mark] = keys
+            self._count += len(keys)
+
+    def add(self, keys: Iterable[Key]) -> None:
+        """Take over single blocks."""
+        for key in keys:
+            held = self._keys_of.setdefault(mark_of(key), set())
+            if key not in held:
+                held.add(key)
+                self._count += 1
+
+    def discard(self, keys: Iterable[Key]) -> None:
+        """Forget blocks, if they are here."""
+        if not self._count:
+            return
+        for key in keys:
+            mark = mark_of(key)
+            held = self._keys_of.get(mark)
+            if held is not None and key in held:
+                held.remove(key)
+                self._count -= 1
+                if not held:
+                    del self._keys_of[mark]
+
+    def of(self, mark: bytes) -> tuple[Key, ...]:
+        """Return the blocks of one generation."""
+        return tuple(self._keys_of.get(mark, ()))
+
+    def pop(self, count: int, spared: Container[Key]) -> tuple[Key, ...]:
+        """Choose and forget up to ``count`` blocks to remove, none of the ``spared``."""
+        if not (count > 0 and self._count):
+            return ()
+        chosen: list[Key] = []
+        passed: list[Key] = []
+        for mark in sorted(self._keys_of, key=is_found_again):
+            held = self._keys_of[mark]
+            while held and len(chosen) < count:
+                key = held.pop()
+                (passed if key in spared else chosen).append(key)
+            if not held:
+                del self._keys_of[mark]
+        self._count -= len(chosen) + len(passed)
+        self.add(passed)
+        return tuple(chosen)
