@@ -15,7 +15,7 @@ comes back walks from record to record.
 
 from __future__ import annotations
 
-from array import array
+import mmap
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from xxhash import xxh3_64_intdigest
@@ -45,17 +45,36 @@ class Ghost(NamedTuple):
     used: float
 
 
+def _zeros(pairs: int) -> memoryview:
+    """Return so many pairs of empty records. They take memory once they are written to.
+
+    Private: what is only read then stays one page of zeros. Not reserved: a large tier
+    may have more records than there is memory, as long as it has not evicted so much.
+    """
+    unreserved: int = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named from Python 3.13 on
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | unreserved
+    return memoryview(mmap.mmap(-1, 16 * pairs, flags=flags)).cast("Q")
+
+
 class Ghosts:
     """Remembers stretches by the key of their first block."""
 
     def __init__(self, capacity: int) -> None:
         # Pairs of records: either may hold a key, so that few push out one another.
         self._pairs = max(RECORDS_MIN, capacity * RECORDS_PER_BLOCK) // 2
-        self._records = array("Q", bytes(16 * self._pairs))
+        self._records = _zeros(self._pairs)
+
+    def __deepcopy__(self, _: object) -> Ghosts:
+        """Return one that remembers the same."""
+        twin = Ghosts(0)
+        twin._pairs = self._pairs
+        twin._records = _zeros(self._pairs)
+        twin._records[:] = self._records
+        return twin
 
     def clear(self) -> None:
         """Forget everything."""
-        self._records = array("Q", bytes(16 * self._pairs))
+        self._records = _zeros(self._pairs)
 
     def remember(self, key: Key, cohort: int, share: float, length: int, used: float) -> None:
         """Remember a stretch whose first block is ``key``."""

@@ -26,7 +26,7 @@ from kvtier.errors import ConfigError
 from kvtier.options import Options, shown
 from kvtier.threads import DaemonThreads
 from kvtier_backends.disk.bulk import BulkLoad
-from kvtier_backends.disk.capacity import check_plan, check_region_bytes
+from kvtier_backends.disk.capacity import check_memory, check_plan, check_region_bytes, doubts
 from kvtier_backends.disk.device import Device, FileDevice, Segments
 from kvtier_backends.disk.folder import (
     Claim,
@@ -150,6 +150,7 @@ class DiskBackend(Backend):
         self._healing: asyncio.Future[None] | None = None
         self._swept = 0
         self._is_closed = False
+        self.capacity_bytes = 0  #: as it was asked for; 0: nobody asked
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], context: BackendContext) -> DiskBackend:
@@ -184,6 +185,8 @@ class DiskBackend(Backend):
             judged = judge_folder(
                 claim.path, capacity_bytes, context.block_bytes, seal_bytes, region_bytes
             )
+            check_plan(reader, capacity_bytes, context, seal_bytes, judged.plan)
+            check_memory(reader, capacity_bytes, claim.path, judged.plan, seal_bytes)
         except NotAFile as problem:
             claim.release()
             raise refuse(not_ours(problem)) from None
@@ -193,14 +196,14 @@ class DiskBackend(Backend):
                 f"cannot be read ({problem.strerror}). Give this user the right to, or name "
                 "another folder."
             ) from problem
-        try:
-            check_plan(reader, capacity_bytes, context, seal_bytes, judged.plan)
         except ConfigError:
             claim.release()
             raise
-        return cls(
+        backend = cls(
             context, claim, judged, ttl_s=ttl_s, io_depth=io_depth, direct=direct, vault=vault
         )
+        backend.capacity_bytes = capacity_bytes
+        return backend
 
     @property
     def place(self) -> str:
@@ -210,6 +213,8 @@ class DiskBackend(Backend):
     async def open(self) -> None:
         """Recover what the folder holds. Raises ``OSError``; the folder is let go then."""
         try:
+            if self.capacity_bytes:
+                await self._threads.run(self._say_doubts)
             self._log = await self._begin(self._judged, self._plan.capacity_blocks)
         except BaseException:
             self._is_closed = True
@@ -316,7 +321,8 @@ class DiskBackend(Backend):
         expected = Expected(identity.folder_id, identity.namespace, key_ids, geometry)
         bulk = BulkLoad(index, time_s(self.clock()), self._ttl_s)
         recovery = Recovery(device, expected, self._threads, bulk)
-        found = await recovery.run(plan.regions, blocks_max)
+        # In a folder that begins anew is nothing to look at, however large it may become.
+        found = await recovery.run(plan.regions if judged.superblock else 0, blocks_max)
         regions.recover(found.sequences, found.spare, found.highest)
         for name, count in (*counts.items(), *found.counts.items()):
             self._ledger.add(name, count)
@@ -339,6 +345,12 @@ class DiskBackend(Backend):
         )
         log.key_ids.update(found.key_ids)
         return log
+
+    def _say_doubts(self) -> None:
+        seal_bytes = 0 if self._vault is None else SEAL_BYTES
+        found = doubts(self._path, self.capacity_bytes, self._plan, seal_bytes)
+        for name, text in found.items():
+            self._ledger.trouble("store", name, text)
 
     def _tell(self, keys: Sequence[bytes]) -> None:
         self.on_lost(keys)

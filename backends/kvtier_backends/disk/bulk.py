@@ -9,12 +9,14 @@ to its home or right behind its predecessor.
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from kvtier.backend import DIGEST_BYTES
 from kvtier_backends.disk.format import SEAL_BYTES
+from kvtier_backends.disk.words import HALF_BITS, HOME_BITS, TABLE_WORDS_MAX, laid_out
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -110,7 +112,8 @@ class BulkLoad:
         locations = np.concatenate([locations for _, _, locations in self._regions])
         self._regions.clear()
         # By home and then by the rest of the hash: one sort for both uses.
-        bits = np.uint64(self.index.mask.bit_length())
+        self.index.words.begin_for(len(locations))
+        bits = np.uint64(HOME_BITS + self.index.words.high.bit_length())
         turned = hashes << (np.uint64(64) - bits) | hashes >> bits
         order = np.argsort(turned, kind="stable")
         alive = np.ones(len(locations), dtype=bool)
@@ -152,17 +155,20 @@ class BulkLoad:
             np.frombuffer(slab.lengths, np.uint8)[slots[regions == region]] = 0
 
     def _write_words(self, hashes: NDArray[np.uint64], locations: NDArray[np.int64]) -> None:
-        """Write the words of blocks that are sorted by their homes."""
+        """Write the words of blocks that are sorted by their tables."""
         index = self.index
+        held = index.words
         prints = hashes & np.uint64(0xFFFFFFFF)
-        home = (prints & np.uint64(index.mask)).astype(np.int64)
-        run = np.arange(len(home))
-        at = run + np.maximum.accumulate(home - run) if len(home) else home
-        fits = at <= index.mask
-        words = np.frombuffer(index.words, np.uint64)
-        words[at[fits]] = prints[fits] << np.uint64(32) | (locations[fits] + 1).astype(np.uint64)
-        for print_, location in zip(prints[~fits].tolist(), locations[~fits].tolist(), strict=True):
-            index.put(print_, location)
+        words = prints << np.uint64(HALF_BITS) | (locations + 1).astype(np.uint64)
+        tables = (prints >> np.uint64(HOME_BITS) & np.uint64(held.high)).astype(np.int64)
+        ends = np.searchsorted(tables, np.arange(held.high + 2)).tolist()
+        for table, (start, end) in enumerate(pairwise(ends)):
+            if start < end:
+                held.tables[table] = laid_out(words[start:end][:TABLE_WORDS_MAX])
+                for location in locations[start:end][TABLE_WORDS_MAX:].tolist():
+                    key = index.key_at(location)
+                    if key is not None:
+                        held.over[key] = location
         counts = np.bincount(locations // index.slots_per_region)
         for region in np.flatnonzero(counts).tolist():
             index.add_live(region, int(counts[region]))

@@ -1,8 +1,13 @@
-"""Whether a tier of this capacity can be: refuses what can't, and names the option to change."""
+"""Whether a tier of this capacity can be: refuses what can't, and names the option to change.
+
+What may work and hardly was meant, a capacity beyond the disk or an index that
+takes much of the memory, is told when the tier opens.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, Final
 
 from kvtier_backends.disk.folder import FOLDER_BYTES, REGIONS_MIN, capacity_bytes_min
 from kvtier_backends.disk.format import PAGE_BYTES, region_bytes_for
@@ -12,6 +17,12 @@ if TYPE_CHECKING:
     from kvtier.backend import BackendContext
     from kvtier.options import Options
     from kvtier_backends.disk.folder import Plan
+
+INDEX_BYTES_PER_BLOCK: Final = 90
+"""What the index takes for a stored block with a key of 36 bytes; its seal comes on top."""
+
+INDEX_MEMORY_FRACTION: Final = 0.25
+"""Of the free memory: an index that may take more is told."""
 
 
 def check_region_bytes(
@@ -50,3 +61,65 @@ def check_plan(
         raise reader.error(
             "capacity_bytes", capacity_bytes, f"is more than {SLOTS_MAX} blocks; lower it"
         )
+
+
+def check_memory(
+    reader: Options, capacity_bytes: int, path: str, plan: Plan, seal_bytes: int
+) -> None:
+    """Raise ``ConfigError`` if the index of what the disk can hold exceeds the machine's memory.
+
+    Raises ``OSError``.
+    """
+    memory_bytes = memory("MemTotal")
+    takes = index_bytes(path, plan, seal_bytes)
+    if memory_bytes is not None and takes > memory_bytes:
+        most = capacity_bytes * memory_bytes // takes
+        raise reader.error(
+            "capacity_bytes",
+            capacity_bytes,
+            f"wants an index of {takes} bytes, and the machine has {memory_bytes} bytes of "
+            f"memory; lower it to {most} or less, or store larger blocks",
+        )
+
+
+def doubts(path: str, capacity_bytes: int, plan: Plan, seal_bytes: int) -> dict[str, str]:
+    """Return what is odd about a capacity, as texts by the name they are counted by.
+
+    Raises ``OSError``.
+    """
+    found = {}
+    disk_bytes = _disk_bytes(path)
+    if capacity_bytes > disk_bytes:
+        found["capacity_beyond_the_disk"] = (
+            f"capacity_bytes={capacity_bytes}, and the filesystem has {disk_bytes} bytes: the tier "
+            "works with what room it finds. Lower it to what others leave"
+        )
+    free, takes = memory("MemAvailable"), index_bytes(path, plan, seal_bytes)
+    if free is not None and takes > free * INDEX_MEMORY_FRACTION:
+        found["index_beyond_memory"] = (
+            f"the index takes {takes} bytes of memory once capacity_bytes={capacity_bytes} is "
+            f"used up, and {free} bytes are free. Lower it, or store larger blocks"
+        )
+    return found
+
+
+def index_bytes(path: str, plan: Plan, seal_bytes: int) -> int:
+    """Return how much memory the index takes when all is used that the disk has room for."""
+    geometry = plan.geometry
+    regions = min(plan.regions, _disk_bytes(path) // geometry.region_bytes + 1)
+    return regions * geometry.slots * (INDEX_BYTES_PER_BLOCK + seal_bytes)
+
+
+def memory(name: str) -> int | None:
+    """Return a line of the kernel's count of memory, in bytes; None if it has none."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        return int(lines[name].split()[0]) * 1024
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+
+
+def _disk_bytes(path: str) -> int:
+    found = os.statvfs(path)
+    return found.f_blocks * found.f_frsize

@@ -2,17 +2,11 @@
 
 A location is one number: ``region * slots_per_region + slot``. What is known
 of a block (key, digest, times) lies in flat arrays of its region, at its slot,
-so a region's blocks are listed and forgotten without a search. One open-
-addressed table of 64-bit words leads from a key to its location: the upper
-half of a word is a fingerprint of the key, the lower half the location plus
-one. The table has its final size from the start, because the number of slots
-is known, so nothing ever rehashes; the system hands its memory out page by
-page, as it is first touched. Nothing here is seen by the garbage collector but
-one small object a region.
-
-Linear probing, and no tombstones: ``remove`` moves later words back instead.
-
-# Invariant: a word is found by walking from its home, and no empty word lies between.
+so a region's blocks are listed and forgotten without a search. Tables of
+64-bit words (``words.py``) lead from a key to its location. They grow with what
+is stored, a table at a time, and so do the arrays, a region at a time: an index
+of a large tier that has little in it is small. Nothing here is seen by the
+garbage collector but one small object a region.
 """
 
 from __future__ import annotations
@@ -23,15 +17,20 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvtier.backend import DIGEST_BYTES
 from kvtier.errors import InternalError, Misuse
 from kvtier_backends.disk.format import SEAL_BYTES, check_key_lengths
+from kvtier_backends.disk.words import (
+    COUNT_AT,
+    HALF_BITS,
+    HOME_BITS,
+    HOME_MASK,
+    TABLE_WORDS_MAX,
+    Words,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-_HALF_BITS: Final = 32
-_LOCATION_MASK: Final = (1 << _HALF_BITS) - 1
+_LOCATION_MASK: Final = (1 << HALF_BITS) - 1
 SLOTS_MAX: Final = 1 << 30
-_WORDS_MIN: Final = 64
-_WORDS_PER_SLOT: Final = 1.5  #: at least so many words a slot, up to twice that: probes stay short
 
 
 class Known(NamedTuple):
@@ -107,14 +106,9 @@ class BlockIndex:
         slots = regions * slots_per_region
         if slots > SLOTS_MAX:
             raise Misuse(f"{slots} slots are more than {SLOTS_MAX}. Make the tier smaller.")
-        words = max(_WORDS_MIN, 1 << int(slots * _WORDS_PER_SLOT).bit_length())
-        if words >= 2 * slots * _WORDS_PER_SLOT:
-            words = max(_WORDS_MIN, words // 2)
         self.slots_per_region = slots_per_region
         self.sealed = sealed
-        # A bytearray of zeros costs nothing until it is touched; an array is filled.
-        self.words = memoryview(bytearray(8 * words)).cast("Q")
-        self.mask = words - 1
+        self.words = Words()
         self._slabs: list[Slab | None] = [None] * regions
         self._live = array("I", bytes(4 * regions))
         self._count = 0
@@ -132,23 +126,26 @@ class BlockIndex:
 
     def find(self, keys: Iterable[bytes]) -> list[int | None]:
         """Return the location of each key's block, None for those that are not here."""
-        words, mask = self.words, self.mask
+        tables, high, over = self.words.tables, self.words.high, self.words.over
         slots, slabs = self.slots_per_region, self._slabs
         found: list[int | None] = []
         keys = list(keys)
         while len(found) < len(keys):
             key = keys[len(found)]
             print_ = hash(key) & _LOCATION_MASK
-            at = print_ & mask
+            words = tables[print_ >> HOME_BITS & high]
+            at = print_ & HOME_MASK
             location = None
             while word := words[at]:
-                if word >> _HALF_BITS == print_:
+                if word >> HALF_BITS == print_:
                     location = (word & _LOCATION_MASK) - 1
                     slab = slabs[location // slots]
                     if slab is not None and slab.holds(location % slots, key):
                         break
                     location = None
-                at = (at + 1) & mask
+                at = (at + 1) & HOME_MASK
+            if over and location is None:
+                location = over.get(key)
             found.append(location)
             if location is not None:
                 # Blocks stored together are looked for together, and lie side by side.
@@ -202,6 +199,7 @@ class BlockIndex:
             _put(slab.seals, start * SEAL_BYTES, b"".join(seals), stop * SEAL_BYTES)
         slab.stored_s[start:stop] = array("I", stored_s)
         slab.used_s[start:stop] = array("I", used_s)
+        self.words.grow_for(self._count + len(keys))
         # Before the words: a key that is given twice is seen the second time.
         slab.lengths[start:stop] = bytes(lengths)
         refused = self._put_words(first, keys)
@@ -225,7 +223,7 @@ class BlockIndex:
         # Removing one key moves words, and no block: the others' locations stay right.
         for key, location in zip(keys, self.find(keys), strict=True):
             if location is not None:
-                take(hash(key) & _LOCATION_MASK, location)
+                take(key, location)
                 region = location // slots
                 slab = slabs[region]
                 assert slab is not None, "a location without its region"
@@ -313,14 +311,6 @@ class BlockIndex:
             slab.widen(key_width)
         return slab
 
-    def put(self, print_: int, location: int) -> None:
-        """Write the word of a location, at the first empty place from its home on."""
-        words, mask = self.words, self.mask
-        at = print_ & mask
-        while words[at]:
-            at = (at + 1) & mask
-        words[at] = print_ << _HALF_BITS | (location + 1)
-
     def add_live(self, region: int, count: int) -> None:
         """Count blocks whose words were written in bulk."""
         self._live[region] += count
@@ -331,42 +321,53 @@ class BlockIndex:
 
         Left out are keys that have a word already.
         """
-        words, mask = self.words, self.mask
+        tables, high, over = self.words.tables, self.words.high, self.words.over
         slots, slabs = self.slots_per_region, self._slabs
         refused = []
         for location, key in enumerate(keys, first):
             print_ = hash(key) & _LOCATION_MASK
-            at = print_ & mask
+            words = tables[print_ >> HOME_BITS & high]
+            at = print_ & HOME_MASK
             while word := words[at]:
-                if word >> _HALF_BITS == print_:
+                if word >> HALF_BITS == print_:
                     there = (word & _LOCATION_MASK) - 1
                     slab = slabs[there // slots]
                     if slab is not None and slab.holds(there % slots, key):
                         refused.append(location)
                         break
-                at = (at + 1) & mask
+                at = (at + 1) & HOME_MASK
             else:
-                words[at] = print_ << _HALF_BITS | (location + 1)
+                if over and key in over:
+                    refused.append(location)
+                elif words[COUNT_AT] < TABLE_WORDS_MAX:
+                    words[at] = print_ << HALF_BITS | (location + 1)
+                    words[COUNT_AT] += 1
+                else:
+                    over[key] = location
         return refused
 
-    def _take(self, print_: int, location: int) -> None:
-        """Empty the word of a location, and move back what would be out of reach then."""
-        words, mask = self.words, self.mask
-        word = print_ << _HALF_BITS | (location + 1)
-        hole = print_ & mask
+    def _take(self, key: bytes, location: int) -> None:
+        """Empty the word of a key's location, and move back what would be out of reach then."""
+        if self.words.over and self.words.over.pop(key, None) is not None:
+            return
+        print_ = hash(key) & _LOCATION_MASK
+        words = self.words.tables[print_ >> HOME_BITS & self.words.high]
+        word = print_ << HALF_BITS | (location + 1)
+        hole = print_ & HOME_MASK
         while words[hole] != word:
-            hole = (hole + 1) & mask
+            hole = (hole + 1) & HOME_MASK
         at = hole
         while True:
-            at = (at + 1) & mask
+            at = (at + 1) & HOME_MASK
             word = words[at]
             if not word:
                 break
-            home = (word >> _HALF_BITS) & mask
-            if (at - home) & mask >= (at - hole) & mask:
+            home = (word >> HALF_BITS) & HOME_MASK
+            if (at - home) & HOME_MASK >= (at - hole) & HOME_MASK:
                 words[hole] = word
                 hole = at
         words[hole] = 0
+        words[COUNT_AT] -= 1
 
 
 def _put(column: bytearray, start: int, data: bytes, stop: int) -> None:

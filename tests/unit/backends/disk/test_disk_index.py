@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import ExitStack
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -8,13 +10,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvtier.errors import InternalError, Misuse
+from kvtier_backends.disk import index as index_module
+from kvtier_backends.disk import words as words_module
 from kvtier_backends.disk.bulk import BulkLoad, Dropped
 from kvtier_backends.disk.format import Entry, TableWriter, decode_table_untrusted
 from kvtier_backends.disk.index import SLOTS_MAX, BlockIndex, Known
+from kvtier_backends.disk.words import COUNT_AT, HOME_BITS, HOME_MASK, TABLE_WORDS_MEAN
 
 REGIONS, SLOTS = 6, 8
 keys = st.binary(min_size=1, max_size=3) | st.binary(min_size=250, max_size=255)
 known = st.builds(Known, st.binary(min_size=16, max_size=16), st.just(7), st.just(9), st.just(b""))
+
+
+def crowded(key: bytes) -> int:
+    """Return a hash whose table is any, and whose home is one of three."""
+    real = hash(key)
+    return real >> HOME_BITS << HOME_BITS | (HOME_MASK - real % 3)
 
 
 class IndexSpec(RuleBasedStateMachine):
@@ -23,9 +34,16 @@ class IndexSpec(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.index = BlockIndex(REGIONS, SLOTS)
-        # One home for all: every walk is as long as it can get, and wraps around.
-        self.index.mask = 63
+        # Few homes for all, at the end of a table: walks are long, and wrap around. Tables are
+        # split after a few keys, and full after some more.
+        self.patches = ExitStack()
+        self.patches.enter_context(patch.object(words_module, "TABLE_WORDS_MEAN", 4))
+        self.patches.enter_context(patch.object(index_module, "TABLE_WORDS_MAX", 5))
+        self.patches.enter_context(patch.object(index_module, "hash", crowded, create=True))
         self.model: dict[bytes, tuple[int, Known]] = {}
+
+    def teardown(self) -> None:
+        self.patches.close()
 
     @rule(key=keys, known=known, data=st.data())
     def insert(self, key: bytes, known: Known, data: st.DataObject) -> None:
@@ -150,6 +168,24 @@ def test_a_bulk_load_of_keys_that_meet_in_the_last_place_wraps_around(
     assert [index.get(bytes([slot])) for slot in range(8)] == list(range(16, 24))
 
 
+def test_an_index_grows_with_what_is_stored_and_finds_all_of_it() -> None:
+    """One for 2^30 blocks begins as small as one for a few, and grows a table at a time."""
+    index = BlockIndex(1 << 17, 1 << 13)
+    assert len(index.words.tables) == 1
+    numbered = [number.to_bytes(4, "big") * 4 for number in range(20_000)]
+    for location, key in enumerate(numbered):
+        tables = {id(table) for table in index.words.tables}
+        index.insert(key, location, Known(bytes(16), 0, 0, b""))
+        assert len({id(table) for table in index.words.tables} - tables) <= 2
+    different = {id(table) for table in index.words.tables}
+    assert len(different) == -(-20_000 // TABLE_WORDS_MEAN)
+    assert index.find(numbered) == list(range(20_000))
+    assert len(index.remove_all(numbered[::2])) == 10_000
+    assert index.find(numbered) == [None if at % 2 == 0 else at for at in range(20_000)]
+    each_once = {id(table): table for table in index.words.tables}
+    assert sum(table[COUNT_AT] for table in each_once.values()) == 10_000
+
+
 def test_neighbours_are_found_up_to_a_gap_another_key_and_the_end_of_their_region() -> None:
     index = BlockIndex(3, 8)
     stored = [b"k%02d" % number for number in range(16)]
@@ -271,4 +307,4 @@ def test_a_bulk_load_does_what_a_loop_would(
     assert sum(index.live(region) for region in range(REGIONS)) == len(wanted)
     for key in wanted:
         assert index.remove(key) is not None
-    assert not any(index.words)
+    assert not any(any(table) for table in index.words.tables)

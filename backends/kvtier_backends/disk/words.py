@@ -1,0 +1,92 @@
+"""The words that lead from a key's hash to its block, in tables that grow with what is stored.
+
+A word's upper half is a fingerprint of the key, its lower half the location plus
+one. The fingerprint's lowest bits say where in its table a word has its home,
+the bits above which table that is. When the tables are fuller than
+``TABLE_WORDS_MEAN`` on average, one of them is split in two, the next one the
+next time (linear hashing): so no call ever lays out more than one table.
+
+Linear probing, and no tombstones: who takes a word moves later ones back.
+
+# Invariant: a word is found by walking from its home, and no empty word lies between.
+# Invariant: every table has an empty word. What would fill it lies in ``over``.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+HALF_BITS: Final = 32
+HOME_BITS: Final = 10
+TABLE_WORDS: Final = 1 << HOME_BITS
+HOME_MASK: Final = TABLE_WORDS - 1
+TABLE_WORDS_MEAN: Final = TABLE_WORDS * 3 // 8  #: a table not yet split has up to twice as many
+TABLE_WORDS_MAX: Final = TABLE_WORDS * 15 // 16
+COUNT_AT: Final = TABLE_WORDS  #: behind its words, a table has how many are in use
+
+
+class Words:
+    """Tables of words. ``tables`` has one for each value of the bits in ``high``.
+
+    Some stand for two values, until they are split. ``over`` has the locations of
+    keys whose table is full, which chance alone brings about hardly ever.
+    """
+
+    def __init__(self) -> None:
+        self.tables = [laid_out(np.zeros(0, np.uint64))]
+        self.high = 0
+        self.over: dict[bytes, int] = {}
+        self._count = 1  # of different tables
+
+    def grow_for(self, blocks: int) -> None:
+        """Split tables until there is room for so many blocks in all."""
+        while blocks > self._count * TABLE_WORDS_MEAN:
+            self._split()
+
+    def begin_for(self, blocks: int) -> None:
+        """Have as many empty tables as so many blocks want. There is no word yet."""
+        while blocks > self._count * TABLE_WORDS_MEAN:
+            self._count *= 2
+        empty = np.zeros(0, np.uint64)
+        self.tables = [laid_out(empty) for _ in range(self._count)]
+        self.high = self._count - 1
+
+    def _split(self) -> None:
+        new = self._count
+        if new > self.high:
+            self.tables += self.tables
+            self.high = 2 * self.high + 1
+        bit = (self.high + 1) // 2
+        words = np.frombuffer(self.tables[new - bit], np.uint64)[:TABLE_WORDS]
+        words = words[words != 0]
+        is_upper = words >> np.uint64(HALF_BITS + HOME_BITS) & np.uint64(bit) != 0
+        self.tables[new - bit] = laid_out(words[~is_upper])
+        self.tables[new] = laid_out(words[is_upper])
+        self._count = new + 1
+
+
+def laid_out(words: NDArray[np.uint64]) -> array[int]:
+    """Return a table of these words, ``TABLE_WORDS_MAX`` at most: each at its home or behind."""
+    table = array("Q", bytes(8 * (TABLE_WORDS + 1)))
+    view = np.frombuffer(table, np.uint64)
+    view[COUNT_AT] = len(words)
+    if not len(words):
+        return table
+    home = (words >> np.uint64(HALF_BITS) & np.uint64(HOME_MASK)).astype(np.int64)
+    order = np.argsort(home, kind="stable")
+    run = np.arange(len(words))
+    at = run + np.maximum.accumulate(home[order] - run)
+    fits = at < TABLE_WORDS
+    view[at[fits]] = words[order[fits]]
+    free = 0  # what is beyond the end goes on at the beginning
+    for word in words[order[~fits]].tolist():
+        while table[free]:
+            free += 1
+        table[free] = word
+    return table

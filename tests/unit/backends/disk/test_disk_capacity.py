@@ -1,0 +1,90 @@
+"""What a tier of a large capacity costs before it is used, and which capacities cannot be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvtier.backend import Outcome
+from kvtier.errors import ConfigError
+from kvtier_backends.disk import capacity
+from tests.unit.backends._media import needs_mount, tmpfs
+from tests.unit.backends.disk._disk import make_disk, open_disk
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.anyio
+
+OPEN = """
+import asyncio, os, sys
+from pathlib import Path
+from kvtier.backend import BackendContext, Namespace
+from kvtier_backends.disk import DiskBackend
+
+def resident():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+async def open_it():
+    context = BackendContext(65536, Namespace({}), "1:disk")
+    before = resident()
+    options = {"path": sys.argv[1], "capacity_bytes": 10 << 40}
+    backend = DiskBackend.from_options(options, context)
+    await backend.open()
+    print(resident() - before)
+    await backend.close()
+
+asyncio.run(open_it())
+"""
+
+
+def test_an_empty_folder_takes_no_memory_for_its_capacity(tmp_path: Path) -> None:
+    """10 TiB took 1.6 GB before the first block. In a process of its own: nothing was freed."""
+    run = subprocess.run(
+        [sys.executable, "-c", OPEN, tmp_path / "kv"], capture_output=True, text=True, check=True
+    )
+    assert int(run.stdout.splitlines()[-1]) < 64 << 20
+
+
+@needs_mount
+async def test_a_capacity_beyond_the_disk_is_told_and_works(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "small", "8m") as mounted:
+        async with open_disk(mounted / "kv", capacity_bytes=64 << 20) as disk:
+            assert disk.count("capacity_beyond_the_disk") == 1
+            assert await disk.store(1) == [Outcome.DONE]
+        async with open_disk(mounted / "other") as disk:
+            assert disk.count("capacity_beyond_the_disk") == 0
+            assert disk.count("index_beyond_memory") == 0
+
+
+async def test_an_index_beyond_a_quarter_of_the_free_memory_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_disk(tmp_path / "kv")._plan
+    takes = capacity.index_bytes(str(tmp_path), plan, 0)
+    monkeypatch.setattr(capacity, "memory", {"MemTotal": 99 * takes, "MemAvailable": 4 * takes}.get)
+    async with open_disk(tmp_path / "kv") as disk:
+        assert disk.count("index_beyond_memory") == 0
+    monkeypatch.setattr(capacity, "memory", {"MemTotal": 99 * takes, "MemAvailable": takes}.get)
+    async with open_disk(tmp_path / "kv") as disk:
+        assert disk.count("index_beyond_memory") == 1
+
+
+async def test_an_index_beyond_all_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    takes = capacity.index_bytes(str(tmp_path), make_disk(tmp_path / "kv")._plan, 0)
+    monkeypatch.setattr(capacity, "memory", {"MemTotal": takes - 1}.get)
+    with pytest.raises(ConfigError, match=r"capacity_bytes=.* wants an index of .*lower it to"):
+        make_disk(tmp_path / "kv")
+    monkeypatch.setattr(capacity, "memory", {}.get)
+    make_disk(tmp_path / "kv")  # the folder was let go, and what nobody knows refuses nothing
+
+
+def test_the_kernel_s_count_of_memory_is_read() -> None:
+    assert (capacity.memory("MemTotal") or 0) >= (capacity.memory("MemAvailable") or 0) > 0
+    assert capacity.memory("NoSuchLine") is None
