@@ -33,6 +33,7 @@ class PrimaryCounts:
         self.stores_skipped = 0  # below store_threshold
         self.stores_dropped = 0  # no room
         self.unknown_completions = 0
+        self.policies_replaced = 0  # eviction policies that raised
 
 
 class TierCounts:
@@ -60,6 +61,7 @@ class TierCounts:
         self.probes_timed_out = 0  # probes
         self.late_completions = 0  # jobs and probes that ended after their deadline
         self.unknown_completions = 0  # doubled, or never asked for
+        self.policies_replaced = 0  # eviction policies that raised, in cells one after the other
         self.breaker_opened = 0
         self.broke = 0
 

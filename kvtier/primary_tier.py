@@ -26,7 +26,7 @@ from kvtier.eviction import Eviction
 from kvtier.gpu_loads import GpuLoads
 from kvtier.lookups import Lookups
 from kvtier.metrics import Observed, PrimaryCounts, PrimaryStatistics
-from kvtier.policies.actor import POLICY_TIME_S
+from kvtier.policies.actor import POLICY_TIME_S, broken_policy
 from kvtier.promotions import Batch, Promotions
 from kvtier.requests import Request
 from kvtier.slots import SlotTable
@@ -47,6 +47,7 @@ class PrimaryTier(Actor):
         self.links: list[Mailbox] = []
         self._policies: list[Mailbox] = []  # of eviction and of admission
         self.reply: Callable[[object], None]
+        self.log: Mailbox
         self.counts = PrimaryCounts()
         self.allocation_sizes: Observed[int] = Observed()  #: blocks wanted, one a store
         self._config = config
@@ -111,6 +112,7 @@ class PrimaryTier(Actor):
             m.TakeEvents: self._take_events,
             m.LoadSources: self._load_sources,
             m.Victims: self._victims,
+            m.PolicyBroke: self._policy_broke,
             m.ProbeEnded: lambda x: self._whereabouts.answered(x.tier, x.keys, x.present),
             m.PromotionEnded: self._promotion_ended,
             m.PromotionAbandoned: self._promotion_abandoned,
@@ -161,6 +163,13 @@ class PrimaryTier(Actor):
             self._emit(EventKind.REMOVED, evicted)
         self.receive(call)
         self._eviction.end_call()
+
+    def _policy_broke(self, message: m.PolicyBroke) -> None:
+        self.counts.policies_replaced += 1
+        self.log.post(broken_policy("0:primary", message))
+        slot_of, is_held = self._slot_of, self.slots.is_held
+        held = tuple(key for key, slot in slot_of.items() if is_held(slot))
+        self.policy.post(m.Residents(keys=tuple(slot_of), held=held))
 
     # --- GPU loads ---
 

@@ -99,6 +99,7 @@ def build_engine(
     primary = PrimaryTier(config, collect_events=collect_events)
     host = PolicyActor("policy", policy)
     primary.reply = cell.reply
+    primary.log = cell.log
     host.host = cell.mailbox(primary)
     links = []
     for tier in range(len(config.tiers)):

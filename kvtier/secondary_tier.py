@@ -60,6 +60,7 @@ class SecondaryTier(Actor):
                 m.Tick: self._tick,
                 m.PartEnded: self._part_ended,
                 m.Victims: self._victims,
+                m.PolicyBroke: self._policy_broke,
                 m.ContentsFound: self._contents_found,
                 m.ContentsLost: self._contents_lost,
             },
@@ -308,6 +309,10 @@ class SecondaryTier(Actor):
         if added or removed:
             mark = self._mark
             self.link.post(m.PresenceChanged(unmarked(added, mark), unmarked(removed, mark), mark))
+
+    def _policy_broke(self, message: m.PolicyBroke) -> None:
+        self.link.post(message)
+        self.policy.post(m.Residents(keys=tuple(self._resident), held=tuple(self._in_use)))
 
     def _note_stored(self, job: Job, keys: tuple[Key, ...], outcomes: tuple[Outcome, ...]) -> None:
         done, not_done = _split(keys, outcomes)

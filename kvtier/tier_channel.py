@@ -108,6 +108,7 @@ ToEngine = (
     | m.JobEnded
     | m.PresenceChanged
     | m.Counted
+    | m.PolicyBroke
     | m.TierBroke
 )
 

@@ -30,7 +30,7 @@ from kvtier.events import Event, EventKind
 from kvtier.generations import mark_of_name
 from kvtier.in_flight import Job, Probe
 from kvtier.metrics import Observed, TierCounts, TierStatistics
-from kvtier.policies.actor import POLICY_TIME_S
+from kvtier.policies.actor import POLICY_TIME_S, broken_policy
 from kvtier.states import BreakerState
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class TierLink(Actor):
                 m.JobEnded: self._job_ended,
                 m.PresenceChanged: self._presence_changed,
                 m.Counted: lambda x: self.backend_counts.take(x.counters),
+                m.PolicyBroke: self._policy_broke,
                 m.TierBroke: self._tier_broke,
                 m.TierFenced: self._tier_fenced,
                 m.TierRestarted: self._tier_restarted,
@@ -312,6 +313,10 @@ class TierLink(Actor):
         return self._now >= work.deadline
 
     # --- the tier's life ---
+
+    def _policy_broke(self, message: m.PolicyBroke) -> None:
+        self.counts.policies_replaced += 1
+        self.log.post(broken_policy(self._tier_config.name, message))
 
     def _tier_broke(self, message: m.TierBroke) -> None:
         """Cut the tier off. Its threads may still be at work, so slots stay as they are."""

@@ -2,44 +2,84 @@
 
 Its host is whoever owns the blocks: the primary tier in the engine cell, or a
 secondary tier in its own. Only ``ChooseVictims`` is answered.
+
+A policy may be a third party's. One that raises is replaced by ``lru``: a tier
+that can't evict any more would store nothing for as long as its engine lives.
+The host is asked what is resident. Until it says so, whatever it had sent before
+is passed over, since that is part of what it will say; only those who wait for
+victims are remembered.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtier import messages as m
 from kvtier.actor import Actor, Mailbox
+from kvtier.errors import InternalError
+from kvtier.logs import printable
+from kvtier.policies.lru import LRUPolicy
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvtier.messages import Message
     from kvtier.policies.base import EvictionPolicy
 
 
 POLICY_TIME_S: Final = 1.0
 """How often a policy is told the time, at most."""
 
+RUN_KEYS: Final = 64
+"""A policy that takes over is told of so many keys as if they were one request's."""
+
+
+def broken_policy(tier: str, broke: m.PolicyBroke) -> m.Notice:
+    """Return what a person should read of an eviction policy that raised."""
+    return m.Notice(
+        event="eviction policy broke, lru takes its place", tier=tier, detail=broke.error
+    )
+
 
 class PolicyActor(Actor):
     """Turns messages into calls on one ``EvictionPolicy``."""
 
     def __init__(self, name: str, policy: EvictionPolicy) -> None:
-        super().__init__(
-            name,
-            {
-                m.Admitted: lambda x: policy.admit(x.keys, x.request, held=x.held),
-                m.Touched: self._touched,
-                m.Held: lambda x: policy.hold(x.keys),
-                m.Unheld: lambda x: policy.unhold(x.keys),
-                m.Gone: lambda x: policy.forget(x.keys),
-                m.RequestEnded: lambda x: policy.end_request(x.request, x.order),
-                m.ChooseVictims: self._choose_victims,
-                m.Spared: lambda x: policy.take_back(x.keys),
-                m.Tick: lambda x: policy.pass_time(x.now),
-                m.Cleared: lambda _: policy.clear(),
-            },
-        )
         self.policy = policy
         self.host: Mailbox
+        self._is_replaced = False
+        self._waiting: list[m.ChooseVictims] = []  # for Residents
+        super().__init__(name, self._guarded(self._calls()))
+
+    def _calls(self) -> dict[type[Any], Callable[[Any], None]]:
+        """Return what each message comes to, for the policy that is here now."""
+        policy = self.policy
+        return {
+            m.Admitted: lambda x: policy.admit(x.keys, x.request, held=x.held),
+            m.Touched: self._touched,
+            m.Held: lambda x: policy.hold(x.keys),
+            m.Unheld: lambda x: policy.unhold(x.keys),
+            m.Gone: lambda x: policy.forget(x.keys),
+            m.RequestEnded: lambda x: policy.end_request(x.request, x.order),
+            m.ChooseVictims: self._choose_victims,
+            m.Spared: lambda x: policy.take_back(x.keys),
+            m.Tick: lambda x: policy.pass_time(x.now),
+            m.Cleared: lambda _: policy.clear(),
+        }
+
+    def _guarded(
+        self, calls: dict[type[Any], Callable[[Any], None]]
+    ) -> dict[type[Any], Callable[[Any], None]]:
+        def guard(call: Callable[[Any], None]) -> Callable[[Any], None]:
+            def guarded(message: Message) -> None:
+                try:
+                    call(message)
+                except Exception as error:  # noqa: BLE001 - a policy may be anybody's
+                    self._replace(error, message)
+
+            return guarded
+
+        return {kind: guard(call) for kind, call in calls.items()}
 
     def _touched(self, message: m.Touched) -> None:
         self.policy.touch(message.keys, message.request)
@@ -47,5 +87,37 @@ class PolicyActor(Actor):
             self.policy.hold(message.keys)
 
     def _choose_victims(self, message: m.ChooseVictims) -> None:
-        victims = self.policy.choose_victims(message.count, message.spare)
-        self.host.post(m.Victims(keys=tuple(victims)))
+        victims = tuple(self.policy.choose_victims(message.count, message.spare))
+        if any(type(key) is not bytes for key in victims):
+            raise InternalError("choose_victims returned what is no key")
+        self.host.post(m.Victims(keys=victims))
+
+    # --- a policy that raised ---
+
+    def _replace(self, error: Exception, message: Message) -> None:
+        """Put ``lru`` in the policy's place; it knows nothing until the host has answered."""
+        broken = type(self.policy).__name__
+        self.policy = LRUPolicy(self.policy.capacity)
+        # Not guarded: if lru raises, the fault is ours.
+        self._restore_handlers(dict.fromkeys(self._calls(), lambda _: None))
+        self.handlers[m.ChooseVictims] = self._waiting.append
+        self.handlers[m.Residents] = self._residents
+        if isinstance(message, m.ChooseVictims):
+            self._waiting.append(message)
+        told = printable(f"{broken} raised {type(error).__name__}: {error}")
+        self.host.post(m.PolicyBroke(error=told))
+
+    def _residents(self, message: m.Residents) -> None:
+        self._restore_handlers(self._calls())
+        # Nobody knows any more whose they were. What came together stands together mostly.
+        for start in range(0, len(message.keys), RUN_KEYS):
+            self.policy.admit(message.keys[start : start + RUN_KEYS], "", held=False)
+            self.policy.end_request("", None)
+        self.policy.hold(message.held)
+        waiting, self._waiting = self._waiting, []
+        for asked in waiting:
+            self._choose_victims(asked)
+
+    def _restore_handlers(self, calls: dict[type[Any], Callable[[Any], None]]) -> None:
+        self.handlers.clear()
+        self.handlers.update(calls)

@@ -62,6 +62,7 @@ _OWN_TIER_COUNTERS: Final = {
     "probes_timed_out": "Probes that had no answer at their deadline.",
     "late_completions": "Jobs and probes that ended after their deadline, or twice.",
     "unknown_completions": "Completions of jobs that never were.",
+    "policies_replaced": "Eviction policies of the tier that raised; lru took their place.",
     "breaker_opened": "How often a tier was left alone after failures in a row.",
     "broke": "How often a tier was cut off because its own code raised, or its process ended.",
 }
@@ -69,6 +70,7 @@ _OWN_TIER_COUNTERS: Final = {
 _OWN_PRIMARY_COUNTERS: Final = {
     "evictions": "Blocks evicted from the primary tier.",
     "stores_dropped": "Blocks not stored for want of room in the primary tier.",
+    "policies_replaced": "Eviction policies that raised; lru took their place.",
     "unknown_completions": "Loads and stores completed by the engine that never began.",
 }
 

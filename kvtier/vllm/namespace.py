@@ -23,6 +23,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
+from uuid import uuid4
 
 import vllm
 from vllm.platforms import current_platform
@@ -32,11 +33,14 @@ from vllm.v1.kv_offload.file_mapper import FileMapper
 
 from kvtier.backend import Namespace
 from kvtier.errors import InternalError
+from kvtier.logs import log, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from vllm.v1.kv_offload.base import OffloadingSpec
+
+    from kvtier.vllm.region_header import RegionHeader
 
 FORMAT_VERSION: Final = 1  #: raise it whenever the meaning of a row's bytes changes
 
@@ -44,6 +48,12 @@ _MIXED_FOLDER: Final = (
     "can't be used with several workers: vLLM keeps the blocks of all tensor-parallel sizes in one "
     "folder there, though their bytes differ. Set canonical_layout to true, or layout to 'kvtier'"
 )
+_NO_FACTS: Final = (
+    "can't be used by an engine whose model could not be described; its log says why. Set layout "
+    "to 'kvtier'"
+)
+_UNDESCRIBED: Final = "undescribed"
+_REASON_CHARACTERS_MAX: Final = 1000
 _PAGE_BYTES: Final = 4096
 _SAMPLES_A_FILE = 16
 _SAMPLE_BYTES = 4096
@@ -77,6 +87,24 @@ def worker_facts(vllm_config: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM has
             "seed_digest": _hash_seed_digest(str(cache.prefix_caching_hash_algo)),
         },
     }
+
+
+def publish_facts(header: RegionHeader, vllm_config: Callable[[], Any]) -> None:
+    """Leave ``worker_facts`` for the scheduler; or facts that no other engine has.
+
+    A model, or a release of vLLM, that lacks what is looked at is no reason to
+    refuse the engine: it then shares blocks with nobody, and says so.
+    """
+    try:
+        header.publish(worker_facts(vllm_config()))
+    except Exception as error:  # noqa: BLE001 - whatever vLLM's objects raise
+        log.error(
+            "the model could not be described: its blocks are shared with no other engine, and "
+            "none is found after a restart",
+            exc_info=True,
+        )
+        reason = printable(f"{type(error).__name__}: {error}")[:_REASON_CHARACTERS_MAX]
+        header.publish({_UNDESCRIBED: reason, "only_this_engine": uuid4().hex})
 
 
 def scheduler_facts(offloading_config: Any) -> dict[str, Any]:  # noqa: ANN401 - no stubs
@@ -132,6 +160,7 @@ def build_namespace(
             "rank 0 has left no facts about the model in the shared region; its log says why"
         )
     facts = {**scheduler_facts(offloading_config), "worker": dict(worker)}
+    refusal = _NO_FACTS if _UNDESCRIBED in worker else ""
     mapper = FileMapper.from_offloading_spec(
         root_dir="",
         offloading_spec=cast("OffloadingSpec", SimpleNamespace(config=offloading_config)),
@@ -139,11 +168,13 @@ def build_namespace(
     )
     shared_by_vllm = "parallel_agnostic" not in mapper.fields
     mixed = shared_by_vllm and facts["parallel"] is not None and facts["parallel"]["world"] > 1
+    if mixed:
+        refusal = _MIXED_FOLDER
     # Through JSON and back: facts that were written and read must equal these.
     return Namespace(
         facts=json.loads(json.dumps(facts, sort_keys=True)),
-        vllm_fields=None if mixed else dict(mapper.fields),
-        vllm_refusal=_MIXED_FOLDER if mixed else "",
+        vllm_fields=None if refusal else dict(mapper.fields),
+        vllm_refusal=refusal,
         vllm_rank=int(mapper.rank),
     )
 

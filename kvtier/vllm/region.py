@@ -151,10 +151,7 @@ class HostRegion:
 
     def _announce(self) -> None:
         if self.rank is not None and not self.header.mark_mapped(self.rank):
-            raise ConfigError(
-                f"engine_id={self._engine_id!r}: rank {self.rank} has mapped {self.path} before. "
-                f"{SAME_ENGINE_ID}"
-            )
+            raise doubled_rank(self._engine_id, self.rank, self.path)
 
     def _open(self, deadline: float) -> tuple[int, bool]:
         """Return the locked file and whether this call created it."""
@@ -271,13 +268,24 @@ def _lock(fd: int, kind: int) -> bool:
     return True
 
 
-def _leads_to(path: Path, fd: int) -> bool:
-    """Tell whether ``path`` names the file that is open as ``fd``."""
+def doubled_rank(engine_id: str, rank: int, path: Path) -> ConfigError:
+    """Return the refusal of a rank whose memory another one of this number uses already."""
+    return ConfigError(
+        f"engine_id={engine_id!r}: rank {rank} has mapped {path} before. {SAME_ENGINE_ID}"
+    )
+
+
+def names(path: Path, file: os.stat_result) -> bool:
+    """Tell whether ``path`` is a name of this file, and not of one that came later."""
     try:
-        named = path.lstat()
+        return os.path.samestat(path.lstat(), file)
     except FileNotFoundError:
         return False
-    return os.path.samestat(named, os.fstat(fd))
+
+
+def _leads_to(path: Path, fd: int) -> bool:
+    """Tell whether ``path`` names the file that is open as ``fd``."""
+    return names(path, os.fstat(fd))
 
 
 def _file_name(engine_id: str) -> str:

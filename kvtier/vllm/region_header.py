@@ -63,6 +63,10 @@ class RegionHeader:
         """Return how many ranks have mapped the region."""
         return bytes(self._view[self._flags]).count(1)
 
+    def missing_ranks(self) -> list[int]:
+        """Return the ranks that have not mapped the region."""
+        return [rank for rank, flag in enumerate(bytes(self._view[self._flags])) if not flag]
+
     def all_mapped(self) -> bool:
         """Tell whether every worker has mapped the region."""
         return self.mapped_ranks() == self.world_size

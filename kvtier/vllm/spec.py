@@ -34,9 +34,9 @@ from kvtier.errors import ConfigError
 from kvtier.memory import SlotMemory, machine_memory_bytes
 from kvtier.settings import cpu_bytes_to_use, for_vllm, read_settings
 from kvtier.vllm.cpu_worker import CPUPlatformWorker
-from kvtier.vllm.namespace import build_namespace, worker_facts
+from kvtier.vllm.namespace import build_namespace, publish_facts
 from kvtier.vllm.pages import HostLayout
-from kvtier.vllm.region import SHARED_MEMORY_FOLDER, HostRegion
+from kvtier.vllm.region import SHARED_MEMORY_FOLDER, HostRegion, doubled_rank, names
 from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
 from kvtier.vllm_keys import VLLMKeys
 
@@ -164,6 +164,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
 
             region = self._open_scheduler_region()
             try:
+                self._check_ranks(region.header)
                 namespace = build_namespace(self.config, region.header.read())
                 warn_of_lonely_tiers(self.read_settings(), namespace.facts)
                 memory = SlotMemory(
@@ -237,10 +238,28 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
 
     def _leave_facts(self, header: RegionHeader, *, mapped: bool = False) -> None:
         rank = self.config.parallel.rank
+        if not mapped and not header.mark_mapped(rank):
+            engine_id = self.config.engine_id
+            raise doubled_rank(engine_id, rank, _vllm_region_path(engine_id))
         if rank == 0:
-            header.publish(worker_facts(get_current_vllm_config()))
-        if not mapped:
-            header.mark_mapped(rank)
+            publish_facts(header, get_current_vllm_config)
+
+    def _check_ranks(self, header: RegionHeader) -> None:
+        """Refuse an engine with a rank that maps other memory than this, or none.
+
+        vLLM registers the KV caches of all ranks before it builds the scheduler, so
+        one that has not marked itself here never will. What it loads from its own
+        memory would be whatever lies there.
+        """
+        if header.all_mapped():
+            return
+        missing = ", ".join(map(str, header.missing_ranks()))
+        raise ConfigError(
+            f"engine_id={self.config.engine_id!r}: of {header.world_size} worker ranks, rank "
+            f"{missing} does not share this host's {SHARED_MEMORY_FOLDER}, where kvtier keeps the "
+            "blocks of all. Run all ranks of an engine on one host, in containers that share it "
+            "(--ipc=host, or one pod); for several hosts use data parallelism, an engine a host."
+        )
 
     def _open_scheduler_region(self) -> Region:
         world_size = self.config.parallel.world_size
@@ -274,6 +293,9 @@ class VLLMRegion:
         self.header = RegionHeader(whole[end:], world_size)
         whole.release()
         self._path: Path | None = _vllm_region_path(spec.config.engine_id)
+        opened = self.fileno()
+        # vLLM keeps the file open; if it ever does not, its name was right a moment ago.
+        self._identity = self._path.lstat() if opened is None else os.fstat(opened)
 
     @property
     def rows(self) -> memoryview:
@@ -292,18 +314,21 @@ class VLLMRegion:
         gone (vllm#57303: after SIGKILL nobody would).
         """
         if self._path is not None and self.header.all_mapped():
-            self._path.unlink(missing_ok=True)
-            self._path = None
+            self._unlink()
         return self._path is None
+
+    def _unlink(self) -> None:
+        """Remove the name, if it is still this region's: another engine may have made its own."""
+        path, self._path = self._path, None
+        if path is not None and names(path, self._identity):
+            path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Give the memory back. Safe to call twice."""
         region, self._region = self._region, None
         if region is None:
             return
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
-            self._path = None
+        self._unlink()
         self._rows.release()
         self.header.release()
         region.cleanup()

@@ -212,6 +212,8 @@ class Promises:
         world = self.world
         now = world.facade.statistics().counters()
         assert now.keys() >= world.counters.keys()
+        replaced = [n for name, n in now.items() if name.endswith("policies_replaced")]
+        assert not any(replaced), "a policy of ours raised"
         fell = {name: n for name, n in world.counters.items() if now[name] < n}
         assert not fell, {name: (n, now[name]) for name, n in fell.items()}
         world.counters = now

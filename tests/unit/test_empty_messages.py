@@ -107,9 +107,10 @@ def test_the_engine_s_actors_take_empty_messages() -> None:
 @pytest.mark.parametrize("name", [e.name for e in entry_points(group="kvtier.eviction_policies")])
 def test_policies_take_empty_messages(name: str) -> None:
     actor = PolicyActor(name, make_policy(name, 8))
-    actor.host = Taken()
+    actor.host = taken = Taken()
     for message in empties_of(actor):
         actor.receive(message)
+    assert not any(isinstance(message, m.PolicyBroke) for message in taken.messages)
 
 
 @pytest.mark.parametrize("name", [e.name for e in entry_points(group="kvtier.admission_policies")])

@@ -93,3 +93,18 @@ def test_the_name_goes_once_every_rank_has_mapped_the_region(engine: Engine) -> 
     assert not engine.path.exists()
     assert region.try_unlink()
     region.close()
+
+
+def test_a_name_that_is_another_engines_by_now_stays(engine: Engine) -> None:
+    """An engine that starts under the same name must not lose its own memory."""
+    from kvtier.vllm.spec import VLLMRegion
+
+    engine.announce()
+    first, second = VLLMRegion(engine.spec, 1), VLLMRegion(engine.spec, 1)
+    engine.path.unlink()  # by vLLM's own shutdown, say
+    engine.path.write_bytes(b"another engine's")
+    assert first.try_unlink()
+    assert engine.path.read_bytes() == b"another engine's"
+    first.close()
+    second.close()
+    assert engine.path.read_bytes() == b"another engine's"

@@ -1,0 +1,155 @@
+"""An eviction policy that raises is replaced by ``lru``, and nothing else is lost."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier import RuntimeConfig, TierConfig
+from kvtier.backend import BackendTraits, Outcome
+from kvtier.policies.base import EvictionPolicy
+from kvtier.policies.lru import LRUPolicy
+from kvtier.testing.cell import TestRuntime, open_test_runtime
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SLOTS = 6
+TIER_BLOCKS = 8
+CALLS = sorted(EvictionPolicy.__abstractmethods__ - {"__len__"} | {"pass_time"})
+
+
+def breaking(method: str, calls: int, *, victims: Any = None) -> type[LRUPolicy]:
+    """Return a policy that raises (or returns ``victims``) from its n-th call of ``method`` on."""
+    left = [calls]
+
+    def call(self: LRUPolicy, *arguments: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            return getattr(LRUPolicy, method)(self, *arguments, **options)
+        if victims is not None:
+            return victims
+        raise RuntimeError("a policy of anybody's")
+
+    return type("Breaking", (LRUPolicy,), {method: call})
+
+
+class Story:
+    """A runtime with one bounded tier; either policy may be one that breaks."""
+
+    def __init__(
+        self, primary: Callable[[int], EvictionPolicy], tier: Callable[[int], EvictionPolicy]
+    ) -> None:
+        self.now = 0.0
+        config = RuntimeConfig(
+            slot_count=SLOTS,
+            block_bytes=16,
+            cascade_slots_fraction_max=1.0,
+            tiers=(TierConfig(name="1:test", type="test"),),
+        )
+        self.runtime: TestRuntime = open_test_runtime(
+            config,
+            primary(SLOTS),
+            [(BackendTraits(1, 1, TIER_BLOCKS), tier(TIER_BLOCKS))],
+            clock=lambda: self.now,
+        )
+        self.requests = 0
+
+    def serve(self, first: int, count: int) -> int:
+        """Look up, load and store a request's blocks; return how many could be stored."""
+        facade, request = self.runtime.facade, f"r{self.requests}"
+        self.requests += 1
+        keys = [b"%08d" % (first + n) for n in range(count)]
+        facade.on_request_started(request)
+        hits = facade.lookup_prefix(keys, request) or 0
+        facade.prepare_load(keys[:hits], request)
+        facade.complete_load(keys[:hits], request)
+        grant = facade.prepare_store(keys[hits:], request)
+        granted = [] if grant is None else grant.keys
+        facade.complete_store(granted, request)
+        facade.touch(keys, request)
+        facade.on_request_finished(request, keys)
+        self.now += 1.5
+        facade.step_end()
+        self.settle()
+        return len(granted)
+
+    def settle(self) -> None:
+        (tier,) = self.runtime.tiers
+        self.runtime.cell.settle()
+        while tier.parts:
+            tier.answer(tier.parts[0], [Outcome.DONE] * len(tier.parts[0].keys))
+            self.runtime.cell.settle()
+
+    def replaced(self) -> tuple[float, float]:
+        """Return how many policies were replaced: the primary tier's, and the other's."""
+        now = self.runtime.facade.statistics()
+        return (
+            now.primary.counts["policies_replaced"],
+            now.tiers[0].counts["policies_replaced"],
+        )
+
+    def assert_policies_know_what_is_there(self) -> None:
+        primary, (tier,) = self.runtime.primary, self.runtime.tiers
+        policy = self.runtime.engine.policy.policy
+        assert isinstance(policy, LRUPolicy)
+        assert set(policy._runs.run_of) == set(primary._slot_of)
+        assert tier.policy is not None
+        own = tier.actor.policy.actor.policy
+        assert set(own._runs.run_of) == tier.actor._resident
+        assert not own._held
+
+
+@pytest.mark.parametrize("method", CALLS)
+@pytest.mark.parametrize("where", ["primary", "tier"])
+def test_stores_go_on_after_any_call_of_the_policy_raised(where: str, method: str) -> None:
+    """It used to end all stores and promotions for the rest of the engine's life."""
+    policy = breaking(method, 2)
+    story = Story(policy, LRUPolicy) if where == "primary" else Story(LRUPolicy, policy)
+    for number in range(12):
+        assert story.serve(5 * (number % 4), 4) or number > 3
+        if method in ("forget", "clear"):
+            story.runtime.facade.reset()
+            story.runtime.tiers[0].answer  # noqa: B018 - nothing to answer
+    stored = [story.serve(100 + 4 * number, 4) for number in range(4)]
+    assert stored == [4, 4, 4, 4]
+    story.assert_policies_know_what_is_there()
+    replaced = story.replaced()
+    assert replaced in ((1, 0), (0, 0)) if where == "primary" else replaced in ((0, 1), (0, 0))
+    notices = [each for each in story.runtime.cell.notices if "policy broke" in each.event]
+    assert len(notices) == sum(replaced)
+    if method not in ("forget", "clear", "take_back"):
+        assert sum(replaced) == 1, "it was never called"
+        assert "a policy of anybody's" in notices[0].detail
+
+
+@pytest.mark.parametrize("victims", [5, [None], ["text"]])
+def test_victims_that_are_no_keys_are_as_good_as_an_exception(victims: Any) -> None:
+    story = Story(breaking("choose_victims", 1, victims=victims), LRUPolicy)
+    assert [story.serve(10 * number, 4) for number in range(6)] == [4] * 6
+    assert story.replaced() == (1, 0)
+    story.assert_policies_know_what_is_there()
+
+
+@settings(deadline=None)
+@given(
+    where=st.booleans(),
+    method=st.sampled_from(CALLS),
+    calls=st.integers(0, 12),
+    requests=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 5)), min_size=4, max_size=14),
+)
+def test_lru_knows_just_what_is_resident_whenever_the_policy_raised(
+    where: bool,
+    method: str,
+    calls: int,
+    requests: list[tuple[int, int]],
+) -> None:
+    policy = breaking(method, calls)
+    story = Story(policy, LRUPolicy) if where else Story(LRUPolicy, policy)
+    for first, count in requests:
+        story.serve(first, count)
+        story.assert_policies_know_what_is_there()
+    assert sum(story.replaced()) <= 1
