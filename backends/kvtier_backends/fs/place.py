@@ -79,9 +79,19 @@ class Place:
         except _GONE:
             return None
 
+    def is_named_by(self, there: os.stat_result) -> bool:
+        """Tell whether this is what a path leads to. What can't be asked any more is not."""
+        try:
+            return os.path.samestat(there, os.fstat(self.root))
+        except OSError:
+            return False
+
     def is_deleted(self) -> bool:
         """Tell whether the root itself was removed, and not only its name from this path."""
-        return os.fstat(self.root).st_nlink == 0
+        try:
+            return os.fstat(self.root).st_nlink == 0
+        except OSError as problem:
+            return problem.errno == errno.ESTALE  # NFS: removed by another machine
 
 
 def _open_folder(name: str, parent: int, mode: int, *, make: bool) -> int:
@@ -151,7 +161,7 @@ class Anchor:
             return  # a medium in trouble says nothing of what the path names
         place = self._place
         if place is not None:
-            if os.path.samestat(there, os.fstat(place.root)):
+            if place.is_named_by(there):
                 self._look_below(place, make=make)
                 return
             self._is_deleted = place.is_deleted()
@@ -187,6 +197,8 @@ class Anchor:
             if make:
                 self._take_up(make=True)
             return  # until then nothing is found there
+        except OSError:
+            return  # as above
         if stands and written_ns is not None:
             self._written_ns = written_ns
         else:

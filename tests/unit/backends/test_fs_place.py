@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import os
 import shutil
 import socket
@@ -19,6 +20,7 @@ from structlog.testing import capture_logs
 
 from kvtier.backend import Outcome
 from kvtier_backends.fs import place
+from tests.fuse_folder import FuseFolder, needs_fuse
 from tests.unit.backends._fs import FILE_BYTES, key_of, make_fs, open_fs
 from tests.unit.backends._media import mount, needs_mount, tmpfs, unmount
 
@@ -182,6 +184,34 @@ def open_folders(folder: Path) -> list[str]:
     return [path for path in found if path.startswith(str(folder))]
 
 
+@needs_fuse
+async def test_a_filesystem_that_died_and_was_mounted_again_is_used_again(tmp_path: Path) -> None:
+    """Of the folders that were open nothing can be asked any more, ever."""
+    source, path = tmp_path / "source", tmp_path / "mounted"
+    source.mkdir(mode=0o700)
+    path.mkdir(mode=0o700)
+    first = FuseFolder(source, path)
+    try:
+        first.wait_until_mounted()
+        async with open_fs(path / "kv") as fs:
+            assert await fs.store(1) is DONE
+            first.vanish()
+            await expect_nothing_works(fs)
+            assert files_in(path) == []
+            second = FuseFolder(source, path)
+            try:
+                second.wait_until_mounted()
+                await expect_all_works(fs)
+                second.fail(error=errno.EIO)
+                assert await fs.load(1) is FAILED
+                second.heal()
+                await expect_all_works(fs)
+            finally:
+                second.vanish()
+    finally:
+        first.vanish()
+
+
 async def test_a_root_that_became_a_link_is_not_followed(tmp_path: Path) -> None:
     root, elsewhere = tmp_path / "kv", tmp_path / "etc"
     elsewhere.mkdir(mode=0o700)
@@ -300,8 +330,11 @@ class Story:
         )
         self.fs = fs
         self.is_ours = True  # what the path names is the place, or what may follow it
+        self.is_held = True  # the tier has it open: it let go when it looked and it was away
 
     async def move(self, what: str) -> None:
+        if what in ("store", "load", "look"):
+            self.is_held = self.is_ours
         if what == "store":
             assert await self.fs.store(1) is (DONE if self.is_ours else FAILED)
         elif what == "load":
@@ -327,6 +360,7 @@ class Story:
             return
         if how == "delete":
             shutil.rmtree(self.root)
+            self.is_ours = self.is_held  # else nobody knows that it was deleted, and not unmounted
         elif not self.aside.exists():
             self.root.rename(self.aside)
             self.is_ours = False
