@@ -2,7 +2,8 @@
 # a second run starts at once; a change of requirements/ or pyproject.toml installs again.
 #
 #   make demo                  a real engine: cold, warm from DRAM, warm from disk, restarted
-#   make test                  everything that must hold
+#   make test                  everything that must hold, on both releases of vLLM
+#   make test-long             what takes hours: fresh seeds for the model checker, soaks, servers
 #   make model SECONDS=600     the model checker for as long as it is told
 #   make PYTHON=python3.12 ... another Python;  PIP_ARGS="..." more options for pip
 
@@ -29,8 +30,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # What is tested is what is installed in .venv, not what lies on somebody's path.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help demo test lint types unit conformance model engine docs soak \
-        bench-import clean
+.PHONY: help demo test test-long lint types unit conformance model engine engine-0.32 \
+        engine-0.33 docs soak server bench-import clean
 .DEFAULT_GOAL := help
 
 help:
@@ -59,19 +60,35 @@ $(VENV)/.dev: requirements/dev.txt $(VENV)/.kvtier
 	$(PIP) -r requirements/dev.txt
 	touch $@
 
+# There is no CPU build of vLLM 0.33: its Python over the compiled parts of 0.32.
+NEWER := $(VENV)/vllm-0.33
+$(NEWER)/.made: requirements/engine-cpu-0.33.txt tests/vllm/other_release.py $(VENV)/.engine
+	@echo "== vLLM 0.33 for the CPU (about a minute)"
+	PIP_ARGS='$(PIP_ARGS)' $(BIN)/python tests/vllm/other_release.py $< $(@D)
+	touch $@
+
 # --- what a user runs ---
 
 demo: $(VENV)/.kvtier
 	$(BIN)/python -m kvtier.demo
 
-# One after the other, cheapest first, whatever -j says: the engine tests want both cores.
+# Two parts at a time, cheapest and longest first; each tells what it has to say at its end.
 # CI=true: a skipped test fails (tests/conftest.py).
-test:
-	@for part in lint types unit conformance model engine docs soak; do \
-	    echo "== $$part"; start=$$SECONDS; \
-	    env -u SECONDS CI=true $(MAKE) --no-print-directory $$part; \
-	    echo "== $$part passed in $$((SECONDS - start)) s"; \
-	done
+PARTS := lint types model engine-0.32 engine-0.33 unit conformance docs soak server
+
+test: $(VENV)/.dev $(NEWER)/.made
+	@env -u SECONDS CI=true $(MAKE) --no-print-directory -j2 --output-sync=recurse $(PARTS:%=part-%)
+
+part-%:
+	@echo "== $*"; start=$$(date +%s); \
+	$(MAKE) --no-print-directory $*; \
+	echo "== $* passed in $$(($$(date +%s) - start)) s"
+
+test-long: $(VENV)/.dev $(NEWER)/.made
+	$(MAKE) --no-print-directory -j1 model SECONDS=$(or $(SECONDS),3600)
+	$(BIN)/python stress/soak.py --seconds $(or $(SECONDS),3600)
+	$(BIN)/python stress/server.py --minutes 20
+	PYTHONPATH=$(abspath $(NEWER)) $(BIN)/python stress/server.py --minutes 20
 
 # --- its parts ---
 
@@ -91,16 +108,26 @@ conformance: $(VENV)/.dev
 # Without SECONDS: the CI profile of some minutes.
 model: $(VENV)/.dev
 	KVTIER_MODEL_PROFILE=$(if $(SECONDS),long,ci) KVTIER_MODEL_SECONDS=$(SECONDS) \
-	    $(PYTEST) --timeout=$(if $(SECONDS),0,1200) tests/model
+	    $(PYTEST) $(if $(SECONDS),--timeout=0) tests/model
 
-engine: $(VENV)/.dev
-	$(PYTEST) --timeout=600 tests/vllm
+engine: engine-0.32 engine-0.33
+
+engine-0.32: $(VENV)/.dev
+	KVTIER_TEST_VLLM=0.32 $(PYTEST) tests/vllm
+
+# What does not look at vLLM has been tested with 0.32.
+engine-0.33: $(VENV)/.dev $(NEWER)/.made
+	KVTIER_TEST_VLLM=0.33 PYTHONPATH=$(abspath $(NEWER)) \
+	    $(PYTEST) -m "not one_release" -o cache_dir=.pytest_cache/vllm-0.33 tests/vllm
 
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 soak: $(VENV)/.dev
 	@$(BIN)/python stress/soak.py --seconds 20
+
+server: $(VENV)/.kvtier
+	@$(BIN)/python stress/server.py --minutes 1
 
 bench-import: $(VENV)/.kvtier
 	$(BIN)/python benchmarks/import_time.py

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 4096
 SLOTS = 4
+PATIENT = dict.fromkeys(("probe_timeout_s", "promote_timeout_s", "store_timeout_s"), PATIENCE_S)
 KEYS = [bytes([number]) * 32 + bytes(4) for number in range(SLOTS)]
 
 
@@ -34,7 +35,7 @@ class Runtime:
                         "type": "fs",
                         "root_dir": str(root),
                         "n_read_threads": 2,
-                        "probe_timeout_s": PATIENCE_S,
+                        **PATIENT,
                     }
                 ],
                 **settings,
@@ -134,7 +135,7 @@ def test_memory_that_does_not_fit_is_refused() -> None:
 
 def test_a_tier_in_a_process_answers_though_no_step_ends(tmp_path: Path) -> None:
     disk = {"type": "disk", "path": str(tmp_path / "kv"), "capacity_bytes": 4 << 20}
-    tiers = [{**disk, "probe_timeout_s": PATIENCE_S}]
+    tiers = [disk | PATIENT]
     runtime = Runtime(tmp_path, secondary_tiers=tiers, on_reset="keep")
     runtime.store(KEYS)
     facade = runtime.facade

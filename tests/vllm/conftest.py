@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.vllm.models import make_gemma, make_llama
+from tests.vllm.play import TEST_RUN
 
 with warnings.catch_warnings():
     # torch and vLLM use deprecated parts of themselves while they are imported.
@@ -16,6 +18,8 @@ with warnings.catch_warnings():
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+os.environ[TEST_RUN] = str(os.getpid())
 
 
 @pytest.fixture(scope="session")

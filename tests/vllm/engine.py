@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
 BLOCK_TOKENS = 32  #: the CPU attention backend wants a multiple of 32
+PATIENT = dict.fromkeys(("probe_timeout_s", "promote_timeout_s", "store_timeout_s"), PATIENCE_S)
 METRICS = ("vllm:kv_offload", "kvtier:", "vllm:num_preemptions")
 
 
@@ -215,8 +216,17 @@ def engine(
         llm.llm_engine.engine_core.shutdown()
 
 
-def kvtier_config(**options: object) -> dict[str, Any]:
-    """Return the two lines that choose kvtier, and the given keys."""
+def kvtier_config(**options: Any) -> dict[str, Any]:
+    """Return the two lines that choose kvtier, and the given keys.
+
+    Tiers that are given no deadlines get patient ones: beside other work, a sound
+    tier would miss those that serve users best, and be a miss to the engine.
+    """
+    tiers = options.get("secondary_tiers")
+    if isinstance(tiers, list):
+        options["secondary_tiers"] = [
+            PATIENT | tier if isinstance(tier, dict) else tier for tier in tiers
+        ]
     return {
         "spec_name": "KVTierOffloadingSpec",
         "spec_module_path": "kvtier.vllm",

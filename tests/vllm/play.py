@@ -6,6 +6,7 @@ one step at a time.
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 SHM = Path("/dev/shm")
+TEST_RUN = "KVTIER_TEST_RUN"  #: set for the whole session, scenarios' processes too
 
 
 def play(
@@ -83,6 +85,11 @@ def assert_at_rest(statistics: Mapping[str, Any]) -> None:
         assert tier["promotion_jobs_in_flight"] == 0, tier
         assert tier["cascade_jobs_in_flight"] == 0, tier
         assert tier["breaker"] == "CLOSED", tier
+
+
+def own_id(name: str) -> str:
+    """Return an engine id that no other run of these tests has: they may run side by side."""
+    return f"{name}-{os.environ[TEST_RUN]}"
 
 
 def ours_in_shm(engine_id: str) -> list[str]:

@@ -90,6 +90,7 @@ def test_a_block_on_disk_is_not_a_hit_in_the_step_that_first_asks() -> None:
     assert all(steps[side] >= 2 for steps in found.values() for side in SIDES)
 
 
+@pytest.mark.one_release
 @pytest.mark.slow
 def test_the_command_compares_real_engines_and_leaves_nothing(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
@@ -109,6 +110,7 @@ def test_the_command_compares_real_engines_and_leaves_nothing(tmp_path: Path) ->
     assert len(data["steps"]) == 1
 
 
+@pytest.mark.one_release
 @pytest.mark.slow
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     """The engine's process is in a session of its own and would not hear the terminal's."""
@@ -116,6 +118,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     assert_ctrl_c_leaves_nothing(tmp_path, *options, child="kvtier.vllm.bench.engine_run")
 
 
+@pytest.mark.one_release
 def test_prompts_that_the_model_cannot_take_are_refused(tmp_path: Path) -> None:
     with start_bench(tmp_path, "engine", "--prompt-tokens", "5000") as bench:
         assert bench.wait() == 2

@@ -168,6 +168,7 @@ def test_every_call_is_measured_on_both_sides_and_nothing_is_left(
     assert set(threading.enumerate()) <= threads, "one that was begun here still runs"
 
 
+@pytest.mark.one_release
 @pytest.mark.slow
 def test_the_command_reports_calls_scale_and_memory(tmp_path: Path) -> None:
     report, picture = tmp_path / "report.json", tmp_path / "scale.png"
@@ -193,12 +194,14 @@ def test_the_command_reports_calls_scale_and_memory(tmp_path: Path) -> None:
     assert all(name in shown for name in ("lookup, hit", "bytes a block", "longest garbage"))
 
 
+@pytest.mark.one_release
 @pytest.mark.slow
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     options = ["ops", "--blocks", "64", "--runs", "1"]
     assert_ctrl_c_leaves_nothing(tmp_path, *options, child="kvtier.vllm.bench.resident")
 
 
+@pytest.mark.one_release
 def test_an_unknown_policy_is_refused_before_the_first_run(tmp_path: Path) -> None:
     with start_bench(tmp_path, "ops", "--policies", "lru,nosuch") as bench:
         assert bench.wait() == 2

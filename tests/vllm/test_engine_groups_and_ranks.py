@@ -8,14 +8,22 @@ import pytest
 
 from tests.vllm.children import run_scenario
 from tests.vllm.engine import engine, kvtier_config
-from tests.vllm.play import assert_at_rest, ours_in_shm, play, play_round, prompts_of, whole_blocks
+from tests.vllm.play import (
+    assert_at_rest,
+    ours_in_shm,
+    own_id,
+    play,
+    play_round,
+    prompts_of,
+    whole_blocks,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 LENGTHS = [700, 400, 130]  #: in tokens; the window is 128, so all but one leave it
 RANKS = 2
-TWO_RANKS = "test-two-ranks"
+TWO_RANKS = own_id("test-two-ranks")
 FS_READ = 'vllm:kv_offload_tiering_read_bytes{tier="1:fs"}'
 LOADED = "vllm:kv_offload_load_bytes"
 

@@ -6,7 +6,10 @@ the worst, and asks for two things: the same tokens, and everything at rest.
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
+
+from anyio import to_thread
 
 from tests.vllm.children import run_scenario
 from tests.vllm.engine import Engine, engine, kvtier_config
@@ -22,6 +25,7 @@ from tests.vllm.play import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 LENGTHS = [900, 700, 640, 333]  #: in tokens
@@ -29,7 +33,6 @@ MEMORY_TIER = {"type": "memory", "capacity_bytes": 32 << 20}
 MEMORY_HITS = 'vllm:kv_offload_tiering_chunk_hits{tier="1:memory"}'
 LOADED = "vllm:kv_offload_load_bytes"
 PREEMPTIONS = "vllm:num_preemptions"
-DELAY_S = 0.4  #: long enough to be seen under way, short enough for a test
 HELD_STEPS = 3
 STRANGE_SEED = 5000
 
@@ -51,7 +54,7 @@ def is_cascading(now: dict[str, Any]) -> bool:
 
 
 class Worst:
-    """An engine whose transfers and tier are slow on demand."""
+    """An engine whose transfers and tier hold still on demand."""
 
     def __init__(self, running: Engine, transfers: Transfers) -> None:
         self.running = running
@@ -59,8 +62,27 @@ class Worst:
         self.transfers = transfers
         facade = running.manager().facade
         self.facade = facade
-        self.faults = facade._tiers[0].backend.faults
         self.seen: dict[str, dict[str, Any]] = {}
+        self._go_on = threading.Event()
+        self._go_on.set()
+        backend = facade._tiers[0].backend
+        for name in ("load", "store"):
+            setattr(backend, name, self._held(getattr(backend, name)))
+
+    def hold_tier(self) -> None:
+        """Let each load and store of the tier wait until ``let_go``."""
+        self._go_on.clear()
+
+    def let_go(self) -> None:
+        """Let the tier go on."""
+        self._go_on.set()
+
+    def _held(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        async def held(blocks: Any) -> Any:
+            await to_thread.run_sync(self._go_on.wait)
+            return await call(blocks)
+
+        return held
 
     def drop_memory(self) -> None:
         """Empty both caches in front of the tier."""
@@ -70,7 +92,7 @@ class Worst:
 
     def rest(self, name: str) -> None:
         """Note the statistics at rest."""
-        self.faults.load.delay_s = self.faults.store.delay_s = 0.0
+        self.let_go()
         self.seen[name] = self.running.settle()
 
 
@@ -90,7 +112,7 @@ def aborts(model: str, lengths: list[int]) -> dict[str, Any]:
                 steps.step()
         worst.rest("stores")
 
-        worst.faults.store.delay_s = DELAY_S
+        worst.hold_tier()
         steps.add("cascades", strange[1], 50)
         steps.until(is_cascading)
         steps.abort("cascades")
@@ -99,11 +121,12 @@ def aborts(model: str, lengths: list[int]) -> dict[str, Any]:
         cold = play_round(running, prompts)
 
         worst.drop_memory()
-        worst.faults.load.delay_s = DELAY_S
+        worst.hold_tier()
         for number, prompt in enumerate(prompts):
             steps.add(f"promotion {number}", prompt)
         steps.until(is_promoting)
         steps.abort("promotion 0", "promotion 2")
+        worst.let_go()
         steps.finish()
         worst.rest("promotions")
 
@@ -180,20 +203,22 @@ def resets(model: str, lengths: list[int]) -> dict[str, Any]:
         worst.rest("stores")
 
         # The same while cascades are under way.
-        worst.faults.store.delay_s = DELAY_S
+        worst.hold_tier()
         begin("cascades")
         steps.until(is_cascading)
         assert running.llm.reset_prefix_cache(True, True)
+        worst.let_go()
         steps.finish()
         worst.rest("cascades")
 
         # While promotions are: requests that wait for them hold no GPU blocks yet.
         worst.drop_memory()
-        worst.faults.load.delay_s = DELAY_S
+        worst.hold_tier()
         begin("promotions")
         steps.until(is_promoting)
         assert running.llm.reset_prefix_cache(True, True)
         told["quarantined"] = running.statistics()["primary"]["quarantined_slots"]
+        worst.let_go()
         steps.finish()
         worst.rest("promotions")
 

@@ -12,13 +12,22 @@ from unittest.mock import patch
 from tests.vllm.children import run_scenario, start_scenario
 from tests.vllm.engine import engine, kvtier_config
 from tests.vllm.notes import leave
-from tests.vllm.play import assert_at_rest, ours_in_shm, play, play_round, prompts_of, whole_blocks
+from tests.vllm.play import (
+    assert_at_rest,
+    ours_in_shm,
+    own_id,
+    play,
+    play_round,
+    prompts_of,
+    whole_blocks,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 LENGTHS = [900, 640, 200]
-WHILE_RUNNING, WHILE_STARTING = "test-killed-running", "test-killed-starting"
+WHILE_RUNNING = own_id("test-killed-running")
+WHILE_STARTING = own_id("test-killed-starting")
 FS_HITS = 'vllm:kv_offload_tiering_chunk_hits{tier="1:fs"}'
 
 

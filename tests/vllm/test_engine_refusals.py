@@ -10,10 +10,12 @@ from kvtier.errors import ConfigError
 from tests.vllm.children import run_scenario
 from tests.vllm.engine import engine, kvtier_config
 from tests.vllm.managers import manager
-from tests.vllm.play import ours_in_shm, play
+from tests.vllm.play import ours_in_shm, own_id, play
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+REFUSED = own_id("test-refused")
 
 
 def refusal(**extra_config: Any) -> str:
@@ -165,12 +167,12 @@ def refused_by_an_engine(model: str, root: str) -> dict[str, Any]:
     config.write_text("garbage")
     for bad in (good, {**good, "store_treshold": 2}, {**good, "cpu_bytes_to_use": 1}):
         try:
-            with engine(model, bad, engine_id="test-refused"):
+            with engine(model, bad, engine_id=REFUSED):
                 told["refusals"].append("none")
         except Exception as refused:  # noqa: BLE001 - whatever vLLM makes of it
             told["refusals"].append(str(refused))
         ensure_kv_transfer_shutdown()  # vLLM keeps the worker's side of a start that failed
-    told["left"] = ours_in_shm("test-refused")
+    told["left"] = ours_in_shm(REFUSED)
     config.write_text(description)
     told["disk"] = play(model, good, [300], rounds=1)
     return told

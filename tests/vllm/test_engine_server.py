@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tests.patience import PATIENCE_S, until
 from tests.vllm.children import child_environment, kill_group
 from tests.vllm.engine import flat_metrics, kvtier_config
-from tests.vllm.play import ours_in_shm, prompts_of, whole_blocks
+from tests.vllm.play import ours_in_shm, own_id, prompts_of, whole_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LENGTHS = [500, 900]
 BLOCK_BYTES = 65_536  #: two of K and V, four layers, two heads of 32 float32 for 32 tokens
-ENGINE_ID = "test-server"
+ENGINE_ID = own_id("test-server")
 ONLY_MEMORY = {"kv_load_tiers": [{"medium": "CPU"}]}
 
 QUERIES = "vllm:kv_offload_tiering_chunk_queries"

@@ -13,9 +13,10 @@ from unittest.mock import patch
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.vllm.children import run_scenario
 from tests.vllm.engine import engine, kvtier_config
-from tests.vllm.play import Steps, assert_at_rest, ours_in_shm, play_round, prompts_of
+from tests.vllm.play import Steps, assert_at_rest, ours_in_shm, own_id, play_round, prompts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
 LENGTHS = [640, 640, 640, 640]
 BLOCKS = 20  #: in each prompt
 FULL_DISK_BLOCKS = 4  #: that the disk that is full holds at most
+ROUNDS_MAX = 2 * BLOCKS  #: each brings at least one block back
 READ = 'vllm:kv_offload_tiering_read_bytes{tier="1:fs"}'
+HANGING = own_id("hanging")
 TIMEOUT_S = 0.5  #: for the tier to answer
 CLOSE_TIMEOUT_S = 1.0
-PATIENCE = {
+IMPATIENT = {
     "probe_timeout_s": TIMEOUT_S,
     "promote_timeout_s": TIMEOUT_S,
     "store_timeout_s": TIMEOUT_S,
@@ -75,14 +78,15 @@ def hanging(model: str, root: str, hung: list[str]) -> dict[str, Any]:
     """Ask for two prompts whose blocks hang, then for the sound ones."""
     hang_reads(hung)
     config = kvtier_config(
-        secondary_tiers=[fs(root, **PATIENCE)],
+        secondary_tiers=[fs(root, promote_timeout_s=TIMEOUT_S)],
         close_timeout_s=CLOSE_TIMEOUT_S,
         breaker_failures_max=2,
-        breaker_pause_s=60,
+        breaker_pause_s=PATIENCE_S,  # for good
+        breaker_pause_s_max=PATIENCE_S,
     )
     told: dict[str, Any] = {"asked": []}
     prompts = prompts_of(LENGTHS)
-    with engine(model, config, blocks=120, engine_id="hanging") as running:
+    with engine(model, config, blocks=120, engine_id=HANGING) as running:
         steps = Steps(running)
         for together in ((0, 1), (2, 3)):
             for number in together:
@@ -95,7 +99,7 @@ def hanging(model: str, root: str, hung: list[str]) -> dict[str, Any]:
         told["statistics"] = running.settle()
         told["metrics"] = running.metrics()
         told["cached"] = list(steps.cached.values())
-    told["left"] = ours_in_shm("hanging")
+    told["left"] = ours_in_shm(HANGING)
     told["stalled"] = stalled(model, f"{root}-stalled")
     return told
 
@@ -126,8 +130,8 @@ def stalled(model: str, root: str) -> dict[str, Any]:
 
     for name in ("exists", "load", "store"):
         patch.object(BlockFiles, name, hang).start()
-    config = kvtier_config(secondary_tiers=[fs(root, **PATIENCE)], close_timeout_s=CLOSE_TIMEOUT_S)
-    with engine(model, config, engine_id="stalled") as running:
+    config = kvtier_config(secondary_tiers=[fs(root, **IMPATIENT)], close_timeout_s=CLOSE_TIMEOUT_S)
+    with engine(model, config, engine_id=own_id("stalled")) as running:
         return {"rounds": [play_round(running, prompts_of(LENGTHS)) for _ in range(2)]}
 
 
@@ -153,7 +157,9 @@ def test_a_disk_that_hangs(llama: Path, log_folder: Path, seeded: Any, root: Pat
     assert told["metrics"]['kvtier:tier_breaker_opened{tier="1:fs"}'] == 1
     assert told["metrics"]['kvtier:tier_breaker_state{tier="1:fs"}'] == 1
     quarantined = told["statistics"]["primary"]["quarantined_slots"]
-    assert quarantined == 2 * BLOCKS  # the tier may still write to them
+    # All that was asked of the tier, which may still write to it.
+    assert quarantined == tier["counts"]["hits"]
+    assert 2 <= quarantined <= 2 * BLOCKS
     assert told["metrics"]['kvtier:primary_slots{state="quarantined"}'] == quarantined
     assert told["statistics"]["primary"]["promotion_slots"] == 0
     assert told["left"] == []
@@ -194,15 +200,25 @@ def lying(model: str, root: str, full: str, *, pretend_full: bool) -> dict[str, 
             facade.on_reset_flushed()
             told[name] = play_round(running, prompts)
 
-        # A block that is recomputed while its fellows are still on their way from the
-        # disk is stored without them; they follow when the prompt comes again.
+        def until_whole(name: str) -> None:
+            """Play until all comes from disk.
+
+            How many rounds that takes depends on which answers of the tier come in time.
+            What is read, and met damaged, is what was promoted at once: the blocks behind
+            the first damaged one may not be. And a block that is recomputed while its
+            fellows are on their way is stored without them.
+            """
+            for number in range(ROUNDS_MAX):
+                from_disk(f"{name} {number}")
+                if told[f"{name} {number}"]["cached"] == LENGTHS:
+                    break
+            told[name] = told.pop(f"{name} {number}")
+
         from_disk("damaged")
-        from_disk("mending")
-        from_disk("mended")
+        until_whole("mended")
         shutil.rmtree(root)
         from_disk("vanished")
-        from_disk("renewing")
-        from_disk("renewed")
+        until_whole("renewed")
     return told
 
 
@@ -256,14 +272,15 @@ def test_a_disk_that_lies_fills_up_and_vanishes(
         assert_at_rest(each["statistics"])
     assert told["damaged"]["cached"] == [0, 0, 0, 640]
     disk, small = told["damaged"]["statistics"]["tiers"]
-    assert disk["counts"]["damaged"] == 2 * BLOCKS  # those of a wrong length aren't even tried
-    assert told["damaged"]["metrics"]['kvtier:tier_damaged{tier="1:fs"}'] == 2 * BLOCKS
+    damaged = disk["counts"]["damaged"]
+    assert 2 <= damaged <= 2 * BLOCKS  # those of a wrong length aren't even tried
+    assert told["damaged"]["metrics"]['kvtier:tier_damaged{tier="1:fs"}'] == damaged
     assert small["counts"]["full"] > 0
     assert told["damaged"]["metrics"]['kvtier:tier_full{tier="2:fs"}'] > 0
 
     assert told["mended"]["cached"] == LENGTHS
     mended = told["mended"]["statistics"]["tiers"][0]["counts"]
-    assert mended["damaged"] == disk["counts"]["damaged"]  # deleted, so never met again
+    assert mended["damaged"] == 2 * BLOCKS  # all of them, and each once: they were deleted
 
     vanished = told["vanished"]["statistics"]["tiers"][0]["counts"]
     assert vanished["absent"] > 0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import os
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
+import vllm
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec, OffloadingWorker
 
 from kvtier.vllm import KVTierOffloadingSpec
@@ -33,6 +35,12 @@ ADDED_IN_0_33 = [
     (KVTierOffloadingSpec, "config_info_keys", 1),
     (CPUPlatformWorker, "submit_load", 4),
 ]
+
+
+def test_it_is_the_release_that_was_asked_for() -> None:
+    """The Makefile puts the one before the other, and says which."""
+    asked = os.environ.get("KVTIER_TEST_VLLM", "0.32")
+    assert vllm.__version__.startswith(f"{asked}."), vllm.__file__
 
 
 def public(base: type) -> Iterator[tuple[str, Any]]:

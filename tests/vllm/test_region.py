@@ -25,6 +25,7 @@ from tests.patience import PATIENCE_S
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.one_release
 PAGE = mmap.PAGESIZE
 
 

@@ -35,6 +35,7 @@ SIDES: Final = (VLLM, KVTIER)
 
 VLLM_POLICIES: Final = ("lru", "arc")
 BLOCK_TOKENS: Final = 16
+PATIENT: Final = dict.fromkeys(("probe_timeout_s", "promote_timeout_s", "store_timeout_s"), 60.0)
 DISK_CAPACITY_BYTES: Final = 1 << 30
 """Of a disk tier: more than any benchmark here stores."""
 NOTHING_NEW: Final = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
@@ -73,10 +74,14 @@ class Setup:
 
 
 def kvtier_tier(tier_type: str, folder: Path) -> dict[str, Any]:
-    """Return the configuration of kvtier's tier in ``folder``: ``"fs"`` or ``"disk"``."""
+    """Return the configuration of kvtier's tier in ``folder``: ``"fs"`` or ``"disk"``.
+
+    It is patient, as vLLM's tiers are: on a busy machine figures get worse, and no block a miss.
+    """
     if tier_type == "fs":
-        return {"type": "fs", "root_dir": str(folder)}
-    return {"type": "disk", "path": str(folder), "capacity_bytes": DISK_CAPACITY_BYTES}
+        return {"type": "fs", "root_dir": str(folder), **PATIENT}
+    disk = {"type": "disk", "path": str(folder), "capacity_bytes": DISK_CAPACITY_BYTES}
+    return disk | PATIENT
 
 
 class Side:
@@ -91,6 +96,12 @@ class Side:
     def step(self) -> None:
         """End a scheduler step in which nothing was scheduled."""
         self.manager.on_schedule_end(NOTHING_NEW)
+
+    def reset(self) -> None:
+        """Empty the primary tier, and promote again at once: no GPU is under way here."""
+        self.manager.reset_cache()
+        if hasattr(self.manager, "on_reset_flushed"):  # from vLLM 0.33 on
+            self.manager.on_reset_flushed()
 
     def close(self) -> None:
         """Shut the manager down and unmap its slots."""

@@ -43,7 +43,7 @@ def measure_steps(
             side = Side(name, setup)
             try:
                 Player(side, Stopwatch()).fill(0, blocks)
-                side.manager.reset_cache()
+                side.reset()
                 found[KNOWN][name] = _steps_to_hit(side, blocks)
             finally:
                 side.close()
