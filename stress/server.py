@@ -38,6 +38,7 @@ DISK_BLOCKS = 256
 SCRAPE_S = 1.0
 RESET_S_MAX = 8.0
 REST_S_MAX = 300.0
+STALL_S_MAX = 300.0  #: without a single token, though clients wait
 PATIENT = dict.fromkeys(("probe_timeout_s", "promote_timeout_s", "store_timeout_s"), 60.0)
 """A busy machine is not what is tested: a tier that misses its deadline is left alone."""
 
@@ -92,9 +93,17 @@ class Watch:
         self.growing = growing
 
     async def watch(self) -> None:
-        """Scrape until cancelled."""
+        """Scrape until cancelled. Raises ``Failure`` if nothing goes on.
+
+        How long a request takes depends on the machine; that one of them gets on, doesn't.
+        """
+        tokens, since_s = -1.0, 0.0
         while True:
             await self.scrape()
+            if self.total("vllm:generation_tokens") != tokens:
+                tokens, since_s = self.total("vllm:generation_tokens"), time.monotonic()
+            elif time.monotonic() - since_s > STALL_S_MAX:
+                raise Failure(f"no token for {STALL_S_MAX:g} s: {self.not_at_rest()}")
             await asyncio.sleep(SCRAPE_S)
 
     def total(self, name: str) -> float:

@@ -107,7 +107,6 @@ def check_one(config: dict[str, Any], key: str, value: object, tmp_path: Path) -
 
 
 SETTINGS = settings(
-    deadline=None,
     max_examples=50,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -12,6 +12,7 @@ from contextlib import suppress
 import pytest
 
 from kvtier.spawning import spawn
+from tests.patience import PATIENCE_S
 
 PARENT = """
 import os, signal, sys, threading
@@ -90,6 +91,10 @@ def test_a_fork_of_the_process_starts_its_own() -> None:
         "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
     )
     run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
     )
     assert run.stdout.strip() == "40"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -242,7 +242,6 @@ STEPS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(steps=STEPS)
 def test_whatever_counters_do_vllms_front_end_takes_it_and_shows_no_fall(steps: list[Any]) -> None:
     """Counters that fall, backends that begin again at 0, values that are none."""
