@@ -20,10 +20,14 @@ PATIENCE_S: Final = 600.0
 POLL_S: Final = 0.005
 
 
+def pause() -> None:
+    """Let other threads and processes run, between two looks at what they do."""
+    threading.Event().wait(POLL_S)
+
+
 def until(done: Callable[[], object], tell: Callable[[], Any] = lambda: "") -> None:
     """Wait for what another thread or process does; ``tell`` says what is so instead."""
-    pause = threading.Event()
     deadline_s = time.monotonic() + PATIENCE_S
     while not done():
         assert time.monotonic() < deadline_s, tell() or "it never came to pass"
-        pause.wait(POLL_S)
+        pause()

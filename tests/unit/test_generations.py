@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,7 +27,7 @@ from kvtier.messages import GROUP_BYTES
 from kvtier.old_generations import OldGenerations
 from kvtier.policies.lru import LRUPolicy
 from kvtier.testing.cell import open_test_runtime
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, pause
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -102,7 +101,7 @@ class Engine:
 
     def step(self) -> None:
         self.facade.step_end()
-        threading.Event().wait(0.001)
+        pause()
 
     def new_request(self) -> str:
         self.requests += 1
