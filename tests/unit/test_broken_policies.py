@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier import RuntimeConfig, TierConfig
@@ -134,7 +134,6 @@ def test_victims_that_are_no_keys_are_as_good_as_an_exception(victims: Any) -> N
     story.assert_policies_know_what_is_there()
 
 
-@settings(deadline=None)
 @given(
     where=st.booleans(),
     method=st.sampled_from(CALLS),
