@@ -348,6 +348,8 @@ class Story:
         elif not os.path.lexists(self.root):
             self.is_ours = self.is_ours and what == "make"
             put(self.root, what, self.elsewhere)
+            if self.is_ours:
+                await self.fs.probe(1)  # it is taken up; before, it would be nobody's
 
     def back(self) -> None:
         if self.aside.exists():
