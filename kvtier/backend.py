@@ -165,6 +165,16 @@ class Backend(ABC):
         with ``on_unusable`` the engine then starts without the tier.
         """
 
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> str | None:  # noqa: ARG003 - for those that check
+        """Refuse what ``from_options`` would refuse, as far as that shows without a change.
+
+        For ``kvtier check``: makes and claims nothing. ``context.block_bytes`` is 0 and the
+        namespace empty where they are not known. Returns ``place``, if that can be told. Raises
+        ``ConfigError``. The default has nothing to refuse.
+        """
+        return None
+
     @property
     def place(self) -> str | None:
         """The folder or address that no other tier of this engine may use too."""

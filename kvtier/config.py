@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast, get_args
 
 from kvtier.backend import CellKind
 from kvtier.errors import ConfigError
-from kvtier.options import Options
+from kvtier.options import Options, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -180,21 +180,24 @@ class RuntimeConfig:
                 f"for one block of {self.block_bytes} bytes (raise cpu_bytes_to_use)."
             )
         if not 0 <= self.store_reserve_fraction < 1:
-            raise ConfigError(
+            raise refusal(
+                "store_reserve_fraction",
                 f"store_reserve_fraction={self.store_reserve_fraction!r} must be at least 0 and "
-                "below 1: promotions need some slots too."
+                "below 1: promotions need some slots too.",
             )
         if 2 * self.jobs_in_flight_max >= self.mailbox_messages_max:
-            raise ConfigError(
+            raise refusal(
+                "jobs_in_flight_max",
                 f"jobs_in_flight_max={self.jobs_in_flight_max!r} must be below half of "
                 f"mailbox_messages_max={self.mailbox_messages_max!r}: each job and each probe "
-                "needs room to be sent. Lower the first or raise the second."
+                "needs room to be sent. Lower the first or raise the second.",
             )
         if self.breaker_pause_s > self.breaker_pause_s_max:
-            raise ConfigError(
+            raise refusal(
+                "breaker_pause_s",
                 f"breaker_pause_s={self.breaker_pause_s!r} must be at most "
                 f"breaker_pause_s_max={self.breaker_pause_s_max!r}: the first pause is the "
-                "shortest. Lower the first or raise the second."
+                "shortest. Lower the first or raise the second.",
             )
 
     @property

@@ -18,6 +18,8 @@ class Misuse(KVTierError):
 class ConfigError(Misuse, ValueError):
     """Raised at start for a bad setting. The text names key, value and remedy."""
 
+    key: str | None = None  #: the key at fault, where one is
+
 
 class StorageUnusable(ConfigError):
     """Raised at start when what a setting names can't be used now: it hangs, fails, or isn't there.

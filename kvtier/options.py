@@ -181,9 +181,10 @@ class Options:
                 continue
             near = difflib.get_close_matches(str(key), self._known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else "remove it."
-            raise ConfigError(
+            raise refusal(
+                key,
                 f"{self.where}: unknown key {shown(key)} (value {shown(self._values[key])}); "
-                f"{hint} Known keys: {', '.join(sorted(self._known))}."
+                f"{hint} Known keys: {', '.join(sorted(self._known))}.",
             )
 
     def error(self, key: str, value: object, remedy: str) -> ConfigError:
@@ -191,7 +192,7 @@ class Options:
         given = self._values.get(key)
         if isinstance(value, int) and isinstance(given, str | float):
             value = given  # a size is shown as it was written
-        return ConfigError(f"{self.where}: {key}={shown(value)} {remedy}.")
+        return refusal(key, f"{self.where}: {key}={shown(value)} {remedy}.")
 
     def _bounded(self, key: str, given: object, value: int, minimum: int, maximum: int) -> int:
         if not minimum <= value <= maximum:
@@ -217,8 +218,15 @@ class Options:
         if value is not None:
             return value
         if default is REQUIRED:
-            raise ConfigError(f"{self.where}: {key} is missing. Set it.")
+            raise refusal(key, f"{self.where}: {key} is missing. Set it.")
         return default
+
+
+def refusal(key: str, text: str) -> ConfigError:
+    """Build a refusal that knows which key is at fault."""
+    error = ConfigError(text)
+    error.key = key
+    return error
 
 
 def shown(value: object) -> str:

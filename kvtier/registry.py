@@ -83,6 +83,7 @@ def make_policy(name: str, capacity: int) -> EvictionPolicy:
 def policy_maker(config: TierConfig, traits: BackendTraits) -> Callable[[], EvictionPolicy] | None:
     """Return what makes a tier's own policy; None if it has no capacity to keep to."""
     if traits.capacity_blocks is None:
+        _find(POLICIES, config.eviction_policy, "eviction_policy", EvictionPolicy)
         return None
     return partial(make_policy, config.eviction_policy, traits.capacity_blocks)
 

@@ -6,6 +6,7 @@ every way that a real tier does, see ``kvtier_backends.faults``.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import anyio
@@ -88,6 +89,11 @@ class MemoryBackend(Backend):
         faults = FaultScript.from_options(reader.mapping("faults"), where)
         reader.finish()
         return cls(context, capacity_blocks, faults)
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> None:
+        """Build one and forget it: it has taken nothing yet."""
+        cls.from_options(options, replace(context, block_bytes=max(1, context.block_bytes)))
 
     async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
         """Look the keys up; a key that is to fail counts as missing."""

@@ -25,6 +25,10 @@ REMEMBERED_BLOCKS_A_SLOT: Final = 8
 """By default a policy remembers so many blocks for each slot of the primary tier."""
 
 
+REMEMBERED_BLOCKS_MAX: Final = 1 << 26
+"""Memory for more than a gigabyte of what is remembered is taken at start."""
+
+
 @dataclass(frozen=True)
 class AdmissionContext:
     """What a policy is told of the runtime that it serves."""
@@ -35,7 +39,9 @@ class AdmissionContext:
     def remembered_blocks_max(self, options: Options) -> int:
         """Read the option of that name, which all policies with a memory have."""
         default = REMEMBERED_BLOCKS_A_SLOT * self.slot_count
-        return options.integer("remembered_blocks_max", default, minimum=1)
+        return options.integer(
+            "remembered_blocks_max", default, minimum=1, maximum=REMEMBERED_BLOCKS_MAX
+        )
 
 
 class AdmissionPolicy(ABC):

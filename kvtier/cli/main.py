@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 COMMANDS: Final = {
+    "check": "tell what an engine would refuse in a configuration",
     "bench": "measure kvtier beside vLLM's own tiering",
     "fsck": "verify a disk tier's folder, and drop what is unsound",
     "ls": "show what a disk tier's folder holds",

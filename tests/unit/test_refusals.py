@@ -1,5 +1,7 @@
 """Whatever stands behind whatever key: the runtime opens and closes, or names key and value.
 
+And ``kvtier check`` says beforehand which of the two it will be.
+
 The keys are those that the code itself lists when it refuses an unknown one, so a new key is
 tried from its first day.
 """
@@ -14,6 +16,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from kvtier.backend import Namespace
+from kvtier.checking import check
 from kvtier.errors import ConfigError
 from kvtier.memory import SlotMemory, machine_memory_bytes
 from kvtier.options import shown
@@ -27,6 +30,13 @@ COMMON = [
     *("type", "locality", "enable_kv_events", "offload_policy", "eviction_policy"),
     *("admission", "probe_timeout_s", "promote_timeout_s", "store_timeout_s"),
 ]
+SPEC = {
+    "spec_name": "KVTierOffloadingSpec",
+    "spec_module_path": "kvtier.vllm",
+    "cpu_bytes_to_use": 1 << 20,
+}
+SEEN_BY_VLLM = set(SPEC)
+"""Of these vLLM or the region takes less than the runtime does."""
 SLOTS = 8
 BLOCK_BYTES = 4096
 TIER_BYTES = 1 << 20
@@ -95,11 +105,15 @@ def names(refusal: str, key: str, value: object) -> bool:
 
 
 def check_one(config: dict[str, Any], key: str, value: object, tmp_path: Path) -> None:
+    looked = check({**SPEC, **config}, block_bytes=BLOCK_BYTES)
+    refusal = ""
     try:
         open_and_close(config, tmp_path)
     except ConfigError as error:
         refusal = str(error)
-    else:
+    if key not in SEEN_BY_VLLM:
+        assert bool(looked.refused) is bool(refusal), f"{refusal} check: {looked.refused}"
+    if not refusal:
         return
     assert names(refusal, key, value), f"{key}={shown(value)}: {refusal}"
     assert len(refusal) < 3000

@@ -23,7 +23,7 @@ from kvtier.backend import (
     StoreBlock,
 )
 from kvtier.errors import ConfigError
-from kvtier.options import Options, shown
+from kvtier.options import shown
 from kvtier.threads import DaemonThreads
 from kvtier_backends.disk.bulk import BulkLoad
 from kvtier_backends.disk.capacity import check_memory, check_plan, check_region_bytes, doubts
@@ -32,18 +32,19 @@ from kvtier_backends.disk.folder import (
     Claim,
     filesystem_of,
     not_ours,
+    plan_folder,
     read_superblock,
 )
 from kvtier_backends.disk.format import (
     NO_KEY_ID,
     PAGE_BYTES,
-    SEAL_BYTES,
     PageRefused,
     namespace_digest,
     time_s,
 )
 from kvtier_backends.disk.healing import heal
 from kvtier_backends.disk.index import BlockIndex
+from kvtier_backends.disk.inspection import user_of
 from kvtier_backends.disk.log import BlockLog, Space
 from kvtier_backends.disk.opened_files import NotAFile
 from kvtier_backends.disk.opening import Judged, judge_again, judge_folder, prepare_folder
@@ -51,15 +52,16 @@ from kvtier_backends.disk.purge_requests import answer_requests
 from kvtier_backends.disk.recovery import Expected, Recovery
 from kvtier_backends.disk.regions import Budget, Regions, RegionState
 from kvtier_backends.disk.runs import stored_together
+from kvtier_backends.disk.settings import read_options
 from kvtier_backends.disk.tables import Identity
-from kvtier_backends.disk.vault import Vault, make_vault
 from kvtier_backends.ledger import Ledger
+from kvtier_backends.looking import fault_of_folder, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-IO_DEPTH: Final = 8
-IO_DEPTH_MAX: Final = 1024
+    from kvtier_backends.disk.vault import Vault
+
 STORES_BESIDE_LOADS_FRACTION: Final = 0.25
 """Of ``io_depth``: what stores keep of the disk while something is loaded."""
 
@@ -75,7 +77,6 @@ PART_BYTES_MAX: Final = 8 << 20
 PART_BLOCKS_MAX: Final = 64
 """More blocks in one transfer save nothing, however small they are."""
 
-CHECKSUM: Final = "xxh3_128"
 TICK_S: Final = 1.0
 SWEEPS_PER_TTL: Final = 20
 CLOSE_TIMEOUT_S_MAX: Final = 1.0
@@ -155,32 +156,16 @@ class DiskBackend(Backend):
     @classmethod
     def from_options(cls, options: Mapping[str, Any], context: BackendContext) -> DiskBackend:
         """Check the options and claim the folder, or refuse with a ``ConfigError``."""
-        reader = Options(options, f"secondary tier {context.tier_name}")
-        path = reader.path("path")
-        capacity_bytes = reader.size("capacity_bytes", minimum=1)
-        region_bytes = (
-            reader.size("region_bytes", minimum=PAGE_BYTES) if reader.has("region_bytes") else None
-        )
-        ttl_s = reader.integer("ttl_s", 0, maximum=1 << 31)
-        io_depth = reader.integer("io_depth", IO_DEPTH, minimum=1, maximum=IO_DEPTH_MAX)
-        direct = reader.flag("direct", default=True)
-        reader.allow("region_bytes", "checksum")
-        if options.get("checksum") not in (None, CHECKSUM):
-            raise reader.error(
-                "checksum",
-                options["checksum"],
-                f"must be {CHECKSUM!r}: all that is read is checked, whatever it costs. Remove it",
-            )
-        vault = make_vault(reader, context)
-        reader.finish()
-        seal_bytes = 0 if vault is None else SEAL_BYTES
+        reader, given = read_options(options, context)
+        capacity_bytes, region_bytes = given.capacity_bytes, given.region_bytes
+        seal_bytes = given.seal_bytes
         if region_bytes is not None:
             check_region_bytes(reader, region_bytes, capacity_bytes, context, seal_bytes)
 
         def refuse(remedy: str) -> ConfigError:
             return ConfigError(f"{reader.where}: path={shown(options['path'])} {remedy}")
 
-        claim = Claim(path, refuse, context.engine_pid)
+        claim = Claim(given.path, refuse, context.engine_pid)
         try:
             judged = judge_folder(
                 claim.path, capacity_bytes, context.block_bytes, seal_bytes, region_bytes
@@ -200,10 +185,38 @@ class DiskBackend(Backend):
             claim.release()
             raise
         backend = cls(
-            context, claim, judged, ttl_s=ttl_s, io_depth=io_depth, direct=direct, vault=vault
+            context,
+            claim,
+            judged,
+            ttl_s=given.ttl_s,
+            io_depth=given.io_depth,
+            direct=given.direct,
+            vault=given.vault,
         )
         backend.capacity_bytes = capacity_bytes
         return backend
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> str:
+        """Check the options, and look at the folder and who uses it."""
+        reader, given = read_options(options, context)
+        fault = fault_of_folder(given.path)
+        user = user_of(given.path) if fault is None else None
+        if user is not None:
+            fault = f"is in use by {user}: stop that first, or name another folder."
+        if fault is not None:
+            raise ConfigError(f"{reader.where}: path={shown(options['path'])} {fault}")
+        if context.block_bytes:
+            sizes = (given.capacity_bytes, context.block_bytes, given.seal_bytes)
+            if given.region_bytes is not None:
+                check_region_bytes(
+                    reader, given.region_bytes, given.capacity_bytes, context, given.seal_bytes
+                )
+            plan = plan_folder(*sizes, given.region_bytes)
+            check_plan(reader, given.capacity_bytes, context, given.seal_bytes, plan)
+            there = nearest(given.path)[0]
+            check_memory(reader, given.capacity_bytes, there, plan, given.seal_bytes)
+        return os.path.realpath(given.path)
 
     @property
     def place(self) -> str:

@@ -104,9 +104,10 @@ def make_vault(reader: Options, context: BackendContext) -> Vault | None:
             "encryption_key_env", "...", "excludes encryption_key_file; give one of them"
         )
     option = "encryption_key_file" if has_file else "encryption_key_env"
-    named = reader.path(option) if has_file else reader.text(option)
+    named = reader.text(option)
+    path = reader.path(option) if has_file else ""
     try:
-        ring = parse_keys_untrusted(read_key_file(named) if has_file else os.environ.get(named, ""))
+        ring = parse_keys_untrusted(read_key_file(path) if has_file else os.environ.get(named, ""))
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or str(problem)
         raise reader.error(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from anyio import move_on_after
 
@@ -33,6 +33,7 @@ from kvtier_backends.fs.folder import (
 )
 from kvtier_backends.fs.layout import make_layout
 from kvtier_backends.ledger import Ledger, warn
+from kvtier_backends.looking import fault_of_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -103,22 +104,14 @@ class FsBackend(Backend):
     @classmethod
     def from_options(cls, options: Mapping[str, Any], context: BackendContext) -> FsBackend:
         """Check the options and get the folders ready, or refuse them with a ``ConfigError``."""
-        where = f"secondary tier {context.tier_name}"
-        reader = Options(options, where)
-        root = reader.path("root_dir")
-        layout_name = reader.text("layout", "kvtier", choices=("kvtier", "vllm"))
-        usual = "accept" if layout_name == "vllm" else "refuse"
-        unchecked = reader.text("unchecked", usual, choices=("accept", "refuse"))
-        read_threads = reader.integer("n_read_threads", 16, minimum=1, maximum=_THREADS_MAX)
-        write_threads = reader.integer("n_write_threads", 16, minimum=1, maximum=_THREADS_MAX)
-        direct = reader.flag("direct", default=True)
-        reader.finish()
-        layout = make_layout(layout_name, root, context)
+        given = _read(options, context)
+        root = given.root
+        layout = make_layout(given.layout, root, context)
         refusal = FolderRefusal(context.tier_name, options["root_dir"])
         place = prepare_root(root, refusal)
         prepare_namespace(place, layout, refusal)
-        direct_works = probe_direct(place, refusal, wanted=direct)
-        if direct and not direct_works:
+        direct_works = probe_direct(place, refusal, wanted=given.direct)
+        if given.direct and not direct_works:
             warn(
                 "fs tier: this filesystem does not take O_DIRECT; going through the page cache",
                 tier=context.tier_name,
@@ -128,11 +121,20 @@ class FsBackend(Backend):
             layout,
             place,
             context,
-            read_threads=read_threads,
-            write_threads=write_threads,
+            read_threads=given.read_threads,
+            write_threads=given.write_threads,
             direct=direct_works,
-            accept_unchecked=unchecked == "accept",
+            accept_unchecked=given.accept_unchecked,
         )
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> str:
+        """Check the options, and look at the folder as it is."""
+        root = _read(options, context).root
+        fault = fault_of_folder(root)
+        if fault is not None:
+            raise FolderRefusal(context.tier_name, options["root_dir"]).error(fault)
+        return os.path.realpath(root)
 
     @property
     def place(self) -> str:
@@ -200,6 +202,35 @@ class FsBackend(Backend):
         finally:
             with self._stores_lock:
                 self._stores_running -= 1
+
+
+class _Given(NamedTuple):
+    """The options, read."""
+
+    root: str
+    layout: str
+    accept_unchecked: bool
+    read_threads: int
+    write_threads: int
+    direct: bool
+
+
+def _read(options: Mapping[str, Any], context: BackendContext) -> _Given:
+    """Read the options. Raises ``ConfigError``."""
+    reader = Options(options, f"secondary tier {context.tier_name}")
+    root = reader.path("root_dir")
+    layout = reader.text("layout", "kvtier", choices=("kvtier", "vllm"))
+    usual = "accept" if layout == "vllm" else "refuse"
+    given = _Given(
+        root,
+        layout,
+        reader.text("unchecked", usual, choices=("accept", "refuse")) == "accept",
+        reader.integer("n_read_threads", 16, minimum=1, maximum=_THREADS_MAX),
+        reader.integer("n_write_threads", 16, minimum=1, maximum=_THREADS_MAX),
+        reader.flag("direct", default=True),
+    )
+    reader.finish()
+    return given
 
 
 def _each(call: Callable[[Item], Answer], items: Sequence[Item]) -> list[Answer]:

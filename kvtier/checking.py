@@ -1,0 +1,276 @@
+"""Finds what an engine would refuse in a configuration, without an engine, and changes nothing.
+
+An engine stops at the first thing that it refuses, minutes after its start. Here every key and
+every tier is looked at by itself, so that all refusals that show without vLLM, without a device and
+without the model are told at once.
+
+Looking at a folder may hang as its storage does, so each tier is looked at in a thread that is not
+waited for longer than ``LOOK_S_MAX``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier.admission.base import AdmissionContext
+from kvtier.backend import BackendContext, Namespace
+from kvtier.config import ADMIT_ALL, TierConfig
+from kvtier.errors import ConfigError
+from kvtier.memory import machine_memory_bytes
+from kvtier.options import shown
+from kvtier.registry import backend_class, make_admission, make_policy
+from kvtier.settings import WHERE, cpu_bytes_to_use, read_settings
+from kvtier.vllm_keys import VLLMKeys
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+CONNECTOR: Final = "OffloadingConnector"
+MULTI_CONNECTOR: Final = "MultiConnector"
+SPEC_NAME: Final = "KVTierOffloadingSpec"
+SPEC_MODULE_PATH: Final = "kvtier.vllm"
+SHARED_MEMORY_FOLDER: Final = "/dev/shm"  # noqa: S108 - looked at, never written to
+LOOK_S_MAX: Final = 5.0
+GIB: Final = 1 << 30
+
+
+@dataclass
+class Findings:
+    """What was found. ``refused``: an engine would not start. Texts as an engine would say them."""
+
+    refused: list[str] = field(default_factory=list)
+    not_checked: list[str] = field(default_factory=list)
+    tiers: list[str] = field(default_factory=list)  #: one line a sound tier
+
+    def refuse(self, text: object) -> None:
+        """Note a refusal, once."""
+        if str(text) not in self.refused:
+            self.refused.append(str(text))
+
+
+def check(
+    values: Mapping[str, Any],
+    *,
+    block_bytes: int = 0,
+    offloading_gib: float | None = None,
+    dp_rank: int = 0,
+) -> Findings:
+    """Look at a KV transfer configuration, or at its ``kv_connector_extra_config`` alone.
+
+    ``block_bytes``: of one block of all workers; 0: not known. ``offloading_gib``: what
+    ``--kv-offloading-size`` will be. Takes a second at most, or ``LOOK_S_MAX`` for each tier
+    whose storage hangs.
+    """
+    findings = Findings()
+    extra = _extra_config(values, findings)
+    if extra is None:
+        return findings
+    if offloading_gib is not None:
+        extra = {**extra, "cpu_bytes_to_use": offloading_gib * GIB}
+    _check_spec(extra, findings)
+    _check_primary(extra, block_bytes, findings)
+    _check_keys({**extra, "secondary_tiers": None}, findings)
+    tiers = extra.get("secondary_tiers")
+    if isinstance(tiers, list) and all(isinstance(tier, dict) for tier in tiers):
+        _check_tiers(tiers, block_bytes, dp_rank, findings)
+    else:
+        _check_keys({"secondary_tiers": tiers}, findings)
+    policy = extra.get("eviction_policy")
+    if isinstance(policy, str) and policy:
+        _try(findings, lambda: make_policy(policy, 1))
+    if not block_bytes:
+        findings.not_checked.append(
+            "whether blocks fit into cpu_bytes_to_use and each tier: give --block-bytes"
+        )
+    return findings
+
+
+def _extra_config(values: Mapping[str, Any], findings: Findings) -> Mapping[str, Any] | None:
+    """Return the part that kvtier reads; note what keeps vLLM from reading it at all."""
+    if "kv_connector" not in values and "kv_connector_extra_config" not in values:
+        return values
+    extra = values.get("kv_connector_extra_config")
+    connector = values.get("kv_connector")
+    if values.get("kv_role") not in ("kv_both", "kv_producer", "kv_consumer"):
+        findings.refuse(
+            f"kv_role={shown(values.get('kv_role'))}: vLLM needs one with kv_connector. Set it to "
+            "'kv_both'."
+        )
+    if connector == MULTI_CONNECTOR and isinstance(extra, dict):
+        return _of_multi_connector(extra, findings)
+    if connector != CONNECTOR:
+        findings.refuse(
+            f"kv_connector={shown(connector)} does not read kvtier's keys. Set it to {CONNECTOR!r}."
+        )
+        return None
+    if not isinstance(extra, dict):
+        findings.refuse(f"{WHERE}={shown(extra)} must be a mapping.")
+        return None
+    return extra
+
+
+def _of_multi_connector(extra: dict[str, Any], findings: Findings) -> Mapping[str, Any] | None:
+    connectors = extra.get("connectors")
+    entries = connectors if isinstance(connectors, list) else []
+    ours = [
+        entry
+        for entry in entries
+        if isinstance(entry, dict)
+        and isinstance(entry.get(WHERE), dict)
+        and entry[WHERE].get("spec_name") == SPEC_NAME
+    ]
+    if len(ours) > 1:
+        findings.refuse(
+            f"connectors: {len(ours)} entries of the {MULTI_CONNECTOR} use {SPEC_NAME}, and all "
+            "have one engine_id: put the tiers of all into the secondary_tiers of one."
+        )
+    if not ours:
+        findings.refuse(
+            f"connectors={shown(connectors)}: no entry of the {MULTI_CONNECTOR} has "
+            f"spec_name={SPEC_NAME!r}. Give it to one, with kv_connector {CONNECTOR!r}."
+        )
+        return None
+    return _extra_config(ours[0], findings)
+
+
+def _check_spec(extra: Mapping[str, Any], findings: Findings) -> None:
+    for key, wanted in (("spec_name", SPEC_NAME), ("spec_module_path", SPEC_MODULE_PATH)):
+        if extra.get(key) != wanted:
+            findings.refuse(
+                f"{WHERE}: {key}={shown(extra.get(key))}: vLLM would not use kvtier. Set it to "
+                f"{wanted!r}."
+            )
+
+
+def _check_primary(extra: Mapping[str, Any], block_bytes: int, findings: Findings) -> None:
+    try:
+        size = cpu_bytes_to_use(extra)
+    except ConfigError as refusal:
+        findings.refuse(f"{refusal} (--kv-offloading-size of vLLM sets it too.)")
+        return
+    most = machine_memory_bytes()
+    free = None
+    with suppress(OSError):
+        usage = os.statvfs(SHARED_MEMORY_FOLDER)
+        free = usage.f_bavail * usage.f_frsize
+    named = f"{WHERE}: cpu_bytes_to_use={shown(extra['cpu_bytes_to_use'])}"
+    if most is not None and size > most:
+        findings.refuse(
+            f"{named} is more than the {most} bytes of memory that there are. Lower it."
+        )
+    elif free is not None and size > free:
+        findings.refuse(
+            f"{named} needs {size} bytes of shared memory, but {free} bytes are free in "
+            f"{SHARED_MEMORY_FOLDER}. Lower cpu_bytes_to_use, or give the host more shared memory "
+            "(docker run --shm-size, or an emptyDir volume with medium: Memory)."
+        )
+    elif size < block_bytes:
+        findings.refuse(f"{named} holds no block of {block_bytes} bytes. Raise it.")
+
+
+def _check_tiers(
+    tiers: list[dict[str, Any]], block_bytes: int, dp_rank: int, findings: Findings
+) -> None:
+    owner_of: dict[str, str] = {}
+    for index, values in enumerate(tiers):
+        config = _read_tier(index, values, dp_rank, findings)
+        if config is None:
+            continue
+        place = _check_tier(config, block_bytes, findings)
+        if place is not None and owner_of.setdefault(place, config.name) != config.name:
+            findings.refuse(
+                f"secondary tiers {owner_of[place]} and {config.name} both use {place!r}. Give "
+                "each tier a place of its own."
+            )
+
+
+def _check_tier(config: TierConfig, block_bytes: int, findings: Findings) -> str | None:
+    """Look at one tier; return the place that it would use, if it has one."""
+    before = len(findings.refused)
+    _try(findings, lambda: make_policy(config.eviction_policy, 1))
+    if config.admission != ADMIT_ALL:
+        context = AdmissionContext(block_bytes=max(1, block_bytes), slot_count=1)
+        _try(findings, lambda: make_admission(config, context))
+    place: list[str | None] = []
+
+    def look() -> None:
+        context = BackendContext(block_bytes, Namespace(facts={}), config.name)
+        _each_refusal(
+            config.options,
+            lambda left: place.append(backend_class(config.type).check_options(left, context)),
+            findings,
+        )
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(LOOK_S_MAX)
+    if thread.is_alive():
+        findings.refuse(
+            f"secondary tier {config.name}: its storage does not answer within {LOOK_S_MAX:g} s "
+            f"({shown(dict(config.options))}). See to it, or name another."
+        )
+    elif len(findings.refused) == before:
+        where = f" at {place[0]}" if place and place[0] else ""
+        findings.tiers.append(f"{config.name}{where}")
+    return place[0] if place else None
+
+
+def _read_tier(
+    index: int, values: Mapping[str, Any], dp_rank: int, findings: Findings
+) -> TierConfig | None:
+    """Read a tier with what it has that is sound; None if that is not enough."""
+    read: list[TierConfig] = []
+
+    def read_one(left: Mapping[str, Any]) -> None:
+        # As many before it as there are, so that it is called by its own number.
+        padded = [*[{"type": "memory"}] * index, dict(left)]
+        config = read_settings(
+            {"secondary_tiers": padded},
+            slot_count=1,
+            block_bytes=1,
+            dp_rank=dp_rank,
+            ignores=VLLMKeys(),
+        )
+        read.append(config.tiers[index])
+
+    _each_refusal(values, read_one, findings)
+    return read[0] if read else None
+
+
+def _check_keys(values: Mapping[str, Any], findings: Findings) -> None:
+    ignores = VLLMKeys()
+
+    def read(left: Mapping[str, Any]) -> None:
+        read_settings(left, slot_count=1, block_bytes=1, ignores=ignores)
+
+    _each_refusal(values, read, findings)
+
+
+def _each_refusal(
+    values: Mapping[str, Any], read: Callable[[Mapping[str, Any]], None], findings: Findings
+) -> None:
+    """Note what is refused; leave the key at fault out, and go on until nothing is."""
+    left = dict(values)
+    while True:
+        try:
+            read(left)
+        except ConfigError as refused:
+            # A key that is missing because it was left out has been named already.
+            if refused.key in left or refused.key not in values:
+                findings.refuse(refused)
+            if refused.key not in left:
+                return
+            del left[refused.key]
+        else:
+            return
+
+
+def _try(findings: Findings, call: Any) -> None:  # noqa: ANN401 - whatever it returns
+    try:
+        call()
+    except ConfigError as refusal:
+        findings.refuse(refusal)

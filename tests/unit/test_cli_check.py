@@ -1,0 +1,212 @@
+"""``kvtier check`` finds what an engine would refuse, in its words, and changes nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvtier.cli.main import BAD_INPUT, main
+from tests.unit.backends.disk._disk import open_disk
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = pytest.mark.anyio
+
+SPEC = {"spec_name": "KVTierOffloadingSpec", "spec_module_path": "kvtier.vllm"}
+
+
+def everything_in(folder: Path) -> list[tuple[str, int, int]]:
+    """Return what a folder holds, and when it was changed."""
+    found = [(path, path.lstat()) for path in sorted([folder, *folder.rglob("*")])]
+    return [(str(path), state.st_mtime_ns, state.st_mode) for path, state in found]
+
+
+class Check:
+    """Runs the command on a configuration."""
+
+    def __init__(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self._file = tmp_path / "kv.json"
+        self._capsys = capsys
+
+    def __call__(self, config: dict[str, Any], *options: str, status: int) -> dict[str, list[str]]:
+        self._file.write_text(json.dumps(config))
+        assert main(["check", str(self._file), "--json", "-", *options]) == status
+        found: dict[str, list[str]] = json.loads(self._capsys.readouterr().out)
+        return found
+
+    def refused(self, *tiers: dict[str, Any], **config: Any) -> list[str]:
+        """Return the refusals of these tiers."""
+        whole = {**SPEC, "cpu_bytes_to_use": "1MiB", "secondary_tiers": list(tiers), **config}
+        return self(whole, "--block-bytes", "4KiB", status=1)["refused"]
+
+
+@pytest.fixture
+def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Check:
+    return Check(tmp_path, capsys)
+
+
+@pytest.fixture
+def sound(tmp_path: Path) -> dict[str, Any]:
+    """Return a configuration as --kv-transfer-config gets it."""
+    tiers = [
+        {"type": "disk", "path": str(tmp_path / "disk/{dp_rank}"), "capacity_bytes": "16MiB"},
+        {"type": "fs", "root_dir": str(tmp_path / "below/fs")},
+    ]
+    extra = {**SPEC, "cpu_bytes_to_use": "1MiB", "secondary_tiers": tiers}
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def test_a_sound_configuration_is_passed_and_nothing_is_made(
+    check: Check, sound: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "kv.json").touch()
+    check(sound, status=0)
+    before = everything_in(tmp_path)
+    for options in (("--block-bytes", "64KiB"), ("--dp-rank", "3"), ()):
+        found = check(sound, *options, status=0)
+        assert found["refused"] == []
+        assert [line.partition(" ")[0] for line in found["tiers"]] == ["1:disk", "2:fs"]
+        assert bool(found["not_checked"]) is ("--block-bytes" not in options)
+    assert f"{tmp_path}/disk/3" in check(sound, "--dp-rank", "3", status=0)["tiers"][0]
+    assert [each[0] for each in everything_in(tmp_path)] == [each[0] for each in before]
+    check(sound["kv_connector_extra_config"], status=0)
+    check({"kv_transfer_config": sound}, status=0)
+
+
+def test_it_takes_no_vllm_and_no_torch(sound: dict[str, Any], tmp_path: Path) -> None:
+    """It answers in a second, and on a machine that has neither."""
+    (tmp_path / "kv.json").write_text(json.dumps({**sound, "kv_role": None}))
+    program = (
+        "import sys; from kvtier.cli.main import main\n"
+        f"status = main(['check', {str(tmp_path / 'kv.json')!r}])\n"
+        "print(status, sorted({'vllm', 'torch'} & sys.modules.keys()))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.splitlines()[-1] == "1 []"
+    assert "refused: kv_role=None" in run.stdout
+    assert "would refuse 1 thing." in run.stdout
+
+
+def test_all_that_is_wrong_is_said_at_once(check: Check, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    public = tmp_path / "public"
+    public.mkdir()
+    public.chmod(0o777)
+    (tmp_path / "same").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "same")
+    refused = check.refused(
+        {"type": "fs", "root_dir": str(tmp_path / "file"), "n_read_threads": 0, "colour": 1},
+        {"type": "fs", "root_dir": str(public)},
+        {"type": "disk", "path": str(tmp_path / "file/below"), "capacity_bytes": "16MiB"},
+        {"type": "fs", "root_dir": str(tmp_path / "same"), "probe_timeout_s": 0, "locality": "X"},
+        {"type": "disk", "path": str(tmp_path / "link"), "capacity_bytes": "16MiB"},
+        {"type": "memory", "capacity_bytes": 1 << 60},
+        {"type": "obj"},
+        {"type": "disk", "path": "/x", "capacity_bytes": 1, "encryption_key_file": "/missing"},
+        {"type": "fs", "root_dir": "/x", "admission": {"policy": "second_touch", "x": 1}},
+        {"type": "fs"},
+        {"type": "disk", "path": str(tmp_path / "small"), "capacity_bytes": "1KiB"},
+        breaker_pause_s=61,
+        eviction_policy="mru",
+        store_treshold=2,
+        cpu_bytes_to_use=1 << 60,
+    )
+    for parts in (
+        ("1:fs", "unknown key 'colour'"),
+        ("1:fs", "n_read_threads=0"),
+        ("1:fs", "is not a folder"),
+        ("2:fs", "chmod o-w"),
+        ("3:disk", "is not a folder"),
+        ("secondary_tiers[3]", "probe_timeout_s=0"),
+        ("secondary_tiers[3]", "locality='X'"),
+        ("4:fs and 5:disk", "a place of its own"),
+        ("11:disk", "capacity_bytes='1KiB'", "has no room"),
+        ("6:memory", f"{1 << 60}"),
+        ("'obj'", "not there yet"),
+        ("8:disk", "encryption_key_file='/missing'"),
+        ("9:fs", "admission", "'x'"),
+        ("10:fs", "root_dir is missing"),
+        ("breaker_pause_s=61", "breaker_pause_s_max"),
+        ("eviction_policy='mru'",),
+        ("'store_treshold'", "did you mean 'store_threshold'"),
+        ("cpu_bytes_to_use", "bytes of memory that there are"),
+    ):
+        assert any(all(part in text for part in parts) for text in refused), (parts, refused)
+
+
+async def test_a_disk_folder_that_an_engine_uses_is_named_with_its_user(
+    check: Check, tmp_path: Path
+) -> None:
+    path = tmp_path / "kv"
+    tier = {"type": "disk", "path": str(path), "capacity_bytes": "16MiB"}
+    async with open_disk(path):
+        (text,) = check.refused(tier)
+        assert f"path={str(path)!r} is in use by" in text
+    check({**SPEC, "cpu_bytes_to_use": "1MiB", "secondary_tiers": [tier]}, status=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (lambda c: c.update(kv_role=None), ("kv_role=None", "kv_both")),
+        (lambda c: c.update(kv_connector="LMCacheConnector"), ("kv_connector=", "OffloadingConn")),
+        (lambda c: c["kv_connector_extra_config"].pop("spec_name"), ("spec_name=None", "KVTier")),
+        (
+            lambda c: c["kv_connector_extra_config"].update(spec_module_path="kvtier"),
+            ("spec_module_path='kvtier'", "'kvtier.vllm'"),
+        ),
+        (
+            lambda c: c["kv_connector_extra_config"].pop("cpu_bytes_to_use"),
+            ("cpu_bytes_to_use is missing", "--kv-offloading-size"),
+        ),
+    ],
+)
+def test_what_keeps_vllm_from_using_kvtier_is_found(
+    change: Callable[[dict[str, Any]], object], parts: tuple[str, ...], check: Check, sound: Any
+) -> None:
+    change(sound)
+    (text,) = check(sound, status=1)["refused"]
+    for part in parts:
+        assert part in text
+
+
+def test_the_size_that_vllm_is_given_takes_the_place_of_the_key(check: Check, sound: Any) -> None:
+    del sound["kv_connector_extra_config"]["cpu_bytes_to_use"]
+    check(sound, "--kv-offloading-size", "0.01", status=0)
+    (text,) = check(sound, "--kv-offloading-size", "1e9", status=1)["refused"]
+    assert "bytes of memory that there are" in text
+
+
+def test_two_connectors_of_a_multi_connector_are_refused(check: Check, sound: Any) -> None:
+    multi = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [sound]},
+    }
+    check(multi, status=0)
+    multi["kv_connector_extra_config"] = {"connectors": [sound, sound]}
+    (text,) = check(multi, status=1)["refused"]
+    assert "2 entries" in text
+    assert "secondary_tiers of one" in text
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", '"x"', "nul", "{" * 100_000])
+def test_a_file_that_is_no_configuration_is_bad_input(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "kv.json").write_text(text)
+    assert main(["check", str(tmp_path / "kv.json")]) == BAD_INPUT
+    assert main(["check", str(tmp_path / "missing")]) == BAD_INPUT
+    assert "--kv-transfer-config" in capsys.readouterr().err
