@@ -34,7 +34,7 @@ MULTI_CONNECTOR: Final = "MultiConnector"
 SPEC_NAME: Final = "KVTierOffloadingSpec"
 SPEC_MODULE_PATH: Final = "kvtier.vllm"
 SHARED_MEMORY_FOLDER: Final = "/dev/shm"  # noqa: S108 - looked at, never written to
-LOOK_S_MAX: Final = 5.0
+LOOK_S_MAX: Final = 15.0
 GIB: Final = 1 << 30
 
 
@@ -196,12 +196,17 @@ def _check_tier(config: TierConfig, block_bytes: int, findings: Findings) -> str
         context = AdmissionContext(block_bytes=max(1, block_bytes), slot_count=1)
         _try(findings, lambda: make_admission(config, context))
     place: list[str | None] = []
+    try:
+        backend = backend_class(config.type)  # its import is not what may hang
+    except ConfigError as refused:
+        findings.refuse(refused)
+        return None
 
     def look() -> None:
         context = BackendContext(block_bytes, Namespace(facts={}), config.name)
         _each_refusal(
             config.options,
-            lambda left: place.append(backend_class(config.type).check_options(left, context)),
+            lambda left: place.append(backend.check_options(left, context)),
             findings,
         )
 
