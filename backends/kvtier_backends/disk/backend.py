@@ -38,6 +38,7 @@ from kvtier_backends.disk.folder import (
 from kvtier_backends.disk.format import (
     NO_KEY_ID,
     PAGE_BYTES,
+    SEAL_BYTES,
     PageRefused,
     namespace_digest,
     time_s,
