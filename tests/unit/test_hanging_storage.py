@@ -6,6 +6,8 @@ A call that hangs in it can't be interrupted: not by a signal, nor by the end of
 from __future__ import annotations
 
 import errno
+import signal
+import subprocess
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,7 @@ from kvtier.runtime import open_runtime
 from kvtier.tier_hosts import make_host
 from tests.fuse_folder import FuseFolder, fuse_folder, needs_fuse
 from tests.patience import PATIENCE_S, until
+from tests.unit.backends._media import start_python
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -274,3 +277,30 @@ def test_an_engine_serves_without_the_tier_that_hangs(folder: FuseFolder, cell: 
         assert tier_now.breaker == "CUT_OFF"
     finally:
         assert facade.close()
+
+
+def test_an_engine_that_is_killed_ends_though_a_call_of_its_fs_tier_hangs(
+    folder: FuseFolder,
+) -> None:
+    """A thread in such a call keeps its process from ending; ``fs`` has a process of its own."""
+    engine = start_python(
+        "-m",
+        "tests.unit._hung_engine",
+        folder.path / "kv",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with engine:
+        assert engine.stdout is not None
+        assert engine.stdin is not None
+        assert engine.stdout.readline() == "stored\n"
+        folder.hang()
+        engine.stdin.write("load\n")
+        engine.stdin.flush()
+        folder.wait_until_something_hangs()
+        engine.kill()
+        try:
+            assert engine.wait(PATIENCE_S) == -signal.SIGKILL
+            assert folder.waiting  # and it ended before the call did
+        finally:
+            folder.vanish()

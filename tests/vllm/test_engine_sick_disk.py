@@ -78,7 +78,8 @@ def hanging(model: str, root: str, hung: list[str]) -> dict[str, Any]:
     """Ask for two prompts whose blocks hang, then for the sound ones."""
     hang_reads(hung)
     config = kvtier_config(
-        secondary_tiers=[fs(root, promote_timeout_s=TIMEOUT_S)],
+        # Where the patch holds.
+        secondary_tiers=[fs(root, cell="thread", promote_timeout_s=TIMEOUT_S)],
         close_timeout_s=CLOSE_TIMEOUT_S,
         breaker_failures_max=2,
         breaker_pause_s=PATIENCE_S,  # for good
@@ -130,7 +131,8 @@ def stalled(model: str, root: str) -> dict[str, Any]:
 
     for name in ("exists", "load", "store"):
         patch.object(BlockFiles, name, hang).start()
-    config = kvtier_config(secondary_tiers=[fs(root, **IMPATIENT)], close_timeout_s=CLOSE_TIMEOUT_S)
+    tier = fs(root, cell="thread", **IMPATIENT)  # where the patch holds
+    config = kvtier_config(secondary_tiers=[tier], close_timeout_s=CLOSE_TIMEOUT_S)
     with engine(model, config, engine_id=own_id("stalled")) as running:
         return {"rounds": [play_round(running, prompts_of(LENGTHS)) for _ in range(2)]}
 
@@ -189,7 +191,8 @@ def lying(model: str, root: str, full: str, *, pretend_full: bool) -> dict[str, 
     """Read damaged blocks, mend them, then lose the whole folder, while another tier is full."""
     if pretend_full:
         pretend_no_room(full)
-    config = kvtier_config(secondary_tiers=[fs(root), fs(full)], on_reset="keep")
+    tiers = [fs(root), fs(full, cell="thread")]  # where the patch holds
+    config = kvtier_config(secondary_tiers=tiers, on_reset="keep")
     prompts = prompts_of(LENGTHS)
     told: dict[str, Any] = {}
     with engine(model, config) as running:

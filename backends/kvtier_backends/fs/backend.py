@@ -17,6 +17,7 @@ from kvtier.backend import (
     Backend,
     BackendContext,
     BackendTraits,
+    CellKind,
     LoadBlock,
     Loaded,
     Outcome,
@@ -64,6 +65,8 @@ class FsBackend(Backend):
 
     type_name: ClassVar[str] = "fs"
     medium: ClassVar[str] = "STORAGE"
+    cell: ClassVar[CellKind] = "process"
+    """A network filesystem's call may hang for good: its process can't end, the engine's can."""
 
     def __init__(
         self,

@@ -1,0 +1,43 @@
+"""An engine with an ``fs`` tier, for tests to kill: it stores a block, then loads it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+from kvtier.backend import Namespace
+from kvtier.config import RuntimeConfig, TierConfig
+from kvtier.memory import SlotMemory
+from kvtier.runtime import open_runtime
+from tests.patience import until
+
+BLOCK = 8192
+KEY = bytes(36)
+
+
+def main(root: str) -> None:
+    """Say when the block is stored; load it after a line on standard input; never end."""
+    tier = TierConfig.from_mapping(1, {"type": "fs", "root_dir": root, "promote_timeout_s": 600})
+    config = RuntimeConfig(8, BLOCK, tiers=(tier,), on_reset="keep")
+    facade = open_runtime(config, SlotMemory.anonymous(8, BLOCK), Namespace({"model": "m"}))
+
+    def step(done: bool) -> bool:
+        facade.step_end()
+        return done
+
+    facade.on_request_started("r")
+    grant = facade.prepare_store([KEY], "r")
+    assert grant is not None
+    facade.complete_store(grant.keys, "r")
+    until(lambda: step(not facade.has_pending_work()))
+    facade.reset()
+    facade.on_reset_flushed()
+    print("stored", flush=True)
+    sys.stdin.readline()
+    facade.lookup(KEY, "r")
+    facade.step_end()
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
