@@ -33,6 +33,7 @@ from kvtier.testing._workbench import BackendCheck as BackendCheck
 from kvtier.testing._workbench import Bench, context, expect, new_block, new_blocks, opened
 from kvtier.testing._workbench import MakeBackend as MakeBackend
 from kvtier.testing._workbench import NotConforming as NotConforming
+from kvtier.threads import BoundedCall
 
 
 async def check_backend(make: MakeBackend, *, persistent: bool = False) -> None:
@@ -65,6 +66,17 @@ async def a_load_of_a_missing_key_is_absent(make: MakeBackend) -> None:
                 bench.expect_block(blocks[index], answer, index)
             else:
                 expect(answer.outcome is Outcome.ABSENT, "a miss between hits must be ABSENT")
+
+
+async def it_may_be_made_in_any_thread(make: MakeBackend) -> None:
+    """It is made in a thread of its own, so that a start over storage that hangs can end."""
+    made = BoundedCall(lambda: make(context()), "conformance-make")
+    expect(made.wait(_workbench.CHECK_TIMEOUT_S_MAX), "a backend must be made at some time")
+    backend = made.result()
+    async with opened(lambda _: backend) as bench:
+        blocks = new_blocks(4)
+        await bench.keep(blocks)
+        await bench.expect_kept(blocks)
 
 
 async def a_probe_tells_what_is_there(make: MakeBackend) -> None:
@@ -395,6 +407,7 @@ def _expect_whole_or_absent(
 BACKEND_CHECKS: Final[tuple[BackendCheck, ...]] = (
     blocks_come_back_byte_exact,
     a_load_of_a_missing_key_is_absent,
+    it_may_be_made_in_any_thread,
     a_probe_tells_what_is_there,
     storing_twice_is_done,
     a_removed_key_is_absent,

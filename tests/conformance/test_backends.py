@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -147,6 +148,13 @@ async def test_a_flawed_backend_that_persists_fails_the_check_meant_for_it(
 ) -> None:
     with pytest.raises((NotConforming, RuntimeError)):
         await check(partial(flawed.from_options, {"capacity_bytes": CAPACITY_BYTES}))
+
+
+class WantsTheMainThread(MemoryBackend):
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], context: BackendContext) -> MemoryBackend:
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        return super().from_options(options, context)
 
 
 class FlipsABit(MemoryBackend):
@@ -367,6 +375,7 @@ class SharesAllNamespaces(MemoryBackend):
 
 
 FLAWED: dict[type[MemoryBackend], BackendCheck] = {
+    WantsTheMainThread: conformance.it_may_be_made_in_any_thread,
     FlipsABit: conformance.blocks_come_back_byte_exact,
     AnswersTooFew: conformance.blocks_come_back_byte_exact,
     SwapsAnswers: conformance.blocks_come_back_byte_exact,
