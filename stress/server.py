@@ -36,7 +36,7 @@ BLOCK_BYTES = 65_536  #: K and V, four layers, two heads of 32 float32, for 32 t
 DRAM_BLOCKS = 64
 DISK_BLOCKS = 256
 SCRAPE_S = 1.0
-RESET_S_MAX = 8.0
+RESET_S_MAX = 20.0  #: between two of them tiers must get something to read
 REST_S_MAX = 300.0
 STALL_S_MAX = 300.0  #: without a single token, though clients wait
 PATIENT = dict.fromkeys(("probe_timeout_s", "promote_timeout_s", "store_timeout_s"), 60.0)
@@ -226,6 +226,8 @@ async def run(folder: Path, arguments: argparse.Namespace) -> list[str]:
         "spec_module_path": "kvtier.vllm",
         "cpu_bytes_to_use": DRAM_BLOCKS * BLOCK_BYTES,
         "offload_prompt_only": False,
+        # The weights stay the same, so both are right; a kept generation is read more often.
+        "on_reset": ("new_generation", "keep")[arguments.seed % 2],
         "secondary_tiers": tiers,
     }
     async with server(model, config, folder / "server.log", engine_id) as running:
