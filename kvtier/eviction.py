@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtier import messages as m
+from kvtier.group_messages import ReservePrefix
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from kvtier.messages import Key
     from kvtier.slots import SlotTable
 
-Call = m.Lookup | m.PrepareStore
+Call = m.Lookup | m.PrepareStore | ReservePrefix
 
 
 class Eviction:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Final, cast
 from kvtier import messages as m
 from kvtier.cells import NO_REPLY, ClosedCell, EngineCell
 from kvtier.errors import Misuse
+from kvtier.group_messages import ReservePrefix, Survey
 from kvtier.logs import log
 from kvtier.lookups import ABSENT, READY
 from kvtier.messages import Lookup
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from kvtier.events import Event
     from kvtier.generations import Generations
     from kvtier.messages import Key, Message, RequestId, TierSet
+    from kvtier.prefix_plan import GroupKeys
     from kvtier.primary_tier import PrimaryTier
     from kvtier.tier_cell import TierHost
     from kvtier.tier_link import TierLink
@@ -170,6 +172,28 @@ class SchedulerFacade:
         hits = states[:-1] if ABSENT in states[-1:] else states
         return len(hits) if all(state is READY for state in hits) else None
 
+    def survey(self, key: Key, request: RequestId) -> BlockState:
+        """Tell where the block is, of a request whose keys belong to several KV-cache groups.
+
+        As ``lookup_state``, but nothing is promoted: FILLING also means that a tier has
+        the block. At the step's end ``reserve_prefix`` promotes what the request needs,
+        and then FILLING means what it says.
+        """
+        if self._is_first_lookup:
+            return cast("BlockState", self._timed_lookup(Survey(key, request)))
+        state = self._cell.ask(self._primary, Survey(key, request))
+        return ABSENT if state is NO_REPLY else cast("BlockState", state)
+
+    def reserve_prefix(self, groups: Sequence[GroupKeys], request: RequestId) -> int:
+        """Promote and lease the blocks of the longest prefix, across groups, that has room.
+
+        Returns its tokens: all blocks that it needs are READY or will be, and stay
+        until the request's decision ends. 0: there is no room for any, nothing is
+        anywhere, tiers are still being asked, or a prefix was reserved before.
+        """
+        tokens = self._ask(ReservePrefix(groups=tuple(groups), request=request))
+        return 0 if tokens is NO_REPLY else cast("int", tokens)
+
     def load_sources(self, request: RequestId) -> Mapping[Key, int]:
         """Return which of the request's blocks tiers delivered to it: key → the tier's number.
 
@@ -209,15 +233,20 @@ class SchedulerFacade:
 
     # --- GPU stores ---
 
-    def prepare_store(self, keys: Collection[Key], request: RequestId) -> m.StoreGrant | None:
+    def prepare_store(
+        self, keys: Collection[Key], request: RequestId, *, cuts: Sequence[int] | None = None
+    ) -> m.StoreGrant | None:
         """Give slots to those of ``keys`` that are new, evicting what is needed.
 
         ``keys``: from head to tail. The grant names the keys to store, which
         may be fewer: resident ones, ones below ``store_threshold`` and the
         tail of what has no room are left out. None: no room for even one; try
-        again in a later step.
+        again in a later step. ``cuts``, growing: how many of ``keys`` are of use
+        without those behind them, where keys of several KV-cache groups belong
+        together; None: any number. What fits no memory of this size gets an empty grant.
         """
-        grant = self._ask(m.PrepareStore(keys=tuple(keys), request=request))
+        some = None if cuts is None else tuple(cuts)
+        grant = self._ask(m.PrepareStore(tuple(keys), request, some))
         return None if grant is NO_REPLY else cast("m.StoreGrant | None", grant)
 
     def complete_store(

@@ -53,11 +53,11 @@ class Lookups:
         self._slot_state = slots.state
         self._note_hit = slots.hits.add
         self._slot_of = slot_of
-        self._whereabouts = whereabouts
+        self.whereabouts = whereabouts
         self._find = whereabouts.find
         self._promotions = promotions
         self._eviction = eviction
-        self._counts = counts
+        self.counts = counts
         self._room = room
 
     def lookup(self, message: m.Lookup) -> None:
@@ -88,7 +88,7 @@ class Lookups:
         if state is None:
             if not self._eviction.make_room(message, self._room):
                 return  # it will be handled again
-            self._counts.promotions_refused += 1
+            self.counts.promotions_refused += 1
             state = ABSENT
         self.reply(state)
 
@@ -137,11 +137,11 @@ class Lookups:
         if tier == ASKING:
             return BlockState.PROBING
         if not self._promotions.has_room():
-            self._counts.promotions_refused += 1
+            self.counts.promotions_refused += 1
             return ABSENT
         if not self._slots.free_count():
             return None
-        self._whereabouts.stop_probing((key,))
+        self.whereabouts.stop_probing((key,))
         slot = self._slots.take_for_tier(tier)
         self._slot_of[key] = slot
         self._promotions.start(key, slot, request.search.request, tier)

@@ -105,6 +105,7 @@ class PrepareStore(Message, frozen=True, gc=False):
 
     keys: tuple[Key, ...]
     request: RequestId
+    cuts: tuple[int, ...] | None = None  #: how many keys may be stored without the rest; None: any
 
 
 class StoreGrant(Message, frozen=True):

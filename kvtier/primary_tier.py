@@ -24,13 +24,16 @@ from kvtier.cascades import Cascades
 from kvtier.events import PRIMARY, Event, EventKind
 from kvtier.eviction import Eviction
 from kvtier.gpu_loads import GpuLoads
+from kvtier.group_messages import ReservePrefix, Survey
 from kvtier.lookups import Lookups
 from kvtier.metrics import Observed, PrimaryCounts, PrimaryStatistics
 from kvtier.policies.actor import POLICY_TIME_S, broken_policy
+from kvtier.prefix_plan import storable
+from kvtier.prefix_reservations import PrefixReservations
 from kvtier.promotions import Batch, Promotions
 from kvtier.requests import Request
 from kvtier.slots import SlotTable
-from kvtier.store_filter import StoreFilter
+from kvtier.store_filter import StoreFilter, new_keys
 from kvtier.whereabouts import Whereabouts
 
 if TYPE_CHECKING:
@@ -75,6 +78,9 @@ class PrimaryTier(Actor):
             room=config.evict_batch_slots,
         )
         self._requests = self._lookups.requests
+        self._reservations = PrefixReservations(
+            self._lookups, self.slots, self._slot_of, self._promotions, self._eviction
+        )
         self._gpu_loads = GpuLoads()
         self._cascades = Cascades(self.slots, self._slot_of, config.tiers)
         self.epoch = 0  #: how many resets there were
@@ -88,7 +94,8 @@ class PrimaryTier(Actor):
     ) -> None:
         """Tell the actor where its policy and its links are, and tiers' admission gates if any."""
         self.policy = self._eviction.policy = self._lookups.policy = policy
-        self._lookups.reply = self.reply
+        self._lookups.reply = self._reservations.reply = self.reply
+        self._reservations.policy = policy
         self.links = list(links)
         self._cascades.gates = [gates.get(tier, link) for tier, link in enumerate(links)]
         self._policies = [policy, *gates.values()]
@@ -97,6 +104,8 @@ class PrimaryTier(Actor):
         return {
             m.Lookup: self._lookups.lookup,
             m.LookupPrefix: self._lookups.lookup_prefix,
+            Survey: self._reservations.survey,
+            ReservePrefix: self._reservations.reserve,
             m.PrepareLoad: self._prepare_load,
             m.CompleteLoad: self._complete_load,
             m.PrepareStore: self._prepare_store,
@@ -206,16 +215,7 @@ class PrimaryTier(Actor):
         if self._eviction.was_resumed(message):
             wanted = [key for key in self._store_wanted if key not in slot_of]
         else:
-            wanted = self._new_keys(message.keys)
-            if self._filter is not None:
-                wanted_before = len(wanted)
-                wanted = self._filter.keep(wanted, message.keys)
-                self.counts.stores_skipped += wanted_before - len(wanted)
-            self._store_wanted = wanted
-            if len(wanted) < len(message.keys):
-                self._offered_again(message)
-            if wanted:
-                self.allocation_sizes.add(len(wanted))
+            wanted = self._store_wanted = self._wanted(message)
         if not wanted:
             self.reply(m.StoreGrant([], [], [], self.epoch))
             return
@@ -224,10 +224,16 @@ class PrimaryTier(Actor):
         spare: frozenset[Key] = frozenset()
         if len(wanted) < len(message.keys):
             spare = frozenset(message.keys)
-        if not self._eviction.make_room(message, len(wanted), spare):
+        most = storable(wanted, message.keys, message.cuts, self.slots.count)
+        if not most:  # not even in all slots: later is no better
+            self.counts.stores_dropped += len(wanted)
+            self.reply(m.StoreGrant([], [], [], self.epoch))
+            return
+        if not self._eviction.make_room(message, most, spare):
             return
         room = self.slots.free_count()
         if room < len(wanted):
+            room = storable(wanted, message.keys, message.cuts, room)
             self.counts.stores_dropped += len(wanted) - room
             if not room:
                 self.reply(None)
@@ -239,12 +245,18 @@ class PrimaryTier(Actor):
         self.policy.post(m.Admitted(tuple(wanted), message.request, held=True))
         self.reply(m.StoreGrant(wanted, granted, self._eviction.evicted, self.epoch))
 
-    def _new_keys(self, keys: Sequence[Key]) -> list[Key]:
-        """Return those that have no slot, each once."""
-        slot_of = self._slot_of
-        if slot_of.keys().isdisjoint(keys) and len(frozenset(keys)) == len(keys):
-            return list(keys)  # as it mostly is: in half of the time
-        return [key for key in dict.fromkeys(keys) if key not in slot_of]
+    def _wanted(self, message: m.PrepareStore) -> list[Key]:
+        """Return what is to be stored of an offer, each once."""
+        wanted = new_keys(message.keys, self._slot_of)
+        if self._filter is not None:
+            wanted_before = len(wanted)
+            wanted = self._filter.keep(wanted, message.keys)
+            self.counts.stores_skipped += wanted_before - len(wanted)
+        if len(wanted) < len(message.keys):
+            self._offered_again(message)
+        if wanted:
+            self.allocation_sizes.add(len(wanted))
+        return wanted
 
     def _offered_again(self, message: m.PrepareStore) -> None:
         """Note the use of blocks that are here already; some tiers want them too."""
@@ -383,7 +395,7 @@ class PrimaryTier(Actor):
         request = self._requests.pop(message.request, None)
         if request is not None:
             request.count(self.counts)
-            self._end_reservations(message.request)
+            self._end_reservations(message.request, request)
             self._whereabouts.end(message.request)
             ended = m.RequestEnded(request=message.request, order=message.order)
             for listener in (*self._policies, *self.links):
@@ -391,19 +403,21 @@ class PrimaryTier(Actor):
         self.reply(None)
 
     def _requests_scheduled(self, message: m.RequestsScheduled) -> None:
-        for request in message.requests:
-            if request in self._requests:
-                self._end_reservations(request)
+        for name in message.requests:
+            request = self._requests.get(name)
+            if request is not None:
+                self._end_reservations(name, request)
         self.reply(None)
 
-    def _end_reservations(self, request: RequestId) -> None:
+    def _end_reservations(self, name: RequestId, request: Request) -> None:
         """End what is reserved for a request that waits for nothing any more."""
-        keys, slots = self._promotions.call_off(request)
+        keys, slots = self._promotions.call_off(name)
         for slot in slots:
             self.slots.fail_fill(slot)
         self._not_filled(keys)
-        self._end_leases(request)
-        self._whereabouts.stop_waiting(request)
+        self._end_leases(name)
+        self._whereabouts.stop_waiting(name)
+        request.reserved = None
 
     def _count_lookups(self, request_id: RequestId) -> None:
         request = self._requests.get(request_id)
@@ -443,12 +457,15 @@ class PrimaryTier(Actor):
             self.links[tier].post(m.Promote(tuple(keys), tuple(slots), self.epoch))
         for request in self._promotions.expired():
             self._end_leases(request)
+            if request in self._requests:
+                self._requests[request].reserved = None
 
     def _reset(self, message: m.Reset) -> None:
         for slot in self._promotions.reset():
             self.slots.fail_fill(slot)
         for request in self._requests.values():
             request.sources.clear()
+            request.reserved = None
         self.slots.reset(self._gpu_loads.reset(self._slot_of))
         self._cascades.reset()
         self._whereabouts.reset()

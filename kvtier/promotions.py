@@ -47,16 +47,24 @@ class Promotions:
         """Tell whether one more promotion leaves the reserve for stores untouched."""
         return self.held_slots < self._slots_max
 
-    def start(self, key: Key, slot: int, request: RequestId, tier: int) -> None:
-        """Note a promotion, to be sent with the step's others."""
+    def room(self) -> int:
+        """How many slots promotions may take beside those that they hold."""
+        return max(0, self._slots_max - self.held_slots)
+
+    def lease(self, key: Key, slot: int, request: RequestId) -> None:
+        """Keep a slot that nobody leases for a request."""
         leases = self._leases.get(request)
         if leases is None:
             leases = self._leases[request] = _Leases()
         leases.slot_of[key] = slot
         leases.until = self.now + self._lease_timeout_s
         self._slots.leased.add(slot)
-        self._filling_for[slot] = request
         self.held_slots += 1
+
+    def start(self, key: Key, slot: int, request: RequestId, tier: int) -> None:
+        """Note a promotion, to be sent with the step's others."""
+        self.lease(key, slot, request)
+        self._filling_for[slot] = request
         keys, slots = self._unsent.setdefault((tier, request), ([], []))
         keys.append(key)
         slots.append(slot)

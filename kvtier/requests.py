@@ -13,10 +13,19 @@ if TYPE_CHECKING:
 class Request:
     """One running request: what it looked up, and which tier delivered what to it."""
 
-    __slots__ = ("_hits_counted", "_queries_counted", "hits", "misses", "search", "sources")
+    __slots__ = (
+        "_hits_counted",
+        "_queries_counted",
+        "hits",
+        "misses",
+        "reserved",
+        "search",
+        "sources",
+    )
 
     def __init__(self, search: Search) -> None:
         self.search = search
+        self.reserved: int | None = None  #: tokens of the prefix reserved for it, if any
         self.sources: dict[Key, int] = {}  #: the tier that delivered the key to it
         # Invariant: a key is in one of these from its first lookup on, and never changes sides.
         # Whoever looks up keeps to it, in line. Else what was counted would have to be taken

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
     from kvtier.messages import Key
 
@@ -40,3 +40,10 @@ class StoreFilter:
         while len(offers) > self._max_tracker_size:
             offers.popitem(last=False)
         return [key for key in wanted if key in often]
+
+
+def new_keys(keys: Sequence[Key], slot_of: Mapping[Key, int]) -> list[Key]:
+    """Return those that have no slot, each once."""
+    if slot_of.keys().isdisjoint(keys) and len(frozenset(keys)) == len(keys):
+        return list(keys)  # as it mostly is: in half of the time
+    return [key for key in dict.fromkeys(keys) if key not in slot_of]

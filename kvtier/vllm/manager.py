@@ -20,15 +20,19 @@ from vllm.v1.kv_offload.base import (
     OffloadingManager,
     OffloadPolicy,
     PrepareStoreOutput,
+    ReqContext,
     RequestOffloadingContext,
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.events import PRIMARY, Event, EventKind
+from kvtier.logs import log
+from kvtier.messages import GROUP_BYTES
 from kvtier.registry import backend_class
 from kvtier.runtime import open_runtime
 from kvtier.states import BlockState
+from kvtier.vllm.groups import Groups, Pass, in_token_order
 from kvtier.vllm.metrics import MetricsExporter
 from kvtier.vllm.watch import Watch
 
@@ -38,7 +42,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
         OffloadingConnectorStats,
     )
-    from vllm.v1.kv_offload.base import LoadStoreSpec, ReqContext, ScheduleEndContext
+    from vllm.v1.kv_offload.base import LoadStoreSpec, ScheduleEndContext
 
     from kvtier.backend import Namespace
     from kvtier.config import RuntimeConfig, TierConfig
@@ -63,6 +67,10 @@ SPIN_YIELD_S: Final = 0.0005
 
 _TELLS_WHEN_FLUSHED: Final = hasattr(OffloadingManager, "on_reset_flushed")
 """vLLM 0.33 says when workers have let go of what they had at a reset; 0.32 doesn't."""
+
+
+HAS_POSITIONS: Final = "_offload_key_positions" in getattr(ReqContext, "__dataclass_fields__", {})
+"""vLLM publishes the position of a key that one has, and keeps the list of all keys to itself."""
 
 
 def _positions(req_context: ReqContext) -> dict[bytes, int]:
@@ -106,6 +114,12 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         memory: SlotMemory,
         region: Region,
     ) -> None:
+        if not HAS_POSITIONS:
+            log.warning(
+                "this vLLM does not tell the positions of keys: blocks are looked up one by one, "
+                "and models with several KV-cache groups are served from no tier but the primary",
+                remedy="use vLLM 0.32 or 0.33",
+            )
         self.facade = facade
         self._lookup_state = facade.lookup_state  # called for each key
         self._memory = memory
@@ -114,9 +128,14 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._info = getattr(spec, "cpu_info", None)  # vLLM 0.33
         self._tiers = [_Tier(tier) for tier in config.tiers]
         self._several_groups = len(spec.config.groups) > 1
-        self._chunk_tokens = max(
-            1, spec.config.groups[0].tokens_per_block * spec.config.cache.blocks_per_chunk
+        chunk_blocks = spec.config.cache.blocks_per_chunk
+        self._groups = Groups(
+            {
+                group.group_id.to_bytes(GROUP_BYTES, "big"): group.tokens_per_block * chunk_blocks
+                for group in spec.config.groups
+            }
         )
+        self._chunk_tokens = max(1, spec.config.groups[0].tokens_per_block * chunk_blocks)
         wants_requests = any(tier.request_level for tier in config.tiers)
         self._context = RequestOffloadingContext(
             policy=OffloadPolicy.REQUEST_LEVEL if wants_requests else OffloadPolicy.CHUNK_LEVEL
@@ -138,6 +157,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._granted: dict[str, list[StoreGrant]] = {}  # stores under way, by request
         self._undecided: set[str] = set()  # requests that have looked up, and may wait
         self._loading: list[str] = []  # requests that began a load in this step
+        self._passes: dict[str, Pass] = {}  # of this step, where there are several groups
+        self._refused: set[str] = set()  # requests that a prefix had no room for in the last step
 
     # --- requests ---
 
@@ -157,6 +178,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._ahead_of = None
         self._sources.pop(req_context.req_id, None)
         self._undecided.discard(req_context.req_id)
+        self._refused.discard(req_context.req_id)
         self.facade.on_request_finished(req_context.req_id, self._order(req_context))
 
     def _order(self, req_context: ReqContext) -> Collection[bytes]:
@@ -170,6 +192,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     @override
     def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
+        if self._several_groups:
+            return self._lookup_in_groups(key, req_context)
         if req_context is not self._ahead_of:
             self._look_ahead(key, req_context)
         result = self._ahead.get(key)
@@ -182,19 +206,43 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
         Within a step a HIT stays one; what was under way is asked for again in
         the next step. vLLM asks from head to tail up to the first MISS, one
-        request after the other, unless there are several groups.
+        request after the other.
         """
         self._undecided.add(req_context.req_id)
         # The first one by itself: most often it is a MISS, and there is nothing ahead.
         first = self._lookup_state(key, req_context.req_id)
         self._ahead = {key: _RESULTS[first]}
         self._ahead_of = req_context
-        if first is BlockState.ABSENT or self._several_groups:
+        if first is BlockState.ABSENT:
             return
         rest = self._keys_behind(key, req_context)
         if rest:
             states = self.facade.lookup_states(rest, req_context.req_id)
             self._ahead.update(zip(rest, map(_RESULTS.__getitem__, states), strict=False))
+
+    def _lookup_in_groups(self, key: bytes, req_context: ReqContext) -> LookupResult:
+        """Tell where the block is. What is promoted is decided when vLLM has asked for all."""
+        request, end_of = req_context.req_id, _positions(req_context)
+        asked = self._passes.get(request)
+        if asked is None:
+            self._undecided.add(request)
+            asked = self._passes[request] = Pass(self._groups, end_of)
+        if end_of.get(key, 1) % self._groups.chunk_tokens.get(key[-GROUP_BYTES:], 1):
+            return _RESULTS[self._lookup_state(key, request)]  # a partial tail: one block a group
+        state = self.facade.survey(key, request)
+        asked.note(key, state)
+        return _RESULTS[state]
+
+    def _reserve_prefixes(self) -> None:
+        """Promote what requests wait for that are waiting still, in vLLM's order."""
+        passes, self._passes = self._passes, {}
+        for request, asked in passes.items():
+            was_refused = request in self._refused
+            self._refused.discard(request)
+            if request not in self._undecided or not (was_refused or asked.waits_for_blocks()):
+                continue
+            if not self.facade.reserve_prefix(asked.wanted(), request) and not was_refused:
+                self._refused.add(request)
 
     def _keys_behind(self, key: bytes, req_context: ReqContext) -> list[bytes]:
         """Return the request's keys behind ``key``, in order; none if it is not one of them.
@@ -225,8 +273,13 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     @override
     def prepare_load(self, keys: Collection[bytes], req_context: ReqContext) -> LoadStoreSpec:
-        self._loading.append(req_context.req_id)
-        return CPULoadStoreSpec(self.facade.prepare_load(keys, req_context.req_id))
+        request = req_context.req_id
+        self._loading.append(request)
+        if not self._several_groups:
+            return CPULoadStoreSpec(self.facade.prepare_load(keys, request))
+        ordered = in_token_order(keys, _positions(req_context))
+        slots = dict(zip(ordered, self.facade.prepare_load(ordered, request), strict=True))
+        return CPULoadStoreSpec([slots[key] for key in keys])
 
     @override
     def complete_load(self, keys: Collection[bytes], req_context: ReqContext) -> None:
@@ -235,6 +288,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     @override
     def touch(self, keys: Collection[bytes], req_context: ReqContext) -> None:
+        if self._several_groups:
+            keys = in_token_order(keys, _positions(req_context))
         self.facade.touch(keys, req_context.req_id)
 
     # --- stores ---
@@ -246,14 +301,25 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._ahead_of = None
         if req_context.req_id in self._undecided:  # resumed: no ``ScheduleEndContext`` names it
             self._note_decided((req_context.req_id,))
-        grant = self.facade.prepare_store(keys, req_context.req_id)
+        cuts = None
+        offered = keys
+        if self._several_groups:
+            end_of = _positions(req_context)
+            offered = ordered = in_token_order(keys, end_of)
+            cuts = self._groups.cuts(ordered, end_of)
+        grant = self.facade.prepare_store(offered, req_context.req_id, cuts=cuts)
         if grant is None:
             return None
-        if grant.keys:
+        granted, slots = grant.keys, grant.slots
+        if granted:
             self._granted.setdefault(req_context.req_id, []).append(grant)
+        if self._several_groups:  # vLLM takes slots in the order of its offer
+            slot_of = dict(zip(granted, slots, strict=True))
+            granted = [key for key in keys if key in slot_of]
+            slots = [slot_of[key] for key in granted]
         return PrepareStoreOutput(
-            keys_to_store=grant.keys,
-            store_spec=CPULoadStoreSpec(grant.slots),
+            keys_to_store=granted,
+            store_spec=CPULoadStoreSpec(slots),
             evicted_keys=grant.evicted,
         )
 
@@ -289,8 +355,12 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._is_idle = False
         self._ahead_of = None
         self._sources.clear()
-        self._note_decided([*context.new_req_ids, *self._loading])
+        self._note_decided(
+            [*context.new_req_ids, *self._loading, *(context.preempted_req_ids or ())]
+        )
         self._loading.clear()
+        if self._passes:
+            self._reserve_prefixes()
         self.facade.step_end()
         self._yield_if_spinning()
         if not self._unlinked:
@@ -365,6 +435,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._sources.clear()
         self.facade.reset()
         self._undecided.clear()
+        self._passes.clear()
+        self._refused.clear()
         self._granted.clear()  # their completions will not come any more
         if not _TELLS_WHEN_FLUSHED:
             self._flush_steps_left = self._flush_steps

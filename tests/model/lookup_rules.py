@@ -11,6 +11,7 @@ from tier_rules import TierRules
 from world import KEYS, PATHS, Request
 
 from kvtier import messages as m
+from kvtier.prefix_plan import GroupKeys
 from kvtier.slots import GPU
 from kvtier.states import BlockState
 
@@ -18,6 +19,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvtier.messages import Key
+
+
+def groups_of(path: Sequence[Key], window: int | None) -> list[GroupKeys]:
+    """Return a path's keys by group; the last of several groups has a window."""
+    by_group: dict[bytes, list[Key]] = {}
+    for key in path:
+        by_group.setdefault(key[-4:], []).append(key)
+    last = list(by_group)[-1] if len(by_group) > 1 else None
+    return [
+        GroupKeys(tuple(keys), tuple(range(1, len(keys) + 1)), window if group == last else None)
+        for group, keys in by_group.items()
+    ]
 
 
 class LookupRules(TierRules):
@@ -99,6 +112,33 @@ class LookupRules(TierRules):
         self.world.in_order(schedule)
         self._look_up(request, pick(request.path, index), schedule)
 
+    @precondition(lambda self: self.world.requests)
+    @rule(which=PICKS, window=st.sampled_from([None, 1, 2]), schedule=SCHEDULES)
+    def a_prefix_of_all_groups_is_reserved(
+        self, which: int, window: int | None, schedule: bytes
+    ) -> None:
+        """Nothing is promoted but what one prefix of tokens needs, and all of that."""
+        world = self.world
+        request = self._request(which)
+        groups = groups_of(request.path, window)
+        world.in_order(schedule)
+        for key in request.path:
+            assert world.facade.survey(key, request.name) is not None
+        world.decided.discard(request.name)
+        before = {key for key in KEYS if world.primary.slot_of(key) is not None}
+        leased = set(world.slots.leased)
+        tokens = world.facade.reserve_prefix(groups, request.name)
+        needed = (
+            {key for group in groups for key in group.needed(tokens) or ()} if tokens else set()
+        )
+        for key in needed:
+            slot = world.primary.slot_of(key)
+            assert slot is not None, f"{key!r} is needed for {tokens} tokens, and not promoted"
+            if slot not in leased and slot in world.slots.leased:
+                self._leased(request, key)
+        for key in set(KEYS) - before - needed:
+            assert world.primary.slot_of(key) is None, f"{key!r} is of no use to {tokens} tokens"
+
     @rule(path=st.sampled_from(PATHS), count=st.integers(1, 7), schedule=SCHEDULES)
     def a_request_comes_and_is_promoted_for(
         self, path: tuple[Key, ...], count: int, schedule: bytes
@@ -162,6 +202,10 @@ class LookupRules(TierRules):
         assert source is not None
         assert source != GPU
         assert request.tiers >> source & 1, f"{request.name} may not be served from {source}"
+        self._leased(request, key)
+
+    def _leased(self, request: Request, key: Key) -> None:
+        world = self.world
         until = world.primary._promotions.now + world.config.lease_timeout_s
         world.leases[key] = (request.name, until)
         world.lease_until[request.name] = until

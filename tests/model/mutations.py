@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from kvtier import messages as m
-from kvtier import parts, secondary_tier
+from kvtier import parts, prefix_reservations, secondary_tier
 from kvtier.backend import Outcome
 from kvtier.breaker import Breaker
 from kvtier.events import EventKind
@@ -284,6 +284,18 @@ def keep_the_leases_of_a_scheduled_request() -> Iterator[None]:
 def ask_for_what_nobody_waits_for() -> Iterator[None]:
     """Probes are sent for requests that have been scheduled, or are over."""
     with patch.object(Whereabouts, "_is_wanted", lambda *_: True):
+        yield
+
+
+@mutation
+def judge_one_group_at_a_time() -> Iterator[None]:
+    """A prefix is reserved as far as the first group's blocks have room."""
+    real = prefix_reservations.longest_prefix
+
+    def longest(groups: Any, cost: Any, room: int) -> Any:
+        return real(groups[:1], cost, room)
+
+    with patch.object(prefix_reservations, "longest_prefix", longest):
         yield
 
 

@@ -1,0 +1,153 @@
+"""Lookups and promotions for requests whose keys belong to several KV-cache groups.
+
+Part of the primary tier's actor. A survey tells where blocks are, and promotes
+none. Once the caller knows from it what it needs, one reservation promotes
+and leases all blocks of a prefix that fits the room, and then none are
+promoted for that request until its decision has ended. So a request holds all
+that it waits for, or nothing, and two can't starve one another.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kvtier import messages as m
+from kvtier.group_messages import ReservePrefix, Survey
+from kvtier.lookups import ABSENT, FILLING, READY
+from kvtier.prefix_plan import Prefix, Unknown, longest_prefix
+from kvtier.states import BlockState
+from kvtier.whereabouts import ASKING, NOWHERE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvtier.actor import Mailbox
+    from kvtier.eviction import Eviction
+    from kvtier.lookups import Lookups
+    from kvtier.messages import Key
+    from kvtier.promotions import Promotions
+    from kvtier.requests import Request
+    from kvtier.slots import SlotTable
+
+REFUSED: Final = 0
+"""As a request's ``reserved``: there was no room. It is told once, and may then try again."""
+
+
+class PrefixReservations:
+    """Handles ``Survey`` and ``ReservePrefix``."""
+
+    def __init__(
+        self,
+        lookups: Lookups,
+        slots: SlotTable,
+        slot_of: dict[Key, int],
+        promotions: Promotions,
+        eviction: Eviction,
+    ) -> None:
+        self.policy: Mailbox
+        self.reply: Callable[[object], None]
+        self._slots = slots
+        self._slot_of = slot_of
+        self._whereabouts = lookups.whereabouts
+        self._promotions = promotions
+        self._eviction = eviction
+        self._counts = lookups.counts
+        self._requests = lookups.requests
+
+    def survey(self, message: Survey) -> None:
+        """Answer with the key's state; FILLING also for what a tier has and may be reserved."""
+        key = message.key
+        request = self._requests.get(message.request)
+        slot = self._slot_of.get(key)
+        state = ABSENT
+        if slot is not None:
+            state = READY if self._slots.is_ready(slot) else FILLING
+        elif request is not None:
+            tier = self._whereabouts.find(key, request.search)
+            if tier == ASKING:
+                state = BlockState.PROBING
+            elif tier != NOWHERE and request.reserved is None:
+                state = FILLING
+        if state is READY and slot is not None:
+            self._slots.hits.add(slot)
+        if request is not None:
+            if state is READY and key not in request.misses:
+                request.hits.add(key)
+            elif key not in request.hits:
+                request.misses.add(key)
+        self.reply(state)
+
+    def reserve(self, message: ReservePrefix) -> None:
+        """Promote and lease a prefix across groups; answer with its tokens, 0 for none."""
+        request = self._requests.get(message.request)
+        if request is None or request.reserved is not None:
+            if request is not None and request.reserved == REFUSED:
+                request.reserved = None
+            self.reply(0)
+            return
+        try:
+            prefix = self._longest(message, request, self._promotions.room())
+        except Unknown:
+            self.reply(0)
+            return
+        if prefix is not None:
+            absent = [key for key in prefix.keys if key not in self._slot_of]
+            if not self._eviction.make_room(message, len(absent), frozenset(prefix.keys)):
+                return  # it will be handled again
+            free = self._slots.free_count()
+            if free < len(absent):
+                prefix = self._longest(message, request, self._promotions.room(), free)
+        if prefix is None:
+            request.reserved = REFUSED
+            self._counts.promotions_refused += 1
+            self.reply(0)
+            return
+        request.reserved = prefix.tokens
+        self._promote(prefix, request)
+        self.reply(prefix.tokens)
+
+    def _longest(
+        self, message: ReservePrefix, request: Request, room: int, free: int | None = None
+    ) -> Prefix | None:
+        """Return the longest prefix for the room of promotions, and maybe for free slots."""
+        slot_of, leased, find = self._slot_of, self._slots.leased, self._whereabouts.find
+
+        def cost(key: Key) -> int | None:
+            slot = slot_of.get(key)
+            if slot is not None:
+                is_ours_to_lease = self._slots.is_ready(slot) and slot not in leased
+                return int(is_ours_to_lease and free is None)
+            tier = find(key, request.search)
+            if tier == ASKING:
+                raise Unknown
+            return None if tier == NOWHERE else 1
+
+        prefix = longest_prefix(message.groups, cost, room if free is None else min(room, free))
+        if prefix is not None and free is not None:  # what it leases must fit too
+            wanted = sum(
+                key not in slot_of
+                or (self._slots.is_ready(slot_of[key]) and slot_of[key] not in leased)
+                for key in prefix.keys
+            )
+            return prefix if wanted <= room else None
+        return prefix
+
+    def _promote(self, prefix: Prefix, request: Request) -> None:
+        name = request.search.request
+        new: list[Key] = []
+        kept: list[Key] = []
+        for key in prefix.keys:
+            slot = self._slot_of.get(key)
+            if slot is None:
+                tier = self._whereabouts.find(key, request.search)
+                slot = self._slot_of[key] = self._slots.take_for_tier(tier)
+                self._promotions.start(key, slot, name, tier)
+                new.append(key)
+            elif self._slots.is_ready(slot) and slot not in self._slots.leased:
+                self._promotions.lease(key, slot, name)
+                kept.append(key)
+        self._whereabouts.stop_probing(new)
+        if kept:
+            self.policy.post(m.Held(tuple(kept)))
+        if new:
+            self.policy.post(m.Admitted(tuple(new), name, held=True))

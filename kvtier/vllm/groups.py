@@ -1,0 +1,155 @@
+"""What one request's keys of several KV-cache groups have to do with one another.
+
+vLLM tells the token that each key ends at, and asks for keys group by group:
+with full attention from head to tail, up to the first miss; with a sliding
+window (or a recurrent state) from the tail on, until it has found a window's
+length. How long windows are it tells nowhere in all its releases, so that is
+learnt from where it stops.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import TYPE_CHECKING
+
+from kvtier.messages import GROUP_BYTES
+from kvtier.prefix_plan import GroupKeys
+from kvtier.states import BlockState
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+_NO_END = 1 << 62  # of keys that vLLM gave no position: behind all others
+
+
+def in_token_order(keys: Collection[bytes], end_of: Mapping[bytes, int]) -> list[bytes]:
+    """Return keys of several groups in the order of the tokens that they end at."""
+    return sorted(keys, key=lambda key: end_of.get(key, _NO_END))
+
+
+class Groups:
+    """The groups of one model. ``chunk_tokens``: how many tokens a key of each group covers."""
+
+    def __init__(self, chunk_tokens: Mapping[bytes, int]) -> None:
+        self.chunk_tokens = chunk_tokens
+        self.windows: dict[bytes, int] = {}  #: in keys, of groups where one was seen
+
+    def cuts(self, keys: Sequence[bytes], end_of: Mapping[bytes, int]) -> list[int]:
+        """Return how many of ``keys``, in token order, are of use without those behind them.
+
+        All are. Fewer are if they end at one token, and every group has what it
+        needs before that: as far back as the offer goes, or all of a window.
+        """
+        runs = self._runs(keys, end_of)
+        ends = [end_of.get(key, _NO_END) for key in keys]
+        cuts = [
+            number
+            for number in range(1, len(keys))
+            if ends[number - 1] < ends[number]
+            and all(self._is_served(each, ends[number - 1]) for each in runs.values())
+        ]
+        return [*cuts, len(keys)]
+
+    def _runs(
+        self, keys: Sequence[bytes], end_of: Mapping[bytes, int]
+    ) -> dict[bytes, list[tuple[int, int, bool]]]:
+        """Return each group's stretches of keys: first token, end, whether the offer begins there.
+
+        Windows may begin later than the offer; what is missing before them is not offered.
+        """
+        runs: dict[bytes, list[tuple[int, int, bool]]] = {}
+        for key in keys:
+            group = key[-GROUP_BYTES:]
+            end = end_of.get(key, _NO_END)
+            chunk = self.chunk_tokens.get(group, 1)
+            of_group = runs.setdefault(group, [])
+            if of_group and of_group[-1][1] == end - chunk:
+                of_group[-1] = (of_group[-1][0], end, False)
+            else:
+                of_group.append((end - chunk, end, False))
+        start = min((each[0][0] for each in runs.values()), default=0)
+        return {
+            group: [(first, end, first <= start) for first, end, _ in of_group]
+            for group, of_group in runs.items()
+        }
+
+    @staticmethod
+    def _is_served(runs: Sequence[tuple[int, int, bool]], tokens: int) -> bool:
+        number = bisect_right(runs, tokens, key=lambda run: run[0]) - 1
+        if number < 0:
+            return False
+        _, end, begins_with_offer = runs[number]
+        return tokens <= end and (begins_with_offer or tokens == end)
+
+
+class Pass:
+    """What one request was answered in one step, key by key."""
+
+    def __init__(self, groups: Groups, end_of: Mapping[bytes, int]) -> None:
+        self._groups = groups
+        self._end_of = end_of
+        self._asked: dict[bytes, list[tuple[int, BlockState]]] = {}  # by group, in vLLM's order
+        self._states: set[BlockState] = set()
+
+    def note(self, key: bytes, state: BlockState) -> None:
+        """Note an answer."""
+        end = self._end_of.get(key)
+        if end is not None:
+            self._asked.setdefault(key[-GROUP_BYTES:], []).append((end, state))
+            self._states.add(state)
+
+    def waits_for_blocks(self) -> bool:
+        """Tell whether vLLM waits for blocks to arrive, and no more for tiers to be asked."""
+        return BlockState.FILLING in self._states and BlockState.PROBING not in self._states
+
+    def wanted(self) -> list[GroupKeys]:
+        """Return what to reserve a prefix of."""
+        keys: dict[bytes, list[tuple[int, bytes]]] = {}
+        for key, end in self._end_of.items():
+            group = key[-GROUP_BYTES:]
+            if end % self._groups.chunk_tokens.get(group, 1) == 0:  # not a partial tail
+                keys.setdefault(group, []).append((end, key))
+        if keys.keys() - self._asked.keys():
+            return []  # vLLM did not come to ask for all groups: it loads nothing
+        start = self._start()
+        return [self._group(group, sorted(each), start) for group, each in keys.items()]
+
+    def _start(self) -> int:
+        """Return the tokens that the GPU has: those before the first key asked for."""
+        return min(
+            (
+                asked[0][0] - self._groups.chunk_tokens[group]
+                for group, asked in self._asked.items()
+                if not _is_descending(asked)
+            ),
+            default=0,
+        )
+
+    def _group(self, group: bytes, keys: list[tuple[int, bytes]], start: int) -> GroupKeys:
+        asked = self._asked[group]
+        last = max(end for end, _ in asked)
+        span = [(end, key) for end, key in keys if start < end <= last]
+        window = None
+        if _is_descending(asked):
+            window = self._window(group, asked, start)
+        return GroupKeys(tuple(key for _, key in span), tuple(end for end, _ in span), window)
+
+    def _window(self, group: bytes, asked: list[tuple[int, BlockState]], start: int) -> int | None:
+        """Return how many keys vLLM wanted in a row before it stopped asking, as far as known."""
+        chunk = self._groups.chunk_tokens[group]
+        run = 0
+        before = None
+        for end, state in reversed(asked):
+            if state is BlockState.ABSENT or (before is not None and end != before + chunk):
+                break
+            before = end
+            run += 1
+        windows = self._groups.windows
+        if run and asked[-1][0] - chunk > start:  # it stopped because it had enough
+            windows[group] = max(run, windows.get(group, 0))
+        return windows.get(group)
+
+
+def _is_descending(asked: Sequence[tuple[int, BlockState]]) -> bool:
+    """Tell whether a group is asked for from the tail on."""
+    return len(asked) > 1 and asked[1][0] < asked[0][0]
