@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvtier import messages as m
-from kvtier.group_messages import ReservePrefix, Survey
 from kvtier.lookups import ABSENT, FILLING, READY
 from kvtier.prefix_plan import Prefix, Unknown, longest_prefix
 from kvtier.states import BlockState
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 
     from kvtier.actor import Mailbox
     from kvtier.eviction import Eviction
+    from kvtier.group_messages import ReservePrefix, Survey
     from kvtier.lookups import Lookups
     from kvtier.messages import Key
     from kvtier.promotions import Promotions
