@@ -33,7 +33,7 @@ from kvtier.prefix_reservations import PrefixReservations
 from kvtier.promotions import Batch, Promotions
 from kvtier.requests import Request
 from kvtier.slots import SlotTable
-from kvtier.store_filter import StoreFilter, new_keys
+from kvtier.store_filter import StoreFilter, wanted_of
 from kvtier.whereabouts import Whereabouts
 
 if TYPE_CHECKING:
@@ -231,9 +231,8 @@ class PrimaryTier(Actor):
             return
         if not self._eviction.make_room(message, most, spare):
             return
-        room = self.slots.free_count()
+        room = storable(wanted, message.keys, message.cuts, self.slots.free_count())
         if room < len(wanted):
-            room = storable(wanted, message.keys, message.cuts, room)
             self.counts.stores_dropped += len(wanted) - room
             if not room:
                 self.reply(None)
@@ -246,12 +245,7 @@ class PrimaryTier(Actor):
         self.reply(m.StoreGrant(wanted, granted, self._eviction.evicted, self.epoch))
 
     def _wanted(self, message: m.PrepareStore) -> list[Key]:
-        """Return what is to be stored of an offer, each once."""
-        wanted = new_keys(message.keys, self._slot_of)
-        if self._filter is not None:
-            wanted_before = len(wanted)
-            wanted = self._filter.keep(wanted, message.keys)
-            self.counts.stores_skipped += wanted_before - len(wanted)
+        wanted = wanted_of(message.keys, self._slot_of, self._filter, self.counts)
         if len(wanted) < len(message.keys):
             self._offered_again(message)
         if wanted:
@@ -457,8 +451,7 @@ class PrimaryTier(Actor):
             self.links[tier].post(m.Promote(tuple(keys), tuple(slots), self.epoch))
         for request in self._promotions.expired():
             self._end_leases(request)
-            if request in self._requests:
-                self._requests[request].reserved = None
+            self._requests[request].reserved = None
 
     def _reset(self, message: m.Reset) -> None:
         for slot in self._promotions.reset():

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from kvtier.messages import Key
+    from kvtier.metrics import PrimaryCounts
 
 
 class StoreFilter:
@@ -40,6 +41,21 @@ class StoreFilter:
         while len(offers) > self._max_tracker_size:
             offers.popitem(last=False)
         return [key for key in wanted if key in often]
+
+
+def wanted_of(
+    keys: Sequence[Key],
+    slot_of: Mapping[Key, int],
+    often: StoreFilter | None,
+    counts: PrimaryCounts,
+) -> list[Key]:
+    """Return what is to be stored of an offer, each once; count what was not offered enough."""
+    new = new_keys(keys, slot_of)
+    if often is None:
+        return new
+    wanted = often.keep(new, keys)
+    counts.stores_skipped += len(new) - len(wanted)
+    return wanted
 
 
 def new_keys(keys: Sequence[Key], slot_of: Mapping[Key, int]) -> list[Key]:
