@@ -128,7 +128,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._info = getattr(spec, "cpu_info", None)  # vLLM 0.33
         self._tiers = [_Tier(tier) for tier in config.tiers]
         self._several_groups = len(spec.config.groups) > 1
-        chunk_blocks = spec.config.cache.blocks_per_chunk
+        chunk_blocks = int(spec.blocks_per_chunk)
         self._groups = Groups(
             {
                 group.group_id.to_bytes(GROUP_BYTES, "big"): group.tokens_per_block * chunk_blocks
