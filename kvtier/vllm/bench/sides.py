@@ -23,6 +23,7 @@ from kvtier.backend import Namespace
 from kvtier.memory import SlotMemory
 from kvtier.runtime import open_runtime
 from kvtier.settings import read_settings
+from kvtier.vllm import KVTierOffloadingSpec
 from kvtier.vllm.manager import KVTierManager
 
 if TYPE_CHECKING:
@@ -192,5 +193,7 @@ def offloading_spec() -> SimpleNamespace:
     return SimpleNamespace(
         config=config,
         blocks_per_chunk=1,
+        metrics=KVTierOffloadingSpec.metrics,
+        extra_config={},
         kv_events_config=SimpleNamespace(enable_kv_cache_events=True),
     )
