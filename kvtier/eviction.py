@@ -93,6 +93,12 @@ class Eviction:
         """Note that the call was handled again."""
         self._resumed = None
 
+    def tell_residents(self) -> None:
+        """Tell a policy that takes another one's place what there is, and what of it must stay."""
+        slot_of, is_held = self._slot_of, self._slots.is_held
+        held = tuple(key for key, slot in slot_of.items() if is_held(slot))
+        self.policy.post(m.Residents(keys=tuple(slot_of), held=held))
+
     def _ask(self, missing: int) -> None:
         self._victims_asked = missing
         self.policy.post(m.ChooseVictims(count=missing, spare=self._spare))

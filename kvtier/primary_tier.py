@@ -53,14 +53,9 @@ class PrimaryTier(Actor):
         self.log: Mailbox
         self.counts = PrimaryCounts()
         self.allocation_sizes: Observed[int] = Observed()  #: blocks wanted, one a store
-        self._config = config
         self._collect_events = collect_events
         self._events: list[Event] = []
-        self._filter = (
-            StoreFilter(config.store_threshold, config.max_tracker_size)
-            if config.store_threshold > 1
-            else None
-        )
+        self._filter = StoreFilter.if_wanted(config.store_threshold, config.max_tracker_size)
         self.slots = SlotTable(config.slot_count)
         self._promotions = Promotions(
             self.slots, config.slot_count - config.store_reserve_slots, config.lease_timeout_s
@@ -176,9 +171,7 @@ class PrimaryTier(Actor):
     def _policy_broke(self, message: m.PolicyBroke) -> None:
         self.counts.policies_replaced += 1
         self.log.post(broken_policy("0:primary", message))
-        slot_of, is_held = self._slot_of, self.slots.is_held
-        held = tuple(key for key, slot in slot_of.items() if is_held(slot))
-        self.policy.post(m.Residents(keys=tuple(slot_of), held=held))
+        self._eviction.tell_residents()
 
     # --- GPU loads ---
 
@@ -275,9 +268,7 @@ class PrimaryTier(Actor):
             self.slots.fill(slots, fills)
             self._became_ready(keys, slots, request, self._cascades.all_tiers)
         else:
-            for slot in slots:
-                self.slots.fail_fill(slot)
-            self._not_filled(keys)
+            self._fill_failed(keys, slots)
         self.reply(None)
 
     def _touch(self, message: m.Touch) -> None:
@@ -354,6 +345,12 @@ class PrimaryTier(Actor):
         for slot in message.slots:
             self.slots.let_go(slot)
 
+    def _fill_failed(self, keys: Sequence[Key], slots: Sequence[int]) -> None:
+        """Free slots whose writer has let go before it was done."""
+        for slot in slots:
+            self.slots.fail_fill(slot)
+        self._not_filled(keys)
+
     def _not_filled(self, keys: Sequence[Key]) -> None:
         """Make keys ABSENT whose fill came to nothing."""
         for key in keys:
@@ -405,10 +402,7 @@ class PrimaryTier(Actor):
 
     def _end_reservations(self, name: RequestId, request: Request) -> None:
         """End what is reserved for a request that waits for nothing any more."""
-        keys, slots = self._promotions.call_off(name)
-        for slot in slots:
-            self.slots.fail_fill(slot)
-        self._not_filled(keys)
+        self._fill_failed(*self._promotions.call_off(name))
         self._end_leases(name)
         self._whereabouts.stop_waiting(name)
         request.reserved = None
@@ -488,10 +482,7 @@ class PrimaryTier(Actor):
         self._cascades.cut_off(message.tier)
         self._whereabouts.set_usable(message.tier, usable=False)
         self._whereabouts.give_up(message.tier)
-        keys, unsent = self._promotions.call_off_tier(message.tier)
-        for slot in unsent:
-            self.slots.fail_fill(slot)
-        self._not_filled(keys)
+        self._fill_failed(*self._promotions.call_off_tier(message.tier))
         for key, slot in list(self._slot_of.items()):
             if self.slots.tier_fills.get(slot) == message.tier:
                 self._promotions.lost(key, slot)

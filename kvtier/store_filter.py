@@ -24,6 +24,11 @@ class StoreFilter:
         self._max_tracker_size = max_tracker_size
         self._offers: OrderedDict[Key, int] = OrderedDict()
 
+    @classmethod
+    def if_wanted(cls, threshold: int, max_tracker_size: int) -> StoreFilter | None:
+        """Return a filter; None where the first offer is enough."""
+        return cls(threshold, max_tracker_size) if threshold > 1 else None
+
     def keep(self, wanted: Iterable[Key], offered: Iterable[Key]) -> list[Key]:
         """Count an offer of each key of ``offered``.
 
