@@ -30,6 +30,16 @@ COMMON = [
     *("type", "locality", "enable_kv_events", "offload_policy", "eviction_policy"),
     *("admission", "probe_timeout_s", "promote_timeout_s", "store_timeout_s"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some values are relative paths, and some of them can be made."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("here"))
+
+
 SPEC = {
     "spec_name": "KVTierOffloadingSpec",
     "spec_module_path": "kvtier.vllm",
