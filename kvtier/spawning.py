@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     _Started: TypeAlias = "Future[subprocess.Popen[bytes]]"
     _Order: TypeAlias = tuple[_Started, Sequence[str], Sequence[int]]
 
+THREAD_NAME: Final = "kvtier-spawner"
+"""Of the thread that starts all processes. It lives as long as this process."""
+
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 
 
@@ -66,7 +69,7 @@ def _orders_of_this_process() -> queue.SimpleQueue[_Order]:
         if _orders is None:
             _orders = queue.SimpleQueue()
             threading.Thread(
-                target=_carry_out, args=(_orders,), name="kvtier-spawner", daemon=True
+                target=_carry_out, args=(_orders,), name=THREAD_NAME, daemon=True
             ).start()
         return _orders
 

@@ -61,6 +61,7 @@ class KVTierOnDyingDiskSpec(KVTierOnDiskSpec):
     a_copy_rots = None
     a_disk_has_no_room_or_has_it_again = None
     a_request_loads_the_prefix_that_is_here = None
+    a_request_does_again_what_a_reset_made_void = None
     a_load_completes = None
     a_region_turns_sick = None
     a_request_looks_up_its_prefix_in_one_go = None

@@ -14,6 +14,7 @@ import pytest
 
 from kvtier.errors import StoreFault
 from kvtier.memory import SlotMemory
+from tests.threads_left import ending_threads
 from tests.vllm.bench_process import Bench, start_bench
 
 with warnings.catch_warnings():
@@ -297,7 +298,7 @@ def test_all_sides_run_every_leg_and_leave_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # fio's own run is the command's test
-    threads = threading.active_count()
+    threads = ending_threads()
     advanced: list[int] = []
     options = Options(tmp_path, 4 << 20, rounds=2, threads=4, encrypted=True)
     found = measure(options, BLOCK_BYTES, lambda: advanced.append(1))
@@ -309,7 +310,7 @@ def test_all_sides_run_every_leg_and_leave_nothing(
         assert all(sorted(each.busy[kind]) == sorted([VLLM, KVTIER, ENCRYPTED]) for kind in KINDS)
     assert found.fio.startswith("fio not found")
     assert list(tmp_path.iterdir()) == []
-    until(lambda: threading.active_count() <= threads, threading.enumerate)
+    until(lambda: ending_threads() <= threads, threading.enumerate)
 
 
 def wait_for_blocks(bench: Bench) -> None:

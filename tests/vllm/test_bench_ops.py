@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import tempfile
-import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvtier.errors import InternalError
+from tests.threads_left import ending_threads
 from tests.vllm.bench_process import assert_ctrl_c_leaves_nothing, start_bench
 
 with warnings.catch_warnings():
@@ -153,7 +153,7 @@ def test_every_call_is_measured_on_both_sides_and_nothing_is_left(
     with_tier: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    threads = set(threading.enumerate())
+    threads = ending_threads()
     advanced: list[int] = []
     options = Options(blocks=70, request_blocks=8, runs=2, with_tier=with_tier)
     found = measure(options, "arc", lambda: advanced.append(1))
@@ -165,7 +165,7 @@ def test_every_call_is_measured_on_both_sides_and_nothing_is_left(
         assert all(0 < call[name]["median_ns"] <= call[name]["p99_ns"] for name in SIDES)
         assert call["ratio"] == call[KVTIER]["median_ns"] / call[VLLM]["median_ns"]
     assert list(tmp_path.iterdir()) == []
-    assert set(threading.enumerate()) <= threads, "one that was begun here still runs"
+    assert ending_threads() <= threads, "one that was begun here still runs"
 
 
 @pytest.mark.one_release
