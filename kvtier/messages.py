@@ -387,7 +387,8 @@ class Notice(Message, frozen=True, gc=False):
 # --- tier link ↔ secondary tier, from cell to cell ---
 #
 # Whatever names blocks has the mark of their generation with it, so that no order of
-# messages, and no restart, can make the blocks of one generation those of another.
+# messages, and no restart, can make the blocks of one generation those of another; and the
+# epoch in which that generation began (``since``): an engine may go back to one that has a name.
 
 
 class Probe(Message, frozen=True, gc=False):
@@ -396,6 +397,7 @@ class Probe(Message, frozen=True, gc=False):
     probe: int
     keys: tuple[Key, ...]
     mark: bytes = b""
+    since: int = 0
 
 
 class ProbeAnswer(Message, frozen=True, gc=False):
@@ -412,6 +414,7 @@ class LoadJob(Message, frozen=True, gc=False):
     keys: tuple[Key, ...]
     slots: tuple[int, ...]
     mark: bytes = b""
+    since: int = 0
 
 
 class StoreJob(Message, frozen=True, gc=False):
@@ -422,6 +425,7 @@ class StoreJob(Message, frozen=True, gc=False):
     keys: tuple[Key, ...]
     slots: tuple[int, ...]
     mark: bytes = b""
+    since: int = 0
 
 
 class JobEnded(Message, frozen=True, gc=False):
@@ -444,7 +448,7 @@ class PresenceChanged(Message, frozen=True, gc=False):
 
     added: tuple[Key, ...]
     removed: tuple[Key, ...]
-    mark: bytes = b""
+    since: int = 0
 
 
 class Counted(Message, frozen=True):

@@ -34,6 +34,7 @@ class Job:
         "outcomes",
         "request",
         "seconds",
+        "since",
         "slots",
         "unended",
     )
@@ -42,6 +43,7 @@ class Job:
         self.id = message.job
         self.is_load = isinstance(message, m.LoadJob)
         self.mark = message.mark
+        self.since = message.since
         self.keys = marked(message.keys, message.mark)  #: as the backend knows them
         self.slots = message.slots
         self.request = "" if isinstance(message, m.LoadJob) else message.request

@@ -51,7 +51,7 @@ class SecondaryTier(Actor):
         super().__init__(
             f"tier:{name}",
             {
-                m.GenerationBegan: lambda x: self._enter(x.mark),
+                m.GenerationBegan: lambda x: self._enter(x.mark, x.epoch),
                 m.Probe: self._probe,
                 m.LoadJob: self._load_job,
                 m.StoreJob: self._store_job,
@@ -70,6 +70,7 @@ class SecondaryTier(Actor):
         self.policy: Mailbox
         self._traits = traits
         self._mark = ORIGINAL  # of the generation that the engine is in
+        self._since = 0  # the epoch in which it began
         self._is_told = False  # whether the engine has said which one that is
         self._loads = PartQueue(
             traits.load_parts_max, traits.load_part_blocks_min, traits.load_part_blocks_max
@@ -100,15 +101,21 @@ class SecondaryTier(Actor):
 
     # --- what the link asks for ---
 
-    def _enter(self, mark: bytes) -> None:
-        """Serve the generation with that mark from now on, and no other."""
-        if mark == self._mark and self._is_told:
+    def _enter(self, mark: bytes, since: int) -> None:
+        """Serve the generation with that mark from now on, and no other.
+
+        It may be the same one, which the engine has left and come back to: the link
+        has forgotten what there is of it.
+        """
+        if since == self._since and self._is_told:
             return
         is_first, self._is_told = not self._is_told, True
         left, self._mark = self._mark, mark
+        comes_anew = since != self._since
+        self._since = since
         if self._traits.capacity_blocks is None:
             return
-        if mark != left:
+        if comes_anew:
             self._coming.update(self._storing.keys() & self._resident)
             self._old.leave(left, self._resident)
             self._resident = set()
@@ -123,7 +130,7 @@ class SecondaryTier(Actor):
     # Invariant: a question about no block is answered like any other, at once.
 
     def _probe(self, message: m.Probe) -> None:
-        self._enter(message.mark)
+        self._enter(message.mark, message.since)
         keys = marked(message.keys, message.mark)
         if not keys:
             self.link.post(m.ProbeAnswer(probe=message.probe, present=()))
@@ -136,7 +143,7 @@ class SecondaryTier(Actor):
         self.driver.post(m.ProbePart(part=self._number(part), keys=keys))
 
     def _load_job(self, message: m.LoadJob) -> None:
-        self._enter(message.mark)
+        self._enter(message.mark, message.since)
         job = Job(message)
         if not job.keys:
             self._answer(job)
@@ -146,7 +153,7 @@ class SecondaryTier(Actor):
         self._start_parts()
 
     def _store_job(self, message: m.StoreJob) -> None:
-        self._enter(message.mark)
+        self._enter(message.mark, message.since)
         job = Job(message)
         if not job.keys:
             self._answer(job)
@@ -248,7 +255,7 @@ class SecondaryTier(Actor):
             return
         done, _ = _split(job.keys, job.outcomes)
         self._let_go(done)
-        if job.mark == self._mark and not self._resident.issuperset(done):
+        if job.since == self._since and not self._resident.issuperset(done):
             # What a load found damaged meanwhile was lost before it was announced.
             self._announce(removed=tuple(key for key in done if key not in self._resident))
         if job.request in self._ended:
@@ -307,8 +314,8 @@ class SecondaryTier(Actor):
     def _announce(self, added: tuple[Key, ...] = (), removed: tuple[Key, ...] = ()) -> None:
         """Tell the link what there is now of the engine's generation, or no longer."""
         if added or removed:
-            mark = self._mark
-            self.link.post(m.PresenceChanged(unmarked(added, mark), unmarked(removed, mark), mark))
+            added, removed = unmarked(added, self._mark), unmarked(removed, self._mark)
+            self.link.post(m.PresenceChanged(added, removed, self._since))
 
     def _policy_broke(self, message: m.PolicyBroke) -> None:
         self.link.post(message)
@@ -325,6 +332,8 @@ class SecondaryTier(Actor):
         elif fresh:
             self._add(fresh)
             self.policy.post(m.Admitted(keys=fresh, request=job.request, held=True))
+            if job.since != self._since:  # The link takes the job's end for another generation's.
+                self._announce(added=fresh)
         if not_done:
             self._let_go(not_done)
             ends = zip(keys, outcomes, strict=True)

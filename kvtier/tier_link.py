@@ -120,7 +120,7 @@ class TierLink(Actor):
             Work.PROBE
         ):
             probe_id = self._new_id()
-            if self.tier.post(m.Probe(probe_id, message.keys, self._mark)):
+            if self.tier.post(m.Probe(probe_id, message.keys, self._mark, self._since)):
                 deadline = self._now + self._tier_config.probe_timeout_s
                 probe = Probe(message.keys, self._since, self._now, deadline)
                 self._probes[probe_id] = probe
@@ -178,9 +178,9 @@ class TierLink(Actor):
         job_id = self._new_id()
         order: m.LoadJob | m.StoreJob
         if job.is_load:
-            order = m.LoadJob(job_id, job.keys, job.slots, self._mark)
+            order = m.LoadJob(job_id, job.keys, job.slots, self._mark, self._since)
         else:
-            order = m.StoreJob(job_id, job.request, job.keys, job.slots, self._mark)
+            order = m.StoreJob(job_id, job.request, job.keys, job.slots, self._mark, self._since)
         if not self.tier.post(order):
             self._failed(job.work, "has a full mailbox")
             return False
@@ -265,7 +265,7 @@ class TierLink(Actor):
             self._full_until = self._now + self._config.breaker_pause_s
 
     def _presence_changed(self, message: m.PresenceChanged) -> None:
-        if message.mark == self._mark:
+        if message.since == self._since:
             self._learned(message.added, message.removed)
 
     def _learned(self, added: tuple[Key, ...], removed: tuple[Key, ...]) -> None:
