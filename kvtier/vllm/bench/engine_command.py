@@ -111,7 +111,14 @@ def _run_engine(
     engine_id = f"bench-{uuid.uuid4()}"
     prompts = arguments.prompts + arguments.prompts // 2 + SPARE_PROMPTS
     blocks = prompts * -(-arguments.prompt_tokens // BLOCK_TOKENS)
-    tier_type = arguments.tier if side == KVTIER else "fs"
+    tiers_folder = folder / tier
+    own: dict[str, Any] = {"secondary_tiers": [{"type": "fs", "root_dir": str(tiers_folder)}]}
+    if side == KVTIER:
+        own = {
+            "secondary_tiers": [kvtier_tier(arguments.tier, tiers_folder)],
+            # The weights stay the same: what is on disk is to be found. As vLLM's own side has it.
+            "on_reset": "keep",
+        }
     job = {
         "model": str(folder / "model"),
         "phases": phases,
@@ -122,9 +129,7 @@ def _run_engine(
         "extra_config": {
             **SPEC_OF[side],
             "cpu_bytes_to_use": blocks * BLOCK_BYTES,
-            "secondary_tiers": [kvtier_tier(tier_type, folder / tier)],
-            # The weights stay the same: what is on disk is to be found. As vLLM's own side has it.
-            **({"on_reset": "keep"} if side == KVTIER else {}),
+            **own,
         },
     }
     try:
