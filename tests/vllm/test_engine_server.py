@@ -180,7 +180,8 @@ def test_a_server_that_is_killed_and_one_that_takes_over(
     llama: Path, tmp_path: Path, log_folder: Path
 ) -> None:
     """Cold, from memory, then after ``kill -9`` of all its processes from disk."""
-    config = kvtier_config(secondary_tiers=[{"type": "fs", "root_dir": str(tmp_path / "kv")}])
+    tier = {"type": "fs", "root_dir": str(tmp_path / "kv")}
+    config = kvtier_config(secondary_tiers=[tier], on_reset="keep")
     expected = whole_blocks(LENGTHS)
     blocks = sum(expected) // 32
     size = blocks * BLOCK_BYTES
@@ -234,7 +235,8 @@ def test_data_parallel_engines_have_a_disk_folder_each(
     tier = {"type": "disk", "path": f"{tmp_path}/engine-{{dp_rank}}", "capacity_bytes": 16 << 20}
     prompts = prompts_of(LENGTHS)
     expected = whole_blocks(LENGTHS)
-    with server(llama, kvtier_config(secondary_tiers=[tier]), log_folder, engines=2) as running:
+    config = kvtier_config(secondary_tiers=[tier], on_reset="keep")
+    with server(llama, config, log_folder, engines=2) as running:
         cold = [running.complete(each, dp_rank=rank) for rank, each in enumerate(prompts)]
         assert [each["cached"] for each in cold] == [0, 0]
         for rank, prompt in enumerate(prompts):
