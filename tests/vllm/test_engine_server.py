@@ -151,7 +151,12 @@ def server(
             stdout=log,
             stderr=subprocess.STDOUT,
             env=child_environment(
-                {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"}
+                {
+                    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+                    "VLLM_SERVER_DEV_MODE": "1",
+                    # vLLM 0.33 wants a NUMA node for each engine, and may be told that it has them.
+                    "VLLM_CPU_SIM_MULTI_NUMA": "1",
+                }
             ),
             start_new_session=True,
         )
