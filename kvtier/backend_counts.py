@@ -21,7 +21,7 @@ from kvtier import messages as m
 from kvtier.threads import DaemonThreads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Container, Mapping
 
     from kvtier.actor import Mailbox
 
@@ -31,8 +31,8 @@ COUNT_PAUSE_S: Final = 0.1
 COUNT_PAUSE_S_MAX: Final = 1.0
 """... and so often while it doesn't."""
 
-LAST_COUNT_S: Final = 0.2
-"""A life that ends waits so long for the last counts."""
+COUNT_WAIT_S: Final = 0.2
+"""A life that ends waits so long for the last counts, and one that begins for the first."""
 
 
 class Counting:
@@ -58,9 +58,16 @@ class Counting:
                 await self._wanted.wait()
             self._wanted.clear()
 
+    async def levels(self, names: Container[str]) -> dict[str, int]:
+        """Return those of the counters that have these names; none if that takes too long."""
+        with suppress(OSError), anyio.move_on_after(COUNT_WAIT_S):
+            counted = await self._threads.run(self._counters)
+            return {name: count for name, count in counted.items() if name in names}
+        return {}
+
     async def end(self) -> None:
         """Ask for the last time, and don't insist."""
-        with anyio.move_on_after(LAST_COUNT_S):
+        with anyio.move_on_after(COUNT_WAIT_S):
             await self._tell()
         self._threads.stop()
 

@@ -1,7 +1,7 @@
 """The log, by structlog, which is imported when the first line is written.
 
-Importing it takes longer than importing all of kvtier, and a healthy runtime
-writes nothing.
+Importing it takes longer than importing all of kvtier, and what uses parts of it
+often writes nothing.
 """
 
 from __future__ import annotations

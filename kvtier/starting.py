@@ -1,13 +1,60 @@
-"""What is said of a tier whose storage can't be used while the engine starts."""
+"""What is said of a tier at the start: that it can be used, or why not."""
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from kvtier.errors import StorageUnusable
+from kvtier.logs import log
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvtier.backend import BackendTraits, CellKind
     from kvtier.config import TierConfig
+
+
+class Opening:
+    """Writes the line that says that a tier can be used: once at the start, once at each return.
+
+    Its owner lets one thread at a time call it.
+    """
+
+    def __init__(self, name: str, cell: CellKind) -> None:
+        self.began_s = time.monotonic()  #: when the tier was begun, or broke
+        self._name = name
+        self._cell = cell
+        self.is_open = False
+        self._was_away = False
+
+    def broke(self) -> None:
+        """Note that the tier can't be used, or can't be used any more."""
+        if self.is_open or not self._was_away:
+            self.is_open, self._was_away = False, True
+            self.began_s = time.monotonic()
+
+    def opened(
+        self, place: str | None, traits: BackendTraits | None, levels: Mapping[str, int]
+    ) -> None:
+        """Say that the tier is open: where it is, what its backend has, and how long it took.
+
+        ``levels``: of what the backend counts, what goes up and down. Does nothing
+        if it has been said since the tier last broke.
+        """
+        if self.is_open:
+            return
+        self.is_open = True
+        fields: dict[str, object] = {"tier": self._name, "cell": self._cell}
+        if place is not None:
+            fields["place"] = place
+        if traits is not None and traits.capacity_blocks is not None:
+            fields["capacity_blocks"] = traits.capacity_blocks
+        fields.update(levels, seconds=round(time.monotonic() - self.began_s, 3))
+        if self._was_away:
+            log.warning("tier is back", **fields)
+        else:
+            log.info("tier is open", **fields)
 
 
 def hangs(tier: TierConfig) -> StorageUnusable:

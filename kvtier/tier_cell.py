@@ -22,7 +22,7 @@ from kvtier.policies.actor import PolicyActor
 from kvtier.secondary_tier import SecondaryTier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from kvtier.actor import Actor, Mailbox
     from kvtier.backend import Backend, BackendTraits
@@ -136,13 +136,14 @@ class TierCell:
         self,
         doorbell: Doorbell,
         *,
-        opened: Callable[[], None],
+        opened: Callable[[Mapping[str, int]], None],
         is_ending: Callable[[], bool],
         is_abandoned: Callable[[], bool],
     ) -> None:
         """Open the backend and deliver messages until the cell is to end.
 
-        ``opened`` is called once the backend is. ``is_ending``: end when
+        ``opened`` is called once the backend is, with the levels among its counters.
+        ``is_ending``: end when
         nothing is at the backend; ``is_abandoned``: end now.
         """
         loop = asyncio.get_running_loop()
@@ -155,7 +156,7 @@ class TierCell:
         loop.add_reader(doorbell.descriptor, rung)
         self._backend.on_lost = self.driver.tell_lost
         await self._backend.open()
-        opened()
+        opened(await self._counting.levels(self._backend.traits.levels))
         try:
             await self._serve(lambda: is_abandoned() or (is_ending() and self._tier.is_idle()))
         except* _LifeEnds:

@@ -76,8 +76,10 @@ class Refused(m.Message, frozen=True, gc=False):
     is_trouble: bool = False
 
 
-class Opened(m.Message, frozen=True, gc=False):
-    """The backend is open."""
+class Opened(m.Message, frozen=True):
+    """The backend is open. ``levels``: of what it counts, what goes up and down."""
+
+    levels: dict[str, int]
 
 
 class Logged(m.Message, frozen=True):

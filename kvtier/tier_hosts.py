@@ -6,6 +6,7 @@ why not, whatever its storage does.
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -87,6 +88,7 @@ def _thread(
     link: Mailbox,
     messages_max: int,
 ) -> TierHost:
+    began_s = time.monotonic()
     make = partial(make_backend, tier, context)
     first = BoundedCall(partial(_with_place, make), f"kvtier-{tier.name}-start")
     found: tuple[Backend | None, str | None] = (None, None)
@@ -106,6 +108,7 @@ def _thread(
         make_backend=_after(first, make) if trouble else make,
         policy_of=partial(policy_maker, tier),
     )
+    host.opening.began_s = began_s
     host.place_found = found[1]
     host.unusable_for = trouble
     return host

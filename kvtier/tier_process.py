@@ -28,7 +28,7 @@ from kvtier.errors import ConfigError, InternalError, StorageUnusable, StoreFaul
 from kvtier.logs import log
 from kvtier.restarts import RESTART_PAUSE_S, RESTART_PAUSE_S_MAX, RestartPause
 from kvtier.spawning import spawn
-from kvtier.starting import hangs
+from kvtier.starting import Opening, hangs
 from kvtier.threads import BoundedCall
 from kvtier.tier_cell import ABANDON_S, TierHost
 from kvtier.tier_channel import (
@@ -81,6 +81,7 @@ class TierProcess(TierHost):
     ) -> None:
         self.name = tier.name
         self.unusable_for: str | None = None
+        self._opening = Opening(tier.name, "process")
         self._tier = tier
         self._context = context
         self._memory = memory
@@ -127,6 +128,7 @@ class TierProcess(TierHost):
         """Have the backend opened. Nothing here waits for that."""
         if self._child is None:
             self._broke_of = self.unusable_for or "it has no process"
+            self._opening.broke()
             self._link.post(m.TierBroke(reason=self._broke_of))
             self._link.post(m.TierFenced())
         self.post(Begin())
@@ -206,7 +208,9 @@ class TierProcess(TierHost):
             log.write(message.level, message.event, dict(message.fields))
         elif isinstance(message, m.TierBroke):
             self._say_broke(message.reason)
-        elif not isinstance(message, Opened):
+        elif isinstance(message, Opened):
+            self._opening.opened(self.place, self.traits, message.levels)
+        else:
             self._link.post(message)
 
     def _say_broke(self, reason: str) -> None:
@@ -215,6 +219,7 @@ class TierProcess(TierHost):
 
     def _log_broke(self, reason: str) -> None:
         """Write why the tier is cut off, once for each reason in a row."""
+        self._opening.broke()
         if reason != self._broke_of:
             self._broke_of = reason
             log.error("tier broke", tier=self.name, error=reason)
@@ -227,6 +232,7 @@ class TierProcess(TierHost):
         while True:
             if self._child is not None:
                 pause.opened()
+                self._see_open()
                 self._see_out(self._child)
             while not self._ending.wait(pause.after_a_life()):
                 if self._begin_anew():
@@ -234,6 +240,15 @@ class TierProcess(TierHost):
             else:
                 self._gone.set()
                 return
+
+    def _see_open(self) -> None:
+        """Wait until the tier says that it is open: an idle engine takes nothing from it."""
+        channel = self._channel
+        assert channel is not None, "a process without its channel"
+        while not (self._opening.is_open or channel.is_ended or self._ending.is_set()):
+            if channel.wait(_START_POLL_S):
+                with self._using:
+                    self._deliver(channel)
 
     def _see_out(self, child: _Child) -> None:
         """Wait for the process to end; then nothing of the tier is left that could touch a slot."""
@@ -279,11 +294,13 @@ class TierProcess(TierHost):
             self._log_broke(str(error))
             self._kill(child)
             return False
-        log.warning("tier is back", tier=self.name)
         with self._using:
             self._child = child
             self._channel = child.channel
             self._broke_of = None
+            for message in early:
+                if isinstance(message, Opened):  # said before anybody acts on it
+                    self._handle(message)
             self._link.post(m.TierRestarted(traits=child.ready.traits))
             for message in early:
                 self._handle(message)

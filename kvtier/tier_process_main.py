@@ -46,7 +46,7 @@ from kvtier.tier_channel import (
 from kvtier.tier_process_log import send_log_to
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from kvtier.messages import Message
     from kvtier.tier_channel import Fields, Level
@@ -85,9 +85,9 @@ class Outbox:
             self._loop.call_soon(self._send)
         return True
 
-    def say_opened(self) -> None:
-        """Send word that the backend is open."""
-        self.post(Opened())
+    def say_opened(self, levels: Mapping[str, int]) -> None:
+        """Send word that the backend is open, and what is in it."""
+        self.post(Opened(levels=dict(levels)))
 
     def say(self, level: Level, event: str, fields: Fields) -> None:
         """Send a line of the log. Any thread."""

@@ -14,11 +14,12 @@ import anyio
 from kvtier import messages as m
 from kvtier.logs import log
 from kvtier.restarts import RESTART_PAUSE_S, RestartPause
+from kvtier.starting import Opening
 from kvtier.threads import Bell
 from kvtier.tier_cell import ABANDON_S, TierCell, TierHost, reason_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from kvtier.actor import Mailbox
     from kvtier.backend import Backend, BackendTraits
@@ -54,6 +55,7 @@ class TierThread(TierHost):
         """
         self.name = name
         self.unusable_for: str | None = None
+        self.opening = Opening(name, "thread")
         self.place_found: str | None = None  #: to ask the backend may take its storage
         self.backend = backend
         self._make_backend = make_backend
@@ -91,6 +93,7 @@ class TierThread(TierHost):
         """Start the thread. The backend is opened on it; nothing here waits for that."""
         if self.backend is None:
             self._broke_of = self.unusable_for or "it has no backend"
+            self.opening.broke()
             self._link.post(m.TierBroke(reason=self._broke_of))
             self._link.post(m.TierFenced())
         self._thread.start()
@@ -167,6 +170,7 @@ class TierThread(TierHost):
         try:
             backend = self._make_backend()
             cell = self._new_cell(backend)
+            self.place_found = self.place_found or backend.place
         finally:
             with self._taking:
                 self._is_making = self._ending.is_set()
@@ -179,7 +183,7 @@ class TierThread(TierHost):
         assert self._cell is not None, "a life without its cell"
         await self._cell.live(
             self._bell,
-            opened=self._back_again,
+            opened=self._opened,
             is_ending=self._ending.is_set,
             is_abandoned=lambda: self._abandoned,
         )
@@ -190,6 +194,7 @@ class TierThread(TierHost):
             self._is_taking = False
             if cell is not None:
                 cell.arrived.clear()
+        self.opening.broke()
         reason = reason_of(error)
         if reason != self._broke_of:
             self._broke_of = reason
@@ -202,11 +207,11 @@ class TierThread(TierHost):
                     return
         self._link.post(m.TierFenced())
 
-    def _back_again(self) -> None:
-        """Take messages again, after the backend of a cell that broke could be opened."""
+    def _opened(self, levels: Mapping[str, int]) -> None:
+        """Take messages again, if this follows a cell that broke."""
         self._pause.opened()
+        self.opening.opened(self.place, self.traits, levels)
         if self._broke_of is not None:
-            log.warning("tier is back", tier=self.name)
             self._broke_of = None
             with self._taking:
                 self._is_taking = not self._ending.is_set()

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import Misuse
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 COMMANDS: Final = {
     "check": "tell what an engine would refuse in a configuration",
@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         _check_tools(arguments)
-        status: int = import_module(f"kvtier.cli.{arguments.command}").run(arguments)
+        with _log_on_stderr():
+            status: int = import_module(f"kvtier.cli.{arguments.command}").run(arguments)
     except Misuse as error:
         print(f"kvtier {arguments.command}: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -57,6 +58,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvtier {arguments.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
     return status
+
+
+@contextmanager
+def _log_on_stderr() -> Iterator[None]:
+    """Keep the log out of stdout, which is the command's answer; and to what went wrong."""
+    import logging  # noqa: PLC0415 - like the next
+
+    import structlog  # noqa: PLC0415 - not needed for --help and --version
+
+    before = structlog.get_config()
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
+    )
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
 
 
 class _Version(argparse.Action):

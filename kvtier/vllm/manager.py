@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
 from typing_extensions import override
@@ -31,7 +32,7 @@ from kvtier.logs import log
 from kvtier.messages import GROUP_BYTES
 from kvtier.registry import backend_class
 from kvtier.runtime import open_runtime
-from kvtier.states import BlockState
+from kvtier.states import BlockState, BreakerState
 from kvtier.vllm.groups import Groups, Pass, in_token_order
 from kvtier.vllm.metrics import MetricsExporter
 from kvtier.vllm.watch import Watch
@@ -83,6 +84,7 @@ def build_manager(
     *, spec: KVTierOffloadingSpec, memory: SlotMemory, namespace: Namespace, region: Region
 ) -> KVTierManager:
     """Start the runtime for one engine. Scheduler process only."""
+    began_s = time.monotonic()
     config = spec.read_settings()
     facade = open_runtime(
         config,
@@ -90,7 +92,25 @@ def build_manager(
         namespace,
         collect_events=spec.kv_events_config.enable_kv_cache_events,
     )
-    return KVTierManager(facade, config, spec, memory, region)
+    manager = KVTierManager(facade, config, spec, memory, region)
+    _say_ready(facade, config, time.monotonic() - began_s)
+    return manager
+
+
+def _say_ready(facade: SchedulerFacade, config: RuntimeConfig, seconds: float) -> None:
+    """Write the one line about the whole. Each tier writes its own once it is open."""
+    tiers = facade.statistics().tiers
+    away = [tier.name for tier in tiers if tier.breaker == BreakerState.CUT_OFF.name]
+    log.info(
+        "kvtier is ready",
+        version=version("kvtier"),
+        blocks=config.slot_count,
+        block_bytes=config.block_bytes,
+        eviction_policy=config.eviction_policy,
+        tiers=", ".join(tier.name for tier in tiers) or "none",
+        **({"without": ", ".join(away)} if away else {}),
+        seconds=round(seconds, 3),
+    )
 
 
 class _Tier:

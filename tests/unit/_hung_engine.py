@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 
+import structlog
+
 from kvtier.backend import Namespace
 from kvtier.config import RuntimeConfig, TierConfig
 from kvtier.memory import SlotMemory
@@ -17,6 +19,7 @@ KEY = bytes(36)
 
 def main(root: str) -> None:
     """Say when the block is stored; load it after a line on standard input; never end."""
+    structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
     tier = TierConfig.from_mapping(1, {"type": "fs", "root_dir": root, "promote_timeout_s": 600})
     config = RuntimeConfig(8, BLOCK, tiers=(tier,), on_reset="keep")
     facade = open_runtime(config, SlotMemory.anonymous(8, BLOCK), Namespace({"model": "m"}))

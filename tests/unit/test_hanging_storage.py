@@ -176,7 +176,10 @@ def test_an_engine_may_start_without_it_and_takes_it_up_when_it_comes_back(
         finally:
             folder.heal()
             assert bench.host.close(PATIENCE_S)
-    assert [line for line in logs if line["event"] == "tier is back"]
+    (back,) = (line for line in logs if line["event"] == "tier is back")
+    assert (back["tier"], back["place"]) == (f"1:{kind}", str(folder.path / "kv"))
+    assert back.get("blocks") == (0 if kind == "disk" else None)
+    assert not [line for line in logs if line["event"] == "tier is open"]
 
 
 @every_tier
@@ -263,7 +266,11 @@ def test_an_engine_serves_without_the_tier_that_hangs(folder: FuseFolder, cell: 
     )
     config = RuntimeConfig(SLOTS, BLOCK, tiers=(TierConfig.from_mapping(1, tier),))
     memory = SlotMemory.anonymous(SLOTS, BLOCK)
-    facade = open_runtime(config, memory, Namespace({"model": "m"}))
+    with capture_logs() as logs:
+        facade = open_runtime(config, memory, Namespace({"model": "m"}))
+    (line,) = logs
+    assert (line["event"], line["tier"]) == ("tier cut off", "1:fs")
+    assert str(folder.path / "kv") in line["detail"]
     try:
         facade.on_request_started("r")
         assert facade.lookup_prefix(KEYS, "r") == 0

@@ -53,7 +53,7 @@ TO_TIER = st.one_of(
 TO_ENGINE = st.one_of(
     st.builds(Ready, st.builds(BackendTraits, NUMBERS, NUMBERS), st.none() | TEXTS),
     st.builds(Refused, TEXTS, st.booleans()),
-    st.builds(Opened),
+    st.builds(Opened, st.dictionaries(TEXTS, NUMBERS, max_size=4)),
     st.builds(m.Counted, st.dictionaries(TEXTS, NUMBERS, max_size=4)),
     st.builds(
         Logged,
@@ -177,13 +177,13 @@ def test_news_are_told_without_asking_the_kernel(pair: Pair) -> None:
 
 
 def test_the_end_is_seen_after_all_that_was_sent(pair: Pair) -> None:
-    pair.tier.post(Opened())
+    pair.tier.post(Opened(levels={}))
     pair.tier.flush()
     pair.tier.close()
     came = list(pair.engine.take())
     while not pair.engine.is_ended:
         came += pair.engine.take()
-    assert came == [Opened()]
+    assert came == [Opened(levels={})]
     pair.engine.post(End())
     assert pair.engine.flush(), "nobody is left to wait for"
 
@@ -197,6 +197,6 @@ def test_what_is_no_message_is_refused(pair: Pair, body: bytes) -> None:
 
 def test_nothing_to_wait_for_is_not_waited_for(pair: Pair) -> None:
     assert pair.engine.wait(0.0) is False
-    pair.tier.post(Opened())
+    pair.tier.post(Opened(levels={}))
     pair.tier.flush()
     assert pair.engine.wait(None) is True

@@ -333,8 +333,9 @@ def test_its_log_lines_and_its_counts_reach_the_engine(
 
 
 ENGINE = """
-import os, sys
+import os, structlog, sys
 from pathlib import Path
+structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
 from tests.unit.test_tier_process import KEYS, SLOTS, Bench, disk_tier
 bench = Bench(disk_tier(Path(sys.argv[1])))
 bench.fill()

@@ -1,0 +1,49 @@
+"""The one line about the whole that an engine's start writes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from structlog.testing import capture_logs
+
+from tests.fuse_folder import fuse_folder, needs_fuse
+from tests.vllm.managers import manager
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_the_line_says_how_much_there_is_of_what_and_which_tiers(tmp_path: Path) -> None:
+    tiers = [
+        {"type": "memory", "capacity_bytes": 1 << 20},
+        {"type": "fs", "root_dir": str(tmp_path / "kv")},
+    ]
+    with capture_logs() as lines, manager(secondary_tiers=tiers) as built:
+        (line,) = (each for each in lines if each["event"] == "kvtier is ready")
+        assert line["log_level"] == "info"
+        statistics = built.facade.statistics().primary
+        assert line["blocks"] == statistics.slot_count
+        assert line["blocks"] * line["block_bytes"] == 1 << 20
+        assert line["tiers"] == "1:memory, 2:fs"
+        assert "without" not in line
+        assert line["seconds"] > 0
+
+
+def test_an_engine_without_tiers_says_so() -> None:
+    with capture_logs() as lines, manager():
+        (line,) = lines
+        assert (line["event"], line["tiers"]) == ("kvtier is ready", "none")
+
+
+@needs_fuse
+def test_a_tier_that_the_engine_starts_without_is_named(tmp_path: Path) -> None:
+    """It may be used later; its own line says then what is in it."""
+    with fuse_folder(tmp_path) as folder:
+        folder.fail()
+        root = str(folder.path / "kv")
+        tier = {"type": "fs", "root_dir": root, "on_unusable": "start_without"}
+        with capture_logs() as lines, manager(secondary_tiers=[tier]):
+            (line,) = (each for each in lines if each["event"] == "kvtier is ready")
+        assert (line["tiers"], line["without"]) == ("1:fs", "1:fs")
+        (cut_off,) = (each for each in lines if each["event"] == "tier cut off")
+        assert root in cut_off["detail"]
