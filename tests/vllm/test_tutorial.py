@@ -1,0 +1,107 @@
+"""The tutorial's script does what the tutorial says, as it is printed.
+
+Two things take the place of a download and of the reader's home: the model's name, with
+``enforce_eager`` as there is nothing to gain from compiling so small a one, and ``HOME``.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.patience import PATIENCE_S
+from tests.vllm.children import child_environment
+from tests.vllm.models import make_llama
+
+DOCS = Path(__file__).parents[2] / "docs"
+MODEL = '"Qwen/Qwen2.5-0.5B-Instruct"'
+
+
+def printed_script() -> str:
+    """Return the page's one program."""
+    page = (DOCS / "tutorial.md").read_text()
+    (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    return str(script)
+
+
+def printed_document() -> str:
+    """Return the text that the script has the model read, once."""
+    (text,) = re.findall(r'document = "(.*?)" \* 200', printed_script())
+    return str(text)
+
+
+def add_tokenizer(model: Path, text: str) -> None:
+    """Give a model a tokenizer that has a token for each word of ``text``."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    by_word = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = sorted({word for word, _ in by_word.pre_tokenize_str(text * 2)})
+    special = ["<unk>", "<s>", "</s>"]
+    vocabulary = {word: number for number, word in enumerate([*special, *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = by_word
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(model)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """Return the script as a file, with a model that is on this disk."""
+    model = make_llama(tmp_path / "model")
+    add_tokenizer(model, printed_document())
+    text = printed_script()
+    assert text.count(MODEL) == 1
+    file = tmp_path / "first.py"
+    file.write_text(text.replace(MODEL, f"{str(model)!r}, enforce_eager=True"))
+    return file
+
+
+def run(script: Path, home: Path) -> list[str]:
+    """Run the script as a reader does; return the lines of its stdout."""
+    environment = child_environment(
+        {"HOME": str(home), "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_COLOR": "0"}
+    )
+    ended = subprocess.run(
+        [sys.executable, script],
+        env=environment,
+        cwd=script.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout[-6000:]
+    return ended.stdout.splitlines()
+
+
+def line_with(words: str, lines: list[str]) -> str:
+    (found,) = (line for line in lines if words in line)
+    return found
+
+
+def test_the_second_run_finds_the_document_in_the_folder(script: Path, tmp_path: Path) -> None:
+    """A process of vLLM's reads the script again, too: without its main it would not end."""
+    cold = run(script, tmp_path)
+    warm = run(script, tmp_path)
+    cached = [int(line) for lines in (cold, warm) for line in lines if line.strip().isdigit()]
+    assert cached[0] == 0
+    assert cached[1] > 1900, "all of 2,001 tokens but those of the last block"
+    for lines, is_empty in ((cold, True), (warm, False)):
+        assert "tiers=1:disk" in line_with("kvtier is ready", lines)
+        opened = line_with("tier is open", lines)
+        assert f"place={tmp_path / 'kv'}" in opened
+        assert (" blocks=0 " in opened) is is_empty
+
+
+def test_the_page_shows_the_lines_that_are_written() -> None:
+    page = (DOCS / "tutorial.md").read_text()
+    assert "kvtier is ready" in page
+    assert "tier is open" in page
