@@ -5,7 +5,7 @@ every tier is looked at by itself, so that all refusals that show without vLLM, 
 without the model are told at once.
 
 Looking at a folder may hang as its storage does, so each tier is looked at in a thread that is not
-waited for longer than ``LOOK_S_MAX``.
+waited for longer than ``LOOK_S_MAX``. Before that, another process looks whether it answers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.admission.base import AdmissionContext
+from kvtier.answering import ANSWER_S_MAX, silent_option
 from kvtier.backend import BackendContext, Namespace
 from kvtier.config import ADMIT_ALL, TierConfig
 from kvtier.errors import ConfigError
@@ -200,6 +201,15 @@ def _check_tier(config: TierConfig, block_bytes: int, findings: Findings) -> str
         backend = backend_class(config.type)  # its import is not what may hang
     except ConfigError as refused:
         findings.refuse(refused)
+        return None
+
+    silent = silent_option(config.options)
+    if silent is not None:
+        findings.refuse(
+            f"secondary tier {config.name}: {silent}={shown(config.options[silent])} has not "
+            f"answered for {ANSWER_S_MAX:g} s: its storage hangs, or is very slow. Mend the "
+            "storage, or name another."
+        )
         return None
 
     def look() -> None:

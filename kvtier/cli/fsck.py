@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the folder. Returns the exit status."""
+    from kvtier.answering import check_answers  # noqa: PLC0415 - only what was asked for
     from kvtier.cli.folders import (  # noqa: PLC0415 - heavy imports stay out of other runs
         check_json_option,
         claimed,
@@ -56,6 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     from kvtier_backends.disk.inspection import Folder, FolderDamaged  # noqa: PLC0415 - as above
 
     check_json_option(arguments)
+    check_answers(arguments.path)
     ring = _keys(arguments.encryption_key_file)
     repair = bool(arguments.repair)
     checked: Checked

@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the folder. Returns the exit status."""
+    from kvtier.answering import check_answers  # noqa: PLC0415 - only what was asked for
     from kvtier.cli.folders import (  # noqa: PLC0415 - heavy imports stay out of other runs
         check_json_option,
         put_json,
@@ -36,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     from kvtier_backends.disk.listing import list_folder  # noqa: PLC0415 - as above
 
     check_json_option(arguments)
+    check_answers(arguments.path)
     with refusing(arguments.path), Folder(arguments.path) as folder:
         numbers = folder.files.numbers()
         with progress("looking at regions", len(numbers)) as bar:

@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Remove the blocks and report. Returns the exit status."""
+    from kvtier.answering import check_answers  # noqa: PLC0415 - only what was asked for
     from kvtier.cli.folders import (  # noqa: PLC0415 - heavy imports stay out of other runs
         check_json_option,
         put_json,
@@ -58,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_json_option(arguments)
     before_s = _before_s(arguments)
+    check_answers(arguments.path)
     with refusing(arguments.path), Folder(arguments.path) as folder:
         selection = _selection(folder, arguments, before_s)
         if arguments.dry_run:

@@ -1,0 +1,114 @@
+"""Commands over a folder whose storage hangs end, and name it. The filesystem is real.
+
+A thread of theirs in such a call would keep them from ending, even when they are killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvtier.answering import answers
+from kvtier.cli.main import BAD_INPUT
+from tests.fuse_folder import FuseFolder, fuse_folder, needs_fuse
+from tests.patience import PATIENCE_S
+from tests.unit.backends.disk._disk import open_disk
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = needs_fuse
+
+IMPATIENT = """
+import sys
+from kvtier import answering
+from kvtier.cli.main import main
+answering.ANSWER_S_MAX = 1.0
+sys.exit(main(sys.argv[1:]))
+"""
+
+HANGS = [("*",), ("open",), ("read",), ("getattr",), ("readdir", "opendir")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[FuseFolder]:
+    """Return a folder with a disk tier's in it, ``kv``."""
+
+    async def fill(path: Path) -> None:
+        async with open_disk(path) as disk:
+            await disk.store(1)
+            await disk.come_to_rest()
+
+    with fuse_folder(tmp_path) as mounted:
+        asyncio.run(fill(mounted.source / "kv"))
+        yield mounted
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", IMPATIENT, *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+
+
+@pytest.mark.parametrize("hangs", HANGS, ids="-".join)
+@pytest.mark.parametrize("command", ["ls", "fsck", "purge"])
+def test_a_command_on_a_folder_ends_and_names_it(
+    folder: FuseFolder, command: str, hangs: tuple[str, ...]
+) -> None:
+    folder.hang(*hangs)
+    path = str(folder.path / "kv")
+    ended = run(command, path, *(["--all"] if command == "purge" else []))
+    assert ended.returncode == BAD_INPUT
+    assert f"kvtier {command}: {path} has not answered for 1 s" in ended.stderr
+    assert "Mend the storage" in ended.stderr
+    assert folder.waiting, "it ended before the call did"
+
+
+@pytest.mark.parametrize("hangs", HANGS, ids="-".join)
+@pytest.mark.parametrize("kind", ["disk", "fs"])
+def test_a_check_of_a_configuration_ends_and_names_the_tier_and_the_folder(
+    folder: FuseFolder, kind: str, hangs: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = str(folder.path / "kv")
+    key = {"disk": "path", "fs": "root_dir"}[kind]
+    tier = {"type": kind, key: path, **({"capacity_bytes": "16MiB"} if kind == "disk" else {})}
+    config = {
+        "spec_name": "KVTierOffloadingSpec",
+        "spec_module_path": "kvtier.vllm",
+        "cpu_bytes_to_use": "1MiB",
+        "secondary_tiers": [tier, {"type": "memory", "capacity_bytes": "1MiB"}],
+    }
+    (tmp_path / "kv.json").write_text(json.dumps(config))
+    folder.hang(*hangs)
+    ended = run("check", str(tmp_path / "kv.json"), "--json", "-")
+    found = json.loads(ended.stdout)
+    assert ended.returncode == 1
+    (text,) = found["refused"]
+    for part in (f"1:{kind}", f"{key}={path!r}", "has not answered for 1 s", "Mend"):
+        assert part in text
+    assert len(found["tiers"]) == 1, "the others are looked at all the same"
+    assert folder.waiting
+
+
+def test_storage_that_answers_is_not_refused(folder: FuseFolder, tmp_path: Path) -> None:
+    """Also by an error, or where there is nothing yet."""
+    assert answers(str(folder.path / "kv"))
+    assert answers(str(folder.path / "not/there/yet"))
+    assert answers(str(tmp_path / "\ud800"))
+    assert answers("a\0b")
+    assert answers("/" + "x" * 5000)
+    assert answers("/dev/null")
+    folder.fail()
+    assert answers(str(folder.path / "kv"))
+    folder.heal()
+    assert run("ls", str(folder.path / "kv"), "--json", "-").returncode == 0
