@@ -12,22 +12,17 @@ import os
 import threading
 import weakref
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import ConfigError
+from kvtier.machine import free_memory_bytes as free_memory_bytes
+from kvtier.machine import machine_memory_bytes as machine_memory_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; Python has no name for it
 _POPULATE_STEP_BYTES: Final = 64 << 20  # a millisecond or two, in which no other thread runs
-
-
-_CONTAINER_LIMITS: Final = (
-    "/sys/fs/cgroup/memory.max",
-    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-)
 
 
 class SlotMemory:
@@ -114,25 +109,6 @@ class SlotMemory:
     def release(self) -> None:
         """Drop this object's hold on the buffer, so that the owner can unmap it."""
         self._flat.release()
-
-
-def machine_memory_bytes() -> int | None:
-    """Return how much memory this process could have at most; None if nothing tells.
-
-    That of the machine, or of the container if that has less.
-    """
-    limits = [_page_count() * mmap.PAGESIZE]
-    for path in _CONTAINER_LIMITS:
-        with suppress(OSError, ValueError):  # another kernel, or "max"
-            limits.append(int(Path(path).read_text(encoding="ascii")))
-    return min((limit for limit in limits if limit > 0), default=None)
-
-
-def _page_count() -> int:
-    try:
-        return os.sysconf("SC_PHYS_PAGES")
-    except (OSError, ValueError):
-        return 0
 
 
 def _populate(mapping: mmap.mmap, descriptor: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Final
 
+from kvtier.memory import free_memory_bytes, machine_memory_bytes
 from kvtier_backends.disk.folder import FOLDER_BYTES, REGIONS_MIN, capacity_bytes_min
 from kvtier_backends.disk.format import PAGE_BYTES, region_bytes_for
 from kvtier_backends.disk.index import SLOTS_MAX
@@ -70,14 +71,14 @@ def check_memory(
 
     Raises ``OSError``.
     """
-    memory_bytes = memory("MemTotal")
+    memory_bytes = machine_memory_bytes()
     takes = index_bytes(path, plan, seal_bytes)
     if memory_bytes is not None and takes > memory_bytes:
         most = capacity_bytes * memory_bytes // takes
         raise reader.error(
             "capacity_bytes",
             capacity_bytes,
-            f"wants an index of {takes} bytes, and the machine has {memory_bytes} bytes of "
+            f"wants an index of {takes} bytes, and there are {memory_bytes} bytes of "
             f"memory; lower it to {most} or less, or store larger blocks",
         )
 
@@ -94,7 +95,7 @@ def doubts(path: str, capacity_bytes: int, plan: Plan, seal_bytes: int) -> dict[
             f"capacity_bytes={capacity_bytes}, and the filesystem has {disk_bytes} bytes: the tier "
             "works with what room it finds. Lower it to what others leave"
         )
-    free, takes = memory("MemAvailable"), index_bytes(path, plan, seal_bytes)
+    free, takes = free_memory_bytes(), index_bytes(path, plan, seal_bytes)
     if free is not None and takes > free * INDEX_MEMORY_FRACTION:
         found["index_beyond_memory"] = (
             f"the index takes {takes} bytes of memory once capacity_bytes={capacity_bytes} is "
@@ -108,16 +109,6 @@ def index_bytes(path: str, plan: Plan, seal_bytes: int) -> int:
     geometry = plan.geometry
     regions = min(plan.regions, _disk_bytes(path) // geometry.region_bytes + 1)
     return regions * geometry.slots * (INDEX_BYTES_PER_BLOCK + seal_bytes)
-
-
-def memory(name: str) -> int | None:
-    """Return a line of the kernel's count of memory, in bytes; None if it has none."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            lines = dict(line.split(":", 1) for line in file)
-        return int(lines[name].split()[0]) * 1024
-    except (OSError, ValueError, KeyError, IndexError):
-        return None
 
 
 def _disk_bytes(path: str) -> int:

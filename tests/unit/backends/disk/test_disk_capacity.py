@@ -66,10 +66,11 @@ async def test_an_index_beyond_a_quarter_of_the_free_memory_is_told(
 ) -> None:
     plan = make_disk(tmp_path / "kv")._plan
     takes = capacity.index_bytes(str(tmp_path), plan, 0)
-    monkeypatch.setattr(capacity, "memory", {"MemTotal": 99 * takes, "MemAvailable": 4 * takes}.get)
+    monkeypatch.setattr(capacity, "machine_memory_bytes", lambda: 99 * takes)
+    monkeypatch.setattr(capacity, "free_memory_bytes", lambda: 4 * takes)
     async with open_disk(tmp_path / "kv") as disk:
         assert disk.count("index_beyond_memory") == 0
-    monkeypatch.setattr(capacity, "memory", {"MemTotal": 99 * takes, "MemAvailable": takes}.get)
+    monkeypatch.setattr(capacity, "free_memory_bytes", lambda: takes)
     async with open_disk(tmp_path / "kv") as disk:
         assert disk.count("index_beyond_memory") == 1
 
@@ -78,13 +79,9 @@ async def test_an_index_beyond_all_memory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     takes = capacity.index_bytes(str(tmp_path), make_disk(tmp_path / "kv")._plan, 0)
-    monkeypatch.setattr(capacity, "memory", {"MemTotal": takes - 1}.get)
+    monkeypatch.setattr(capacity, "machine_memory_bytes", lambda: takes - 1)
     with pytest.raises(ConfigError, match=r"capacity_bytes=.* wants an index of .*lower it to"):
         make_disk(tmp_path / "kv")
-    monkeypatch.setattr(capacity, "memory", {}.get)
+    for name in ("machine_memory_bytes", "free_memory_bytes"):
+        monkeypatch.setattr(capacity, name, lambda: None)
     make_disk(tmp_path / "kv")  # the folder was let go, and what nobody knows refuses nothing
-
-
-def test_the_kernel_s_count_of_memory_is_read() -> None:
-    assert (capacity.memory("MemTotal") or 0) >= (capacity.memory("MemAvailable") or 0) > 0
-    assert capacity.memory("NoSuchLine") is None
