@@ -2,12 +2,11 @@
 
 vLLM keeps state in module globals and environment variables, so a scenario is
 a plain function at module level that a child process calls; its JSON result is
-what the test looks at. ``python -m tests.vllm.children`` is that child.
+what the test looks at. ``tests/vllm/scenario_server.py`` makes these processes.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -15,6 +14,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,27 +60,40 @@ def run_scenario(
 
 
 class Child:
-    """A scenario under way, in the process ``process``."""
+    """A scenario under way, in the process ``pid``, which leads a session."""
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes], log: Path, told: Path) -> None:
-        self.process = process
+    def __init__(self, name: str, pid: int, stem: Path) -> None:
+        self.pid = pid
         self._name = name
-        self._log = log
-        self._told = told
+        self._log = stem.with_suffix(".log")
+        self._told = stem.with_suffix(".json")
+        self._end = stem.with_suffix(".end")
 
     def result(self) -> Any:
         """Wait for the end and return what the scenario returned, or raise ``ScenarioError``."""
-        try:
-            ended = str(self.process.wait(PATIENCE_S))
-        except subprocess.TimeoutExpired:
-            ended = f"none within {PATIENCE_S} s"
-        if ended != "0" or not self._told.exists():
-            raise self.error(f"exit status {ended}")
+        until(self.has_ended, lambda: str(self.error(f"no end within {PATIENCE_S} s")))
+        status = int(self._end.read_text())
+        if status != 0 or not self._told.exists():
+            raise self.error(f"exit status {status}")
         return json.loads(self._told.read_text())
+
+    def has_ended(self) -> bool:
+        """Tell whether it has ended, well or badly."""
+        return self._end.exists()
+
+    def kill(self) -> int:
+        """Kill it, if it still runs, and all that it has started; return its exit status."""
+        with suppress(ProcessLookupError):  # not yet the leader, or the end of all
+            os.killpg(self.pid, signal.SIGKILL)
+        if not self.has_ended():
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        until(self.has_ended)
+        return int(self._end.read_text())
 
     def wait_for(self, path: Path) -> str:
         """Wait until the scenario has written ``path`` whole; return the text."""
-        until(lambda: path.exists() or self.process.poll() is not None)
+        until(lambda: path.exists() or self.has_ended())
         if not path.exists():
             raise self.error(f"no {path.name}")
         return path.read_text()
@@ -98,32 +111,53 @@ def start_scenario(
     environment: Mapping[str, str],
     **arguments: object,
 ) -> Iterator[Child]:
-    """Start ``scenario`` in a new process group, which is killed at the end in any case."""
+    """Start ``scenario`` in a session of its own, which is killed at the end in any case.
+
+    ``environment`` is set after Python, torch and vLLM have been imported.
+    """
     log_folder.mkdir(parents=True, exist_ok=True)
     stem = log_folder / f"{scenario.__name__}-{time.monotonic_ns()}"
-    log_path, result_path = stem.with_suffix(".log"), stem.with_suffix(".json")
     source = sys.modules[scenario.__module__].__file__
     assert source is not None
-    call = json.dumps(
-        {
-            "file": source,
-            "function": scenario.__name__,
-            "arguments": arguments,
-            "result": str(result_path),
-        }
-    )
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, *_CHILD_FLAGS, "-m", "tests.vllm.children", call],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=child_environment(environment),
-            start_new_session=True,
-        )
+    call = {
+        "file": source,
+        "function": scenario.__name__,
+        "arguments": arguments,
+        "environment": child_environment(environment),
+        "log": str(stem.with_suffix(".log")),
+        "result": str(stem.with_suffix(".json")),
+        "end": str(stem.with_suffix(".end")),
+    }
+    child = Child(scenario.__name__, _fork(call), stem)
     try:
-        yield Child(scenario.__name__, process, log_path, result_path)
+        yield child
     finally:
-        kill_group(process)
+        child.kill()
+
+
+def _fork(call: Mapping[str, Any]) -> int:
+    """Have the scenario server play ``call``; return the process's id."""
+    server = _scenario_server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(json.dumps(call) + "\n")
+    server.stdin.flush()
+    answer = server.stdout.readline()
+    assert answer, f"the scenario server has ended with {server.wait()}"
+    return int(answer)
+
+
+@cache
+def _scenario_server() -> subprocess.Popen[str]:
+    """Start the server, which ends when its standard input does: with these tests."""
+    return subprocess.Popen(
+        [sys.executable, *_CHILD_FLAGS, "-m", "tests.vllm.scenario_server"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=child_environment({}),
+        start_new_session=True,
+        text=True,
+    )
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
@@ -143,19 +177,3 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(places),
         **extra,
     }
-
-
-def _child_main() -> None:
-    call = json.loads(sys.argv[1])
-    spec = importlib.util.spec_from_file_location("scenario", call["file"])
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["scenario"] = module
-    spec.loader.exec_module(module)
-    result = getattr(module, call["function"])(**call["arguments"])
-    Path(call["result"]).write_text(json.dumps(result))
-
-
-if __name__ == "__main__":
-    _child_main()

@@ -197,9 +197,8 @@ def story(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
         rounds = json.loads(first.wait_for(notes / "rounds"))
         computed = json.loads(first.wait_for(notes / "cut"))
         first.wait_for(notes / "torn")
-        assert first.process.poll() is None
-        os.killpg(first.process.pid, signal.SIGKILL)
-        first.process.wait()
+        assert not first.has_ended()
+        first.kill()
         leave(str(notes / "killed"))
         told = second.result()
     return {**told, "first": rounds, "computed": computed, "folder_bytes": folder_bytes(path)}

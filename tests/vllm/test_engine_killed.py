@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -70,9 +69,8 @@ def test_engines_killed_at_work_and_at_start(llama: Path, tmp_path: Path, log_fo
         tokens = json.loads(first.wait_for(at_work))
         assert named == f"kvtier_{WHILE_STARTING}"
         for child in (first, second):
-            assert child.process.poll() is None
-            os.killpg(child.process.pid, signal.SIGKILL)
-            assert child.process.wait() == -signal.SIGKILL
+            assert not child.has_ended()
+            assert child.kill() == -signal.SIGKILL
     assert ours_in_shm(WHILE_RUNNING) == []
 
     (disk,) = run_scenario(

@@ -1,0 +1,86 @@
+"""Plays scenarios in forks of one process that has imported vLLM, which takes nine seconds.
+
+``python -m tests.vllm.scenario_server`` reads calls from its standard input, a
+JSON line each, and answers with the fork's process id. A fork leads a session
+of its own, plays its scenario, and ends as any program does: with its exit
+handlers, and after its threads. How it ended stands then in a file.
+
+The server itself starts no thread, runs nothing of torch and has no engine, so
+that a fork finds all as after an import of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import os
+import selectors
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def serve() -> dict[str, Any] | None:
+    """Fork for each call; return a fork's call in the fork, and None once there are no more."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(sys.stdin, selectors.EVENT_READ)
+        while True:
+            for ready, _ in selector.select():
+                if ready.data is not None:
+                    _tell_end(selector, ready)
+                elif not (line := sys.stdin.readline()):
+                    return None
+                elif pid := os.fork():
+                    call = json.loads(line)
+                    selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, call["end"]))
+                    sys.stdout.write(f"{pid}\n")
+                    sys.stdout.flush()
+                else:
+                    return dict(json.loads(line))
+
+
+def _tell_end(selector: selectors.BaseSelector, ended: selectors.SelectorKey) -> None:
+    pid, path = ended.data
+    _, status = os.waitpid(pid, 0)
+    told = Path(path)
+    half = told.with_suffix(".half")
+    half.write_text(str(os.waitstatus_to_exitcode(status)))
+    half.rename(told)
+    selector.unregister(ended.fileobj)
+    os.close(ended.fd)
+
+
+def play(call: dict[str, Any]) -> None:
+    """Call the scenario with the log as its standard output, and leave what it returns."""
+    os.setsid()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    log = os.open(call["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.environ.clear()
+    os.environ.update(call["environment"])
+    spec = importlib.util.spec_from_file_location("scenario", call["file"])
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["scenario"] = module
+    spec.loader.exec_module(module)
+    result = getattr(module, call["function"])(**call["arguments"])
+    Path(call["result"]).write_text(json.dumps(result))
+
+
+def _import_vllm() -> None:
+    import vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector
+    import vllm.model_executor.models.llama
+    import vllm.v1.engine.llm_engine
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    import kvtier.vllm  # noqa: F401
+
+
+if __name__ == "__main__":
+    _import_vllm()
+    gc.freeze()  # a fork would copy what its collector walks through
+    if (call := serve()) is not None:
+        play(call)
