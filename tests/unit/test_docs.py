@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from kvtier import states
+from kvtier.backend import Backend, BackendContext, Namespace
 from kvtier.config import RuntimeConfig, TierConfig
 from kvtier.errors import ConfigError
 from kvtier.registry import NOT_YET
@@ -63,6 +64,32 @@ async def test_the_example_backend_keeps_the_contract(
 ) -> None:
     """It is what authors start from."""
     await check(lambda context: shelf.ShelfBackend.from_options({"capacity_blocks": 64}, context))
+
+
+def test_the_example_backend_refuses_beforehand_what_it_would_refuse(shelf: ModuleType) -> None:
+    """``kvtier check`` asks it; it says the same as at the start, and nothing of what is sound."""
+    context = BackendContext(0, Namespace({}), "1:shelf")
+    assert shelf.ShelfBackend.check_options({"capacity_blocks": 64}, context) is None
+    for bad in ({"capacity_blocks": 0}, {"colour": "red"}, {"capacity_blocks": "64"}):
+        said = []
+        for ask in (shelf.ShelfBackend.check_options, shelf.ShelfBackend.from_options):
+            with pytest.raises(ConfigError) as refusal:
+                ask(bad, context)
+            said.append(str(refusal.value))
+        assert said[0] == said[1]
+        assert "1:shelf" in said[0]
+
+
+def test_all_that_a_backend_may_have_is_on_the_page() -> None:
+    """``check_options`` was not: who did not read the source did not know of it."""
+    page = (DOCS / "how-to/write-a-backend.md").read_text()
+    words = set(re.findall(r"\w+", page))
+    assert {name for name in {*vars(Backend), *Backend.__annotations__} if name[0] != "_"} <= words
+
+
+def test_the_example_backend_tells_what_is_in_it(shelf: ModuleType) -> None:
+    made = shelf.ShelfBackend(8)
+    assert made.counters().keys() == made.traits.levels == {"blocks"}
 
 
 def test_the_example_test_of_a_backend_runs(shelf: ModuleType) -> None:
