@@ -67,6 +67,8 @@ def check(
     whose storage hangs.
     """
     findings = Findings()
+    if offloading_gib is not None and values.keys() & {"kv_connector", WHERE}:
+        values = _as_vllm_completes(values)
     extra = _extra_config(values, findings)
     if extra is None:
         return findings
@@ -88,6 +90,15 @@ def check(
             "whether blocks fit into cpu_bytes_to_use and each tier: give --block-bytes"
         )
     return findings
+
+
+def _as_vllm_completes(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the configuration that vLLM makes of one, given ``--kv-offloading-size``.
+
+    It names connector and role itself, after it has refused a connector without a role.
+    """
+    role = {} if values.get("kv_connector") else {"kv_role": "kv_both"}
+    return {**values, "kv_connector": CONNECTOR, **role}
 
 
 def _extra_config(values: Mapping[str, Any], findings: Findings) -> Mapping[str, Any] | None:

@@ -185,6 +185,10 @@ def test_what_keeps_vllm_from_using_kvtier_is_found(
 def test_the_size_that_vllm_is_given_takes_the_place_of_the_key(check: Check, sound: Any) -> None:
     del sound["kv_connector_extra_config"]["cpu_bytes_to_use"]
     check(sound, "--kv-offloading-size", "0.01", status=0)
+    alone = {"kv_connector_extra_config": sound["kv_connector_extra_config"]}
+    check(alone, "--kv-offloading-size", "0.01", status=0)
+    (text,) = check({**sound, "kv_role": None}, "--kv-offloading-size", "0.01", status=1)["refused"]
+    assert "kv_role=None" in text
     (text,) = check(sound, "--kv-offloading-size", "1e9", status=1)["refused"]
     assert "bytes of memory that there are" in text
 
