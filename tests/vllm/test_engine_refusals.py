@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvtier.errors import ConfigError
+from kvtier.vllm import KVTierOffloadingSpec
 from tests.vllm.children import run_scenario
 from tests.vllm.engine import engine, kvtier_config
 from tests.vllm.managers import manager
+from tests.vllm.offloading import CONFIG
 from tests.vllm.play import ours_in_shm, own_id, play
 
 if TYPE_CHECKING:
@@ -118,6 +121,15 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         text = refusal(secondary_tiers=[tier(root)])
         for part in ("1:fs", f"root_dir={root!r}", remedy):
             assert part in text
+
+
+def test_a_model_with_nothing_to_offload_is_refused() -> None:
+    """It would divide by the bytes of a block."""
+    config = replace(CONFIG, worker_kv_bytes_per_block=0, extra_config=kvtier_config())
+    with pytest.raises(ConfigError) as caught:
+        KVTierOffloadingSpec(config)
+    for part in ("kv_bytes_per_chunk=0", "no KV cache", "Remove the kv_transfer_config"):
+        assert part in str(caught.value)
 
 
 def test_two_tiers_on_one_folder_are_refused(tmp_path: Path) -> None:
