@@ -4,21 +4,29 @@ The eviction policy is an actor, so asking it for victims is a message and its
 answer another: the call is put aside in between, and handled again once there
 is room, or once it is clear that there won't be more. There is at most one
 such call, since the facade's calls are run to quiescence one after the other.
+
+The policy names victims; what is evicted is never the head of a running request's
+prefix while some of its tail can go (``kvtier/running_prefixes.py``).
+
+# Invariant: each answer names a block that it did not name before, or the policy is replaced.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvtier import messages as m
 from kvtier.group_messages import ReservePrefix
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from kvtier.actor import Mailbox
     from kvtier.messages import Key
+    from kvtier.running_prefixes import RunningPrefixes
     from kvtier.slots import SlotTable
+
+NAMES_NOTHING: Final = "it names victims that are not there, or that it has named before"
 
 Call = m.Lookup | m.PrepareStore | ReservePrefix
 
@@ -26,17 +34,23 @@ Call = m.Lookup | m.PrepareStore | ReservePrefix
 class Eviction:
     """What was asked of the policy, and what became of it."""
 
-    def __init__(self, slots: SlotTable, slot_of: dict[Key, int]) -> None:
+    def __init__(
+        self, slots: SlotTable, slot_of: dict[Key, int], prefixes: RunningPrefixes
+    ) -> None:
         self.policy: Mailbox
         self.evicted: list[Key] = []  #: for the call at hand
         self._slots = slots
         self._slot_of = slot_of
+        self._prefixes = prefixes
         self._aside: Call | None = None
         self._resumed: Call | None = None
         self._slots_wanted = 0
         self._victims_asked = 0
         self._spare: frozenset[Key] = frozenset()
-        self._refused: list[Key] = []
+        # Named by the policy, and here for the time being: what can't go, and what need not yet.
+        self._refused: dict[Key, None] = {}
+        self._spared: dict[Key, None] = {}
+        self._is_replaced = False
 
     def make_room(self, call: Call, slots: int, spare: frozenset[Key] = frozenset()) -> bool:
         """Return False if ``call`` is put aside until victims are named.
@@ -53,6 +67,7 @@ class Eviction:
         self._aside = call
         self._slots_wanted = slots
         self._spare = spare
+        self._is_replaced = False
         self._ask(missing)
         return False
 
@@ -65,6 +80,31 @@ class Eviction:
 
         Refused: what is held by now, and what a lookup of this step called readable.
         """
+        known = len(self.evicted) + len(self._refused)
+        if self._prefixes.begin_eviction(victims):
+            self._evict_tails_of(victims)
+        else:
+            self._evict(victims)
+        missing = self._slots_wanted - self._slots.free_count()
+        if missing > 0 and len(victims) == self._victims_asked:
+            if len(self.evicted) + len(self._refused) > known:
+                self._ask(missing)
+                return None
+            if not self._is_replaced:
+                self._is_replaced = True
+                self.policy.post(m.ReplacePolicy(error=NAMES_NOTHING))
+                self._ask(missing)
+                return None
+        spared = tuple(key for key in (*self._refused, *self._spared) if key in self._slot_of)
+        if spared:
+            self.policy.post(m.Spared(keys=spared))
+        self._refused.clear()
+        self._spared.clear()
+        self._resumed, self._aside = self._aside, None
+        return self._resumed
+
+    def _evict(self, victims: Iterable[Key]) -> None:
+        """Evict those of the victims that may go."""
         slots, slot_of = self._slots, self._slot_of
         hits = slots.hits
         going = []
@@ -73,21 +113,42 @@ class Eviction:
             if slot is None:
                 continue
             if slot in hits or slots.is_held(slot):
-                self._refused.append(key)
+                self._refused[key] = None
             else:
                 del slot_of[key]
                 going.append(slot)
                 self.evicted.append(key)
         slots.evict(going)
-        missing = self._slots_wanted - slots.free_count()
-        if missing > 0 and len(victims) == self._victims_asked:
-            self._ask(missing)
-            return None
-        if self._refused:
-            self.policy.post(m.Spared(keys=tuple(self._refused)))
-            self._refused = []
-        self._resumed, self._aside = self._aside, None
-        return self._resumed
+
+    def _evict_tails_of(self, victims: Sequence[Key]) -> None:
+        """Evict as many blocks as victims may go: those themselves, or the last behind them."""
+        gone = []
+        for key in victims:
+            if self._can_go(key):
+                gone.append(self._evict_behind(key))
+            elif key in self._slot_of:
+                self._refused[key] = None
+        # Some victims stood in for others, and so went for two.
+        while self._spared and self._slots_wanted > self._slots.free_count():
+            gone.append(self._evict_behind(next(iter(self._spared))))
+        named = set(victims)
+        unknown = tuple(key for key in gone if key not in named)
+        if unknown:
+            self.policy.post(m.Gone(keys=unknown))
+
+    def _evict_behind(self, victim: Key) -> Key:
+        """Evict the last block behind ``victim``, or itself; return which one it was."""
+        key = self._prefixes.stand_in(victim, self._can_go)
+        self._spared[victim] = None
+        self._spared.pop(key, None)
+        self._evict((key,))
+        return key
+
+    def _can_go(self, key: Key) -> bool:
+        slot = self._slot_of.get(key)
+        if slot is None or slot in self._slots.hits or key in self._spare:
+            return False
+        return not self._slots.is_held(slot)
 
     def end_call(self) -> None:
         """Note that the call was handled again."""
@@ -98,6 +159,8 @@ class Eviction:
         slot_of, is_held = self._slot_of, self._slots.is_held
         held = tuple(key for key, slot in slot_of.items() if is_held(slot))
         self.policy.post(m.Residents(keys=tuple(slot_of), held=held))
+        self._refused.clear()
+        self._spared.clear()
 
     def _ask(self, missing: int) -> None:
         self._victims_asked = missing

@@ -204,12 +204,15 @@ class SchedulerFacade:
 
     # --- GPU loads ---
 
-    def prepare_load(self, keys: Collection[Key], request: RequestId) -> list[int]:
+    def prepare_load(
+        self, keys: Collection[Key], request: RequestId, *, order: m.OrderTold | None = None
+    ) -> list[int]:
         """Pin blocks and return their slots, in order. They stay until ``complete_load``.
 
+        ``order``: as for ``prepare_store``.
         Raises ``Misuse`` unless ``lookup`` said True for each key in this step.
         """
-        slots = self._ask(m.PrepareLoad(keys=tuple(keys), request=request))
+        slots = self._ask(m.PrepareLoad(tuple(keys), request, order))
         if slots is None or slots is NO_REPLY:
             ready = self._primary.resident()
             missing = next((key for key in keys if key not in ready), b"")
@@ -234,7 +237,12 @@ class SchedulerFacade:
     # --- GPU stores ---
 
     def prepare_store(
-        self, keys: Collection[Key], request: RequestId, *, cuts: Sequence[int] | None = None
+        self,
+        keys: Collection[Key],
+        request: RequestId,
+        *,
+        cuts: Sequence[int] | None = None,
+        order: m.OrderTold | None = None,
     ) -> m.StoreGrant | None:
         """Give slots to those of ``keys`` that are new, evicting what is needed.
 
@@ -244,9 +252,12 @@ class SchedulerFacade:
         again in a later step. ``cuts``, growing: how many of ``keys`` are of use
         without those behind them, where keys of several KV-cache groups belong
         together; None: any number. What fits no memory of this size gets an empty grant.
+        ``order``: the keys of the request by token position, those too that the GPU has,
+        from a number on; while it runs, a block of it is evicted after those behind it.
+        One that tells it once tells it always; else it is what calls' ``keys`` make of it.
         """
         some = None if cuts is None else tuple(cuts)
-        grant = self._ask(m.PrepareStore(tuple(keys), request, some))
+        grant = self._ask(m.PrepareStore(tuple(keys), request, some, order))
         return None if grant is NO_REPLY else cast("m.StoreGrant | None", grant)
 
     def complete_store(

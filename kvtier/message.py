@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -12,6 +12,13 @@ GROUP_BYTES: Final = 4
 
 RequestId: TypeAlias = str
 TierSet: TypeAlias = int
+
+
+class OrderTold(NamedTuple):
+    """A request's keys by token position, from number ``first`` on; those before are known."""
+
+    first: int
+    keys: tuple[Key, ...]
 
 
 class Message(msgspec.Struct, frozen=True, gc=False, tag=True, array_like=True):

@@ -42,6 +42,7 @@ from kvtier.driver_messages import TellContents as TellContents
 from kvtier.message import GROUP_BYTES as GROUP_BYTES
 from kvtier.message import Key as Key
 from kvtier.message import Message as Message
+from kvtier.message import OrderTold as OrderTold
 from kvtier.message import RequestId as RequestId
 from kvtier.message import TierSet as TierSet
 
@@ -90,6 +91,7 @@ class PrepareLoad(Message, frozen=True, gc=False):
 
     keys: tuple[Key, ...]
     request: RequestId
+    order: OrderTold | None = None
 
 
 class CompleteLoad(Message, frozen=True, gc=False):
@@ -106,6 +108,7 @@ class PrepareStore(Message, frozen=True, gc=False):
     keys: tuple[Key, ...]
     request: RequestId
     cuts: tuple[int, ...] | None = None  #: how many keys may be stored without the rest; None: any
+    order: OrderTold | None = None
 
 
 class StoreGrant(Message, frozen=True):
@@ -235,7 +238,13 @@ class Spared(Message, frozen=True, gc=False):
 
 
 class PolicyBroke(Message, frozen=True, gc=False):
-    """The eviction policy raised ``error``. Answered with Residents, for the one in its place."""
+    """The eviction policy did ``error``. Answered with Residents, for the one in its place."""
+
+    error: str
+
+
+class ReplacePolicy(Message, frozen=True, gc=False):
+    """What the eviction policy names is of no use. Answered with PolicyBroke."""
 
     error: str
 

@@ -15,6 +15,8 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kvtier.slots import SlotTable
+
 T = TypeVar("T")
 
 OBSERVATIONS_MAX: Final = 10_000
@@ -33,7 +35,7 @@ class PrimaryCounts:
         self.stores_skipped = 0  # below store_threshold
         self.stores_dropped = 0  # no room
         self.unknown_completions = 0
-        self.policies_replaced = 0  # eviction policies that raised
+        self.policies_replaced = 0  # eviction policies that raised, or were of no use
 
 
 class TierCounts:
@@ -93,6 +95,24 @@ class PrimaryStatistics(msgspec.Struct, frozen=True):
     promotion_slots: int  #: filling from a tier, or leased to a request
     requests: int
     counts: Mapping[str, int | float]  #: the numbers of ``PrimaryCounts``, by name
+
+    @classmethod
+    def of(
+        cls, slots: SlotTable, promotion_slots: int, requests: int, counts: PrimaryCounts
+    ) -> PrimaryStatistics:
+        """Count what is in which state now."""
+        return cls(
+            slot_count=slots.count,
+            free_slots=slots.free_count(),
+            filling_from_gpu_slots=len(slots.gpu_fills),
+            filling_from_tiers_slots=len(slots.tier_fills),
+            ready_slots=slots.ready_count(),
+            quarantined_slots=len(slots.quarantined),
+            pinned_slots=len(slots.pins),
+            promotion_slots=promotion_slots,
+            requests=requests,
+            counts=vars(counts).copy(),
+        )
 
 
 class TierStatistics(msgspec.Struct, frozen=True):

@@ -32,6 +32,7 @@ from kvtier.prefix_plan import storable
 from kvtier.prefix_reservations import PrefixReservations
 from kvtier.promotions import Batch, Promotions
 from kvtier.requests import Request
+from kvtier.running_prefixes import RunningPrefixes
 from kvtier.slots import SlotTable
 from kvtier.store_filter import StoreFilter, wanted_of
 from kvtier.whereabouts import Whereabouts
@@ -61,7 +62,8 @@ class PrimaryTier(Actor):
             self.slots, config.slot_count - config.store_reserve_slots, config.lease_timeout_s
         )
         self._slot_of: dict[Key, int] = {}
-        self._eviction = Eviction(self.slots, self._slot_of)
+        self._prefixes = RunningPrefixes()
+        self._eviction = Eviction(self.slots, self._slot_of, self._prefixes)
         self._whereabouts = Whereabouts(len(config.tiers), config.known_keys_max)
         self._lookups = Lookups(
             self.slots,
@@ -141,19 +143,8 @@ class PrimaryTier(Actor):
 
     def statistics(self) -> PrimaryStatistics:
         """Return a frozen snapshot."""
-        slots = self.slots
-        return PrimaryStatistics(
-            slot_count=slots.count,
-            free_slots=slots.free_count(),
-            filling_from_gpu_slots=len(slots.gpu_fills),
-            filling_from_tiers_slots=len(slots.tier_fills),
-            ready_slots=slots.ready_count(),
-            quarantined_slots=len(slots.quarantined),
-            pinned_slots=len(slots.pins),
-            promotion_slots=self._promotions.held_slots,
-            requests=len(self._requests),
-            counts=vars(self.counts).copy(),
-        )
+        promotion_slots, requests = self._promotions.held_slots, len(self._requests)
+        return PrimaryStatistics.of(self.slots, promotion_slots, requests, self.counts)
 
     # --- room ---
 
@@ -182,6 +173,7 @@ class PrimaryTier(Actor):
             self.reply(None)
             return
         self._count_lookups(message.request)
+        self._prefixes.use(message.request, keys, message.order)
         self.slots.pin(found)
         self._gpu_loads.begin(message.request, keys)
         touched = m.Touched(keys, message.request, held=True)
@@ -208,6 +200,7 @@ class PrimaryTier(Actor):
         if self._eviction.was_resumed(message):
             wanted = [key for key in self._store_wanted if key not in slot_of]
         else:
+            self._prefixes.use(message.request, message.keys, message.order)
             wanted = self._store_wanted = self._wanted(message)
         if not wanted:
             self.reply(m.StoreGrant([], [], [], self.epoch))
@@ -272,6 +265,7 @@ class PrimaryTier(Actor):
         self.reply(None)
 
     def _touch(self, message: m.Touch) -> None:
+        self._prefixes.use(message.request, message.keys)
         self.policy.post(m.Touched(keys=message.keys, request=message.request))
         for link in self.links:
             link.post(m.TouchKeys(keys=message.keys, request=message.request))
@@ -380,6 +374,7 @@ class PrimaryTier(Actor):
     def _request_started(self, message: m.RequestStarted) -> None:
         search = self._whereabouts.start(message.request, message.tiers & self._cascades.all_tiers)
         self._requests[message.request] = Request(search)
+        self._prefixes.start(message.request)
         self.reply(None)
 
     def _request_finished(self, message: m.RequestFinished) -> None:
@@ -388,6 +383,7 @@ class PrimaryTier(Actor):
             request.count(self.counts)
             self._end_reservations(message.request, request)
             self._whereabouts.end(message.request)
+            self._prefixes.end(message.request)
             ended = m.RequestEnded(request=message.request, order=message.order)
             for listener in (*self._policies, *self.links):
                 listener.post(ended)

@@ -3,8 +3,9 @@
 Its host is whoever owns the blocks: the primary tier in the engine cell, or a
 secondary tier in its own. Only ``ChooseVictims`` is answered.
 
-A policy may be a third party's. One that raises is replaced by ``lru``: a tier
-that can't evict any more would store nothing for as long as its engine lives.
+A policy may be a third party's. One that raises, or whose victims are of no use to
+the host, is replaced by ``lru``: a tier that can't evict any more would store
+nothing for as long as its engine lives.
 The host is asked what is resident. Until it says so, whatever it had sent before
 is passed over, since that is part of what it will say; only those who wait for
 victims are remembered.
@@ -35,7 +36,7 @@ RUN_KEYS: Final = 64
 
 
 def broken_policy(tier: str, broke: m.PolicyBroke) -> m.Notice:
-    """Return what a person should read of an eviction policy that raised."""
+    """Return what a person should read of an eviction policy that was replaced."""
     return m.Notice(
         event="eviction policy broke, lru takes its place", tier=tier, detail=broke.error
     )
@@ -47,7 +48,6 @@ class PolicyActor(Actor):
     def __init__(self, name: str, policy: EvictionPolicy) -> None:
         self.policy = policy
         self.host: Mailbox
-        self._is_replaced = False
         self._waiting: list[m.ChooseVictims] = []  # for Residents
         super().__init__(name, self._guarded(self._calls()))
 
@@ -65,6 +65,7 @@ class PolicyActor(Actor):
             m.Spared: lambda x: policy.take_back(x.keys),
             m.Tick: lambda x: policy.pass_time(x.now),
             m.Cleared: lambda _: policy.clear(),
+            m.ReplacePolicy: lambda x: self._replace(x.error, x),
         }
 
     def _guarded(
@@ -75,7 +76,7 @@ class PolicyActor(Actor):
                 try:
                     call(message)
                 except Exception as error:  # noqa: BLE001 - a policy may be anybody's
-                    self._replace(error, message)
+                    self._replace(f"it raised {type(error).__name__}: {error}", message)
 
             return guarded
 
@@ -92,9 +93,9 @@ class PolicyActor(Actor):
             raise InternalError("choose_victims returned what is no key")
         self.host.post(m.Victims(keys=victims))
 
-    # --- a policy that raised ---
+    # --- a policy that raised, or can't be used ---
 
-    def _replace(self, error: Exception, message: Message) -> None:
+    def _replace(self, error: str, message: Message) -> None:
         """Put ``lru`` in the policy's place; it knows nothing until the host has answered."""
         broken = type(self.policy).__name__
         self.policy = LRUPolicy(self.policy.capacity)
@@ -104,8 +105,7 @@ class PolicyActor(Actor):
         self.handlers[m.Residents] = self._residents
         if isinstance(message, m.ChooseVictims):
             self._waiting.append(message)
-        told = printable(f"{broken} raised {type(error).__name__}: {error}")
-        self.host.post(m.PolicyBroke(error=told))
+        self.host.post(m.PolicyBroke(error=printable(f"{broken}: {error}")))
 
     def _residents(self, message: m.Residents) -> None:
         self._restore_handlers(self._calls())

@@ -226,6 +226,24 @@ def what_is_taken_back_goes_next(make: MakePolicy) -> None:
     books.choose(12)
 
 
+def another_may_go_instead(make: MakePolicy) -> None:
+    """A running request's tail goes, and the head that was chosen is taken back, ever again."""
+    books = Books(make(8))
+    keys = new_keys(8)
+    books.admit(keys[:1], "r")
+    books.end("r", keys[:1])
+    books.admit(keys[1:], "s")
+    books.touch(keys[:1], "s")
+    while len(books.resident) > 1:
+        (chosen,) = books.choose(1)
+        last = max(books.resident | {chosen})
+        if last != chosen:
+            books.forget([last])
+            books.take_back([chosen])
+    expect(books.resident == {keys[0]}, "the head must be left")
+    books.choose(2)
+
+
 # --- what is known ---
 
 
@@ -455,6 +473,7 @@ POLICY_CHECKS: Final[tuple[PolicyCheck, ...]] = (
     as_many_victims_as_asked_for_if_there_are,
     what_was_chosen_is_forgotten,
     what_is_taken_back_goes_next,
+    another_may_go_instead,
     what_is_forgotten_is_gone,
     clear_forgets_everything,
     unknown_keys_are_ignored,

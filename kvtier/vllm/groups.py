@@ -10,9 +10,10 @@ learnt from where it stops.
 from __future__ import annotations
 
 from bisect import bisect_right
+from itertools import islice
 from typing import TYPE_CHECKING
 
-from kvtier.messages import GROUP_BYTES
+from kvtier.messages import GROUP_BYTES, OrderTold
 from kvtier.prefix_plan import GroupKeys
 from kvtier.states import BlockState
 
@@ -25,6 +26,62 @@ _NO_END = 1 << 62  # of keys that vLLM gave no position: behind all others
 def in_token_order(keys: Collection[bytes], end_of: Mapping[bytes, int]) -> list[bytes]:
     """Return keys of several groups in the order of the tokens that they end at."""
     return sorted(keys, key=lambda key: end_of.get(key, _NO_END))
+
+
+class TokenOrder:
+    """The order of one request's keys, told part by part. It grows while the request computes.
+
+    ``chunk_tokens``: how many tokens each key covers, if there is one group; else None.
+    """
+
+    def __init__(self, chunk_tokens: int | None) -> None:
+        self._chunk_tokens = chunk_tokens
+        self._told_count = 0
+        self._told_end = 0  # tokens
+
+    def untold(self, end_of: dict[bytes, int]) -> OrderTold | None:
+        """Return what is new: the keys behind those told, by token; None: nothing is.
+
+        All keys, where some that are new stand before one that was told.
+        """
+        first = self._told_count
+        new = len(end_of) - first
+        if not new:
+            return None
+        last = next(reversed(end_of.values()))
+        if self._chunk_tokens is not None and last == len(end_of) * self._chunk_tokens:
+            # No partial tail among them: they stand in order. A tenth of the time.
+            self._told_count, self._told_end = len(end_of), last
+            return OrderTold(first, tuple(islice(reversed(end_of), new))[::-1])
+        ends = list(islice(reversed(end_of.values()), new))[::-1]
+        if min(ends) < self._told_end:
+            first, ends = 0, list(end_of.values())
+        keys = tuple(islice(reversed(end_of), len(ends)))[::-1]
+        in_order = sorted(ends)
+        if ends != in_order:  # of several groups: one comes after the other
+            keys = tuple(sorted(keys, key=end_of.__getitem__))
+        self._told_count = len(end_of)
+        self._told_end = in_order[-1]
+        return OrderTold(first, keys)
+
+
+class Orders:
+    """The orders of running requests, as far as they were told."""
+
+    def __init__(self, chunk_tokens: int | None) -> None:
+        self._chunk_tokens = chunk_tokens
+        self._of: dict[str, TokenOrder] = {}
+
+    def untold(self, request: str, end_of: dict[bytes, int]) -> OrderTold | None:
+        """Return what is new in the order of a request's keys."""
+        order = self._of.get(request)
+        if order is None:
+            order = self._of[request] = TokenOrder(self._chunk_tokens)
+        return order.untold(end_of)
+
+    def end(self, request: str) -> None:
+        """Forget a request."""
+        self._of.pop(request, None)
 
 
 class Groups:

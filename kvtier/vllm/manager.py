@@ -33,7 +33,7 @@ from kvtier.messages import GROUP_BYTES
 from kvtier.registry import backend_class
 from kvtier.runtime import open_runtime
 from kvtier.states import BlockState, BreakerState
-from kvtier.vllm.groups import Groups, Pass, in_token_order
+from kvtier.vllm.groups import Groups, Orders, Pass, in_token_order
 from kvtier.vllm.metrics import MetricsExporter
 from kvtier.vllm.watch import Watch
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from kvtier.config import RuntimeConfig, TierConfig
     from kvtier.facade import SchedulerFacade
     from kvtier.memory import SlotMemory
-    from kvtier.messages import StoreGrant
+    from kvtier.messages import OrderTold, StoreGrant
     from kvtier.vllm.spec import KVTierOffloadingSpec, Region
 
 _MEANING: Final = {
@@ -174,6 +174,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._ahead: dict[bytes, LookupResult] = {}
         self._ahead_of: ReqContext | None = None
         self._sources: dict[str, Mapping[bytes, int]] = {}
+        self._orders = Orders(None if self._several_groups else self._chunk_tokens)
         self._granted: dict[str, list[StoreGrant]] = {}  # stores under way, by request
         self._undecided: set[str] = set()  # requests that have looked up, and may wait
         self._loading: list[str] = []  # requests that began a load in this step
@@ -199,14 +200,19 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._sources.pop(req_context.req_id, None)
         self._undecided.discard(req_context.req_id)
         self._refused.discard(req_context.req_id)
+        self._orders.end(req_context.req_id)
         self.facade.on_request_finished(req_context.req_id, self._order(req_context))
 
     def _order(self, req_context: ReqContext) -> Collection[bytes]:
         """Return all keys of a request from head to tail."""
         positions = _positions(req_context)
         if self._several_groups:  # they come one after the other
-            return sorted(positions, key=positions.__getitem__)
+            return in_token_order(positions, positions)
         return positions
+
+    def _untold(self, req_context: ReqContext) -> OrderTold | None:
+        """Return what is new in the order of a request's keys since this was last asked."""
+        return self._orders.untold(req_context.req_id, _positions(req_context))
 
     # --- lookups and loads ---
 
@@ -296,9 +302,11 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         request = req_context.req_id
         self._loading.append(request)
         if not self._several_groups:
-            return CPULoadStoreSpec(self.facade.prepare_load(keys, request))
+            loaded = self.facade.prepare_load(keys, request, order=self._untold(req_context))
+            return CPULoadStoreSpec(loaded)
         ordered = in_token_order(keys, _positions(req_context))
-        slots = dict(zip(ordered, self.facade.prepare_load(ordered, request), strict=True))
+        loaded = self.facade.prepare_load(ordered, request, order=self._untold(req_context))
+        slots = dict(zip(ordered, loaded, strict=True))
         return CPULoadStoreSpec([slots[key] for key in keys])
 
     @override
@@ -327,7 +335,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
             end_of = _positions(req_context)
             offered = ordered = in_token_order(keys, end_of)
             cuts = self._groups.cuts(ordered, end_of)
-        grant = self.facade.prepare_store(offered, req_context.req_id, cuts=cuts)
+        order = self._untold(req_context)
+        grant = self.facade.prepare_store(offered, req_context.req_id, cuts=cuts, order=order)
         if grant is None:
             return None
         granted, slots = grant.keys, grant.slots

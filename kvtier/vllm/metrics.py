@@ -70,7 +70,7 @@ _OWN_TIER_COUNTERS: Final = {
 _OWN_PRIMARY_COUNTERS: Final = {
     "evictions": "Blocks evicted from the primary tier.",
     "stores_dropped": "Blocks not stored for want of room in the primary tier.",
-    "policies_replaced": "Eviction policies that raised; lru took their place.",
+    "policies_replaced": "Eviction policies that raised or named no block; lru took their place.",
     "unknown_completions": "Loads and stores completed by the engine that never began.",
 }
 

@@ -156,6 +156,12 @@ class ForgetsNothing(LRUPolicy):
         pass
 
 
+class KeepsWhatARunningRequestHas(LRUPolicy):
+    def forget(self, keys: Sequence[Key]) -> None:
+        run_of = self._runs.run_of
+        super().forget([key for key in keys if key in run_of and run_of[key].request is None])
+
+
 class HoldsOnAfterClear(LRUPolicy):
     def clear(self) -> None:
         self._runs.clear()
@@ -256,6 +262,7 @@ FLAWED: dict[type[LRUPolicy], PolicyCheck] = {
     TakesBackTwice: suite.what_is_taken_back_goes_next,
     HoldsWhatIsGone: suite.what_is_forgotten_is_gone,
     ForgetsNothing: suite.what_is_forgotten_is_gone,
+    KeepsWhatARunningRequestHas: suite.another_may_go_instead,
     HoldsOnAfterClear: suite.clear_forgets_everything,
     ClearsNothing: suite.clear_forgets_everything,
     TripsOverUnknownKeys: suite.unknown_keys_are_ignored,

@@ -11,9 +11,12 @@ from lookup_rules import LookupRules
 from rules import PICKS, SCHEDULES, is_due, pick
 from world import PATHS
 
+from kvtier.messages import OrderTold
 from kvtier.states import BlockState
 
 if TYPE_CHECKING:
+    from world import Request
+
     from kvtier.messages import Key
 
 
@@ -32,7 +35,7 @@ class GpuRules(LookupRules):
         request = pick([each for each in world.requests.values() if each.hits], which)
         keys = list(request.hits)[:count]
         world.in_order(schedule)
-        slots = world.facade.prepare_load(keys, request.name)
+        slots = world.facade.prepare_load(keys, request.name, order=self._order(request))
         assert slots == [world.primary.slot_of(key) for key in keys]
         expected = [world.bytes_of[key] for key in keys]
         world.gpu.loads.append(GpuLoad(request.name, keys, slots, expected, world.facade.epoch))
@@ -77,7 +80,7 @@ class GpuRules(LookupRules):
         counts = world.primary.counts
         dropped = counts.stores_dropped
         world.in_order(schedule)
-        grant = world.facade.prepare_store(keys, request.name)
+        grant = world.facade.prepare_store(keys, request.name, order=self._order(request))
         if counts.stores_dropped > dropped and not schedule:
             self._assert_nothing_can_be_evicted(keys)
         if grant is None:
@@ -130,6 +133,14 @@ class GpuRules(LookupRules):
         world.facade.complete_store(keys, stores[0].request, success=False, epoch=epoch)
         for key in keys:
             assert world.states[key] is BlockState.ABSENT
+
+    @staticmethod
+    def _order(request: Request) -> OrderTold | None:
+        """Tell the order of a request's keys, the first time, as vLLM's adapter does."""
+        if request.is_told:
+            return None
+        request.is_told = True
+        return OrderTold(0, request.path)
 
     def _stores_of_one_request(self, which: int) -> list[GpuStore]:
         stores = [each for each in self.world.gpu.stores if not each.is_stale]

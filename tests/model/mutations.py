@@ -14,15 +14,12 @@ from kvtier import parts, prefix_reservations, secondary_tier
 from kvtier.backend import Outcome
 from kvtier.breaker import Breaker
 from kvtier.events import EventKind
-from kvtier.eviction import Eviction
 from kvtier.leftovers import Leftovers, Untold
 from kvtier.parts import Part
 from kvtier.primary_tier import PrimaryTier
-from kvtier.promotions import Promotions
 from kvtier.requests import Request
 from kvtier.secondary_tier import SecondaryTier
 from kvtier.slots import SlotTable
-from kvtier.states import SlotState
 from kvtier.tier_link import TierLink
 from kvtier.whereabouts import Search, Whereabouts
 
@@ -53,39 +50,6 @@ def drop_an_unpin() -> Iterator[None]:
 
     with patch.object(PrimaryTier, "_cascade_ended", ended):
         yield
-
-
-@mutation
-def evict_a_pinned_slot() -> Iterator[None]:
-    """The policy is not told of GPU loads, and the primary tier does not look."""
-    real = PrimaryTier._prepare_load
-
-    def prepare_load(self: PrimaryTier, message: m.PrepareLoad) -> None:
-        policy = self.policy
-        self.policy = _WithoutHeld(policy)
-        real(self, message)
-        self.policy = policy
-
-    def is_held(self: SlotTable, slot: int) -> bool:
-        return self.state[slot] == SlotState.FILLING or slot in self.leased
-
-    with (
-        patch.object(PrimaryTier, "_prepare_load", prepare_load),
-        patch.object(SlotTable, "is_held", is_held),
-    ):
-        yield
-
-
-class _WithoutHeld:
-    """A policy's mailbox that loses the word of what is held."""
-
-    def __init__(self, policy: Any) -> None:
-        self._policy = policy
-
-    def post(self, message: m.Message) -> bool:
-        if isinstance(message, m.Touched):
-            message = m.Touched(message.keys, message.request)
-        return self._policy.post(message)
 
 
 @mutation
@@ -257,19 +221,6 @@ def take_a_doubled_completion_for_another() -> Iterator[None]:
 
 
 @mutation
-def skip_the_lease() -> Iterator[None]:
-    """Promoted blocks may be evicted before they are read."""
-    real = Promotions.start
-
-    def start(self: Promotions, key: bytes, slot: int, request: str, *rest: Any) -> None:
-        real(self, key, slot, request, *rest)
-        self.end_leases(request)
-
-    with patch.object(Promotions, "start", start):
-        yield
-
-
-@mutation
 def keep_the_leases_of_a_scheduled_request() -> Iterator[None]:
     """What was promoted for a request is kept until it ends, though it runs without it."""
 
@@ -296,17 +247,6 @@ def judge_one_group_at_a_time() -> Iterator[None]:
         return real(groups[:1], cost, room)
 
     with patch.object(prefix_reservations, "longest_prefix", longest):
-        yield
-
-
-@mutation
-def skip_the_reserve() -> Iterator[None]:
-    """Promotions take every slot there is."""
-
-    def has_room(_self: Promotions) -> bool:
-        return True
-
-    with patch.object(Promotions, "has_room", has_room):
         yield
 
 
@@ -380,18 +320,6 @@ def forget_a_hold_after_a_cascade() -> Iterator[None]:
             self.slots.unpin(message.slots)
 
     with patch.object(PrimaryTier, "_cascade_ended", ended):
-        yield
-
-
-@mutation
-def evict_what_was_called_a_hit() -> Iterator[None]:
-    """A lookup that says READY doesn't keep the block until the step ends."""
-    real = Eviction.evict
-
-    def evict(self: Eviction, victims: Any, _step: int) -> Any:
-        return real(self, victims, -2)
-
-    with patch.object(Eviction, "evict", evict):
         yield
 
 

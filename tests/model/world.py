@@ -119,6 +119,7 @@ class Request:
     tiers: int
     behind: dict[bytes, Key] = field(default_factory=dict)  # group → key PROBING in this step
     hits: dict[Key, None] = field(default_factory=dict)  # said True in this step
+    is_told: bool = False  # it has told the order of its keys
 
 
 class _CheckedStates(bytearray):
@@ -413,6 +414,21 @@ class World:
             assert key not in request.hits, f"{key!r} was a HIT in this step and was evicted"
         for load in self.gpu.loads:
             assert load.is_stale or key not in load.keys, f"{key!r} is read and was evicted"
+        if isinstance(message, m.Victims):
+            self._assert_nothing_behind_could_go(key)
+
+    def _assert_nothing_behind_could_go(self, key: Key) -> None:
+        """While a request runs, its tail goes before its head."""
+        slots = self.slots
+        for request in self.requests.values():
+            if not request.is_told or key not in request.path:
+                continue
+            for behind in request.path[request.path.index(key) + 1 :]:
+                slot = self.primary.slot_of(behind)
+                stays = behind in self.primary._eviction._spare or slot is None
+                assert stays or slots.is_held(slot) or slot in slots.hits, (
+                    f"{key!r} was evicted, and not {behind!r} behind it in {request.name}"
+                )
 
     def _expire_leases(self, now: float) -> None:
         for request in [each for each, until in self.lease_until.items() if now >= until]:

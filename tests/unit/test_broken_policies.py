@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -132,6 +133,45 @@ def test_victims_that_are_no_keys_are_as_good_as_an_exception(victims: Any) -> N
     assert [story.serve(10 * number, 4) for number in range(6)] == [4] * 6
     assert story.replaced() == (1, 0)
     story.assert_policies_know_what_is_there()
+
+
+RUBBISH = [b"not there", b"neither", b"nor this", b"nor that"]
+
+
+@pytest.mark.parametrize("ever", ["new", "the same", "those in use"])
+def test_a_policy_whose_victims_can_never_go_is_replaced(ever: str) -> None:
+    """It was asked again and again, for ever: the engine stood still."""
+    numbers = itertools.count()
+
+    class Endless(LRUPolicy):
+        def choose_victims(self, wanted: int, spare: Any) -> list[bytes]:
+            if ever == "new":
+                return [b"%d" % next(numbers) for _ in range(wanted)]
+            if ever == "the same":
+                return RUBBISH[:wanted]
+            return [*self._held, *RUBBISH][:wanted]
+
+    story = Story(Endless, LRUPolicy)
+    assert [story.serve(10 * number, 4) for number in range(6)] == [4] * 6
+    assert story.replaced() == (1, 0)
+    story.assert_policies_know_what_is_there()
+    (notice,) = [each for each in story.runtime.cell.notices if "policy broke" in each.event]
+    assert "victims that are not there" in notice.detail
+
+
+def test_a_store_that_finds_only_what_is_in_use_replaces_no_policy() -> None:
+    """What a lookup of this step called readable can't go, and that is nobody's fault."""
+    story = Story(LRUPolicy, LRUPolicy)
+    assert story.serve(0, SLOTS) == SLOTS
+    facade = story.runtime.facade
+    facade.on_request_started("waits")
+    facade.lookup_prefix([b"%08d" % n for n in range(SLOTS)], "waits")
+    facade.on_request_started("stores")
+    assert facade.prepare_store([b"a", b"b"], "stores") is None
+    assert facade.prepare_store([b"c"], "stores") is None
+    facade.step_end()
+    assert facade.prepare_store([b"a", b"b"], "stores").keys == [b"a", b"b"]
+    assert story.replaced() == (0, 0)
 
 
 @given(

@@ -1,0 +1,201 @@
+"""The prefixes of running requests: which block goes first, whatever the policy says.
+
+A block is of no use without those before it. Eviction policies learn the order of a
+request's blocks for sure when it ends, and see a shared head as another request's.
+So the order of a request that runs is kept here, and a block of it goes only
+after all blocks behind it that can go: a victim that has any gets a stand-in.
+
+# Invariant: no block of a running request is evicted while an evictable block behind it stays.
+
+Costs: without evictions, nothing is done but keeping a reference to what a call brought.
+An eviction adds each running request's keys once to one set, and looks up its victims there.
+Only a victim that is found there is looked for in the orders of the requests. Keys of
+requests that have ended stay in the set until they are half of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from kvtier.messages import Key, OrderTold, RequestId
+
+UNMERGED_CHAINS_MAX: Final = 8
+"""Of a request whose order nobody told: so many calls' keys are kept as they came."""
+
+
+class _Prefix:
+    """One running request's keys, from head to tail, resident or not."""
+
+    __slots__ = ("_chains", "_cursor", "_eviction", "_place", "_uncounted", "counted", "order")
+
+    def __init__(self) -> None:
+        self.order: list[Key] = []
+        self.counted = 0  #: how many keys ``uncounted`` has returned
+        self._uncounted: list[Collection[Key]] = []
+        self._chains: list[tuple[Key, ...]] | None = []  # not in ``order`` yet; None: it is told
+        self._place: dict[Key, int] = {}  # in ``order``; made when it is needed
+        self._eviction = -1
+        self._cursor = -1  # in this eviction nothing behind it can go
+
+    @property
+    def is_told(self) -> bool:
+        """Tell whether somebody who knows the order tells it."""
+        return self._chains is None
+
+    def tell(self, told: OrderTold) -> None:
+        """Take a part of the order from one who knows it."""
+        if self._chains is not None:
+            self._chains = None
+            self.order.clear()
+        if told.first < len(self.order):
+            self._place.clear()
+        self.order[told.first :] = told.keys
+        self._uncounted.append(told.keys)
+
+    def follow(self, chain: tuple[Key, ...]) -> None:
+        """Learn of keys that a call brought, from head to tail."""
+        if self._chains is not None:
+            self._chains.append(chain)
+            if len(self._chains) > UNMERGED_CHAINS_MAX:
+                self._merge()
+
+    def uncounted(self) -> list[Collection[Key]]:
+        """Return the keys that were not returned before."""
+        self._merge()
+        keys, self._uncounted = self._uncounted, []
+        self.counted += sum(map(len, keys))
+        return keys
+
+    def count_anew(self) -> None:
+        """Have ``uncounted`` return all keys."""
+        self._merge()
+        self.counted = 0
+        self._uncounted = [self.order.copy()]
+
+    def _merge(self) -> None:
+        """Put what calls brought in order: before the next known key of its chain, else last."""
+        for chain in self._chains or ():
+            place = self.place()
+            new = dict.fromkeys(key for key in chain if key not in place)
+            if not new:
+                continue
+            self._uncounted.append(new)
+            if chain[-1] in new and place.keys().isdisjoint(chain[: -len(new)]):
+                self.order += new
+                continue
+            before: dict[Key, list[Key]] = {}
+            waiting: list[Key] = []
+            for key in dict.fromkeys(chain):
+                if key in new:
+                    waiting.append(key)
+                elif waiting:
+                    before[key] = waiting
+                    waiting = []
+            self.order = [each for key in self.order for each in (*before.get(key, ()), key)]
+            self.order += waiting
+            self._place.clear()
+        if self._chains:
+            self._chains.clear()
+
+    def place(self) -> dict[Key, int]:
+        """Return where in ``order`` each key is."""
+        known = len(self._place)
+        if known < len(self.order):
+            self._place.update(zip(self.order[known:], range(known, len(self.order)), strict=True))
+        return self._place
+
+    def last_behind(self, key: Key, can_go: Callable[[Key], bool], eviction: int) -> Key | None:
+        """Return the last block behind ``key`` that can go, if any.
+
+        What can't go stays so for the whole of one eviction, so each block is looked at once.
+        """
+        if self._eviction != eviction:
+            self._eviction = eviction
+            self._cursor = len(self.order) - 1
+        place = self.place()[key]
+        while self._cursor > place:
+            if can_go(self.order[self._cursor]):
+                return self.order[self._cursor]
+            self._cursor -= 1
+        return None
+
+
+class RunningPrefixes:
+    """The orders of all running requests. Part of the primary tier's actor."""
+
+    def __init__(self) -> None:
+        self._prefix_of: dict[RequestId, _Prefix] = {}
+        self._changed: dict[RequestId, _Prefix] = {}  # those not all of whose keys are in _keys
+        self._keys: set[Key] = set()  # of running requests, and of some that ended
+        self._running_count = 0  # keys in _keys, counted once a request
+        self._ended_count = 0
+        self._evictions = 0
+
+    def start(self, request: RequestId) -> None:
+        """Begin a request."""
+        self._prefix_of[request] = _Prefix()
+
+    def end(self, request: RequestId) -> None:
+        """Forget a request."""
+        prefix = self._prefix_of.pop(request, None)
+        if prefix is None:
+            return
+        self._changed.pop(request, None)
+        self._running_count -= prefix.counted
+        self._ended_count += prefix.counted
+        if self._ended_count > self._running_count:
+            self._keys.clear()
+            self._running_count = self._ended_count = 0
+            for each in self._prefix_of.values():
+                each.count_anew()
+            self._changed = self._prefix_of.copy()
+
+    def use(self, request: RequestId, keys: tuple[Key, ...], told: OrderTold | None = None) -> None:
+        """Note that a request loads, stores or touches ``keys``; and its order, if that is told."""
+        prefix = self._prefix_of.get(request)
+        if prefix is None:
+            return
+        if told is not None:
+            prefix.tell(told)
+        elif prefix.is_told:
+            return
+        else:
+            prefix.follow(keys)
+        self._changed[request] = prefix
+
+    def begin_eviction(self, victims: Collection[Key]) -> bool:
+        """Tell whether any of the victims may belong to a running request."""
+        self._evictions += 1
+        for prefix in self._changed.values():
+            counted = prefix.counted
+            for keys in prefix.uncounted():
+                self._keys.update(keys)
+            self._running_count += prefix.counted - counted
+        self._changed.clear()
+        return not self._keys.isdisjoint(victims)
+
+    def stand_in(self, victim: Key, can_go: Callable[[Key], bool]) -> Key:
+        """Return the block to evict in the place of ``victim``: one that has none behind it.
+
+        That may be itself. Each step leads further behind. Callers whose orders contradict
+        one another could lead round in a circle, so no block is come to twice.
+        """
+        seen = {victim}
+        while victim in self._keys:
+            behind = self._behind(victim, can_go, seen)
+            if behind is None:
+                break
+            victim = behind
+            seen.add(victim)
+        return victim
+
+    def _behind(self, victim: Key, can_go: Callable[[Key], bool], seen: set[Key]) -> Key | None:
+        for prefix in self._prefix_of.values():
+            if victim in prefix.place():
+                behind = prefix.last_behind(victim, can_go, self._evictions)
+                if behind is not None and behind not in seen:
+                    return behind
+        return None

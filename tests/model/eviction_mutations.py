@@ -1,0 +1,142 @@
+"""Mistakes that one could make in choosing what to evict, and in keeping what must stay.
+
+As in ``mutations``: each of these must be caught.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from mutations import MUTATIONS as MUTATIONS
+from mutations import mutation
+
+from kvtier import messages as m
+from kvtier.eviction import Eviction
+from kvtier.primary_tier import PrimaryTier
+from kvtier.promotions import Promotions
+from kvtier.running_prefixes import RunningPrefixes
+from kvtier.slots import SlotTable
+from kvtier.states import SlotState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@mutation
+def evict_a_pinned_slot() -> Iterator[None]:
+    """The policy is not told of GPU loads, and the primary tier does not look."""
+    real = PrimaryTier._prepare_load
+
+    def prepare_load(self: PrimaryTier, message: m.PrepareLoad) -> None:
+        policy = self.policy
+        self.policy = _WithoutHeld(policy)
+        real(self, message)
+        self.policy = policy
+
+    def is_held(self: SlotTable, slot: int) -> bool:
+        return self.state[slot] == SlotState.FILLING or slot in self.leased
+
+    with (
+        patch.object(PrimaryTier, "_prepare_load", prepare_load),
+        patch.object(SlotTable, "is_held", is_held),
+    ):
+        yield
+
+
+class _WithoutHeld:
+    """A policy's mailbox that loses the word of what is held."""
+
+    def __init__(self, policy: Any) -> None:
+        self._policy = policy
+
+    def post(self, message: m.Message) -> bool:
+        if isinstance(message, m.Touched):
+            message = m.Touched(message.keys, message.request)
+        return self._policy.post(message)
+
+
+@mutation
+def skip_the_lease() -> Iterator[None]:
+    """Promoted blocks may be evicted before they are read."""
+    real = Promotions.start
+
+    def start(self: Promotions, key: bytes, slot: int, request: str, *rest: Any) -> None:
+        real(self, key, slot, request, *rest)
+        self.end_leases(request)
+
+    with patch.object(Promotions, "start", start):
+        yield
+
+
+@mutation
+def skip_the_reserve() -> Iterator[None]:
+    """Promotions take every slot there is."""
+
+    def has_room(_self: Promotions) -> bool:
+        return True
+
+    with patch.object(Promotions, "has_room", has_room):
+        yield
+
+
+@mutation
+def evict_what_was_called_a_hit() -> Iterator[None]:
+    """A lookup that says READY doesn't keep the block until the step ends."""
+    real = Eviction.evict
+
+    def evict(self: Eviction, victims: Any) -> Any:
+        slots = self._slots
+        hits, slots.hits = slots.hits, set()
+        call = real(self, victims)
+        slots.hits = hits
+        return call
+
+    with patch.object(Eviction, "evict", evict):
+        yield
+
+
+@mutation
+def take_the_policys_word_for_what_goes_first() -> Iterator[None]:
+    """A running request's head goes, whatever stands behind it."""
+
+    def stand_in(_self: RunningPrefixes, victim: bytes, _can_go: Any) -> bytes:
+        return victim
+
+    with patch.object(RunningPrefixes, "stand_in", stand_in):
+        yield
+
+
+@mutation
+def forget_who_else_shares_a_prefix() -> Iterator[None]:
+    """When one of several requests ends, none of their blocks is looked for any more."""
+    real = RunningPrefixes.end
+
+    def end(self: RunningPrefixes, request: str) -> None:
+        real(self, request)
+        self._keys.clear()
+
+    with patch.object(RunningPrefixes, "end", end):
+        yield
+
+
+@mutation
+def forget_to_tell_the_policy_what_went_instead() -> Iterator[None]:
+    """The policy goes on counting the block that went in its victim's place."""
+    real = Eviction._evict_tails_of
+
+    def evict(self: Eviction, victims: Any) -> None:
+        policy = self.policy
+        self.policy = _Deaf()
+        real(self, victims)
+        self.policy = policy
+
+    with patch.object(Eviction, "_evict_tails_of", evict):
+        yield
+
+
+class _Deaf:
+    """A mailbox of nobody."""
+
+    def post(self, _message: m.Message) -> bool:
+        return True

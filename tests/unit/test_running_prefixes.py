@@ -1,0 +1,250 @@
+"""While a request runs, no head of its prefix goes before a tail that could go instead.
+
+Policies see a shared head as another request's, and learn the order of a request's blocks
+for sure when it ends. So this is not theirs to promise, and each is tried here.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier import RuntimeConfig
+from kvtier import messages as m
+from kvtier.messages import OrderTold
+from kvtier.policies.arc import ARCPolicy
+from kvtier.policies.lru import LRUPolicy
+from kvtier.policies.lru2 import LRU2Policy
+from kvtier.policies.reuse import ReusePolicy
+from kvtier.policies.s3fifo import S3FIFOPolicy
+from kvtier.running_prefixes import RunningPrefixes
+from kvtier.testing.cell import open_test_runtime
+
+if TYPE_CHECKING:
+    from kvtier.actor import Actor
+    from kvtier.messages import Key, Message
+    from kvtier.policies.base import EvictionPolicy
+
+POLICIES = [LRUPolicy, ARCPolicy, LRU2Policy, S3FIFOPolicy, ReusePolicy]
+REQUESTS_MAX = 4
+
+
+def block(path: str, number: int, group: int = 0) -> Key:
+    """Return the key of the block that ends there: it names all tokens before it."""
+    return path[: number + 1].encode().ljust(32, b"-") + group.to_bytes(4, "big")
+
+
+class Engine:
+    """A runtime without tiers, and requests that share prefixes of their paths."""
+
+    def __init__(self, policy: type[EvictionPolicy], slots: int, groups: int = 1) -> None:
+        self.groups = groups
+        self.now = 0.0
+        self.runtime = open_test_runtime(
+            RuntimeConfig(slot_count=slots, block_bytes=16),
+            policy(slots),
+            [],
+            clock=lambda: self.now,
+        )
+        self.facade = self.runtime.facade
+        self.slots = self.runtime.primary.slots
+        self.paths: dict[str, list[Key]] = {}
+        self.known: dict[str, list[Key]] = {}  # of each request: what it used, or told
+        self.untold: set[str] = set()
+        self.done: dict[str, int] = {}
+        self.started = 0
+        self._before: set[Key] = set()
+        self.runtime.cell.before_delivery = self._foresee
+        self.runtime.cell.after_delivery = self._observe
+
+    def start(self, path: str, *, tells: bool) -> str:
+        """Begin a request."""
+        name = f"r{self.started}"
+        self.started += 1
+        self.facade.on_request_started(name)
+        self.paths[name] = [block(path, n, g) for n in range(len(path)) for g in range(self.groups)]
+        self.known[name] = []
+        self.done[name] = 0
+        if tells:
+            self.untold.add(name)
+        return name
+
+    def load(self, name: str) -> None:
+        """Load the prefix that is here."""
+        hits = self.facade.lookup_prefix(self.paths[name], name) or 0
+        self._knows(name, hits)
+        self.facade.prepare_load(self.paths[name][:hits], name, **self._order(name))
+        self.facade.complete_load(self.paths[name][:hits], name)
+        self.done[name] = max(self.done[name], hits)
+
+    def store(self, name: str, count: int) -> None:
+        """Store the next blocks."""
+        start = self.done[name]
+        self.done[name] = end = min(start + count * self.groups, len(self.paths[name]))
+        keys = self.paths[name][start:end]
+        if keys:
+            self._knows(name, end, start)
+            grant = self.facade.prepare_store(keys, name, **self._order(name))
+            self.facade.complete_store([] if grant is None else grant.keys, name)
+
+    def touch(self, name: str) -> None:
+        """Use what it has by now."""
+        self._knows(name, self.done[name])
+        self.facade.touch(self.paths[name][: self.done[name]], name)
+
+    def end(self, name: str) -> None:
+        """End a request."""
+        self.facade.on_request_finished(name, self.paths[name])
+        for book in (self.paths, self.known, self.done):
+            del book[name]
+
+    def step(self, seconds: float = 0.1) -> None:
+        """End a step."""
+        self.now += seconds
+        self.facade.step_end()
+
+    def _order(self, name: str) -> dict[str, Any]:
+        if name not in self.untold:
+            return {}
+        self.untold.remove(name)
+        return {"order": OrderTold(0, tuple(self.paths[name]))}
+
+    def _knows(self, name: str, end: int, start: int = 0) -> None:
+        path = self.paths[name]
+        new = path if name in self.untold else path[start:end]
+        known = {*self.known[name], *new}
+        self.known[name] = [key for key in path if key in known]
+
+    def _foresee(self, _actor: Actor, message: Message) -> None:
+        if isinstance(message, m.Victims):
+            self._before = self.runtime.primary.resident()
+
+    def _observe(self, _actor: Actor, message: Message) -> None:
+        if not isinstance(message, m.Victims):
+            return
+        gone = self._before - self.runtime.primary.resident()
+        for name, known in self.known.items():
+            heads = [number for number, key in enumerate(known) if key in gone]
+            for key in known[heads[0] :] if heads else ():
+                assert not self._can_go(key), f"{name} lost number {heads[0]}, and not {key!r}"
+
+    def _can_go(self, key: Key) -> bool:
+        primary = self.runtime.primary
+        slot = primary.slot_of(key)
+        if slot is None or slot in self.slots.hits or key in primary._eviction._spare:
+            return False
+        return not self.slots.is_held(slot)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_head_that_another_request_brought_goes_after_its_users_tail(
+    policy: type[EvictionPolicy],
+) -> None:
+    """In four slots: one request brings A, another uses it and stores B and C behind it."""
+    engine = Engine(policy, 4)
+    engine.store(engine.start("A", tells=False), 1)
+    engine.end("r0")
+    user = engine.start("ABC", tells=False)
+    engine.load(user)
+    engine.step(1.5)
+    engine.store(user, 2)
+    engine.store(engine.start("XY", tells=False), 2)
+    assert engine.runtime.primary.slot_of(block("ABC", 0)) is not None
+    for number in range(2):  # once it is over, its policy decides
+        assert engine.runtime.primary.slot_of(block("XY", number)) is not None
+
+
+PATHS = st.tuples(st.sampled_from(["", "A", "AB", "B"]), st.text("ABC", min_size=1, max_size=3))
+MOVES = st.lists(
+    st.tuples(
+        st.sampled_from(["start", "start", "store", "store", "store", "touch", "end"]),
+        PATHS.map("".join),
+        st.integers(0, REQUESTS_MAX - 1),
+        st.integers(1, 3),
+        st.booleans(),
+        st.sampled_from([1.5, 0.1, 0.0]),
+    ),
+    min_size=20,
+    max_size=40,
+)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_running_requests_tail_goes_before_its_head(
+    policy: type[EvictionPolicy], groups: int
+) -> None:
+    """Whatever requests share, and whoever brought it."""
+
+    @settings(max_examples=150, derandomize=True, database=None)
+    @given(slots=st.sampled_from([4, 5, 6, 8]), moves=MOVES)
+    def play(slots: int, moves: list[tuple[Any, ...]]) -> None:
+        engine = Engine(policy, slots * groups, groups)
+        for verb, path, which, count, tells, seconds in moves:
+            name = list(engine.paths)[which % len(engine.paths)] if engine.paths else None
+            if verb == "start" and len(engine.paths) < REQUESTS_MAX:
+                engine.load(engine.start(path, tells=tells))
+            elif verb == "store" and name:
+                engine.store(name, count)
+            elif verb == "touch" and name:
+                engine.touch(name)
+            elif verb == "end" and name:
+                engine.end(name)
+            if seconds:
+                engine.step(seconds)
+        assert not engine.runtime.cell.faults
+        known = engine.runtime.engine.policy.policy
+        assert len(known) == len(engine.runtime.primary.resident())
+
+    play()
+
+
+def test_orders_that_contradict_one_another_lead_round_in_no_circle() -> None:
+    """vLLM's don't; whoever calls the facade with others gets an order all the same."""
+    prefixes = RunningPrefixes()
+    for request, order in (("r", (b"A", b"B")), ("s", (b"B", b"A"))):
+        prefixes.start(request)
+        prefixes.use(request, order)
+    assert prefixes.begin_eviction([b"A"])
+    assert prefixes.stand_in(b"A", lambda _: True) in (b"A", b"B")
+
+
+def test_what_calls_bring_is_put_in_order() -> None:
+    """Before the next block that is known, else last; and what is told later counts more."""
+    prefixes = RunningPrefixes()
+    prefixes.start("r")
+    for chain in ((b"C", b"D"), (b"A", b"C"), (b"B", b"C", b"D", b"E"), (b"E", b"F")):
+        prefixes.use("r", chain)
+    assert prefixes.begin_eviction([b"A"])
+    prefix = prefixes._prefix_of["r"]
+    assert prefix.order == [b"A", b"B", b"C", b"D", b"E", b"F"]
+    prefixes.use("r", (b"Z",), OrderTold(0, (b"F", b"E", b"A")))
+    prefixes.use("r", (b"Z",), OrderTold(2, (b"B",)))
+    prefixes.use("r", (b"Y",))
+    assert prefixes.begin_eviction([b"E"])
+    assert prefix.order == [b"F", b"E", b"B"]
+    assert prefixes.stand_in(b"F", lambda key: key != b"B") == b"E"
+
+
+def test_what_is_kept_of_requests_that_ended_is_bounded() -> None:
+    """By what is kept of those that run; and of one that runs for ever by its keys."""
+    prefixes = RunningPrefixes()
+    prefixes.start("forever")
+    for number in range(2_000):
+        prefixes.start(f"r{number}")
+        keys = tuple(block(f"{number}-{n}", 9) for n in range(8))
+        prefixes.use(f"r{number}", keys)
+        prefixes.use("forever", keys[:1] if number < 16 else (block("0-0", 9),))
+        if number % 3:
+            prefixes.begin_eviction(keys)
+        prefixes.end(f"r{number}")
+        assert len(prefixes._keys) <= 2 * 16 + 8
+        assert set(prefixes._prefix_of) == {"forever"}
+        assert len(prefixes._changed) <= 1
+        assert sys.getsizeof(prefixes._prefix_of["forever"]._chains) < 300
+    prefixes.end("forever")
+    assert not prefixes._keys
