@@ -205,10 +205,12 @@ class TierRules(TimeRules):
     @rule(tier=PICKS)
     def a_tier_breaks(self, tier: int) -> None:
         """Its actor raised. Its threads may still copy."""
+        number = tier % len(self.world.devices)
+        if not (self.world.dead[number] or self.world.fenced[number]):
+            self._break(number)
+
+    def _break(self, number: int) -> None:
         world = self.world
-        number = tier % len(world.devices)
-        if world.dead[number] or world.fenced[number]:
-            return
         held = world.runtime.tiers[number]
         world.dead[number] = True
         world.devices[number].break_down()
@@ -239,8 +241,37 @@ class TierRules(TimeRules):
         A tier of its own may have kept its blocks; then its backend says so. It may have ``more``:
         the run before had a larger capacity.
         """
+        fenced = [each for each, is_fenced in enumerate(self.world.fenced) if is_fenced]
+        self._restart(pick(fenced, tier), keeps=keeps, more=more)
+
+    @is_due("new life", 10, lambda self: self._with_blocks_of_their_own())
+    @rule(tier=PICKS, more=st.integers(0, 2))
+    def a_tier_breaks_and_is_back_at_once(self, tier: int, more: int) -> None:
+        """It has what it had, and begins to tell of it."""
+        number = pick(self._with_blocks_of_their_own(), tier)
+        self._break(number)
+        self._fence(number)
+        self._deliver(number)
+        self._restart(number, keeps=True, more=more)
+        self._deliver(number)
+
+    def _deliver(self, number: int) -> None:
+        """Deliver all between a tier and the engine; what is at the backend stays there."""
+        tier = self.world.runtime.tiers[number]
+        while waiting := [each for each in (tier.inbox, *tier.mailboxes) if each.waiting]:
+            self.world.cell.deliver(waiting[0])
+            self._run_engine()
+
+    def _with_blocks_of_their_own(self) -> list[int]:
         world = self.world
-        number = pick([each for each, fenced in enumerate(world.fenced) if fenced], tier)
+        return [
+            number
+            for number in self._own_fakes()
+            if world.devices[number].blocks and not (world.dead[number] or world.fenced[number])
+        ]
+
+    def _restart(self, number: int, *, keeps: bool, more: int) -> None:
+        world = self.world
         link = world.links[number]
         inbox = world.runtime.tiers[number].inbox
         if inbox.waiting or link._breaker.state is not BreakerState.CUT_OFF:
@@ -254,12 +285,11 @@ class TierRules(TimeRules):
         world.serve_anew(number)
         device.restart(keeps=keeps or is_shared, more=0 if is_shared or not keeps else more)
 
-    @precondition(lambda self: any(self.world.devices[each].untold for each in self._own_fakes()))
+    @precondition(lambda self: self._with_untold())
     @rule(tier=PICKS, count=st.integers(1, 3))
     def a_backend_tells_more_of_what_it_has_from_before(self, tier: int, count: int) -> None:
         """Stores and removals go on meanwhile."""
-        devices = [self.world.devices[each] for each in self._own_fakes()]
-        pick([device for device in devices if device.untold], tier).tell(count)
+        self.world.devices[pick(self._with_untold(), tier)].tell(count)
 
     @is_due("lose", 8, lambda self: self._own_fakes())
     @rule(tier=PICKS, key=st.sampled_from(KEYS))
@@ -269,9 +299,23 @@ class TierRules(TimeRules):
         number = pick(self._own_fakes(), tier)
         there = world.devices[number].blocks
         name = next((each for each in there if key in unmarked([each], mark_of(each))), key)
+        self._lose(number, name)
+
+    @precondition(lambda self: self._with_untold())
+    @rule(tier=PICKS, which=PICKS)
+    def a_backend_loses_a_block_that_it_has_not_told_of(self, tier: int, which: int) -> None:
+        """It was there when the list was taken down that is still being told."""
+        number = pick(self._with_untold(), tier)
+        self._lose(number, pick(self.world.devices[number].untold, which))
+
+    def _lose(self, number: int, name: Key) -> None:
+        world = self.world
         world.devices[number].lose(name)
         if not (world.dead[number] or world.fenced[number]):
             world.runtime.tiers[number].mailbox.post(m.ContentsLost(keys=(name,)))
+
+    def _with_untold(self) -> list[int]:
+        return [each for each in self._own_fakes() if self.world.devices[each].untold]
 
     def _own_fakes(self) -> list[int]:
         """Return the tiers with a capacity whose backend the test plays."""
