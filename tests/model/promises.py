@@ -280,14 +280,14 @@ class Promises:
         for number, shape in enumerate(world.shape.tiers):
             if shape.capacity is not None:
                 device = world.devices[number]
+                most = shape.capacity
                 if shape.disk is None:  # one that was larger before has more at first, ever less
                     device.blocks_max = min(device.blocks_max, len(device.blocks))
-                    assert len(device.blocks) <= max(shape.capacity, device.blocks_max)
-                else:
-                    assert len(device.blocks) <= shape.capacity
+                    most = max(most, device.blocks_max)
+                assert len(device.blocks) <= most
                 # Of a backend that can't count nothing is known but what it answers next.
                 if world.exact[number]:
-                    assert len(device.tier.actor._resident) <= shape.capacity
+                    assert len(device.tier.actor._resident) <= most
 
     @precondition(is_running)
     @invariant()
