@@ -87,6 +87,7 @@ def line_with(words: str, lines: list[str]) -> str:
     return found
 
 
+@pytest.mark.one_release
 def test_the_second_run_finds_the_document_in_the_folder(script: Path, tmp_path: Path) -> None:
     """A process of vLLM's reads the script again, too: without its main it would not end."""
     cold = run(script, tmp_path)
