@@ -30,6 +30,11 @@ NEEDS_ROOT = "needs root"
 NEEDS_FUSE = "needs /dev/fuse"
 """In a skip's reason: allowed where the kernel, or a container, has no FUSE at all."""
 
+NEEDS_GROUPS = "needs to make control groups"
+"""In a skip's reason: allowed where they are mounted read-only, as in most containers."""
+
+_GROUPS = ("/sys/fs/cgroup/memory", "/sys/fs/cgroup")
+
 
 @pytest.fixture
 def anyio_backend() -> str:
@@ -61,6 +66,7 @@ def _forbid_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
         hasattr(report, "wasxfail")
         or (os.geteuid() != 0 and NEEDS_ROOT in reason)
         or (not os.path.exists("/dev/fuse") and NEEDS_FUSE in reason)  # noqa: PTH110 - each report
+        or (not any(os.access(each, os.W_OK) for each in _GROUPS) and NEEDS_GROUPS in reason)
     )
     if os.environ.get("CI") == "true" and report.skipped and not is_allowed:
         report.outcome = "failed"

@@ -183,7 +183,7 @@ def real_group() -> Iterator[Path | None]:
 def test_a_real_group_s_limit_is_found() -> None:
     with real_group() as folder:
         if folder is None:
-            pytest.skip("this user may make no control group")
+            pytest.skip("needs to make control groups, which this user may not")
         run = subprocess.run(
             [sys.executable, "-c", IN_A_GROUP, str(folder)],
             capture_output=True,
