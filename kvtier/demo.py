@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from kvtier.process_group import process_group
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -128,17 +130,16 @@ def run_engine(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     say("loading vLLM")
     reader, writer = os.pipe()
     with log_path.open("wb") as log, os.fdopen(reader) as lines:
-        child = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+        engine = process_group(
             [sys.executable, "-m", "kvtier.vllm.demo_engine", job, str(writer)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             pass_fds=(writer,),
             env={**os.environ, **_ENGINE_ENVIRONMENT},
-            start_new_session=True,  # Ctrl-C reaches this process alone, which ends the group
         )
-        os.close(writer)
-        try:
+        with engine as child:
+            os.close(writer)
             for line in lines:
                 report = json.loads(line)
                 if "say" in report:
@@ -146,19 +147,10 @@ def run_engine(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
                 else:
                     phases[report.pop("phase")] = report
             code = child.wait()
-        finally:
-            end_group(child)
     if code != 0 or tuple(phases) != tuple(names):
         tail = log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         raise DemoError(f"the engine ended with status {code}. Its last lines:\n" + "\n".join(tail))
     return phases
-
-
-def end_group(child: subprocess.Popen[bytes]) -> None:
-    """End what is left of the engine and its workers; no error if nothing is."""
-    if child.poll() is None:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
 
 
 def allocated_bytes(folder: Path) -> int:

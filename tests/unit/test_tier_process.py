@@ -30,6 +30,7 @@ from kvtier.tier_channel import Channel
 from kvtier.tier_hosts import make_host
 from kvtier.tier_process import TierProcess
 from kvtier.tier_thread import TierThread
+from tests.other_processes import is_running, state_of
 from tests.patience import PATIENCE_S, until
 
 if TYPE_CHECKING:
@@ -380,20 +381,6 @@ def test_a_tier_does_not_outlive_its_engine(
     bench = Bench(disk_tier(tmp_path / "kv"))  # refused if the folder were still in use
     benches.append(bench)
     bench.until_it_has(KEYS)
-
-
-def is_running(pid: int) -> bool:
-    """Tell whether a process that isn't ours runs: it may have ended, and nobody waits for it."""
-    return state_of(pid) not in ("", "Z")
-
-
-def state_of(pid: int) -> str:
-    """Return the process's state in one letter, none if there is no such process."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    return status.rpartition(")")[2].split()[0]
 
 
 def test_a_tier_outlives_the_thread_that_started_it(tmp_path: Path, benches: list[Bench]) -> None:

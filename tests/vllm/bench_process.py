@@ -72,7 +72,7 @@ class Bench:
 
     def assert_nothing_is_left(self) -> None:
         """No process, no folder, no shared memory."""
-        assert self.processes() == []
+        assert [_command_line(process) for process in self.processes()] == []
         assert list(self.folder.iterdir()) == []
         assert set(regions()) <= self._regions_before
 

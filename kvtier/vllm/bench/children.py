@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import KVTierError
+from kvtier.process_group import process_group
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,20 +32,15 @@ def run_child(module: str, job: Mapping[str, Any], environment: Mapping[str, str
     has started are killed if this call is left in any other way.
     """
     with tempfile.TemporaryFile() as log:
-        child = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+        part = process_group(
             [sys.executable, "-W", "ignore", "-m", module, json.dumps(dict(job))],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,
             env={**os.environ, **QUIET_ENVIRONMENT, **environment},
-            start_new_session=True,  # Ctrl-C reaches this process alone, which ends the group
         )
-        try:
+        with part as child:
             output, _ = child.communicate()
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
         lines = output.decode(errors="replace").splitlines()
         if child.returncode or not lines:
             log.seek(0)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import subprocess
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import KVTierError
+from kvtier.process_group import process_group
 from kvtier.vllm.bench.disk_legs import Leg
 
 if TYPE_CHECKING:
@@ -92,21 +90,15 @@ class Fio:
 
 def _output(arguments: list[str], folder: Path) -> str:
     """Run it to its end and return its stdout. It is killed if this call is left otherwise."""
-    process = subprocess.Popen(  # noqa: S603 - the fio of this machine, and numbers
+    fio = process_group(
         arguments,
         cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # Ctrl-C reaches this process alone, which ends the group
     )
-    try:
-        output, errors = process.communicate()
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    with fio as process:
+        output, errors = (printed.decode(errors="replace") for printed in process.communicate())
     if process.returncode:
         said = f"{output}{errors}".strip()[-_LOG_CHARACTERS:]
         raise FioFailed(f"fio ended with status {process.returncode}: {said}")
