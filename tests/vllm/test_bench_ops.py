@@ -15,8 +15,10 @@ from tests.vllm.bench_process import assert_ctrl_c_leaves_nothing, start_bench
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # as in conftest.py
-    from kvtier.vllm.bench.ops import Options, figures, measure, percentile
-    from kvtier.vllm.bench.sides import KVTIER, SIDES, VLLM, Setup, Side
+    from vllm.v1.kv_offload.base import LookupResult
+
+    from kvtier.vllm.bench.ops import BLOCK_BYTES, Options, figures, measure, percentile
+    from kvtier.vllm.bench.sides import KVTIER, SIDES, VLLM, Setup, Side, make_keys
     from kvtier.vllm.bench.turns import (
         BOUND_OF,
         COMPLETE_STORE,
@@ -134,6 +136,25 @@ def test_completions_come_as_sets_and_positions_are_known(side: Side) -> None:
 def test_lookups_of_another_kind_than_the_row_says_are_no_figures(side: Side) -> None:
     with pytest.raises(InternalError, match="MISS instead of HIT"):
         Player(side, Stopwatch()).load(0, 8)
+
+
+@pytest.mark.parametrize("last", [0, 7], ids=["first-key", "last-key"])
+@pytest.mark.parametrize("name", SIDES)
+def test_it_waits_until_the_tier_has_answered_for_each_key(
+    name: str, last: int, tmp_path: Path
+) -> None:
+    """A busy machine asks for them in several probes, which may be answered in any order."""
+    side = Side(name, Setup(16, BLOCK_BYTES, "lru", tmp_path))
+    key, lookup = make_keys(0, 8)[last], side.manager.lookup
+    late = [LookupResult.RETRY] * 12
+    side.manager.lookup = lambda asked, context: (
+        late.pop() if late and asked == key else lookup(asked, context)
+    )
+    try:
+        Player(side, Stopwatch()).ask(0, 8)
+    finally:
+        side.close()
+    assert not late
 
 
 def test_storing_into_a_full_tier_evicts(side: Side) -> None:
