@@ -21,7 +21,7 @@ SECONDS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --no-input --no-deps --no-compile $(PIP_ARGS)
 PYTEST := $(BIN)/python -m pytest --durations=8 --durations-min=1 $(PYTEST_ARGS)
-SOURCES := $(foreach part,kvtier backends tests docs benchmarks stress,\
+SOURCES := $(foreach part,kvtier backends tests docs stress,\
     $(if $(shell find $(part) -name '*.py' 2>/dev/null),$(part)))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -62,15 +62,15 @@ $(VENV)/.dev: requirements/dev.txt $(VENV)/.kvtier
 
 # There is no CPU build of vLLM 0.33: its Python over the compiled parts of 0.32.
 NEWER := $(VENV)/vllm-0.33
-$(NEWER)/.made: requirements/engine-cpu-0.33.txt tests/vllm/other_release.py $(VENV)/.engine
+$(NEWER)/.made: requirements/engine-cpu-0.33.txt tests/vllm/support/other_release.py $(VENV)/.engine
 	@echo "== vLLM 0.33 for the CPU (about a minute)"
-	PIP_ARGS='$(PIP_ARGS)' $(BIN)/python tests/vllm/other_release.py $< $(@D)
+	PIP_ARGS='$(PIP_ARGS)' $(BIN)/python tests/vllm/support/other_release.py $< $(@D)
 	touch $@
 
 # --- what a user runs ---
 
 demo: $(VENV)/.kvtier
-	$(BIN)/python -m kvtier.demo
+	$(BIN)/python -m kvtier.tools.demo
 
 # Two parts at a time, cheapest and longest first; each tells what it has to say at its end.
 # CI=true: a skipped test fails (tests/conftest.py).
@@ -100,7 +100,7 @@ types: $(VENV)/.dev
 	$(BIN)/mypy $(filter-out tests,$(SOURCES))
 
 unit: $(VENV)/.dev
-	$(PYTEST) tests/unit
+	$(PYTEST) tests/unit tests/house
 
 conformance: $(VENV)/.dev
 	$(PYTEST) tests/conformance
@@ -130,8 +130,8 @@ server: $(VENV)/.kvtier
 	@$(BIN)/python stress/server.py --minutes 1
 
 bench-import: $(VENV)/.kvtier
-	$(BIN)/python benchmarks/import_time.py
+	$(BIN)/python -m kvtier.tools.bench.import_time
 
 clean:
 	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site *.egg-info
-	find kvtier backends tests docs benchmarks stress -name __pycache__ -prune -exec rm -rf {} +
+	find kvtier backends tests docs stress -name __pycache__ -prune -exec rm -rf {} +

@@ -13,8 +13,8 @@ import inspect
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.states import BLOCK_TABLE, BREAKER_TABLE, SLOT_TABLE
-from kvtier_backends.disk.regions import REGION_TABLE
+from kvtier.core.states import BLOCK_TABLE, BREAKER_TABLE, SLOT_TABLE
+from kvtier_backends.disk.log.regions import REGION_TABLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -5,30 +5,30 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from kvtier import messages as m
-from kvtier.admission.base import AdmissionContext
-from kvtier.admission.gate import AdmissionGate
-from kvtier.backend import BackendContext
-from kvtier.cells import EngineCell
-from kvtier.config import ADMIT_ALL
+from kvtier.core import messages as m
+from kvtier.core.generations import Generations
+from kvtier.core.policy_actor import PolicyActor
+from kvtier.engine.admission_gate import AdmissionGate
+from kvtier.engine.cell import EngineCell
+from kvtier.engine.facade import SchedulerFacade
+from kvtier.engine.primary_tier import PrimaryTier
+from kvtier.engine.tier_link import TierLink
 from kvtier.errors import ConfigError
-from kvtier.facade import SchedulerFacade
-from kvtier.generations import Generations
-from kvtier.policies.actor import PolicyActor
-from kvtier.primary_tier import PrimaryTier
-from kvtier.registry import make_admission, make_policy
-from kvtier.tier_hosts import make_host
-from kvtier.tier_link import TierLink
+from kvtier.hosts.choose import make_host
+from kvtier.plugin_api.admission_policy import AdmissionContext
+from kvtier.plugin_api.backend import BackendContext
+from kvtier.settings.plugins import fallback_policy, make_admission, make_policy
+from kvtier.settings.runtime_config import ADMIT_ALL
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvtier.actor import Actor
-    from kvtier.backend import Namespace
-    from kvtier.config import RuntimeConfig
-    from kvtier.memory import SlotMemory
-    from kvtier.policies.base import EvictionPolicy
-    from kvtier.tier_cell import TierHost
+    from kvtier.core.actor import Actor
+    from kvtier.core.tier_host import TierHost
+    from kvtier.plugin_api.backend import Namespace
+    from kvtier.plugin_api.eviction_policy import EvictionPolicy
+    from kvtier.plugin_api.slot_memory import SlotMemory
+    from kvtier.settings.runtime_config import RuntimeConfig
 
 
 def open_runtime(
@@ -97,7 +97,7 @@ def build_engine(
     """Wire up an engine cell. Tests give a ``cell`` of their own."""
     cell = EngineCell() if cell is None else cell
     primary = PrimaryTier(config, collect_events=collect_events)
-    host = PolicyActor("policy", policy)
+    host = PolicyActor("policy", policy, fallback_policy())
     primary.reply = cell.reply
     primary.log = cell.log
     host.host = cell.mailbox(primary)

@@ -24,9 +24,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from kvtier import Namespace, RuntimeConfig, SlotMemory, open_runtime, tier_process
-from kvtier.tier_process import TierProcess
-from kvtier.tier_thread import TierThread
+from kvtier import Namespace, RuntimeConfig, SlotMemory, open_runtime
+from kvtier.hosts import process_host
+from kvtier.hosts.process_host import TierProcess
+from kvtier.hosts.thread_host import TierThread
 from kvtier_backends.faults import FaultScript, OperationFaults
 from kvtier_backends.memory import MemoryBackend
 
@@ -111,7 +112,7 @@ class Soak:
         self.faulty = memory.backend
         self.disk = disk
         pauses = dict.fromkeys(("RESTART_PAUSE_S", "RESTART_PAUSE_S_MAX"), RESTART_PAUSE_S)
-        vars(tier_process).update(pauses)
+        vars(process_host).update(pauses)
         self.requests = 0
         self.read = 0
         self.stored = 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import StoreFault
-from kvtier.options import Options
+from kvtier.plugin_api.options import Options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

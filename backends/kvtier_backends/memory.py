@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import anyio
 
-from kvtier.backend import (
+from kvtier.errors import Misuse
+from kvtier.plugin_api.backend import (
     Backend,
     BackendContext,
     BackendTraits,
@@ -20,9 +21,8 @@ from kvtier.backend import (
     Outcome,
     StoreBlock,
 )
-from kvtier.errors import Misuse
-from kvtier.memory import machine_memory_bytes
-from kvtier.options import Options
+from kvtier.plugin_api.options import Options
+from kvtier.plugin_api.slot_memory import machine_memory_bytes
 from kvtier_backends.faults import FaultScript, OperationFaults
 
 if TYPE_CHECKING:

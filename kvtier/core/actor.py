@@ -2,7 +2,7 @@
 
 An actor is a plain state machine. Its handlers change its state and send
 messages; they never wait, lock, read a clock or do I/O. Which thread runs
-them, and when, is its cell's business (``kvtier/cells.py``).
+them, and when, is its cell's business (``kvtier/engine/cell.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvtier.errors import InternalError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kvtier.messages import Message
+    from kvtier.core.messages import Message
 
 
 class Mailbox(Protocol):

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Final
 
 import anyio
 
-from kvtier import messages as m
-from kvtier.threads import DaemonThreads
+from kvtier.core import messages as m
+from kvtier.plugin_api.threads import DaemonThreads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping
 
-    from kvtier.actor import Mailbox
+    from kvtier.core.actor import Mailbox
 
 COUNT_PAUSE_S: Final = 0.1
 """A backend is asked at most so often while its tier works ..."""

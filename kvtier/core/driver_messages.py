@@ -1,13 +1,14 @@
 """The messages between a secondary tier and the driver of its backend.
 
 Keys are the backend's here: they have the mark of their generation in them
-(``kvtier/generations.py``).
+(``kvtier/core/generations.py``).
 """
 
 from __future__ import annotations
 
-from kvtier.backend import Outcome  # noqa: TC001 - msgspec reads it
-from kvtier.message import Key, Message
+from kvtier.core.message import Message
+from kvtier.plugin_api.backend import Outcome  # noqa: TC001 - msgspec reads it
+from kvtier.plugin_api.keys import Key  # noqa: TC001 - msgspec decodes by them
 
 
 class ProbePart(Message, frozen=True, gc=False):

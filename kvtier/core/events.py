@@ -9,7 +9,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from kvtier.messages import Key
+    from kvtier.plugin_api.keys import Key
 
 PRIMARY: Final = -1
 """The number that stands for the primary tier where secondary tiers count from 0."""

@@ -23,12 +23,12 @@ import os
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import Misuse
-from kvtier.message import GROUP_BYTES
+from kvtier.plugin_api.keys import GROUP_BYTES, MARK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from kvtier.message import Key
+    from kvtier.plugin_api.keys import Key
 
 ORIGINAL: Final = b""
 """The mark of generation 0."""
@@ -36,8 +36,7 @@ ORIGINAL: Final = b""
 _ID_BYTES: Final = 16
 _UNNAMED: Final = b"\xffkvtier?"
 _NAMED: Final = b"\xffkvtier="
-MARK_BYTES: Final = len(_NAMED) + _ID_BYTES
-"""By so much the keys of later generations are longer."""
+assert len(_NAMED) + _ID_BYTES == len(_UNNAMED) + _ID_BYTES == MARK_BYTES
 
 
 def mark_of_name(name: str) -> bytes:

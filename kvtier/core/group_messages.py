@@ -1,12 +1,31 @@
 """Messages to the primary tier about requests whose keys belong to several KV-cache groups.
 
-As those in ``kvtier/messages.py``; they never leave the engine cell.
+As those in ``kvtier/core/messages.py``; they never leave the engine cell.
 """
 
 from __future__ import annotations
 
-from kvtier.messages import Lookup, Message, RequestId
-from kvtier.prefix_plan import GroupKeys  # noqa: TC001 - a field of a message
+from bisect import bisect_left
+from typing import NamedTuple
+
+from kvtier.core.messages import Lookup, Message
+from kvtier.plugin_api.keys import Key, RequestId  # noqa: TC001 - msgspec decodes by them
+
+
+class GroupKeys(NamedTuple):
+    """One group's part of what a request may load, from head to tail."""
+
+    keys: tuple[Key, ...]
+    ends: tuple[int, ...]  #: the token that each block ends at, growing
+    window: int | None = None  #: how many blocks before a token are needed; None: all of them
+
+    def needed(self, tokens: int) -> tuple[Key, ...] | None:
+        """Return the blocks needed for a prefix of ``tokens``; None: there is no such prefix."""
+        last = bisect_left(self.ends, tokens)
+        if last == len(self.ends):
+            return None
+        first = 0 if self.window is None else max(0, last + 1 - self.window)
+        return self.keys[first : last + 1]
 
 
 class Survey(Lookup, frozen=True, gc=False):

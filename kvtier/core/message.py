@@ -1,17 +1,13 @@
-"""What every message is, and the values that most of them carry."""
+"""What every message is, and a value that several of them carry."""
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-Key: TypeAlias = bytes
-GROUP_BYTES: Final = 4
-"""The last bytes of a key: the KV-cache group's index, big-endian. Each group is a chain."""
-
-RequestId: TypeAlias = str
-TierSet: TypeAlias = int
+if TYPE_CHECKING:
+    from kvtier.plugin_api.keys import Key
 
 
 class OrderTold(NamedTuple):

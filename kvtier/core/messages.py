@@ -1,6 +1,6 @@
 """Every message that one actor sends another, on one page.
 
-(But those between a tier and its backend's driver: ``kvtier/driver_messages.py``.)
+(But those between a tier and its backend's driver: ``kvtier/core/driver_messages.py``.)
 
 Messages are values: keys, slot numbers, ids, outcomes, times. Never a buffer,
 a callback or an object of the sender's, so an actor can move to another process.
@@ -30,21 +30,18 @@ PolicyBroke, Counted
 
 from __future__ import annotations
 
-from kvtier.backend import BackendTraits, Outcome  # noqa: TC001 - msgspec decodes by them
-from kvtier.driver_messages import ContentsFound as ContentsFound
-from kvtier.driver_messages import ContentsLost as ContentsLost
-from kvtier.driver_messages import LoadPart as LoadPart
-from kvtier.driver_messages import PartEnded as PartEnded
-from kvtier.driver_messages import ProbePart as ProbePart
-from kvtier.driver_messages import RemovePart as RemovePart
-from kvtier.driver_messages import StorePart as StorePart
-from kvtier.driver_messages import TellContents as TellContents
-from kvtier.message import GROUP_BYTES as GROUP_BYTES
-from kvtier.message import Key as Key
-from kvtier.message import Message as Message
-from kvtier.message import OrderTold as OrderTold
-from kvtier.message import RequestId as RequestId
-from kvtier.message import TierSet as TierSet
+from kvtier.core.driver_messages import ContentsFound as ContentsFound
+from kvtier.core.driver_messages import ContentsLost as ContentsLost
+from kvtier.core.driver_messages import LoadPart as LoadPart
+from kvtier.core.driver_messages import PartEnded as PartEnded
+from kvtier.core.driver_messages import ProbePart as ProbePart
+from kvtier.core.driver_messages import RemovePart as RemovePart
+from kvtier.core.driver_messages import StorePart as StorePart
+from kvtier.core.driver_messages import TellContents as TellContents
+from kvtier.core.message import Message as Message
+from kvtier.core.message import OrderTold as OrderTold
+from kvtier.plugin_api.backend import BackendTraits, Outcome  # noqa: TC001 - msgspec decodes by them
+from kvtier.plugin_api.keys import Key, RequestId, TierSet  # noqa: TC001 - as above
 
 # --- facade → primary tier: each is answered before the facade's call returns ---
 
@@ -266,7 +263,7 @@ class Cleared(Message, frozen=True, gc=False):
 class GenerationBegan(Message, frozen=True, gc=False):
     """The weights are others from this epoch on: nothing from before is to be found again.
 
-    Primary tier → links, and each link → its tier. ``mark``: see ``kvtier/generations.py``.
+    Primary tier → links, and each link → its tier. ``mark``: see ``kvtier/core/generations.py``.
     """
 
     epoch: int

@@ -4,7 +4,7 @@ Its host is whoever owns the blocks: the primary tier in the engine cell, or a
 secondary tier in its own. Only ``ChooseVictims`` is answered.
 
 A policy may be a third party's. One that raises, or whose victims are of no use to
-the host, is replaced by ``lru``: a tier that can't evict any more would store
+the host, is replaced by a fallback, ``lru``: a tier that can't evict any more would store
 nothing for as long as its engine lives.
 The host is asked what is resident. Until it says so, whatever it had sent before
 is passed over, since that is part of what it will say; only those who wait for
@@ -15,17 +15,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier import messages as m
-from kvtier.actor import Actor, Mailbox
+from kvtier.core import messages as m
+from kvtier.core.actor import Actor, Mailbox
 from kvtier.errors import InternalError
-from kvtier.logs import printable
-from kvtier.policies.lru import LRUPolicy
+from kvtier.plugin_api.log import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvtier.messages import Message
-    from kvtier.policies.base import EvictionPolicy
+    from kvtier.core.messages import Message
+    from kvtier.plugin_api.eviction_policy import EvictionPolicy
 
 
 POLICY_TIME_S: Final = 1.0
@@ -45,8 +44,12 @@ def broken_policy(tier: str, broke: m.PolicyBroke) -> m.Notice:
 class PolicyActor(Actor):
     """Turns messages into calls on one ``EvictionPolicy``."""
 
-    def __init__(self, name: str, policy: EvictionPolicy) -> None:
+    def __init__(
+        self, name: str, policy: EvictionPolicy, fallback: Callable[[int], EvictionPolicy]
+    ) -> None:
+        """``fallback`` makes what takes the place of a policy that broke, from its capacity."""
         self.policy = policy
+        self._fallback = fallback
         self.host: Mailbox
         self._waiting: list[m.ChooseVictims] = []  # for Residents
         super().__init__(name, self._guarded(self._calls()))
@@ -96,10 +99,10 @@ class PolicyActor(Actor):
     # --- a policy that raised, or can't be used ---
 
     def _replace(self, error: str, message: Message) -> None:
-        """Put ``lru`` in the policy's place; it knows nothing until the host has answered."""
+        """Put the fallback in the policy's place; it knows nothing until the host has answered."""
         broken = type(self.policy).__name__
-        self.policy = LRUPolicy(self.policy.capacity)
-        # Not guarded: if lru raises, the fault is ours.
+        self.policy = self._fallback(self.policy.capacity)
+        # Not guarded: if the fallback raises, the fault is ours.
         self._restore_handlers(dict.fromkeys(self._calls(), lambda _: None))
         self.handlers[m.ChooseVictims] = self._waiting.append
         self.handlers[m.Residents] = self._residents

@@ -15,7 +15,6 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvtier.slots import SlotTable
 
 T = TypeVar("T")
 
@@ -95,24 +94,6 @@ class PrimaryStatistics(msgspec.Struct, frozen=True):
     promotion_slots: int  #: filling from a tier, or leased to a request
     requests: int
     counts: Mapping[str, int | float]  #: the numbers of ``PrimaryCounts``, by name
-
-    @classmethod
-    def of(
-        cls, slots: SlotTable, promotion_slots: int, requests: int, counts: PrimaryCounts
-    ) -> PrimaryStatistics:
-        """Count what is in which state now."""
-        return cls(
-            slot_count=slots.count,
-            free_slots=slots.free_count(),
-            filling_from_gpu_slots=len(slots.gpu_fills),
-            filling_from_tiers_slots=len(slots.tier_fills),
-            ready_slots=slots.ready_count(),
-            quarantined_slots=len(slots.quarantined),
-            pinned_slots=len(slots.pins),
-            promotion_slots=promotion_slots,
-            requests=requests,
-            counts=vars(counts).copy(),
-        )
 
 
 class TierStatistics(msgspec.Struct, frozen=True):

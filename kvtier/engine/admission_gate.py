@@ -11,14 +11,14 @@ from __future__ import annotations
 from itertools import compress
 from typing import TYPE_CHECKING, TypeVar
 
-from kvtier import messages as m
-from kvtier.actor import Actor, Mailbox
+from kvtier.core import messages as m
+from kvtier.core.actor import Actor, Mailbox
 from kvtier.errors import InternalError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvtier.admission.base import AdmissionPolicy
+    from kvtier.plugin_api.admission_policy import AdmissionPolicy
 
 T = TypeVar("T")
 

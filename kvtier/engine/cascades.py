@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtier import messages as m
+from kvtier.core import messages as m
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from kvtier.actor import Mailbox
-    from kvtier.config import TierConfig
-    from kvtier.messages import Key, RequestId, TierSet
-    from kvtier.promotions import Batch
-    from kvtier.slots import SlotTable
+    from kvtier.core.actor import Mailbox
+    from kvtier.engine.promotions import Batch
+    from kvtier.engine.slot_table import SlotTable
+    from kvtier.plugin_api.keys import Key, RequestId, TierSet
+    from kvtier.settings.runtime_config import TierConfig
 
 
 class Cascades:

@@ -1,9 +1,9 @@
 """Cells: who runs a set of actors, and when.
 
 The engine cell runs its actors inline, on whatever thread calls the facade,
-message by message until none is left. A tier cell (``kvtier/tier_cell.py``)
+message by message until none is left. A tier cell (``kvtier/tier/cell.py``)
 runs on an event loop, in a thread or a process of its own. In a test cell
-(``kvtier/testing/cell.py``) a test picks the next delivery. Actors can't tell
+(``tests/support/cell.py``) a test picks the next delivery. Actors can't tell
 the difference.
 """
 
@@ -12,15 +12,15 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from kvtier import messages as m
+from kvtier.core import messages as m
 from kvtier.errors import Closed
-from kvtier.logs import log
+from kvtier.plugin_api.log import log
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvtier.actor import Actor, Mailbox
-    from kvtier.messages import Message
+    from kvtier.core.actor import Actor, Mailbox
+    from kvtier.core.messages import Message
 
 NO_REPLY: Final = object()
 """What ``ask`` returns when the actor broke before it replied."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from kvtier.core.states import BREAKER_TABLE, BreakerEvent, BreakerState
 from kvtier.errors import InternalError
-from kvtier.states import BREAKER_TABLE, BreakerEvent, BreakerState
 
 
 class Work(IntEnum):

@@ -6,7 +6,7 @@ is room, or once it is clear that there won't be more. There is at most one
 such call, since the facade's calls are run to quiescence one after the other.
 
 The policy names victims; what is evicted is never the head of a running request's
-prefix while some of its tail can go (``kvtier/running_prefixes.py``).
+prefix while some of its tail can go (``kvtier/engine/running_prefixes.py``).
 
 # Invariant: each answer names a block that it did not name before, or the policy is replaced.
 """
@@ -15,16 +15,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvtier import messages as m
-from kvtier.group_messages import ReservePrefix
+from kvtier.core import messages as m
+from kvtier.core.group_messages import ReservePrefix
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from kvtier.actor import Mailbox
-    from kvtier.messages import Key
-    from kvtier.running_prefixes import RunningPrefixes
-    from kvtier.slots import SlotTable
+    from kvtier.core.actor import Mailbox
+    from kvtier.engine.running_prefixes import RunningPrefixes
+    from kvtier.engine.slot_table import SlotTable
+    from kvtier.plugin_api.keys import Key
 
 NAMES_NOTHING: Final = "it names victims that are not there, or that it has named before"
 

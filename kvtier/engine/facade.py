@@ -26,26 +26,27 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final, cast
 
-from kvtier import messages as m
-from kvtier.cells import NO_REPLY, ClosedCell, EngineCell
+from kvtier.core import messages as m
+from kvtier.core.group_messages import ReservePrefix, Survey
+from kvtier.core.messages import Lookup
+from kvtier.core.states import ANSWERS, BlockState
+from kvtier.core.statistics import Observations, Observed, Statistics, TierObservations
+from kvtier.engine.cell import NO_REPLY, ClosedCell, EngineCell
+from kvtier.engine.lookups import ABSENT, READY
 from kvtier.errors import Misuse
-from kvtier.group_messages import ReservePrefix, Survey
-from kvtier.logs import log
-from kvtier.lookups import ABSENT, READY
-from kvtier.messages import Lookup
-from kvtier.metrics import Observations, Observed, Statistics, TierObservations
-from kvtier.states import ANSWERS, BlockState
+from kvtier.plugin_api.log import log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from kvtier.events import Event
-    from kvtier.generations import Generations
-    from kvtier.messages import Key, Message, RequestId, TierSet
-    from kvtier.prefix_plan import GroupKeys
-    from kvtier.primary_tier import PrimaryTier
-    from kvtier.tier_cell import TierHost
-    from kvtier.tier_link import TierLink
+    from kvtier.core.events import Event
+    from kvtier.core.generations import Generations
+    from kvtier.core.group_messages import GroupKeys
+    from kvtier.core.messages import Message
+    from kvtier.core.tier_host import TierHost
+    from kvtier.engine.primary_tier import PrimaryTier
+    from kvtier.engine.tier_link import TierLink
+    from kvtier.plugin_api.keys import Key, RequestId, TierSet
 
 ALL_TIERS: Final = -1
 """As a request's ``tiers``: every tier may be asked."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvtier.messages import Key, RequestId
+    from kvtier.plugin_api.keys import Key, RequestId
 
 
 class GpuLoads:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtier import messages as m
-from kvtier.breaker import Work
+from kvtier.core import messages as m
+from kvtier.engine.circuit_breaker import Work
 
 if TYPE_CHECKING:
-    from kvtier.messages import Key
+    from kvtier.plugin_api.keys import Key
 
 
 class Job:

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvtier import messages as m
-from kvtier.states import BlockState, SlotState
-from kvtier.whereabouts import ASKING, NOWHERE
+from kvtier.core import messages as m
+from kvtier.core.states import BlockState, SlotState
+from kvtier.engine.tier_directory import ASKING, NOWHERE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvtier.actor import Mailbox
-    from kvtier.eviction import Eviction
-    from kvtier.messages import Key, RequestId
-    from kvtier.metrics import PrimaryCounts
-    from kvtier.promotions import Promotions
-    from kvtier.requests import Request
-    from kvtier.slots import SlotTable
-    from kvtier.whereabouts import Whereabouts
+    from kvtier.core.actor import Mailbox
+    from kvtier.core.statistics import PrimaryCounts
+    from kvtier.engine.eviction import Eviction
+    from kvtier.engine.promotions import Promotions
+    from kvtier.engine.requests import Request
+    from kvtier.engine.slot_table import SlotTable
+    from kvtier.engine.tier_directory import Whereabouts
+    from kvtier.plugin_api.keys import Key, RequestId
 
 # Looked at for each lookup: a global is found in half the time of an enum's member.
 ABSENT: Final = BlockState.ABSENT

@@ -15,23 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvtier.messages import Key
-
-
-class GroupKeys(NamedTuple):
-    """One group's part of what a request may load, from head to tail."""
-
-    keys: tuple[Key, ...]
-    ends: tuple[int, ...]  #: the token that each block ends at, growing
-    window: int | None = None  #: how many blocks before a token are needed; None: all of them
-
-    def needed(self, tokens: int) -> tuple[Key, ...] | None:
-        """Return the blocks needed for a prefix of ``tokens``; None: there is no such prefix."""
-        last = bisect_left(self.ends, tokens)
-        if last == len(self.ends):
-            return None
-        first = 0 if self.window is None else max(0, last + 1 - self.window)
-        return self.keys[first : last + 1]
+    from kvtier.core.group_messages import GroupKeys
+    from kvtier.plugin_api.keys import Key
 
 
 class Prefix(NamedTuple):

@@ -11,23 +11,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvtier import messages as m
-from kvtier.lookups import ABSENT, FILLING, READY
-from kvtier.prefix_plan import Prefix, Unknown, longest_prefix
-from kvtier.states import BlockState
-from kvtier.whereabouts import ASKING, NOWHERE
+from kvtier.core import messages as m
+from kvtier.core.states import BlockState
+from kvtier.engine.lookups import ABSENT, FILLING, READY
+from kvtier.engine.prefix_plan import Prefix, Unknown, longest_prefix
+from kvtier.engine.tier_directory import ASKING, NOWHERE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvtier.actor import Mailbox
-    from kvtier.eviction import Eviction
-    from kvtier.group_messages import ReservePrefix, Survey
-    from kvtier.lookups import Lookups
-    from kvtier.messages import Key
-    from kvtier.promotions import Promotions
-    from kvtier.requests import Request
-    from kvtier.slots import SlotTable
+    from kvtier.core.actor import Mailbox
+    from kvtier.core.group_messages import ReservePrefix, Survey
+    from kvtier.engine.eviction import Eviction
+    from kvtier.engine.lookups import Lookups
+    from kvtier.engine.promotions import Promotions
+    from kvtier.engine.requests import Request
+    from kvtier.engine.slot_table import SlotTable
+    from kvtier.plugin_api.keys import Key
 
 REFUSED: Final = 0
 """As a request's ``reserved``: there was no room. It is told once, and may then try again."""

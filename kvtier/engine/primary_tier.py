@@ -1,7 +1,7 @@
 """The primary tier: what is in host memory, who reads it, what fills it.
 
 The actor at the heart of the engine cell. ``lookup``'s None and the pins of a
-block are nothing but the states in ``kvtier/states.py``; this file moves them.
+block are nothing but the states in ``kvtier/core/states.py``; this file moves them.
 
 Rules that are not rows of a table:
 
@@ -10,38 +10,38 @@ Rules that are not rows of a table:
 - A block promoted for a request is leased to it: not evicted before the
   request reads it, is scheduled, finishes, or lets ``lease_timeout_s`` pass.
 - Promotions hold at most all slots but a reserve, so that stores go on.
-- Which tier has a block is ``kvtier/whereabouts.py``'s to know.
+- Which tier has a block is ``kvtier/engine/tier_directory.py``'s to know.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from kvtier import messages as m
-from kvtier.actor import Actor, Mailbox
-from kvtier.backend import Outcome
-from kvtier.cascades import Cascades
-from kvtier.events import PRIMARY, Event, EventKind
-from kvtier.eviction import Eviction
-from kvtier.gpu_loads import GpuLoads
-from kvtier.group_messages import ReservePrefix, Survey
-from kvtier.lookups import Lookups
-from kvtier.metrics import Observed, PrimaryCounts, PrimaryStatistics
-from kvtier.policies.actor import POLICY_TIME_S, broken_policy
-from kvtier.prefix_plan import storable
-from kvtier.prefix_reservations import PrefixReservations
-from kvtier.promotions import Batch, Promotions
-from kvtier.requests import Request
-from kvtier.running_prefixes import RunningPrefixes
-from kvtier.slots import SlotTable
-from kvtier.store_filter import StoreFilter, wanted_of
-from kvtier.whereabouts import Whereabouts
+from kvtier.core import messages as m
+from kvtier.core.actor import Actor, Mailbox
+from kvtier.core.events import PRIMARY, Event, EventKind
+from kvtier.core.group_messages import ReservePrefix, Survey
+from kvtier.core.policy_actor import POLICY_TIME_S, broken_policy
+from kvtier.core.statistics import Observed, PrimaryCounts, PrimaryStatistics
+from kvtier.engine.cascades import Cascades
+from kvtier.engine.eviction import Eviction
+from kvtier.engine.gpu_loads import GpuLoads
+from kvtier.engine.lookups import Lookups
+from kvtier.engine.prefix_plan import storable
+from kvtier.engine.prefix_reservations import PrefixReservations
+from kvtier.engine.promotions import Batch, Promotions
+from kvtier.engine.requests import Request
+from kvtier.engine.running_prefixes import RunningPrefixes
+from kvtier.engine.slot_table import SlotTable
+from kvtier.engine.store_filter import StoreFilter, wanted_of
+from kvtier.engine.tier_directory import Whereabouts
+from kvtier.plugin_api.backend import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from kvtier.config import RuntimeConfig
-    from kvtier.messages import Key, RequestId, TierSet
+    from kvtier.plugin_api.keys import Key, RequestId, TierSet
+    from kvtier.settings.runtime_config import RuntimeConfig
 
 
 class PrimaryTier(Actor):
@@ -144,7 +144,7 @@ class PrimaryTier(Actor):
     def statistics(self) -> PrimaryStatistics:
         """Return a frozen snapshot."""
         promotion_slots, requests = self._promotions.held_slots, len(self._requests)
-        return PrimaryStatistics.of(self.slots, promotion_slots, requests, self.counts)
+        return self.slots.statistics(promotion_slots, requests, self.counts)
 
     # --- room ---
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvtier.messages import Key, RequestId
-    from kvtier.slots import SlotTable
+    from kvtier.engine.slot_table import SlotTable
+    from kvtier.plugin_api.keys import Key, RequestId
 
 Batch = tuple[list["Key"], list[int]]
 

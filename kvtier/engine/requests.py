@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvtier.messages import Key
-    from kvtier.metrics import PrimaryCounts
-    from kvtier.whereabouts import Search
+    from kvtier.core.statistics import PrimaryCounts
+    from kvtier.engine.tier_directory import Search
+    from kvtier.plugin_api.keys import Key
 
 
 class Request:

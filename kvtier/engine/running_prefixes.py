@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from kvtier.messages import Key, OrderTold, RequestId
+    from kvtier.core.messages import OrderTold
+    from kvtier.plugin_api.keys import Key, RequestId
 
 UNMERGED_CHAINS_MAX: Final = 8
 """Of a request whose order nobody told: so many calls' keys are kept as they came."""

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.errors import InternalError
-from kvtier.states import (
+from kvtier.core.states import (
     SLOT_ABANDONED,
     SLOT_EVICTED,
     SLOT_FILL_FAILED,
@@ -24,11 +23,13 @@ from kvtier.states import (
     SLOT_TAKEN,
     SlotState,
 )
+from kvtier.core.statistics import PrimaryCounts, PrimaryStatistics
+from kvtier.errors import InternalError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from kvtier.messages import RequestId
+    from kvtier.plugin_api.keys import RequestId
 
 GPU: Final = -1
 """The source of a fill, where a secondary tier would be its number."""
@@ -61,6 +62,23 @@ class SlotTable:
         """How many slots are READY: whatever is in no other state."""
         filling = len(self.gpu_fills) + len(self.tier_fills)
         return self.count - self.free_count() - filling - len(self.quarantined)
+
+    def statistics(
+        self, promotion_slots: int, requests: int, counts: PrimaryCounts
+    ) -> PrimaryStatistics:
+        """Count what is in which state now, and add what others have counted."""
+        return PrimaryStatistics(
+            slot_count=self.count,
+            free_slots=self.free_count(),
+            filling_from_gpu_slots=len(self.gpu_fills),
+            filling_from_tiers_slots=len(self.tier_fills),
+            ready_slots=self.ready_count(),
+            quarantined_slots=len(self.quarantined),
+            pinned_slots=len(self.pins),
+            promotion_slots=promotion_slots,
+            requests=requests,
+            counts=vars(counts).copy(),
+        )
 
     # --- filling ---
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from kvtier.messages import Key
-    from kvtier.metrics import PrimaryCounts
+    from kvtier.core.statistics import PrimaryCounts
+    from kvtier.plugin_api.keys import Key
 
 
 class StoreFilter:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
 
-from kvtier.messages import GROUP_BYTES
+from kvtier.plugin_api.keys import GROUP_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from kvtier.messages import Key, RequestId, TierSet
+    from kvtier.plugin_api.keys import Key, RequestId, TierSet
 
 NOWHERE: Final = -1
 """No tier that the request may use has the key."""

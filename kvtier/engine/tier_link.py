@@ -1,7 +1,7 @@
 """The engine cell's end of one secondary tier.
 
 It keeps the jobs and probes in flight, gives each its deadline, and leaves a
-sick tier alone (``kvtier/breaker.py``). Whatever the tier does or doesn't do,
+sick tier alone (``kvtier/engine/circuit_breaker.py``). Whatever the tier does or doesn't do,
 the primary tier gets exactly one answer to each thing it asked for:
 
 - a probe: ``ProbeEnded``;
@@ -10,7 +10,7 @@ the primary tier gets exactly one answer to each thing it asked for:
 - a cascade: ``CascadeEnded``, only when the tier has let go of the slots.
 
 Whatever it sends has the mark of the generation that its primary tier is in
-(``kvtier/generations.py``); what the tier answers to things sent before is
+(``kvtier/core/generations.py``); what the tier answers to things sent before is
 accounted for, and otherwise says nothing about what can be found now.
 
 # Invariant: a slot is in at most one promotion job of at most one link.
@@ -21,24 +21,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtier import messages as m
-from kvtier.actor import Actor, Mailbox
-from kvtier.backend import Outcome
-from kvtier.backend_counts import BackendCounts
-from kvtier.breaker import Breaker, Work
-from kvtier.events import Event, EventKind
-from kvtier.generations import mark_of_name
-from kvtier.in_flight import Job, Probe
-from kvtier.metrics import Observed, TierCounts, TierStatistics
-from kvtier.policies.actor import POLICY_TIME_S, broken_policy
-from kvtier.states import BreakerState
+from kvtier.core import messages as m
+from kvtier.core.actor import Actor, Mailbox
+from kvtier.core.backend_counts import BackendCounts
+from kvtier.core.events import Event, EventKind
+from kvtier.core.generations import mark_of_name
+from kvtier.core.policy_actor import POLICY_TIME_S, broken_policy
+from kvtier.core.states import BreakerState
+from kvtier.core.statistics import Observed, TierCounts, TierStatistics
+from kvtier.engine.circuit_breaker import Breaker, Work
+from kvtier.engine.in_flight import Job, Probe
+from kvtier.plugin_api.backend import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvtier.backend import BackendTraits
-    from kvtier.config import RuntimeConfig, TierConfig
-    from kvtier.messages import Key
+    from kvtier.plugin_api.backend import BackendTraits
+    from kvtier.plugin_api.keys import Key
+    from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
 
 
 class TierLink(Actor):

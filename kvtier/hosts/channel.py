@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, Type
 
 import msgspec
 
-from kvtier import messages as m
-from kvtier.backend import BackendTraits  # noqa: TC001 - msgspec reads it to decode a message
+from kvtier.core import messages as m
+from kvtier.plugin_api.backend import BackendTraits  # noqa: TC001 - msgspec reads it to decode a message
 
 if TYPE_CHECKING:
     import socket
 
-    from kvtier.backend import BackendContext
-    from kvtier.config import TierConfig
+    from kvtier.plugin_api.backend import BackendContext
+    from kvtier.settings.runtime_config import TierConfig
 
 T = TypeVar("T")
 

@@ -11,20 +11,20 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtier.errors import ConfigError, StorageUnusable
-from kvtier.registry import backend_class, make_backend, policy_maker
-from kvtier.starting import hangs, with_the_way_out
-from kvtier.threads import BoundedCall
-from kvtier.tier_process import TierProcess
-from kvtier.tier_thread import TierThread
+from kvtier.hosts.process_host import TierProcess
+from kvtier.hosts.starting import hangs, with_the_way_out
+from kvtier.hosts.thread_host import TierThread
+from kvtier.plugin_api.threads import BoundedCall
+from kvtier.settings.plugins import backend_class, make_backend, policy_maker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvtier.actor import Mailbox
-    from kvtier.backend import Backend, BackendContext
-    from kvtier.config import TierConfig
-    from kvtier.memory import SlotMemory
-    from kvtier.tier_cell import TierHost
+    from kvtier.core.actor import Mailbox
+    from kvtier.core.tier_host import TierHost
+    from kvtier.plugin_api.backend import Backend, BackendContext
+    from kvtier.plugin_api.slot_memory import SlotMemory
+    from kvtier.settings.runtime_config import TierConfig
 
 
 def make_host(

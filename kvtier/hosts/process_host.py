@@ -2,7 +2,7 @@
 
 The scheduler's process then shares no interpreter lock with the tier, whose
 threads can't keep it from its work; a tier that crashes, or eats all memory,
-takes down itself only. The other end is ``kvtier/tier_process_main.py``.
+takes down itself only. The other end is ``kvtier/hosts/process_main.py``.
 
 The process is the fence: when it ends, whatever the reason, nothing of the
 tier can touch a slot any more. Another one is started after a pause, and
@@ -23,15 +23,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kvtier import messages as m
+from kvtier.core import messages as m
+from kvtier.core.tier_host import ABANDON_S, TierHost
 from kvtier.errors import ConfigError, InternalError, StorageUnusable, StoreFault
-from kvtier.logs import log
-from kvtier.restarts import RESTART_PAUSE_S, RESTART_PAUSE_S_MAX, RestartPause
-from kvtier.spawning import spawn
-from kvtier.starting import Opening, hangs
-from kvtier.threads import BoundedCall
-from kvtier.tier_cell import ABANDON_S, TierHost
-from kvtier.tier_channel import (
+from kvtier.hosts.channel import (
     Begin,
     Channel,
     End,
@@ -43,13 +38,18 @@ from kvtier.tier_channel import (
     Setup,
     ToEngine,
 )
+from kvtier.hosts.restarts import RESTART_PAUSE_S, RESTART_PAUSE_S_MAX, RestartPause
+from kvtier.hosts.spawning import spawn
+from kvtier.hosts.starting import Opening, hangs
+from kvtier.plugin_api.log import log
+from kvtier.plugin_api.threads import BoundedCall
 
 if TYPE_CHECKING:
-    from kvtier.actor import Mailbox
-    from kvtier.backend import BackendContext, BackendTraits
-    from kvtier.config import TierConfig
-    from kvtier.memory import SlotMemory
-    from kvtier.messages import Message
+    from kvtier.core.actor import Mailbox
+    from kvtier.core.messages import Message
+    from kvtier.plugin_api.backend import BackendContext, BackendTraits
+    from kvtier.plugin_api.slot_memory import SlotMemory
+    from kvtier.settings.runtime_config import TierConfig
 
 OPEN_TIMEOUT_S: Final = 600.0
 KILL_S: Final = 0.5
@@ -60,7 +60,7 @@ _START_POLL_S: Final = 0.1
 
 _PROGRAM: Final = (
     "import sys; sys.path[:] = sys.argv[6:]; "
-    "from kvtier.tier_process_main import main; main(*map(int, sys.argv[2:6]))"
+    "from kvtier.hosts.process_main import main; main(*map(int, sys.argv[2:6]))"
 )
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 import structlog
 
-from kvtier.logs import printable
-from kvtier.tier_channel import Fields, Level
+from kvtier.hosts.channel import Fields, Level
+from kvtier.plugin_api.log import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping

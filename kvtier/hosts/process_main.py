@@ -1,6 +1,6 @@
 """What runs in a tier's own process: one life of its cell.
 
-The engine's side is ``kvtier/tier_process.py``. The process makes the backend,
+The engine's side is ``kvtier/hosts/process_host.py``. The process makes the backend,
 says so, and waits to be told to begin. It ends when it is told to, when its
 cell breaks, or when the engine's process is gone: it never outlives that, and
 never begins anew; its engine starts another process instead. So a cell that
@@ -25,13 +25,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 
-from kvtier import messages as m
+from kvtier.core import messages as m
 from kvtier.errors import ConfigError, KVTierError, StorageUnusable
-from kvtier.memory import SlotMemory
-from kvtier.registry import make_backend, policy_maker
-from kvtier.spawning import end_with_parent
-from kvtier.tier_cell import TierCell, reason_of
-from kvtier.tier_channel import (
+from kvtier.hosts.channel import (
     Begin,
     Channel,
     End,
@@ -43,13 +39,17 @@ from kvtier.tier_channel import (
     Setup,
     ToTier,
 )
-from kvtier.tier_process_log import send_log_to
+from kvtier.hosts.process_log import send_log_to
+from kvtier.hosts.spawning import end_with_parent
+from kvtier.plugin_api.slot_memory import SlotMemory
+from kvtier.settings.plugins import fallback_policy, make_backend, policy_maker
+from kvtier.tier.cell import TierCell, reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from kvtier.messages import Message
-    from kvtier.tier_channel import Fields, Level
+    from kvtier.core.messages import Message
+    from kvtier.hosts.channel import Fields, Level
 
 LAST_WORDS_S: Final = 1.0
 
@@ -177,7 +177,7 @@ def main(
         send_log_to(outbox.say)
         inbox = Inbox(channel)
         policy = policy_maker(setup.tier, backend.traits)
-        inbox.cell = TierCell(setup.tier.name, backend, memory, outbox, policy)
+        inbox.cell = TierCell(setup.tier.name, backend, memory, outbox, policy, fallback_policy())
         inbox.cell.driver.may_tell = lambda: channel.is_flushed
         inbox.hand_in(others)
         # What was imported stays: a collection that walked it would hold up a load by 15 ms.

@@ -6,13 +6,13 @@ import time
 from typing import TYPE_CHECKING
 
 from kvtier.errors import StorageUnusable
-from kvtier.logs import log
+from kvtier.plugin_api.log import log
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvtier.backend import BackendTraits, CellKind
-    from kvtier.config import TierConfig
+    from kvtier.plugin_api.backend import BackendTraits, CellKind
+    from kvtier.settings.runtime_config import TierConfig
 
 
 class Opening:

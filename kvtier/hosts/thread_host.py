@@ -11,21 +11,23 @@ from typing import TYPE_CHECKING, Final
 
 import anyio
 
-from kvtier import messages as m
-from kvtier.logs import log
-from kvtier.restarts import RESTART_PAUSE_S, RestartPause
-from kvtier.starting import Opening
-from kvtier.threads import Bell
-from kvtier.tier_cell import ABANDON_S, TierCell, TierHost, reason_of
+from kvtier.core import messages as m
+from kvtier.core.tier_host import ABANDON_S, TierHost
+from kvtier.hosts.restarts import RESTART_PAUSE_S, RestartPause
+from kvtier.hosts.starting import Opening
+from kvtier.plugin_api.log import log
+from kvtier.plugin_api.threads import Bell
+from kvtier.settings.plugins import fallback_policy
+from kvtier.tier.cell import TierCell, reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kvtier.actor import Mailbox
-    from kvtier.backend import Backend, BackendTraits
-    from kvtier.memory import SlotMemory
-    from kvtier.messages import Message
-    from kvtier.policies.base import EvictionPolicy
+    from kvtier.core.actor import Mailbox
+    from kvtier.core.messages import Message
+    from kvtier.plugin_api.backend import Backend, BackendTraits
+    from kvtier.plugin_api.eviction_policy import EvictionPolicy
+    from kvtier.plugin_api.slot_memory import SlotMemory
 
 QUIET_POLL_S: Final = 0.1
 
@@ -77,7 +79,7 @@ class TierThread(TierHost):
 
     def _new_cell(self, backend: Backend) -> TierCell:
         policy = self._policy_of(backend.traits)
-        return TierCell(self.name, backend, self._memory, self._link, policy)
+        return TierCell(self.name, backend, self._memory, self._link, policy, fallback_policy())
 
     @property
     def traits(self) -> BackendTraits | None:

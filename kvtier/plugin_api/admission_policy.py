@@ -3,7 +3,7 @@
 Every block that the GPU stores is offered to every tier. Most blocks are
 never used again, so a tier whose writes are dear (an SSD wears out, an object
 store charges for each) may be given an admission policy, which lets only some
-of them through. It never waits and does no I/O; ``kvtier/admission/gate.py``
+of them through. It never waits and does no I/O; ``kvtier/engine/admission_gate.py``
 gives it a mailbox. A third party registers a class under the entry-point
 group ``kvtier.admission_policies``.
 """
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtier.messages import Key, RequestId
-    from kvtier.options import Options
+    from kvtier.plugin_api.keys import Key, RequestId
+    from kvtier.plugin_api.options import Options
 
 
 REMEMBERED_BLOCKS_A_SLOT: Final = 8

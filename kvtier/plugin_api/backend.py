@@ -2,7 +2,7 @@
 
 A backend moves bytes and knows nothing of policy: it is given keys and
 memoryviews, and reports one outcome per block. It may raise anything, hang
-for ever or return wrong bytes; the layers above cope (``kvtier/backend_driver.py``
+for ever or return wrong bytes; the layers above cope (``kvtier/tier/backend_driver.py``
 checks every block it gets back against the digest that it stored).
 
 A third party registers a class under the entry-point group
@@ -138,7 +138,7 @@ class Backend(ABC):
     """Drives one storage technology for one tier of one engine.
 
     All coroutines run on the tier cell's event loop; work that blocks belongs
-    in threads (``kvtier.threads.DaemonThreads``). Calls overlap, up to the
+    in threads (``kvtier.plugin_api.threads.DaemonThreads``). Calls overlap, up to the
     limits in ``traits``, and may meet on one key (after a reset, or from another engine).
     """
 

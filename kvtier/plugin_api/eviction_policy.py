@@ -1,7 +1,7 @@
 """What an eviction policy decides, as plain calls.
 
 A policy knows which keys are resident and in what order they were used. It
-never waits and does no I/O; ``kvtier/policies/actor.py`` gives it a mailbox.
+never waits and does no I/O; ``kvtier/core/policy_actor.py`` gives it a mailbox.
 A third party registers a class under the entry-point group
 ``kvtier.eviction_policies``.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from kvtier.messages import Key, RequestId
+    from kvtier.plugin_api.keys import Key, RequestId
 
 
 class EvictionPolicy(ABC):

@@ -14,7 +14,7 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import ConfigError
-from kvtier.sizes import parse_size
+from kvtier.plugin_api.sizes import parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -2,7 +2,7 @@
 
 Both cells map the region; messages carry slot numbers, and only a tier's
 driver turns a number into memory. Who may touch a slot is the primary tier's
-business (``kvtier/primary_tier.py``), not this module's.
+business (``kvtier/engine/primary_tier.py``), not this module's.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import ConfigError
-from kvtier.machine import free_memory_bytes as free_memory_bytes
-from kvtier.machine import machine_memory_bytes as machine_memory_bytes
+from kvtier.plugin_api.machine import free_memory_bytes as free_memory_bytes
+from kvtier.plugin_api.machine import machine_memory_bytes as machine_memory_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.config import RuntimeConfig
-from kvtier.options import Options
+from kvtier.plugin_api.options import Options
+from kvtier.settings.runtime_config import RuntimeConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvtier.config import Ignores
+    from kvtier.settings.runtime_config import Ignores
 
 RANK: Final = "{dp_rank}"
 """In a text of a tier: here goes the number of the engine, for what no two engines may share."""

@@ -6,19 +6,19 @@ import errno
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.admission.base import AdmissionPolicy
-from kvtier.backend import Backend
-from kvtier.config import ADMIT_ALL
 from kvtier.errors import ConfigError, StorageUnusable, StoreFault
-from kvtier.options import Options, shown
-from kvtier.policies.base import EvictionPolicy
+from kvtier.plugin_api.admission_policy import AdmissionPolicy
+from kvtier.plugin_api.backend import Backend
+from kvtier.plugin_api.eviction_policy import EvictionPolicy
+from kvtier.plugin_api.options import Options, shown
+from kvtier.settings.runtime_config import ADMIT_ALL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvtier.admission.base import AdmissionContext
-    from kvtier.backend import BackendContext, BackendTraits
-    from kvtier.config import TierConfig
+    from kvtier.plugin_api.admission_policy import AdmissionContext
+    from kvtier.plugin_api.backend import BackendContext, BackendTraits
+    from kvtier.settings.runtime_config import TierConfig
 
 _MISTAKES: Final = frozenset(
     {
@@ -35,6 +35,8 @@ _MISTAKES: Final = frozenset(
 BACKENDS: Final = "kvtier.backends"
 POLICIES: Final = "kvtier.eviction_policies"
 ADMISSIONS: Final = "kvtier.admission_policies"
+
+FALLBACK_POLICY: Final = "lru"
 
 NOT_YET: Final = frozenset({"example", "kvcr", "obj", "p2p"})
 """Types of vLLM's tiers that no backend is there for."""
@@ -76,14 +78,23 @@ def backend_class(kind: str) -> type[Backend]:
 
 def make_policy(name: str, capacity: int) -> EvictionPolicy:
     """Build an eviction policy for ``capacity`` blocks. Raises ``ConfigError`` if unknown."""
-    policy: EvictionPolicy = _find(POLICIES, name, "eviction_policy", EvictionPolicy)(capacity)
-    return policy
+    return _policy_class(name)(capacity)
+
+
+def fallback_policy() -> Callable[[int], EvictionPolicy]:
+    """Return what makes the policy that takes the place of one that broke."""
+    return _policy_class(FALLBACK_POLICY)
+
+
+def _policy_class(name: str) -> type[EvictionPolicy]:
+    found: type[EvictionPolicy] = _find(POLICIES, name, "eviction_policy", EvictionPolicy)
+    return found
 
 
 def policy_maker(config: TierConfig, traits: BackendTraits) -> Callable[[], EvictionPolicy] | None:
     """Return what makes a tier's own policy; None if it has no capacity to keep to."""
     if traits.capacity_blocks is None:
-        _find(POLICIES, config.eviction_policy, "eviction_policy", EvictionPolicy)
+        _policy_class(config.eviction_policy)
         return None
     return partial(make_policy, config.eviction_policy, traits.capacity_blocks)
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast, get_args
 
-from kvtier.backend import CellKind
 from kvtier.errors import ConfigError
-from kvtier.options import Options, refusal
+from kvtier.plugin_api.backend import CellKind
+from kvtier.plugin_api.options import Options, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

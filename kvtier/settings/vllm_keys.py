@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvtier.logs import log
+from kvtier.plugin_api.log import log
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """What kvtier ships for the authors of backends and of eviction policies.
 
 The conformance suites of both are here. The test cell, in which a test picks
-the order of deliveries, is ``kvtier.testing.cell``.
+the order of deliveries, is ``tests.support.cell``.
 """
 
 from kvtier.testing.conformance import BACKEND_CHECKS as BACKEND_CHECKS

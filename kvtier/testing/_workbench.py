@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 import anyio
 
-from kvtier.backend import (
+from kvtier.plugin_api.backend import (
     Backend,
     BackendContext,
     LoadBlock,
@@ -19,7 +19,7 @@ from kvtier.backend import (
     StoreBlock,
     block_digest,
 )
-from kvtier.memory import SlotMemory
+from kvtier.plugin_api.slot_memory import SlotMemory
 
 MakeBackend = Callable[[BackendContext], Backend]
 """Builds a backend, not yet opened, for the context it is given.

@@ -25,15 +25,15 @@ from typing import Final
 import anyio
 import anyio.lowlevel
 
-from kvtier.backend import LoadBlock, Loaded, Outcome, StoreBlock
 from kvtier.errors import ConfigError
-from kvtier.generations import MARK_BYTES
+from kvtier.plugin_api.backend import LoadBlock, Loaded, Outcome, StoreBlock
+from kvtier.plugin_api.keys import MARK_BYTES
+from kvtier.plugin_api.threads import BoundedCall
 from kvtier.testing import _workbench
 from kvtier.testing._workbench import BackendCheck as BackendCheck
 from kvtier.testing._workbench import Bench, context, expect, new_block, new_blocks, opened
 from kvtier.testing._workbench import MakeBackend as MakeBackend
 from kvtier.testing._workbench import NotConforming as NotConforming
-from kvtier.threads import BoundedCall
 
 
 async def check_backend(make: MakeBackend, *, persistent: bool = False) -> None:

@@ -18,13 +18,13 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.policies.base import EvictionPolicy
+from kvtier.plugin_api.eviction_policy import EvictionPolicy
 from kvtier.testing._workbench import expect
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
-    from kvtier.messages import Key, RequestId
+    from kvtier.plugin_api.keys import Key, RequestId
 
 MakePolicy = Callable[[int], EvictionPolicy]
 """Builds a policy for a capacity in blocks. The class itself will do."""

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import anyio
 
-from kvtier import messages as m
-from kvtier.backend import LoadBlock, Loaded, Outcome, StoreBlock, block_digest
+from kvtier.core import messages as m
 from kvtier.errors import InternalError, StoreFault
-from kvtier.leftovers import Untold
-from kvtier.logs import log, printable
-from kvtier.threads import DaemonThreads
+from kvtier.plugin_api.backend import LoadBlock, Loaded, Outcome, StoreBlock, block_digest
+from kvtier.plugin_api.log import log, printable
+from kvtier.plugin_api.threads import DaemonThreads
+from kvtier.tier.leftovers import Untold
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from kvtier.backend import Backend
-    from kvtier.memory import SlotMemory
-    from kvtier.messages import Message
+    from kvtier.core.messages import Message
+    from kvtier.plugin_api.backend import Backend
+    from kvtier.plugin_api.slot_memory import SlotMemory
 
 T = TypeVar("T")
 

@@ -10,14 +10,14 @@ from collections import deque
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvtier import messages as m
-from kvtier.backend import Outcome
-from kvtier.generations import marked
+from kvtier.core import messages as m
+from kvtier.core.generations import marked
+from kvtier.plugin_api.backend import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
-    from kvtier.messages import Key
+    from kvtier.plugin_api.keys import Key
 
 CRUMB_BLOCKS: Final = 8
 """A smaller part costs more than what it could save by running beside others."""

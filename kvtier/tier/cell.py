@@ -1,7 +1,7 @@
 """The cell of one secondary tier: its actors, and the event loop that runs them.
 
-A cell lives once, on the loop of its host: a thread (``kvtier/tier_thread.py``)
-or a process of its own (``kvtier/tier_process.py``). It delivers messages to
+A cell lives once, on the loop of its host: a thread (``kvtier/hosts/thread_host.py``)
+or a process of its own (``kvtier/hosts/process_host.py``). It delivers messages to
 the tier's actors, and lets their driver run the backend's coroutines. When an
 actor raises, or the backend can't be opened, the life ends with that error;
 what follows is the host's business.
@@ -15,78 +15,26 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import anyio
 
-from kvtier.backend_counts import Counting
-from kvtier.backend_driver import BackendDriver
-from kvtier.logs import printable
-from kvtier.policies.actor import PolicyActor
-from kvtier.secondary_tier import SecondaryTier
+from kvtier.core.backend_counts import Counting
+from kvtier.core.policy_actor import PolicyActor
+from kvtier.plugin_api.log import printable
+from kvtier.tier.backend_driver import BackendDriver
+from kvtier.tier.secondary_tier import SecondaryTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kvtier.actor import Actor, Mailbox
-    from kvtier.backend import Backend, BackendTraits
-    from kvtier.memory import SlotMemory
-    from kvtier.messages import Message
-    from kvtier.policies.base import EvictionPolicy
-
-ABANDON_S: Final = 0.5
-"""Of the time that ``close`` is given: what is left when what still runs is given up."""
+    from kvtier.core.actor import Actor, Mailbox
+    from kvtier.core.messages import Message
+    from kvtier.plugin_api.backend import Backend
+    from kvtier.plugin_api.eviction_policy import EvictionPolicy
+    from kvtier.plugin_api.slot_memory import SlotMemory
 
 CLOSE_BACKEND_S: Final = 2.0
 
 
 class _LifeEnds(Exception):
     """No error: the cell is to end, and what it still runs is cancelled."""
-
-
-class TierHost(Protocol):
-    """What runs a tier's cell, as the engine's side sees it. It is the cell's mailbox too.
-
-    All methods belong to the thread that calls the facade, but ``post``, which
-    a host may allow to others.
-    """
-
-    name: str
-    unusable_for: str | None
-    """Why the tier can't be used at the start, and begins cut off; None: it can."""
-
-    @property
-    def traits(self) -> BackendTraits | None:
-        """The backend's; None while there is none yet."""
-
-    @property
-    def place(self) -> str | None:
-        """The backend's."""
-
-    def start(self) -> None:
-        """Have the backend opened and messages delivered. Nothing here waits for that.
-
-        Without a backend: tell the link so, and try to make one until that works.
-        """
-
-    def post(self, message: Message) -> bool:
-        """Take a message for the tier's actor; it is delivered after the next ``wake``.
-
-        False: too many wait, or the cell is ending or cut off.
-        """
-
-    def wake(self) -> None:
-        """Have what was posted delivered. Never waits; done once a step."""
-
-    def take(self) -> None:
-        """Hand the link what the tier has sent, if that doesn't come by itself. Never waits."""
-
-    def ask_to_end(self) -> None:
-        """Take nothing more, end what was begun, then end. Returns at once."""
-
-    def close(self, timeout_s: float) -> bool:
-        """Ask the cell to end and wait up to ``timeout_s``. False: something still runs.
-
-        False means that a thread of the tier may still touch the slots: the
-        memory must stay mapped. What was begun may take all of the time but
-        the last ``ABANDON_S``; then it is given up.
-        """
 
 
 class Doorbell(Protocol):
@@ -109,8 +57,10 @@ class TierCell:
         backend: Backend,
         memory: SlotMemory,
         link: Mailbox,
-        make_policy: Callable[[], EvictionPolicy] | None = None,
+        make_policy: Callable[[], EvictionPolicy] | None,
+        fallback_policy: Callable[[int], EvictionPolicy],
     ) -> None:
+        """``make_policy``: None if nothing is ever evicted."""
         self.arrived: deque[tuple[Actor | BackendDriver, Message]] = deque()
         self.is_woken = False  #: rung, and not yet awake
         self._backend = backend
@@ -124,7 +74,7 @@ class TierCell:
         self._tier.link = link
         self._tier.driver = _CellMailbox(self, self.driver)
         if make_policy is not None:
-            policy = PolicyActor(f"policy:{name}", make_policy())
+            policy = PolicyActor(f"policy:{name}", make_policy(), fallback_policy)
             policy.host = _CellMailbox(self, self._tier)
             self._tier.policy = _CellMailbox(self, policy)
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from kvtier.backend import Outcome
+from kvtier.plugin_api.backend import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from kvtier.messages import Key
+    from kvtier.plugin_api.keys import Key
 
 REMOVE_BLOCKS_MAX: Final = 512
 """So many keys are removed in one call, and one call runs at once: stores go beside it."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtier.generations import is_found_again, mark_of
+from kvtier.core.generations import is_found_again, mark_of
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
 
-    from kvtier.message import Key
+    from kvtier.plugin_api.keys import Key
 
 
 class OldGenerations:

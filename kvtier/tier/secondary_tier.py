@@ -1,17 +1,17 @@
 """A secondary tier's own actor: has jobs cut into parts, and feeds the backend.
 
 It runs in the tier cell, next to the driver of its backend. Jobs wait in two
-queues, which cut them into parts (``kvtier/parts.py``); as many parts run at
+queues, which cut them into parts (``kvtier/tier/batching.py``); as many parts run at
 once as the backend has threads, so one big job uses them all. Loads and
 stores have their own limits, so neither starves the other.
 
 Where the backend has a capacity, the tier belongs to this engine alone: then
 this actor knows what is stored, answers probes itself, and makes room by
 asking its eviction policy. What it has of generations that the engine is not in
-is not served, and makes room first (``kvtier/old_generations.py``).
+is not served, and makes room first (``kvtier/tier/old_generations.py``).
 
 Keys have the mark of their generation in them on this side of the link
-(``kvtier/generations.py``), and not on the other.
+(``kvtier/core/generations.py``), and not on the other.
 
 # Invariant: a key that is resident has the mark of the engine's own generation.
 # Invariant: every job that came in is answered once, whatever the backend does,
@@ -25,20 +25,20 @@ from itertools import compress
 from operator import not_
 from typing import TYPE_CHECKING, Final
 
-from kvtier import messages as m
-from kvtier.actor import Actor, Mailbox
-from kvtier.backend import Outcome
-from kvtier.generations import ORIGINAL, mark_of, marked, unmarked
-from kvtier.leftovers import Leftovers
-from kvtier.old_generations import OldGenerations
-from kvtier.parts import Job, Part, PartQueue
+from kvtier.core import messages as m
+from kvtier.core.actor import Actor, Mailbox
+from kvtier.core.generations import ORIGINAL, mark_of, marked, unmarked
+from kvtier.plugin_api.backend import Outcome
+from kvtier.tier.batching import Job, Part, PartQueue
+from kvtier.tier.leftovers import Leftovers
+from kvtier.tier.old_generations import OldGenerations
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from kvtier.backend import BackendTraits
-    from kvtier.messages import Key, RequestId
-    from kvtier.parts import Piece
+    from kvtier.plugin_api.backend import BackendTraits
+    from kvtier.plugin_api.keys import Key, RequestId
+    from kvtier.tier.batching import Piece
 
 ENDED_REQUESTS_MAX: Final = 1024
 """So many requests that are over are remembered: their last blocks may be stored afterwards."""

@@ -16,16 +16,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.admission.base import AdmissionContext
-from kvtier.answering import ANSWER_S_MAX, silent_option
-from kvtier.backend import BackendContext, Namespace
-from kvtier.config import ADMIT_ALL, TierConfig
 from kvtier.errors import ConfigError
-from kvtier.memory import machine_memory_bytes
-from kvtier.options import shown
-from kvtier.registry import backend_class, make_admission, make_policy
-from kvtier.settings import WHERE, cpu_bytes_to_use, read_settings
-from kvtier.vllm_keys import VLLMKeys
+from kvtier.plugin_api.admission_policy import AdmissionContext
+from kvtier.plugin_api.backend import BackendContext, Namespace
+from kvtier.plugin_api.options import shown
+from kvtier.plugin_api.slot_memory import machine_memory_bytes
+from kvtier.settings.extra_config import WHERE, cpu_bytes_to_use, read_settings
+from kvtier.settings.plugins import backend_class, make_admission, make_policy
+from kvtier.settings.runtime_config import ADMIT_ALL, TierConfig
+from kvtier.settings.vllm_keys import VLLMKeys
+from kvtier.tools.answering import ANSWER_S_MAX, silent_option
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

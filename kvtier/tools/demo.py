@@ -1,4 +1,4 @@
-"""``python -m kvtier.demo``: kvtier in a real vLLM engine, in about a minute.
+"""``python -m kvtier.tools.demo``: kvtier in a real vLLM engine, in about a minute.
 
 The same prompts four times: computed (cold), served from DRAM, served from disk
 after DRAM was emptied, and served from disk by a new engine process after the
@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from kvtier.process_group import process_group
+from kvtier.tools.process_group import process_group
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,7 +131,7 @@ def run_engine(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     reader, writer = os.pipe()
     with log_path.open("wb") as log, os.fdopen(reader) as lines:
         engine = process_group(
-            [sys.executable, "-m", "kvtier.vllm.demo_engine", job, str(writer)],
+            [sys.executable, "-m", "kvtier.tools.demo_engine", job, str(writer)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -11,16 +11,40 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from kvtier.messages import GROUP_BYTES, OrderTold
-from kvtier.prefix_plan import GroupKeys
-from kvtier.states import BlockState
+from vllm.v1.kv_offload.base import ReqContext
+
+from kvtier.core.group_messages import GroupKeys
+from kvtier.core.messages import OrderTold
+from kvtier.core.states import BlockState
+from kvtier.plugin_api.keys import GROUP_BYTES
+from kvtier.plugin_api.log import log
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
 _NO_END = 1 << 62  # of keys that vLLM gave no position: behind all others
+
+
+HAS_POSITIONS: Final = "_offload_key_positions" in getattr(ReqContext, "__dataclass_fields__", {})
+"""vLLM publishes the position of a key that one has, and keeps the list of all keys to itself."""
+
+
+def warn_without_positions() -> None:
+    """Say what a vLLM costs that doesn't tell where a request's keys end."""
+    if not HAS_POSITIONS:
+        log.warning(
+            "this vLLM does not tell the positions of keys: blocks are looked up one by one, "
+            "and models with several KV-cache groups are served from no tier but the primary",
+            remedy="use vLLM 0.32 or 0.33",
+        )
+
+
+def positions_of(req_context: ReqContext) -> dict[bytes, int]:
+    """Return the end token of each key of a request, in the order in which vLLM made the keys."""
+    positions: dict[bytes, int] = getattr(req_context, "_offload_key_positions", {})
+    return positions
 
 
 def in_token_order(keys: Collection[bytes], end_of: Mapping[bytes, int]) -> list[bytes]:

@@ -27,13 +27,20 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier.events import PRIMARY, Event, EventKind
-from kvtier.logs import log
-from kvtier.messages import GROUP_BYTES
-from kvtier.registry import backend_class
+from kvtier.core.events import PRIMARY, Event, EventKind
+from kvtier.core.states import BlockState, BreakerState
+from kvtier.plugin_api.keys import GROUP_BYTES
+from kvtier.plugin_api.log import log
 from kvtier.runtime import open_runtime
-from kvtier.states import BlockState, BreakerState
-from kvtier.vllm.groups import Groups, Orders, Pass, in_token_order
+from kvtier.settings.plugins import backend_class
+from kvtier.vllm.groups import (
+    Groups,
+    Orders,
+    Pass,
+    in_token_order,
+    positions_of,
+    warn_without_positions,
+)
 from kvtier.vllm.metrics import MetricsExporter
 from kvtier.vllm.watch import Watch
 
@@ -43,14 +50,19 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
         OffloadingConnectorStats,
     )
-    from vllm.v1.kv_offload.base import LoadStoreSpec, ScheduleEndContext
+    from vllm.v1.kv_offload.base import (
+        LoadStoreSpec,
+        OffloadingMetricMetadata,
+        OffloadingSpec,
+        ScheduleEndContext,
+    )
 
-    from kvtier.backend import Namespace
-    from kvtier.config import RuntimeConfig, TierConfig
-    from kvtier.facade import SchedulerFacade
-    from kvtier.memory import SlotMemory
-    from kvtier.messages import OrderTold, StoreGrant
-    from kvtier.vllm.spec import KVTierOffloadingSpec, Region
+    from kvtier.core.messages import OrderTold, StoreGrant
+    from kvtier.engine.facade import SchedulerFacade
+    from kvtier.plugin_api.backend import Namespace
+    from kvtier.plugin_api.slot_memory import SlotMemory
+    from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
+    from kvtier.vllm.region import Region
 
 _MEANING: Final = {
     BlockState.ABSENT: LookupResult.MISS,
@@ -70,29 +82,24 @@ _TELLS_WHEN_FLUSHED: Final = hasattr(OffloadingManager, "on_reset_flushed")
 """vLLM 0.33 says when workers have let go of what they had at a reset; 0.32 doesn't."""
 
 
-HAS_POSITIONS: Final = "_offload_key_positions" in getattr(ReqContext, "__dataclass_fields__", {})
-"""vLLM publishes the position of a key that one has, and keeps the list of all keys to itself."""
-
-
-def _positions(req_context: ReqContext) -> dict[bytes, int]:
-    """Return the end token of each key of a request, in the order in which vLLM made the keys."""
-    positions: dict[bytes, int] = getattr(req_context, "_offload_key_positions", {})
-    return positions
-
-
 def build_manager(
-    *, spec: KVTierOffloadingSpec, memory: SlotMemory, namespace: Namespace, region: Region
+    config: RuntimeConfig,
+    spec: OffloadingSpec,
+    *,
+    definitions: Mapping[str, OffloadingMetricMetadata],
+    memory: SlotMemory,
+    namespace: Namespace,
+    region: Region,
 ) -> KVTierManager:
     """Start the runtime for one engine. Scheduler process only."""
     began_s = time.monotonic()
-    config = spec.read_settings()
     facade = open_runtime(
         config,
         memory,
         namespace,
         collect_events=spec.kv_events_config.enable_kv_cache_events,
     )
-    manager = KVTierManager(facade, config, spec, memory, region)
+    manager = KVTierManager(facade, config, spec, definitions, memory, region)
     _say_ready(facade, config, time.monotonic() - began_s)
     return manager
 
@@ -130,16 +137,12 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self,
         facade: SchedulerFacade,
         config: RuntimeConfig,
-        spec: KVTierOffloadingSpec,
+        spec: OffloadingSpec,
+        definitions: Mapping[str, OffloadingMetricMetadata],
         memory: SlotMemory,
         region: Region,
     ) -> None:
-        if not HAS_POSITIONS:
-            log.warning(
-                "this vLLM does not tell the positions of keys: blocks are looked up one by one, "
-                "and models with several KV-cache groups are served from no tier but the primary",
-                remedy="use vLLM 0.32 or 0.33",
-            )
+        warn_without_positions()
         self.facade = facade
         self._lookup_state = facade.lookup_state  # called for each key
         self._memory = memory
@@ -161,7 +164,6 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
             policy=OffloadPolicy.REQUEST_LEVEL if wants_requests else OffloadPolicy.CHUNK_LEVEL
         )
         self._watch = Watch()
-        definitions = spec.metrics(spec.extra_config)
         self._metrics = MetricsExporter(facade, config, definitions, self._watch)
         self._is_idle = True  # no step has ended
         # A step that is scheduled has been executed when as many more have been
@@ -205,14 +207,14 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     def _order(self, req_context: ReqContext) -> Collection[bytes]:
         """Return all keys of a request from head to tail."""
-        positions = _positions(req_context)
+        positions = positions_of(req_context)
         if self._several_groups:  # they come one after the other
             return in_token_order(positions, positions)
         return positions
 
     def _untold(self, req_context: ReqContext) -> OrderTold | None:
         """Return what is new in the order of a request's keys since this was last asked."""
-        return self._orders.untold(req_context.req_id, _positions(req_context))
+        return self._orders.untold(req_context.req_id, positions_of(req_context))
 
     # --- lookups and loads ---
 
@@ -248,7 +250,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     def _lookup_in_groups(self, key: bytes, req_context: ReqContext) -> LookupResult:
         """Tell where the block is. What is promoted is decided when vLLM has asked for all."""
-        request, end_of = req_context.req_id, _positions(req_context)
+        request, end_of = req_context.req_id, positions_of(req_context)
         asked = self._passes.get(request)
         if asked is None:
             self._undecided.add(request)
@@ -275,7 +277,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
         Those that its ``max_load_tokens`` allows: vLLM asks for no others.
         """
-        keys = list(_positions(req_context))
+        keys = list(positions_of(req_context))
         try:
             first = keys.index(key)
         except ValueError:
@@ -304,7 +306,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         if not self._several_groups:
             loaded = self.facade.prepare_load(keys, request, order=self._untold(req_context))
             return CPULoadStoreSpec(loaded)
-        ordered = in_token_order(keys, _positions(req_context))
+        ordered = in_token_order(keys, positions_of(req_context))
         loaded = self.facade.prepare_load(ordered, request, order=self._untold(req_context))
         slots = dict(zip(ordered, loaded, strict=True))
         return CPULoadStoreSpec([slots[key] for key in keys])
@@ -317,7 +319,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
     @override
     def touch(self, keys: Collection[bytes], req_context: ReqContext) -> None:
         if self._several_groups:
-            keys = in_token_order(keys, _positions(req_context))
+            keys = in_token_order(keys, positions_of(req_context))
         self.facade.touch(keys, req_context.req_id)
 
     # --- stores ---
@@ -332,7 +334,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         cuts = None
         offered = keys
         if self._several_groups:
-            end_of = _positions(req_context)
+            end_of = positions_of(req_context)
             offered = ordered = in_token_order(keys, end_of)
             cuts = self._groups.cuts(ordered, end_of)
         order = self._untold(req_context)

@@ -14,8 +14,8 @@ from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMe
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
-from kvtier.logs import log
-from kvtier.states import BreakerState
+from kvtier.core.states import BreakerState
+from kvtier.plugin_api.log import log
 from kvtier.vllm.watch import DROPS, Sample
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     )
     from vllm.v1.kv_offload.base import OffloadingMetricMetadata
 
-    from kvtier.config import RuntimeConfig
-    from kvtier.facade import SchedulerFacade
-    from kvtier.metrics import PrimaryStatistics, TierStatistics
+    from kvtier.core.statistics import PrimaryStatistics, TierStatistics
+    from kvtier.engine.facade import SchedulerFacade
+    from kvtier.settings.runtime_config import RuntimeConfig
     from kvtier.vllm.watch import Watch
 
 _Label = tuple[str, ...]

@@ -31,9 +31,9 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm.v1.kv_offload.file_mapper import FileMapper
 
-from kvtier.backend import Namespace
 from kvtier.errors import InternalError
-from kvtier.logs import log, printable
+from kvtier.plugin_api.backend import Namespace
+from kvtier.plugin_api.log import log, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

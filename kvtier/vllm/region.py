@@ -30,10 +30,10 @@ import stat
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from kvtier.errors import ConfigError, InternalError
-from kvtier.memory import MADV_POPULATE_WRITE
+from kvtier.plugin_api.slot_memory import MADV_POPULATE_WRITE
 from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
 
 if TYPE_CHECKING:
@@ -53,6 +53,25 @@ SAME_ENGINE_ID: Final = (
 _POLL_S = 0.005
 _POPULATE_STEP_BYTES = 1 << 30  # so that a signal gets through between two steps
 _GIB = 1 << 30
+
+
+class Region(Protocol):
+    """What the manager needs of the shared memory, on either kind of platform."""
+
+    @property
+    def rows(self) -> memoryview:
+        """All slots, one after the other."""
+
+    header: RegionHeader
+
+    def fileno(self) -> int | None:
+        """The open file that a process can map too, if there is one."""
+
+    def try_unlink(self) -> bool:
+        """Remove the name once all ranks have mapped it; True when there is none any more."""
+
+    def close(self) -> None:
+        """Give the memory back. Safe to call twice."""
 
 
 class HostRegion:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
-from kvtier.logs import log
-from kvtier.registry import backend_class
+from kvtier.plugin_api.log import log
+from kvtier.settings.plugins import backend_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvtier.config import RuntimeConfig
+    from kvtier.settings.runtime_config import RuntimeConfig
 
 SEED_VARIABLE = "PYTHONHASHSEED"
 

@@ -10,35 +10,29 @@ are registered before the scheduler exists. So ``get_manager`` finds every rank
 mapped, and rank 0's facts in the header.
 
 Memory on the CPU platform is kvtier's region (``kvtier/vllm/region.py``). On
-the others it is vLLM's: its last rows are kvtier's header, and the scheduler
-removes the file's name once all ranks have mapped it, because vLLM would leave
-the file behind when an engine is killed.
+the others it is vLLM's (``kvtier/vllm/device_region.py``).
 """
 
 from __future__ import annotations
 
-import mmap
-import os
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from typing_extensions import override
 from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
-from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvtier.errors import ConfigError
-from kvtier.memory import SlotMemory, machine_memory_bytes
-from kvtier.settings import cpu_bytes_to_use, for_vllm, read_settings
+from kvtier.plugin_api.slot_memory import SlotMemory, machine_memory_bytes
+from kvtier.settings.extra_config import cpu_bytes_to_use, for_vllm, read_settings
+from kvtier.settings.vllm_keys import VLLMKeys
 from kvtier.vllm.cpu_worker import CPUPlatformWorker
+from kvtier.vllm.device_region import DeviceRegion, HeaderMap, region_path
 from kvtier.vllm.namespace import build_namespace, publish_facts
 from kvtier.vllm.pages import HostLayout
-from kvtier.vllm.region import SHARED_MEMORY_FOLDER, HostRegion, doubled_rank, names
+from kvtier.vllm.region import SHARED_MEMORY_FOLDER, HostRegion, Region, doubled_rank
 from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
-from kvtier.vllm_keys import VLLMKeys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,29 +45,10 @@ if TYPE_CHECKING:
     )
     from vllm.v1.kv_offload.config import OffloadingConfig
 
-    from kvtier.config import RuntimeConfig
+    from kvtier.settings.runtime_config import RuntimeConfig
 
 
 _VLLM_KEYS: Final = VLLMKeys()
-
-
-class Region(Protocol):
-    """What the manager needs of the shared memory, on either kind of platform."""
-
-    @property
-    def rows(self) -> memoryview:
-        """All slots, one after the other."""
-
-    header: RegionHeader
-
-    def fileno(self) -> int | None:
-        """The open file that a process can map too, if there is one."""
-
-    def try_unlink(self) -> bool:
-        """Remove the name once all ranks have mapped it; True when there is none any more."""
-
-    def close(self) -> None:
-        """Give the memory back. Safe to call twice."""
 
 
 class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is untyped here
@@ -162,11 +137,12 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
             from kvtier.vllm.manager import build_manager  # noqa: PLC0415
             from kvtier.vllm.sharing import warn_of_lonely_tiers  # noqa: PLC0415
 
+            config = self.read_settings()
             region = self._open_scheduler_region()
             try:
                 self._check_ranks(region.header)
                 namespace = build_namespace(self.config, region.header.read())
-                warn_of_lonely_tiers(self.read_settings(), namespace.facts)
+                warn_of_lonely_tiers(config, namespace.facts)
                 memory = SlotMemory(
                     region.rows,
                     self.slot_count,
@@ -174,7 +150,12 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
                     descriptor=region.fileno(),
                 )
                 self._manager = build_manager(
-                    spec=self, memory=memory, namespace=namespace, region=region
+                    config,
+                    self,
+                    definitions=self.metrics(self.extra_config),
+                    memory=memory,
+                    namespace=namespace,
+                    region=region,
                 )
                 region.try_unlink()
             except BaseException:
@@ -192,7 +173,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
                 # vLLM's worker creates and maps vLLM's region; the name is there until
                 # the scheduler has seen the flag that is set here.
                 self._kvtier_worker = super().get_worker(kv_caches)
-                header_map = _HeaderMap(self.config.engine_id, self.slot_count, self.block_bytes)
+                header_map = HeaderMap(self.config.engine_id, self.slot_count, self.block_bytes)
                 try:
                     self._leave_facts(header_map.header(self.config.parallel.world_size))
                 finally:
@@ -240,7 +221,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
         rank = self.config.parallel.rank
         if not mapped and not header.mark_mapped(rank):
             engine_id = self.config.engine_id
-            raise doubled_rank(engine_id, rank, _vllm_region_path(engine_id))
+            raise doubled_rank(engine_id, rank, region_path(engine_id))
         if rank == 0:
             publish_facts(header, get_current_vllm_config)
 
@@ -272,92 +253,14 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
                 rank=None,
                 cpu_bytes_to_use=self.extra_config["cpu_bytes_to_use"],
             )
-        return VLLMRegion(self, world_size)
-
-
-class VLLMRegion:
-    """The scheduler's mapping of vLLM's own region, on platforms with a device."""
-
-    def __init__(self, spec: KVTierOffloadingSpec, world_size: int) -> None:
-        self._region: SharedOffloadRegion | None = SharedOffloadRegion(
-            engine_id=spec.config.engine_id,
-            num_chunks=spec.num_chunks,
-            rank=None,
-            kv_bytes_per_chunk=spec.block_bytes,
-            cpu_page_size=spec.cpu_page_size_per_worker,
+        return DeviceRegion(
+            self.config.engine_id,
+            slot_count=self.slot_count,
+            row_bytes=self.block_bytes,
+            header_rows=self._header_rows,
+            rank_bytes=self.cpu_page_size_per_worker,
+            world_size=world_size,
         )
-        # int8 to bytes; a tensor has no buffer of its own.
-        whole = memoryview(self._region.base_tensor.numpy().data).cast("B")
-        end = spec.slot_count * spec.block_bytes
-        self._rows = whole[:end]
-        self.header = RegionHeader(whole[end:], world_size)
-        whole.release()
-        self._path: Path | None = _vllm_region_path(spec.config.engine_id)
-        opened = self.fileno()
-        # vLLM keeps the file open; if it ever does not, its name was right a moment ago.
-        self._identity = self._path.lstat() if opened is None else os.fstat(opened)
-
-    @property
-    def rows(self) -> memoryview:
-        """All slots, one after the other."""
-        return self._rows
-
-    def fileno(self) -> int | None:
-        """Return the file that vLLM holds open, if it does."""
-        descriptor: int | None = getattr(self._region, "fd", None)
-        return descriptor
-
-    def try_unlink(self) -> bool:
-        """Remove the name once all ranks have mapped it; True when there is none any more.
-
-        vLLM's creator removes it too when it shuts down, and only warns that it is
-        gone (vllm#57303: after SIGKILL nobody would).
-        """
-        if self._path is not None and self.header.all_mapped():
-            self._unlink()
-        return self._path is None
-
-    def _unlink(self) -> None:
-        """Remove the name, if it is still this region's: another engine may have made its own."""
-        path, self._path = self._path, None
-        if path is not None and names(path, self._identity):
-            path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Give the memory back. Safe to call twice."""
-        region, self._region = self._region, None
-        if region is None:
-            return
-        self._unlink()
-        self._rows.release()
-        self.header.release()
-        region.cleanup()
-
-
-class _HeaderMap:
-    """A worker's short look at the last rows of vLLM's region, by its file's name."""
-
-    def __init__(self, engine_id: str, slot_count: int, row_bytes: int) -> None:
-        fd = os.open(_vllm_region_path(engine_id), os.O_RDWR | os.O_CLOEXEC)
-        try:
-            self._map = mmap.mmap(fd, HEADER_BYTES, offset=slot_count * row_bytes)
-        finally:
-            os.close(fd)
-        self._header: RegionHeader | None = None
-
-    def header(self, world_size: int) -> RegionHeader:
-        self._header = RegionHeader(memoryview(self._map), world_size)
-        return self._header
-
-    def close(self) -> None:
-        if self._header is not None:
-            self._header.release()
-        with suppress(BufferError):
-            self._map.close()
-
-
-def _vllm_region_path(engine_id: str) -> Path:
-    return Path(SHARED_MEMORY_FOLDER) / f"vllm_offload_{engine_id}.mmap"
 
 
 def _check_memory(extra_config: Mapping[str, Any], cpu_bytes: int) -> None:

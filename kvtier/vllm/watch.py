@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingHistogramMetadata,
 )
 
-from kvtier.logs import log, printable
+from kvtier.plugin_api.log import log, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

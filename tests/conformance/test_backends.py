@@ -10,7 +10,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from kvtier.backend import (
+from kvtier.plugin_api.backend import (
     Backend,
     BackendContext,
     LoadBlock,

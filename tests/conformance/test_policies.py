@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtier.policies.lru import LRUPolicy
-from kvtier.registry import POLICIES
+from kvtier.policies.eviction.lru import LRUPolicy
+from kvtier.settings.plugins import POLICIES
 from kvtier.testing import POLICY_CHECKS, NotConforming, PolicyCheck, check_policy
 from kvtier.testing import policy_conformance as suite
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from kvtier.messages import Key, RequestId
+    from kvtier.plugin_api.keys import Key, RequestId
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/how-to/write-a-policy.md"
 INSTALLED = {entry.name: entry for entry in entry_points(group=POLICIES)}

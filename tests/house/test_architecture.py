@@ -1,4 +1,4 @@
-"""House rules, as tests: who imports whom, how long things get, what is published.
+"""House rules, as tests: who imports vLLM, how long things get, what is published.
 
 The limits are ratchets. Lower them when you can; never raise one.
 """
@@ -11,64 +11,30 @@ import re
 import subprocess
 import sys
 import tomllib
-from functools import cache
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from sources import ROOT, SHIPPED, imports_of, name_of, tree_of
 
-ROOT = Path(__file__).resolve().parents[2]
+if TYPE_CHECKING:
+    from pathlib import Path
+
 FUNCTION_LINES_MAX = 60
 FILE_LINES_MAX = 500
 
-ENGINE_SIDE = ("kvtier/vllm/", "kvtier/demo")  #: may import vllm and torch
-FOLDER_TOOLS = tuple(f"kvtier/cli/{name}.py" for name in ("folders", "fsck", "ls", "purge"))
-"""Commands on the disk tier's folders: they read its files, and drive no backend."""
+ENGINE_SIDE = ("kvtier/vllm/", "kvtier/tools/bench/", "kvtier/tools/demo_engine")
+"""These may import vllm and torch."""
 HEAVY = {"vllm", "torch", "transformers"}
-PUBLIC_TO_BACKENDS = {
-    "kvtier.backend",
-    "kvtier.errors",
-    "kvtier.memory",
-    "kvtier.options",
-    "kvtier.threads",
-    "kvtier.whole_file",
-}
 
 
-def name_of(path: Path) -> str:
-    """Return the path as it is written in messages, relative to the repository."""
-    return path.relative_to(ROOT).as_posix()
-
-
-SHIPPED = sorted([*ROOT.glob("kvtier/**/*.py"), *ROOT.glob("backends/**/*.py")])
 PACKAGES = [
     path
     for path in SHIPPED
     if path.name == "__init__.py" and not name_of(path).startswith(ENGINE_SIDE)
 ]
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".json", ".cfg", ".sh", ""}
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    """Return the parsed file."""
-    return ast.parse(path.read_text(), filename=name_of(path))
-
-
-def imports_of(path: Path) -> set[str]:
-    """Return the full names of all modules that a file imports, wherever in it."""
-    names: set[str] = set()
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name_of(path)}:{node.lineno}: relative import"
-            module = node.module or ""
-            names.add(module)
-            if module in ("kvtier", "kvtier_backends"):
-                names.update(f"{module}.{alias.name}" for alias in node.names)
-    return names
 
 
 def tracked_texts() -> list[Path]:
@@ -88,7 +54,7 @@ def tracked_texts() -> list[Path]:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=name_of)
-def test_only_the_adapter_and_the_demo_import_vllm_or_torch(path: Path) -> None:
+def test_only_the_adapter_and_what_measures_it_import_vllm_or_torch(path: Path) -> None:
     """kvtier runs without them, in tools and tests as well as beside other engines."""
     if not name_of(path).startswith(ENGINE_SIDE):
         found = {name for name in imports_of(path) if name.partition(".")[0] in HEAVY}
@@ -105,20 +71,6 @@ def test_importing_kvtier_imports_neither_vllm_nor_torch() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert run.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize("path", sorted(ROOT.glob("backends/**/*.py")), ids=name_of)
-def test_backends_import_only_what_third_parties_may(path: Path) -> None:
-    """A backend of ours gets nothing that a third party's would not get."""
-    ours = {name for name in imports_of(path) if name.partition(".")[0] == "kvtier"}
-    assert ours - {"kvtier"} <= PUBLIC_TO_BACKENDS
-
-
-@pytest.mark.parametrize("path", sorted(ROOT.glob("kvtier/**/*.py")), ids=name_of)
-def test_the_runtime_finds_backends_only_by_entry_point(path: Path) -> None:
-    """An import of one would make it a part of the runtime."""
-    is_tool = name_of(path).startswith(("kvtier/demo", "kvtier/testing", *FOLDER_TOOLS))
-    assert is_tool or not any(name.startswith("kvtier_backends") for name in imports_of(path))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=name_of)

@@ -16,13 +16,13 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from kvtier import states
-from kvtier.backend import Backend, BackendContext, Namespace
-from kvtier.config import RuntimeConfig, TierConfig
+from kvtier.core import states
 from kvtier.errors import ConfigError
-from kvtier.registry import NOT_YET
+from kvtier.plugin_api.backend import Backend, BackendContext, Namespace
+from kvtier.settings.plugins import NOT_YET
+from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
 from kvtier.testing import BACKEND_CHECKS, BackendCheck
-from kvtier_backends.disk.regions import REGION_TABLE
+from kvtier_backends.disk.log.regions import REGION_TABLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """House rules of the tests themselves: none depends on how fast the machine is.
 
 Such a test passes alone and fails beside other work. What waits for something
-that must come waits for ``tests/patience.py``'s one constant; a clock is read
+that must come waits for ``tests/support/patience.py``'s one constant; a clock is read
 there, and nowhere else.
 """
 
@@ -19,11 +19,11 @@ WAITS = {"wait", "join", "acquire", "get", "communicate", "fail_after", "result"
 """Calls that may wait: a number of seconds, if given, must be ``PATIENCE_S``."""
 
 MAY_READ_A_CLOCK = {
-    "patience.py": "waits for all others",
+    "support/patience.py": "waits for all others",
     "model/test_model.py": "runs for as long as it is told",
-    "unit/test_hanging_storage.py": "moves a clock on once something hangs",
-    "unit/test_hung_backends.py": "gives up on a method that nobody calls",
-    "vllm/engine.py": "notes how long a round took, for people",
+    "unit/runtime/test_hanging_storage.py": "moves a clock on once something hangs",
+    "unit/runtime/test_hung_backends.py": "gives up on a method that nobody calls",
+    "vllm/support/engine.py": "notes how long a round took, for people",
 }
 MAY_SLEEP = {
     "unit/backends/disk/test_disk_crash.py": "kills at a random moment, and expects none",

@@ -12,21 +12,21 @@ from unittest.mock import patch
 from stepped_device import SteppedDevice
 
 from kvtier_backends.disk import format as disk_format
-from kvtier_backends.disk import recovery
-from kvtier_backends.disk.batches import Batch, insert
-from kvtier_backends.disk.bulk import BulkLoad
+from kvtier_backends.disk.folder import recovery
 from kvtier_backends.disk.format import ID_BYTES
-from kvtier_backends.disk.log import BlockLog
-from kvtier_backends.disk.regions import Budget, Regions, RegionState
-from kvtier_backends.disk.tables import RegionTable
+from kvtier_backends.disk.log.batches import Batch, insert
+from kvtier_backends.disk.log.block_log import BlockLog
+from kvtier_backends.disk.log.index_bulk import BulkLoad
+from kvtier_backends.disk.log.regions import Budget, Regions, RegionState
+from kvtier_backends.disk.log.tables import RegionTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from kvtier.backend import Outcome
+    from kvtier.plugin_api.backend import Outcome
     from kvtier_backends.disk.device import Transfer
-    from kvtier_backends.disk.index import BlockIndex
-    from kvtier_backends.disk.regions import Extent
+    from kvtier_backends.disk.log.index import BlockIndex
+    from kvtier_backends.disk.log.regions import Extent
 
 DISK_MUTATIONS: dict[str, Any] = {}
 ENOUGH = 1 << 30

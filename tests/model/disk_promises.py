@@ -8,7 +8,7 @@ from hypothesis.stateful import invariant, precondition
 from promises import counted_by, is_running, served_by
 
 from kvtier_backends.disk.backend import SWEEPS_PER_TTL, TICK_S
-from kvtier_backends.disk.regions import WRITE_AMPLIFICATION_MAX, RegionState
+from kvtier_backends.disk.log.regions import WRITE_AMPLIFICATION_MAX, RegionState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

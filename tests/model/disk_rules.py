@@ -11,9 +11,9 @@ from rules import PICKS, is_due, pick
 from stepped_device import WRITES
 from world import PATHS
 
-from kvtier import messages as m
-from kvtier.generations import mark_of, unmarked
-from kvtier.states import BlockState, BreakerState
+from kvtier.core import messages as m
+from kvtier.core.generations import mark_of, unmarked
+from kvtier.core.states import BlockState, BreakerState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from disk_tier import DiskTier
     from stepped_device import Call
 
-    from kvtier.messages import Key
+    from kvtier.plugin_api.keys import Key
 
 CALLS_MAX = 40
 

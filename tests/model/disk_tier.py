@@ -16,15 +16,15 @@ from unittest.mock import patch
 from stepped_device import SteppedDevice
 from stepped_loop import SteppedLoop
 
-from kvtier import messages as m
-from kvtier.backend import BackendContext, Loaded, Namespace, Outcome, block_digest
-from kvtier.backend_driver import BackendDriver
+from kvtier.core import messages as m
+from kvtier.plugin_api.backend import BackendContext, Loaded, Namespace, Outcome, block_digest
+from kvtier.tier.backend_driver import BackendDriver
 from kvtier_backends.disk import backend as real
-from kvtier_backends.disk.folder import Plan, new_superblock
+from kvtier_backends.disk.folder.claim import Plan, new_superblock
+from kvtier_backends.disk.folder.opening import Judged
+from kvtier_backends.disk.folder.recovery import FOLDER_CASES
 from kvtier_backends.disk.format import PAGE_BYTES, make_geometry, region_bytes_for
-from kvtier_backends.disk.opening import Judged
-from kvtier_backends.disk.recovery import FOLDER_CASES
-from kvtier_backends.disk.regions import WRITE_AMPLIFICATION_MAX
+from kvtier_backends.disk.log.regions import WRITE_AMPLIFICATION_MAX
 from tests.unit.backends.disk._simulated import SimulatedDisk
 
 if TYPE_CHECKING:
@@ -33,10 +33,11 @@ if TYPE_CHECKING:
 
     from world import DiskShape, World
 
-    from kvtier.backend import LoadBlock, StoreBlock
-    from kvtier.messages import Key, Message
-    from kvtier.testing.cell import Part, TestTier
-    from kvtier_backends.disk.log import BlockLog
+    from kvtier.core.messages import Message
+    from kvtier.plugin_api.backend import LoadBlock, StoreBlock
+    from kvtier.plugin_api.keys import Key
+    from kvtier_backends.disk.log.block_log import BlockLog
+    from tests.support.cell import Part, TestTier
 
 BLOCK_BYTES = 12 * PAGE_BYTES
 """A block's share of the write budget must pay for a table page, as with real blocks."""

@@ -11,13 +11,13 @@ from unittest.mock import patch
 from mutations import MUTATIONS as MUTATIONS
 from mutations import mutation
 
-from kvtier import messages as m
-from kvtier.eviction import Eviction
-from kvtier.primary_tier import PrimaryTier
-from kvtier.promotions import Promotions
-from kvtier.running_prefixes import RunningPrefixes
-from kvtier.slots import SlotTable
-from kvtier.states import SlotState
+from kvtier.core import messages as m
+from kvtier.core.states import SlotState
+from kvtier.engine.eviction import Eviction
+from kvtier.engine.primary_tier import PrimaryTier
+from kvtier.engine.promotions import Promotions
+from kvtier.engine.running_prefixes import RunningPrefixes
+from kvtier.engine.slot_table import SlotTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from kvtier import messages as m
-from kvtier.backend import Outcome, block_digest
-from kvtier.leftovers import Untold
+from kvtier.core import messages as m
+from kvtier.plugin_api.backend import Outcome, block_digest
+from kvtier.tier.leftovers import Untold
 
 if TYPE_CHECKING:
     from world import World
 
-    from kvtier.messages import Key
-    from kvtier.testing.cell import Part, TestTier
+    from kvtier.plugin_api.keys import Key
+    from tests.support.cell import Part, TestTier
 
 PIECES = 3
 

@@ -11,13 +11,13 @@ from lookup_rules import LookupRules
 from rules import PICKS, SCHEDULES, is_due, pick
 from world import PATHS
 
-from kvtier.messages import OrderTold
-from kvtier.states import BlockState
+from kvtier.core.messages import OrderTold
+from kvtier.core.states import BlockState
 
 if TYPE_CHECKING:
     from world import Request
 
-    from kvtier.messages import Key
+    from kvtier.plugin_api.keys import Key
 
 
 class GpuRules(LookupRules):
@@ -68,7 +68,12 @@ class GpuRules(LookupRules):
     # --- GPU stores ---
 
     @precondition(lambda self: self.world.requests)
-    @rule(which=PICKS, start=st.integers(0, 4), count=st.integers(1, 6), schedule=SCHEDULES)
+    @rule(
+        which=PICKS,
+        start=st.integers(0, 4),
+        count=st.integers(1, 6),
+        schedule=SCHEDULES,
+    )
     def a_request_prepares_a_store(
         self, which: int, start: int, count: int, schedule: bytes
     ) -> None:

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 from world import KEYS
 
-from kvtier.policies.arc import ARCPolicy
-from kvtier.policies.lru import LRUPolicy
-from kvtier.policies.lru2 import LRU2Policy
-from kvtier.policies.reuse import ReusePolicy
-from kvtier.policies.s3fifo import S3FIFOPolicy
+from kvtier.policies.eviction.arc import ARCPolicy
+from kvtier.policies.eviction.lru import LRUPolicy
+from kvtier.policies.eviction.lru2 import LRU2Policy
+from kvtier.policies.eviction.reuse.policy import ReusePolicy
+from kvtier.policies.eviction.s3fifo import S3FIFOPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvtier.messages import Key
+    from kvtier.plugin_api.keys import Key
 
 POLICIES = {
     "lru": LRUPolicy,

@@ -10,15 +10,15 @@ from rules import PICKS, SCHEDULES, is_due, pick
 from tier_rules import TierRules
 from world import KEYS, PATHS, Request
 
-from kvtier import messages as m
-from kvtier.prefix_plan import GroupKeys
-from kvtier.slots import GPU
-from kvtier.states import BlockState
+from kvtier.core import messages as m
+from kvtier.core.group_messages import GroupKeys
+from kvtier.core.states import BlockState
+from kvtier.engine.slot_table import GPU
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtier.messages import Key
+    from kvtier.plugin_api.keys import Key
 
 
 def groups_of(path: Sequence[Key], window: int | None) -> list[GroupKeys]:

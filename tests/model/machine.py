@@ -22,7 +22,7 @@ from promises import (
 from rules import is_due
 from world import KEYS, PATHS, Shape, TierShape, World
 
-from kvtier.states import ANSWERS, BlockState, BreakerState
+from kvtier.core.states import ANSWERS, BlockState, BreakerState
 
 TIERS = (TierShape(capacity=3), TierShape(), TierShape(request_level=True))
 SHAPES = st.builds(

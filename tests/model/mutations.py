@@ -9,24 +9,25 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from kvtier import messages as m
-from kvtier import parts, prefix_reservations, secondary_tier
-from kvtier.backend import Outcome
-from kvtier.breaker import Breaker
-from kvtier.events import EventKind
-from kvtier.leftovers import Leftovers, Untold
-from kvtier.parts import Part
-from kvtier.primary_tier import PrimaryTier
-from kvtier.requests import Request
-from kvtier.secondary_tier import SecondaryTier
-from kvtier.slots import SlotTable
-from kvtier.tier_link import TierLink
-from kvtier.whereabouts import Search, Whereabouts
+from kvtier.core import messages as m
+from kvtier.core.events import EventKind
+from kvtier.engine import prefix_reservations
+from kvtier.engine.circuit_breaker import Breaker
+from kvtier.engine.primary_tier import PrimaryTier
+from kvtier.engine.requests import Request
+from kvtier.engine.slot_table import SlotTable
+from kvtier.engine.tier_directory import Search, Whereabouts
+from kvtier.engine.tier_link import TierLink
+from kvtier.plugin_api.backend import Outcome
+from kvtier.tier import batching, secondary_tier
+from kvtier.tier.batching import Part
+from kvtier.tier.leftovers import Leftovers, Untold
+from kvtier.tier.secondary_tier import SecondaryTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvtier.metrics import PrimaryCounts
+    from kvtier.core.statistics import PrimaryCounts
 
 MUTATIONS: dict[str, Any] = {}
 
@@ -385,7 +386,7 @@ def find_what_older_weights_computed() -> Iterator[None]:
 
     with (
         patch.object(secondary_tier, "marked", unchanged),
-        patch.object(parts, "marked", unchanged),
+        patch.object(batching, "marked", unchanged),
     ):
         yield
 

@@ -14,16 +14,16 @@ from hypothesis.stateful import invariant, precondition
 from known_policies import held_by, known_to
 from world import KEYS
 
-from kvtier.events import PRIMARY
-from kvtier.generations import mark_of, unmarked
-from kvtier.slots import GPU
-from kvtier.states import BlockState, BreakerState, SlotState
+from kvtier.core.events import PRIMARY
+from kvtier.core.generations import mark_of, unmarked
+from kvtier.core.states import BlockState, BreakerState, SlotState
+from kvtier.engine.slot_table import GPU
 
 if TYPE_CHECKING:
     from world import World
 
-    from kvtier.messages import Key
-    from kvtier.testing.cell import TestTier
+    from kvtier.plugin_api.keys import Key
+    from tests.support.cell import TestTier
 
 IN_USE = (SlotState.READY, SlotState.QUARANTINED)
 

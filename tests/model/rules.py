@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
-from kvtier.policies.lru import LRUPolicy
+from kvtier.policies.eviction.lru import LRUPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from world import Request, World
 
-    from kvtier.policies.base import EvictionPolicy
+    from kvtier.plugin_api.eviction_policy import EvictionPolicy
 
 SCHEDULES = st.one_of(st.just(b""), st.binary(max_size=10))
 PICKS = st.integers(0, 7)

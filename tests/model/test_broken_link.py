@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import pytest
 from world import PATHS, Shape, TierShape, World
 
-from kvtier import messages as m
-from kvtier.policies.lru import LRUPolicy
-from kvtier.states import BlockState
+from kvtier.core import messages as m
+from kvtier.core.states import BlockState
+from kvtier.policies.eviction.lru import LRUPolicy
 
 if TYPE_CHECKING:
-    from kvtier.messages import Key
+    from kvtier.plugin_api.keys import Key
 
 KEY: Key = PATHS[0][0]
 

@@ -12,14 +12,14 @@ from rules import PICKS, is_due, pick
 from time_rules import TimeRules
 from world import KEYS
 
-from kvtier import messages as m
-from kvtier.backend import block_digest
-from kvtier.generations import ORIGINAL, mark_of, mark_of_name, marked, unmarked
-from kvtier.states import BreakerState
+from kvtier.core import messages as m
+from kvtier.core.generations import ORIGINAL, mark_of, mark_of_name, marked, unmarked
+from kvtier.core.states import BreakerState
+from kvtier.plugin_api.backend import block_digest
 
 if TYPE_CHECKING:
-    from kvtier.messages import Key
-    from kvtier.testing.cell import Part, TestTier
+    from kvtier.plugin_api.keys import Key
+    from tests.support.cell import Part, TestTier
 
 WORK_MAX = 400  # what a tier that answers everything does before the model gives up on it
 
@@ -156,7 +156,11 @@ class TierRules(TimeRules):
             waiting[index] = m.ProbeAnswer(probe=chosen.probe, present=present)
 
     @is_due("stray", 12)
-    @rule(tier=PICKS, number=st.sampled_from([0, -1, 1_000_000]), is_probe=st.booleans())
+    @rule(
+        tier=PICKS,
+        number=st.sampled_from([0, -1, 1_000_000]),
+        is_probe=st.booleans(),
+    )
     def a_tier_ends_what_nobody_asked_for(self, tier: int, number: int, is_probe: bool) -> None:
         """It is counted and ignored."""
         inbox = pick(self.world.runtime.tiers, tier).inbox

@@ -17,22 +17,23 @@ from disk_tier import BLOCK_BYTES as DISK_BLOCK_BYTES
 from disk_tier import DiskTier, plan_of
 from fakes import FakeDevice, Gpu
 
-from kvtier import messages as m
-from kvtier.backend import BackendTraits
-from kvtier.config import RuntimeConfig, TierConfig
-from kvtier.events import PRIMARY, EventKind
-from kvtier.generations import mark_of_name, marked
-from kvtier.memory import SlotMemory
-from kvtier.slots import GPU
-from kvtier.states import BLOCK_TABLE, SLOT_TABLE, BlockState, SlotState
-from kvtier.testing.cell import TestMailbox, TestTier, open_test_runtime
+from kvtier.core import messages as m
+from kvtier.core.events import PRIMARY, EventKind
+from kvtier.core.generations import mark_of_name, marked
+from kvtier.core.states import BLOCK_TABLE, SLOT_TABLE, BlockState, SlotState
+from kvtier.engine.slot_table import GPU
+from kvtier.plugin_api.backend import BackendTraits
+from kvtier.plugin_api.slot_memory import SlotMemory
+from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
+from tests.support.cell import TestMailbox, TestTier, open_test_runtime
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtier.actor import Actor
-    from kvtier.messages import Key, Message
-    from kvtier.policies.base import EvictionPolicy
+    from kvtier.core.actor import Actor
+    from kvtier.core.messages import Message
+    from kvtier.plugin_api.eviction_policy import EvictionPolicy
+    from kvtier.plugin_api.keys import Key
 
 BLOCK_BYTES = 24
 PIECES = 3  # a copy is made in as many pieces, with anything in between

@@ -28,26 +28,27 @@ import os
 from collections import deque
 from typing import TYPE_CHECKING, ClassVar, Final, TypeAlias, cast
 
-from kvtier import messages as m
-from kvtier.actor import Actor
-from kvtier.cells import NO_REPLY, EngineCell
+from kvtier.core import messages as m
+from kvtier.core.actor import Actor
+from kvtier.core.generations import Generations
+from kvtier.core.policy_actor import PolicyActor
+from kvtier.engine.cell import NO_REPLY, EngineCell
+from kvtier.engine.facade import SchedulerFacade
 from kvtier.errors import InternalError
-from kvtier.facade import SchedulerFacade
-from kvtier.generations import Generations
-from kvtier.policies.actor import PolicyActor
 from kvtier.runtime import Engine, build_engine
-from kvtier.secondary_tier import SecondaryTier
+from kvtier.settings.plugins import fallback_policy
+from kvtier.tier.secondary_tier import SecondaryTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvtier.backend import BackendTraits, Outcome
-    from kvtier.config import RuntimeConfig
-    from kvtier.messages import Message
-    from kvtier.policies.base import EvictionPolicy
-    from kvtier.primary_tier import PrimaryTier
-    from kvtier.tier_cell import TierHost
-    from kvtier.tier_link import TierLink
+    from kvtier.core.messages import Message
+    from kvtier.core.tier_host import TierHost
+    from kvtier.engine.primary_tier import PrimaryTier
+    from kvtier.engine.tier_link import TierLink
+    from kvtier.plugin_api.backend import BackendTraits, Outcome
+    from kvtier.plugin_api.eviction_policy import EvictionPolicy
+    from kvtier.settings.runtime_config import RuntimeConfig
 
 Part: TypeAlias = m.ProbePart | m.LoadPart | m.StorePart | m.RemovePart
 """What a tier asks of its backend in one call."""
@@ -238,7 +239,7 @@ class TestTier:
         self.actor.link = self.inbox
         self.actor.driver = self._driver
         if policy is not None:
-            host = PolicyActor(f"policy of {self.actor.name}", policy)
+            host = PolicyActor(f"policy of {self.actor.name}", policy, fallback_policy())
             host.host = self.mailbox
             self.actor.policy = cell.mailbox_elsewhere(host)
             self.mailboxes.append(self.actor.policy)

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.patience import until
+from tests.support.patience import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 CLEAN_UP_S = 30.0
 """What takes longer is left behind: nothing may keep a test from its end."""
 
@@ -53,7 +53,7 @@ class FuseFolder:
         self.path = path  #: where it is mounted
         self._telling = threading.Lock()
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.fuse_server", source, path],
+            [sys.executable, "-m", "tests.support.fuse_server", source, path],
             cwd=REPOSITORY,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])},
             stdin=subprocess.PIPE,

@@ -1,8 +1,9 @@
 """A filesystem that hands every call on to another folder, or hangs, or fails, as it is told.
 
-Run as ``python -m tests.fuse_server SOURCE MOUNT``; ``tests/fuse_folder.py`` starts it. It is told
-what to do in lines of JSON on its standard input, and answers each with one. When that
-ends, it is gone at once, and all calls that hang fail: nobody is left to let them go on.
+``tests/support/fuse_folder.py`` starts it as ``python -m tests.support.fuse_server SOURCE
+MOUNT``. It is told what to do in lines of JSON on its standard input, and answers each with
+one. When that ends, it is gone at once, and all calls that hang fail: nobody is left to let
+them go on.
 """
 
 from __future__ import annotations

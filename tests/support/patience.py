@@ -4,7 +4,7 @@ A shorter time makes a test depend on what else the machine does. What must
 *not* wait is shown by an order of events, or by a count, not by a clock. A time
 that is meant to run out may be short: it is the setting of a tier or of a
 folder under test, and reads so (``promote_timeout_s=0.01``).
-``tests/unit/test_house_of_tests.py`` looks for others.
+``tests/house/test_house_of_tests.py`` looks for others.
 """
 
 from __future__ import annotations

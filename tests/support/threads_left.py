@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from kvtier.spawning import THREAD_NAME
+from kvtier.hosts.spawning import THREAD_NAME
 
 
 def ending_threads() -> set[threading.Thread]:

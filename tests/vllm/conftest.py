@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.vllm.models import make_gemma, make_llama
-from tests.vllm.play import TEST_RUN
+from tests.vllm.support.models import make_gemma, make_llama
+from tests.vllm.support.play import TEST_RUN
 
 with warnings.catch_warnings():
     # torch and vLLM use deprecated parts of themselves while they are imported.

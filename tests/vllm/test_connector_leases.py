@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.vllm.connector import BLOCK_TOKENS, Connector, connector
+from tests.vllm.support.connector import BLOCK_TOKENS, Connector, connector
 
 if TYPE_CHECKING:
     from pathlib import Path

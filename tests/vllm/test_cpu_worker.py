@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -84,39 +83,43 @@ class Transfer:
                 yield group, position, self.slots[group][place // per_slot], place % per_slot
 
 
-@st.composite
-def shapes(draw: st.DrawFn) -> Shape:
-    tensors = draw(st.integers(1, 3))
-    pages = draw(st.lists(st.integers(1, 24), min_size=tensors, max_size=tensors))
-    layer = st.integers(0, tensors - 1).flatmap(
-        lambda tensor: st.tuples(st.just(tensor), st.integers(1, pages[tensor]))
+@strategies.composite
+def shapes(draw: strategies.DrawFn) -> Shape:
+    tensors = draw(strategies.integers(1, 3))
+    pages = draw(strategies.lists(strategies.integers(1, 24), min_size=tensors, max_size=tensors))
+    layer = strategies.integers(0, tensors - 1).flatmap(
+        lambda tensor: strategies.tuples(
+            strategies.just(tensor), strategies.integers(1, pages[tensor])
+        )
     )
     return Shape(
-        blocks=draw(st.integers(8, 14)),
-        slots=draw(st.integers(8, 12)),
-        per_slot=draw(st.integers(1, 4)),
-        ranks=draw(st.integers(1, 3)),
+        blocks=draw(strategies.integers(8, 14)),
+        slots=draw(strategies.integers(8, 12)),
+        per_slot=draw(strategies.integers(1, 4)),
+        ranks=draw(strategies.integers(1, 3)),
         pages=pages,
-        gaps=draw(st.lists(st.sampled_from([0, 0, 5]), min_size=tensors, max_size=tensors)),
+        gaps=draw(
+            strategies.lists(strategies.sampled_from([0, 0, 5]), min_size=tensors, max_size=tensors)
+        ),
         groups=draw(
-            st.lists(
-                st.lists(layer, min_size=1, max_size=3, unique_by=lambda item: item[0]),
+            strategies.lists(
+                strategies.lists(layer, min_size=1, max_size=3, unique_by=lambda item: item[0]),
                 min_size=1,
                 max_size=3,
             )
         ),
-        tail=draw(st.integers(0, 9)),
+        tail=draw(strategies.integers(0, 9)),
     )
 
 
-@st.composite
-def transfers(draw: st.DrawFn, shape: Shape) -> Transfer:
+@strategies.composite
+def transfers(draw: strategies.DrawFn, shape: Shape) -> Transfer:
     transfer = Transfer()
-    free_blocks = draw(st.permutations(range(shape.blocks)))
-    free_slots = draw(st.permutations(range(shape.slots)))
+    free_blocks = draw(strategies.permutations(range(shape.blocks)))
+    free_slots = draw(strategies.permutations(range(shape.slots)))
     for _ in shape.groups:
-        first = draw(st.integers(0, 9))
-        size = draw(st.integers(0, min(5, len(free_blocks))))
+        first = draw(strategies.integers(0, 9))
+        size = draw(strategies.integers(0, min(5, len(free_blocks))))
         taken = -(-(first % shape.per_slot + size) // shape.per_slot) if size else 0
         if taken > len(free_slots):
             size = taken = 0
@@ -166,8 +169,8 @@ def model_store(
 
 
 @PROPERTY
-@given(data=st.data())
-def test_store_writes_what_the_byte_model_writes(data: st.DataObject) -> None:
+@given(data=strategies.data())
+def test_store_writes_what_the_byte_model_writes(data: strategies.DataObject) -> None:
     """All ranks store; every byte of the region, neighbours included, is as in the model."""
     shape = data.draw(shapes())
     transfer = data.draw(transfers(shape))
@@ -184,14 +187,14 @@ def test_store_writes_what_the_byte_model_writes(data: st.DataObject) -> None:
 
 
 @PROPERTY
-@given(data=st.data())
+@given(data=strategies.data())
 def test_load_into_other_blocks_brings_the_stored_pages_and_nothing_else(
-    data: st.DataObject,
+    data: strategies.DataObject,
 ) -> None:
     """What was stored from some blocks arrives in others; all else keeps its bytes."""
     shape = data.draw(shapes())
     transfer = data.draw(transfers(shape))
-    others = data.draw(st.permutations(range(shape.blocks)))
+    others = data.draw(strategies.permutations(range(shape.blocks)))
     targets, at = [], 0
     for blocks in transfer.blocks:
         targets.append(list(others[at : at + len(blocks)]))
@@ -222,11 +225,11 @@ def test_load_into_other_blocks_brings_the_stored_pages_and_nothing_else(
 
 @PROPERTY
 @given(
-    heads=st.integers(1, 4),
-    ranks=st.sampled_from([1, 2]),
-    head_bytes=st.integers(1, 6),
-    tokens=st.integers(1, 4),
-    per_slot=st.integers(1, 3),
+    heads=strategies.integers(1, 4),
+    ranks=strategies.sampled_from([1, 2]),
+    head_bytes=strategies.integers(1, 6),
+    tokens=strategies.integers(1, 4),
+    per_slot=strategies.integers(1, 3),
 )
 def test_canonical_rows_do_not_depend_on_the_number_of_ranks(
     heads: int, ranks: int, head_bytes: int, tokens: int, per_slot: int

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -21,36 +20,42 @@ SLOTS = 3
 
 
 class Engine:
-    """A spec's few attributes, and the region as vLLM's worker of rank 0 maps it."""
+    """The region as vLLM's worker of rank 0 maps it."""
 
     def __init__(self) -> None:
         from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
         from kvtier.vllm.region_header import HEADER_BYTES
 
-        rows = SLOTS + -(-HEADER_BYTES // ROW_BYTES)
+        self.header_rows = -(-HEADER_BYTES // ROW_BYTES)
         self.engine_id = f"test-{uuid4().hex}"
         self.path = Path(f"/dev/shm/vllm_offload_{self.engine_id}.mmap")
-        self.spec: Any = SimpleNamespace(
-            config=SimpleNamespace(engine_id=self.engine_id),
-            num_chunks=rows,
-            block_bytes=ROW_BYTES,
-            slot_count=SLOTS,
-            cpu_page_size_per_worker=ROW_BYTES,
-        )
         self.worker: Any = SharedOffloadRegion(
             engine_id=self.engine_id,
-            num_chunks=rows,
+            num_chunks=SLOTS + self.header_rows,
             rank=0,
             kv_bytes_per_chunk=ROW_BYTES,
             cpu_page_size=ROW_BYTES,
         )
 
+    def scheduler_region(self) -> Any:
+        """Return the scheduler's mapping, of one rank."""
+        from kvtier.vllm.device_region import DeviceRegion
+
+        return DeviceRegion(
+            self.engine_id,
+            slot_count=SLOTS,
+            row_bytes=ROW_BYTES,
+            header_rows=self.header_rows,
+            rank_bytes=ROW_BYTES,
+            world_size=1,
+        )
+
     def announce(self) -> None:
         """Leave what a worker leaves for the scheduler."""
-        from kvtier.vllm.spec import _HeaderMap
+        from kvtier.vllm.device_region import HeaderMap
 
-        mapped = _HeaderMap(self.engine_id, SLOTS, ROW_BYTES)
+        mapped = HeaderMap(self.engine_id, SLOTS, ROW_BYTES)
         header = mapped.header(1)
         header.publish({"model": "m"})
         header.mark_mapped(0)
@@ -66,11 +71,9 @@ def engine() -> Iterator[Engine]:
 
 
 def test_the_scheduler_sees_the_workers_bytes_and_facts(engine: Engine) -> None:
-    from kvtier.vllm.spec import VLLMRegion
-
     engine.announce()
     engine.worker.base_tensor[ROW_BYTES : ROW_BYTES + 4] = 7
-    region = VLLMRegion(engine.spec, 1)
+    region = engine.scheduler_region()
     assert region.header.read() == {"model": "m"}
     assert len(region.rows) == SLOTS * ROW_BYTES
     assert bytes(region.rows[ROW_BYTES : ROW_BYTES + 4]) == b"\x07" * 4
@@ -83,9 +86,7 @@ def test_the_scheduler_sees_the_workers_bytes_and_facts(engine: Engine) -> None:
 
 def test_the_name_goes_once_every_rank_has_mapped_the_region(engine: Engine) -> None:
     """vLLM leaves the file behind when an engine is killed (vllm#57303)."""
-    from kvtier.vllm.spec import VLLMRegion
-
-    region = VLLMRegion(engine.spec, 1)
+    region = engine.scheduler_region()
     assert not region.try_unlink()
     assert engine.path.exists()
     engine.announce()
@@ -97,10 +98,8 @@ def test_the_name_goes_once_every_rank_has_mapped_the_region(engine: Engine) -> 
 
 def test_a_name_that_is_another_engines_by_now_stays(engine: Engine) -> None:
     """An engine that starts under the same name must not lose its own memory."""
-    from kvtier.vllm.spec import VLLMRegion
-
     engine.announce()
-    first, second = VLLMRegion(engine.spec, 1), VLLMRegion(engine.spec, 1)
+    first, second = engine.scheduler_region(), engine.scheduler_region()
     engine.path.unlink()  # by vLLM's own shutdown, say
     engine.path.write_bytes(b"another engine's")
     assert first.try_unlink()

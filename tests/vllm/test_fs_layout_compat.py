@@ -15,7 +15,8 @@ from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
-from kvtier.backend import (
+from kvtier.errors import NamespaceMismatch
+from kvtier.plugin_api.backend import (
     BackendContext,
     LoadBlock,
     Loaded,
@@ -24,7 +25,6 @@ from kvtier.backend import (
     StoreBlock,
     block_digest,
 )
-from kvtier.errors import NamespaceMismatch
 from kvtier_backends.fs import FsBackend
 
 if TYPE_CHECKING:

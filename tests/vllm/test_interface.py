@@ -14,9 +14,9 @@ from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec, Offloadin
 from kvtier.vllm import KVTierOffloadingSpec
 from kvtier.vllm.cpu_worker import CPUPlatformWorker
 from kvtier.vllm.manager import KVTierManager
-from tests.vllm.children import run_scenario
-from tests.vllm.engine import engine, kvtier_config
-from tests.vllm.play import play_round, prompts_of
+from tests.vllm.support.children import run_scenario
+from tests.vllm.support.engine import engine, kvtier_config
+from tests.vllm.support.play import play_round, prompts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

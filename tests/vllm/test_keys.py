@@ -8,9 +8,9 @@ import pytest
 import vllm
 
 from kvtier.errors import ConfigError
-from kvtier.registry import NOT_YET
-from kvtier.settings import read_settings
-from kvtier.vllm_keys import keys_of_connector, keys_of_tier
+from kvtier.settings.extra_config import read_settings
+from kvtier.settings.plugins import NOT_YET
+from kvtier.settings.vllm_keys import keys_of_connector, keys_of_tier
 
 PACKAGE = str(Path(vllm.__file__).parent)
 

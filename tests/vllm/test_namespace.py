@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.config import OffloadingCacheConfig, OffloadingModelConf
 
 from kvtier.errors import InternalError
 from kvtier.vllm.namespace import build_namespace, worker_facts
-from tests.vllm.offloading import CONFIG
+from tests.vllm.support.offloading import CONFIG
 
 if TYPE_CHECKING:
     from pathlib import Path

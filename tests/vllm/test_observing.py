@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
     OffloadPromMetrics,
 )
 
-from kvtier.facade import SchedulerFacade
-from kvtier.metrics import (
+from kvtier.core.statistics import (
     Observations,
     PrimaryCounts,
     PrimaryStatistics,
@@ -26,16 +24,17 @@ from kvtier.metrics import (
     TierObservations,
     TierStatistics,
 )
-from kvtier.primary_tier import PrimaryTier
-from kvtier.settings import read_settings
-from kvtier.tier_link import TierLink
+from kvtier.engine.facade import SchedulerFacade
+from kvtier.engine.primary_tier import PrimaryTier
+from kvtier.engine.tier_link import TierLink
+from kvtier.settings.extra_config import read_settings
 from kvtier.vllm import KVTierOffloadingSpec, metrics
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.metrics import MetricsExporter
 from kvtier.vllm.watch import DROPS, Sample, Watch
-from tests.vllm.children import run_scenario
-from tests.vllm.engine import engine, kvtier_config, make_prompts
-from tests.vllm.managers import manager
+from tests.vllm.support.children import run_scenario
+from tests.vllm.support.engine import engine, kvtier_config, make_prompts
+from tests.vllm.support.managers import manager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -221,20 +220,26 @@ class History:
         return Observations(allocation_sizes=[], lookup_seconds=[], tiers=(none,) * len(TIERS))
 
 
-COUNT = st.one_of(st.integers(-5, 50), st.floats(-5.0, 50.0))
-ANYTHING = st.one_of(
-    st.integers(-5, 50),
-    st.floats(allow_nan=True, allow_infinity=True),
-    st.sampled_from([10**400, -(10**30), None, "7", True]),
+COUNT = strategies.one_of(strategies.integers(-5, 50), strategies.floats(-5.0, 50.0))
+ANYTHING = strategies.one_of(
+    strategies.integers(-5, 50),
+    strategies.floats(allow_nan=True, allow_infinity=True),
+    strategies.sampled_from([10**400, -(10**30), None, "7", True]),
 )
-STEPS = st.lists(
-    st.lists(
-        st.one_of(
-            st.tuples(st.just("primary"), st.sampled_from(["hits", "evictions"]), COUNT),
-            st.tuples(st.just("tier"), st.sampled_from(["hits", "read_seconds"]), COUNT),
-            st.tuples(st.just("backend"), st.text(max_size=3), ANYTHING),
-            st.tuples(st.just("restart"), st.just(""), st.none()),
-            st.tuples(st.just("faults"), st.just(""), st.integers(-5, 5)),
+STEPS = strategies.lists(
+    strategies.lists(
+        strategies.one_of(
+            strategies.tuples(
+                strategies.just("primary"), strategies.sampled_from(["hits", "evictions"]), COUNT
+            ),
+            strategies.tuples(
+                strategies.just("tier"), strategies.sampled_from(["hits", "read_seconds"]), COUNT
+            ),
+            strategies.tuples(strategies.just("backend"), strategies.text(max_size=3), ANYTHING),
+            strategies.tuples(strategies.just("restart"), strategies.just(""), strategies.none()),
+            strategies.tuples(
+                strategies.just("faults"), strategies.just(""), strategies.integers(-5, 5)
+            ),
         ),
         max_size=4,
     ),

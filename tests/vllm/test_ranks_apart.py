@@ -15,9 +15,9 @@ from kvtier.vllm import KVTierOffloadingSpec
 from kvtier.vllm.namespace import build_namespace, publish_facts
 from kvtier.vllm.region import HostRegion
 from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
-from tests.vllm.engine import kvtier_config
-from tests.vllm.offloading import CONFIG
-from tests.vllm.play import ours_in_shm
+from tests.vllm.support.engine import kvtier_config
+from tests.vllm.support.offloading import CONFIG
+from tests.vllm.support.play import ours_in_shm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

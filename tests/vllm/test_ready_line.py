@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from structlog.testing import capture_logs
 
-from tests.fuse_folder import fuse_folder, needs_fuse
-from tests.vllm.managers import manager
+from tests.support.fuse_folder import fuse_folder, needs_fuse
+from tests.vllm.support.managers import manager
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,15 +12,14 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 
 from kvtier.errors import ConfigError, InternalError
-from kvtier.memory import SlotMemory
+from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.vllm import region as region_module
 from kvtier.vllm.region import HostRegion, sweep
 from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
-from tests.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -212,8 +211,12 @@ def header() -> RegionHeader:
 
 
 @given(
-    st.dictionaries(
-        st.text(max_size=8), st.none() | st.booleans() | st.integers() | st.text(max_size=20)
+    strategies.dictionaries(
+        strategies.text(max_size=8),
+        strategies.none()
+        | strategies.booleans()
+        | strategies.integers()
+        | strategies.text(max_size=20),
     )
 )
 def test_a_published_document_is_read_back(document: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 
-from kvtier.settings import read_settings
+from kvtier.settings.extra_config import read_settings
 from kvtier.vllm.namespace import _hash_seed_digest
 from kvtier.vllm.sharing import hash_seed_is_random, warn_of_lonely_tiers
 

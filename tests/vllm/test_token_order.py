@@ -8,12 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 
 from kvtier.vllm.groups import TokenOrder
-from tests.vllm.managers import manager
+from tests.vllm.support.managers import manager
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,8 +30,8 @@ def context(name: str, order: Sequence[bytes]) -> Any:
 
 
 @given(
-    parts=st.lists(st.lists(st.integers(1, 40), max_size=6), max_size=6),
-    in_order=st.booleans(),
+    parts=strategies.lists(strategies.lists(strategies.integers(1, 40), max_size=6), max_size=6),
+    in_order=strategies.booleans(),
 )
 def test_the_order_that_is_told_part_by_part_is_that_of_the_tokens(
     parts: list[list[int]], in_order: bool

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from anyio import move_on_after
 
-from kvtier.backend import (
+from kvtier.errors import ConfigError
+from kvtier.plugin_api.backend import (
     Backend,
     BackendContext,
     BackendTraits,
@@ -22,19 +23,24 @@ from kvtier.backend import (
     Outcome,
     StoreBlock,
 )
-from kvtier.errors import ConfigError
-from kvtier.options import shown
-from kvtier.threads import DaemonThreads
-from kvtier_backends.disk.bulk import BulkLoad
-from kvtier_backends.disk.capacity import check_memory, check_plan, check_region_bytes, doubts
+from kvtier.plugin_api.options import shown
+from kvtier.plugin_api.threads import DaemonThreads
 from kvtier_backends.disk.device import Device, FileDevice, Segments
-from kvtier_backends.disk.folder import (
+from kvtier_backends.disk.folder.capacity import (
+    check_memory,
+    check_plan,
+    check_region_bytes,
+    doubts,
+)
+from kvtier_backends.disk.folder.claim import (
     Claim,
     filesystem_of,
     not_ours,
     plan_folder,
     read_superblock,
 )
+from kvtier_backends.disk.folder.opening import Judged, judge_again, judge_folder, prepare_folder
+from kvtier_backends.disk.folder.recovery import Expected, Recovery
 from kvtier_backends.disk.format import (
     NO_KEY_ID,
     PAGE_BYTES,
@@ -43,25 +49,24 @@ from kvtier_backends.disk.format import (
     namespace_digest,
     time_s,
 )
-from kvtier_backends.disk.healing import heal
-from kvtier_backends.disk.index import BlockIndex
-from kvtier_backends.disk.inspection import user_of
-from kvtier_backends.disk.log import BlockLog, Space
+from kvtier_backends.disk.log.block_log import BlockLog, Space
+from kvtier_backends.disk.log.healing import heal
+from kvtier_backends.disk.log.index import BlockIndex
+from kvtier_backends.disk.log.index_bulk import BulkLoad
+from kvtier_backends.disk.log.regions import Budget, Regions, RegionState
+from kvtier_backends.disk.log.runs import stored_together
+from kvtier_backends.disk.log.tables import Identity
+from kvtier_backends.disk.offline.inspection import user_of
+from kvtier_backends.disk.offline.purge_requests import answer_requests
 from kvtier_backends.disk.opened_files import NotAFile
-from kvtier_backends.disk.opening import Judged, judge_again, judge_folder, prepare_folder
-from kvtier_backends.disk.purge_requests import answer_requests
-from kvtier_backends.disk.recovery import Expected, Recovery
-from kvtier_backends.disk.regions import Budget, Regions, RegionState
-from kvtier_backends.disk.runs import stored_together
 from kvtier_backends.disk.settings import read_options
-from kvtier_backends.disk.tables import Identity
 from kvtier_backends.ledger import Ledger
 from kvtier_backends.looking import fault_of_folder, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from kvtier_backends.disk.vault import Vault
+    from kvtier_backends.disk.encryption.encrypted_log import Vault
 
 STORES_BESIDE_LOADS_FRACTION: Final = 0.25
 """Of ``io_depth``: what stores keep of the disk while something is loaded."""

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvtier.threads import DaemonThreads
+from kvtier.plugin_api.threads import DaemonThreads
 from kvtier_backends.disk.opened_files import NotAFile, open_file, remove_whatever
 
 if TYPE_CHECKING:

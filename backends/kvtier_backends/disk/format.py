@@ -33,13 +33,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import xxhash
 
-from kvtier.backend import DIGEST_BYTES
 from kvtier.errors import Misuse, StoreFault
+from kvtier.plugin_api.backend import DIGEST_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from kvtier.backend import BackendContext
+    from kvtier.plugin_api.backend import BackendContext
 
 PAGE_BYTES: Final = 4096
 FORMAT_VERSION: Final = 1

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kvtier.options import Options
+from kvtier.plugin_api.options import Options
+from kvtier_backends.disk.encryption.encrypted_log import make_vault
 from kvtier_backends.disk.format import PAGE_BYTES, SEAL_BYTES
-from kvtier_backends.disk.vault import make_vault
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvtier.backend import BackendContext
-    from kvtier_backends.disk.vault import Vault
+    from kvtier.plugin_api.backend import BackendContext
+    from kvtier_backends.disk.encryption.encrypted_log import Vault
 
 IO_DEPTH: Final = 8
 IO_DEPTH_MAX: Final = 1024

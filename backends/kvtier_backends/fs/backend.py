@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from anyio import move_on_after
 
-from kvtier.backend import (
+from kvtier.plugin_api.backend import (
     Backend,
     BackendContext,
     BackendTraits,
@@ -23,8 +23,8 @@ from kvtier.backend import (
     Outcome,
     StoreBlock,
 )
-from kvtier.options import Options
-from kvtier.threads import DaemonThreads
+from kvtier.plugin_api.options import Options
+from kvtier.plugin_api.threads import DaemonThreads
 from kvtier_backends.fs.files import BlockFiles
 from kvtier_backends.fs.folder import (
     FolderRefusal,

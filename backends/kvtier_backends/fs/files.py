@@ -17,8 +17,8 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from kvtier.backend import LoadBlock, Loaded, Outcome, StoreBlock
 from kvtier.errors import Misuse
+from kvtier.plugin_api.backend import LoadBlock, Loaded, Outcome, StoreBlock
 from kvtier_backends.fs.folder import NO_ROOM, O_DIRECT, write_config
 from kvtier_backends.fs.place import FOLDER_FLAGS, Anchor, PlaceLost
 from kvtier_backends.fs.special import SpecialFile, refuse_special_file, special_file

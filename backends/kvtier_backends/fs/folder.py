@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import ConfigError, NamespaceMismatch
-from kvtier.options import shown
+from kvtier.plugin_api.options import shown
 from kvtier_backends.fs.place import CONFIG_NAME, Place
 from kvtier_backends.fs.special import refuse_special_file
 

@@ -20,7 +20,7 @@ from kvtier.errors import ConfigError, Misuse
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvtier.backend import BackendContext
+    from kvtier.plugin_api.backend import BackendContext
 
 FORMAT_VERSION: Final = 1
 _DIGEST_HEX_DIGITS: Final = 12

@@ -16,8 +16,8 @@ from typing import Final
 
 import xxhash
 
-from kvtier.backend import DIGEST_BYTES
 from kvtier.errors import Misuse, StoreFault
+from kvtier.plugin_api.backend import DIGEST_BYTES
 
 TRAILER_BYTES: Final = 4096
 _MAGIC: Final = b"kvtierB\n"

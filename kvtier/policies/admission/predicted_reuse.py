@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
-from kvtier.admission.base import AdmissionContext, AdmissionPolicy
-from kvtier.policies.reuse import ReusePolicy
+from kvtier.plugin_api.admission_policy import AdmissionContext, AdmissionPolicy
+from kvtier.policies.eviction.reuse.policy import ReusePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtier.messages import Key, RequestId
-    from kvtier.options import Options
+    from kvtier.plugin_api.keys import Key, RequestId
+    from kvtier.plugin_api.options import Options
 
 THRESHOLD: Final = 0.35
 """By default. On a trace of conversations it saves a quarter of the writes for 3 points of hits."""

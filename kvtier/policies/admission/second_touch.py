@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
-from kvtier.admission.base import AdmissionContext, AdmissionPolicy
+from kvtier.plugin_api.admission_policy import AdmissionContext, AdmissionPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtier.messages import Key, RequestId
-    from kvtier.options import Options
+    from kvtier.plugin_api.keys import Key, RequestId
+    from kvtier.plugin_api.options import Options
 
 ADMITTED: Final = ""
 """In the place of the first user: a second one has come. No request has this name."""

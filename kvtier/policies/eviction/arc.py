@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtier.policies.base import EvictionPolicy
-from kvtier.policies.runs import Runs, hold, unhold
+from kvtier.plugin_api.eviction_policy import EvictionPolicy
+from kvtier.policies.eviction.runs import Runs, hold, unhold
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from kvtier.messages import Key, RequestId
+    from kvtier.plugin_api.keys import Key, RequestId
 
 
 class ARCPolicy(EvictionPolicy):

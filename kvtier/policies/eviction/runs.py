@@ -27,7 +27,7 @@ from msgspec import Struct
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from kvtier.messages import Key, RequestId
+    from kvtier.plugin_api.keys import Key, RequestId
 
 
 def hold(held: dict[Key, None], keys: Collection[Key]) -> None:

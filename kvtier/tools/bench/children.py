@@ -10,7 +10,7 @@ import tempfile
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import KVTierError
-from kvtier.process_group import process_group
+from kvtier.tools.process_group import process_group
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

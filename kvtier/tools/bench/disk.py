@@ -26,13 +26,13 @@ import xxhash
 from vllm.utils.gc_utils import freeze_gc_heap
 
 from kvtier.errors import StoreFault
-from kvtier.memory import SlotMemory
-from kvtier.vllm.bench.disk_fio import FIO, Fio, FioFailed
-from kvtier.vllm.bench.disk_legs import Leg, longest_pause_without_io_s, play
-from kvtier.vllm.bench.disk_page_cache import drop, resident_bytes
-from kvtier.vllm.bench.disk_raw import RAW, RawSide
-from kvtier.vllm.bench.disk_sides import ENCRYPTED, DiskSetup, DiskSide, Job, KVTierSide, VLLMSide
-from kvtier.vllm.bench.sides import KVTIER, VLLM, make_keys
+from kvtier.plugin_api.slot_memory import SlotMemory
+from kvtier.tools.bench.disk_fio import FIO, Fio, FioFailed
+from kvtier.tools.bench.disk_legs import Leg, longest_pause_without_io_s, play
+from kvtier.tools.bench.disk_page_cache import drop, resident_bytes
+from kvtier.tools.bench.disk_raw import RAW, RawSide
+from kvtier.tools.bench.disk_sides import ENCRYPTED, DiskSetup, DiskSide, Job, KVTierSide, VLLMSide
+from kvtier.tools.bench.sides import KVTIER, VLLM, make_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

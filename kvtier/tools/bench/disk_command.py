@@ -9,14 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.cli.terminal import progress, table, write_json
 from kvtier.errors import Misuse
-from kvtier.sizes import read_bytes
-from kvtier.vllm.bench.about import about
-from kvtier.vllm.bench.disk import KINDS, Measured, Options, blocks_of_a_job, measure
-from kvtier.vllm.bench.disk_figures import cpu_s_per_gb, gb_per_s, job_ms, pauses_ms, ratios
-from kvtier.vllm.bench.disk_sides import CAPACITY_LEGS
-from kvtier.vllm.bench.sides import KVTIER, VLLM
+from kvtier.plugin_api.sizes import read_bytes
+from kvtier.tools.bench.about import about
+from kvtier.tools.bench.disk import KINDS, Measured, Options, blocks_of_a_job, measure
+from kvtier.tools.bench.disk_figures import cpu_s_per_gb, gb_per_s, job_ms, pauses_ms, ratios
+from kvtier.tools.bench.disk_sides import CAPACITY_LEGS
+from kvtier.tools.bench.sides import KVTIER, VLLM
+from kvtier.tools.cli.terminal import progress, table, write_json
 
 if TYPE_CHECKING:
     import argparse

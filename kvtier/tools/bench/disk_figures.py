@@ -6,17 +6,17 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.vllm.bench.disk import KINDS, LOAD, STORE
-from kvtier.vllm.bench.disk_fio import FIO
-from kvtier.vllm.bench.disk_raw import RAW
-from kvtier.vllm.bench.disk_sides import ENCRYPTED
-from kvtier.vllm.bench.ops import percentile
-from kvtier.vllm.bench.sides import KVTIER, VLLM
+from kvtier.tools.bench.disk import KINDS, LOAD, STORE
+from kvtier.tools.bench.disk_fio import FIO
+from kvtier.tools.bench.disk_raw import RAW
+from kvtier.tools.bench.disk_sides import ENCRYPTED
+from kvtier.tools.bench.ops import percentile
+from kvtier.tools.bench.sides import KVTIER, VLLM
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtier.vllm.bench.disk import Legs, Measured, Round
+    from kvtier.tools.bench.disk import Legs, Measured, Round
 
 BESIDE_VLLM_MIN: Final = {
     (64 << 10, STORE): 4.0,

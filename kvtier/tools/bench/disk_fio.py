@@ -8,8 +8,8 @@ import subprocess
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import KVTierError
-from kvtier.process_group import process_group
-from kvtier.vllm.bench.disk_legs import Leg
+from kvtier.tools.bench.disk_legs import Leg
+from kvtier.tools.process_group import process_group
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,6 @@ import sys
 import time
 from pathlib import Path
 
-from kvtier_backends.disk.bulk import BulkLoad
 from kvtier_backends.disk.format import (
     SEAL_BYTES,
     Entry,
@@ -22,7 +21,8 @@ from kvtier_backends.disk.format import (
     decode_table_untrusted,
     records_max,
 )
-from kvtier_backends.disk.index import BlockIndex, Known
+from kvtier_backends.disk.log.index import BlockIndex, Known
+from kvtier_backends.disk.log.index_bulk import BulkLoad
 
 BLOCKS = 1_000_000
 KEY_BYTES = 36  # a SHA-256 and a group index

@@ -234,7 +234,7 @@ def main() -> None:
     memory[:] = os.urandom(1 << 20) * options.mib
     results: dict[tuple[int, str, bool, str], list[Result]] = defaultdict(list)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        with open(f"{folder}/{SEGMENT_NAME.format(0)}", "wb") as file:  # noqa: PTH123 - and fsync
+        with open(f"{folder}/{SEGMENT_NAME.format(0)}", "wb") as file:
             os.posix_fallocate(file.fileno(), 0, total)
             file.write(memory)
             os.fsync(file.fileno())

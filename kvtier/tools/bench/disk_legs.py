@@ -17,7 +17,7 @@ from kvtier.errors import InternalError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvtier.vllm.bench.disk_sides import DiskSide, Job
+    from kvtier.tools.bench.disk_sides import DiskSide, Job
 
 IDLE_POLL_S: Final = 0.0005
 BUSY_ADDITIONS: Final = 2_000  #: in one iteration: about 50 us

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from typing_extensions import override
 
 from kvtier.errors import StoreFault
-from kvtier.vllm.bench.disk_sides import DiskSetup, DiskSide, Job
+from kvtier.tools.bench.disk_sides import DiskSetup, DiskSide, Job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

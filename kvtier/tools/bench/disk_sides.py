@@ -22,20 +22,20 @@ from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
-from kvtier import messages as m
-from kvtier.backend import BackendContext, Namespace, Outcome
+from kvtier.core import messages as m
 from kvtier.errors import InternalError, Misuse, StoreFault
-from kvtier.settings import read_settings
-from kvtier.tier_hosts import make_host
-from kvtier.tier_process import TierProcess
-from kvtier.vllm.bench.sides import KVTIER, VLLM, offloading_spec
+from kvtier.hosts.choose import make_host
+from kvtier.hosts.process_host import TierProcess
+from kvtier.plugin_api.backend import BackendContext, Namespace, Outcome
+from kvtier.settings.extra_config import read_settings
+from kvtier.tools.bench.sides import KVTIER, VLLM, offloading_spec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from kvtier.memory import SlotMemory
-    from kvtier.messages import Message
+    from kvtier.core.messages import Message
+    from kvtier.plugin_api.slot_memory import SlotMemory
 
 ENCRYPTED: Final = "kvtier, encrypted"
 

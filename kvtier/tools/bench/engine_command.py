@@ -14,11 +14,10 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.cli.terminal import progress, table, write_json
 from kvtier.errors import InternalError, Misuse
-from kvtier.vllm.bench.about import about
-from kvtier.vllm.bench.children import run_child
-from kvtier.vllm.bench.engine_run import (
+from kvtier.tools.bench.about import about
+from kvtier.tools.bench.children import run_child
+from kvtier.tools.bench.engine_run import (
     COLD,
     DISK,
     DRAM,
@@ -28,22 +27,23 @@ from kvtier.vllm.bench.engine_run import (
     RESTARTED,
     SECOND_ENGINE,
 )
-from kvtier.vllm.bench.sides import KVTIER, SIDES, VLLM, kvtier_tier
-from kvtier.vllm.bench.steps import KNOWN, STEPS_PROMISED, measure_steps
-from kvtier.vllm.demo_engine import BLOCK_BYTES, BLOCK_TOKENS
+from kvtier.tools.bench.sides import KVTIER, SIDES, VLLM, kvtier_tier
+from kvtier.tools.bench.steps import KNOWN, STEPS_PROMISED, measure_steps
+from kvtier.tools.cli.terminal import progress, table, write_json
+from kvtier.tools.demo_engine import BLOCK_BYTES, BLOCK_TOKENS
 from kvtier.vllm.region import SHARED_MEMORY_FOLDER, sweep
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
 
-    from kvtier.cli.terminal import Progress
+    from kvtier.tools.cli.terminal import Progress
 
 SPEC_OF: Final = {
     KVTIER: {"spec_name": "KVTierOffloadingSpec", "spec_module_path": "kvtier.vllm"},
     VLLM: {
         "spec_name": "VLLMTieringOnCPUSpec",
-        "spec_module_path": "kvtier.vllm.bench.vllm_spec",
+        "spec_module_path": "kvtier.tools.bench.vllm_spec",
     },
 }
 ENVIRONMENT: Final = {
@@ -133,7 +133,7 @@ def _run_engine(
         },
     }
     try:
-        found: _Run = run_child("kvtier.vllm.bench.engine_run", job, ENVIRONMENT)
+        found: _Run = run_child("kvtier.tools.bench.engine_run", job, ENVIRONMENT)
     finally:
         # An engine that was killed may have left its region.
         for path in Path(SHARED_MEMORY_FOLDER).glob(f"vllm_offload_{engine_id}*"):

@@ -1,6 +1,6 @@
 """One engine of ``kvtier bench engine``, in a process of its own.
 
-``kvtier/vllm/bench/children.py`` starts it with a JSON job; its last line on
+``kvtier/tools/bench/children.py`` starts it with a JSON job; its last line on
 stdout is the JSON result: one entry a phase. The engine core runs in this
 process, so that phases can be told apart and manager calls be timed.
 """
@@ -19,7 +19,7 @@ from vllm.config import KVTransferConfig
 from vllm.inputs import TokensPrompt
 
 from kvtier.errors import InternalError
-from kvtier.vllm.demo_engine import BLOCK_TOKENS, make_model, make_prompts
+from kvtier.tools.demo_engine import BLOCK_TOKENS, make_model, make_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -67,7 +67,7 @@ def main() -> None:
         else:
             result[name] = run.phase(known, from_disk=name == DISK)
     run.llm.llm_engine.engine_core.shutdown()
-    print(json.dumps(result))  # noqa: T201 - this is how it reports
+    print(json.dumps(result))
 
 
 class CallTimer:

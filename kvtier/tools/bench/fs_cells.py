@@ -19,14 +19,14 @@ from collections import defaultdict, deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvtier import messages as m
-from kvtier.backend import BackendContext, Namespace, Outcome
-from kvtier.config import TierConfig
-from kvtier.memory import SlotMemory
-from kvtier.tier_hosts import make_host
+from kvtier.core import messages as m
+from kvtier.hosts.choose import make_host
+from kvtier.plugin_api.backend import BackendContext, Namespace, Outcome
+from kvtier.plugin_api.slot_memory import SlotMemory
+from kvtier.settings.runtime_config import TierConfig
 
 if TYPE_CHECKING:
-    from kvtier.messages import Message
+    from kvtier.core.messages import Message
 
 CELLS: Final = ("thread", "process")
 SIZES_KIB: Final = (64, 256, 1024, 2048)

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm.utils.gc_utils import freeze_gc_heap
 
-from kvtier.vllm.bench.sides import KVTIER, SIDES, VLLM, Setup, Side, vllm_policy_beside
-from kvtier.vllm.bench.turns import (
+from kvtier.tools.bench.sides import KVTIER, SIDES, VLLM, Setup, Side, vllm_policy_beside
+from kvtier.tools.bench.turns import (
     BOUND_OF,
     LOOKUP_ASKED,
     LOOKUP_PROBING,

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.cli.terminal import progress, table, write_json
 from kvtier.errors import Misuse
-from kvtier.registry import make_policy
-from kvtier.vllm.bench.about import about
-from kvtier.vllm.bench.children import run_child
-from kvtier.vllm.bench.ops import LRU_FACTOR_MAX, Options, measure
-from kvtier.vllm.bench.sides import KVTIER, SIDES, VLLM
-from kvtier.vllm.bench.turns import BOUND_OF
+from kvtier.settings.plugins import make_policy
+from kvtier.tools.bench.about import about
+from kvtier.tools.bench.children import run_child
+from kvtier.tools.bench.ops import LRU_FACTOR_MAX, Options, measure
+from kvtier.tools.bench.sides import KVTIER, SIDES, VLLM
+from kvtier.tools.bench.turns import BOUND_OF
+from kvtier.tools.cli.terminal import progress, table, write_json
 
 if TYPE_CHECKING:
     import argparse
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         write_json(arguments.json, report)
     if arguments.picture:
-        from kvtier.vllm.bench.picture import draw_scale  # noqa: PLC0415 - matplotlib is slow
+        from kvtier.tools.bench.picture import draw_scale  # noqa: PLC0415 - matplotlib is slow
 
         draw_scale(report["scale"], arguments.picture)
 
@@ -93,7 +93,7 @@ def _weigh(policy: str, blocks: int, request_blocks: int) -> dict[str, Any]:
                 "blocks": blocks,
                 "request_blocks": request_blocks,
             }
-            weighed[side] = run_child("kvtier.vllm.bench.resident", job, {})
+            weighed[side] = run_child("kvtier.tools.bench.resident", job, {})
             shown.advance()
     ours = weighed[KVTIER]
     weighed["bytes_hold"] = ours["traced_bytes_per_block"] <= BLOCK_BYTES_MAX

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.cli.terminal import ToolMissing
-from kvtier.vllm.bench.sides import KVTIER, VLLM
-from kvtier.vllm.bench.turns import (
+from kvtier.tools.bench.sides import KVTIER, VLLM
+from kvtier.tools.bench.turns import (
     COMPLETE_LOAD,
     COMPLETE_STORE,
     LOOKUP_HIT,
@@ -16,6 +15,7 @@ from kvtier.vllm.bench.turns import (
     PREPARE_STORE_EVICTING,
     TOUCH,
 )
+from kvtier.tools.cli.terminal import ToolMissing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """What resident blocks weigh, and the longest pauses: one manager alone, in a process of its own.
 
 Alone, because the garbage collector walks over the objects of both sides if
-both are there. ``kvtier/vllm/bench/children.py`` starts it with a JSON job;
+both are there. ``kvtier/tools/bench/children.py`` starts it with a JSON job;
 its last line on stdout is the JSON result.
 
 Three measures, from two passes over the same requests: the first for the
@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm.utils.gc_utils import freeze_gc_heap
 
-from kvtier.vllm.bench.ops import BLOCK_BYTES
-from kvtier.vllm.bench.sides import Setup, Side
-from kvtier.vllm.bench.turns import PauseWatch, Player, Stopwatch
+from kvtier.tools.bench.ops import BLOCK_BYTES
+from kvtier.tools.bench.sides import Setup, Side
+from kvtier.tools.bench.turns import PauseWatch, Player, Stopwatch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,7 +47,7 @@ def main() -> None:
         "traced_bytes_per_block": _traced_bytes(job["side"], setup, requests, count)
         / (requests * count),
     }
-    print(json.dumps(result))  # noqa: T201 - this is how it reports
+    print(json.dumps(result))
 
 
 class Collections:

@@ -19,10 +19,10 @@ from vllm.v1.kv_offload.tiering.manager import (
     TieringOffloadingManager,
 )
 
-from kvtier.backend import Namespace
-from kvtier.memory import SlotMemory
+from kvtier.plugin_api.backend import Namespace
+from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.runtime import open_runtime
-from kvtier.settings import read_settings
+from kvtier.settings.extra_config import read_settings
 from kvtier.vllm import KVTierOffloadingSpec
 from kvtier.vllm.manager import KVTierManager
 
@@ -121,7 +121,12 @@ def _kvtier_manager(setup: Setup) -> Any:  # noqa: ANN401 - as vLLM's
     region = _PrivateRegion(setup)
     facade = open_runtime(config, region.memory, Namespace({}), collect_events=True)
     return KVTierManager(
-        facade, config, cast("Any", offloading_spec()), region.memory, cast("Any", region)
+        facade,
+        config,
+        cast("Any", offloading_spec()),
+        KVTierOffloadingSpec.metrics({}),
+        region.memory,
+        cast("Any", region),
     )
 
 
@@ -193,7 +198,6 @@ def offloading_spec() -> SimpleNamespace:
     return SimpleNamespace(
         config=config,
         blocks_per_chunk=1,
-        metrics=KVTierOffloadingSpec.metrics,
         extra_config={},
         kv_events_config=SimpleNamespace(enable_kv_cache_events=True),
     )

@@ -19,8 +19,8 @@ from typing import Final
 from vllm.v1.kv_offload.base import LookupResult
 
 from kvtier.errors import InternalError
-from kvtier.vllm.bench.sides import SIDES, Setup, Side, make_context, make_keys
-from kvtier.vllm.bench.turns import Player, Stopwatch
+from kvtier.tools.bench.sides import SIDES, Setup, Side, make_context, make_keys
+from kvtier.tools.bench.turns import Player, Stopwatch
 
 BLOCKS: Final = 256
 BLOCK_BYTES: Final = 64 << 10

@@ -16,12 +16,12 @@ from typing_extensions import override
 from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 
 from kvtier.errors import InternalError
-from kvtier.vllm.bench.sides import NOTHING_NEW, make_context, make_keys
+from kvtier.tools.bench.sides import NOTHING_NEW, make_context, make_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvtier.vllm.bench.sides import Side
+    from kvtier.tools.bench.sides import Side
 
 LOOKUP_HIT: Final = "lookup, hit"
 LOOKUP_MISS: Final = "lookup, miss"

@@ -95,15 +95,15 @@ def run(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     with _terminable():
         if arguments.bench == "ops":
-            from kvtier.vllm.bench import ops_command  # noqa: PLC0415 - imports vllm
+            from kvtier.tools.bench import ops_command  # noqa: PLC0415 - imports vllm
 
             ops_command.run(arguments)
         elif arguments.bench == "disk":
-            from kvtier.vllm.bench import disk_command  # noqa: PLC0415 - imports vllm
+            from kvtier.tools.bench import disk_command  # noqa: PLC0415 - imports vllm
 
             disk_command.run(arguments)
         else:
-            from kvtier.vllm.bench import engine_command  # noqa: PLC0415 - imports vllm
+            from kvtier.tools.bench import engine_command  # noqa: PLC0415 - imports vllm
 
             engine_command.run(arguments)
     return 0
@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Refuse what can't be measured, before anything is started."""
-    from kvtier.cli.terminal import check_can_write  # noqa: PLC0415 - kept off the start of others
+    from kvtier.tools.cli.terminal import check_can_write  # noqa: PLC0415 - kept off the start of others
 
     for name in ("runs", "blocks", "request_blocks", "prompts", "prompt_tokens", "rounds"):
         value = getattr(arguments, name, 1)
@@ -123,7 +123,7 @@ def _check(arguments: argparse.Namespace) -> None:
         if path:
             check_can_write(path)
     if getattr(arguments, "picture", None):
-        from kvtier.replay.pictures import check_can_draw  # noqa: PLC0415 - as above
+        from kvtier.tools.replay.pictures import check_can_draw  # noqa: PLC0415 - as above
 
         check_can_draw()
     if importlib.util.find_spec("vllm") is None:

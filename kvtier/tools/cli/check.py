@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import ConfigError
-from kvtier.sizes import read_bytes
+from kvtier.plugin_api.sizes import read_bytes
 
 if TYPE_CHECKING:
     import argparse
@@ -51,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the file and say what was found. Returns the exit status."""
-    from kvtier.checking import check  # noqa: PLC0415 - heavy imports stay out of other runs
-    from kvtier.cli.terminal import check_can_write, write_json  # noqa: PLC0415 - as above
+    from kvtier.tools.checking import check  # noqa: PLC0415 - heavy imports stay out of other runs
+    from kvtier.tools.cli.terminal import check_can_write, write_json  # noqa: PLC0415 - as above
 
     if arguments.json and arguments.json != "-":
         check_can_write(arguments.json)

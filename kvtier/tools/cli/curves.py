@@ -2,7 +2,7 @@
 
 No subcommand of its own: ``replay`` calls ``run_curves`` instead of the player
 when ``--policies`` was given. It needs ``arguments.trace``, and what the three
-functions of ``kvtier/cli/options.py`` add.
+functions of ``kvtier/tools/cli/options.py`` add.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.cli.main import INTERRUPTED
-from kvtier.cli.terminal import progress, table, write_json
-from kvtier.cli.trace_input import check_report_options, describe, read_trace_in_sight
-from kvtier.replay import curves
-from kvtier.replay.pictures import draw_curves
+from kvtier.tools.cli.exit_status import INTERRUPTED
+from kvtier.tools.cli.terminal import progress, table, write_json
+from kvtier.tools.cli.trace_input import check_report_options, describe, read_trace_in_sight
+from kvtier.tools.replay import curves
+from kvtier.tools.replay.pictures import draw_curves
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from kvtier.replay.curves import CurvePoint, Workload
-    from kvtier.replay.traces import Trace
+    from kvtier.tools.replay.curves import CurvePoint, Workload
+    from kvtier.tools.replay.traces import Trace
 
 PICTURE: Final = "hit_ratio_by_capacity.png"
 

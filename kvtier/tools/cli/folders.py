@@ -7,17 +7,17 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.cli.terminal import check_can_write, write_json
 from kvtier.errors import ConfigError
-from kvtier_backends.disk.folder import Claim
+from kvtier.tools.cli.terminal import check_can_write, write_json
+from kvtier_backends.disk.folder.claim import Claim
 from kvtier_backends.disk.format import NO_KEY_ID
-from kvtier_backends.disk.inspection import refusal, user_of
+from kvtier_backends.disk.offline.inspection import refusal, user_of
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Mapping
 
-    from kvtier_backends.disk.listing import Kind
+    from kvtier_backends.disk.offline.listing import Kind
 
 DIGITS_SHOWN: Final = 12
 _UNITS: Final = (("d", 86_400), ("h", 3600), ("min", 60))

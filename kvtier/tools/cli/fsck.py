@@ -11,13 +11,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.cli.options import add_folder_options
+from kvtier.tools.cli.exit_status import INTERRUPTED
+from kvtier.tools.cli.options import add_folder_options
 
 if TYPE_CHECKING:
     import argparse
 
-    from kvtier_backends.disk.checking import Checked
-    from kvtier_backends.disk.sealing import Keyring
+    from kvtier_backends.disk.encryption.sealing import Keyring
+    from kvtier_backends.disk.offline.fsck import Checked
 
 PROBLEMS: Final = 1
 ROWS_MAX: Final = 50
@@ -40,21 +41,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the folder. Returns the exit status."""
-    from kvtier.answering import check_answers  # noqa: PLC0415 - only what was asked for
-    from kvtier.cli.folders import (  # noqa: PLC0415 - heavy imports stay out of other runs
+    from kvtier.tools.answering import check_answers  # noqa: PLC0415 - only what was asked for
+    from kvtier.tools.cli.folders import (  # noqa: PLC0415 - heavy imports stay out of other runs
         check_json_option,
         claimed,
         put_json,
         refusing,
         wants_tables,
     )
-    from kvtier.cli.main import INTERRUPTED  # noqa: PLC0415 - it imports this module
-    from kvtier.cli.terminal import progress  # noqa: PLC0415 - as above
-    from kvtier_backends.disk.checking import (  # noqa: PLC0415 - as above
+    from kvtier.tools.cli.terminal import progress  # noqa: PLC0415 - as above
+    from kvtier_backends.disk.offline.fsck import (  # noqa: PLC0415 - as above
         Checker,
         folder_damaged,
     )
-    from kvtier_backends.disk.inspection import Folder, FolderDamaged  # noqa: PLC0415 - as above
+    from kvtier_backends.disk.offline.inspection import Folder, FolderDamaged  # noqa: PLC0415 - as above
 
     check_json_option(arguments)
     check_answers(arguments.path)
@@ -89,8 +89,8 @@ def _keys(path: str | None) -> Keyring | None:
     if path is None:
         return None
     from kvtier.errors import ConfigError  # noqa: PLC0415 - as in run
-    from kvtier_backends.disk.sealing import parse_keys_untrusted  # noqa: PLC0415 - as in run
-    from kvtier_backends.disk.vault import read_key_file  # noqa: PLC0415 - as in run
+    from kvtier_backends.disk.encryption.encrypted_log import read_key_file  # noqa: PLC0415 - as in run
+    from kvtier_backends.disk.encryption.sealing import parse_keys_untrusted  # noqa: PLC0415 - as in run
 
     try:
         import cryptography  # noqa: F401, PLC0415 - an extra
@@ -130,8 +130,8 @@ def _figures(path: str, checked: Checked, *, repair: bool) -> dict[str, Any]:
 
 
 def _show(figures: dict[str, Any]) -> None:
-    from kvtier.cli.folders import gib  # noqa: PLC0415 - as in run
-    from kvtier.cli.terminal import table  # noqa: PLC0415 - as in run
+    from kvtier.tools.cli.folders import gib  # noqa: PLC0415 - as in run
+    from kvtier.tools.cli.terminal import table  # noqa: PLC0415 - as in run
 
     rows: list[tuple[str, str]] = [("sound blocks", f"{figures['blocks_sound']:,}")]
     if figures["blocks_unverified"]:

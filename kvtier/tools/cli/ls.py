@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvtier.cli.options import add_folder_options
+from kvtier.tools.cli.exit_status import INTERRUPTED
+from kvtier.tools.cli.options import add_folder_options
 
 if TYPE_CHECKING:
     import argparse
 
-    from kvtier_backends.disk.inspection import Folder
-    from kvtier_backends.disk.listing import Listing
+    from kvtier_backends.disk.offline.inspection import Folder
+    from kvtier_backends.disk.offline.listing import Listing
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,17 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the folder. Returns the exit status."""
-    from kvtier.answering import check_answers  # noqa: PLC0415 - only what was asked for
-    from kvtier.cli.folders import (  # noqa: PLC0415 - heavy imports stay out of other runs
+    from kvtier.tools.answering import check_answers  # noqa: PLC0415 - only what was asked for
+    from kvtier.tools.cli.folders import (  # noqa: PLC0415 - heavy imports stay out of other runs
         check_json_option,
         put_json,
         refusing,
         wants_tables,
     )
-    from kvtier.cli.main import INTERRUPTED  # noqa: PLC0415 - it imports this module
-    from kvtier.cli.terminal import progress  # noqa: PLC0415 - as above
-    from kvtier_backends.disk.inspection import Folder  # noqa: PLC0415 - as above
-    from kvtier_backends.disk.listing import list_folder  # noqa: PLC0415 - as above
+    from kvtier.tools.cli.terminal import progress  # noqa: PLC0415 - as above
+    from kvtier_backends.disk.offline.inspection import Folder  # noqa: PLC0415 - as above
+    from kvtier_backends.disk.offline.listing import list_folder  # noqa: PLC0415 - as above
 
     check_json_option(arguments)
     check_answers(arguments.path)
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _figures(folder: Folder, listing: Listing) -> dict[str, Any]:
-    from kvtier.cli.folders import kind_figures  # noqa: PLC0415 - as in run
+    from kvtier.tools.cli.folders import kind_figures  # noqa: PLC0415 - as in run
 
     rows = [
         {
@@ -80,8 +80,8 @@ def _figures(folder: Folder, listing: Listing) -> dict[str, Any]:
 
 
 def _show(figures: dict[str, Any]) -> None:
-    from kvtier.cli.folders import age, gib, short  # noqa: PLC0415 - as in run
-    from kvtier.cli.terminal import table  # noqa: PLC0415 - as in run
+    from kvtier.tools.cli.folders import age, gib, short  # noqa: PLC0415 - as in run
+    from kvtier.tools.cli.terminal import table  # noqa: PLC0415 - as in run
 
     user = f"by {figures['in_use_by']}" if figures["in_use"] else "no"
     print(figures["path"])

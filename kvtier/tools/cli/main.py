@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import Misuse
+from kvtier.tools.cli.exit_status import BAD_INPUT, INTERRUPTED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,12 +32,6 @@ COMMANDS: Final = {
 WITHOUT_TABLES: Final = frozenset({"check"})
 """The commands that need nothing but kvtier itself."""
 
-BAD_INPUT: Final = 2
-"""The exit status for input that was refused, as argparse has it."""
-
-INTERRUPTED: Final = 130
-"""The exit status after Ctrl-C, as shells have it."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
@@ -44,13 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action=_Version, help="show versions and exit")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, purpose in COMMANDS.items():
-        module = import_module(f"kvtier.cli.{name}")
+        module = import_module(f"kvtier.tools.cli.{name}")
         module.add_arguments(subparsers.add_parser(name, help=purpose, description=module.__doc__))
     arguments = parser.parse_args(argv)
     try:
         _check_tools(arguments)
         with _log_on_stderr():
-            status: int = import_module(f"kvtier.cli.{arguments.command}").run(arguments)
+            status: int = import_module(f"kvtier.tools.cli.{arguments.command}").run(arguments)
     except Misuse as error:
         print(f"kvtier {arguments.command}: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -107,7 +102,7 @@ def _check_tools(arguments: argparse.Namespace) -> None:
     """Refuse a command that could not show what it has found; better now than after the work."""
     if arguments.command in WITHOUT_TABLES or getattr(arguments, "json", None) == "-":
         return
-    from kvtier.cli.terminal import check_can_show  # noqa: PLC0415 - only what was asked for
+    from kvtier.tools.cli.terminal import check_can_show  # noqa: PLC0415 - only what was asked for
 
     check_can_show()
 

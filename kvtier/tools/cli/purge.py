@@ -13,15 +13,16 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.cli.options import add_folder_options
 from kvtier.errors import ConfigError
+from kvtier.tools.cli.exit_status import INTERRUPTED
+from kvtier.tools.cli.options import add_folder_options
 
 if TYPE_CHECKING:
     import argparse
 
-    from kvtier_backends.disk.inspection import Folder
-    from kvtier_backends.disk.listing import Kind
-    from kvtier_backends.disk.purging import Selection
+    from kvtier_backends.disk.offline.inspection import Folder
+    from kvtier_backends.disk.offline.listing import Kind
+    from kvtier_backends.disk.offline.purging import Selection
 
 LEFT: Final = 1
 """The exit status if something that was selected may still be there."""
@@ -47,15 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Remove the blocks and report. Returns the exit status."""
-    from kvtier.answering import check_answers  # noqa: PLC0415 - only what was asked for
-    from kvtier.cli.folders import (  # noqa: PLC0415 - heavy imports stay out of other runs
+    from kvtier.tools.answering import check_answers  # noqa: PLC0415 - only what was asked for
+    from kvtier.tools.cli.folders import (  # noqa: PLC0415 - heavy imports stay out of other runs
         check_json_option,
         put_json,
         refusing,
         wants_tables,
     )
-    from kvtier.cli.main import INTERRUPTED  # noqa: PLC0415 - it imports this module
-    from kvtier_backends.disk.inspection import Folder  # noqa: PLC0415 - as above
+    from kvtier_backends.disk.offline.inspection import Folder  # noqa: PLC0415 - as above
 
     check_json_option(arguments)
     before_s = _before_s(arguments)
@@ -81,8 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _is_sure(folder: Folder, selection: Selection, arguments: argparse.Namespace) -> bool:
     """Ask before everything goes, if there is somebody to ask."""
-    from kvtier.cli.folders import gib  # noqa: PLC0415 - as in run
-    from kvtier_backends.disk.inspection import user_of  # noqa: PLC0415 - as in run
+    from kvtier.tools.cli.folders import gib  # noqa: PLC0415 - as in run
+    from kvtier_backends.disk.offline.inspection import user_of  # noqa: PLC0415 - as in run
 
     if not arguments.all or arguments.yes or not sys.stdin.isatty():
         return True
@@ -118,9 +118,9 @@ def _before_s(arguments: argparse.Namespace) -> int:
 
 def _selection(folder: Folder, arguments: argparse.Namespace, before_s: int) -> Selection:
     """Return what to remove. Raises ``ConfigError`` if the namespace is not one of the folder's."""
-    from kvtier.cli.terminal import progress  # noqa: PLC0415 - as in run
-    from kvtier_backends.disk.listing import list_folder  # noqa: PLC0415 - as in run
-    from kvtier_backends.disk.purging import Selection  # noqa: PLC0415 - as in run
+    from kvtier.tools.cli.terminal import progress  # noqa: PLC0415 - as in run
+    from kvtier_backends.disk.offline.listing import list_folder  # noqa: PLC0415 - as in run
+    from kvtier_backends.disk.offline.purging import Selection  # noqa: PLC0415 - as in run
 
     if arguments.namespace is None:
         return Selection(before_s, all_of_it=bool(arguments.all))
@@ -140,10 +140,10 @@ def _selection(folder: Folder, arguments: argparse.Namespace, before_s: int) -> 
 
 def _ask(path: str, selection: Selection) -> dict[str, Any] | None:
     """Have the engine do it, if there is one."""
-    from kvtier.cli.terminal import progress  # noqa: PLC0415 - as in run
-    from kvtier_backends.disk.inspection import user_of  # noqa: PLC0415 - as in run
-    from kvtier_backends.disk.listing import Kind  # noqa: PLC0415 - as in run
-    from kvtier_backends.disk.purge_requests import (  # noqa: PLC0415 - as in run
+    from kvtier.tools.cli.terminal import progress  # noqa: PLC0415 - as in run
+    from kvtier_backends.disk.offline.inspection import user_of  # noqa: PLC0415 - as in run
+    from kvtier_backends.disk.offline.listing import Kind  # noqa: PLC0415 - as in run
+    from kvtier_backends.disk.offline.purge_requests import (  # noqa: PLC0415 - as in run
         NotAnswered,
         ask_engine,
     )
@@ -164,16 +164,16 @@ def _ask(path: str, selection: Selection) -> dict[str, Any] | None:
 
 def _do(path: str, selection: Selection) -> dict[str, Any]:
     """Remove from a folder that nobody uses."""
-    from kvtier.cli.folders import claimed  # noqa: PLC0415 - as in run
-    from kvtier_backends.disk.inspection import Folder  # noqa: PLC0415 - as in run
+    from kvtier.tools.cli.folders import claimed  # noqa: PLC0415 - as in run
+    from kvtier_backends.disk.offline.inspection import Folder  # noqa: PLC0415 - as in run
 
     with claimed(path, "purge"), Folder(path, writable=True) as folder:
         return _do_here(folder, selection, dry=False)
 
 
 def _do_here(folder: Folder, selection: Selection, *, dry: bool) -> dict[str, Any]:
-    from kvtier.cli.terminal import progress  # noqa: PLC0415 - as in run
-    from kvtier_backends.disk.purging import purge_folder  # noqa: PLC0415 - as in run
+    from kvtier.tools.cli.terminal import progress  # noqa: PLC0415 - as in run
+    from kvtier_backends.disk.offline.purging import purge_folder  # noqa: PLC0415 - as in run
 
     numbers = folder.files.numbers()
     with progress("looking at regions" if dry else "removing", len(numbers)) as bar:
@@ -190,7 +190,7 @@ def _figures(
     complete: bool = True,
     error: str = "",
 ) -> dict[str, Any]:
-    from kvtier.cli.folders import kind_figures  # noqa: PLC0415 - as in run
+    from kvtier.tools.cli.folders import kind_figures  # noqa: PLC0415 - as in run
 
     rows = [kind_figures(kind, blocks) for kind, blocks in sorted(removed.items())]
     return {
@@ -205,8 +205,8 @@ def _figures(
 
 
 def _show(figures: dict[str, Any]) -> None:
-    from kvtier.cli.folders import gib, short  # noqa: PLC0415 - as in run
-    from kvtier.cli.terminal import table  # noqa: PLC0415 - as in run
+    from kvtier.tools.cli.folders import gib, short  # noqa: PLC0415 - as in run
+    from kvtier.tools.cli.terminal import table  # noqa: PLC0415 - as in run
 
     verb = "Would be removed" if figures["dry_run"] else "Removed"
     if figures["error"]:

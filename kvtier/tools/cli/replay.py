@@ -15,17 +15,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvtier.cli.options import add_curve_options, add_report_options, add_trace_options
 from kvtier.errors import ConfigError
-from kvtier.sizes import read_bytes
+from kvtier.plugin_api.sizes import read_bytes
+from kvtier.tools.cli.exit_status import INTERRUPTED
+from kvtier.tools.cli.options import add_curve_options, add_report_options, add_trace_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvtier.replay.engine_model import EngineModel
-    from kvtier.replay.session import Replayed
-    from kvtier.replay.settings import ReplaySettings
-    from kvtier.replay.traces import Trace
+    from kvtier.tools.replay.engine_model import EngineModel
+    from kvtier.tools.replay.session import Replayed
+    from kvtier.tools.replay.settings import ReplaySettings
+    from kvtier.tools.replay.traces import Trace
 
 BLOCK_BYTES: Final = 16 * 1024
 
@@ -100,16 +101,15 @@ def run(arguments: argparse.Namespace) -> int:
     what was measured so far is reported as partial.
     """
     if arguments.policies:
-        from kvtier.cli.curves import run_curves  # noqa: PLC0415 - only what was asked for
+        from kvtier.tools.cli.curves import run_curves  # noqa: PLC0415 - only what was asked for
 
         return run_curves(arguments)
-    from kvtier.cli.main import INTERRUPTED  # noqa: PLC0415 - it imports this module
-    from kvtier.cli.terminal import progress  # noqa: PLC0415 - heavy imports stay out of other runs
-    from kvtier.cli.trace_input import (  # noqa: PLC0415 - as above
+    from kvtier.tools.cli.terminal import progress  # noqa: PLC0415 - heavy imports stay out of other runs
+    from kvtier.tools.cli.trace_input import (  # noqa: PLC0415 - as above
         check_report_options,
         read_trace_in_sight,
     )
-    from kvtier.replay.session import replay  # noqa: PLC0415 - as above
+    from kvtier.tools.replay.session import replay  # noqa: PLC0415 - as above
 
     check_report_options(arguments)
     model, jumps = _engine(arguments)
@@ -137,7 +137,7 @@ def _block_bytes(text: str) -> int:
 
 def _engine(arguments: argparse.Namespace) -> tuple[EngineModel, bool]:
     """Return the stated engine, and whether the clock may jump."""
-    from kvtier.replay.engine_model import EngineModel  # noqa: PLC0415 - as in run
+    from kvtier.tools.replay.engine_model import EngineModel  # noqa: PLC0415 - as in run
 
     jumps = arguments.speed == "max"
     try:
@@ -156,8 +156,8 @@ def _engine(arguments: argparse.Namespace) -> tuple[EngineModel, bool]:
 def _settings(
     arguments: argparse.Namespace, trace: Trace, model: EngineModel, *, jumps: bool
 ) -> ReplaySettings:
-    from kvtier.replay import settings  # noqa: PLC0415 - as in run
-    from kvtier.replay.gpu import Verify  # noqa: PLC0415 - as in run
+    from kvtier.tools.replay import settings  # noqa: PLC0415 - as in run
+    from kvtier.tools.replay.gpu import Verify  # noqa: PLC0415 - as in run
 
     runtime = settings.read_runtime(
         settings.read_config_file(arguments.config) if arguments.config else {},
@@ -178,10 +178,10 @@ def _settings(
 
 def _report(arguments: argparse.Namespace, trace: Trace, replayed: Replayed) -> list[str]:
     """Print and write what was asked for; return what must never be."""
-    from kvtier.cli.terminal import table, write_json  # noqa: PLC0415 - as in run
-    from kvtier.cli.trace_input import describe  # noqa: PLC0415 - as in run
-    from kvtier.replay.report import build_report, problems_in  # noqa: PLC0415 - as in run
-    from kvtier.replay.report_tables import tables  # noqa: PLC0415 - as in run
+    from kvtier.tools.cli.terminal import table, write_json  # noqa: PLC0415 - as in run
+    from kvtier.tools.cli.trace_input import describe  # noqa: PLC0415 - as in run
+    from kvtier.tools.replay.report import build_report, problems_in  # noqa: PLC0415 - as in run
+    from kvtier.tools.replay.report_tables import tables  # noqa: PLC0415 - as in run
 
     report = build_report(replayed, describe(trace))
     for each in tables(report):
@@ -194,7 +194,7 @@ def _report(arguments: argparse.Namespace, trace: Trace, replayed: Replayed) -> 
         write_json(arguments.json, report)
         print(f"Figures: {arguments.json}")
     if arguments.pictures:
-        from kvtier.replay.report_pictures import draw_replay  # noqa: PLC0415 - as in run
+        from kvtier.tools.replay.report_pictures import draw_replay  # noqa: PLC0415 - as in run
 
         for picture in draw_replay(report, replayed, Path(arguments.pictures)):
             print(f"Picture: {picture}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvtier.cli.options import add_report_options, add_trace_options
+from kvtier.tools.cli.options import add_report_options, add_trace_options
 
 if TYPE_CHECKING:
     import argparse
@@ -54,6 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the recommendation. Returns the exit status."""
-    from kvtier.cli.sizing import run_size  # noqa: PLC0415 - only what was asked for
+    from kvtier.tools.cli.sizing import run_size  # noqa: PLC0415 - only what was asked for
 
     return run_size(arguments)

@@ -7,16 +7,16 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kvtier.cli.main import INTERRUPTED
-from kvtier.cli.terminal import progress, table, write_json
-from kvtier.cli.trace_input import check_report_options, describe, read_trace_in_sight
-from kvtier.config import DEFAULT_POLICY
 from kvtier.errors import ConfigError
-from kvtier.replay.curves import Workload, parse_capacities, parse_policies, replay
-from kvtier.replay.pictures import draw_sizes
-from kvtier.sizes import read_bytes
-from kvtier.sizing.geometry import Geometry, make_geometry, read_geometry
-from kvtier.sizing.recommend import (
+from kvtier.plugin_api.sizes import read_bytes
+from kvtier.settings.runtime_config import DEFAULT_POLICY
+from kvtier.tools.cli.exit_status import INTERRUPTED
+from kvtier.tools.cli.terminal import progress, table, write_json
+from kvtier.tools.cli.trace_input import check_report_options, describe, read_trace_in_sight
+from kvtier.tools.replay.curves import Workload, parse_capacities, parse_policies, replay
+from kvtier.tools.replay.pictures import draw_sizes
+from kvtier.tools.sizing.geometry import Geometry, make_geometry, read_geometry
+from kvtier.tools.sizing.recommend import (
     GIB,
     SizePoint,
     TierAdvice,

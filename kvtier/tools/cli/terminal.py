@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kvtier.errors import Misuse
-from kvtier.whole_file import is_special, write_named
+from kvtier.plugin_api.atomic_file import is_special, write_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

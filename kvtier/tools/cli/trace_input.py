@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.cli.terminal import check_can_write, progress
 from kvtier.errors import Misuse
-from kvtier.replay.traces import read_trace
+from kvtier.tools.cli.terminal import check_can_write, progress
+from kvtier.tools.replay.traces import read_trace
 
 if TYPE_CHECKING:
     import argparse
 
-    from kvtier.replay.traces import Trace
+    from kvtier.tools.replay.traces import Trace
 
 BAD_LINES_SHOWN_MAX: Final = 5
 
@@ -23,7 +23,7 @@ def check_report_options(arguments: argparse.Namespace) -> None:
     if arguments.json:
         check_can_write(arguments.json)
     if arguments.pictures:
-        from kvtier.replay.pictures import check_can_draw  # noqa: PLC0415 - needed for pictures only
+        from kvtier.tools.replay.pictures import check_can_draw  # noqa: PLC0415 - needed for pictures only
 
         check_can_draw()
         try:

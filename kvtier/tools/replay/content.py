@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from kvtier.errors import ConfigError
-from kvtier.messages import GROUP_BYTES
+from kvtier.plugin_api.keys import GROUP_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -21,15 +21,15 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import ConfigError, InternalError
-from kvtier.messages import GROUP_BYTES
-from kvtier.registry import POLICIES, make_policy
+from kvtier.plugin_api.keys import GROUP_BYTES
+from kvtier.settings.plugins import POLICIES, make_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvtier.messages import Key
-    from kvtier.policies.base import EvictionPolicy
-    from kvtier.replay.traces import Trace
+    from kvtier.plugin_api.eviction_policy import EvictionPolicy
+    from kvtier.plugin_api.keys import Key
+    from kvtier.tools.replay.traces import Trace
 
 MIN: Final = "MIN"
 ALL: Final = "all"

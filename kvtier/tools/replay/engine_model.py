@@ -18,7 +18,7 @@ from kvtier.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvtier.replay.traces import TraceRequest
+    from kvtier.tools.replay.traces import TraceRequest
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from kvtier.memory import SlotMemory
-from kvtier.replay.content import WORD_BYTES, BlockContent
+from kvtier.plugin_api.slot_memory import SlotMemory
+from kvtier.tools.replay.content import WORD_BYTES, BlockContent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

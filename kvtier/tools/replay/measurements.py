@@ -10,8 +10,8 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from kvtier.metrics import Statistics
-    from kvtier.replay.gpu import WrongBlock
+    from kvtier.core.statistics import Statistics
+    from kvtier.tools.replay.gpu import WrongBlock
 
 PERCENTS: Final = (50, 90, 99)
 

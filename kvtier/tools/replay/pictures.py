@@ -12,8 +12,8 @@ import math
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import Misuse
-from kvtier.replay.curves import MIN
-from kvtier.whole_file import write_named
+from kvtier.plugin_api.atomic_file import write_named
+from kvtier.tools.replay.curves import MIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from kvtier.replay.curves import CurvePoint
+    from kvtier.tools.replay.curves import CurvePoint
 
 # Okabe and Ito's colours: told apart with any kind of colour vision.
 COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#8C564B")

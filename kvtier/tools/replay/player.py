@@ -3,7 +3,7 @@
 Each step: what the GPU did since the last one is reported, arrivals enter,
 requests that wait for tiers look their prefix up again, prompts that have been
 computed are stored, and the step ends. Then the GPU copies what the step
-decided. Between steps the clock (``kvtier/replay/clock.py``) passes the time.
+decided. Between steps the clock (``kvtier/tools/replay/clock.py``) passes the time.
 
 A request's way: it arrives; enters when there is room among the requests in
 flight; looks up its blocks until none of the answers is None; loads its hits;
@@ -19,21 +19,21 @@ from collections import deque
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from kvtier.events import PRIMARY, EventKind
-from kvtier.replay.content import key_of
-from kvtier.replay.measurements import Measured, Misread
+from kvtier.core.events import PRIMARY, EventKind
+from kvtier.tools.replay.content import key_of
+from kvtier.tools.replay.measurements import Measured, Misread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvtier.events import Event
-    from kvtier.facade import SchedulerFacade
-    from kvtier.messages import Key
-    from kvtier.metrics import Statistics
-    from kvtier.replay.clock import ReplayClock
-    from kvtier.replay.engine_model import EngineModel
-    from kvtier.replay.gpu import StandInGpu
-    from kvtier.replay.traces import Trace, TraceRequest
+    from kvtier.core.events import Event
+    from kvtier.core.statistics import Statistics
+    from kvtier.engine.facade import SchedulerFacade
+    from kvtier.plugin_api.keys import Key
+    from kvtier.tools.replay.clock import ReplayClock
+    from kvtier.tools.replay.engine_model import EngineModel
+    from kvtier.tools.replay.gpu import StandInGpu
+    from kvtier.tools.replay.traces import Trace, TraceRequest
 
 INTERVALS: Final = 120
 """Stretches that the trace's time is cut into, for what is shown over time."""

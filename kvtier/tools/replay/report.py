@@ -9,15 +9,15 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.replay.measurements import Durations, Misread
+from kvtier.tools.replay.measurements import Durations, Misread
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvtier.metrics import TierStatistics
-    from kvtier.replay.measurements import Interval, TierMeasured
-    from kvtier.replay.session import Replayed
-    from kvtier.replay.settings import ReplaySettings
+    from kvtier.core.statistics import TierStatistics
+    from kvtier.tools.replay.measurements import Interval, TierMeasured
+    from kvtier.tools.replay.session import Replayed
+    from kvtier.tools.replay.settings import ReplaySettings
 
 FORMAT: Final = "kvtier-replay"
 VERSION: Final = 1

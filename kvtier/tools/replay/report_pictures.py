@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvtier.replay.pictures import draw_hit_ratio_over_time, draw_latency, draw_occupancy
+from kvtier.tools.replay.pictures import draw_hit_ratio_over_time, draw_latency, draw_occupancy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from kvtier.replay.session import Replayed
+    from kvtier.tools.replay.session import Replayed
 
 
 def draw_replay(report: Mapping[str, Any], replayed: Replayed, folder: Path) -> list[Path]:

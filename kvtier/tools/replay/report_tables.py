@@ -24,7 +24,7 @@ TIER_TROUBLE: Final = (
 
 
 class Table(NamedTuple):
-    """What ``kvtier.cli.terminal.table`` takes."""
+    """What ``kvtier.tools.cli.terminal.table`` takes."""
 
     title: str
     columns: Sequence[str]

@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import xxhash
 
-from kvtier.backend import Namespace
-from kvtier.options import Options
-from kvtier.replay.clock import ReplayClock
-from kvtier.replay.folders import Folders
-from kvtier.replay.gpu import StandInGpu
-from kvtier.replay.player import Player
-from kvtier.replay.settings import FOLDER_KEYS
+from kvtier.plugin_api.backend import Namespace
+from kvtier.plugin_api.options import Options
 from kvtier.runtime import open_runtime
+from kvtier.tools.replay.clock import ReplayClock
+from kvtier.tools.replay.folders import Folders
+from kvtier.tools.replay.gpu import StandInGpu
+from kvtier.tools.replay.player import Player
+from kvtier.tools.replay.settings import FOLDER_KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from kvtier.replay.measurements import Measured
-    from kvtier.replay.settings import ReplaySettings
-    from kvtier.replay.traces import Trace
+    from kvtier.tools.replay.measurements import Measured
+    from kvtier.tools.replay.settings import ReplaySettings
+    from kvtier.tools.replay.traces import Trace
 
 
 class Progress(Protocol):
@@ -78,7 +78,7 @@ def replay(
     """Play the trace. Raises ``ConfigError`` before anything is started.
 
     The folders of tiers are removed even if this raises. ``progress``: such as
-    ``kvtier.cli.terminal.progress``.
+    ``kvtier.tools.cli.terminal.progress``.
     """
     folders = Folders(keep=settings.keep)
     leftovers: list[str] = []

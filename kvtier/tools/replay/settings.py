@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import ConfigError
-from kvtier.replay.gpu import Verify
-from kvtier.settings import cpu_bytes_to_use, read_settings
-from kvtier.sizes import read_bytes
+from kvtier.plugin_api.sizes import read_bytes
+from kvtier.settings.extra_config import cpu_bytes_to_use, read_settings
+from kvtier.tools.replay.gpu import Verify
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvtier.config import RuntimeConfig
-    from kvtier.replay.engine_model import EngineModel
+    from kvtier.settings.runtime_config import RuntimeConfig
+    from kvtier.tools.replay.engine_model import EngineModel
 
 SHORT_TIERS: Final = {
     "fs": ("root_dir",),

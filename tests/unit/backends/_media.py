@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtier.backend import block_digest
+from kvtier.plugin_api.backend import block_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

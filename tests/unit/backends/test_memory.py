@@ -5,7 +5,8 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from kvtier.backend import (
+from kvtier.errors import ConfigError, Misuse, StoreFault
+from kvtier.plugin_api.backend import (
     BackendContext,
     LoadBlock,
     Loaded,
@@ -14,7 +15,6 @@ from kvtier.backend import (
     StoreBlock,
     block_digest,
 )
-from kvtier.errors import ConfigError, Misuse, StoreFault
 from kvtier_backends.faults import FaultScript, OperationFaults
 from kvtier_backends.memory import MemoryBackend
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 
-from kvtier.backend_counts import BackendCounts
+from kvtier.core.backend_counts import BackendCounts
 
-NAMES = st.sampled_from(["stored", "failed", "blocks"])
-LIFE = st.lists(st.dictionaries(NAMES, st.integers(0, 9)), max_size=4)
+NAMES = strategies.sampled_from(["stored", "failed", "blocks"])
+LIFE = strategies.lists(strategies.dictionaries(NAMES, strategies.integers(0, 9)), max_size=4)
 
 
-@given(lives=st.lists(LIFE, max_size=5))
+@given(lives=strategies.lists(LIFE, max_size=5))
 def test_totals_never_fall_whatever_backends_tell(lives: list[list[dict[str, int]]]) -> None:
     """One may count from 0 again, forget a name, or count down what it should not."""
     counts = BackendCounts()

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from kvtier import messages as m
-from kvtier.admission.base import AdmissionContext
-from kvtier.admission.gate import AdmissionGate
-from kvtier.backend import BackendTraits
-from kvtier.config import RuntimeConfig, TierConfig
-from kvtier.policies.actor import PolicyActor
-from kvtier.policies.lru import LRUPolicy
-from kvtier.registry import make_admission, make_policy
+from kvtier.core import messages as m
+from kvtier.core.policy_actor import PolicyActor
+from kvtier.engine.admission_gate import AdmissionGate
+from kvtier.plugin_api.admission_policy import AdmissionContext
+from kvtier.plugin_api.backend import BackendTraits
+from kvtier.policies.eviction.lru import LRUPolicy
 from kvtier.runtime import build_engine
-from kvtier.testing.cell import TestCell, TestTier
+from kvtier.settings.plugins import fallback_policy, make_admission, make_policy
+from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
+from tests.support.cell import TestCell, TestTier
 
 if TYPE_CHECKING:
-    from kvtier.actor import Actor
-    from kvtier.messages import Message
+    from kvtier.core.actor import Actor
+    from kvtier.core.messages import Message
 
 TIER = TierConfig("1:t", "t")
 CONFIG = RuntimeConfig(slot_count=8, block_bytes=8, tiers=(TIER,))
@@ -106,7 +106,7 @@ def test_the_engine_s_actors_take_empty_messages() -> None:
 
 @pytest.mark.parametrize("name", [e.name for e in entry_points(group="kvtier.eviction_policies")])
 def test_policies_take_empty_messages(name: str) -> None:
-    actor = PolicyActor(name, make_policy(name, 8))
+    actor = PolicyActor(name, make_policy(name, 8), fallback_policy())
     actor.host = taken = Taken()
     for message in empties_of(actor):
         actor.receive(message)

@@ -4,11 +4,8 @@ from itertools import pairwise, product
 
 import pytest
 
-from kvtier import states
-from kvtier.breaker import Breaker, Work
-from kvtier.errors import InternalError
-from kvtier.slots import SlotTable
-from kvtier.states import (
+from kvtier.core import states
+from kvtier.core.states import (
     ANSWERS,
     BLOCK_TABLE,
     BREAKER_TABLE,
@@ -20,6 +17,9 @@ from kvtier.states import (
     SlotEvent,
     SlotState,
 )
+from kvtier.engine.circuit_breaker import Breaker, Work
+from kvtier.engine.slot_table import SlotTable
+from kvtier.errors import InternalError
 
 SLOT_MOVES = {
     SlotEvent.TAKEN: states.SLOT_TAKEN,

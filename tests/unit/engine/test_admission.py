@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 
 from kvtier import ConfigError, RuntimeConfig, TierConfig
-from kvtier.admission.base import AdmissionContext
-from kvtier.admission.predicted_reuse import BURST_S, DAY_S, PredictedReuseAdmission
-from kvtier.admission.second_touch import SecondTouchAdmission
-from kvtier.backend import BackendTraits, Outcome
-from kvtier.options import Options
-from kvtier.policies.lru import LRUPolicy
-from kvtier.testing.cell import TestRuntime, open_test_runtime
+from kvtier.plugin_api.admission_policy import AdmissionContext
+from kvtier.plugin_api.backend import BackendTraits, Outcome
+from kvtier.plugin_api.options import Options
+from kvtier.policies.admission.predicted_reuse import BURST_S, DAY_S, PredictedReuseAdmission
+from kvtier.policies.admission.second_touch import SecondTouchAdmission
+from kvtier.policies.eviction.lru import LRUPolicy
+from tests.support.cell import TestRuntime, open_test_runtime
 
 KEYS = [bytes([code]) + bytes(4) for code in b"abcdef"]
 CONTEXT = AdmissionContext(block_bytes=16, slot_count=8)
@@ -100,17 +99,17 @@ def test_a_policy_that_breaks_is_left_out_and_said_once(
     assert story.facade.statistics().faults == 0
 
 
-uses = st.lists(
-    st.tuples(
-        st.sampled_from(["admit", "end"]),
-        st.sampled_from(["r1", "r2", "r3"]),
-        st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True),
+uses = strategies.lists(
+    strategies.tuples(
+        strategies.sampled_from(["admit", "end"]),
+        strategies.sampled_from(["r1", "r2", "r3"]),
+        strategies.lists(strategies.sampled_from(KEYS), min_size=1, max_size=4, unique=True),
     ),
     max_size=30,
 )
 
 
-@given(uses, st.integers(1, 4))
+@given(uses, strategies.integers(1, 4))
 def test_second_touch_agrees_with_a_slow_obvious_model(
     history: list[tuple[str, str, list[bytes]]], remembered: int
 ) -> None:
@@ -160,8 +159,10 @@ def test_what_a_conversation_adds_is_worth_writing_once_conversations_have_gone_
 
 
 @given(
-    st.lists(st.tuples(st.floats(0.1, 5_000), st.integers(1, 40)), max_size=30),
-    st.integers(16, 40_000),
+    strategies.lists(
+        strategies.tuples(strategies.floats(0.1, 5_000), strategies.integers(1, 40)), max_size=30
+    ),
+    strategies.integers(16, 40_000),
 )
 def test_a_budget_of_written_bytes_is_kept(
     offers: list[tuple[float, int]], bytes_per_day: int

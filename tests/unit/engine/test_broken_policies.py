@@ -6,14 +6,13 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 
 from kvtier import RuntimeConfig, TierConfig
-from kvtier.backend import BackendTraits, Outcome
-from kvtier.policies.base import EvictionPolicy
-from kvtier.policies.lru import LRUPolicy
-from kvtier.testing.cell import TestRuntime, open_test_runtime
+from kvtier.plugin_api.backend import BackendTraits, Outcome
+from kvtier.plugin_api.eviction_policy import EvictionPolicy
+from kvtier.policies.eviction.lru import LRUPolicy
+from tests.support.cell import TestRuntime, open_test_runtime
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -175,10 +174,14 @@ def test_a_store_that_finds_only_what_is_in_use_replaces_no_policy() -> None:
 
 
 @given(
-    where=st.booleans(),
-    method=st.sampled_from(CALLS),
-    calls=st.integers(0, 12),
-    requests=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 5)), min_size=4, max_size=14),
+    where=strategies.booleans(),
+    method=strategies.sampled_from(CALLS),
+    calls=strategies.integers(0, 12),
+    requests=strategies.lists(
+        strategies.tuples(strategies.integers(0, 12), strategies.integers(1, 5)),
+        min_size=4,
+        max_size=14,
+    ),
 )
 def test_lru_knows_just_what_is_resident_whenever_the_policy_raised(
     where: bool,

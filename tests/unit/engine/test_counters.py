@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.test_facade import Story, keys_of
+from tests.unit.engine.test_facade import Story, keys_of
 
 
 def counted(story: Story) -> tuple[float, float]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvtier import Closed, ConfigError, Misuse, RuntimeConfig, TierConfig
-from kvtier.backend import BackendTraits, Outcome
-from kvtier.events import EventKind
-from kvtier.policies.lru import LRUPolicy
-from kvtier.states import BlockState
-from kvtier.testing.cell import Part, TestRuntime, open_test_runtime
+from kvtier.core.events import EventKind
+from kvtier.core.states import BlockState
+from kvtier.plugin_api.backend import BackendTraits, Outcome
+from kvtier.policies.eviction.lru import LRUPolicy
+from tests.support.cell import Part, TestRuntime, open_test_runtime
 
 
 class Story:

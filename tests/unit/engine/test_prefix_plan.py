@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 
-from kvtier.prefix_plan import GroupKeys, Unknown, longest_prefix, storable
+from kvtier.core.group_messages import GroupKeys
+from kvtier.engine.prefix_plan import Unknown, longest_prefix, storable
 
-COSTS = st.lists(st.sampled_from([0, 0, 1, 1, 1, None]), max_size=8)
+COSTS = strategies.lists(strategies.sampled_from([0, 0, 1, 1, 1, None]), max_size=8)
 
 
 def group(number: int, chunk: int, costs: list[int | None], window: int | None) -> GroupKeys:
@@ -19,9 +19,9 @@ def group(number: int, chunk: int, costs: list[int | None], window: int | None) 
 @given(
     first=COSTS,
     second=COSTS,
-    chunk=st.sampled_from([1, 2, 3]),
-    window=st.sampled_from([None, 1, 2]),
-    room=st.integers(0, 12),
+    chunk=strategies.sampled_from([1, 2, 3]),
+    window=strategies.sampled_from([None, 1, 2]),
+    room=strategies.integers(0, 12),
 )
 def test_it_is_the_longest_that_fits(
     first: list[int | None],

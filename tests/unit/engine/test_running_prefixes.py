@@ -10,24 +10,24 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies
 
 from kvtier import RuntimeConfig
-from kvtier import messages as m
-from kvtier.messages import OrderTold
-from kvtier.policies.arc import ARCPolicy
-from kvtier.policies.lru import LRUPolicy
-from kvtier.policies.lru2 import LRU2Policy
-from kvtier.policies.reuse import ReusePolicy
-from kvtier.policies.s3fifo import S3FIFOPolicy
-from kvtier.running_prefixes import RunningPrefixes
-from kvtier.testing.cell import open_test_runtime
+from kvtier.core import messages as m
+from kvtier.core.messages import OrderTold
+from kvtier.engine.running_prefixes import RunningPrefixes
+from kvtier.policies.eviction.arc import ARCPolicy
+from kvtier.policies.eviction.lru import LRUPolicy
+from kvtier.policies.eviction.lru2 import LRU2Policy
+from kvtier.policies.eviction.reuse.policy import ReusePolicy
+from kvtier.policies.eviction.s3fifo import S3FIFOPolicy
+from tests.support.cell import open_test_runtime
 
 if TYPE_CHECKING:
-    from kvtier.actor import Actor
-    from kvtier.messages import Key, Message
-    from kvtier.policies.base import EvictionPolicy
+    from kvtier.core.actor import Actor
+    from kvtier.core.messages import Message
+    from kvtier.plugin_api.eviction_policy import EvictionPolicy
+    from kvtier.plugin_api.keys import Key
 
 POLICIES = [LRUPolicy, ARCPolicy, LRU2Policy, S3FIFOPolicy, ReusePolicy]
 REQUESTS_MAX = 4
@@ -158,15 +158,17 @@ def test_a_head_that_another_request_brought_goes_after_its_users_tail(
         assert engine.runtime.primary.slot_of(block("XY", number)) is not None
 
 
-PATHS = st.tuples(st.sampled_from(["", "A", "AB", "B"]), st.text("ABC", min_size=1, max_size=3))
-MOVES = st.lists(
-    st.tuples(
-        st.sampled_from(["start", "start", "store", "store", "store", "touch", "end"]),
+PATHS = strategies.tuples(
+    strategies.sampled_from(["", "A", "AB", "B"]), strategies.text("ABC", min_size=1, max_size=3)
+)
+MOVES = strategies.lists(
+    strategies.tuples(
+        strategies.sampled_from(["start", "start", "store", "store", "store", "touch", "end"]),
         PATHS.map("".join),
-        st.integers(0, REQUESTS_MAX - 1),
-        st.integers(1, 3),
-        st.booleans(),
-        st.sampled_from([1.5, 0.1, 0.0]),
+        strategies.integers(0, REQUESTS_MAX - 1),
+        strategies.integers(1, 3),
+        strategies.booleans(),
+        strategies.sampled_from([1.5, 0.1, 0.0]),
     ),
     min_size=20,
     max_size=40,
@@ -181,7 +183,7 @@ def test_a_running_requests_tail_goes_before_its_head(
     """Whatever requests share, and whoever brought it."""
 
     @settings(max_examples=150, derandomize=True, database=None)
-    @given(slots=st.sampled_from([4, 5, 6, 8]), moves=MOVES)
+    @given(slots=strategies.sampled_from([4, 5, 6, 8]), moves=MOVES)
     def play(slots: int, moves: list[tuple[Any, ...]]) -> None:
         engine = Engine(policy, slots * groups, groups)
         for verb, path, which, count, tells, seconds in moves:

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 
-from kvtier.store_filter import StoreFilter
+from kvtier.engine.store_filter import StoreFilter
 
-KEYS = st.sampled_from([b"a", b"b", b"c", b"d"])
+KEYS = strategies.sampled_from([b"a", b"b", b"c", b"d"])
 
 
 def test_a_block_is_admitted_when_it_was_offered_often_enough() -> None:
@@ -22,9 +21,9 @@ def test_the_least_recently_offered_is_forgotten_first() -> None:
 
 
 @given(
-    threshold=st.integers(1, 3),
-    size=st.integers(1, 4),
-    calls=st.lists(st.lists(KEYS, max_size=4, unique=True), max_size=30),
+    threshold=strategies.integers(1, 3),
+    size=strategies.integers(1, 4),
+    calls=strategies.lists(strategies.lists(KEYS, max_size=4, unique=True), max_size=30),
 )
 def test_it_agrees_with_a_slow_model(threshold: int, size: int, calls: list[list[bytes]]) -> None:
     offers = StoreFilter(threshold, size)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from kvtier.whereabouts import ASKING, NOWHERE, Whereabouts
+from kvtier.engine.tier_directory import ASKING, NOWHERE, Whereabouts
 
 G0, G1 = (0).to_bytes(4, "big"), (1).to_bytes(4, "big")
 A, B, C = b"a" + G0, b"b" + G0, b"c" + G0

@@ -7,11 +7,11 @@ import threading
 
 import structlog
 
-from kvtier.backend import Namespace
-from kvtier.config import RuntimeConfig, TierConfig
-from kvtier.memory import SlotMemory
+from kvtier.plugin_api.backend import Namespace
+from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.runtime import open_runtime
-from tests.patience import until
+from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
+from tests.support.patience import until
 
 BLOCK = 8192
 KEY = bytes(36)

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any, Self, get_args
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 
-from kvtier import messages as m
-from kvtier.backend import BackendTraits, Outcome
-from kvtier.tier_channel import (
+from kvtier.core import messages as m
+from kvtier.hosts.channel import (
     FRAME_MESSAGES_MAX,
     TAKE_BYTES_MAX,
     Begin,
@@ -29,42 +27,47 @@ from kvtier.tier_channel import (
     ToEngine,
     ToTier,
 )
+from kvtier.plugin_api.backend import BackendTraits, Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-NUMBERS = st.integers(0, 2**63 - 1)
-KEYS = st.lists(st.binary(max_size=68), max_size=8).map(tuple)
-SLOTS = st.lists(NUMBERS, max_size=8).map(tuple)
-OUTCOMES = st.lists(st.sampled_from(Outcome), max_size=8).map(tuple)
-TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
-SECONDS = st.floats(0, 1e9)
+NUMBERS = strategies.integers(0, 2**63 - 1)
+KEYS = strategies.lists(strategies.binary(max_size=68), max_size=8).map(tuple)
+SLOTS = strategies.lists(NUMBERS, max_size=8).map(tuple)
+OUTCOMES = strategies.lists(strategies.sampled_from(Outcome), max_size=8).map(tuple)
+TEXTS = strategies.text(strategies.characters(exclude_categories=["Cs"]), max_size=20)
+SECONDS = strategies.floats(0, 1e9)
 
-TO_TIER = st.one_of(
-    st.builds(Begin),
-    st.builds(End),
-    st.builds(m.Probe, NUMBERS, KEYS),
-    st.builds(m.LoadJob, NUMBERS, KEYS, SLOTS),
-    st.builds(m.StoreJob, NUMBERS, TEXTS, KEYS, SLOTS),
-    st.builds(m.TouchKeys, KEYS, TEXTS),
-    st.builds(m.RequestEnded, TEXTS, st.none() | KEYS),
-    st.builds(m.Tick, SECONDS),
+TO_TIER = strategies.one_of(
+    strategies.builds(Begin),
+    strategies.builds(End),
+    strategies.builds(m.Probe, NUMBERS, KEYS),
+    strategies.builds(m.LoadJob, NUMBERS, KEYS, SLOTS),
+    strategies.builds(m.StoreJob, NUMBERS, TEXTS, KEYS, SLOTS),
+    strategies.builds(m.TouchKeys, KEYS, TEXTS),
+    strategies.builds(m.RequestEnded, TEXTS, strategies.none() | KEYS),
+    strategies.builds(m.Tick, SECONDS),
 )
-TO_ENGINE = st.one_of(
-    st.builds(Ready, st.builds(BackendTraits, NUMBERS, NUMBERS), st.none() | TEXTS),
-    st.builds(Refused, TEXTS, st.booleans()),
-    st.builds(Opened, st.dictionaries(TEXTS, NUMBERS, max_size=4)),
-    st.builds(m.Counted, st.dictionaries(TEXTS, NUMBERS, max_size=4)),
-    st.builds(
-        Logged,
-        st.sampled_from(get_args(Level)),
-        TEXTS,
-        st.dictionaries(TEXTS, TEXTS | SECONDS | st.none()),
+TO_ENGINE = strategies.one_of(
+    strategies.builds(
+        Ready, strategies.builds(BackendTraits, NUMBERS, NUMBERS), strategies.none() | TEXTS
     ),
-    st.builds(m.ProbeAnswer, NUMBERS, st.lists(st.booleans(), max_size=8).map(tuple)),
-    st.builds(m.JobEnded, NUMBERS, OUTCOMES, SECONDS),
-    st.builds(m.PresenceChanged, KEYS, KEYS),
-    st.builds(m.TierBroke, TEXTS),
+    strategies.builds(Refused, TEXTS, strategies.booleans()),
+    strategies.builds(Opened, strategies.dictionaries(TEXTS, NUMBERS, max_size=4)),
+    strategies.builds(m.Counted, strategies.dictionaries(TEXTS, NUMBERS, max_size=4)),
+    strategies.builds(
+        Logged,
+        strategies.sampled_from(get_args(Level)),
+        TEXTS,
+        strategies.dictionaries(TEXTS, TEXTS | SECONDS | strategies.none()),
+    ),
+    strategies.builds(
+        m.ProbeAnswer, NUMBERS, strategies.lists(strategies.booleans(), max_size=8).map(tuple)
+    ),
+    strategies.builds(m.JobEnded, NUMBERS, OUTCOMES, SECONDS),
+    strategies.builds(m.PresenceChanged, KEYS, KEYS),
+    strategies.builds(m.TierBroke, TEXTS),
 )
 
 
@@ -95,7 +98,7 @@ def pair() -> Iterator[Pair]:
         yield made
 
 
-@given(st.lists(TO_TIER, max_size=5), st.lists(TO_ENGINE, max_size=5))
+@given(strategies.lists(TO_TIER, max_size=5), strategies.lists(TO_ENGINE, max_size=5))
 def test_all_messages_arrive_as_they_were_sent(there: list[Any], back: list[Any]) -> None:
     """Enum members and tuples too: actors compare outcomes by identity."""
     with Pair() as pair:
@@ -120,15 +123,15 @@ def test_every_message_between_cells_may_cross() -> None:
     assert between <= {*ToTier.__args__, *ToEngine.__args__}
 
 
-@given(st.lists(TO_TIER, min_size=1, max_size=4), st.data())
-def test_a_frame_may_come_in_pieces(messages: list[Any], data: st.DataObject) -> None:
+@given(strategies.lists(TO_TIER, min_size=1, max_size=4), strategies.data())
+def test_a_frame_may_come_in_pieces(messages: list[Any], data: strategies.DataObject) -> None:
     came: list[Any] = []
     with Pair() as pair:
         for message in messages:
             pair.engine.post(message)
             pair.engine.flush()
         raw = pair.tier._end.recv(1 << 20)
-        cuts = data.draw(st.sets(st.integers(1, len(raw)), max_size=9))
+        cuts = data.draw(strategies.sets(strategies.integers(1, len(raw)), max_size=9))
         for start, end in pairwise([0, *sorted(cuts), len(raw)]):
             pair.raw.send(raw[start:end])
             came += pair.tier.take()

@@ -20,23 +20,23 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from kvtier import messages as m
-from kvtier import tier_process
-from kvtier.backend import BackendContext, Namespace, Outcome
-from kvtier.config import TierConfig
+from kvtier.core import messages as m
 from kvtier.errors import ConfigError
-from kvtier.memory import SlotMemory
-from kvtier.tier_channel import Channel
-from kvtier.tier_hosts import make_host
-from kvtier.tier_process import TierProcess
-from kvtier.tier_thread import TierThread
-from tests.other_processes import is_running, state_of
-from tests.patience import PATIENCE_S, until
+from kvtier.hosts import process_host
+from kvtier.hosts.channel import Channel
+from kvtier.hosts.choose import make_host
+from kvtier.hosts.process_host import TierProcess
+from kvtier.hosts.thread_host import TierThread
+from kvtier.plugin_api.backend import BackendContext, Namespace, Outcome
+from kvtier.plugin_api.slot_memory import SlotMemory
+from kvtier.settings.runtime_config import TierConfig
+from tests.support.other_processes import is_running, state_of
+from tests.support.patience import PATIENCE_S, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvtier.messages import Message
+    from kvtier.core.messages import Message
 
 BLOCK = 8192
 SLOTS = 16
@@ -120,7 +120,7 @@ class Bench:
 
 @pytest.fixture(autouse=True)
 def _quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_process, "RESTART_PAUSE_S", 0.001)
+    monkeypatch.setattr(process_host, "RESTART_PAUSE_S", 0.001)
 
 
 @pytest.fixture
@@ -266,7 +266,7 @@ def test_a_stopped_process_is_not_waited_for_and_is_killed_at_the_end() -> None:
         bench.host.take()
         taken += 1
     assert taken >= 64
-    assert bench.host.close(tier_process.ABANDON_S + 0.05) is True
+    assert bench.host.close(process_host.ABANDON_S + 0.05) is True
     assert has_ended(bench.pid)
 
 
@@ -303,7 +303,7 @@ def test_a_process_that_sends_rubbish_is_killed_and_replaced(
 
     def rubbish(_channel: Channel[Any]) -> list[Any]:
         monkeypatch.undo()
-        monkeypatch.setattr(tier_process, "RESTART_PAUSE_S", 0.001)
+        monkeypatch.setattr(process_host, "RESTART_PAUSE_S", 0.001)
         raise msgspec.DecodeError("truncated")
 
     monkeypatch.setattr(Channel, "take", rubbish)
@@ -337,7 +337,7 @@ ENGINE = """
 import os, structlog, sys
 from pathlib import Path
 structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
-from tests.unit.test_tier_process import KEYS, SLOTS, Bench, disk_tier
+from tests.unit.hosts.test_process_host import KEYS, SLOTS, Bench, disk_tier
 bench = Bench(disk_tier(Path(sys.argv[1])))
 bench.fill()
 bench.store(KEYS, tuple(range(SLOTS)))
@@ -409,8 +409,8 @@ def test_text_that_is_none_is_sent_all_the_same() -> None:
     """Parts of file names may be no characters: one must not keep all other messages back."""
     program = (
         "import structlog\n"
-        "from kvtier.tier_process_log import send_log_to\n"
-        "from kvtier.tier_channel import Logged\n"
+        "from kvtier.hosts.process_log import send_log_to\n"
+        "from kvtier.hosts.channel import Logged\n"
         "import msgspec\n"
         "def say(level, event, fields):\n"
         "    msgspec.msgpack.encode(Logged(level=level, event=event, fields=fields))\n"
@@ -432,7 +432,7 @@ def test_a_new_process_that_speaks_another_language_is_tried_again(
     benches.append(bench)
     bench.store(KEYS[:1], (0,))
     tried: list[int] = []
-    real = tier_process._Child.wait_until_ready
+    real = process_host._Child.wait_until_ready
 
     def wait_until_ready(child: Any, ending: Any) -> Any:
         tried.append(child.process.pid)
@@ -440,7 +440,7 @@ def test_a_new_process_that_speaks_another_language_is_tried_again(
             raise msgspec.ValidationError("Invalid value 'Ready2'")
         return real(child, ending)
 
-    monkeypatch.setattr(tier_process._Child, "wait_until_ready", wait_until_ready)
+    monkeypatch.setattr(process_host._Child, "wait_until_ready", wait_until_ready)
     os.kill(bench.pid, signal.SIGKILL)
     bench.next_of(m.TierRestarted)
     assert len(tried) == 3

@@ -5,17 +5,16 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 
-from kvtier.backend import BackendContext, Namespace
-from kvtier.memory import SlotMemory
-from kvtier.restarts import RESTART_PAUSE_S, WELL_S, RestartPause
-from kvtier.tier_thread import TierThread
+from kvtier.hosts.restarts import RESTART_PAUSE_S, WELL_S, RestartPause
+from kvtier.hosts.thread_host import TierThread
+from kvtier.plugin_api.backend import BackendContext, Namespace
+from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier_backends.memory import MemoryBackend
 
 if TYPE_CHECKING:
-    from kvtier.messages import Message
+    from kvtier.core.messages import Message
 
 
 class Clock:
@@ -58,9 +57,9 @@ def test_a_life_that_never_began_was_not_well_however_long_it_tried() -> None:
 
 
 @given(
-    st.lists(st.floats(0.0, 100.0)),
-    st.floats(0.001, 5.0),
-    st.floats(0.001, 20.0),
+    strategies.lists(strategies.floats(0.0, 100.0)),
+    strategies.floats(0.001, 5.0),
+    strategies.floats(0.001, 20.0),
 )
 def test_no_pause_is_longer_than_the_longest(
     lives: list[float], first_s: float, longest_s: float

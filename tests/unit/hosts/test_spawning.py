@@ -11,14 +11,14 @@ from contextlib import suppress
 
 import pytest
 
-from kvtier.spawning import spawn
-from tests.patience import PATIENCE_S
+from kvtier.hosts.spawning import spawn
+from tests.support.patience import PATIENCE_S
 
 PARENT = """
 import os, signal, sys, threading
-from kvtier.spawning import spawn
+from kvtier.hosts.spawning import spawn
 program = (
-    "import os, sys; from kvtier.spawning import end_with_parent;"
+    "import os, sys; from kvtier.hosts.spawning import end_with_parent;"
     "end_with_parent(int(sys.argv[1])); print(os.getpid(), flush=True); sys.stdin.read()"
 )
 spawn([sys.executable, "-c", program, str(os.getpid())], ())
@@ -58,7 +58,7 @@ def _has_ended(process: int) -> bool:
 def test_one_whose_parent_ended_before_it_asked_ends_at_once() -> None:
     """Between its start and its request the kernel would send no signal."""
     program = (
-        "from kvtier.spawning import end_with_parent; import os;"
+        "from kvtier.hosts.spawning import end_with_parent; import os;"
         "end_with_parent({}); print('lives', flush=True)"
     )
     runs = [
@@ -83,7 +83,7 @@ def test_a_fork_of_the_process_starts_its_own() -> None:
     """A fork has none of the threads."""
     program = (
         "import os\n"
-        "from kvtier.spawning import spawn\n"
+        "from kvtier.hosts.spawning import spawn\n"
         "with spawn(['/bin/true'], ()): pass\n"
         "child = os.fork()\n"
         "with spawn(['/bin/true'], ()) as again: pass\n"

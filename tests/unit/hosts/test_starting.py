@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtier import messages as m
-from kvtier import registry
-from kvtier.backend import BackendContext, Namespace
-from kvtier.config import TierConfig
+from kvtier.core import messages as m
 from kvtier.errors import ConfigError, StorageUnusable, StoreFault
-from kvtier.memory import SlotMemory
-from kvtier.tier_hosts import make_host
-from kvtier.tier_thread import TierThread
+from kvtier.hosts.choose import make_host
+from kvtier.hosts.thread_host import TierThread
+from kvtier.plugin_api.backend import BackendContext, Namespace
+from kvtier.plugin_api.slot_memory import SlotMemory
+from kvtier.settings import plugins
+from kvtier.settings.runtime_config import TierConfig
 from kvtier_backends.memory import MemoryBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kvtier.messages import Message
+    from kvtier.core.messages import Message
 
 CONTEXT = BackendContext(8, Namespace({}), "1:theirs")
 SOME_VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("some variable")
@@ -54,12 +54,12 @@ def host_of(
     monkeypatch: pytest.MonkeyPatch, while_made: Callable[[], None], **options: Any
 ) -> tuple[TierThread, Taken]:
     monkeypatch.setattr(Theirs, "while_made", staticmethod(while_made))
-    real = registry._find
+    real = plugins._find
 
     def find(group: str, name: str, *others: Any, **more: Any) -> Any:
         return Theirs if name == "theirs" else real(group, name, *others, **more)
 
-    monkeypatch.setattr(registry, "_find", find)
+    monkeypatch.setattr(plugins, "_find", find)
     link = Taken()
     tier = TierConfig.from_mapping(
         1, {"type": "theirs", "cell": "thread", "eviction_policy": "lru", **options}

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 
-from kvtier import messages as m
-from kvtier import tier_thread
-from kvtier.backend import (
+from kvtier.core import messages as m
+from kvtier.hosts import thread_host
+from kvtier.hosts.thread_host import TierThread
+from kvtier.plugin_api.backend import (
     Backend,
     BackendContext,
     BackendTraits,
@@ -24,16 +25,15 @@ from kvtier.backend import (
     Outcome,
     StoreBlock,
 )
-from kvtier.backend_driver import BackendDriver
-from kvtier.memory import SlotMemory
-from kvtier.policies.lru import LRUPolicy
-from kvtier.tier_thread import TierThread
-from tests.patience import PATIENCE_S
+from kvtier.plugin_api.slot_memory import SlotMemory
+from kvtier.policies.eviction.lru import LRUPolicy
+from kvtier.tier.backend_driver import BackendDriver
+from tests.support.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvtier.messages import Message
+    from kvtier.core.messages import Message
 
 BLOCK = 4096
 
@@ -137,9 +137,9 @@ class Bench:
 
 @pytest.fixture(autouse=True)
 def _quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_thread, "RESTART_PAUSE_S", 0.001)
-    monkeypatch.setattr(tier_thread, "QUIET_POLL_S", 0.001)
-    monkeypatch.setattr(tier_thread, "ABANDON_S", 0.05)
+    monkeypatch.setattr(thread_host, "RESTART_PAUSE_S", 0.001)
+    monkeypatch.setattr(thread_host, "QUIET_POLL_S", 0.001)
+    monkeypatch.setattr(thread_host, "ABANDON_S", 0.05)
 
 
 @pytest.fixture
@@ -292,7 +292,7 @@ def test_an_actor_that_raises_takes_down_its_own_tier_only(
     benches.append(bench)
     bench.store((b"a",), (0,))
     monkeypatch.setattr(
-        "kvtier.secondary_tier.SecondaryTier._start_parts",
+        "kvtier.tier.secondary_tier.SecondaryTier._start_parts",
         lambda _self: (_ for _ in ()).throw(RuntimeError("a bug")),
     )
     assert bench.post(m.LoadJob(job=7, keys=(b"a",), slots=(1,)))

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 
-from kvtier.machine import free_memory_bytes, machine_memory_bytes
+from kvtier.plugin_api.machine import free_memory_bytes, machine_memory_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -127,11 +126,12 @@ def test_where_nothing_tells_nothing_is_known(tmp_path: Path) -> None:
 
 
 texts = (
-    st.sampled_from(["", "max", "0", "-1", "x", "\n", "0::/../..", "::", "4:memory:"]) | st.text()
+    strategies.sampled_from(["", "max", "0", "-1", "x", "\n", "0::/../..", "::", "4:memory:"])
+    | strategies.text()
 )
 
 
-@given(st.lists(texts, min_size=5, max_size=5))
+@given(strategies.lists(texts, min_size=5, max_size=5))
 def test_odd_files_raise_nothing(tmp_path_factory: pytest.TempPathFactory, odd: list[str]) -> None:
     root = tmp_path_factory.mktemp("odd")
     names = ["proc/meminfo", "proc/self/cgroup", f"{V2}/memory.max", f"{V2}/memory.current"]
@@ -148,7 +148,7 @@ import os, sys
 for folder in sys.argv[1:]:
     with open(os.path.join(folder, "cgroup.procs"), "w") as file:
         file.write(str(os.getpid()))
-from kvtier.machine import free_memory_bytes, machine_memory_bytes
+from kvtier.plugin_api.machine import free_memory_bytes, machine_memory_bytes
 taken = b"x" * {128 * MIB}
 print(machine_memory_bytes(), free_memory_bytes())
 """

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.options import Options
+from kvtier.plugin_api.options import Options
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from kvtier.threads import DaemonThreads
+from kvtier.plugin_api.threads import DaemonThreads
 
 pytestmark = pytest.mark.anyio
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 if TYPE_CHECKING:
     from typing import TypeAlias
 
-    from kvtier.policies.arc import ARCPolicy
-    from kvtier.policies.lru2 import LRU2Policy
-    from kvtier.policies.s3fifo import S3FIFOPolicy
+    from kvtier.policies.eviction.arc import ARCPolicy
+    from kvtier.policies.eviction.lru2 import LRU2Policy
+    from kvtier.policies.eviction.s3fifo import S3FIFOPolicy
 
     Policy: TypeAlias = ARCPolicy | LRU2Policy | S3FIFOPolicy
 
@@ -68,7 +68,10 @@ def histories(blocks: int) -> st.SearchStrategy[list[Visit]]:
     """Return lists of visits that have so many different blocks among them."""
     numbers = st.integers(0, blocks - 1)
     keys = st.lists(numbers.map(lambda number: b"%d" % number), unique=True, max_size=6)
-    return st.lists(st.builds(Visit, keys, st.booleans(), st.integers(0, 5), keys), max_size=40)
+    return st.lists(
+        st.builds(Visit, keys, st.booleans(), st.integers(0, 5), keys),
+        max_size=40,
+    )
 
 
 def play(policy: Policy, model: SlowModel, number: int, visit: Visit) -> None:

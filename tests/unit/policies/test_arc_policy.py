@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies
 
-from kvtier.policies.arc import ARCPolicy
-from tests.unit._policy_story import Visit, admit, histories, keys_of, play, victims
+from kvtier.policies.eviction.arc import ARCPolicy
+from tests.unit.policies._policy_story import Visit, admit, histories, keys_of, play, victims
 
 
 def test_tails_go_before_heads_and_old_requests_before_new_ones() -> None:
@@ -167,20 +166,24 @@ def test_it_agrees_with_a_slow_obvious_model(history: list[Visit]) -> None:
         assert policy._recent_target == model.target
 
 
-KEYS = st.sampled_from(keys_of("abcdefgh"))
-STEPS = st.one_of(
-    st.tuples(st.just("admit"), st.lists(KEYS, unique=True), st.booleans()),
-    st.tuples(st.just("touch"), st.lists(KEYS, unique=True), st.integers(0, 3)),
-    st.tuples(st.just("hold"), st.lists(KEYS, unique=True)),
-    st.tuples(st.just("unhold"), st.lists(KEYS, unique=True)),
-    st.tuples(st.just("forget"), st.lists(KEYS, unique=True)),
-    st.tuples(st.just("choose"), st.integers(0, 8), st.sets(KEYS)),
-    st.tuples(st.just("end"), st.integers(0, 3)),
+KEYS = strategies.sampled_from(keys_of("abcdefgh"))
+STEPS = strategies.one_of(
+    strategies.tuples(
+        strategies.just("admit"), strategies.lists(KEYS, unique=True), strategies.booleans()
+    ),
+    strategies.tuples(
+        strategies.just("touch"), strategies.lists(KEYS, unique=True), strategies.integers(0, 3)
+    ),
+    strategies.tuples(strategies.just("hold"), strategies.lists(KEYS, unique=True)),
+    strategies.tuples(strategies.just("unhold"), strategies.lists(KEYS, unique=True)),
+    strategies.tuples(strategies.just("forget"), strategies.lists(KEYS, unique=True)),
+    strategies.tuples(strategies.just("choose"), strategies.integers(0, 8), strategies.sets(KEYS)),
+    strategies.tuples(strategies.just("end"), strategies.integers(0, 3)),
 )
 
 
 @settings(max_examples=300)
-@given(history=st.lists(STEPS, max_size=40))
+@given(history=strategies.lists(STEPS, max_size=40))
 def test_it_gives_what_it_has_and_never_what_is_held_or_spared(
     history: list[tuple[Any, ...]],
 ) -> None:

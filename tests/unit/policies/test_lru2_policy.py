@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 
-from kvtier.policies.lru2 import HISTORY_CAPACITIES, LRU2Policy
-from tests.unit._policy_story import Visit, admit, histories, keys_of, play, victims
+from kvtier.policies.eviction.lru2 import HISTORY_CAPACITIES, LRU2Policy
+from tests.unit.policies._policy_story import Visit, admit, histories, keys_of, play, victims
 
 
 def use(policy: LRU2Policy, text: str, request: str) -> None:

@@ -4,11 +4,10 @@ import gc
 from dataclasses import dataclass, field
 from typing import Any
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies
 
-from kvtier.policies.lru import LRUPolicy
-from kvtier.policies.runs import Runs
+from kvtier.policies.eviction.lru import LRUPolicy
+from kvtier.policies.eviction.runs import Runs
 
 KEYS = [bytes([code]) for code in b"abcdefgh"]
 REQUESTS = ["r1", "r2", "r3"]
@@ -112,23 +111,29 @@ class SlowLRU:
         self.held = set()
 
 
-keys = st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True)
-orders = st.none() | st.lists(st.sampled_from(KEYS), max_size=6)
-requests = st.sampled_from(REQUESTS)
-calls = st.one_of(
-    st.tuples(st.just("admit"), keys, requests, st.booleans()),
-    st.tuples(st.just("touch"), keys, requests),
-    st.tuples(st.sampled_from(["hold", "unhold", "unhold", "forget"]), keys),
-    st.tuples(st.just("end_request"), requests, orders),
-    st.tuples(st.just("choose_victims"), st.integers(0, 4), st.sets(st.sampled_from(KEYS))),
-    st.tuples(st.just("choose_victims"), st.integers(1, 4), st.just(set())),
-    st.tuples(st.just("take_back"), st.integers(0, 2)),
-    st.tuples(st.just("clear")),
+keys = strategies.lists(strategies.sampled_from(KEYS), min_size=1, max_size=4, unique=True)
+orders = strategies.none() | strategies.lists(strategies.sampled_from(KEYS), max_size=6)
+requests = strategies.sampled_from(REQUESTS)
+calls = strategies.one_of(
+    strategies.tuples(strategies.just("admit"), keys, requests, strategies.booleans()),
+    strategies.tuples(strategies.just("touch"), keys, requests),
+    strategies.tuples(strategies.sampled_from(["hold", "unhold", "unhold", "forget"]), keys),
+    strategies.tuples(strategies.just("end_request"), requests, orders),
+    strategies.tuples(
+        strategies.just("choose_victims"),
+        strategies.integers(0, 4),
+        strategies.sets(strategies.sampled_from(KEYS)),
+    ),
+    strategies.tuples(
+        strategies.just("choose_victims"), strategies.integers(1, 4), strategies.just(set())
+    ),
+    strategies.tuples(strategies.just("take_back"), strategies.integers(0, 2)),
+    strategies.tuples(strategies.just("clear")),
 )
 
 
 @settings(max_examples=500)
-@given(st.lists(calls, max_size=40))
+@given(strategies.lists(calls, max_size=40))
 def test_it_agrees_with_a_slow_obvious_model(history: list[tuple[Any, ...]]) -> None:
     policy, model = LRUPolicy(8), SlowLRU()
     chosen: list[bytes] = []

@@ -11,7 +11,7 @@ def test_a_policy_takes_memory_for_what_is_there_and_not_for_its_capacity() -> N
     program = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from kvtier.registry import make_policy\n"
+        "from kvtier.settings.plugins import make_policy\n"
         "def resident():\n"
         "    pages = int(Path('/proc/self/statm').read_text().split()[1])\n"
         "    return pages * os.sysconf('SC_PAGE_SIZE')\n"

@@ -10,14 +10,13 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies
 
-from kvtier.policies.reuse import ReusePolicy
-from kvtier.policies.reuse_cohorts import Cohorts
-from kvtier.policies.reuse_ghosts import Ghosts
-from kvtier.policies.reuse_model import AGE_BINS, ReuseModel, age_bin
-from kvtier.policies.reuse_tree import NO_NODE
+from kvtier.policies.eviction.reuse.cohorts import Cohorts
+from kvtier.policies.eviction.reuse.ghosts import Ghosts
+from kvtier.policies.eviction.reuse.model import AGE_BINS, ReuseModel, age_bin
+from kvtier.policies.eviction.reuse.policy import ReusePolicy
+from kvtier.policies.eviction.reuse.tree import NO_NODE
 
 Step = tuple[Any, ...]
 GROUPS = [b"\0\0\0\0", b"\0\0\0\1"]
@@ -110,22 +109,26 @@ def check_tree(policy: ReusePolicy) -> None:
     assert list(tree.busy) == [busy[node] for node in range(len(tree.busy))]
 
 
-KEYS = st.sampled_from([key(name, group) for name in "abcdefghij" for group in (0, 1)])
-LISTS = st.lists(KEYS, max_size=6)
-PATHS = st.sampled_from(["abcde", "abcdef", "abcgh", "abi", "abcdefj", "ghj", "a"])
-REQUESTS = st.sampled_from(["r0", "r1", "r2"])
-STEPS = st.one_of(
-    st.tuples(st.just("serve"), PATHS, st.integers(0, 1)),
-    st.tuples(st.just("admit"), LISTS, REQUESTS, st.booleans()),
-    st.tuples(st.just("touch"), LISTS, REQUESTS),
-    st.tuples(st.just("hold"), LISTS),
-    st.tuples(st.just("unhold"), LISTS),
-    st.tuples(st.just("forget"), LISTS),
-    st.tuples(st.just("end"), REQUESTS, st.none() | LISTS | PATHS.map(keys_of)),
-    st.tuples(st.just("choose"), st.integers(0, 8), st.sets(KEYS, max_size=4)),
-    st.tuples(st.just("take back"), st.integers(1, 4)),
-    st.tuples(st.just("time"), st.floats(0.0, 300.0)),
-    st.tuples(st.just("clear")),
+KEYS = strategies.sampled_from([key(name, group) for name in "abcdefghij" for group in (0, 1)])
+LISTS = strategies.lists(KEYS, max_size=6)
+PATHS = strategies.sampled_from(["abcde", "abcdef", "abcgh", "abi", "abcdefj", "ghj", "a"])
+REQUESTS = strategies.sampled_from(["r0", "r1", "r2"])
+STEPS = strategies.one_of(
+    strategies.tuples(strategies.just("serve"), PATHS, strategies.integers(0, 1)),
+    strategies.tuples(strategies.just("admit"), LISTS, REQUESTS, strategies.booleans()),
+    strategies.tuples(strategies.just("touch"), LISTS, REQUESTS),
+    strategies.tuples(strategies.just("hold"), LISTS),
+    strategies.tuples(strategies.just("unhold"), LISTS),
+    strategies.tuples(strategies.just("forget"), LISTS),
+    strategies.tuples(
+        strategies.just("end"), REQUESTS, strategies.none() | LISTS | PATHS.map(keys_of)
+    ),
+    strategies.tuples(
+        strategies.just("choose"), strategies.integers(0, 8), strategies.sets(KEYS, max_size=4)
+    ),
+    strategies.tuples(strategies.just("take back"), strategies.integers(1, 4)),
+    strategies.tuples(strategies.just("time"), strategies.floats(0.0, 300.0)),
+    strategies.tuples(strategies.just("clear")),
 )
 
 
@@ -202,7 +205,7 @@ class World:
 
 
 @settings(max_examples=400)
-@given(st.lists(STEPS, max_size=40))
+@given(strategies.lists(STEPS, max_size=40))
 def test_it_agrees_with_a_model_that_looks_at_every_node(history: list[Step]) -> None:
     world = World()
     for step in history:
@@ -213,7 +216,7 @@ def test_it_agrees_with_a_model_that_looks_at_every_node(history: list[Step]) ->
 
 
 @settings(max_examples=100)
-@given(st.lists(STEPS, max_size=60))
+@given(strategies.lists(STEPS, max_size=60))
 def test_once_all_requests_end_and_nothing_is_held_everything_can_go(history: list[Step]) -> None:
     world = World()
     for step in history:
@@ -361,7 +364,14 @@ def test_it_learns_from_what_was_evicted_and_came_back() -> None:
     assert tree.uses[tree.node_of[key("a")]] == 2
 
 
-@given(st.lists(st.tuples(st.integers(0, 838), st.floats(0.0, 5000.0), st.booleans()), max_size=60))
+@given(
+    strategies.lists(
+        strategies.tuples(
+            strategies.integers(0, 838), strategies.floats(0.0, 5000.0), strategies.booleans()
+        ),
+        max_size=60,
+    )
+)
 @settings(max_examples=30)
 def test_the_index_is_the_best_ratio_over_all_horizons(
     votes: list[tuple[int, float, bool]],
@@ -421,7 +431,11 @@ def test_every_cohort_has_one_number_and_fits_into_a_ghost() -> None:
     assert len(seen) == 5 * 3 * 2
 
 
-@given(st.binary(min_size=36, max_size=36), st.floats(0, 1e6), st.floats(0, 1e5))
+@given(
+    strategies.binary(min_size=36, max_size=36),
+    strategies.floats(0, 1e6),
+    strategies.floats(0, 1e5),
+)
 def test_a_ghost_comes_back_as_it_went(name: bytes, used: float, later: float) -> None:
     ghosts = Ghosts(16)
     ghosts.remember(name, 700, 0.5, 9, used)

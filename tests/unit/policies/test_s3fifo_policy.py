@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies
 
-from kvtier.policies.s3fifo import LOOKED_AT_MAX, S3FIFOPolicy
-from tests.unit._policy_story import Visit, admit, histories, keys_of, play, victims
+from kvtier.policies.eviction.s3fifo import LOOKED_AT_MAX, S3FIFOPolicy
+from tests.unit.policies._policy_story import Visit, admit, histories, keys_of, play, victims
 
 
 def use(policy: S3FIFOPolicy, text: str, *requests: str) -> None:
@@ -160,7 +159,7 @@ class SlowS3FIFO:
 
 
 @settings(max_examples=300)
-@given(capacity=st.sampled_from([5, 20]), history=histories(16))
+@given(capacity=strategies.sampled_from([5, 20]), history=histories(16))
 def test_it_agrees_with_a_slow_obvious_model(capacity: int, history: list[Visit]) -> None:
     policy, model = S3FIFOPolicy(capacity), SlowS3FIFO(capacity)
     for number, visit in enumerate(history):

@@ -5,16 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 
 from kvtier import Misuse, Namespace, RuntimeConfig, SlotMemory, open_runtime
-from kvtier import messages as m
-from kvtier.backend import BackendTraits, Outcome
-from kvtier.config import TierConfig
-from kvtier.events import EventKind
-from kvtier.generations import (
-    MARK_BYTES,
+from kvtier.core import messages as m
+from kvtier.core.events import EventKind
+from kvtier.core.generations import (
     ORIGINAL,
     Generations,
     is_found_again,
@@ -23,11 +19,13 @@ from kvtier.generations import (
     marked,
     unmarked,
 )
-from kvtier.messages import GROUP_BYTES
-from kvtier.old_generations import OldGenerations
-from kvtier.policies.lru import LRUPolicy
-from kvtier.testing.cell import open_test_runtime
-from tests.patience import PATIENCE_S, pause
+from kvtier.plugin_api.backend import BackendTraits, Outcome
+from kvtier.plugin_api.keys import GROUP_BYTES, MARK_BYTES
+from kvtier.policies.eviction.lru import LRUPolicy
+from kvtier.settings.runtime_config import TierConfig
+from kvtier.tier.old_generations import OldGenerations
+from tests.support.cell import open_test_runtime
+from tests.support.patience import PATIENCE_S, pause
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,10 +34,10 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 4096
 SLOTS = 16
 KEYS = [bytes([number]) * 32 + bytes(4) for number in range(SLOTS // 2)]
-MARKS = st.sampled_from([ORIGINAL, mark_of_name("v1"), Generations().begin(None) or b""])
+MARKS = strategies.sampled_from([ORIGINAL, mark_of_name("v1"), Generations().begin(None) or b""])
 
 
-@given(keys=st.lists(st.binary(min_size=1, max_size=70)), mark=MARKS)
+@given(keys=strategies.lists(strategies.binary(min_size=1, max_size=70)), mark=MARKS)
 def test_a_key_comes_back_from_its_mark_and_the_mark_from_the_key(
     keys: list[bytes], mark: bytes
 ) -> None:

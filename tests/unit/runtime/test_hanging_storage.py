@@ -15,24 +15,24 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from structlog.testing import capture_logs
 
-from kvtier import messages as m
-from kvtier import tier_process, tier_thread
-from kvtier.backend import BackendContext, Namespace, Outcome
-from kvtier.config import RuntimeConfig, TierConfig
+from kvtier.core import messages as m
 from kvtier.errors import ConfigError, StorageUnusable
-from kvtier.memory import SlotMemory
+from kvtier.hosts import process_host, thread_host
+from kvtier.hosts.choose import make_host
+from kvtier.plugin_api.backend import BackendContext, Namespace, Outcome
+from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.runtime import open_runtime
-from kvtier.tier_hosts import make_host
-from tests.fuse_folder import FuseFolder, fuse_folder, needs_fuse
-from tests.patience import PATIENCE_S, until
+from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
+from tests.support.fuse_folder import FuseFolder, fuse_folder, needs_fuse
+from tests.support.patience import PATIENCE_S, until
 from tests.unit.backends._media import start_python
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from kvtier.messages import Message
-    from kvtier.tier_cell import TierHost
+    from kvtier.core.messages import Message
+    from kvtier.core.tier_host import TierHost
 
 BLOCK = 8192
 SLOTS = 8
@@ -55,7 +55,7 @@ def folder(tmp_path: Path) -> Iterator[FuseFolder]:
 
 @pytest.fixture(autouse=True)
 def _quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (tier_thread, tier_process):
+    for module in (thread_host, process_host):
         monkeypatch.setattr(module, "RESTART_PAUSE_S", 0.001)
 
 
@@ -73,7 +73,7 @@ def impatient_once_it_hangs(folder: FuseFolder, monkeypatch: pytest.MonkeyPatch)
         def monotonic() -> float:
             return 1000.0 if folder.waiting else 0.0
 
-    monkeypatch.setattr(tier_process, "time", Clock)
+    monkeypatch.setattr(process_host, "time", Clock)
 
 
 def hanging(kind: str, cell: str, folder: FuseFolder) -> dict[str, Any]:
@@ -292,7 +292,7 @@ def test_an_engine_that_is_killed_ends_though_a_call_of_its_fs_tier_hangs(
     """A thread in such a call keeps its process from ending; ``fs`` has a process of its own."""
     engine = start_python(
         "-m",
-        "tests.unit._hung_engine",
+        "tests.unit.hosts._hung_engine",
         folder.path / "kv",
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

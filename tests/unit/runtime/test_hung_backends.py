@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtier import Namespace, RuntimeConfig, SlotMemory, open_runtime
-from kvtier.backend import Backend
-from tests.patience import PATIENCE_S
+from kvtier.plugin_api.backend import Backend
+from tests.support.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 from kvtier import open_runtime
-from kvtier.backend import Namespace
-from kvtier.config import RuntimeConfig
-from kvtier.memory import SlotMemory
+from kvtier.plugin_api.backend import Namespace
+from kvtier.plugin_api.slot_memory import SlotMemory
+from kvtier.settings.runtime_config import RuntimeConfig
 
 IDLE_S = 1000.0
 

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtier import ConfigError, Namespace, RuntimeConfig, SlotMemory, open_runtime, tier_thread
-from kvtier.secondary_tier import SecondaryTier
-from tests.fuse_folder import fuse_folder, needs_fuse
-from tests.patience import PATIENCE_S, until
+from kvtier import ConfigError, Namespace, RuntimeConfig, SlotMemory, open_runtime
+from kvtier.hosts import thread_host
+from kvtier.tier.secondary_tier import SecondaryTier
+from tests.support.fuse_folder import fuse_folder, needs_fuse
+from tests.support.patience import PATIENCE_S, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,8 +110,8 @@ def test_closing_over_a_hung_read_says_that_the_memory_is_in_use(tmp_path: Path)
 
 def test_a_tier_that_broke_serves_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With fresh actors and a fresh backend: a closed one's threads are gone."""
-    monkeypatch.setattr(tier_thread, "RESTART_PAUSE_S", 0.001)
-    monkeypatch.setattr(tier_thread, "QUIET_POLL_S", 0.001)
+    monkeypatch.setattr(thread_host, "RESTART_PAUSE_S", 0.001)
+    monkeypatch.setattr(thread_host, "QUIET_POLL_S", 0.001)
     runtime = Runtime(tmp_path / "kv", on_reset="keep")
     runtime.store(KEYS[:2])
 

@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from structlog.testing import capture_logs
 
-from kvtier import tier_process, tier_thread
-from kvtier.backend import Namespace
-from kvtier.config import RuntimeConfig
-from kvtier.memory import SlotMemory
+from kvtier.hosts import process_host, thread_host
+from kvtier.plugin_api.backend import Namespace
+from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.runtime import open_runtime
+from kvtier.settings.runtime_config import RuntimeConfig
 from kvtier_backends.memory import MemoryBackend
-from tests.patience import PATIENCE_S, until
+from tests.support.patience import PATIENCE_S, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, MutableMapping
     from pathlib import Path
 
-    from kvtier.facade import SchedulerFacade
+    from kvtier.engine.facade import SchedulerFacade
 
 BLOCK = 8192
 SLOTS = 8
@@ -45,7 +45,7 @@ def lines() -> Iterator[Lines]:
 
 @pytest.fixture(autouse=True)
 def _quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (tier_thread, tier_process):
+    for module in (thread_host, process_host):
         monkeypatch.setattr(module, "RESTART_PAUSE_S", 0.001)
 
 
@@ -172,12 +172,12 @@ def test_a_backend_that_hangs_when_it_is_asked_what_it_has_serves_all_the_same(
 
 COMMANDS_WITH_A_TIER = """
 import json, sys
-from kvtier.cli import main as entry
-from kvtier.cli import check
+from kvtier.tools.cli import main as entry
+from kvtier.tools.cli import check
 
 def run(arguments):
     import structlog
-    from kvtier.logs import log
+    from kvtier.plugin_api.log import log
     log.warning("of kvtier", tier="1:x")
     structlog.get_logger("theirs").warning("of a backend")
     log.info("that it is open")

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.settings import read_settings
+from kvtier.settings.extra_config import read_settings
 
 if TYPE_CHECKING:
-    from kvtier.config import RuntimeConfig
+    from kvtier.settings.runtime_config import RuntimeConfig
 
 
 def read(values: dict[str, Any], **others: int) -> RuntimeConfig:

@@ -12,16 +12,15 @@ import mmap
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, assume, given, settings, strategies
 
-from kvtier.backend import Namespace
-from kvtier.checking import check
 from kvtier.errors import ConfigError
-from kvtier.memory import SlotMemory, machine_memory_bytes
-from kvtier.options import shown
+from kvtier.plugin_api.backend import Namespace
+from kvtier.plugin_api.options import shown
+from kvtier.plugin_api.slot_memory import SlotMemory, machine_memory_bytes
 from kvtier.runtime import open_runtime
-from kvtier.settings import cpu_bytes_to_use, for_vllm, read_settings
+from kvtier.settings.extra_config import cpu_bytes_to_use, for_vllm, read_settings
+from kvtier.tools.checking import check
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,7 +62,12 @@ NASTY: list[Any] = [
     {"policy": "predicted_reuse", "remembered_blocks_max": 1 << 62},
     {"load": {"delay_s": float("nan")}},
 ]
-values = st.sampled_from(NASTY) | st.integers() | st.floats() | st.text(max_size=20)
+values = (
+    strategies.sampled_from(NASTY)
+    | strategies.integers()
+    | strategies.floats()
+    | strategies.text(max_size=20)
+)
 
 
 def known_keys(config: dict[str, Any], tmp_path: Path) -> list[str]:
@@ -137,25 +141,25 @@ SETTINGS = settings(
 
 
 @SETTINGS
-@given(data=st.data())
+@given(data=strategies.data())
 def test_every_key_of_the_runtime_takes_any_value_or_names_it(
-    data: st.DataObject, tmp_path: Path
+    data: strategies.DataObject, tmp_path: Path
 ) -> None:
     keys = known_keys({"no such key": 1}, tmp_path)
-    key = data.draw(st.sampled_from(keys) | st.text(max_size=8))
+    key = data.draw(strategies.sampled_from(keys) | strategies.text(max_size=8))
     value = data.draw(values)
     check_one({key: value}, shown(key)[1:-1], value, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["memory", "fs", "disk"])
 @SETTINGS
-@given(data=st.data())
+@given(data=strategies.data())
 def test_every_key_of_a_tier_takes_any_value_or_names_it(
-    kind: str, data: st.DataObject, tmp_path: Path
+    kind: str, data: strategies.DataObject, tmp_path: Path
 ) -> None:
     sound = sound_tier(kind, tmp_path)
     own = known_keys({"secondary_tiers": [{**sound, "no such key": 1}]}, tmp_path)
-    key = data.draw(st.sampled_from([*own, *COMMON]))
+    key = data.draw(strategies.sampled_from([*own, *COMMON]))
     value = data.draw(values)
     if key == "capacity_bytes" and isinstance(value, int | float):
         assume(not 1 << 26 < value < 1 << 50)  # these are allocated, or could be

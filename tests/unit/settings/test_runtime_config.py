@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.config import RuntimeConfig
 from kvtier.errors import ConfigError
+from kvtier.settings.runtime_config import RuntimeConfig
 
 
 def read(values: dict[str, Any], slot_count: int = 64) -> RuntimeConfig:

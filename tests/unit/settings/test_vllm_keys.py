@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.settings import read_settings
-from kvtier.vllm_keys import VLLMKeys, keys_of_connector, keys_of_tier
+from kvtier.settings.extra_config import read_settings
+from kvtier.settings.vllm_keys import VLLMKeys, keys_of_connector, keys_of_tier
 
 if TYPE_CHECKING:
     from pathlib import Path

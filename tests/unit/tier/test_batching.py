@@ -1,11 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 
-from kvtier import messages as m
-from kvtier.parts import Job, Part, PartQueue
+from kvtier.core import messages as m
+from kvtier.tier.batching import Job, Part, PartQueue
 
 
 def keys(count: int, name: str = "k") -> tuple[bytes, ...]:
@@ -115,13 +114,13 @@ def test_a_part_ends_before_a_key_to_be_avoided() -> None:
 
 
 @given(
-    jobs=st.lists(st.integers(1, 40), min_size=1, max_size=12),
-    parts_max=st.integers(1, 9),
-    limits=st.tuples(st.integers(1, 20), st.integers(1, 20)).map(sorted),
-    data=st.data(),
+    jobs=strategies.lists(strategies.integers(1, 40), min_size=1, max_size=12),
+    parts_max=strategies.integers(1, 9),
+    limits=strategies.tuples(strategies.integers(1, 20), strategies.integers(1, 20)).map(sorted),
+    data=strategies.data(),
 )
 def test_every_block_is_in_one_part_in_order_and_no_part_is_too_large(
-    jobs: list[int], parts_max: int, limits: list[int], data: st.DataObject
+    jobs: list[int], parts_max: int, limits: list[int], data: strategies.DataObject
 ) -> None:
     blocks_min, blocks_max = limits
     queue = PartQueue(parts_max, blocks_min, blocks_max)
@@ -129,10 +128,10 @@ def test_every_block_is_in_one_part_in_order_and_no_part_is_too_large(
     parts: list[Part] = []
     for each in waiting:
         queue.add(each)
-        for _ in range(data.draw(st.integers(0, 3))):
+        for _ in range(data.draw(strategies.integers(0, 3))):
             if queue.next_key is not None:
                 parts.append(queue.start_part())
-            if queue.running and data.draw(st.booleans()):
+            if queue.running and data.draw(strategies.booleans()):
                 queue.running -= 1
     queue.running = 0
     parts += run_out(queue)

@@ -11,20 +11,27 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtier import messages as m
-from kvtier.backend import Backend, BackendContext, BackendTraits, LoadBlock, Loaded, Outcome
-from kvtier.backend_driver import CONTENTS_A_PAUSE, BackendDriver
-from kvtier.leftovers import REMOVE_BLOCKS_MAX, Leftovers
-from kvtier.memory import SlotMemory
-from kvtier.policies.lru import LRUPolicy
-from kvtier.tier_thread import TierThread
-from tests.patience import PATIENCE_S
-from tests.unit.test_tier_thread import BLOCK, LinkEnd
+from kvtier.core import messages as m
+from kvtier.hosts.thread_host import TierThread
+from kvtier.plugin_api.backend import (
+    Backend,
+    BackendContext,
+    BackendTraits,
+    LoadBlock,
+    Loaded,
+    Outcome,
+)
+from kvtier.plugin_api.slot_memory import SlotMemory
+from kvtier.policies.eviction.lru import LRUPolicy
+from kvtier.tier.backend_driver import CONTENTS_A_PAUSE, BackendDriver
+from kvtier.tier.leftovers import REMOVE_BLOCKS_MAX, Leftovers
+from tests.support.patience import PATIENCE_S
+from tests.unit.hosts.test_thread_host import BLOCK, LinkEnd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from kvtier.backend import StoreBlock
+    from kvtier.plugin_api.backend import StoreBlock
 
 DONE, FULL, FAILED = Outcome.DONE, Outcome.FULL, Outcome.FAILED
 CAPACITY = 4

@@ -2,18 +2,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtier import messages as m
-from kvtier.backend import BackendTraits, Outcome
-from kvtier.config import RuntimeConfig, TierConfig
-from kvtier.policies.lru import LRUPolicy
-from kvtier.testing.cell import TestCell, TestTier
-from kvtier.tier_link import TierLink
+from kvtier.core import messages as m
+from kvtier.engine.tier_link import TierLink
+from kvtier.plugin_api.backend import BackendTraits, Outcome
+from kvtier.policies.eviction.lru import LRUPolicy
+from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
+from tests.support.cell import TestCell, TestTier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtier.messages import Message
-    from kvtier.testing.cell import Part
+    from kvtier.core.messages import Message
+    from tests.support.cell import Part
 
 DONE, ABSENT, DAMAGED, FAILED = Outcome.DONE, Outcome.ABSENT, Outcome.DAMAGED, Outcome.FAILED
 

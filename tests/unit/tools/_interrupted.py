@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvtier.replay.curves import replay
+from kvtier.tools.replay.curves import replay
 
 if TYPE_CHECKING:
     import pytest
 
-    from kvtier.replay.curves import CurvePoint
+    from kvtier.tools.replay.curves import CurvePoint
 
 
 def interrupt_replays(monkeypatch: pytest.MonkeyPatch, name: str, *, after: int) -> None:

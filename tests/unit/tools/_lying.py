@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtier.backend import Loaded, Outcome, block_digest
+from kvtier.plugin_api.backend import Loaded, Outcome, block_digest
 from kvtier_backends.memory import MemoryBackend
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from kvtier.cli.main import BAD_INPUT, main
+from kvtier.tools.cli.exit_status import BAD_INPUT
+from kvtier.tools.cli.main import main
 
 
 @pytest.mark.parametrize("benchmark", ["ops", "engine"])
@@ -45,7 +46,7 @@ def test_bad_options_are_refused_before_the_work(
 def test_declaring_the_command_imports_nothing_heavy() -> None:
     """``kvtier --help`` builds every command's parser."""
     heavy = {"vllm", "torch", "numpy", "rich", "matplotlib"}
-    program = f"import sys, kvtier.cli.bench; print(sorted({heavy!r} & sys.modules.keys()))"
+    program = f"import sys, kvtier.tools.cli.bench; print(sorted({heavy!r} & sys.modules.keys()))"
     run = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtier.cli.main import BAD_INPUT, main
+from kvtier.tools.cli.exit_status import BAD_INPUT
+from kvtier.tools.cli.main import main
 from tests.unit.backends.disk._disk import open_disk
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def test_it_takes_no_vllm_and_no_torch(sound: dict[str, Any], tmp_path: Path) ->
     """It answers in a second, and on a machine that has neither."""
     (tmp_path / "kv.json").write_text(json.dumps({**sound, "kv_role": None}))
     program = (
-        "import sys; from kvtier.cli.main import main\n"
+        "import sys; from kvtier.tools.cli.main import main\n"
         f"status = main(['check', {str(tmp_path / 'kv.json')!r}])\n"
         "print(status, sorted({'vllm', 'torch'} & sys.modules.keys()))"
     )

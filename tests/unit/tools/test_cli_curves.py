@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtier.cli.main import BAD_INPUT, INTERRUPTED, main
-from tests.unit._interrupted import interrupt_replays
+from kvtier.tools.cli.exit_status import BAD_INPUT, INTERRUPTED
+from kvtier.tools.cli.main import main
+from tests.unit.tools._interrupted import interrupt_replays
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,7 +70,7 @@ def test_ctrl_c_leaves_a_valid_report_of_what_is_done(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    interrupt_replays(monkeypatch, "kvtier.replay.curves.replay", after=3)
+    interrupt_replays(monkeypatch, "kvtier.tools.replay.curves.replay", after=3)
     report, pictures = tmp_path / "report.json", tmp_path / "pictures"
     assert run(trace, "--json", str(report), "--pictures", str(pictures)) == INTERRUPTED
     data = json.loads(report.read_text())

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from kvtier.backend import Outcome
-from kvtier.cli.main import BAD_INPUT, INTERRUPTED, main
+from kvtier.plugin_api.backend import Outcome
+from kvtier.tools.cli.exit_status import BAD_INPUT, INTERRUPTED
+from kvtier.tools.cli.main import main
 from kvtier_backends.disk import backend as backend_module
 from kvtier_backends.disk import format as fmt
-from kvtier_backends.disk import purge_requests
-from kvtier_backends.disk.inspection import Folder
+from kvtier_backends.disk.offline import purge_requests
+from kvtier_backends.disk.offline.inspection import Folder
 from tests.unit.backends.disk._disk import (
     BLOCK_BYTES,
     CONTEXT,
@@ -356,7 +357,7 @@ def test_the_command_starts_without_reading_the_backends() -> None:
     """``kvtier --help`` and the other commands are not to pay for these."""
     program = (
         "import sys, contextlib\n"
-        "from kvtier.cli.main import main\n"
+        "from kvtier.tools.cli.main import main\n"
         "with contextlib.suppress(SystemExit): main(['ls', '--help'])\n"
         "print([name for name in sys.modules if name.startswith(('kvtier_backends', 'rich'))])"
     )

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtier.cli.main import BAD_INPUT, COMMANDS, main
+from kvtier.tools.cli.exit_status import BAD_INPUT
+from kvtier.tools.cli.main import COMMANDS, main
 from tests.unit.backends.disk._disk import open_disk
 
 if TYPE_CHECKING:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtier.cli.main import BAD_INPUT, INTERRUPTED, main
-from kvtier.cli.sizing import PICTURE
-from tests.unit._interrupted import interrupt_replays
+from kvtier.tools.cli.exit_status import BAD_INPUT, INTERRUPTED
+from kvtier.tools.cli.main import main
+from kvtier.tools.cli.sizing import PICTURE
+from tests.unit.tools._interrupted import interrupt_replays
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,7 +93,7 @@ def test_ctrl_c_shows_the_curve_so_far_and_recommends_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    interrupt_replays(monkeypatch, "kvtier.cli.sizing.replay", after=3)
+    interrupt_replays(monkeypatch, "kvtier.tools.cli.sizing.replay", after=3)
     report = tmp_path / "report.json"
     options = ["--trace", str(trace), "--price", "dram=3", "--json", str(report)]
     assert main(["size", *MODEL, *options]) == INTERRUPTED

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies
 
 from kvtier.errors import ConfigError, InternalError
-from kvtier.messages import GROUP_BYTES
-from kvtier.policies.lru import LRUPolicy
-from kvtier.replay import curves
-from kvtier.replay.curves import (
+from kvtier.plugin_api.keys import GROUP_BYTES
+from kvtier.policies.eviction.lru import LRUPolicy
+from kvtier.tools.replay import curves
+from kvtier.tools.replay.curves import (
     MIN,
     Workload,
     installed_policies,
@@ -23,12 +22,12 @@ from kvtier.replay.curves import (
     parse_policies,
     replay,
 )
-from kvtier.replay.traces import Trace, TraceRequest
+from kvtier.tools.replay.traces import Trace, TraceRequest
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from kvtier.messages import Key, RequestId
+    from kvtier.plugin_api.keys import Key, RequestId
 
 
 def trace_of(*requests: Sequence[int]) -> Trace:
@@ -43,15 +42,15 @@ def trace_of(*requests: Sequence[int]) -> Trace:
     )
 
 
-@st.composite
-def traces(draw: st.DrawFn, requests_max: int = 30, blocks_max: int = 40) -> Trace:
+@strategies.composite
+def traces(draw: strategies.DrawFn, requests_max: int = 30, blocks_max: int = 40) -> Trace:
     """Requests that grow from prefixes of earlier ones, as prompts do."""
     known: list[tuple[int, ...]] = [()]
     blocks = 0
-    for _ in range(draw(st.integers(1, requests_max))):
-        stem = draw(st.sampled_from(known))
-        stem = stem[: draw(st.integers(0, len(stem)))]
-        grown = min(draw(st.integers(0, 4)), blocks_max - blocks)
+    for _ in range(draw(strategies.integers(1, requests_max))):
+        stem = draw(strategies.sampled_from(known))
+        stem = stem[: draw(strategies.integers(0, len(stem)))]
+        grown = min(draw(strategies.integers(0, 4)), blocks_max - blocks)
         known.append((*stem, *range(blocks, blocks + grown)))
         blocks += grown
     requests = [each for each in known[1:] if each]
@@ -75,7 +74,7 @@ def obvious_lru(trace: Trace, capacity: int) -> int:
     return hits
 
 
-@given(trace=traces(), capacity=st.integers(1, 45))
+@given(trace=traces(), capacity=strategies.integers(1, 45))
 def test_lru_hits_what_an_obvious_list_hits(trace: Trace, capacity: int) -> None:
     assert replay(Workload(trace), "lru", capacity).hits == obvious_lru(trace, capacity)
 
@@ -98,13 +97,13 @@ def best_possible(trace: Trace, capacity: int) -> int:
     return best(0, frozenset())
 
 
-@given(trace=traces(requests_max=6, blocks_max=7), capacity=st.integers(1, 4))
+@given(trace=traces(requests_max=6, blocks_max=7), capacity=strategies.integers(1, 4))
 @settings(max_examples=150)
 def test_min_is_the_best_that_any_choice_of_victims_can_do(trace: Trace, capacity: int) -> None:
     assert replay(Workload(trace), MIN, capacity).hits == best_possible(trace, capacity)
 
 
-@given(trace=traces(), capacity=st.integers(1, 45))
+@given(trace=traces(), capacity=strategies.integers(1, 45))
 @settings(max_examples=30)
 def test_no_installed_policy_beats_min(trace: Trace, capacity: int) -> None:
     workload = Workload(trace)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.demo import COLD, DISK, DRAM, PROMPT_TOKENS, PROMPTS, RESTART, table, verdict
+from kvtier.tools.demo import COLD, DISK, DRAM, PROMPT_TOKENS, PROMPTS, RESTART, table, verdict
 
 BLOCK_TOKENS, BLOCK_BYTES = 32, 131_072
 CACHED = PROMPTS * (PROMPT_TOKENS // BLOCK_TOKENS) * BLOCK_TOKENS

@@ -9,13 +9,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 
 from kvtier.errors import Misuse
-from kvtier.replay import pictures
-from kvtier.replay.curves import MIN, CurvePoint
-from kvtier.replay.pictures import (
+from kvtier.tools.replay import pictures
+from kvtier.tools.replay.curves import MIN, CurvePoint
+from kvtier.tools.replay.pictures import (
     PicturesMissing,
     check_can_draw,
     draw_curves,
@@ -114,7 +113,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
         check_can_draw()
 
 
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
+@given(strategies.lists(strategies.floats(0, 1), min_size=1, max_size=12))
 def test_labels_keep_their_order_and_their_distance(heights: list[float]) -> None:
     placed = pictures._spread(heights, 0.1)
     order = sorted(range(len(heights)), key=heights.__getitem__)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvtier.process_group import process_group
-from tests.other_processes import is_running
-from tests.patience import until
+from kvtier.tools.process_group import process_group
+from tests.support.other_processes import is_running
+from tests.support.patience import until
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(3600)"]
 

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli.main import BAD_INPUT, INTERRUPTED, main
-from kvtier.cli.replay import WRONG, add_arguments
-from tests.patience import PATIENCE_S, until
-from tests.unit._lying import make_memory_lie
+from kvtier.tools.cli.exit_status import BAD_INPUT, INTERRUPTED
+from kvtier.tools.cli.main import main
+from kvtier.tools.cli.replay import WRONG, add_arguments
+from tests.support.patience import PATIENCE_S, until
+from tests.unit.tools._lying import make_memory_lie
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def write_trace(path: Path, *, requests: int = 12, apart_s: float = 5.0) -> Path:
@@ -162,7 +163,7 @@ def test_a_signal_leaves_a_valid_partial_report_and_no_litter(tmp_path, number) 
     trace = write_trace(tmp_path / "trace.jsonl", requests=2_000)
     work = tmp_path / "work"
     work.mkdir()
-    program = "import sys\nfrom kvtier.cli.main import main\nsys.exit(main(sys.argv[1:]))"
+    program = "import sys\nfrom kvtier.tools.cli.main import main\nsys.exit(main(sys.argv[1:]))"
     options = ["--json", "report.json", "--speed", "50", "--block-bytes", "4KiB"]
     child = subprocess.Popen(
         [sys.executable, "-c", program, "replay", trace, "--dram=1MiB", "--tier=fs:tier", *options],

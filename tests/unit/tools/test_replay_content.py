@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 
 from kvtier.errors import ConfigError
-from kvtier.replay.content import BlockContent, key_of
+from kvtier.tools.replay.content import BlockContent, key_of
 
 BLOCK_BYTES = 256
 WORDS = BLOCK_BYTES // 8
-NUMBERS = st.integers(min_value=0, max_value=2**63)
+NUMBERS = strategies.integers(min_value=0, max_value=2**63)
 
 
 def block(content: BlockContent, number: int) -> np.ndarray:
@@ -21,7 +20,7 @@ def block(content: BlockContent, number: int) -> np.ndarray:
     return row
 
 
-@given(numbers=st.lists(NUMBERS, min_size=1, max_size=5))
+@given(numbers=strategies.lists(NUMBERS, min_size=1, max_size=5))
 def test_what_was_filled_passes_its_check(numbers) -> None:
     content = BlockContent(BLOCK_BYTES)
     rows = np.array([block(content, number) for number in numbers])
@@ -29,16 +28,16 @@ def test_what_was_filled_passes_its_check(numbers) -> None:
 
 
 @given(
-    numbers=st.lists(NUMBERS, min_size=1, max_size=5, unique=True),
-    data=st.data(),
-    flip=st.integers(min_value=1, max_value=255),
+    numbers=strategies.lists(NUMBERS, min_size=1, max_size=5, unique=True),
+    data=strategies.data(),
+    flip=strategies.integers(min_value=1, max_value=255),
 )
 def test_one_wrong_byte_is_found_and_named(numbers, data, flip) -> None:
     """Whichever byte of whichever block it is."""
     content = BlockContent(BLOCK_BYTES)
     rows = np.array([block(content, number) for number in numbers])
-    which = data.draw(st.integers(0, len(numbers) - 1))
-    at = data.draw(st.integers(0, BLOCK_BYTES - 1))
+    which = data.draw(strategies.integers(0, len(numbers) - 1))
+    at = data.draw(strategies.integers(0, BLOCK_BYTES - 1))
     right = int(rows[which, at // 8])
     rows[which].view(np.uint8)[at] ^= flip
     wrong = int(rows[which, at // 8])
@@ -48,7 +47,7 @@ def test_one_wrong_byte_is_found_and_named(numbers, data, flip) -> None:
     assert (found.expected, found.found) == (right, wrong)
 
 
-@given(number=NUMBERS, other=NUMBERS, cut=st.integers(0, WORDS - 1))
+@given(number=NUMBERS, other=NUMBERS, cut=strategies.integers(0, WORDS - 1))
 def test_a_block_mixed_of_two_is_found(number, other, cut) -> None:
     if number == other:
         return
@@ -59,7 +58,7 @@ def test_a_block_mixed_of_two_is_found(number, other, cut) -> None:
     assert found.offset_bytes == cut * 8
 
 
-@given(number=NUMBERS, by_bytes=st.integers(1, BLOCK_BYTES - 1))
+@given(number=NUMBERS, by_bytes=strategies.integers(1, BLOCK_BYTES - 1))
 def test_a_shifted_block_is_found(number, by_bytes) -> None:
     content = BlockContent(BLOCK_BYTES)
     shifted = np.roll(block(content, number).view(np.uint8), by_bytes).view(np.uint64)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 
 from kvtier.errors import ConfigError
-from kvtier.replay.clock import SLEEP_S_MAX, STEP_S, ReplayClock
-from kvtier.replay.engine_model import EngineModel
-from kvtier.replay.traces import TraceRequest
+from kvtier.tools.replay.clock import SLEEP_S_MAX, STEP_S, ReplayClock
+from kvtier.tools.replay.engine_model import EngineModel
+from kvtier.tools.replay.traces import TraceRequest
 
 
 class World:
@@ -37,7 +36,7 @@ def test_the_clock_jumps_to_the_next_event_while_no_tier_works() -> None:
     assert world.slept == []
 
 
-@given(until=st.none() | st.floats(0.0, 1e6))
+@given(until=strategies.none() | strategies.floats(0.0, 1e6))
 def test_the_clock_never_jumps_while_a_tier_works(until) -> None:
     """A tier's deadline counts real seconds."""
     world = World()
@@ -47,7 +46,7 @@ def test_the_clock_never_jumps_while_a_tier_works(until) -> None:
     assert all(seconds <= STEP_S for seconds in world.slept)
 
 
-@given(until=st.floats(0.0, 1e6), tiers_work=st.booleans())
+@given(until=strategies.floats(0.0, 1e6), tiers_work=strategies.booleans())
 def test_without_jumps_time_is_slept_through_a_bit_at_a_time(until, tiers_work) -> None:
     """In bits, so that Ctrl-C is heard."""
     world = World()
@@ -67,13 +66,13 @@ def test_what_is_due_already_takes_no_time() -> None:
     assert world.slept == []
 
 
-REQUESTS = st.lists(
-    st.builds(
+REQUESTS = strategies.lists(
+    strategies.builds(
         TraceRequest,
-        time_s=st.integers(0, 50).map(float),
-        input_tokens=st.integers(0, 30),
-        output_tokens=st.integers(0, 30),
-        blocks=st.just(()),
+        time_s=strategies.integers(0, 50).map(float),
+        input_tokens=strategies.integers(0, 30),
+        output_tokens=strategies.integers(0, 30),
+        blocks=strategies.just(()),
     ),
     max_size=12,
 ).map(lambda requests: sorted(requests, key=lambda request: request.time_s))
@@ -81,8 +80,8 @@ REQUESTS = st.lists(
 
 @given(
     requests=REQUESTS,
-    at_once=st.integers(1, 4),
-    speed=st.sampled_from([1.0, 2.0]),
+    at_once=strategies.integers(1, 4),
+    speed=strategies.sampled_from([1.0, 2.0]),
 )
 def test_times_without_offloading_are_those_of_an_engine_played_by_hand(
     requests, at_once, speed

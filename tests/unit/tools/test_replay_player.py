@@ -7,23 +7,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies
 
-from kvtier.config import RuntimeConfig
-from kvtier.replay.engine_model import EngineModel
-from kvtier.replay.gpu import HEAD_BYTES, Verify
-from kvtier.replay.report import build_report, problems_in
-from kvtier.replay.report_tables import tables
-from kvtier.replay.session import replay
-from kvtier.replay.settings import ReplaySettings
-from kvtier.replay.traces import Trace, TraceRequest
-from tests.unit._lying import make_memory_lie
+from kvtier.settings.runtime_config import RuntimeConfig
+from kvtier.tools.replay.engine_model import EngineModel
+from kvtier.tools.replay.gpu import HEAD_BYTES, Verify
+from kvtier.tools.replay.report import build_report, problems_in
+from kvtier.tools.replay.report_tables import tables
+from kvtier.tools.replay.session import replay
+from kvtier.tools.replay.settings import ReplaySettings
+from kvtier.tools.replay.traces import Trace, TraceRequest
+from tests.unit.tools._lying import make_memory_lie
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtier.replay.session import Replayed
+    from kvtier.tools.replay.session import Replayed
 
 BLOCK_BYTES = 8192
 BLOCK_TOKENS = 16
@@ -120,10 +119,14 @@ def test_a_disk_behind_a_small_memory_hits_what_an_endless_cache_would(tmp_path)
 
 @settings(max_examples=15)
 @given(
-    lengths=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12)), min_size=1, max_size=10),
-    apart_s=st.sampled_from([0.0, 0.001, 10.0]),
-    slots=st.integers(1, 12),
-    at_once=st.integers(1, 4),
+    lengths=strategies.lists(
+        strategies.tuples(strategies.integers(0, 3), strategies.integers(0, 12)),
+        min_size=1,
+        max_size=10,
+    ),
+    apart_s=strategies.sampled_from([0.0, 0.001, 10.0]),
+    slots=strategies.integers(1, 12),
+    at_once=strategies.integers(1, 4),
 )
 def test_every_replay_ends_at_rest_with_every_block_right(
     tmp_path_factory, lengths, apart_s, slots, at_once
@@ -199,7 +202,7 @@ def test_wrong_bytes_are_found_and_their_place_is_named(monkeypatch) -> None:
 
 def test_a_slot_that_is_harmed_after_its_promotion_is_found(monkeypatch) -> None:
     """What no check on the way can see: only the reader's own."""
-    from kvtier.replay.gpu import StandInGpu
+    from kvtier.tools.replay.gpu import StandInGpu
 
     real = StandInGpu.load
 

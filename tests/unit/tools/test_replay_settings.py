@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.replay.folders import Folders
-from kvtier.replay.settings import read_config_file, read_runtime, read_slots, read_tier
-from kvtier.sizes import read_bytes
+from kvtier.plugin_api.sizes import read_bytes
+from kvtier.tools.replay.folders import Folders
+from kvtier.tools.replay.settings import read_config_file, read_runtime, read_slots, read_tier
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvtier.config import RuntimeConfig
+    from kvtier.settings.runtime_config import RuntimeConfig
 
 SIZES = {
     "4096": 4096,

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtier.answering import answers
-from kvtier.cli.main import BAD_INPUT
-from tests.fuse_folder import FuseFolder, fuse_folder, needs_fuse
-from tests.patience import PATIENCE_S
+from kvtier.tools.answering import answers
+from kvtier.tools.cli.exit_status import BAD_INPUT
+from tests.support.fuse_folder import FuseFolder, fuse_folder, needs_fuse
+from tests.support.patience import PATIENCE_S
 from tests.unit.backends.disk._disk import open_disk
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ pytestmark = needs_fuse
 
 IMPATIENT = """
 import sys
-from kvtier import answering
-from kvtier.cli.main import main
+from kvtier.tools import answering
+from kvtier.tools.cli.main import main
 answering.ANSWER_S_MAX = 1.0
 sys.exit(main(sys.argv[1:]))
 """

@@ -7,18 +7,17 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 
 from kvtier.errors import ConfigError
-from kvtier.sizing.geometry import (
+from kvtier.tools.sizing.geometry import (
     Geometry,
     LayerGroup,
     make_geometry,
     parse_geometry_untrusted,
     read_geometry,
 )
-from kvtier.sizing.recommend import (
+from kvtier.tools.sizing.recommend import (
     GIB,
     SizePoint,
     Workfacts,
@@ -195,12 +194,19 @@ def test_a_config_is_read_from_its_folder_and_named_when_refused(tmp_path: Path)
         read_geometry(tmp_path / "config.json")
 
 
-JUNK = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner),
+JUNK = strategies.recursive(
+    strategies.none()
+    | strategies.booleans()
+    | strategies.integers()
+    | strategies.floats()
+    | strategies.text(max_size=5),
+    lambda inner: (
+        strategies.lists(inner, max_size=4)
+        | strategies.dictionaries(strategies.text(max_size=3), inner)
+    ),
     max_leaves=8,
 )
-FIELDS = st.sampled_from(
+FIELDS = strategies.sampled_from(
     [
         *DEEPSEEK_V3,
         "layer_types",
@@ -220,7 +226,10 @@ FIELDS = st.sampled_from(
 )
 
 
-@given(st.sampled_from([LLAMA_8B, DEEPSEEK_V3, {}]), st.dictionaries(FIELDS, JUNK, max_size=4))
+@given(
+    strategies.sampled_from([LLAMA_8B, DEEPSEEK_V3, {}]),
+    strategies.dictionaries(FIELDS, JUNK, max_size=4),
+)
 def test_a_config_raises_nothing_but_config_error(
     config: dict[str, Any], junk: dict[str, Any]
 ) -> None:
@@ -228,7 +237,7 @@ def test_a_config_raises_nothing_but_config_error(
         assert parse(config | junk).bytes_per_token() > 0
 
 
-@given(st.binary(max_size=50))
+@given(strategies.binary(max_size=50))
 def test_bytes_raise_nothing_but_config_error(raw: bytes) -> None:
     with suppress(ConfigError):
         parse_geometry_untrusted(raw)
@@ -254,8 +263,12 @@ def test_a_straight_line_or_no_hits_have_no_knee() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 1000), st.floats(0, 1)), min_size=1, max_size=9),
-    st.integers(1, 50),
+    strategies.lists(
+        strategies.tuples(strategies.integers(1, 1000), strategies.floats(0, 1)),
+        min_size=1,
+        max_size=9,
+    ),
+    strategies.integers(1, 50),
 )
 def test_the_knee_depends_on_no_unit(pairs: list[tuple[int, float]], scale: int) -> None:
     sizes = sorted({size for size, _ in pairs})

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies
 
-from kvtier.replay import traces
-from kvtier.replay.traces import Trace, TraceError, TraceRequest, read_trace
+from kvtier.tools.replay import traces
+from kvtier.tools.replay.traces import Trace, TraceError, TraceRequest, read_trace
 
 
 def mooncake(time_ms: float, ids: list[int], **changes: Any) -> dict[str, Any]:
@@ -86,7 +85,11 @@ def test_a_block_is_another_one_behind_another_prefix(tmp_path: Path) -> None:
     assert [request.blocks for request in trace.requests] == [(0, 1), (2, 3), (2, 3, 4)]
 
 
-@given(st.lists(st.lists(st.integers(0, 3), max_size=5), min_size=1, max_size=12))
+@given(
+    strategies.lists(
+        strategies.lists(strategies.integers(0, 3), max_size=5), min_size=1, max_size=12
+    )
+)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_equal_numbers_mean_equal_prefixes(tmp_path: Path, requests: list[list[int]]) -> None:
     trace = read(tmp_path, lines(*(mooncake(0, ids) for ids in requests)))
@@ -270,7 +273,7 @@ def test_progress_is_told_in_bytes_of_the_file(tmp_path: Path) -> None:
     assert all(0 < done <= size == len(raw) for done, size in told)
 
 
-FRAGMENTS = st.sampled_from(
+FRAGMENTS = strategies.sampled_from(
     [
         *(bad.rstrip()[:300] for bad in BAD),
         lines(mooncake(0, [1])),
@@ -287,10 +290,10 @@ FRAGMENTS = st.sampled_from(
 
 
 @given(
-    parts=st.lists(FRAGMENTS | st.binary(max_size=40), max_size=8),
-    packed=st.booleans(),
-    on_bad_line=st.sampled_from(["stop", "skip"]),
-    name=st.sampled_from(["auto", *traces.FORMATS]),
+    parts=strategies.lists(FRAGMENTS | strategies.binary(max_size=40), max_size=8),
+    packed=strategies.booleans(),
+    on_bad_line=strategies.sampled_from(["stop", "skip"]),
+    name=strategies.sampled_from(["auto", *traces.FORMATS]),
 )
 @settings(
     max_examples=400,
@@ -311,7 +314,7 @@ def test_reading_raises_nothing_but_trace_error(
 
 
 def test_the_examples_of_the_reference_can_be_read(tmp_path: Path) -> None:
-    page = Path(__file__).parents[2] / "docs/reference/trace-formats.md"
+    page = Path(__file__).parents[3] / "docs/reference/trace-formats.md"
     examples = re.findall(r"^```json\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     found = [read(tmp_path, example.encode()) for example in examples]
     assert [trace.format for trace in found] == ["mooncake", "qwen-bailian", "plain"]

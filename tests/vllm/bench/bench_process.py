@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.patience import PATIENCE_S, until
-from tests.vllm.children import child_environment, kill_group
-from tests.vllm.play import SHM
+from tests.support.patience import PATIENCE_S, until
+from tests.vllm.support.children import child_environment, kill_group
+from tests.vllm.support.play import SHM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,7 +84,7 @@ def start_bench(tmp_path: Path, *options: str) -> Iterator[Bench]:
     folder.mkdir()
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "kvtier.cli.main", "bench", *options],
+            [sys.executable, "-W", "ignore", "-m", "kvtier.tools.cli.main", "bench", *options],
             stdout=log,
             stderr=subprocess.STDOUT,
             env=child_environment({"TMPDIR": str(folder), MARK: mark}),

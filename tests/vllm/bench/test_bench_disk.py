@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtier.errors import StoreFault
-from kvtier.memory import SlotMemory
-from tests.threads_left import ending_threads
-from tests.vllm.bench_process import Bench, start_bench
+from kvtier.plugin_api.slot_memory import SlotMemory
+from tests.support.threads_left import ending_threads
+from tests.vllm.bench.bench_process import Bench, start_bench
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # as in conftest.py
-    from kvtier.vllm.bench import disk_page_cache
-    from kvtier.vllm.bench.disk import KINDS, LOAD, STORE, Measured, Options, Round, measure
-    from kvtier.vllm.bench.disk_figures import gb_per_s, job_ms, ratios
-    from kvtier.vllm.bench.disk_fio import FIO, Fio, FioFailed
-    from kvtier.vllm.bench.disk_legs import Leg, play
-    from kvtier.vllm.bench.disk_raw import RAW, RawSide
-    from kvtier.vllm.bench.disk_sides import (
+    from kvtier.tools.bench import disk_page_cache
+    from kvtier.tools.bench.disk import KINDS, LOAD, STORE, Measured, Options, Round, measure
+    from kvtier.tools.bench.disk_figures import gb_per_s, job_ms, ratios
+    from kvtier.tools.bench.disk_fio import FIO, Fio, FioFailed
+    from kvtier.tools.bench.disk_legs import Leg, play
+    from kvtier.tools.bench.disk_raw import RAW, RawSide
+    from kvtier.tools.bench.disk_sides import (
         ENCRYPTED,
         DiskSetup,
         DiskSide,
@@ -33,8 +33,8 @@ with warnings.catch_warnings():
         KVTierSide,
         VLLMSide,
     )
-    from kvtier.vllm.bench.sides import KVTIER, VLLM, make_keys
-from tests.patience import until
+    from kvtier.tools.bench.sides import KVTIER, VLLM, make_keys
+from tests.support.patience import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -372,7 +372,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
 def test_what_cannot_be_measured_is_refused_before_anything_is_written(
     options: list[str], word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from kvtier.cli.main import main
+    from kvtier.tools.cli.main import main
 
     folder = [] if "--path" in options else ["--path", str(tmp_path)]
     assert main(["bench", "disk", *folder, *options]) == 2

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtier.errors import InternalError
-from tests.vllm.bench_process import assert_ctrl_c_leaves_nothing, start_bench
+from tests.vllm.bench.bench_process import assert_ctrl_c_leaves_nothing, start_bench
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # as in conftest.py
-    from kvtier.vllm.bench import engine_command
-    from kvtier.vllm.bench.engine_run import COLD, DISK, DRAM, LOAD, RESTARTED, CallTimer
-    from kvtier.vllm.bench.sides import KVTIER, SIDES, VLLM
-    from kvtier.vllm.bench.steps import measure_steps
+    from kvtier.tools.bench import engine_command
+    from kvtier.tools.bench.engine_run import COLD, DISK, DRAM, LOAD, RESTARTED, CallTimer
+    from kvtier.tools.bench.sides import KVTIER, SIDES, VLLM
+    from kvtier.tools.bench.steps import measure_steps
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -115,7 +115,7 @@ def test_the_command_compares_real_engines_and_leaves_nothing(tmp_path: Path) ->
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     """The engine's process is in a session of its own and would not hear the terminal's."""
     options = ["engine", "--runs", "1", "--prompts", "2"]
-    assert_ctrl_c_leaves_nothing(tmp_path, *options, child="kvtier.vllm.bench.engine_run")
+    assert_ctrl_c_leaves_nothing(tmp_path, *options, child="kvtier.tools.bench.engine_run")
 
 
 @pytest.mark.one_release

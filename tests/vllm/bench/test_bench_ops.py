@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtier.errors import InternalError
-from tests.threads_left import ending_threads
-from tests.vllm.bench_process import assert_ctrl_c_leaves_nothing, start_bench
+from tests.support.threads_left import ending_threads
+from tests.vllm.bench.bench_process import assert_ctrl_c_leaves_nothing, start_bench
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # as in conftest.py
     from vllm.v1.kv_offload.base import LookupResult
 
-    from kvtier.vllm.bench.ops import BLOCK_BYTES, Options, figures, measure, percentile
-    from kvtier.vllm.bench.sides import KVTIER, SIDES, VLLM, Setup, Side, make_keys
-    from kvtier.vllm.bench.turns import (
+    from kvtier.tools.bench.ops import BLOCK_BYTES, Options, figures, measure, percentile
+    from kvtier.tools.bench.sides import KVTIER, SIDES, VLLM, Setup, Side, make_keys
+    from kvtier.tools.bench.turns import (
         BOUND_OF,
         COMPLETE_STORE,
         GET_STATS,
@@ -219,7 +219,7 @@ def test_the_command_reports_calls_scale_and_memory(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     options = ["ops", "--blocks", "64", "--runs", "1"]
-    assert_ctrl_c_leaves_nothing(tmp_path, *options, child="kvtier.vllm.bench.resident")
+    assert_ctrl_c_leaves_nothing(tmp_path, *options, child="kvtier.tools.bench.resident")
 
 
 @pytest.mark.one_release

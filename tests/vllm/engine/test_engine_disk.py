@@ -17,14 +17,14 @@ from unittest.mock import patch
 import pytest
 from vllm.v1.kv_offload.base import LookupResult
 
-from kvtier.vllm.bench.sides import NOTHING_NEW, make_context, make_keys
-from tests.patience import until
+from kvtier.tools.bench.sides import NOTHING_NEW, make_context, make_keys
+from tests.support.patience import until
 from tests.unit.backends.disk._disk import folder_bytes
-from tests.vllm.children import start_scenario
-from tests.vllm.engine import Engine, engine, kvtier_config
-from tests.vllm.managers import manager
-from tests.vllm.notes import leave, wait_for
-from tests.vllm.play import assert_at_rest, grown, play_round, prompts_of, whole_blocks
+from tests.vllm.support.children import start_scenario
+from tests.vllm.support.engine import Engine, engine, kvtier_config
+from tests.vllm.support.managers import manager
+from tests.vllm.support.notes import leave, wait_for
+from tests.vllm.support.play import assert_at_rest, grown, play_round, prompts_of, whole_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence

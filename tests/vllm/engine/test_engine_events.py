@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tests.vllm.children import run_scenario
-from tests.vllm.engine import engine, kvtier_config
-from tests.vllm.play import assert_at_rest, play_round, prompts_of
+from tests.vllm.support.children import run_scenario
+from tests.vllm.support.engine import engine, kvtier_config
+from tests.vllm.support.play import assert_at_rest, play_round, prompts_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.vllm.children import run_scenario
-from tests.vllm.engine import engine, kvtier_config
-from tests.vllm.play import (
+from tests.vllm.support.children import run_scenario
+from tests.vllm.support.engine import engine, kvtier_config
+from tests.vllm.support.play import (
     assert_at_rest,
     ours_in_shm,
     own_id,

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from anyio import to_thread
 
-from tests.vllm.children import run_scenario
-from tests.vllm.engine import Engine, engine, kvtier_config
-from tests.vllm.play import (
+from tests.vllm.support.children import run_scenario
+from tests.vllm.support.engine import Engine, engine, kvtier_config
+from tests.vllm.support.play import (
     Steps,
     Transfers,
     assert_at_rest,

@@ -8,10 +8,10 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from tests.vllm.children import run_scenario, start_scenario
-from tests.vllm.engine import engine, kvtier_config
-from tests.vllm.notes import leave
-from tests.vllm.play import (
+from tests.vllm.support.children import run_scenario, start_scenario
+from tests.vllm.support.engine import engine, kvtier_config
+from tests.vllm.support.notes import leave
+from tests.vllm.support.play import (
     assert_at_rest,
     ours_in_shm,
     own_id,

@@ -9,11 +9,11 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.vllm import KVTierOffloadingSpec
-from tests.vllm.children import run_scenario
-from tests.vllm.engine import engine, kvtier_config
-from tests.vllm.managers import manager
-from tests.vllm.offloading import CONFIG
-from tests.vllm.play import ours_in_shm, own_id, play
+from tests.vllm.support.children import run_scenario
+from tests.vllm.support.engine import engine, kvtier_config
+from tests.vllm.support.managers import manager
+from tests.vllm.support.offloading import CONFIG
+from tests.vllm.support.play import ours_in_shm, own_id, play
 
 if TYPE_CHECKING:
     from pathlib import Path

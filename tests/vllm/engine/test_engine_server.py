@@ -13,10 +13,10 @@ import urllib.request
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from tests.patience import PATIENCE_S, until
-from tests.vllm.children import child_environment, kill_group
-from tests.vllm.engine import flat_metrics, kvtier_config
-from tests.vllm.play import ours_in_shm, own_id, prompts_of, whole_blocks
+from tests.support.patience import PATIENCE_S, until
+from tests.vllm.support.children import child_environment, kill_group
+from tests.vllm.support.engine import flat_metrics, kvtier_config
+from tests.vllm.support.play import ours_in_shm, own_id, prompts_of, whole_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -13,10 +13,17 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.patience import PATIENCE_S
-from tests.vllm.children import run_scenario
-from tests.vllm.engine import engine, kvtier_config
-from tests.vllm.play import Steps, assert_at_rest, ours_in_shm, own_id, play_round, prompts_of
+from tests.support.patience import PATIENCE_S
+from tests.vllm.support.children import run_scenario
+from tests.vllm.support.engine import engine, kvtier_config
+from tests.vllm.support.play import (
+    Steps,
+    assert_at_rest,
+    ours_in_shm,
+    own_id,
+    play_round,
+    prompts_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tests.vllm.children import run_scenario
-from tests.vllm.engine import engine, kvtier_config, make_prompts
-from tests.vllm.play import ours_in_shm, own_id
+from tests.vllm.support.children import run_scenario
+from tests.vllm.support.engine import engine, kvtier_config, make_prompts
+from tests.vllm.support.play import ours_in_shm, own_id
 
 if TYPE_CHECKING:
     from pathlib import Path

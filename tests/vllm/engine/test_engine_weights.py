@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.vllm.children import run_scenario
-from tests.vllm.engine import Engine, engine, kvtier_config
-from tests.vllm.play import assert_at_rest, play_round, prompts_of, whole_blocks
+from tests.vllm.support.children import run_scenario
+from tests.vllm.support.engine import Engine, engine, kvtier_config
+from tests.vllm.support.play import assert_at_rest, play_round, prompts_of, whole_blocks
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.patience import PATIENCE_S
-from tests.vllm.children import child_environment
-from tests.vllm.models import make_llama
+from tests.support.patience import PATIENCE_S
+from tests.vllm.support.children import child_environment
+from tests.vllm.support.models import make_llama
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 MODEL = '"Qwen/Qwen2.5-0.5B-Instruct"'
 
 

@@ -2,7 +2,7 @@
 
 vLLM keeps state in module globals and environment variables, so a scenario is
 a plain function at module level that a child process calls; its JSON result is
-what the test looks at. ``tests/vllm/scenario_server.py`` makes these processes.
+what the test looks at. ``tests/vllm/support/scenario_server.py`` makes these processes.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.patience import PATIENCE_S, until
+from tests.support.patience import PATIENCE_S, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 LOG_TAIL_CHARACTERS = 6000
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 _CHILD_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -151,7 +151,7 @@ def _fork(call: Mapping[str, Any]) -> int:
 def _scenario_server() -> subprocess.Popen[str]:
     """Start the server, which ends when its standard input does: with these tests."""
     return subprocess.Popen(
-        [sys.executable, *_CHILD_FLAGS, "-m", "tests.vllm.scenario_server"],
+        [sys.executable, *_CHILD_FLAGS, "-m", "tests.vllm.support.scenario_server"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=child_environment({}),

@@ -1,6 +1,6 @@
 """A real vLLM engine with kvtier, in this process, and what a test asks of it.
 
-Scenarios that use it run in processes of their own: ``tests/vllm/children.py``.
+Scenarios that use it run in processes of their own: ``tests/vllm/support/children.py``.
 This folder must not become a package: it would hide vLLM itself.
 """
 
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import to_builtins
 
-from tests.patience import PATIENCE_S
-from tests.vllm.models import VOCABULARY
+from tests.support.patience import PATIENCE_S
+from tests.vllm.support.models import VOCABULARY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

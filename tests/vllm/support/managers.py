@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier.vllm import KVTierOffloadingSpec
 from kvtier.vllm.region import HostRegion
-from tests.vllm.engine import kvtier_config
-from tests.vllm.offloading import CONFIG
-from tests.vllm.play import ours_in_shm
+from tests.vllm.support.engine import kvtier_config
+from tests.vllm.support.offloading import CONFIG
+from tests.vllm.support.play import ours_in_shm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.patience import until
+from tests.support.patience import until
 
 
 def leave(path: str, text: str = "") -> None:

@@ -1,6 +1,6 @@
 """Lay another release of vLLM over the CPU build that is installed.
 
-    python tests/vllm/other_release.py requirements/engine-cpu-0.33.txt FOLDER
+    python tests/vllm/support/other_release.py requirements/engine-cpu-0.33.txt FOLDER
 
 There are CPU builds of few releases, but the Python of one runs over the
 compiled parts of its neighbour. ``FOLDER`` gets both, and what the list names

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from tests.vllm.engine import Engine, engine, greedy, make_prompts
+from tests.vllm.support.engine import Engine, engine, greedy, make_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,6 +1,6 @@
 """Plays scenarios in forks of one process that has imported vLLM, which takes nine seconds.
 
-``python -m tests.vllm.scenario_server`` reads calls from its standard input, a
+``python -m tests.vllm.support.scenario_server`` reads calls from its standard input, a
 JSON line each, and answers with the fork's process id. A fork leads a session
 of its own, plays its scenario, and ends as any program does: with its exit
 handlers, and after its threads. How it ended stands then in a file.

@@ -6,18 +6,23 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from kvtier.backend import LoadBlock, Loaded, Outcome, StoreBlock
 from kvtier.errors import ConfigError, StoreFault
-from kvtier.threads import DaemonThreads
+from kvtier.plugin_api.backend import LoadBlock, Loaded, Outcome, StoreBlock
+from kvtier.plugin_api.threads import DaemonThreads
+from kvtier_backends.disk.encryption.sealing import (
+    BlockCipher,
+    Keyring,
+    Sealed,
+    parse_keys_untrusted,
+)
 from kvtier_backends.disk.format import namespace_digest
-from kvtier_backends.disk.sealing import BlockCipher, Keyring, Sealed, parse_keys_untrusted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvtier.backend import BackendContext
-    from kvtier.options import Options
-    from kvtier_backends.disk.log import BlockLog, Sealing
+    from kvtier.plugin_api.backend import BackendContext
+    from kvtier.plugin_api.options import Options
+    from kvtier_backends.disk.log.block_log import BlockLog, Sealing
 
 T = TypeVar("T")
 

@@ -18,8 +18,8 @@ import mmap
 import os
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvtier.backend import DIGEST_BYTES, Outcome
 from kvtier.errors import ConfigError
+from kvtier.plugin_api.backend import DIGEST_BYTES, Outcome
 from kvtier_backends.disk.format import ID_BYTES, PAGE_BYTES, SEAL_BYTES
 
 if TYPE_CHECKING:

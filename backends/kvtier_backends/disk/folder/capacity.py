@@ -9,15 +9,15 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Final
 
-from kvtier.memory import free_memory_bytes, machine_memory_bytes
-from kvtier_backends.disk.folder import FOLDER_BYTES, REGIONS_MIN, capacity_bytes_min
+from kvtier.plugin_api.slot_memory import free_memory_bytes, machine_memory_bytes
+from kvtier_backends.disk.folder.claim import FOLDER_BYTES, REGIONS_MIN, capacity_bytes_min
 from kvtier_backends.disk.format import PAGE_BYTES, region_bytes_for
-from kvtier_backends.disk.index import SLOTS_MAX
+from kvtier_backends.disk.log.index import SLOTS_MAX
 
 if TYPE_CHECKING:
-    from kvtier.backend import BackendContext
-    from kvtier.options import Options
-    from kvtier_backends.disk.folder import Plan
+    from kvtier.plugin_api.backend import BackendContext
+    from kvtier.plugin_api.options import Options
+    from kvtier_backends.disk.folder.claim import Plan
 
 INDEX_BYTES_PER_BLOCK: Final = 90
 """What the index takes for a stored block with a key of 36 bytes; its seal comes on top."""

@@ -15,6 +15,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvtier_backends.disk.folder.users import LOCK_NAME, user_untrusted
 from kvtier_backends.disk.format import (
     ID_BYTES,
     PAGE_BYTES,
@@ -29,7 +30,6 @@ from kvtier_backends.disk.format import (
     time_s,
 )
 from kvtier_backends.disk.opened_files import NotAFile, open_file, remove_whatever
-from kvtier_backends.disk.users import LOCK_NAME, user_untrusted
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier_backends.disk.device import SEGMENT_NAME, Segments, trim_segments
-from kvtier_backends.disk.folder import (
+from kvtier_backends.disk.folder.claim import (
     REGION_SLOTS_MIN,
     REGIONS_KEPT_MIN,
     Plan,
@@ -16,9 +16,9 @@ from kvtier_backends.disk.folder import (
     segment_numbers,
     write_superblock,
 )
+from kvtier_backends.disk.folder.recovery import UNREMARKABLE, Case, Fate, folder_case
 from kvtier_backends.disk.format import PageRefused, Superblock
 from kvtier_backends.disk.opened_files import remove_whatever
-from kvtier_backends.disk.recovery import UNREMARKABLE, Case, Fate, folder_case
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

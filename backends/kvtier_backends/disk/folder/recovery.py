@@ -29,10 +29,10 @@ from kvtier_backends.disk.format import (
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
 
-    from kvtier.threads import DaemonThreads
-    from kvtier_backends.disk.bulk import BulkLoad
+    from kvtier.plugin_api.threads import DaemonThreads
     from kvtier_backends.disk.device import Device
     from kvtier_backends.disk.format import Geometry
+    from kvtier_backends.disk.log.index_bulk import BulkLoad
 
 YES: Final = True
 NO: Final = False

@@ -12,9 +12,9 @@ from kvtier.errors import Misuse
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtier.backend import StoreBlock
+    from kvtier.plugin_api.backend import StoreBlock
     from kvtier_backends.disk.format import EntryTuple
-    from kvtier_backends.disk.index import BlockIndex, Known
+    from kvtier_backends.disk.log.index import BlockIndex, Known
 
 
 class Item(NamedTuple):

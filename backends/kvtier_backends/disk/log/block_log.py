@@ -14,11 +14,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvtier.backend import Loaded, Outcome
-from kvtier_backends.disk.batches import Batch, Item, check_buffers
-from kvtier_backends.disk.calls import Calls
+from kvtier.plugin_api.backend import Loaded, Outcome
 from kvtier_backends.disk.device import Transfer
-from kvtier_backends.disk.emptier import empty_one, victim_without_loss
 from kvtier_backends.disk.format import (
     ID_BYTES,
     NO_KEY_ID,
@@ -29,20 +26,23 @@ from kvtier_backends.disk.format import (
     encode_header,
     time_s,
 )
-from kvtier_backends.disk.healing import try_a_region
-from kvtier_backends.disk.regions import Extent, RegionState
-from kvtier_backends.disk.runs import neighbours
-from kvtier_backends.disk.tables import Identity, PagePool, RegionTable, new_header
-from kvtier_backends.disk.trouble import RegionTrouble
-from kvtier_backends.disk.turns import Turns
+from kvtier_backends.disk.log.batches import Batch, Item, check_buffers
+from kvtier_backends.disk.log.calls import Calls
+from kvtier_backends.disk.log.healing import try_a_region
+from kvtier_backends.disk.log.load_priority import Turns
+from kvtier_backends.disk.log.region_faults import RegionTrouble
+from kvtier_backends.disk.log.region_reclaim import empty_one, victim_without_loss
+from kvtier_backends.disk.log.regions import Extent, RegionState
+from kvtier_backends.disk.log.runs import neighbours
+from kvtier_backends.disk.log.tables import Identity, PagePool, RegionTable, new_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from kvtier.backend import LoadBlock, StoreBlock
+    from kvtier.plugin_api.backend import LoadBlock, StoreBlock
     from kvtier_backends.disk.device import Device
-    from kvtier_backends.disk.index import BlockIndex, Known
-    from kvtier_backends.disk.regions import Budget, Regions
+    from kvtier_backends.disk.log.index import BlockIndex, Known
+    from kvtier_backends.disk.log.regions import Budget, Regions
     from kvtier_backends.ledger import Ledger
 
 LOOKS_AHEAD_PER_REGION: Final = 4

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier_backends.disk.device import Transfer
 from kvtier_backends.disk.format import ID_BYTES, PAGE_BYTES
-from kvtier_backends.disk.trouble import SICK_MEDIUM
+from kvtier_backends.disk.log.region_faults import SICK_MEDIUM
 
 if TYPE_CHECKING:
-    from kvtier.backend import Outcome
-    from kvtier_backends.disk.log import BlockLog
+    from kvtier.plugin_api.backend import Outcome
+    from kvtier_backends.disk.log.block_log import BlockLog
 
 SUSPECTS_AT_ONCE: Final = 4
 FREE_AHEAD_MAX: Final = 16

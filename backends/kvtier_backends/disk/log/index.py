@@ -14,10 +14,10 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvtier.backend import DIGEST_BYTES
 from kvtier.errors import InternalError, Misuse
+from kvtier.plugin_api.backend import DIGEST_BYTES
 from kvtier_backends.disk.format import SEAL_BYTES, check_key_lengths
-from kvtier_backends.disk.words import (
+from kvtier_backends.disk.log.index_words import (
     COUNT_AT,
     HALF_BITS,
     HOME_BITS,

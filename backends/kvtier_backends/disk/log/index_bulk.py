@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kvtier.backend import DIGEST_BYTES
+from kvtier.plugin_api.backend import DIGEST_BYTES
 from kvtier_backends.disk.format import SEAL_BYTES
-from kvtier_backends.disk.words import HALF_BITS, HOME_BITS, TABLE_WORDS_MAX, laid_out
+from kvtier_backends.disk.log.index_words import HALF_BITS, HOME_BITS, TABLE_WORDS_MAX, laid_out
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvtier_backends.disk.format import TablePage
-    from kvtier_backends.disk.index import BlockIndex, Slab
+    from kvtier_backends.disk.log.index import BlockIndex, Slab
 
 
 class Dropped(NamedTuple):

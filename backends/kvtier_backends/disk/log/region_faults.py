@@ -15,13 +15,13 @@ import errno
 from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvtier.backend import Outcome
+from kvtier.plugin_api.backend import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
 
     from kvtier_backends.disk.device import Transfer
-    from kvtier_backends.disk.regions import Regions
+    from kvtier_backends.disk.log.regions import Regions
     from kvtier_backends.ledger import Ledger
 
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})

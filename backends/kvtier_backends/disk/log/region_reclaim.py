@@ -15,14 +15,14 @@ import asyncio
 import mmap
 from typing import TYPE_CHECKING, Final
 
-from kvtier.backend import Outcome
+from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.disk.format import PAGE_BYTES
-from kvtier_backends.disk.regions import RegionState
+from kvtier_backends.disk.log.regions import RegionState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtier_backends.disk.log import BlockLog
+    from kvtier_backends.disk.log.block_log import BlockLog
 
 BATCH_BYTES: Final = 2 << 20
 READERS_WAIT_S_MAX: Final = 1.0

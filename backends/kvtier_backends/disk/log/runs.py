@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvtier_backends.disk.index import BlockIndex
+    from kvtier_backends.disk.log.index import BlockIndex
 
 
 def neighbours(locations: Sequence[int], slots_per_region: int) -> list[list[int]]:

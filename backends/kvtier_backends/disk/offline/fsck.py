@@ -14,22 +14,22 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvtier.backend import Outcome, block_digest
+from kvtier.plugin_api.backend import Outcome, block_digest
 from kvtier_backends.disk.device import SEGMENT_NAME
-from kvtier_backends.disk.folder import segment_numbers, write_superblock
+from kvtier_backends.disk.encryption.sealing import BlockCipher, Sealed
+from kvtier_backends.disk.folder.claim import segment_numbers, write_superblock
+from kvtier_backends.disk.folder.recovery import UNREMARKABLE
 from kvtier_backends.disk.format import NO_KEY_ID, SEAL_BYTES
-from kvtier_backends.disk.inspection import damaged_copies, user_of
-from kvtier_backends.disk.recovery import UNREMARKABLE
-from kvtier_backends.disk.scrubbing import scrub_region
-from kvtier_backends.disk.sealing import BlockCipher, Sealed
+from kvtier_backends.disk.offline.inspection import damaged_copies, user_of
+from kvtier_backends.disk.offline.scrubbing import scrub_region
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from kvtier_backends.disk.encryption.sealing import Keyring
+    from kvtier_backends.disk.folder.users import User
     from kvtier_backends.disk.format import Entry, RegionHeader
-    from kvtier_backends.disk.inspection import Folder, Look
-    from kvtier_backends.disk.sealing import Keyring
-    from kvtier_backends.disk.users import User
+    from kvtier_backends.disk.offline.inspection import Folder, Look
 
 READ_BYTES_MAX: Final = 8 << 20
 SLOTS_SHOWN: Final = 8

@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.errors import ConfigError
 from kvtier_backends.disk.device import Segments
-from kvtier_backends.disk.folder import (
+from kvtier_backends.disk.folder.claim import (
     read_superblock,
     segment_numbers,
 )
+from kvtier_backends.disk.folder.recovery import UNREMARKABLE, Expected, page_case, region_case
+from kvtier_backends.disk.folder.users import LOCK_NAME, User, user_untrusted
 from kvtier_backends.disk.format import (
     PAGE_BYTES,
     Entry,
@@ -34,10 +36,8 @@ from kvtier_backends.disk.format import (
     decode_superblock_untrusted,
     entries_untrusted,
 )
+from kvtier_backends.disk.offline.region_files import RegionFiles
 from kvtier_backends.disk.opened_files import open_file
-from kvtier_backends.disk.recovery import UNREMARKABLE, Expected, page_case, region_case
-from kvtier_backends.disk.region_files import RegionFiles
-from kvtier_backends.disk.users import LOCK_NAME, User, user_untrusted
 
 if TYPE_CHECKING:
     from typing import Self

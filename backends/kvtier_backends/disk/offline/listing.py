@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvtier_backends.disk.inspection import user_of
+from kvtier_backends.disk.offline.inspection import user_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from kvtier_backends.disk.folder.users import User
     from kvtier_backends.disk.format import RegionHeader
-    from kvtier_backends.disk.inspection import Folder, Look
-    from kvtier_backends.disk.users import User
+    from kvtier_backends.disk.offline.inspection import Folder, Look
 
 
 class Distinct:

@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 import msgspec
 
 from kvtier.errors import ConfigError, StoreFault
-from kvtier.whole_file import write_whole
-from kvtier_backends.disk.inspection import Folder, user_of
-from kvtier_backends.disk.purging import Purged, Selection, purge_log
+from kvtier.plugin_api.atomic_file import write_whole
+from kvtier_backends.disk.offline.inspection import Folder, user_of
+from kvtier_backends.disk.offline.purging import Purged, Selection, purge_log
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from kvtier.threads import DaemonThreads
-    from kvtier_backends.disk.log import BlockLog
+    from kvtier.plugin_api.threads import DaemonThreads
+    from kvtier_backends.disk.log.block_log import BlockLog
 
 TAKEN_WITHIN_S_MAX: Final = 15.0
 DONE_WITHIN_S_MAX: Final = 600.0

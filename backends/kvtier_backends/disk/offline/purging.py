@@ -15,17 +15,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.errors import StoreFault
-from kvtier_backends.disk.listing import Distinct, Kind, kind_of
-from kvtier_backends.disk.regions import RegionState
-from kvtier_backends.disk.scrubbing import scrub_region
+from kvtier_backends.disk.log.regions import RegionState
+from kvtier_backends.disk.offline.listing import Distinct, Kind, kind_of
+from kvtier_backends.disk.offline.scrubbing import scrub_region
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from kvtier.threads import DaemonThreads
+    from kvtier.plugin_api.threads import DaemonThreads
     from kvtier_backends.disk.format import Entry
-    from kvtier_backends.disk.inspection import Folder, Look
-    from kvtier_backends.disk.log import BlockLog
+    from kvtier_backends.disk.log.block_log import BlockLog
+    from kvtier_backends.disk.offline.inspection import Folder, Look
 
 LOADS_END_S_MAX: Final = 5.0
 """Loads that have begun get so long to end, all together; mostly they take milliseconds.

@@ -12,7 +12,7 @@ import os
 from typing import TYPE_CHECKING, Final
 
 from kvtier_backends.disk.device import SEGMENT_NAME, Segments
-from kvtier_backends.disk.folder import segment_numbers
+from kvtier_backends.disk.folder.claim import segment_numbers
 from kvtier_backends.disk.opened_files import open_file
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from kvtier_backends.disk.format import PAGE_BYTES, Entry, TableWriter
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from kvtier_backends.disk.inspection import Look, Page
-    from kvtier_backends.disk.region_files import RegionFiles
+    from kvtier_backends.disk.offline.inspection import Look, Page
+    from kvtier_backends.disk.offline.region_files import RegionFiles
 
 _BLANK = bytes(PAGE_BYTES)
 

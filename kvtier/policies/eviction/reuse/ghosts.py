@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from xxhash import xxh3_64_intdigest
 
 if TYPE_CHECKING:
-    from kvtier.messages import Key
+    from kvtier.plugin_api.keys import Key
 
 RECORDS_PER_BLOCK: Final = 4
 """Records for each block of capacity: what comes back later counts as new."""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvtier.policies.reuse_cohorts import Cohorts
+from kvtier.policies.eviction.reuse.cohorts import Cohorts
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

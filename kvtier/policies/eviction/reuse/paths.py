@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtier.policies.reuse_cohorts import use_level
-from kvtier.policies.reuse_tree import NO_NODE
+from kvtier.policies.eviction.reuse.cohorts import use_level
+from kvtier.policies.eviction.reuse.tree import NO_NODE
 
 if TYPE_CHECKING:
-    from kvtier.messages import Key
-    from kvtier.policies.reuse_ghosts import Ghosts
-    from kvtier.policies.reuse_model import ReuseModel
-    from kvtier.policies.reuse_tree import PrefixTree
+    from kvtier.plugin_api.keys import Key
+    from kvtier.policies.eviction.reuse.ghosts import Ghosts
+    from kvtier.policies.eviction.reuse.model import ReuseModel
+    from kvtier.policies.eviction.reuse.tree import PrefixTree
 
 
 class _Use:

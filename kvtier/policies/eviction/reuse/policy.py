@@ -23,17 +23,17 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvtier.messages import GROUP_BYTES
-from kvtier.policies.base import EvictionPolicy
-from kvtier.policies.reuse_ghosts import Ghosts
-from kvtier.policies.reuse_model import ReuseModel
-from kvtier.policies.reuse_paths import Paths
-from kvtier.policies.reuse_tree import NO_NODE, PrefixTree
+from kvtier.plugin_api.eviction_policy import EvictionPolicy
+from kvtier.plugin_api.keys import GROUP_BYTES
+from kvtier.policies.eviction.reuse.ghosts import Ghosts
+from kvtier.policies.eviction.reuse.model import ReuseModel
+from kvtier.policies.eviction.reuse.paths import Paths
+from kvtier.policies.eviction.reuse.tree import NO_NODE, PrefixTree
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from kvtier.messages import Key, RequestId
+    from kvtier.plugin_api.keys import Key, RequestId
 
 LEARN_REQUESTS: Final = 512
 """The model is worked out anew after this many requests, or half as many as it has seen."""

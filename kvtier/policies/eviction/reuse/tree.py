@@ -24,7 +24,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from kvtier.messages import Key
+    from kvtier.plugin_api.keys import Key
 
 _Keys: TypeAlias = "Sequence[Key] | np.ndarray[Any, Any]"
 

@@ -6,7 +6,7 @@ import os
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from kvtier.backend import (
+from kvtier.plugin_api.backend import (
     BackendContext,
     LoadBlock,
     Loaded,
@@ -15,7 +15,7 @@ from kvtier.backend import (
     StoreBlock,
     block_digest,
 )
-from kvtier.memory import SlotMemory
+from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier_backends.disk import DiskBackend
 from tests.unit.backends._media import key_of as key_of
 

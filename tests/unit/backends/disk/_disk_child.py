@@ -7,13 +7,13 @@ import os
 from collections import deque
 from typing import TYPE_CHECKING
 
-from kvtier.backend import Outcome
+from kvtier.plugin_api.backend import Outcome
 from tests.unit.backends.disk._disk import key_of, open_disk
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from kvtier.backend import BackendContext
+    from kvtier.plugin_api.backend import BackendContext
 
 NUMBERS_PER_CALL = 8
 

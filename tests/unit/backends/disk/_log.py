@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
-from kvtier.backend import LoadBlock, Outcome, StoreBlock, block_digest
-from kvtier.threads import DaemonThreads
-from kvtier_backends.disk.bulk import BulkLoad
+from kvtier.plugin_api.backend import LoadBlock, Outcome, StoreBlock, block_digest
+from kvtier.plugin_api.threads import DaemonThreads
+from kvtier_backends.disk.folder.recovery import Expected, Recovery
 from kvtier_backends.disk.format import NO_KEY_ID, make_geometry, region_bytes_for
-from kvtier_backends.disk.index import BlockIndex
-from kvtier_backends.disk.log import BlockLog, Space
-from kvtier_backends.disk.recovery import Expected, Recovery
-from kvtier_backends.disk.regions import WRITE_AMPLIFICATION_MAX, Budget, Regions
-from kvtier_backends.disk.tables import Identity
+from kvtier_backends.disk.log.block_log import BlockLog, Space
+from kvtier_backends.disk.log.index import BlockIndex
+from kvtier_backends.disk.log.index_bulk import BulkLoad
+from kvtier_backends.disk.log.regions import WRITE_AMPLIFICATION_MAX, Budget, Regions
+from kvtier_backends.disk.log.tables import Identity
 from kvtier_backends.ledger import Ledger
 from tests.unit.backends.disk._simulated import SimulatedDevice, SimulatedDisk
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier_backends.disk import folder
+from kvtier_backends.disk.folder import claim as folder
 
 
 @pytest.fixture(autouse=True)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtier.backend import BackendContext, LoadBlock, Outcome, StoreBlock, block_digest
 from kvtier.errors import ConfigError, Misuse
-from kvtier_backends.disk.folder import capacity_bytes_min, plan_folder
-from kvtier_backends.disk.regions import WRITE_AMPLIFICATION_MAX
+from kvtier.plugin_api.backend import BackendContext, LoadBlock, Outcome, StoreBlock, block_digest
+from kvtier_backends.disk.folder.claim import capacity_bytes_min, plan_folder
+from kvtier_backends.disk.log.regions import WRITE_AMPLIFICATION_MAX
 from tests.unit.backends._media import mount, needs_mount, start_python, tmpfs, unmount
 from tests.unit.backends.disk._disk import (
     BLOCK_BYTES,

@@ -13,11 +13,11 @@ from unittest.mock import patch
 
 import pytest
 
-from kvtier.backend import Outcome
-from kvtier_backends.disk import emptier, log
-from kvtier_backends.disk.healing import heal
-from kvtier_backends.disk.regions import RegionState
-from kvtier_backends.disk.trouble import NO_ROOM, NO_ROOM_PAUSE_S, RegionTrouble, Suspect
+from kvtier.plugin_api.backend import Outcome
+from kvtier_backends.disk.log import block_log, region_reclaim
+from kvtier_backends.disk.log.healing import heal
+from kvtier_backends.disk.log.region_faults import NO_ROOM, NO_ROOM_PAUSE_S, RegionTrouble, Suspect
+from kvtier_backends.disk.log.regions import RegionState
 from tests.unit.backends.disk._log import CAPACITY, KEYS, REGIONS, SLOTS, Engine, fresh_disk
 from tests.unit.backends.disk._simulated import SimulatedDevice
 
@@ -243,7 +243,7 @@ def retire_what_can_not_be_written() -> Iterator[None]:
 @contextmanager
 def empty_while_writing_is_in_doubt() -> Iterator[None]:
     """No header is tried before, and what could not be appended again is dropped."""
-    real: Callable = emptier._append_again
+    real: Callable = region_reclaim._append_again
 
     async def append_again(*given: object) -> bool:
         await real(*given)
@@ -253,8 +253,8 @@ def empty_while_writing_is_in_doubt() -> Iterator[None]:
         return
 
     with (
-        patch.object(emptier, "_append_again", append_again),
-        patch.object(log, "try_a_region", nothing_is_tried),
+        patch.object(region_reclaim, "_append_again", append_again),
+        patch.object(block_log, "try_a_region", nothing_is_tried),
     ):
         yield
 

@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from kvtier_backends.disk.calls import Calls, begin
+from kvtier_backends.disk.log.calls import Calls, begin
 
 pytestmark = pytest.mark.anyio
 

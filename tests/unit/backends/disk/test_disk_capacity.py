@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtier.backend import Outcome
 from kvtier.errors import ConfigError
-from kvtier_backends.disk import capacity
+from kvtier.plugin_api.backend import Outcome
+from kvtier_backends.disk.folder import capacity
 from tests.unit.backends._media import needs_mount, tmpfs
 from tests.unit.backends.disk._disk import make_disk, open_disk
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.anyio
 OPEN = """
 import asyncio, os, sys
 from pathlib import Path
-from kvtier.backend import BackendContext, Namespace
+from kvtier.plugin_api.backend import BackendContext, Namespace
 from kvtier_backends.disk import DiskBackend
 
 def resident():

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier_backends.disk import folder
-from kvtier_backends.disk.folder import LOCK_NAME, LOCK_WAIT_S_MAX, Claim  # before patches
+from kvtier_backends.disk.folder import claim as folder
+from kvtier_backends.disk.folder.claim import LOCK_NAME, LOCK_WAIT_S_MAX, Claim  # before patches
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,7 +87,7 @@ def test_a_claim_names_the_engine_though_the_tier_runs_elsewhere(tmp_path: Path)
 HOLDER = """
 import os, sys
 from kvtier.errors import ConfigError
-from kvtier_backends.disk.folder import Claim
+from kvtier_backends.disk.folder.claim import Claim
 held = Claim(sys.argv[1], ConfigError, user_pid=int(sys.argv[2]) or os.getpid())
 print("claimed", flush=True)
 sys.stdin.read()

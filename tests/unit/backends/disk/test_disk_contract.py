@@ -14,7 +14,7 @@ from kvtier_backends.disk.format import namespace_digest
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvtier.backend import Backend, BackendContext
+    from kvtier.plugin_api.backend import Backend, BackendContext
 
 pytestmark = pytest.mark.anyio
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtier.backend import Outcome
+from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.disk.format import OWN_PAGE_BYTES
 from tests.unit.backends.disk import _disk_child
 from tests.unit.backends.disk._disk import CAPACITY_BYTES, CONTEXT, folder_bytes, open_disk
@@ -23,7 +23,7 @@ from tests.unit.backends.disk._disk_child import NUMBERS_PER_CALL
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvtier.backend import BackendContext
+    from kvtier.plugin_api.backend import BackendContext
 
 pytestmark = pytest.mark.anyio
 KILLS = int(os.environ.get("KVTIER_DISK_KILLS", "500"))

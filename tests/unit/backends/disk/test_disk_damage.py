@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtier.backend import Outcome
+from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.disk import format as fmt
 from tests.unit.backends.disk._disk import (
     CAPACITY_BYTES,

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 
-from kvtier.backend import Outcome, block_digest
 from kvtier.errors import ConfigError
-from kvtier_backends.disk.sealing import BlockCipher, Sealed, parse_keys_untrusted
+from kvtier.plugin_api.backend import Outcome, block_digest
+from kvtier_backends.disk.encryption.sealing import BlockCipher, Sealed, parse_keys_untrusted
 from tests.unit.backends.disk._disk import data_of, key_of, make_disk, open_disk
 
 pytestmark = pytest.mark.anyio
@@ -131,9 +130,9 @@ async def test_blocks_that_are_appended_again_open_as_before(tmp_path: Path) -> 
 
 
 @given(
-    st.binary(min_size=100, max_size=100),
-    st.binary(min_size=1, max_size=40),
-    st.integers(0, (100 + 32) * 8 - 1),
+    strategies.binary(min_size=100, max_size=100),
+    strategies.binary(min_size=1, max_size=40),
+    strategies.integers(0, (100 + 32) * 8 - 1),
 )
 def test_a_flipped_bit_in_a_block_or_its_seal_opens_nothing(
     data: bytes, key: bytes, bit: int
@@ -185,7 +184,7 @@ def test_memory_is_used_again_for_nearly_as_many_blocks() -> None:
     assert cipher.borrow(15) is not memory
 
 
-@given(st.text(max_size=200))
+@given(strategies.text(max_size=200))
 def test_any_text_is_keys_or_a_config_error_that_does_not_repeat_it(text: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_keys_untrusted(text)  # a key by chance: never

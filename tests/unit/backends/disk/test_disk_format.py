@@ -4,28 +4,33 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 
-from kvtier.backend import BackendContext, Namespace
 from kvtier.errors import Misuse
+from kvtier.plugin_api.backend import BackendContext, Namespace
 from kvtier_backends.disk import format as fmt
 
-ids = st.binary(min_size=16, max_size=16)
-u32 = st.integers(0, 2**32 - 1)
-u64 = st.integers(0, 2**64 - 1)
-keys = st.binary(min_size=1, max_size=fmt.KEY_BYTES_MAX)
-superblocks = st.builds(
-    fmt.Superblock, ids, st.integers(1, 2**40).map(lambda n: n * 4096), st.integers(1, 4096), u64
+ids = strategies.binary(min_size=16, max_size=16)
+u32 = strategies.integers(0, 2**32 - 1)
+u64 = strategies.integers(0, 2**64 - 1)
+keys = strategies.binary(min_size=1, max_size=fmt.KEY_BYTES_MAX)
+superblocks = strategies.builds(
+    fmt.Superblock,
+    ids,
+    strategies.integers(1, 2**40).map(lambda n: n * 4096),
+    strategies.integers(1, 4096),
+    u64,
 )
-sequences = st.integers(0, fmt.SEQUENCE_MAX)
-headers = st.builds(fmt.RegionHeader, ids, ids, ids, ids, u32, sequences, u64, u64, u32, u32, u64)
+sequences = strategies.integers(0, fmt.SEQUENCE_MAX)
+headers = strategies.builds(
+    fmt.RegionHeader, ids, ids, ids, ids, u32, sequences, u64, u64, u32, u32, u64
+)
 INCARNATION = b"i" * 16
 
 
-def entries_of(seal_bytes: int) -> st.SearchStrategy[fmt.Entry]:
-    seals = st.binary(min_size=seal_bytes, max_size=seal_bytes)
-    return st.builds(fmt.Entry, u32, u32, keys, ids, seals)
+def entries_of(seal_bytes: int) -> strategies.SearchStrategy[fmt.Entry]:
+    seals = strategies.binary(min_size=seal_bytes, max_size=seal_bytes)
+    return strategies.builds(fmt.Entry, u32, u32, keys, ids, seals)
 
 
 def refusal_of(page: bytes, incarnation: bytes = INCARNATION) -> fmt.Refusal:
@@ -48,7 +53,7 @@ def test_a_header_comes_back(header: fmt.RegionHeader) -> None:
     assert fmt.decode_header_untrusted(page) == header
 
 
-@given(headers, st.integers(fmt.SEQUENCE_MAX + 1, 2**64 - 1))
+@given(headers, strategies.integers(fmt.SEQUENCE_MAX + 1, 2**64 - 1))
 def test_a_sequence_that_leaves_no_room_behind_it_is_damage(
     header: fmt.RegionHeader, sequence: int
 ) -> None:
@@ -59,11 +64,15 @@ def test_a_sequence_that_leaves_no_room_behind_it_is_damage(
     assert refused.value.refusal is fmt.Refusal.DAMAGED
 
 
-@given(st.data(), st.sampled_from([0, fmt.SEAL_BYTES]))
-def test_a_table_page_comes_back_each_time_it_grows(data: st.DataObject, seal_bytes: int) -> None:
+@given(strategies.data(), strategies.sampled_from([0, fmt.SEAL_BYTES]))
+def test_a_table_page_comes_back_each_time_it_grows(
+    data: strategies.DataObject, seal_bytes: int
+) -> None:
     writer = fmt.TableWriter(INCARNATION, seal_bytes)
     held: list[fmt.Entry] = []
-    batches = data.draw(st.lists(st.lists(entries_of(seal_bytes), max_size=8), max_size=8))
+    batches = data.draw(
+        strategies.lists(strategies.lists(entries_of(seal_bytes), max_size=8), max_size=8)
+    )
     for serial, batch in enumerate(batches, start=1):
         taken = writer.add(batch)
         held.extend(batch[:taken])
@@ -97,7 +106,7 @@ def test_a_key_that_is_no_key_is_the_callers_mistake(length: int) -> None:
         fmt.TableWriter(INCARNATION, 0).add([fmt.Entry(0, 0, bytes(length), bytes(16), b"")])
 
 
-@given(st.binary(max_size=64) | st.binary(min_size=4096, max_size=4096))
+@given(strategies.binary(max_size=64) | strategies.binary(min_size=4096, max_size=4096))
 def test_parsers_of_any_bytes_raise_nothing_but_page_refused(raw: bytes) -> None:
     with suppress(fmt.PageRefused):
         fmt.decode_superblock_untrusted(raw)
@@ -107,7 +116,10 @@ def test_parsers_of_any_bytes_raise_nothing_but_page_refused(raw: bytes) -> None
         fmt.decode_table_untrusted(raw, INCARNATION)
 
 
-@given(st.binary(max_size=4000), st.sampled_from(["_MAGIC_SUPERBLOCK", "_MAGIC_REGION"]))
+@given(
+    strategies.binary(max_size=4000),
+    strategies.sampled_from(["_MAGIC_SUPERBLOCK", "_MAGIC_REGION"]),
+)
 def test_what_is_sealed_but_senseless_is_refused_the_same_way(body: bytes, magic: str) -> None:
     """A checksum proves that a page is whole, not that its writer was sane."""
     prefix = fmt._PREFIX.pack(getattr(fmt, magic), fmt.FORMAT_VERSION)
@@ -118,7 +130,7 @@ def test_what_is_sealed_but_senseless_is_refused_the_same_way(body: bytes, magic
         fmt.decode_header_untrusted(page)
 
 
-@given(st.binary(max_size=4000))
+@given(strategies.binary(max_size=4000))
 def test_a_sealed_but_senseless_table_yields_only_entries_within_the_region(body: bytes) -> None:
     page = fmt._sealed(fmt._PREFIX.pack(fmt._MAGIC_TABLE, fmt.FORMAT_VERSION) + INCARNATION + body)
     with suppress(fmt.PageRefused):
@@ -127,7 +139,7 @@ def test_a_sealed_but_senseless_table_yields_only_entries_within_the_region(body
             assert len(entry.key) <= fmt.KEY_BYTES_MAX
 
 
-@given(headers, st.integers(0, 4096 * 8 - 1))
+@given(headers, strategies.integers(0, 4096 * 8 - 1))
 def test_a_flipped_bit_anywhere_is_seen(header: fmt.RegionHeader, bit: int) -> None:
     page = bytearray(fmt.encode_header(header))
     page[bit // 8] ^= 1 << bit % 8
@@ -150,10 +162,10 @@ def test_each_refusal_is_told_from_the_others() -> None:
 
 
 @given(
-    st.integers(1, 1 << 22),
-    st.integers(0, 200),
-    st.sampled_from([0, fmt.SEAL_BYTES]),
-    st.integers(0, 4096),
+    strategies.integers(1, 1 << 22),
+    strategies.integers(0, 200),
+    strategies.sampled_from([0, fmt.SEAL_BYTES]),
+    strategies.integers(0, 4096),
 )
 def test_a_region_holds_its_slots_and_their_table(
     block_bytes: int, slots: int, seal_bytes: int, more: int

@@ -5,21 +5,26 @@ from contextlib import ExitStack
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvtier.errors import InternalError, Misuse
-from kvtier_backends.disk import index as index_module
-from kvtier_backends.disk import words as words_module
-from kvtier_backends.disk.bulk import BulkLoad, Dropped
 from kvtier_backends.disk.format import Entry, TableWriter, decode_table_untrusted
-from kvtier_backends.disk.index import SLOTS_MAX, BlockIndex, Known
-from kvtier_backends.disk.words import COUNT_AT, HOME_BITS, HOME_MASK, TABLE_WORDS_MEAN
+from kvtier_backends.disk.log import index as index_module
+from kvtier_backends.disk.log import index_words as words_module
+from kvtier_backends.disk.log.index import SLOTS_MAX, BlockIndex, Known
+from kvtier_backends.disk.log.index_bulk import BulkLoad, Dropped
+from kvtier_backends.disk.log.index_words import COUNT_AT, HOME_BITS, HOME_MASK, TABLE_WORDS_MEAN
 
 REGIONS, SLOTS = 6, 8
-keys = st.binary(min_size=1, max_size=3) | st.binary(min_size=250, max_size=255)
-known = st.builds(Known, st.binary(min_size=16, max_size=16), st.just(7), st.just(9), st.just(b""))
+keys = strategies.binary(min_size=1, max_size=3) | strategies.binary(min_size=250, max_size=255)
+known = strategies.builds(
+    Known,
+    strategies.binary(min_size=16, max_size=16),
+    strategies.just(7),
+    strategies.just(9),
+    strategies.just(b""),
+)
 
 
 def crowded(key: bytes) -> int:
@@ -45,21 +50,21 @@ class IndexSpec(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.patches.close()
 
-    @rule(key=keys, known=known, data=st.data())
-    def insert(self, key: bytes, known: Known, data: st.DataObject) -> None:
+    @rule(key=keys, known=known, data=strategies.data())
+    def insert(self, key: bytes, known: Known, data: strategies.DataObject) -> None:
         taken = {location for location, _ in self.model.values()}
         free = [place for place in range(REGIONS * SLOTS) if place not in taken]
         if key in self.model or not free:
             return
-        location = data.draw(st.sampled_from(free))
+        location = data.draw(strategies.sampled_from(free))
         self.index.insert(key, location, known)
         self.model[key] = (location, known)
 
     @rule(
-        given_keys=st.lists(keys, min_size=1, max_size=SLOTS),
+        given_keys=strategies.lists(keys, min_size=1, max_size=SLOTS),
         known=known,
-        region=st.integers(0, REGIONS - 1),
-        start=st.integers(0, SLOTS - 1),
+        region=strategies.integers(0, REGIONS - 1),
+        start=strategies.integers(0, SLOTS - 1),
     )
     def insert_neighbours(
         self, given_keys: list[bytes], known: Known, region: int, start: int
@@ -79,7 +84,10 @@ class IndexSpec(RuleBasedStateMachine):
             self.model.setdefault(key, (location, known))
         assert added == len(self.model) - before
 
-    @rule(some=st.lists(keys, max_size=3), places=st.lists(st.integers(0, 99), max_size=9))
+    @rule(
+        some=strategies.lists(keys, max_size=3),
+        places=strategies.lists(strategies.integers(0, 99), max_size=9),
+    )
     def remove_all(self, some: list[bytes], places: list[int]) -> None:
         there = sorted(self.model)
         if there:
@@ -89,14 +97,14 @@ class IndexSpec(RuleBasedStateMachine):
         for key in gone:
             del self.model[key]
 
-    @rule(key=keys, place=st.none() | st.integers(0, 99))
+    @rule(key=keys, place=strategies.none() | strategies.integers(0, 99))
     def remove(self, key: bytes, place: int | None) -> None:
         if self.model and place is not None:
             key = sorted(self.model)[place % len(self.model)]
         location, _ = self.model.pop(key, (None, None))
         assert self.index.remove(key) == location
 
-    @rule(region=st.integers(0, REGIONS - 1))
+    @rule(region=strategies.integers(0, REGIONS - 1))
     def release_a_region_without_blocks(self, region: int) -> None:
         if any(location // SLOTS == region for location, _ in self.model.values()):
             with pytest.raises(InternalError):
@@ -104,10 +112,10 @@ class IndexSpec(RuleBasedStateMachine):
         else:
             self.index.release(region)
 
-    @rule(now_s=st.integers(0, 99), data=st.data())
-    def use(self, now_s: int, data: st.DataObject) -> None:
+    @rule(now_s=strategies.integers(0, 99), data=strategies.data())
+    def use(self, now_s: int, data: strategies.DataObject) -> None:
         if self.model:
-            key = data.draw(st.sampled_from(sorted(self.model)))
+            key = data.draw(strategies.sampled_from(sorted(self.model)))
             location, known = self.model[key]
             self.index.use(location, now_s)
             self.model[key] = (location, known._replace(used_s=now_s))
@@ -241,22 +249,28 @@ def test_what_was_stored_before_a_time_is_listed() -> None:
     assert index.stored_before(0, 2) == []
 
 
-tables = st.lists(  # of one region after the other, some pages of each, some entries of each
-    st.lists(
-        st.lists(st.tuples(st.integers(0, SLOTS), st.integers(0, 9), keys), max_size=5), max_size=3
-    ),
-    max_size=REGIONS,
+tables = (
+    strategies.lists(  # of one region after the other, some pages of each, some entries of each
+        strategies.lists(
+            strategies.lists(
+                strategies.tuples(strategies.integers(0, SLOTS), strategies.integers(0, 9), keys),
+                max_size=5,
+            ),
+            max_size=3,
+        ),
+        max_size=REGIONS,
+    )
 )
 
 
 @settings(max_examples=300)
 @given(
     tables,
-    st.integers(0, 9),
-    st.integers(0, 9),
-    st.integers(0, 48),
-    st.sampled_from([0, 32]),
-    st.data(),
+    strategies.integers(0, 9),
+    strategies.integers(0, 9),
+    strategies.integers(0, 48),
+    strategies.sampled_from([0, 32]),
+    strategies.data(),
 )
 def test_a_bulk_load_does_what_a_loop_would(
     found: list[list[list[tuple[int, int, bytes]]]],
@@ -264,7 +278,7 @@ def test_a_bulk_load_does_what_a_loop_would(
     ttl_s: int,
     limit: int,
     seal_bytes: int,
-    data: st.DataObject,
+    data: strategies.DataObject,
 ) -> None:
     index = BlockIndex(REGIONS, SLOTS, sealed=seal_bytes > 0)
     bulk = BulkLoad(index, now_s, ttl_s)
@@ -272,7 +286,7 @@ def test_a_bulk_load_does_what_a_loop_would(
     wanted: dict[bytes, tuple[int, Entry]] = {}
     beyond = expired = doubled = 0
     ends: list[tuple[int, dict[int, Entry]]] = []
-    order = data.draw(st.permutations(range(REGIONS)))
+    order = data.draw(strategies.permutations(range(REGIONS)))
     for region, pages in zip(order, found, strict=False):
         held: dict[int, Entry] = {}
         for page in pages:

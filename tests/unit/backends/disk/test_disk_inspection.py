@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtier.backend import Outcome
 from kvtier.errors import ConfigError
+from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.disk import format as fmt
-from kvtier_backends.disk import inspection
-from kvtier_backends.disk.checking import Checked, Checker, folder_damaged
-from kvtier_backends.disk.inspection import Folder, FolderDamaged, user_of
-from kvtier_backends.disk.listing import Holding, Listing, list_folder
-from kvtier_backends.disk.region_files import RegionFiles
-from kvtier_backends.disk.sealing import Keyring, parse_keys_untrusted
+from kvtier_backends.disk.encryption.sealing import Keyring, parse_keys_untrusted
+from kvtier_backends.disk.offline import inspection
+from kvtier_backends.disk.offline.fsck import Checked, Checker, folder_damaged
+from kvtier_backends.disk.offline.inspection import Folder, FolderDamaged, user_of
+from kvtier_backends.disk.offline.listing import Holding, Listing, list_folder
+from kvtier_backends.disk.offline.region_files import RegionFiles
 from tests.unit.backends.disk._disk import (
     BLOCK_BYTES,
     CONTEXT,
@@ -30,7 +30,7 @@ from tests.unit.backends.disk._disk import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvtier.backend import BackendContext
+    from kvtier.plugin_api.backend import BackendContext
 
 pytestmark = pytest.mark.anyio
 BLOCKS = 60

@@ -9,9 +9,9 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from kvtier.backend import Outcome
+from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.disk.format import PAGE_BYTES
-from kvtier_backends.disk.regions import RegionState
+from kvtier_backends.disk.log.regions import RegionState
 from tests.unit.backends.disk._log import (
     BLOCK_BYTES,
     CAPACITY,

@@ -8,12 +8,12 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from kvtier.backend import Outcome
-from kvtier_backends.disk.healing import heal
-from kvtier_backends.disk.regions import RegionState
-from kvtier_backends.disk.tables import PagePool
-from kvtier_backends.disk.trouble import STRIKES_MAX
-from tests.patience import PATIENCE_S
+from kvtier.plugin_api.backend import Outcome
+from kvtier_backends.disk.log.healing import heal
+from kvtier_backends.disk.log.region_faults import STRIKES_MAX
+from kvtier_backends.disk.log.regions import RegionState
+from kvtier_backends.disk.log.tables import PagePool
+from tests.support.patience import PATIENCE_S
 from tests.unit.backends.disk._log import (
     CAPACITY,
     GEOMETRY,

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 import anyio
 import pytest
 
-from kvtier.backend import Outcome
 from kvtier.errors import ConfigError
-from kvtier_backends.disk import folder, recovery
+from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.disk.device import FileDevice
-from kvtier_backends.disk.folder import read_superblock
+from kvtier_backends.disk.folder import claim, recovery
+from kvtier_backends.disk.folder.claim import read_superblock
 from kvtier_backends.disk.format import PAGE_BYTES, decode_header_untrusted, encode_header
-from kvtier_backends.disk.inspection import Folder, user_of
-from tests.patience import PATIENCE_S
+from kvtier_backends.disk.offline.inspection import Folder, user_of
+from tests.support.patience import PATIENCE_S
 from tests.unit.backends._media import mount, needs_mount, tmpfs, unmount
 from tests.unit.backends.disk._disk import key_of, make_disk, open_disk
 
@@ -51,7 +51,7 @@ def lstat_fails(monkeypatch: pytest.MonkeyPatch, number: int) -> Iterator[None]:
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
-        patch.setattr(folder.os, "lstat", fail)
+        patch.setattr(claim.os, "lstat", fail)
         yield
 
 

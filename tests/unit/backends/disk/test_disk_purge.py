@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtier.backend import Outcome
 from kvtier.errors import ConfigError
+from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.disk import backend as backend_module
 from kvtier_backends.disk import format as fmt
-from kvtier_backends.disk import purge_requests, purging, region_files
-from kvtier_backends.disk.checking import Checker
-from kvtier_backends.disk.inspection import Folder
-from kvtier_backends.disk.purge_requests import NotAnswered, ask_engine
-from kvtier_backends.disk.purging import Purged, Selection, purge_folder
-from kvtier_backends.disk.regions import RegionState
+from kvtier_backends.disk.log.regions import RegionState
+from kvtier_backends.disk.offline import purge_requests, purging, region_files
+from kvtier_backends.disk.offline.fsck import Checker
+from kvtier_backends.disk.offline.inspection import Folder
+from kvtier_backends.disk.offline.purge_requests import NotAnswered, ask_engine
+from kvtier_backends.disk.offline.purging import Purged, Selection, purge_folder
 from tests.unit.backends.disk._disk import (
     CAPACITY_BYTES,
     CONTEXT,

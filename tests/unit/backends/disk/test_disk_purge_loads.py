@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtier.backend import Outcome
+from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.disk import backend as backend_module
-from kvtier_backends.disk import purging
-from kvtier_backends.disk.purge_requests import ask_engine
+from kvtier_backends.disk.offline import purging
+from kvtier_backends.disk.offline.purge_requests import ask_engine
 from tests.unit.backends.disk._disk import key_of, open_disk
 from tests.unit.backends.disk.test_disk_purge import ALL, ask, on_disk
 

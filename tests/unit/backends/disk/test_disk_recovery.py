@@ -5,11 +5,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 
 from kvtier_backends.disk import format as fmt
-from kvtier_backends.disk.recovery import (
+from kvtier_backends.disk.folder.recovery import (
     FOLDER_CASES,
     PAGE_CASES,
     REGION_CASES,
@@ -104,7 +103,7 @@ def test_each_kind_of_folder_is_told_from_the_others() -> None:
     assert folder_case(None, layout_fits=True).name == "folder_sound"
 
 
-@given(st.binary(max_size=4096) | st.binary(min_size=4096, max_size=4096))
+@given(strategies.binary(max_size=4096) | strategies.binary(min_size=4096, max_size=4096))
 def test_any_bytes_have_a_case(raw: bytes) -> None:
     assert region_case(raw, 3, EXPECTED)[0] in REGION_CASES
     assert page_case(raw, b"i" * 16)[0] in PAGE_CASES

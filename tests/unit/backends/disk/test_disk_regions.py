@@ -3,13 +3,12 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvtier.errors import InternalError
-from kvtier_backends.disk.index import BlockIndex, Known
-from kvtier_backends.disk.regions import (
+from kvtier_backends.disk.log.index import BlockIndex, Known
+from kvtier_backends.disk.log.regions import (
     REGION_TABLE,
     WRITE_AMPLIFICATION_MAX,
     Budget,
@@ -75,52 +74,52 @@ class RegionsSpec(RuleBasedStateMachine):
     def open_ahead(self) -> None:
         self.open(again=False)
 
-    @rule(count=st.integers(1, 7))
+    @rule(count=strategies.integers(1, 7))
     def store(self, count: int) -> None:
         rest = self.write([next(self.keys) for _ in range(count)], again=False)
         assert not rest or self.regions.free_count <= 1
 
     @precondition(lambda self: self.writing)
-    @rule(data=st.data(), well=st.booleans())
-    def a_write_ends(self, data: st.DataObject, well: bool) -> None:
-        self.end_write(data.draw(st.integers(0, len(self.writing) - 1)), well=well)
+    @rule(data=strategies.data(), well=strategies.booleans())
+    def a_write_ends(self, data: strategies.DataObject, well: bool) -> None:
+        self.end_write(data.draw(strategies.integers(0, len(self.writing) - 1)), well=well)
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def remove(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(self.live)))
+    @rule(data=strategies.data())
+    def remove(self, data: strategies.DataObject) -> None:
+        key = data.draw(strategies.sampled_from(sorted(self.live)))
         self.index.remove(key)
         del self.live[key]
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def begin_to_read(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(self.live)))
+    @rule(data=strategies.data())
+    def begin_to_read(self, data: strategies.DataObject) -> None:
+        key = data.draw(strategies.sampled_from(sorted(self.live)))
         self.regions.pin(self.live[key][0])
         self.readers.append((*self.live[key], key))
         self.begun += 1
         self.reading.append(self.begun)
 
     @precondition(lambda self: self.readers)
-    @rule(data=st.data())
-    def end_to_read(self, data: st.DataObject) -> None:
-        place = data.draw(st.integers(0, len(self.readers) - 1))
+    @rule(data=strategies.data())
+    def end_to_read(self, data: strategies.DataObject) -> None:
+        place = data.draw(strategies.integers(0, len(self.readers) - 1))
         region, slot, key = self.readers.pop(place)
         del self.reading[place]
         assert self.disk[region, slot] == key
         self.regions.unpin(region)
 
     @precondition(lambda self: self.readers)
-    @rule(data=st.data())
-    def note_who_reads(self, data: st.DataObject) -> None:
-        region = data.draw(st.sampled_from(sorted({reader[0] for reader in self.readers})))
+    @rule(data=strategies.data())
+    def note_who_reads(self, data: strategies.DataObject) -> None:
+        region = data.draw(strategies.sampled_from(sorted({reader[0] for reader in self.readers})))
         self.noted.append((region, self.regions.rests(region), set(self.readers_of(region))))
 
     def readers_of(self, region: int) -> list[int]:
         pairs = zip(self.readers, self.reading, strict=True)
         return [number for reader, number in pairs if reader[0] == region]
 
-    @rule(budget=st.integers(0, SLOTS))
+    @rule(budget=strategies.integers(0, SLOTS))
     def empty_one(self, budget: int) -> None:
         region = self.regions.victim()
         if region is None:
@@ -141,7 +140,7 @@ class RegionsSpec(RuleBasedStateMachine):
         free = self.regions.end_emptying(region)
         assert free is not any(reader[0] == region for reader in self.readers)
 
-    @rule(region=st.integers(0, REGIONS - 1))
+    @rule(region=strategies.integers(0, REGIONS - 1))
     def retire(self, region: int) -> None:
         for key in [key for key, at in self.live.items() if at[0] == region]:
             self.index.remove(key)
@@ -149,7 +148,7 @@ class RegionsSpec(RuleBasedStateMachine):
         was = self.regions.state(region)
         assert self.regions.retire(region) is (was is not RegionState.RETIRED)
 
-    @rule(region=st.integers(0, REGIONS - 1))
+    @rule(region=strategies.integers(0, REGIONS - 1))
     def revive(self, region: int) -> None:
         self.regions.revive(region)
 
@@ -269,8 +268,13 @@ def test_a_move_without_a_row_is_refused(state: RegionState, event: RegionEvent)
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 3), st.integers(0, 30)), max_size=60),
-    st.integers(1, 1000),
+    strategies.lists(
+        strategies.tuples(
+            strategies.integers(1, 20), strategies.integers(0, 3), strategies.integers(0, 30)
+        ),
+        max_size=60,
+    ),
+    strategies.integers(1, 1000),
 )
 def test_write_amplification_stays_bounded_at_every_moment(
     steps: list[tuple[int, int, int]], credit_max: int

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 
-from kvtier_backends.disk.index import BlockIndex, Known
-from kvtier_backends.disk.runs import neighbours, stored_together
+from kvtier_backends.disk.log.index import BlockIndex, Known
+from kvtier_backends.disk.log.runs import neighbours, stored_together
 
 SLOTS = 4
 
@@ -17,7 +16,7 @@ def test_a_run_ends_with_its_region() -> None:
     assert neighbours([2, 3, 4, 5], SLOTS) == [[0, 1], [2, 3]]
 
 
-@given(locations=st.lists(st.integers(0, 40), unique=True))
+@given(locations=strategies.lists(strategies.integers(0, 40), unique=True))
 def test_each_place_is_in_one_run_and_runs_are_as_long_as_can_be(locations: list[int]) -> None:
     runs = neighbours(locations, SLOTS)
     assert sorted(place for run in runs for place in run) == list(range(len(locations)))

@@ -7,12 +7,12 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-from kvtier import messages as m
-from kvtier.backend import Outcome
-from kvtier.memory import SlotMemory
-from kvtier.registry import make_policy
-from kvtier.tier_thread import TierThread
-from tests.patience import PATIENCE_S
+from kvtier.core import messages as m
+from kvtier.hosts.thread_host import TierThread
+from kvtier.plugin_api.backend import Outcome
+from kvtier.plugin_api.slot_memory import SlotMemory
+from kvtier.settings.plugins import make_policy
+from tests.support.patience import PATIENCE_S
 from tests.unit.backends.disk._disk import BLOCK_BYTES, data_of, key_of, make_disk
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from kvtier.messages import Message
+    from kvtier.core.messages import Message
 
 IO_DEPTH = 4
 BLOCKS = 32

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies
 
 from kvtier_backends.disk.format import (
     PAGE_BYTES,
@@ -21,7 +20,7 @@ from kvtier_backends.disk.format import (
     entries_untrusted,
     records_max,
 )
-from kvtier_backends.disk.tables import PagePool, RegionTable
+from kvtier_backends.disk.log.tables import PagePool, RegionTable
 from tests.unit.backends.disk._simulated import SimulatedDevice, SimulatedDisk
 
 if TYPE_CHECKING:
@@ -96,16 +95,18 @@ async def put(table: RegionTable, device: SimulatedDevice, slots: range) -> OSEr
 
 @settings(max_examples=150)
 @given(
-    st.lists(
-        st.lists(
-            st.tuples(st.integers(1, 5 * PER_PAGE), st.none() | st.integers(0, 3)),
+    strategies.lists(
+        strategies.lists(
+            strategies.tuples(
+                strategies.integers(1, 5 * PER_PAGE), strategies.none() | strategies.integers(0, 3)
+            ),
             min_size=1,
             max_size=3,
         ),
         max_size=12,
     ),
-    st.integers(1, 5 * PER_PAGE),
-    st.integers(0, 99),
+    strategies.integers(1, 5 * PER_PAGE),
+    strategies.integers(0, 99),
 )
 def test_no_write_that_is_torn_or_fails_takes_an_entry_that_was_acknowledged(
     rounds: list[list[tuple[int, int | None]]], own_page_slots: int, seed: int
@@ -146,7 +147,9 @@ def test_no_write_that_is_torn_or_fails_takes_an_entry_that_was_acknowledged(
 
 @settings(max_examples=100)
 @given(
-    st.lists(st.integers(1, 5 * PER_PAGE), max_size=25), st.integers(1, 5 * PER_PAGE), st.booleans()
+    strategies.lists(strategies.integers(1, 5 * PER_PAGE), max_size=25),
+    strategies.integers(1, 5 * PER_PAGE),
+    strategies.booleans(),
 )
 def test_a_region_has_places_for_all_pages_of_its_table(
     sizes: list[int], own_page_slots: int, at_once: bool

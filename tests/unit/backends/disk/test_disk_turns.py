@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvtier_backends.disk.turns import Turns
+from kvtier_backends.disk.log.load_priority import Turns
 
 pytestmark = pytest.mark.anyio
 

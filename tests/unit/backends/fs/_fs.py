@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtier.backend import (
+from kvtier.plugin_api.backend import (
     BackendContext,
     LoadBlock,
     Loaded,
@@ -16,7 +16,7 @@ from kvtier.backend import (
     StoreBlock,
     block_digest,
 )
-from kvtier.memory import SlotMemory
+from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier_backends.fs import FsBackend
 from tests.unit.backends._media import key_of as key_of
 

@@ -7,8 +7,8 @@ import os
 import resource
 import sys
 
-from kvtier.backend import Outcome
-from tests.unit.backends._fs import open_fs
+from kvtier.plugin_api.backend import Outcome
+from tests.unit.backends.fs._fs import open_fs
 
 
 async def store_for_ever(root: str) -> None:

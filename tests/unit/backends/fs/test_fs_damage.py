@@ -13,10 +13,10 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from kvtier.backend import LoadBlock, Outcome
-from tests.fuse_folder import FuseFolder, needs_fuse
-from tests.patience import PATIENCE_S
-from tests.unit.backends._fs import (
+from kvtier.plugin_api.backend import LoadBlock, Outcome
+from tests.support.fuse_folder import FuseFolder, needs_fuse
+from tests.support.patience import PATIENCE_S
+from tests.unit.backends.fs._fs import (
     BLOCK_BYTES,
     CONTEXT,
     FILE_BYTES,

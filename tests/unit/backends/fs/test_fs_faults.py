@@ -12,19 +12,19 @@ from typing import Any
 import anyio
 import pytest
 
-from kvtier.backend import Outcome
 from kvtier.errors import ConfigError
+from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.fs import temporary
 from kvtier_backends.fs.temporary import Writer, parse_temporary_untrusted, this_writer
-from tests.patience import PATIENCE_S
-from tests.unit.backends._fs import make_fs, open_fs
+from tests.support.patience import PATIENCE_S
 from tests.unit.backends._media import mount, needs_mount, start_python, tmpfs
+from tests.unit.backends.fs._fs import make_fs, open_fs
 
 pytestmark = pytest.mark.anyio
 
 
 def child(call: str, root: Path, **options: Any) -> subprocess.Popen[str]:
-    return start_python("-m", "tests.unit.backends._fs_child", call, root, **options)
+    return start_python("-m", "tests.unit.backends.fs._fs_child", call, root, **options)
 
 
 @needs_mount

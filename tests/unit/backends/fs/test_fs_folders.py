@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.backend import BackendContext, Namespace
 from kvtier.errors import ConfigError, Misuse, NamespaceMismatch
+from kvtier.plugin_api.backend import BackendContext, Namespace
 from kvtier_backends.fs import FsBackend
 from kvtier_backends.fs.layout import make_layout
-from tests.unit.backends._fs import CONTEXT, key_of, make_fs, open_fs
+from tests.unit.backends.fs._fs import CONTEXT, key_of, make_fs, open_fs
 
 OTHER_FACTS = {"model_name": "org/m", "dtype": "fp8"}
 

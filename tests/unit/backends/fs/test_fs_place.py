@@ -14,20 +14,19 @@ from typing import TYPE_CHECKING
 
 import anyio
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies
 from structlog.testing import capture_logs
 
-from kvtier.backend import Outcome
+from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.fs import place
-from tests.fuse_folder import FuseFolder, needs_fuse
-from tests.unit.backends._fs import FILE_BYTES, key_of, make_fs, open_fs
+from tests.support.fuse_folder import FuseFolder, needs_fuse
 from tests.unit.backends._media import mount, needs_mount, tmpfs, unmount
+from tests.unit.backends.fs._fs import FILE_BYTES, key_of, make_fs, open_fs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, MutableMapping, Sequence
 
-    from tests.unit.backends._fs import Fs
+    from tests.unit.backends.fs._fs import Fs
 
 pytestmark = pytest.mark.anyio
 DONE, FAILED, ABSENT, DAMAGED = Outcome.DONE, Outcome.FAILED, Outcome.ABSENT, Outcome.DAMAGED
@@ -312,7 +311,7 @@ MOVES = ("away", "back", "delete", "link elsewhere", "make", "file", "look", "st
     max_examples=60,
     suppress_health_check=list(HealthCheck),
 )
-@given(moves=st.lists(st.sampled_from(MOVES), max_size=12))
+@given(moves=strategies.lists(strategies.sampled_from(MOVES), max_size=12))
 def test_whatever_becomes_of_the_path_nothing_is_written_elsewhere(
     tmp_path_factory: pytest.TempPathFactory, moves: list[str]
 ) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 
 from kvtier.errors import Misuse, StoreFault
 from kvtier_backends.fs.trailer import (
@@ -18,12 +17,12 @@ from kvtier_backends.fs.trailer import (
     padded_bytes,
 )
 
-KEYS = st.binary(max_size=KEY_BYTES_MAX)
-DIGESTS = st.binary(min_size=16, max_size=16)
+KEYS = strategies.binary(max_size=KEY_BYTES_MAX)
+DIGESTS = strategies.binary(min_size=16, max_size=16)
 PAGE = encode_trailer(b"key", 65536, bytes(range(16)))
 
 
-@given(key=KEYS, block_bytes=st.integers(0, 2**63), digest=DIGESTS)
+@given(key=KEYS, block_bytes=strategies.integers(0, 2**63), digest=DIGESTS)
 def test_a_trailer_comes_back(key: bytes, block_bytes: int, digest: bytes) -> None:
     page = encode_trailer(key, block_bytes, digest)
     assert len(page) == TRAILER_BYTES
@@ -31,7 +30,11 @@ def test_a_trailer_comes_back(key: bytes, block_bytes: int, digest: bytes) -> No
     assert decode_trailer_untrusted(memoryview(page), key, block_bytes) == digest
 
 
-@given(raw=st.binary(max_size=64), stem=st.sampled_from([b"", PAGE[:60], PAGE]), fill=st.booleans())
+@given(
+    raw=strategies.binary(max_size=64),
+    stem=strategies.sampled_from([b"", PAGE[:60], PAGE]),
+    fill=strategies.booleans(),
+)
 def test_decode_trailer_untrusted_raises_nothing_but_trailer_damaged(
     raw: bytes, stem: bytes, fill: bool
 ) -> None:
@@ -42,7 +45,7 @@ def test_decode_trailer_untrusted_raises_nothing_but_trailer_damaged(
     assert issubclass(TrailerDamaged, StoreFault)
 
 
-@given(bit=st.integers(0, TRAILER_BYTES * 8 - 1))
+@given(bit=strategies.integers(0, TRAILER_BYTES * 8 - 1))
 def test_any_flipped_bit_is_seen(bit: int) -> None:
     page = bytearray(PAGE)
     page[bit // 8] ^= 1 << bit % 8

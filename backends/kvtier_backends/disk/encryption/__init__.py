@@ -1,0 +1,1 @@
+"""AES-256-GCM between the backend and the log."""

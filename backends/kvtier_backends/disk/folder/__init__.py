@@ -1,0 +1,1 @@
+"""The folder: claimed, opened and recovered."""

@@ -1,0 +1,1 @@
+"""What the engine's cell and the tiers' cells share."""

@@ -1,0 +1,1 @@
+"""What runs on the scheduler's thread."""

@@ -1,0 +1,19 @@
+"""What names a block, a request and a set of tiers, and how long a block's key may get."""
+
+from __future__ import annotations
+
+from typing import Final, TypeAlias
+
+Key: TypeAlias = bytes
+"""Of a block: vLLM's hash of the prefix, perhaps the mark of a generation, and ``GROUP_BYTES``."""
+
+GROUP_BYTES: Final = 4
+"""The last bytes of a key: the KV-cache group's index, big-endian. Each group is a chain."""
+
+MARK_BYTES: Final = 24
+"""By so much keys of later generations of weights are longer: ``kvtier/core/generations.py``."""
+
+RequestId: TypeAlias = str
+
+TierSet: TypeAlias = int
+"""One bit a tier, in the order of ``secondary_tiers``; the lowest is the first tier's."""

@@ -1,0 +1,1 @@
+"""The ``reuse`` policy."""

@@ -1,0 +1,1 @@
+"""Configuration, read and checked while the engine starts."""

@@ -1,0 +1,1 @@
+"""Commands and benchmarks: nothing else imports them."""

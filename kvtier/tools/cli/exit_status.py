@@ -1,0 +1,11 @@
+"""What a command tells the shell that has run it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+BAD_INPUT: Final = 2
+"""For input that was refused, as argparse has it."""
+
+INTERRUPTED: Final = 130
+"""After Ctrl-C, as shells have it."""

@@ -1,0 +1,115 @@
+"""vLLM's own region, which platforms with a device use. Its last rows are kvtier's header.
+
+vLLM's workers create and map it. The scheduler removes the file's name once all
+ranks have mapped it, because vLLM would leave the file behind when an engine is killed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+
+from kvtier.vllm.region import SHARED_MEMORY_FOLDER, names
+from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
+
+
+class DeviceRegion:
+    """The scheduler's mapping of vLLM's own region, on platforms with a device."""
+
+    def __init__(
+        self,
+        engine_id: str,
+        *,
+        slot_count: int,
+        row_bytes: int,
+        header_rows: int,
+        rank_bytes: int,
+        world_size: int,
+    ) -> None:
+        """``row_bytes``: of a slot, of which ``rank_bytes`` are one rank's."""
+        self._region: SharedOffloadRegion | None = SharedOffloadRegion(
+            engine_id=engine_id,
+            num_chunks=slot_count + header_rows,
+            rank=None,
+            kv_bytes_per_chunk=row_bytes,
+            cpu_page_size=rank_bytes,
+        )
+        # int8 to bytes; a tensor has no buffer of its own.
+        whole = memoryview(self._region.base_tensor.numpy().data).cast("B")
+        end = slot_count * row_bytes
+        self._rows = whole[:end]
+        self.header = RegionHeader(whole[end:], world_size)
+        whole.release()
+        self._path: Path | None = region_path(engine_id)
+        opened = self.fileno()
+        # vLLM keeps the file open; if it ever does not, its name was right a moment ago.
+        self._identity = self._path.lstat() if opened is None else os.fstat(opened)
+
+    @property
+    def rows(self) -> memoryview:
+        """All slots, one after the other."""
+        return self._rows
+
+    def fileno(self) -> int | None:
+        """Return the file that vLLM holds open, if it does."""
+        descriptor: int | None = getattr(self._region, "fd", None)
+        return descriptor
+
+    def try_unlink(self) -> bool:
+        """Remove the name once all ranks have mapped it; True when there is none any more.
+
+        vLLM's creator removes it too when it shuts down, and only warns that it is
+        gone (vllm#57303: after SIGKILL nobody would).
+        """
+        if self._path is not None and self.header.all_mapped():
+            self._unlink()
+        return self._path is None
+
+    def _unlink(self) -> None:
+        """Remove the name, if it is still this region's: another engine may have made its own."""
+        path, self._path = self._path, None
+        if path is not None and names(path, self._identity):
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Give the memory back. Safe to call twice."""
+        region, self._region = self._region, None
+        if region is None:
+            return
+        self._unlink()
+        self._rows.release()
+        self.header.release()
+        region.cleanup()
+
+
+class HeaderMap:
+    """A worker's short look at the last rows of vLLM's region, by its file's name."""
+
+    def __init__(self, engine_id: str, slot_count: int, row_bytes: int) -> None:
+        fd = os.open(region_path(engine_id), os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._map = mmap.mmap(fd, HEADER_BYTES, offset=slot_count * row_bytes)
+        finally:
+            os.close(fd)
+        self._header: RegionHeader | None = None
+
+    def header(self, world_size: int) -> RegionHeader:
+        """Return the header. It is gone after ``close``."""
+        self._header = RegionHeader(memoryview(self._map), world_size)
+        return self._header
+
+    def close(self) -> None:
+        """Give the map back."""
+        if self._header is not None:
+            self._header.release()
+        with suppress(BufferError):
+            self._map.close()
+
+
+def region_path(engine_id: str) -> Path:
+    """Return where vLLM makes an engine's region."""
+    return Path(SHARED_MEMORY_FOLDER) / f"vllm_offload_{engine_id}.mmap"

@@ -1,0 +1,61 @@
+"""The files that kvtier ships, and what each of them imports."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = sorted([*ROOT.glob("kvtier/**/*.py"), *ROOT.glob("backends/**/*.py")])
+
+
+def name_of(path: Path) -> str:
+    """Return the path as it is written in messages, relative to the repository."""
+    return path.relative_to(ROOT).as_posix()
+
+
+def module_of(path: Path) -> str:
+    """Return the full name that a shipped file is imported by."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts).removeprefix("backends.").removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in SHIPPED}
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """Return the parsed file."""
+    return ast.parse(path.read_text(), filename=name_of(path))
+
+
+@cache
+def imports_of(path: Path) -> frozenset[str]:
+    """Return the full names of all modules that a file imports, wherever and however in it.
+
+    A name that is imported from a package counts as its module if it is one.
+    """
+    names: set[str] = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}:{node.lineno}: relative import"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                names.add(full if full in MODULES else node.module or "")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names.update(_imported_by_name(node))
+    return frozenset(names)
+
+
+def _imported_by_name(call: ast.Call) -> set[str]:
+    """Return the modules that ``import_module`` may import; ``{}`` in a name stands for any."""
+    (name,) = call.args
+    if isinstance(name, ast.Constant):
+        return {name.value}
+    assert isinstance(name, ast.JoinedStr), f"{ast.unparse(call)}: nobody can tell what it imports"
+    (head, *_) = name.values
+    assert isinstance(head, ast.Constant), ast.unparse(call)
+    return {module for module in MODULES if module.startswith(head.value)}

@@ -1,0 +1,84 @@
+"""Which room may import which. A room is a folder: a thread, or a side of a border.
+
+The whole of kvtier's structure stands in ``MAY_IMPORT``; an import that it does
+not name is a fault, lazy ones and those for type checkers too.
+"""
+
+from __future__ import annotations
+
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
+from sources import MODULES, imports_of
+
+MAY_IMPORT = {  # all may import errors; nobody imports tools, which may import all
+    "errors": set(),
+    "plugin_api": set(),
+    "core": {"plugin_api"},
+    "settings": {"plugin_api"},
+    "policies": {"plugin_api"},
+    "engine": {"plugin_api", "core", "settings"},  # never tier, never hosts
+    "tier": {"plugin_api", "core"},  # never engine
+    "hosts": {"plugin_api", "core", "settings", "tier"},
+    "runtime": {"plugin_api", "core", "settings", "engine", "hosts"},
+    "vllm": {"plugin_api", "core", "settings", "engine", "runtime"},
+    "testing": {"plugin_api"},
+    "backends": {"plugin_api"},
+    "kvtier": {"plugin_api", "settings", "engine", "runtime"},  # what it publishes
+}
+UNBOUND = {"tools", "__main__"}  #: commands
+OURS = ("kvtier", "kvtier_backends")
+
+
+def room_of(module: str) -> str:
+    """Return the room that a module is in: the folder below its package."""
+    package, _, rest = module.partition(".")
+    if package == "kvtier_backends":
+        return "backends"
+    return rest.partition(".")[0] or "kvtier"
+
+
+def ours_of(module: str) -> set[str]:
+    """Return what a module imports of kvtier and its backends."""
+    return {name for name in imports_of(MODULES[module]) if name.partition(".")[0] in OURS}
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_a_room_imports_only_what_it_may(module: str) -> None:
+    room = room_of(module)
+    if room in UNBOUND:
+        return
+    allowed = {room, "errors", *MAY_IMPORT[room]}
+    found = {name for name in ours_of(module) if room_of(name) not in allowed}
+    assert not found, f"{module} ({room}) imports {sorted(found)}"
+
+
+def test_every_room_in_the_table_is_there() -> None:
+    """A line for a room that is gone would allow what nobody needs."""
+    assert {room_of(module) for module in MODULES} - UNBOUND == set(MAY_IMPORT)
+
+
+def test_every_permission_is_used() -> None:
+    """One that nobody needs would let the next wrong import in."""
+    used = {
+        (room_of(module), room_of(name))
+        for module in MODULES
+        for name in ours_of(module)
+        if room_of(module) != room_of(name)
+    }
+    unused = {
+        (room, other)
+        for room, others in MAY_IMPORT.items()
+        for other in others
+        if (room, other) not in used
+    }
+    assert not unused
+
+
+def test_no_modules_import_one_another() -> None:
+    """Not through a third either, nor while a type checker looks, nor by ``import_module``."""
+    graph = {module: ours_of(module) - {module} for module in MODULES}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as circle:
+        pytest.fail(" imports ".join(circle.args[1][::-1]))
