@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import re
 import shlex
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from test_rooms import MAY_IMPORT, UNBOUND
 
 from kvtier.core import states
 from kvtier.errors import ConfigError
@@ -142,6 +144,52 @@ def test_every_metric_is_described() -> None:
                 own |= {f"kvtier:{prefix}_{name}" for name in ast.literal_eval(node.value)}
     assert len(own) > 15
     assert {row for row in described("reference/metrics.md") if row.startswith("kvtier:")} == own
+
+
+PAGES = sorted({*ROOT.glob("*.md"), *DOCS.glob("**/*.md"), *ROOT.glob("tests/*.md")})
+PATH_HEADS = "kvtier|kvtier_backends|backends|tests|stress|docs|requirements|benchmarks"
+
+
+def named_paths(page: Path) -> set[str]:
+    """Return the files and folders of the repository that a page names; ``*`` stands for any."""
+    found = re.findall(rf"(?<![\w/.-])((?:{PATH_HEADS})/[\w./*-]*)", page.read_text())
+    return {path.rstrip(".") for path in found}
+
+
+def named_modules(page: Path) -> set[str]:
+    """Return the modules of kvtier that a page names, as it names them."""
+    found = re.findall(r"(?<![\w.\"])kvtier(?:_backends)?(?:\.\w+)+", page.read_text())
+    return {name for name in found if not name.endswith((".py", ".md"))}
+
+
+def is_there(name: str) -> bool:
+    """Tell whether a dotted name is a module's, or one that stands in a module."""
+    head, _, last = name.rpartition(".")
+    if importlib.util.find_spec(head) is None:
+        return False
+    module = importlib.import_module(head)
+    is_package = hasattr(module, "__path__")
+    return hasattr(module, last) or (is_package and importlib.util.find_spec(name) is not None)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_path_and_module_that_a_page_names_is_there(page: Path) -> None:
+    """The tree had moved, and pages still named the folders of before."""
+    if page.name == "CHANGELOG.md":  # it names what was
+        return
+    folders = (ROOT, ROOT / "backends")
+    assert not {
+        path for path in named_paths(page) if not any(list(each.glob(path)) for each in folders)
+    }
+    assert not {name for name in named_modules(page) if not is_there(name)}
+
+
+def test_every_room_is_on_the_page_that_says_what_lives_where() -> None:
+    """The table of ``test_rooms.py`` and the page name the same folders."""
+    page = (DOCS / "explanation/architecture.md").read_text()
+    rows = {*re.findall(r"^\| `kvtier/(\w+)/` \|", page, re.MULTILINE), "runtime", "errors"}
+    assert rows == {*MAY_IMPORT, *UNBOUND} - {"kvtier", "backends", "__main__"}
+    assert "| `backends/kvtier_backends/` |" in page
 
 
 NAMES_ALLOWED = {"liburing", "vllm"}
