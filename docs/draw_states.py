@@ -1,8 +1,9 @@
 """Draws state machines from their tables in the code, as a diagram and as a table.
 
-An mkdocs hook: a line ``<!-- states: BLOCK_TABLE -->`` on a page becomes the
-drawing of that table, so the pages cannot drift from the code. As a script it
-prints all of them::
+An mkdocs hook: a line ``<!-- states: SLOT_TABLE -->`` on a page becomes the
+drawing of that table, so the pages cannot drift from the code. One of the form
+``<!-- meanings: BlockState -->`` becomes a list of states and what they mean. As a
+script it prints all of them::
 
     python docs/draw_states.py
 """
@@ -13,7 +14,10 @@ import inspect
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.core.states import BLOCK_TABLE, BREAKER_TABLE, SLOT_TABLE
+from kvtier.core.block_state import BlockState
+from kvtier.engine.circuit_breaker import BREAKER_TABLE
+from kvtier.engine.slot_table import SLOT_TABLE
+from kvtier.hosts.life import LIFE_TABLE
 from kvtier_backends.disk.log.regions import REGION_TABLE
 
 if TYPE_CHECKING:
@@ -21,12 +25,14 @@ if TYPE_CHECKING:
     from enum import IntEnum
 
 TABLES: Final[Mapping[str, Mapping[Any, IntEnum]]] = {
-    "BLOCK_TABLE": BLOCK_TABLE,
     "SLOT_TABLE": SLOT_TABLE,
     "BREAKER_TABLE": BREAKER_TABLE,
+    "LIFE_TABLE": LIFE_TABLE,
     "REGION_TABLE": REGION_TABLE,
 }
+KINDS: Final[Mapping[str, type[IntEnum]]] = {"BlockState": BlockState}
 _MARK = re.compile(r"^<!-- states: (\w+) -->$", re.MULTILINE)
+_KIND_MARK = re.compile(r"^<!-- meanings: (\w+) -->$", re.MULTILINE)
 _MEMBER = re.compile(r"^    ([A-Z_]+) = \d+(?:\s+#: (.*))?$", re.MULTILINE)
 
 
@@ -35,12 +41,13 @@ def draw(name: str) -> str:
     if name not in TABLES:
         raise KeyError(f"no table {name!r}; known: {', '.join(TABLES)}")
     table: Mapping[tuple[IntEnum, IntEnum], IntEnum] = TABLES[name]
-    return "\n\n".join([_diagram(table), _meanings(table), _rows(table)])
+    return "\n\n".join([_diagram(table), _meanings(type(next(iter(table.values())))), _rows(table)])
 
 
 def on_page_markdown(markdown: str, **_others: object) -> str:
     """Put the drawings in place of their marks. Called by mkdocs for each page."""
-    return _MARK.sub(lambda mark: draw(mark.group(1)), markdown)
+    drawn = _MARK.sub(lambda mark: draw(mark.group(1)), markdown)
+    return _KIND_MARK.sub(lambda mark: _meanings(KINDS[mark.group(1)]), drawn)
 
 
 def _diagram(table: Mapping[tuple[IntEnum, IntEnum], IntEnum]) -> str:
@@ -59,9 +66,8 @@ def _diagram(table: Mapping[tuple[IntEnum, IntEnum], IntEnum]) -> str:
     return "```text\n" + "\n".join(lines) + "\n```"
 
 
-def _meanings(table: Mapping[tuple[IntEnum, IntEnum], IntEnum]) -> str:
+def _meanings(kind: type[IntEnum]) -> str:
     """Say what each state means: the comments beside the members."""
-    kind = type(next(iter(table.values())))
     lines = ["| state | meaning |", "|---|---|"]
     lines += [f"| {name} | {text} |" for name, text in _MEMBER.findall(inspect.getsource(kind))]
     return "\n".join(lines)

@@ -107,9 +107,10 @@ class Soak:
         # The script breaks what it built, so it looks behind the facade.
         memory, _, disk = self.facade._tiers  # noqa: SLF001
         assert isinstance(memory, TierThread)
-        assert isinstance(memory.backend, MemoryBackend)
+        backend = memory._backend  # noqa: SLF001
+        assert isinstance(backend, MemoryBackend)
         assert isinstance(disk, TierProcess)
-        self.faulty = memory.backend
+        self.faulty = backend
         self.disk = disk
         pauses = dict.fromkeys(("RESTART_PAUSE_S", "RESTART_PAUSE_S_MAX"), RESTART_PAUSE_S)
         vars(process_host).update(pauses)

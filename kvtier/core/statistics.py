@@ -100,7 +100,7 @@ class TierStatistics(msgspec.Struct, frozen=True):
     """One moment of one secondary tier."""
 
     name: str
-    breaker: str  #: CLOSED, OPEN, TRIAL or CUT_OFF
+    breaker: str  #: CLOSED, OPEN, HALF_OPEN or DISABLED
     probes_in_flight: int
     promotion_jobs_in_flight: int
     cascade_jobs_in_flight: int

@@ -20,8 +20,6 @@ class TierHost(Protocol):
     """
 
     name: str
-    unusable_for: str | None
-    """Why the tier can't be used at the start, and begins cut off; None: it can."""
 
     @property
     def traits(self) -> BackendTraits | None:

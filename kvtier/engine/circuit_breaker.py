@@ -1,19 +1,55 @@
-"""When a tier is given work, and when it is left alone for a while.
+"""When a tier is given work: a circuit breaker, as in Nygard's *Release It!*.
 
-The table is ``BREAKER_TABLE``; this adds the counting and the pauses. Probes,
-loads and stores are counted apart, since one of them may work while another
-hangs: after ``failures_max`` failures of one kind in a row the tier is left
-alone for ``pause_s``. Then one piece of work of that kind is tried, and the
-other kinds are let through; any failure begins a pause twice as long, up to
-``pause_s_max``.
+Legal moves are the rows of ``BREAKER_TABLE``; ``Breaker`` adds what is no row, the
+counting and the pauses. Probes, loads and stores are counted apart, since one of
+them may work while another hangs: after ``failures_max`` failures of one kind in a
+row the breaker opens for ``pause_s``. Then it is half-open: one piece of work of
+that kind is tried, and the other kinds are let through. Any failure opens it
+again, for twice as long, up to ``pause_s_max``. A tier that broke is disabled
+until it is restarted.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import TYPE_CHECKING, Final
 
-from kvtier.core.states import BREAKER_TABLE, BreakerEvent, BreakerState
 from kvtier.errors import InternalError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class BreakerState(IntEnum):
+    """Whether a tier is given work."""
+
+    CLOSED = 0  #: healthy: all work goes through
+    OPEN = 1  #: sick: nothing is sent until the pause is over
+    HALF_OPEN = 2  #: one piece of work is sent, to see
+    DISABLED = 3  #: its actor or backend broke; nothing is sent until it is restarted
+
+
+class BreakerEvent(IntEnum):
+    """What moves a breaker."""
+
+    FAILED_TOO_OFTEN = 0
+    PAUSE_OVER = 1
+    SUCCEEDED = 2
+    FAILED = 3
+    BROKE = 4
+    RESTARTED = 5
+
+
+BREAKER_TABLE: Final[Mapping[tuple[BreakerState, BreakerEvent], BreakerState]] = {
+    (BreakerState.CLOSED, BreakerEvent.FAILED_TOO_OFTEN): BreakerState.OPEN,
+    (BreakerState.OPEN, BreakerEvent.PAUSE_OVER): BreakerState.HALF_OPEN,
+    (BreakerState.HALF_OPEN, BreakerEvent.SUCCEEDED): BreakerState.CLOSED,
+    (BreakerState.HALF_OPEN, BreakerEvent.FAILED): BreakerState.OPEN,
+    (BreakerState.CLOSED, BreakerEvent.BROKE): BreakerState.DISABLED,
+    (BreakerState.OPEN, BreakerEvent.BROKE): BreakerState.DISABLED,
+    (BreakerState.HALF_OPEN, BreakerEvent.BROKE): BreakerState.DISABLED,
+    (BreakerState.DISABLED, BreakerEvent.RESTARTED): BreakerState.CLOSED,
+}
 
 
 class Work(IntEnum):
@@ -39,10 +75,10 @@ class Breaker:
         self._trial_under_way = False
 
     def may_send(self, work: Work) -> bool:
-        """Tell whether work may be sent now; in TRIAL that is one piece of the sick kind."""
+        """Tell whether work may be sent now; in HALF_OPEN that is one piece of the sick kind."""
         if self.state is BreakerState.CLOSED:
             return True
-        if self.state is not BreakerState.TRIAL:
+        if self.state is not BreakerState.HALF_OPEN:
             return False
         if work is not self._sick:
             return True
@@ -53,14 +89,14 @@ class Breaker:
     def succeeded(self, work: Work) -> None:
         """Note that the tier did some work."""
         self._failures[work] = 0
-        if self.state is BreakerState.TRIAL and work is self._sick:
+        if self.state is BreakerState.HALF_OPEN and work is self._sick:
             self._move(BreakerEvent.SUCCEEDED)
             self._pause_s = self._first_pause_s
 
     def failed(self, work: Work, now: float) -> None:
         """Note that the tier failed, or let a deadline pass."""
         self._failures[work] += 1
-        if self.state is BreakerState.TRIAL:
+        if self.state is BreakerState.HALF_OPEN:
             self._pause_s = min(self._pause_s * 2, self._pause_s_max)
             self._open(BreakerEvent.FAILED, work, now)
         elif self.state is BreakerState.CLOSED and self._failures[work] >= self._failures_max:
@@ -73,8 +109,8 @@ class Breaker:
             self._trial_under_way = False
 
     def broke(self) -> None:
-        """Cut the tier off, for good unless it is restarted."""
-        if self.state is not BreakerState.CUT_OFF:
+        """Disable the tier, for good unless it is restarted."""
+        if self.state is not BreakerState.DISABLED:
             self._move(BreakerEvent.BROKE)
 
     def restarted(self) -> None:

@@ -27,9 +27,9 @@ import time
 from typing import TYPE_CHECKING, Final, cast
 
 from kvtier.core import messages as m
+from kvtier.core.block_state import ANSWERS, BlockState
 from kvtier.core.group_messages import ReservePrefix, Survey
 from kvtier.core.messages import Lookup
-from kvtier.core.states import ANSWERS, BlockState
 from kvtier.core.statistics import Observations, Observed, Statistics, TierObservations
 from kvtier.engine.cell import NO_REPLY, ClosedCell, EngineCell
 from kvtier.engine.lookups import ABSENT, READY

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvtier.core import messages as m
-from kvtier.core.states import BlockState, SlotState
+from kvtier.core.block_state import BlockState
+from kvtier.engine.slot_table import SlotState
 from kvtier.engine.tier_directory import ASKING, NOWHERE
 
 if TYPE_CHECKING:

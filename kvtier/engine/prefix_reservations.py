@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvtier.core import messages as m
-from kvtier.core.states import BlockState
+from kvtier.core.block_state import BlockState
 from kvtier.engine.lookups import ABSENT, FILLING, READY
 from kvtier.engine.prefix_plan import Prefix, Unknown, longest_prefix
 from kvtier.engine.tier_directory import ASKING, NOWHERE

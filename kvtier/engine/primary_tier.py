@@ -1,7 +1,7 @@
 """The primary tier: what is in host memory, who reads it, what fills it.
 
 The actor at the heart of the engine cell. ``lookup``'s None and the pins of a
-block are nothing but the states in ``kvtier/core/states.py``; this file moves them.
+block are nothing but states of its slot (``kvtier/engine/slot_table.py``), moved from here.
 
 Rules that are not rows of a table:
 

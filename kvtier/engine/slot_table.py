@@ -6,23 +6,16 @@
 # Invariant: a quarantined slot belongs to no key; it has at least one user that
 #            has not let go, and comes free when the last one has.
 
-What all slots have is in one flat list, of small numbers, which the garbage
-collector is quick about; what few slots have at a time is in dicts.
+Legal moves are the rows of ``SLOT_TABLE``; a move without a row is a bug and raises
+``InternalError``. What all slots have is in one flat list, of small numbers, which the
+garbage collector is quick about; what few slots have at a time is in dicts.
 """
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.core.states import (
-    SLOT_ABANDONED,
-    SLOT_EVICTED,
-    SLOT_FILL_FAILED,
-    SLOT_FILLED,
-    SLOT_RELEASED,
-    SLOT_TAKEN,
-    SlotState,
-)
 from kvtier.core.statistics import PrimaryCounts, PrimaryStatistics
 from kvtier.errors import InternalError
 
@@ -30,6 +23,58 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from kvtier.plugin_api.keys import RequestId
+
+
+class SlotState(IntEnum):
+    """What a slot of the primary tier's memory is used for."""
+
+    FREE = 0
+    FILLING = 1  #: one writer, no reader
+    READY = 2  #: holds one key's bytes; readers are counted
+    QUARANTINED = 3  #: belongs to nobody, but somebody may still write or read it
+
+
+class SlotEvent(IntEnum):
+    """What moves a slot."""
+
+    TAKEN = 0
+    FILLED = 1
+    FILL_FAILED = 2  #: the writer reported failure: it has let go
+    EVICTED = 3
+    ABANDONED = 4  #: given up while its writer or readers have not let go
+    RELEASED = 5  #: the last one has let go of a quarantined slot
+
+
+SLOT_TABLE: Final[Mapping[tuple[SlotState, SlotEvent], SlotState]] = {
+    (SlotState.FREE, SlotEvent.TAKEN): SlotState.FILLING,
+    (SlotState.FILLING, SlotEvent.FILLED): SlotState.READY,
+    (SlotState.FILLING, SlotEvent.FILL_FAILED): SlotState.FREE,
+    (SlotState.FILLING, SlotEvent.ABANDONED): SlotState.QUARANTINED,
+    (SlotState.READY, SlotEvent.EVICTED): SlotState.FREE,
+    (SlotState.READY, SlotEvent.ABANDONED): SlotState.QUARANTINED,
+    (SlotState.QUARANTINED, SlotEvent.RELEASED): SlotState.FREE,
+}
+
+
+class SlotMoves(dict[int, int]):
+    """The rows of one slot event: from state to state, as ints. No row: ``InternalError``."""
+
+    def __init__(self, event: SlotEvent) -> None:
+        rows = {int(state): int(to) for (state, when), to in SLOT_TABLE.items() if when is event}
+        super().__init__(rows)
+        self._event = event
+
+    def __missing__(self, state: int) -> int:
+        """Refuse a move that has no row."""
+        raise InternalError(f"slot in state {SlotState(state).name} cannot be {self._event.name}")
+
+
+SLOT_TAKEN: Final = SlotMoves(SlotEvent.TAKEN)
+SLOT_FILLED: Final = SlotMoves(SlotEvent.FILLED)
+SLOT_FILL_FAILED: Final = SlotMoves(SlotEvent.FILL_FAILED)
+SLOT_EVICTED: Final = SlotMoves(SlotEvent.EVICTED)
+SLOT_ABANDONED: Final = SlotMoves(SlotEvent.ABANDONED)
+SLOT_RELEASED: Final = SlotMoves(SlotEvent.RELEASED)
 
 GPU: Final = -1
 """The source of a fill, where a secondary tier would be its number."""

@@ -27,9 +27,8 @@ from kvtier.core.backend_counts import BackendCounts
 from kvtier.core.events import Event, EventKind
 from kvtier.core.generations import mark_of_name
 from kvtier.core.policy_actor import POLICY_TIME_S, broken_policy
-from kvtier.core.states import BreakerState
 from kvtier.core.statistics import Observed, TierCounts, TierStatistics
-from kvtier.engine.circuit_breaker import Breaker, Work
+from kvtier.engine.circuit_breaker import Breaker, BreakerState, Work
 from kvtier.engine.in_flight import Job, Probe
 from kvtier.plugin_api.backend import Outcome
 
@@ -320,7 +319,7 @@ class TierLink(Actor):
 
     def _tier_broke(self, message: m.TierBroke) -> None:
         """Cut the tier off. Its threads may still be at work, so slots stay as they are."""
-        if self._breaker.state is not BreakerState.CUT_OFF:
+        if self._breaker.state is not BreakerState.DISABLED:
             self.counts.broke += 1
             self.log.post(
                 m.Notice(event="tier cut off", tier=self._tier_config.name, detail=message.reason)
@@ -417,7 +416,7 @@ class TierLink(Actor):
     def _succeeded(self, work: Work) -> None:
         was = self._breaker.state
         self._breaker.succeeded(work)
-        if was is BreakerState.TRIAL and self._breaker.state is BreakerState.CLOSED:
+        if was is BreakerState.HALF_OPEN and self._breaker.state is BreakerState.CLOSED:
             self.log.post(m.Notice(event="tier is back", tier=self._tier_config.name, detail=""))
         self._tell_usable()
 
@@ -434,7 +433,7 @@ class TierLink(Actor):
         self._tell_usable()
 
     def _tell_usable(self) -> None:
-        usable = self._breaker.state in (BreakerState.CLOSED, BreakerState.TRIAL)
+        usable = self._breaker.state in (BreakerState.CLOSED, BreakerState.HALF_OPEN)
         if usable is not self._usable:
             self._usable = usable
             self.primary.post(m.TierUsable(tier=self._number, usable=usable))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.errors import ConfigError, StorageUnusable
 from kvtier.hosts.process_host import TierProcess
-from kvtier.hosts.starting import hangs, with_the_way_out
+from kvtier.hosts.starting import First, hangs, with_the_way_out
 from kvtier.hosts.thread_host import TierThread
 from kvtier.plugin_api.threads import BoundedCall
 from kvtier.settings.plugins import backend_class, make_backend, policy_maker
@@ -77,7 +77,7 @@ def _process(
     try:
         host.make()
     except StorageUnusable as trouble:
-        host.unusable_for = _reason_to_go_on(tier, trouble)
+        host.start_without(_reason_to_go_on(tier, trouble))
     return host
 
 
@@ -99,19 +99,15 @@ def _thread(
         found = first.result()
     except StorageUnusable as error:
         trouble = _reason_to_go_on(tier, error)
-    host = TierThread(
+    return TierThread(
         tier.name,
-        found[0],
+        First(found[0], began_s, found[1], trouble),
         memory,
         link,
         messages_max=messages_max,
         make_backend=_after(first, make) if trouble else make,
         policy_of=partial(policy_maker, tier),
     )
-    host.opening.began_s = began_s
-    host.place_found = found[1]
-    host.unusable_for = trouble
-    return host
 
 
 def _with_place(make: Callable[[], Backend]) -> tuple[Backend, str | None]:

@@ -38,9 +38,10 @@ from kvtier.hosts.channel import (
     Setup,
     ToEngine,
 )
+from kvtier.hosts.life import Life, LifeEvent, LifeState
 from kvtier.hosts.restarts import RESTART_PAUSE_S, RESTART_PAUSE_S_MAX, RestartPause
 from kvtier.hosts.spawning import spawn
-from kvtier.hosts.starting import Opening, hangs
+from kvtier.hosts.starting import Opening, hangs, tell_unusable
 from kvtier.plugin_api.log import log
 from kvtier.plugin_api.threads import BoundedCall
 
@@ -80,16 +81,14 @@ class TierProcess(TierHost):
         messages_max: int,
     ) -> None:
         self.name = tier.name
-        self.unusable_for: str | None = None
+        self._unusable_for: str | None = None
         self._opening = Opening(tier.name, "process")
         self._tier = tier
         self._context = context
         self._memory = memory
         self._link = link
         self._messages_max = messages_max
-        self._ending = threading.Event()
-        self._gone = threading.Event()  # the last process has ended, and none will follow
-        self._broke_of: str | None = None  # why the tier is cut off, as it is in the log
+        self._life = Life(has_backend=True)
         # The scheduler and the watcher use the channel in turns; neither keeps it for long.
         self._using = threading.Lock()
         self._child: _Child | None = None  # the last one whose backend was made
@@ -107,6 +106,11 @@ class TierProcess(TierHost):
         """
         self._child = self._new_child()
         self._channel = self._child.channel
+
+    def start_without(self, reason: str) -> None:
+        """Begin with no process, which could not be made. Before ``start``."""
+        self._life = Life(has_backend=False)
+        self._unusable_for = reason
 
     def cpu_seconds(self) -> float:
         """Return the processor time that the process has taken so far. For benchmarks."""
@@ -126,11 +130,8 @@ class TierProcess(TierHost):
 
     def start(self) -> None:
         """Have the backend opened. Nothing here waits for that."""
-        if self._child is None:
-            self._broke_of = self.unusable_for or "it has no process"
-            self._opening.broke()
-            self._link.post(m.TierBroke(reason=self._broke_of))
-            self._link.post(m.TierFenced())
+        if self._life.state is LifeState.AWAY:
+            tell_unusable(self._unusable_for, self._life, self._opening, self._link)
         self.post(Begin())
         self.wake()
         self._watcher.start()
@@ -143,7 +144,7 @@ class TierProcess(TierHost):
         """
         with self._using:
             channel = self._channel
-            if channel is None or self._broke_of or self._ending.is_set():
+            if channel is None or not self._life.takes_messages:
                 return False
             if channel.posted >= self._messages_max:
                 return False
@@ -168,9 +169,9 @@ class TierProcess(TierHost):
 
     def ask_to_end(self) -> None:
         """Take nothing more, end what was begun, then end. Returns at once."""
-        if not self._ending.is_set():
-            self._ending.set()
+        if not self._life.ending.is_set():
             with self._using:
+                self._life.move(LifeEvent.ASKED_TO_END)
                 if self._channel is not None:
                     self._channel.post(End())
         self.wake()
@@ -181,14 +182,15 @@ class TierProcess(TierHost):
         if self._watcher.ident is None:  # it was never started
             self._watcher.start()
         self._wait_until_gone(timeout_s - ABANDON_S)
-        if not self._gone.is_set() and self._child is not None:
+        if self._watcher.is_alive() and self._child is not None:
             self._child.process.kill()
             self._wait_until_gone(min(timeout_s, ABANDON_S))
-        return self._gone.is_set()
+        return not self._watcher.is_alive()
 
     def _wait_until_gone(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
-        while not self._gone.wait(_CLOSE_POLL_S) and time.monotonic() < deadline_s:
+        while self._watcher.is_alive() and time.monotonic() < deadline_s:
+            self._watcher.join(_CLOSE_POLL_S)
             self.wake()  # it may not have had room for the last messages
 
     # --- what comes from the process ---
@@ -220,8 +222,7 @@ class TierProcess(TierHost):
     def _log_broke(self, reason: str) -> None:
         """Write why the tier is cut off, once for each reason in a row."""
         self._opening.broke()
-        if reason != self._broke_of:
-            self._broke_of = reason
+        if self._life.broke(reason) and not self._life.ending.is_set():
             log.error("tier broke", tier=self.name, error=reason)
 
     # --- the watcher's thread ---
@@ -234,18 +235,18 @@ class TierProcess(TierHost):
                 pause.opened()
                 self._see_open()
                 self._see_out(self._child)
-            while not self._ending.wait(pause.after_a_life()):
+            while not self._life.ending.wait(pause.after_a_life()):
                 if self._begin_anew():
                     break
             else:
-                self._gone.set()
+                self._life.move(LifeEvent.ALL_GONE)
                 return
 
     def _see_open(self) -> None:
         """Wait until the tier says that it is open: an idle engine takes nothing from it."""
         channel = self._channel
         assert channel is not None, "a process without its channel"
-        while not (self._opening.is_open or channel.is_ended or self._ending.is_set()):
+        while not (self._opening.is_open or channel.is_ended or self._life.ending.is_set()):
             if channel.wait(_START_POLL_S):
                 with self._using:
                     self._deliver(channel)
@@ -258,9 +259,10 @@ class TierProcess(TierHost):
             assert channel is not None, "a process without its channel"
             while channel.wait(0.0) and not channel.is_ended:
                 self._deliver(channel)
-            if not self._ending.is_set():
-                if self._broke_of is None:
+            if not self._life.ending.is_set():
+                if self._life.state is LifeState.SERVING:
                     self._say_broke(_how_it_ended(child.process))
+                self._life.move(LifeEvent.FENCED)
                 self._link.post(m.TierFenced())
         channel.close()
 
@@ -268,7 +270,7 @@ class TierProcess(TierHost):
         """Start a process, and wait until its backend is made. Raises what kept it from that."""
         child = _Child(self._tier, self._context, self._memory)
         try:
-            child.wait_until_ready(self._ending)
+            child.wait_until_ready(self._life.ending)
         except BaseException:
             self._kill(child)
             raise
@@ -287,24 +289,27 @@ class TierProcess(TierHost):
             child = self._new_child()
         except Exception as error:  # noqa: BLE001 - another version's process may say anything
             self._log_broke(str(error))
+            self._life.move(LifeEvent.FENCED)
             return False
+        self._life.move(LifeEvent.MADE)
         try:
             early = self._open(child)
         except Exception as error:  # noqa: BLE001 - as above
             self._log_broke(str(error))
             self._kill(child)
+            self._life.move(LifeEvent.FENCED)  # it was given no job
             return False
         with self._using:
             self._child = child
             self._channel = child.channel
-            self._broke_of = None
+            self._life.move(LifeEvent.OPENED)
             for message in early:
                 if isinstance(message, Opened):  # said before anybody acts on it
                     self._handle(message)
             self._link.post(m.TierRestarted(traits=child.ready.traits))
             for message in early:
                 self._handle(message)
-            if self._ending.is_set():
+            if self._life.ending.is_set():
                 child.channel.post(End())
         self.wake()
         return True
@@ -322,7 +327,8 @@ class TierProcess(TierHost):
             for message in early:
                 if isinstance(message, m.TierBroke):
                     raise StoreFault(message.reason)
-            if child.channel.is_ended or self._ending.is_set() or time.monotonic() > deadline_s:
+            is_ending = self._life.ending.is_set()
+            if child.channel.is_ended or is_ending or time.monotonic() > deadline_s:
                 raise StoreFault("ended, or was to end, before its backend was open")
             child.channel.wait(_CLOSE_POLL_S)
             early += child.channel.take()

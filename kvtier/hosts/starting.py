@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from kvtier.core import messages as m
 from kvtier.errors import StorageUnusable
 from kvtier.plugin_api.log import log
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvtier.plugin_api.backend import BackendTraits, CellKind
+    from kvtier.core.actor import Mailbox
+    from kvtier.hosts.life import Life
+    from kvtier.plugin_api.backend import Backend, BackendTraits, CellKind
     from kvtier.settings.runtime_config import TierConfig
+
+
+class First(NamedTuple):
+    """The backend that a tier begins with, and what was found out of it before."""
+
+    backend: Backend | None
+    began_s: float | None = None  #: when it was begun, by ``time.monotonic``; None: now
+    place: str | None = None  #: the backend's; to ask it may take its storage
+    unusable_for: str | None = None  #: why there is no backend yet
+
+
+def tell_unusable(reason: str | None, life: Life, opening: Opening, link: Mailbox) -> None:
+    """Tell the link, at the start, that the tier can't be used yet. Nothing of it runs."""
+    opening.broke()
+    life.reason = reason or "it has no backend"
+    link.post(m.TierBroke(reason=life.reason))
+    link.post(m.TierFenced())
 
 
 class Opening:
@@ -21,8 +41,9 @@ class Opening:
     Its owner lets one thread at a time call it.
     """
 
-    def __init__(self, name: str, cell: CellKind) -> None:
-        self.began_s = time.monotonic()  #: when the tier was begun, or broke
+    def __init__(self, name: str, cell: CellKind, began_s: float | None = None) -> None:
+        # When the tier was begun, or broke.
+        self._began_s = time.monotonic() if began_s is None else began_s
         self._name = name
         self._cell = cell
         self.is_open = False
@@ -32,7 +53,7 @@ class Opening:
         """Note that the tier can't be used, or can't be used any more."""
         if self.is_open or not self._was_away:
             self.is_open, self._was_away = False, True
-            self.began_s = time.monotonic()
+            self._began_s = time.monotonic()
 
     def opened(
         self, place: str | None, traits: BackendTraits | None, levels: Mapping[str, int]
@@ -50,7 +71,7 @@ class Opening:
             fields["place"] = place
         if traits is not None and traits.capacity_blocks is not None:
             fields["capacity_blocks"] = traits.capacity_blocks
-        fields.update(levels, seconds=round(time.monotonic() - self.began_s, 3))
+        fields.update(levels, seconds=round(time.monotonic() - self._began_s, 3))
         if self._was_away:
             log.warning("tier is back", **fields)
         else:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Final
 
 from vllm.v1.kv_offload.base import ReqContext
 
+from kvtier.core.block_state import BlockState
 from kvtier.core.group_messages import GroupKeys
 from kvtier.core.messages import OrderTold
-from kvtier.core.states import BlockState
 from kvtier.plugin_api.keys import GROUP_BYTES
 from kvtier.plugin_api.log import log
 

@@ -27,8 +27,9 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvtier.core.block_state import BlockState
 from kvtier.core.events import PRIMARY, Event, EventKind
-from kvtier.core.states import BlockState, BreakerState
+from kvtier.engine.circuit_breaker import BreakerState
 from kvtier.plugin_api.keys import GROUP_BYTES
 from kvtier.plugin_api.log import log
 from kvtier.runtime import open_runtime
@@ -107,7 +108,7 @@ def build_manager(
 def _say_ready(facade: SchedulerFacade, config: RuntimeConfig, seconds: float) -> None:
     """Write the one line about the whole. Each tier writes its own once it is open."""
     tiers = facade.statistics().tiers
-    away = [tier.name for tier in tiers if tier.breaker == BreakerState.CUT_OFF.name]
+    away = [tier.name for tier in tiers if tier.breaker == BreakerState.DISABLED.name]
     log.info(
         "kvtier is ready",
         version=version("kvtier"),

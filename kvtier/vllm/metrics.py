@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMe
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
-from kvtier.core.states import BreakerState
+from kvtier.engine.circuit_breaker import BreakerState
 from kvtier.plugin_api.log import log
 from kvtier.vllm.watch import DROPS, Sample
 

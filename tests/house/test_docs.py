@@ -18,8 +18,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from test_rooms import MAY_IMPORT, UNBOUND
 
-from kvtier.core import states
+from kvtier.engine.circuit_breaker import BREAKER_TABLE
+from kvtier.engine.slot_table import SLOT_TABLE
 from kvtier.errors import ConfigError
+from kvtier.hosts.life import LIFE_TABLE
 from kvtier.plugin_api.backend import Backend, BackendContext, Namespace
 from kvtier.settings.plugins import NOT_YET
 from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
@@ -265,9 +267,9 @@ def test_state_tables_are_drawn_from_the_code() -> None:
     spec.loader.exec_module(drawing)
     tables: dict[str, list[Mapping[tuple[IntEnum, IntEnum], IntEnum]]] = {
         "explanation/architecture.md": [
-            states.BLOCK_TABLE,
-            states.SLOT_TABLE,
-            states.BREAKER_TABLE,
+            SLOT_TABLE,
+            BREAKER_TABLE,
+            LIFE_TABLE,
         ],
         "reference/disk-format.md": [REGION_TABLE],
     }

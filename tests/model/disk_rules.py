@@ -12,8 +12,9 @@ from stepped_device import WRITES
 from world import PATHS
 
 from kvtier.core import messages as m
+from kvtier.core.block_state import BlockState
 from kvtier.core.generations import mark_of, unmarked
-from kvtier.core.states import BlockState, BreakerState
+from kvtier.engine.circuit_breaker import BreakerState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -120,7 +121,7 @@ class DiskRules(GpuRules):
         while inbox.waiting:
             world.cell.deliver(inbox)
         self._run_engine()
-        if world.links[number]._breaker.state is BreakerState.CUT_OFF:
+        if world.links[number]._breaker.state is BreakerState.DISABLED:
             chosen.begin()
             while in_one_go and not chosen.is_open:
                 chosen.work(object)

@@ -12,12 +12,11 @@ from mutations import MUTATIONS as MUTATIONS
 from mutations import mutation
 
 from kvtier.core import messages as m
-from kvtier.core.states import SlotState
 from kvtier.engine.eviction import Eviction
 from kvtier.engine.primary_tier import PrimaryTier
 from kvtier.engine.promotions import Promotions
 from kvtier.engine.running_prefixes import RunningPrefixes
-from kvtier.engine.slot_table import SlotTable
+from kvtier.engine.slot_table import SlotState, SlotTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

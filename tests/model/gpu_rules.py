@@ -11,8 +11,8 @@ from lookup_rules import LookupRules
 from rules import PICKS, SCHEDULES, is_due, pick
 from world import PATHS
 
+from kvtier.core.block_state import BlockState
 from kvtier.core.messages import OrderTold
-from kvtier.core.states import BlockState
 
 if TYPE_CHECKING:
     from world import Request

@@ -11,8 +11,8 @@ from tier_rules import TierRules
 from world import KEYS, PATHS, Request
 
 from kvtier.core import messages as m
+from kvtier.core.block_state import BlockState
 from kvtier.core.group_messages import GroupKeys
-from kvtier.core.states import BlockState
 from kvtier.engine.slot_table import GPU
 
 if TYPE_CHECKING:

@@ -22,7 +22,8 @@ from promises import (
 from rules import is_due
 from world import KEYS, PATHS, Shape, TierShape, World
 
-from kvtier.core.states import ANSWERS, BlockState, BreakerState
+from kvtier.core.block_state import ANSWERS, BlockState
+from kvtier.engine.circuit_breaker import BreakerState
 
 TIERS = (TierShape(capacity=3), TierShape(), TierShape(request_level=True))
 SHAPES = st.builds(

@@ -14,10 +14,11 @@ from hypothesis.stateful import invariant, precondition
 from known_policies import held_by, known_to
 from world import KEYS
 
+from kvtier.core.block_state import BlockState
 from kvtier.core.events import PRIMARY
 from kvtier.core.generations import mark_of, unmarked
-from kvtier.core.states import BlockState, BreakerState, SlotState
-from kvtier.engine.slot_table import GPU
+from kvtier.engine.circuit_breaker import BreakerState
+from kvtier.engine.slot_table import GPU, SlotState
 
 if TYPE_CHECKING:
     from world import World
@@ -372,7 +373,7 @@ def assert_p10_at_rest(world: World) -> None:
     for key in KEYS:
         assert world.state_of(key) in {BlockState.ABSENT, BlockState.READY}, key
     for number, tier in enumerate(world.runtime.tiers):
-        is_cut_off = world.links[number]._breaker.state is BreakerState.CUT_OFF
+        is_cut_off = world.links[number]._breaker.state is BreakerState.DISABLED
         assert is_cut_off == world.fenced[number] or number in world.broken_links
         if not world.fenced[number]:
             assert tier.actor.is_idle()

@@ -12,7 +12,7 @@ import pytest
 from world import PATHS, Shape, TierShape, World
 
 from kvtier.core import messages as m
-from kvtier.core.states import BlockState
+from kvtier.core.block_state import BlockState
 from kvtier.policies.eviction.lru import LRUPolicy
 
 if TYPE_CHECKING:

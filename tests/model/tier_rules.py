@@ -14,7 +14,7 @@ from world import KEYS
 
 from kvtier.core import messages as m
 from kvtier.core.generations import ORIGINAL, mark_of, mark_of_name, marked, unmarked
-from kvtier.core.states import BreakerState
+from kvtier.engine.circuit_breaker import BreakerState
 from kvtier.plugin_api.backend import block_digest
 
 if TYPE_CHECKING:
@@ -278,7 +278,7 @@ class TierRules(TimeRules):
         world = self.world
         link = world.links[number]
         inbox = world.runtime.tiers[number].inbox
-        if inbox.waiting or link._breaker.state is not BreakerState.CUT_OFF:
+        if inbox.waiting or link._breaker.state is not BreakerState.DISABLED:
             return
         device = world.devices[number]
         if isinstance(device, DiskTier):

@@ -8,7 +8,7 @@ from hypothesis.stateful import precondition, rule
 from rules import PICKS, SCHEDULES, Rules, is_due, pick
 from world import KEYS
 
-from kvtier.core.states import BlockState
+from kvtier.core.block_state import BlockState
 
 
 class TimeRules(Rules):

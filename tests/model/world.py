@@ -18,10 +18,10 @@ from disk_tier import DiskTier, plan_of
 from fakes import FakeDevice, Gpu
 
 from kvtier.core import messages as m
+from kvtier.core.block_state import BlockState
 from kvtier.core.events import PRIMARY, EventKind
 from kvtier.core.generations import mark_of_name, marked
-from kvtier.core.states import BLOCK_TABLE, SLOT_TABLE, BlockState, SlotState
-from kvtier.engine.slot_table import GPU
+from kvtier.engine.slot_table import GPU, SLOT_TABLE, SlotState
 from kvtier.plugin_api.backend import BackendTraits
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
@@ -37,7 +37,17 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 24
 PIECES = 3  # a copy is made in as many pieces, with anything in between
-KEY_MOVES = {(before, after) for (before, _), after in BLOCK_TABLE.items()}
+KEY_MOVES = {
+    (BlockState.ABSENT, BlockState.PROBING),  # a lookup missed, and a tier may have it
+    (BlockState.ABSENT, BlockState.FILLING),
+    (BlockState.PROBING, BlockState.ABSENT),  # tiers said no or took too long, or nobody waits
+    (BlockState.PROBING, BlockState.FILLING),
+    (BlockState.FILLING, BlockState.READY),
+    (BlockState.FILLING, BlockState.ABSENT),  # it failed, took too long, or was reset
+    (BlockState.READY, BlockState.ABSENT),  # evicted, or reset
+}
+"""How a key's state may change. It is worked out from others, so nothing else holds it to this."""
+
 SLOT_MOVES = {(int(before), int(after)) for (before, _), after in SLOT_TABLE.items()}
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvtier import Closed, ConfigError, Misuse, RuntimeConfig, TierConfig
+from kvtier.core.block_state import BlockState
 from kvtier.core.events import EventKind
-from kvtier.core.states import BlockState
 from kvtier.plugin_api.backend import BackendTraits, Outcome
 from kvtier.policies.eviction.lru import LRUPolicy
 from tests.support.cell import Part, TestRuntime, open_test_runtime

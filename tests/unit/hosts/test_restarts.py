@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from hypothesis import given, strategies
 
 from kvtier.hosts.restarts import RESTART_PAUSE_S, WELL_S, RestartPause
+from kvtier.hosts.starting import First
 from kvtier.hosts.thread_host import TierThread
 from kvtier.plugin_api.backend import BackendContext, Namespace
 from kvtier.plugin_api.slot_memory import SlotMemory
@@ -71,17 +72,20 @@ def test_no_pause_is_longer_than_the_longest(
 
 
 class Impatient(threading.Event):
-    """An event that is never set, does not wait, and notes how long it was to."""
+    """Does not wait, notes how long it was to, and asks the host to end after so many times."""
 
-    def __init__(self, waits_max: int) -> None:
+    def __init__(self, host: TierThread, waits_max: int) -> None:
         super().__init__()
         self.waits_s: list[float] = []
+        self._host = host
         self._waits_max = waits_max
 
     def wait(self, timeout: float | None = None) -> bool:
         assert timeout is not None
         self.waits_s.append(timeout)
-        return len(self.waits_s) == self._waits_max
+        if len(self.waits_s) == self._waits_max:
+            self._host.ask_to_end()
+        return self.is_set()
 
 
 class NeverOpens(MemoryBackend):
@@ -95,11 +99,11 @@ def test_a_tier_whose_lives_break_is_begun_anew_within_seconds() -> None:
     memory = SlotMemory.anonymous(8, 8)
     backend = NeverOpens(context, 8)
     host = TierThread(
-        "1:t", backend, memory, Unread(), messages_max=4, make_backend=lambda: backend
+        "1:t", First(backend), memory, Unread(), messages_max=4, make_backend=lambda: backend
     )
-    host._ending = Impatient(8)
+    host._life.ending = ending = Impatient(host, 8)
     host._run()
-    assert host._ending.waits_s == [1.0, 2.0, 4.0, 8.0, 10.0, 10.0, 10.0, 10.0]
+    assert ending.waits_s == [1.0, 2.0, 4.0, 8.0, 10.0, 10.0, 10.0, 10.0]
 
 
 class Unread:

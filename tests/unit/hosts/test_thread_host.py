@@ -15,6 +15,7 @@ import pytest
 
 from kvtier.core import messages as m
 from kvtier.hosts import thread_host
+from kvtier.hosts.starting import First
 from kvtier.hosts.thread_host import TierThread
 from kvtier.plugin_api.backend import (
     Backend,
@@ -108,7 +109,7 @@ class Bench:
         self.link = LinkEnd()
         self.cell = TierThread(
             "1:test",
-            backend,
+            First(backend),
             self.memory,
             self.link,
             messages_max=16,

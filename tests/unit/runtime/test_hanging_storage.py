@@ -281,7 +281,7 @@ def test_an_engine_serves_without_the_tier_that_hangs(folder: FuseFolder, cell: 
         assert facade.lookup_prefix(KEYS, "r") == 4
         facade.on_request_finished("r")
         (tier_now,) = facade.statistics().tiers
-        assert tier_now.breaker == "CUT_OFF"
+        assert tier_now.breaker == "DISABLED"
     finally:
         assert facade.close()
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtier.core import messages as m
+from kvtier.hosts.starting import First
 from kvtier.hosts.thread_host import TierThread
 from kvtier.plugin_api.backend import (
     Backend,
@@ -120,7 +121,7 @@ class Bench:
         assert capacity is not None
         self.cell = TierThread(
             "1:shelf",
-            shelf,
+            First(shelf),
             SlotMemory.anonymous(8, BLOCK),
             self.link,
             messages_max=16,

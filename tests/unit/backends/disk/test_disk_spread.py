@@ -8,6 +8,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from kvtier.core import messages as m
+from kvtier.hosts.starting import First
 from kvtier.hosts.thread_host import TierThread
 from kvtier.plugin_api.backend import Outcome
 from kvtier.plugin_api.slot_memory import SlotMemory
@@ -66,7 +67,7 @@ def test_a_job_spreads_over_io_depth_and_reads_neighbours_at_once(
     )
     cell = TierThread(
         "1:disk",
-        backend,
+        First(backend),
         memory,
         link,
         messages_max=64,

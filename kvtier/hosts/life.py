@@ -1,0 +1,112 @@
+"""The life of a tier's host, as a table that both kinds of host move by.
+
+A host carries one cell after the other. While one serves, messages are taken for
+it. When it broke, the tier is disabled, and the next cell must wait: threads of the
+broken one may still read or write slots. Once none can (the tier is *fenced*), a
+backend is made, and a new cell opens it.
+
+What is no row: a host moves on ``FENCED`` when nothing of the broken cell can touch
+a slot, and never because time has passed. An attempt at a new cell that fails is a
+cell that broke. Whoever asks the host to end does so in any state.
+"""
+
+from __future__ import annotations
+
+import threading
+from enum import IntEnum
+from typing import TYPE_CHECKING, Final
+
+from kvtier.errors import InternalError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class LifeState(IntEnum):
+    """What becomes of a tier's cells."""
+
+    SERVING = 0  #: a cell runs, or is about to; its messages are taken
+    BROKEN = 1  #: the cell broke, and something of it may still touch a slot
+    AWAY = 2  #: nothing of the tier can touch a slot; a backend is made, or will be
+    REOPENING = 3  #: a new cell opens its backend
+    ENDING = 4  #: what was begun is ended, and no cell will follow
+    ENDED = 5  #: nothing of the tier can touch a slot any more
+
+
+class LifeEvent(IntEnum):
+    """What moves a host."""
+
+    BROKE = 0  #: the cell, or an attempt at the next one
+    FENCED = 1
+    MADE = 2  #: a backend for a new cell
+    OPENED = 3
+    ASKED_TO_END = 4
+    ALL_GONE = 5  #: the last cell's threads, or its process
+
+
+LIFE_TABLE: Final[Mapping[tuple[LifeState, LifeEvent], LifeState]] = {
+    (LifeState.SERVING, LifeEvent.BROKE): LifeState.BROKEN,
+    (LifeState.SERVING, LifeEvent.ASKED_TO_END): LifeState.ENDING,
+    (LifeState.BROKEN, LifeEvent.BROKE): LifeState.BROKEN,
+    (LifeState.BROKEN, LifeEvent.FENCED): LifeState.AWAY,
+    (LifeState.BROKEN, LifeEvent.ASKED_TO_END): LifeState.ENDING,
+    (LifeState.AWAY, LifeEvent.BROKE): LifeState.BROKEN,
+    (LifeState.AWAY, LifeEvent.MADE): LifeState.REOPENING,
+    (LifeState.AWAY, LifeEvent.ASKED_TO_END): LifeState.ENDED,
+    (LifeState.REOPENING, LifeEvent.BROKE): LifeState.BROKEN,
+    (LifeState.REOPENING, LifeEvent.OPENED): LifeState.SERVING,
+    (LifeState.REOPENING, LifeEvent.ASKED_TO_END): LifeState.ENDING,
+    (LifeState.ENDING, LifeEvent.BROKE): LifeState.ENDING,
+    (LifeState.ENDING, LifeEvent.FENCED): LifeState.ENDING,
+    (LifeState.ENDING, LifeEvent.OPENED): LifeState.ENDING,
+    (LifeState.ENDING, LifeEvent.ASKED_TO_END): LifeState.ENDING,
+    (LifeState.ENDING, LifeEvent.ALL_GONE): LifeState.ENDED,
+    (LifeState.ENDED, LifeEvent.BROKE): LifeState.ENDED,
+    (LifeState.ENDED, LifeEvent.FENCED): LifeState.ENDED,
+    (LifeState.ENDED, LifeEvent.MADE): LifeState.ENDED,
+    (LifeState.ENDED, LifeEvent.ASKED_TO_END): LifeState.ENDED,
+    (LifeState.ENDED, LifeEvent.ALL_GONE): LifeState.ENDED,
+}
+
+
+class Life:
+    """Where one host is in its life. Any thread; what must not move meanwhile is its owner's care.
+
+    It begins SERVING, or AWAY if there is no backend yet.
+    """
+
+    def __init__(self, *, has_backend: bool) -> None:
+        self.state = LifeState.SERVING if has_backend else LifeState.AWAY
+        self.ending = threading.Event()  #: set for good once the host was asked to end
+        self.reason: str | None = None  #: why the tier is disabled; None while it serves
+        self._moving = threading.Lock()
+
+    def move(self, event: LifeEvent) -> LifeState:
+        """Return the state after an event. Raises ``InternalError`` if there is no such row."""
+        with self._moving:
+            to = LIFE_TABLE.get((self.state, event))
+            if to is None:
+                raise InternalError(f"host in state {self.state.name} cannot be {event.name}")
+            self.state = to
+            if event is LifeEvent.ASKED_TO_END:
+                self.ending.set()
+            elif event is LifeEvent.OPENED:
+                self.reason = None
+        return to
+
+    def broke(self, reason: str) -> bool:
+        """Move, and tell whether the reason is news: it is logged once if it stays the same."""
+        self.move(LifeEvent.BROKE)
+        is_news = reason != self.reason
+        self.reason = reason
+        return is_news
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing of the tier can touch a slot any more, and nothing will."""
+        return self.state is LifeState.ENDED
+
+    @property
+    def takes_messages(self) -> bool:
+        """Whether the tier's actor is there for messages."""
+        return self.state is LifeState.SERVING
