@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
 from typing_extensions import override
@@ -29,10 +28,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.core.block_state import BlockState
 from kvtier.core.events import PRIMARY, Event, EventKind
-from kvtier.engine.circuit_breaker import BreakerState
 from kvtier.plugin_api.keys import GROUP_BYTES
-from kvtier.plugin_api.log import log
-from kvtier.runtime import open_runtime
 from kvtier.settings.plugins import backend_class
 from kvtier.vllm.groups import (
     Groups,
@@ -60,7 +56,6 @@ if TYPE_CHECKING:
 
     from kvtier.core.messages import OrderTold, StoreGrant
     from kvtier.engine.facade import SchedulerFacade
-    from kvtier.plugin_api.backend import Namespace
     from kvtier.plugin_api.slot_memory import SlotMemory
     from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
     from kvtier.vllm.region import Region
@@ -81,44 +76,6 @@ SPIN_YIELD_S: Final = 0.0005
 
 _TELLS_WHEN_FLUSHED: Final = hasattr(OffloadingManager, "on_reset_flushed")
 """vLLM 0.33 says when workers have let go of what they had at a reset; 0.32 doesn't."""
-
-
-def build_manager(
-    config: RuntimeConfig,
-    spec: OffloadingSpec,
-    *,
-    definitions: Mapping[str, OffloadingMetricMetadata],
-    memory: SlotMemory,
-    namespace: Namespace,
-    region: Region,
-) -> KVTierManager:
-    """Start the runtime for one engine. Scheduler process only."""
-    began_s = time.monotonic()
-    facade = open_runtime(
-        config,
-        memory,
-        namespace,
-        collect_events=spec.kv_events_config.enable_kv_cache_events,
-    )
-    manager = KVTierManager(facade, config, spec, definitions, memory, region)
-    _say_ready(facade, config, time.monotonic() - began_s)
-    return manager
-
-
-def _say_ready(facade: SchedulerFacade, config: RuntimeConfig, seconds: float) -> None:
-    """Write the one line about the whole. Each tier writes its own once it is open."""
-    tiers = facade.statistics().tiers
-    away = [tier.name for tier in tiers if tier.breaker == BreakerState.DISABLED.name]
-    log.info(
-        "kvtier is ready",
-        version=version("kvtier"),
-        blocks=config.slot_count,
-        block_bytes=config.block_bytes,
-        eviction_policy=config.eviction_policy,
-        tiers=", ".join(tier.name for tier in tiers) or "none",
-        **({"without": ", ".join(away)} if away else {}),
-        seconds=round(seconds, 3),
-    )
 
 
 class _Tier:

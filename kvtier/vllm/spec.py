@@ -134,8 +134,8 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
         """Build kvtier's manager over the shared region. Scheduler process, once."""
         if self._manager is None:
             # Scheduler side only.
-            from kvtier.vllm.manager import build_manager  # noqa: PLC0415
             from kvtier.vllm.sharing import warn_of_lonely_tiers  # noqa: PLC0415
+            from kvtier.vllm.start import build_manager  # noqa: PLC0415
 
             config = self.read_settings()
             region = self._open_scheduler_region()

@@ -1,0 +1,61 @@
+"""Starts the runtime of one engine, with vLLM's manager in front, and says that it is ready."""
+
+from __future__ import annotations
+
+import time
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from kvtier.engine.circuit_breaker import BreakerState
+from kvtier.plugin_api.log import log
+from kvtier.runtime import open_runtime
+from kvtier.vllm.manager import KVTierManager
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vllm.v1.kv_offload.base import OffloadingMetricMetadata, OffloadingSpec
+
+    from kvtier.engine.facade import SchedulerFacade
+    from kvtier.plugin_api.backend import Namespace
+    from kvtier.plugin_api.slot_memory import SlotMemory
+    from kvtier.settings.runtime_config import RuntimeConfig
+    from kvtier.vllm.region import Region
+
+
+def build_manager(
+    config: RuntimeConfig,
+    spec: OffloadingSpec,
+    *,
+    definitions: Mapping[str, OffloadingMetricMetadata],
+    memory: SlotMemory,
+    namespace: Namespace,
+    region: Region,
+) -> KVTierManager:
+    """Start the runtime for one engine. Scheduler process only."""
+    began_s = time.monotonic()
+    facade = open_runtime(
+        config,
+        memory,
+        namespace,
+        collect_events=spec.kv_events_config.enable_kv_cache_events,
+    )
+    manager = KVTierManager(facade, config, spec, definitions, memory, region)
+    _say_ready(facade, config, time.monotonic() - began_s)
+    return manager
+
+
+def _say_ready(facade: SchedulerFacade, config: RuntimeConfig, seconds: float) -> None:
+    """Write the one line about the whole. Each tier writes its own once it is open."""
+    tiers = facade.statistics().tiers
+    away = [tier.name for tier in tiers if tier.breaker == BreakerState.DISABLED.name]
+    log.info(
+        "kvtier is ready",
+        version=version("kvtier"),
+        blocks=config.slot_count,
+        block_bytes=config.block_bytes,
+        eviction_policy=config.eviction_policy,
+        tiers=", ".join(tier.name for tier in tiers) or "none",
+        **({"without": ", ".join(away)} if away else {}),
+        seconds=round(seconds, 3),
+    )
