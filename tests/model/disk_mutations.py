@@ -14,9 +14,11 @@ from stepped_device import SteppedDevice
 from kvtier_backends.disk import format as disk_format
 from kvtier_backends.disk.folder import recovery
 from kvtier_backends.disk.format import ID_BYTES
+from kvtier_backends.disk.log.appender import BlockAppender
 from kvtier_backends.disk.log.batches import Batch, insert
 from kvtier_backends.disk.log.block_log import BlockLog
 from kvtier_backends.disk.log.index_bulk import BulkLoad
+from kvtier_backends.disk.log.live_blocks import LiveBlocks
 from kvtier_backends.disk.log.regions import Budget, Regions, RegionState
 from kvtier_backends.disk.log.tables import RegionTable
 
@@ -47,8 +49,8 @@ def drop_the_pin_of_a_region_that_is_read() -> Iterator[None]:
         return
 
     def unpin(self: Regions, region: int) -> None:
-        if self.state(region) is RegionState.EMPTYING:
-            self.end_emptying(region)
+        if self.state(region) is RegionState.RECLAIMING:
+            self.end_reclaim(region)
 
     with patch.object(Regions, "pin", pin), patch.object(Regions, "unpin", unpin):
         yield
@@ -94,7 +96,7 @@ def recover_the_older_copy() -> Iterator[None]:
 
 @mutation
 def bring_a_removed_block_back() -> Iterator[None]:
-    """A block that is appended again is known again, whatever became of it meanwhile."""
+    """A block that is reinserted is known again, whatever became of it meanwhile."""
 
     def put_into(self: Batch, index: BlockIndex, first: int) -> None:
         index.remove_all(self.keys)
@@ -108,16 +110,16 @@ def bring_a_removed_block_back() -> Iterator[None]:
 def tell_nobody_what_is_lost() -> Iterator[None]:
     """The tier above goes on believing that the blocks are there."""
 
-    def lose(self: BlockLog, keys: Sequence[bytes], _name: str) -> None:
-        self.remove(keys)
+    def lose(self: LiveBlocks, keys: Sequence[bytes], _counter: str) -> None:
+        self._index.remove_all(keys)
 
-    with patch.object(BlockLog, "lose", lose):
+    with patch.object(LiveBlocks, "lose", lose):
         yield
 
 
 @mutation
-def append_again_without_a_budget() -> Iterator[None]:
-    """Whatever is in a region that is emptied is written once more."""
+def reinsert_without_a_budget() -> Iterator[None]:
+    """Whatever is in a region that is reclaimed is written once more."""
 
     def affords(_self: Budget, _block_bytes: int, _overhead_bytes: int) -> int:
         return ENOUGH
@@ -130,23 +132,23 @@ def append_again_without_a_budget() -> Iterator[None]:
 def keep_what_is_too_old() -> Iterator[None]:
     """The sweeper finds nothing."""
 
-    def sweep(_self: BlockLog, _region: int) -> None:
+    def sweep(_self: LiveBlocks, _region: int) -> None:
         return
 
-    with patch.object(BlockLog, "sweep", sweep):
+    with patch.object(LiveBlocks, "sweep", sweep):
         yield
 
 
 @mutation
 def name_a_block_before_it_is_written() -> Iterator[None]:
     """The table says where a block is while it is not there yet."""
-    real = BlockLog._write
+    real = BlockAppender._write
 
-    async def write(self: BlockLog, extent: Extent, batch: Batch) -> list[Outcome]:
-        await self._tables[extent.region].add(batch.entries(extent.first))
+    async def write(self: BlockAppender, extent: Extent, batch: Batch) -> list[Outcome]:
+        await self._opener.table(extent.region).add(batch.entries(extent.first))
         return await real(self, extent, batch)
 
-    with patch.object(BlockLog, "_write", write):
+    with patch.object(BlockAppender, "_write", write):
         yield
 
 
@@ -169,7 +171,7 @@ def overwrite_the_only_version_of_a_table() -> Iterator[None]:
 
     def encode(self: RegionTable, entries: Any) -> Any:
         if self._head is not None:
-            self._spare = self._head
+            self._next_version = self._head
         return real(self, entries)
 
     with patch.object(RegionTable, "_encode", encode):
@@ -179,11 +181,9 @@ def overwrite_the_only_version_of_a_table() -> Iterator[None]:
 @mutation
 def let_the_index_overflow() -> Iterator[None]:
     """Nobody looks how many blocks the tier has room for."""
-    real = BlockLog._store
 
-    async def store(self: BlockLog, *blocks: Any) -> Any:
-        self._capacity_blocks = ENOUGH
-        return await real(self, *blocks)
+    def room(_self: BlockLog) -> int:
+        return ENOUGH
 
-    with patch.object(BlockLog, "_store", store):
+    with patch.object(BlockLog, "_room", room):
         yield

@@ -59,7 +59,7 @@ class DiskPromises:
             assert disk.life is not None
             log = disk.life.log
             assert len(disk.blocks) == len(log.index)
-            assert len(log.index) + log._appending <= disk.plan.capacity_blocks
+            assert len(log.index) + log.appending <= disk.plan.capacity_blocks
 
     @precondition(is_running)
     @invariant()
@@ -120,7 +120,7 @@ def assert_disks_at_rest(world: World) -> None:
         assert disk.life is not None
         log = disk.life.log
         assert disk.life.is_quiet()
-        assert log._appending == 0
+        assert log.appending == 0
         assert not any(log.regions._readers)
         assert not any(log.regions._writers)
         assert sum(map(log.index.live, range(disk.shape.regions))) == len(log.index)

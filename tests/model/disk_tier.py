@@ -25,6 +25,7 @@ from kvtier_backends.disk.folder.opening import Judged
 from kvtier_backends.disk.folder.recovery import FOLDER_CASES
 from kvtier_backends.disk.format import PAGE_BYTES, make_geometry, region_bytes_for
 from kvtier_backends.disk.log.regions import WRITE_AMPLIFICATION_MAX
+from kvtier_backends.disk.settings import DiskOptions
 from tests.unit.backends.disk._simulated import SimulatedDisk
 
 if TYPE_CHECKING:
@@ -192,10 +193,13 @@ class Life:
         context = BackendContext(world.shape.block_bytes, Namespace({}), tier.name)
         judged = Judged(tier.plan, tier.superblock, FOLDER_CASES[-1])
         self.backend = real.DiskBackend(
-            context, _Folder(), judged, ttl_s=tier.shape.ttl_s, io_depth=4, direct=False
+            context,
+            _Folder(),
+            judged,
+            DiskOptions("/", 0, None, tier.shape.ttl_s, 4, direct=False, vault=None),
+            self.loop.time,
         )
         self.backend._threads = _NoThreads()
-        self.backend.clock = self.loop.time
         self.driver = BackendDriver(
             tier.name, _Watched(tier, self.backend), world.memory, self._report
         )
@@ -232,7 +236,7 @@ class Life:
         """Tell whether nothing runs but the upkeep."""
         if self.device.calls or self.tasks.running:
             return False
-        return self.is_open and self.log.is_idle()
+        return self.is_open and self.log.calls.is_idle()
 
     def work(self) -> bool:
         """End the oldest call, or let time pass for who waits. False: all is quiet."""
@@ -393,7 +397,7 @@ class DiskTier:
         self.copies.begin_anew(found)
         self.excuse()
         # As after a quiet time; else there is hardly ever budget to append blocks again.
-        life.log.budget.stored(int(self.credit_bytes / (WRITE_AMPLIFICATION_MAX - 1)))
+        life.log._context.budget.earn(int(self.credit_bytes / (WRITE_AMPLIFICATION_MAX - 1)))
         if self.lives > 1:
             self.world.serve_anew(self.world.devices.index(self))
 

@@ -49,8 +49,8 @@ from kvtier_backends.disk.format import (
     namespace_digest,
     time_s,
 )
-from kvtier_backends.disk.log.block_log import BlockLog, Space
-from kvtier_backends.disk.log.healing import heal
+from kvtier_backends.disk.log.block_log import BlockLog
+from kvtier_backends.disk.log.context import LogContext
 from kvtier_backends.disk.log.index import BlockIndex
 from kvtier_backends.disk.log.index_bulk import BulkLoad
 from kvtier_backends.disk.log.regions import Budget, Regions, RegionState
@@ -60,13 +60,13 @@ from kvtier_backends.disk.offline.inspection import user_of
 from kvtier_backends.disk.offline.purge_requests import answer_requests
 from kvtier_backends.disk.opened_files import NotAFile
 from kvtier_backends.disk.settings import read_options
-from kvtier_backends.ledger import Ledger
+from kvtier_backends.incidents import IncidentLog, TierCounters
 from kvtier_backends.looking import fault_of_folder, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from kvtier_backends.disk.encryption.encrypted_log import Vault
+    from kvtier_backends.disk.settings import DiskOptions
 
 STORES_BESIDE_LOADS_FRACTION: Final = 0.25
 """Of ``io_depth``: what stores keep of the disk while something is loaded."""
@@ -86,7 +86,7 @@ PART_BLOCKS_MAX: Final = 64
 TICK_S: Final = 1.0
 SWEEPS_PER_TTL: Final = 20
 CLOSE_TIMEOUT_S_MAX: Final = 1.0
-CREDIT_REGIONS: Final = 2  #: so many regions' worth of budget is kept for appending again
+CREDIT_REGIONS: Final = 2  #: budget is kept for reinserting so many regions
 _RELEASE_POLL_S: Final = 0.1
 
 
@@ -114,20 +114,18 @@ class DiskBackend(Backend):
         context: BackendContext,
         claim: Claim,
         judged: Judged,
-        *,
-        ttl_s: int,
-        io_depth: int,
-        direct: bool,
-        vault: Vault | None = None,
+        given: DiskOptions,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        self._vault = vault
+        """``clock`` gives seconds since 1970."""
+        self._vault = given.vault
 
         def part_blocks(size: int) -> int:
             return max(1, min(PART_BLOCKS_MAX, size // context.block_bytes))
 
         self.traits = BackendTraits(
-            load_parts_max=io_depth,
-            store_parts_max=io_depth,
+            load_parts_max=given.io_depth,
+            store_parts_max=given.io_depth,
             load_part_blocks_min=part_blocks(PART_BYTES_MIN),
             load_part_blocks_max=max(
                 BackendTraits.load_part_blocks_max, part_blocks(PART_BYTES_WANTED)
@@ -137,7 +135,7 @@ class DiskBackend(Backend):
             capacity_blocks=judged.plan.capacity_blocks,
             levels=frozenset(["blocks", "regions_free", "regions_retired"]),
         )
-        self.clock: Callable[[], float] = time.time
+        self._clock = clock
         self._context = context
         self._claim = claim
         self._judged = judged
@@ -145,11 +143,12 @@ class DiskBackend(Backend):
         self._path = claim.path
         self._filesystem = filesystem_of(claim.path)
         self._folder_id = b""
-        self._ttl_s = ttl_s
-        self._io_depth = io_depth
+        self._ttl_s = given.ttl_s
+        self._io_depth = given.io_depth
         # Blocks that are no whole pages can't be moved by O_DIRECT from where they are.
-        self._direct = direct and context.block_bytes % PAGE_BYTES == 0
-        self._ledger = Ledger("disk", context.tier_name, claim.path)
+        self._direct = given.direct and context.block_bytes % PAGE_BYTES == 0
+        self._counters = TierCounters()
+        self._incidents = IncidentLog("disk", context.tier_name, claim.path, self._counters)
         self._threads = DaemonThreads(1, f"{context.tier_name}-upkeep")
         self._log: BlockLog | None = None
         self._devices: list[Device] = []  # the log's, and any before that still hangs
@@ -157,7 +156,7 @@ class DiskBackend(Backend):
         self._healing: asyncio.Future[None] | None = None
         self._swept = 0
         self._is_closed = False
-        self.capacity_bytes = 0  #: as it was asked for; 0: nobody asked
+        self._capacity_bytes = given.capacity_bytes
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], context: BackendContext) -> DiskBackend:
@@ -190,17 +189,7 @@ class DiskBackend(Backend):
         except ConfigError:
             claim.release()
             raise
-        backend = cls(
-            context,
-            claim,
-            judged,
-            ttl_s=given.ttl_s,
-            io_depth=given.io_depth,
-            direct=given.direct,
-            vault=given.vault,
-        )
-        backend.capacity_bytes = capacity_bytes
-        return backend
+        return cls(context, claim, judged, given)
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> str:
@@ -232,8 +221,7 @@ class DiskBackend(Backend):
     async def open(self) -> None:
         """Recover what the folder holds. Raises ``OSError``; the folder is let go then."""
         try:
-            if self.capacity_bytes:
-                await self._threads.run(self._say_doubts)
+            await self._threads.run(self._report_doubts)
             self._log = await self._begin(self._judged, self._plan.capacity_blocks)
         except BaseException:
             self._is_closed = True
@@ -258,7 +246,7 @@ class DiskBackend(Backend):
         if log is None:
             return [Loaded(Outcome.ABSENT)] * len(blocks)
         if self._vault is not None:
-            return await log.shielded(self._vault.load(log, blocks))
+            return await log.calls.shielded(self._vault.load(log, blocks))
         return await log.load(blocks)
 
     async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
@@ -267,10 +255,10 @@ class DiskBackend(Backend):
         if log is None:
             return [Outcome.FAILED] * len(blocks)
         if self._vault is not None:
-            ends = await log.shielded(self._vault.store(log, blocks))
+            ends = await log.calls.shielded(self._vault.store(log, blocks))
         else:
             ends = await log.store(blocks)
-        # A region may have been emptied since: what was lost by then must not be told as there.
+        # A region may have been reclaimed since: what was lost by then is not DONE any more.
         there = log.index.find(block.key for block in blocks)
         return [
             Outcome.FULL if end is Outcome.DONE and location is None else end
@@ -293,9 +281,9 @@ class DiskBackend(Backend):
         log, self._log = self._log, None
         if log is not None:
             with move_on_after(CLOSE_TIMEOUT_S_MAX):
-                await log.wait_idle()
+                await log.calls.wait_idle()
                 await self._threads.run(lambda: None)  # behind upkeep's last call
-            log.device.close()
+            self._devices[-1].close()
         self._threads.stop()
         if self._vault is not None:
             self._vault.stop()
@@ -308,7 +296,7 @@ class DiskBackend(Backend):
 
     def counters(self) -> Mapping[str, int]:
         """Return counts of what was written, lost and found, and of what there is now."""
-        counts = dict(self._ledger.counts())
+        counts = dict(self._counters.counts())
         log = self._log
         if log is not None:
             counts["blocks"] = len(log.index)
@@ -329,7 +317,7 @@ class DiskBackend(Backend):
             read_threads=self._io_depth,
             write_threads=self._io_depth,
             name=self._context.tier_name,
-            said=partial(self._ledger.trouble, "store", "direct_refused"),
+            said=partial(self._incidents.report, "store", "direct_refused"),
         )
         self._devices = [*(each for each in self._devices if each.busy()), device]
         index = BlockIndex(plan.regions, geometry.slots, sealed=self._vault is not None)
@@ -338,40 +326,39 @@ class DiskBackend(Backend):
         key_ids = {NO_KEY_ID} if self._vault is None else set(self._vault.ring.by_id)
         identity = Identity(superblock.folder_id, namespace_digest(self._context), key_id)
         expected = Expected(identity.folder_id, identity.namespace, key_ids, geometry)
-        bulk = BulkLoad(index, time_s(self.clock()), self._ttl_s)
+        bulk = BulkLoad(index, time_s(self._clock()), self._ttl_s)
         recovery = Recovery(device, expected, self._threads, bulk)
         # In a folder that begins anew is nothing to look at, however large it may become.
         found = await recovery.run(plan.regions if judged.superblock else 0, blocks_max)
-        regions.recover(found.sequences, found.spare, found.highest)
+        regions.recover(found.sequences, found.spare, found.highest, found.key_ids)
         for name, count in (*counts.items(), *found.counts.items()):
-            self._ledger.add(name, count)
-        budget = Budget(CREDIT_REGIONS * geometry.region_bytes)
-        log = BlockLog(
-            Space(
-                device,
-                index,
-                regions,
-                geometry,
-                budget,
-                plan.capacity_blocks,
-                stores_beside_loads=int(self._io_depth * STORES_BESIDE_LOADS_FRACTION),
-            ),
+            self._counters.add(name, count)
+        log_context = LogContext(
+            device,
+            index,
+            regions,
+            geometry,
+            Budget(CREDIT_REGIONS * geometry.region_bytes),
             identity,
-            self._ledger,
-            ttl_s=self._ttl_s,
-            clock=self.clock,
-            lost=self._tell,
+            self._counters,
+            self._incidents,
+            self._clock,
         )
-        log.key_ids.update(found.key_ids)
-        return log
+        return BlockLog(
+            log_context,
+            capacity_blocks=plan.capacity_blocks,
+            stores_beside_loads=int(self._io_depth * STORES_BESIDE_LOADS_FRACTION),
+            ttl_s=self._ttl_s,
+            on_lost=self._report_lost,
+        )
 
-    def _say_doubts(self) -> None:
+    def _report_doubts(self) -> None:
         seal_bytes = 0 if self._vault is None else SEAL_BYTES
-        found = doubts(self._path, self.capacity_bytes, self._plan, seal_bytes)
+        found = doubts(self._path, self._capacity_bytes, self._plan, seal_bytes)
         for name, text in found.items():
-            self._ledger.trouble("store", name, text)
+            self._incidents.report("store", name, text)
 
-    def _tell(self, keys: Sequence[bytes]) -> None:
+    def _report_lost(self, keys: Sequence[bytes]) -> None:
         self.on_lost(keys)
 
     def _release_when_idle(self) -> None:
@@ -401,7 +388,7 @@ class DiskBackend(Backend):
             try:
                 await self.tick()
             except Exception as error:  # noqa: BLE001 - upkeep goes on, whatever one round met
-                self._ledger.trouble("store", "upkeep_failed", error)
+                self._incidents.report("store", "upkeep_failed", error)
 
     async def tick(self) -> None:
         """Do one round of upkeep: watch the folder, revive regions, sweep what is too old."""
@@ -412,22 +399,22 @@ class DiskBackend(Backend):
         try:
             stands = await self._threads.run(self._claim.stands)
         except OSError as problem:  # of the medium, which may be well again in a moment
-            self._ledger.trouble("store", "folder_not_seen", problem)
+            self._incidents.report("store", "folder_not_seen", problem)
             stands = True
         if not stands:
             self._vanish(log)
             return
         if self._healing is None or self._healing.done():  # it may hang, and the rest goes on
-            self._healing = log.start(self._heal(log))
+            self._healing = log.calls.start(self._heal(log))
         if self._ttl_s:
             await self._sweep(log)
         await answer_requests(log, self._plan.regions, self._path, self._threads)
 
     async def _heal(self, log: BlockLog) -> None:
         try:
-            await heal(log)
+            await log.heal()
         except Exception as error:  # noqa: BLE001 - the next round tries again
-            self._ledger.trouble("store", "upkeep_failed", error)
+            self._incidents.report("store", "upkeep_failed", error)
 
     async def _sweep(self, log: BlockLog) -> None:
         holding = log.regions.oldest_first()
@@ -439,13 +426,10 @@ class DiskBackend(Backend):
 
     def _vanish(self, log: BlockLog) -> None:
         """Give up a folder that is not there any more. What it held is lost."""
-        self._ledger.trouble("store", "folder_vanished", "the folder is gone, or was replaced")
+        self._incidents.report("store", "folder_vanished", "the folder is gone, or was replaced")
         self._log = None
-        log.is_dead = True
-        for keys in list(log.index.keys(log.regions.oldest_first())):
-            log.lose(keys, "blocks_lost_with_the_folder")
-        log.lost = _tell_nobody
-        log.device.close()
+        log.abandon()
+        self._devices[-1].close()
         self._claim.release()
 
     def _is_our_place(self) -> bool:
@@ -474,8 +458,4 @@ class DiskBackend(Backend):
             judged = await self._threads.run(partial(judge_again, self._path, self._plan))
             self._log = await self._begin(judged, 0)
             self._filesystem = await self._threads.run(partial(filesystem_of, self._path))
-            self._ledger.add("folder_came_back")
-
-
-def _tell_nobody(_: Sequence[bytes]) -> None:
-    return
+            self._counters.add("folder_came_back")

@@ -33,7 +33,7 @@ from kvtier_backends.fs.folder import (
     probe_direct,
 )
 from kvtier_backends.fs.layout import make_layout
-from kvtier_backends.ledger import Ledger, warn
+from kvtier_backends.incidents import IncidentLog, TierCounters, warn
 from kvtier_backends.looking import fault_of_folder
 
 if TYPE_CHECKING:
@@ -87,12 +87,14 @@ class FsBackend(Backend):
         )
         name = context.tier_name
         self._root = place.path
-        self._ledger = Ledger("fs", name, place.path)
+        self._counters = TierCounters()
+        self._incidents = IncidentLog("fs", name, place.path, self._counters)
         self._files = BlockFiles(
             layout,
             place,
             context.block_bytes,
-            self._ledger,
+            self._counters,
+            self._incidents,
             direct=direct,
             accept_unchecked=accept_unchecked,
         )
@@ -184,7 +186,7 @@ class FsBackend(Backend):
 
     def counters(self) -> Mapping[str, int]:
         """Return counts of what went wrong, by kind; kinds that never did are left out."""
-        return self._ledger.counts()
+        return self._counters.counts()
 
     def _announce(self) -> None:
         dead = self._files.announce()

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from kvtier_backends.fs.layout import Layout
     from kvtier_backends.fs.place import Place
-    from kvtier_backends.ledger import Ledger
+    from kvtier_backends.incidents import IncidentLog, TierCounters
 
 _GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR})
 # What opening or reading says of a folder, a FIFO, a socket, a device or a link in a block's
@@ -87,7 +87,8 @@ class BlockFiles:
         layout: Layout,
         place: Place,
         block_bytes: int,
-        ledger: Ledger,
+        counters: TierCounters,
+        incidents: IncidentLog,
         *,
         direct: bool,
         accept_unchecked: bool,
@@ -99,7 +100,8 @@ class BlockFiles:
         self._block_bytes = block_bytes
         self._trailer_at = padded_bytes(block_bytes)
         self._file_bytes = self._trailer_at + TRAILER_BYTES
-        self._ledger = ledger
+        self._counters = counters
+        self._incidents = incidents
         self._writer = this_writer()
         self._signature = str(self._writer)
         # O_DIRECT moves whole disk blocks; with padding the slot's own part is none.
@@ -126,7 +128,7 @@ class BlockFiles:
         with suppress(PlaceLost):
             place = self._anchor.take()
             for _ in sweep(place.blocks, self._writer, keep_on):
-                self._ledger.add("temporaries_swept")
+                self._counters.add("temporaries_swept")
             if keep_on():  # Otherwise the next engine sees the markers and goes on.
                 remove_markers(place.base, dead)
 
@@ -162,7 +164,7 @@ class BlockFiles:
         except OSError as problem:
             return self._load_failed(name, block.key, problem)
         if loaded.outcome is Outcome.DONE:
-            self._ledger.success("load")
+            self._incidents.success("load")
         return loaded
 
     def store(self, block: StoreBlock) -> Outcome:
@@ -187,7 +189,7 @@ class BlockFiles:
             full = problem.errno in NO_ROOM
             self._trouble("store", "stores_full" if full else "stores_failed", problem, block.key)
             return Outcome.FULL if full else Outcome.FAILED
-        self._ledger.success("store")
+        self._incidents.success("store")
         return Outcome.DONE
 
     def remove(self, key: bytes) -> None:
@@ -204,9 +206,9 @@ class BlockFiles:
 
     def _trouble(self, side: str, kind: str, problem: Exception, key: bytes) -> None:
         if isinstance(problem, PlaceLost):  # said once for both sides, and of no single file
-            self._ledger.trouble("store", "folder_lost", problem.strerror)
+            self._incidents.report("store", "folder_lost", problem.strerror)
         else:
-            self._ledger.trouble(side, kind, problem, path=self._layout.path(key))
+            self._incidents.report(side, kind, problem, path=self._layout.path(key))
 
     def _settle(self, place: Place) -> None:
         """Put into a place what belongs there, when it has just been taken."""
@@ -216,7 +218,7 @@ class BlockFiles:
         add_marker(place.base, self._writer, layout.folder_mode, layout.file_mode)
 
     def _say_returned(self) -> None:
-        self._ledger.trouble("load", "folder_returned", "the folder is there again, and is used")
+        self._incidents.report("load", "folder_returned", "the folder is there again, and is used")
 
     def _is_whole(self, size: int) -> bool:
         return size == self._file_bytes or (self._accept_unchecked and size == self._block_bytes)
@@ -251,10 +253,10 @@ class BlockFiles:
         if count != self._block_bytes:
             raise TrailerDamaged(f"torn: {count} bytes instead of {self._file_bytes}")
         if self._accept_unchecked:
-            self._ledger.add("loads_unchecked")
+            self._counters.add("loads_unchecked")
             return Loaded(Outcome.DONE)
         # Sound for vLLM perhaps, so it is not ours to delete; a store will replace it.
-        self._ledger.add("loads_unchecked_refused")
+        self._counters.add("loads_unchecked_refused")
         return Loaded(Outcome.ABSENT)
 
     def _load_failed(self, name: str, key: bytes, problem: OSError) -> Loaded:
@@ -342,7 +344,7 @@ class BlockFiles:
         """Turn O_DIRECT off for this file if the filesystem refuses the transfer's alignment."""
         if problem.errno != errno.EINVAL or not self._direct:
             return False
-        self._ledger.add("direct_refused")
+        self._counters.add("direct_refused")
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~O_DIRECT)
         return True
@@ -354,7 +356,7 @@ class BlockFiles:
             if problem.errno not in _GONE:
                 self._trouble("load", "removes_failed", problem, key)
         else:
-            self._ledger.add("blocks_discarded")
+            self._counters.add("blocks_discarded")
 
 
 def _open_both(blocks: int, first: str, second: str) -> int:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from kvtier.plugin_api.backend import BackendContext
     from kvtier.plugin_api.options import Options
-    from kvtier_backends.disk.log.block_log import BlockLog, Sealing
+    from kvtier_backends.disk.log.block_log import BlockLog
+    from kvtier_backends.disk.log.reader import Encryption
 
 T = TypeVar("T")
 
@@ -64,7 +65,7 @@ class Vault:
         """Read the sealed blocks, and open each into its buffer."""
         memory = self._cipher.borrow(len(blocks))
         views = self._cipher.views(memory, len(blocks))
-        sealed: dict[bytes, Sealing] = {}
+        sealed: dict[bytes, Encryption] = {}
         answers = await log.load(
             [LoadBlock(block.key, view) for block, view in zip(blocks, views, strict=True)],
             sealed,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Item(NamedTuple):
-    """One block to append again."""
+    """One block to reinsert."""
 
     key: bytes
     buffer: memoryview
@@ -35,10 +35,10 @@ class Batch(NamedTuple):
     seals: Sequence[bytes]
     stored_s: Sequence[int]
     used_s: Sequence[int]
-    sources: Sequence[int] = ()  #: where they are now, if they are appended again
+    sources: Sequence[int] = ()  #: where they are now, if they are reinserted
 
     @property
-    def is_again(self) -> bool:
+    def is_reinserted(self) -> bool:
         """Whether the blocks are in the log already."""
         return bool(self.sources)
 
@@ -50,7 +50,7 @@ class Batch(NamedTuple):
         return cls(keys, buffers, digests, seals, times, times)
 
     @classmethod
-    def again(cls, items: Sequence[Item]) -> Batch:
+    def reinserted(cls, items: Sequence[Item]) -> Batch:
         """Return blocks that keep their times."""
         return cls(
             [item.key for item in items],
@@ -81,7 +81,7 @@ class Batch(NamedTuple):
 
     def put_into(self, index: BlockIndex, first: int) -> None:
         """Let the index know the blocks, which lie from a location on."""
-        if not self.is_again:
+        if not self.is_reinserted:
             # A key that is known already was stored twice at once: it is left out.
             insert(self, index, first)
         elif index.find(self.keys) == list(self.sources):
@@ -89,7 +89,7 @@ class Batch(NamedTuple):
             insert(self, index, first)
         else:
             for step, (key, source) in enumerate(zip(self.keys, self.sources, strict=True)):
-                # Else it was removed, or stored anew, while it was appended again.
+                # Else it was removed, or stored anew, while it was reinserted.
                 if index.get(key) == source:
                     index.remove(key)
                     insert(self.cut(step, step + 1), index, first + step)

@@ -1,4 +1,4 @@
-"""Whose turn it is at the disk: loads go before stores, and stores are never starved."""
+"""Load priority: loads go before stores at the disk, and stores are never starved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
 
-class Turns:
+class LoadPriority:
     """A load begins at once. While one is under way, few stores are: the rest waits.
 
     Somebody waits for a load, and nobody for a store. ``stores_beside_loads`` is
@@ -33,40 +33,40 @@ class Turns:
             yield
         finally:
             self._loads -= 1
-            self._let_go_on()
+            self._wake()
 
     @asynccontextmanager
     async def store(self) -> AsyncIterator[None]:
-        """Wait for a turn, and keep it for as long as the store takes."""
-        await self._turn()
+        """Wait until a store may begin, and count it for as long as it takes."""
+        await self._begin_store()
         try:
             yield
         finally:
             self._end_store()
 
-    async def _turn(self) -> None:
+    async def _begin_store(self) -> None:
         if self._may_store() and not self._waiting:
             self._stores += 1
             return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(woken)
         try:
-            await turn
+            await woken
         except asyncio.CancelledError:
-            if not turn.cancelled():
-                self._end_store()  # it was this one's turn already
+            if not woken.cancelled():
+                self._end_store()  # it was woken already
             raise
 
     def _end_store(self) -> None:
         self._stores -= 1
-        self._let_go_on()
+        self._wake()
 
     def _may_store(self) -> bool:
         return self._loads == 0 or self._stores < self._stores_beside_loads
 
-    def _let_go_on(self) -> None:
+    def _wake(self) -> None:
         while self._waiting and self._may_store():
-            turn = self._waiting.popleft()
-            if not turn.done():  # else it was cancelled
+            woken = self._waiting.popleft()
+            if not woken.done():  # else it was cancelled
                 self._stores += 1
-                turn.set_result(None)
+                woken.set_result(None)

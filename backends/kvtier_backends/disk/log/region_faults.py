@@ -1,11 +1,11 @@
-"""What an error at a region means: what its blocks' stores are told, and what is tried again.
+"""What an error at a region means: the outcome of its blocks' stores, and what is tried again.
 
 A disk that fails for a moment must not cost what lies on it. So one failure takes
 nothing away that is sound: a region whose opening failed is set aside while it
-is empty, one that could not be written is only closed, and blocks that could not
-be read stay known until it is sure that the fault is their region's and not
-the whole medium's. As long as writing is in doubt, no region is emptied, and a
-store that needs a region tries one first: the store fails where that fails, so
+is empty, one that could not be written is only sealed, and blocks that could not
+be read stay in the index until it is sure that the fault is their region's and not
+the whole medium's. As long as writing is in doubt, no region is reclaimed, and a
+store that needs a region probes one first: the store fails where that fails, so
 that whoever sends stores sees it and waits.
 """
 
@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvtier.plugin_api.backend import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container
+    from collections.abc import Callable, Mapping
 
     from kvtier_backends.disk.device import Transfer
     from kvtier_backends.disk.log.regions import Regions
-    from kvtier_backends.ledger import Ledger
+    from kvtier_backends.incidents import IncidentLog
 
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 SICK_MEDIUM: Final = frozenset({errno.EIO, errno.EREMOTEIO, errno.EUCLEAN, errno.ENODATA})
@@ -56,101 +56,109 @@ class Suspect(NamedTuple):
     strikes: int
 
 
-class RegionTrouble:
-    """Judges errors, and keeps what is retired or suspected. Event loop only.
+class RegionFaults:
+    """Decides what errors mean, and keeps what is retired or suspected. Event loop only.
 
-    ``clock`` gives seconds. ``lose`` is told each region whose blocks are lost.
+    ``clock`` gives seconds. ``on_lost`` is called with each region whose blocks are lost.
     """
 
     def __init__(
         self,
         regions: Regions,
-        ledger: Ledger,
+        incidents: IncidentLog,
         clock: Callable[[], float],
-        lose: Callable[[int], None],
+        *,
+        on_lost: Callable[[int], None],
     ) -> None:
-        self.in_doubt = False  #: writing failed, and nothing was written since
-        self.suspects: dict[int, Suspect] = {}
         self._regions = regions
-        self._ledger = ledger
+        self._incidents = incidents
         self._clock = clock
-        self._lose = lose
+        self._on_lost = on_lost
+        self._in_doubt = False
+        self._suspects: dict[int, Suspect] = {}
         self._retired: dict[int, Retired] = {}
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether writing failed, and nothing was written since."""
+        return self._in_doubt
+
+    @property
+    def suspects(self) -> Mapping[int, Suspect]:
+        """The regions that could not be read, the one to ask next first."""
+        return self._suspects
 
     # --- writing ---
 
-    def open_failed(
-        self, region: int, problem: OSError, allocated: Container[int]
-    ) -> Outcome | None:
-        """Return what to tell a store whose region cannot be opened; None: try the next one.
-
-        ``allocated`` are the regions that need no room of the disk any more.
-        """
-        if problem.errno in NO_ROOM and region not in allocated:
-            self._ledger.trouble("store", "no_room_for_a_region", problem)
-            retired = [region, *self._regions.retire_free(allocated)]
+    def open_failed(self, region: int, problem: OSError) -> Outcome | None:
+        """Return the outcome of a store whose region cannot be opened; None: try the next one."""
+        if problem.errno in NO_ROOM and not self._regions.is_allocated(region):
+            self._incidents.report("store", "no_room_for_a_region", problem)
+            retired = [region, *self._regions.retire_unallocated()]
             self._regions.retire(region)
             for each in retired:
                 self._put_off(each, Lack.ROOM, NO_ROOM_PAUSE_S)
             return None
-        self.in_doubt = True
+        self._in_doubt = True
         if problem.errno in NO_ROOM:
             # It has its room already: on some filesystems each write takes new room.
-            self._ledger.trouble("store", "no_room_for_a_block", problem)
+            self._incidents.report("store", "no_room_for_a_block", problem)
             return Outcome.FULL
-        self._ledger.trouble("store", "stores_failed", problem)
+        self._incidents.report("store", "stores_failed", problem)
         if problem.errno not in SICK_MEDIUM:
             return Outcome.FAILED
         if self._regions.retire(region):
-            self._ledger.trouble("store", "regions_retired", problem)
+            self._incidents.report("store", "regions_retired", problem)
         self._put_off(region, Lack.MEDIUM, RETIRED_PAUSE_S)
         return None
 
     def store_failed(self, region: int, problem: OSError) -> Outcome:
-        """Return what becomes of blocks that could not be written, or not be named."""
+        """Return the outcome of blocks that could not be written, or whose entries could not."""
         is_open = self._regions.open_region == region
         if problem.errno in NO_ROOM:
-            self._ledger.trouble("store", "no_room_for_a_block", problem)
-            self.in_doubt = True
+            self._incidents.report("store", "no_room_for_a_block", problem)
+            self._in_doubt = True
             return Outcome.FULL
         if is_open and (problem.errno == errno.EFBIG or problem.errno in SICK_MEDIUM):
             self._regions.fill()  # what it has stays: the next blocks go elsewhere
-        self._ledger.trouble("store", "stores_failed", problem)
-        self.in_doubt = self.in_doubt or problem.errno != errno.EFBIG
+        self._incidents.report("store", "stores_failed", problem)
+        self._in_doubt = self._in_doubt or problem.errno != errno.EFBIG
         return Outcome.FAILED
 
-    def to_try(self, allocated: Container[int]) -> int | None:
-        """Return the region that a store in doubt is to try: a free one, else a retired one."""
+    def region_to_probe(self) -> int | None:
+        """Return the region that a store in doubt is to probe: a free one, else a retired one."""
         free = self._regions.free()
         if free:
-            return next((region for region in free if region in allocated), free[0])
+            return next(filter(self._regions.is_allocated, free), free[0])
         retired = (each for each, why in self._retired.items() if why.lack is Lack.MEDIUM)
         return next((each for each in retired if self._regions.is_at_rest(each)), None)
 
-    def tried(
-        self, region: int, problem: OSError | None, allocated: Container[int]
-    ) -> Outcome | None:
-        """Note how trying a region ended; returns what to tell the store, None: it may go on."""
+    def probed(self, region: int, problem: OSError | None) -> Outcome | None:
+        """Note how a probe ended; returns the outcome of the store, None: it may go on."""
         if problem is None:
-            self.wrote()
+            self.write_succeeded()
             self.revive(region)
             return None
         if region in self._retired:
             self._retired[region] = self._retired.pop(region)  # another one is next
-        elif problem.errno in NO_ROOM and region not in allocated:
-            return self.open_failed(region, problem, allocated)
+        elif problem.errno in NO_ROOM and not self._regions.is_allocated(region):
+            return self.open_failed(region, problem)
         else:
             self._regions.use_last(region)
         if problem.errno in NO_ROOM:
-            self._ledger.trouble("store", "no_room_for_a_block", problem)
+            self._incidents.report("store", "no_room_for_a_block", problem)
             return Outcome.FULL
-        self._ledger.trouble("store", "stores_failed", problem)
+        self._incidents.report("store", "stores_failed", problem)
         return Outcome.FAILED
 
-    def wrote(self) -> None:
+    def end_doubt(self) -> None:
+        """Doubt no more that writing works: there is no region to probe."""
+        self._in_doubt = False
+
+    def write_succeeded(self) -> None:
         """Note that something was written: what is retired for the medium may be tried now."""
-        if self.in_doubt:
-            self.in_doubt = False
+        if self._in_doubt:
+            self._in_doubt = False
             for region, (lack, _) in self._retired.items():
                 if lack is Lack.MEDIUM:
                     self._retired[region] = Retired(lack, self._clock())
@@ -159,25 +167,29 @@ class RegionTrouble:
 
     def read_failed(self, transfer: Transfer, problem: OSError) -> None:
         """Suspect the region: whether its blocks are lost is found out later."""
-        if transfer.region not in self.suspects:
-            self._ledger.trouble("load", "regions_suspected", problem)
-            self.suspects[transfer.region] = Suspect(transfer.at, transfer.size, 0)
+        if transfer.region not in self._suspects:
+            self._incidents.report("load", "regions_suspected", problem)
+            self._suspects[transfer.region] = Suspect(transfer.at, transfer.size, 0)
 
     def acquit(self, region: int) -> None:
         """Note that a suspect could be read after all, or has nothing to be read any more."""
-        self.suspects.pop(region, None)
+        self._suspects.pop(region, None)
+
+    def ask_last(self, region: int) -> None:
+        """Have a suspect read again after all others."""
+        self._suspects[region] = self._suspects.pop(region)
 
     def strike(self, region: int, problem: OSError) -> None:
         """Note that a suspect failed while another place could be read. In the end it is lost."""
-        suspect = self.suspects[region]
+        suspect = self._suspects[region]
         if suspect.strikes + 1 < STRIKES_MAX:
-            self.suspects[region] = suspect._replace(strikes=suspect.strikes + 1)
+            self._suspects[region] = suspect._replace(strikes=suspect.strikes + 1)
             return
-        del self.suspects[region]
+        del self._suspects[region]
         if self._regions.retire(region):
-            self._ledger.trouble("load", "regions_retired", problem)
+            self._incidents.report("load", "regions_retired", problem)
             self._put_off(region, Lack.MEDIUM, RETIRED_PAUSE_S)
-            self._lose(region)
+            self._on_lost(region)
 
     # --- trying again ---
 

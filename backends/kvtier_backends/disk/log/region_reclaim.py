@@ -1,4 +1,4 @@
-"""Empties one region: appends its blocks again, as far as budget and room go, and drops the rest.
+"""Reclaims regions: reinserts a region's blocks, as far as budget and room go, and drops the rest.
 
 Nothing is dropped before the blocks that stay have been read and written: where the
 medium fails meanwhile, the region keeps what it has, and is sealed as before.
@@ -6,7 +6,8 @@ medium fails meanwhile, the region keeps what it has, and is sealed as before.
 What is dropped is what was used least recently; of what was used at once, the
 tail goes before the head, because a prompt's block is of no use without those
 before it. Blocks that are removed, or stored anew, while they are on their way
-stay as they are.
+stay as they are. (Log-structured file systems call this cleaning: Rosenblum and
+Ousterhout, 1992. CacheLib's navy reclaims and reinserts regions as well.)
 """
 
 from __future__ import annotations
@@ -17,105 +18,157 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.disk.format import PAGE_BYTES
+from kvtier_backends.disk.log.batches import Item
 from kvtier_backends.disk.log.regions import RegionState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtier_backends.disk.log.block_log import BlockLog
+    from kvtier_backends.disk.log.appender import BlockAppender
+    from kvtier_backends.disk.log.calls import Calls
+    from kvtier_backends.disk.log.context import LogContext
+    from kvtier_backends.disk.log.live_blocks import LiveBlocks
+    from kvtier_backends.disk.log.reader import BlockReader
+    from kvtier_backends.disk.log.region_faults import RegionFaults
 
 BATCH_BYTES: Final = 2 << 20
 READERS_WAIT_S_MAX: Final = 1.0
+VICTIM_SEARCHES_PER_REGION: Final = 4
 _READERS_POLL_S: Final = 0.005
 
 
-def affordable(log: BlockLog) -> int:
-    """Return how many blocks may be appended again now: by the budget, and by the room."""
-    regions, stride = log.regions, log.geometry.stride
-    batches = -(-regions.slots * stride // BATCH_BYTES)
-    overhead_bytes = (batches + 2) * PAGE_BYTES  # a table page a batch, a header
-    room = regions.room + regions.slots * (regions.has_next + (regions.free_count > 0))
-    return min(room, log.budget.affords(stride, overhead_bytes))
+class Reclaimer:
+    """Makes room in a log, one region at a time. Event loop only."""
 
+    def __init__(
+        self,
+        context: LogContext,
+        live: LiveBlocks,
+        reader: BlockReader,
+        appender: BlockAppender,
+        faults: RegionFaults,
+        calls: Calls,
+    ) -> None:
+        self._context = context
+        self._index = context.index
+        self._regions = context.regions
+        self._live = live
+        self._reader = reader
+        self._appender = appender
+        self._faults = faults
+        self._calls = calls
+        self._running: asyncio.Future[Outcome] | None = None
+        self._search_at_room = 0  # with so much room left, a victim is searched for
 
-def victim_without_loss(log: BlockLog) -> int | None:
-    """Return the region to empty next, if all of its blocks may be appended again now."""
-    region = log.regions.victim(log.trouble.suspects)
-    return region if region is not None and log.index.live(region) <= affordable(log) else None
+    async def make_room(self) -> Outcome:
+        """Reclaim a region, together with whoever wants room as well.
 
+        FULL: there is none to reclaim, or it is still read. FAILED: it is kept.
+        """
+        if self._running is None or self._running.done():
+            self._begin(self._victim())
+        assert self._running is not None
+        return await asyncio.shield(self._running)
 
-async def empty_one(log: BlockLog, region: int | None) -> Outcome:
-    """Empty a region, the victim. FULL: there is none, or it is still read. FAILED: it is kept."""
-    if region is None:
-        return Outcome.FAILED if log.trouble.suspects else Outcome.FULL
-    log.regions.begin_emptying(region)
-    log.regions.pin(region)
-    is_over = False
-    try:
-        is_over = await _append_again(log, _choose(log, region))
-    finally:
-        if is_over:  # whatever could not be appended again is lost
-            log.lose(log.index.keys_of(region), "blocks_dropped")
-        elif log.index.live(region) and log.regions.state(region) is RegionState.EMPTYING:
-            log.regions.keep(region)
-        log.regions.unpin(region)
-    if not is_over:
-        return Outcome.FAILED
-    log.ledger.add("regions_emptied")
-    waited_s = 0.0
-    while log.regions.state(region) is RegionState.EMPTYING and waited_s < READERS_WAIT_S_MAX:
-        await asyncio.sleep(_READERS_POLL_S)
-        waited_s += _READERS_POLL_S
-    is_free = log.regions.state(region) is RegionState.FREE
-    return Outcome.DONE if is_free else Outcome.FULL
+    def reclaim_ahead(self) -> None:
+        """Begin to reclaim a region before a store has to wait for it, if no block is dropped."""
+        regions = self._regions
+        if regions.room > regions.slots // 2:
+            self._search_at_room = regions.slots // 2
+        if regions.room > self._search_at_room:
+            return
+        # A search takes a while where there are many regions: not each time.
+        step = regions.slots // VICTIM_SEARCHES_PER_REGION
+        self._search_at_room = max(0, regions.room - step)
+        if self._running is None or self._running.done():
+            region = self._victim()
+            if region is not None and self._index.live(region) <= self._affordable():
+                self._begin(region)
 
+    def _begin(self, region: int | None) -> None:
+        self._running = self._calls.start(self._reclaim(region))
 
-def _choose(log: BlockLog, region: int) -> list[int]:
-    """Return the locations of the blocks to append again, in order."""
-    log.sweep(region)
-    first = region * log.geometry.slots
-    locations = [first + slot for slot in log.index.slots_of(region)]
-    # Blocks under an older key stay where that key is named, and go with it.
-    excess = len(locations) - (affordable(log) if log.has_current_key(region) else 0)
-    if excess > 0:
-        # The blocks of a request lie in its order, mostly.
-        by_use = sorted(locations, key=lambda at: (log.index.known(at).used_s, -at))
-        locations = sorted(by_use[excess:])
-    return locations
+    def _victim(self) -> int | None:
+        return self._regions.victim(self._faults.suspects)
 
+    def _affordable(self) -> int:
+        """Return how many blocks may be reinserted now: by the budget, and by the room."""
+        regions, stride = self._regions, self._context.geometry.stride
+        batches = -(-regions.slots * stride // BATCH_BYTES)
+        overhead_bytes = (batches + 2) * PAGE_BYTES  # a table page a batch, a header
+        room = regions.room + regions.slots * (regions.has_next + (regions.free_count > 0))
+        return min(room, self._context.budget.affords(stride, overhead_bytes))
 
-async def _append_again(log: BlockLog, locations: Sequence[int]) -> bool:
-    """Append blocks again as far as there is room. False: the medium failed."""
-    if not locations:
+    async def _reclaim(self, region: int | None) -> Outcome:
+        """Reclaim a region, the victim; see ``make_room``."""
+        regions = self._regions
+        if region is None:
+            return Outcome.FAILED if self._faults.suspects else Outcome.FULL
+        regions.begin_reclaim(region)
+        regions.pin(region)
+        is_over = False
+        try:
+            is_over = await self._reinsert(self._choose(region))
+        finally:
+            if is_over:  # What could not be reinserted is lost.
+                self._live.lose(self._index.keys_of(region), "blocks_dropped")
+            elif self._index.live(region) and regions.state(region) is RegionState.RECLAIMING:
+                regions.keep(region)
+            regions.unpin(region)
+        if not is_over:
+            return Outcome.FAILED
+        self._context.counters.add("regions_emptied")
+        waited_s = 0.0
+        while regions.state(region) is RegionState.RECLAIMING and waited_s < READERS_WAIT_S_MAX:
+            await asyncio.sleep(_READERS_POLL_S)
+            waited_s += _READERS_POLL_S
+        is_free = regions.state(region) is RegionState.FREE
+        return Outcome.DONE if is_free else Outcome.FULL
+
+    def _choose(self, region: int) -> list[int]:
+        """Return the locations of the blocks to reinsert, in order."""
+        self._live.sweep(region)
+        first = region * self._context.geometry.slots
+        locations = [first + slot for slot in self._index.slots_of(region)]
+        # Blocks under an older encryption key stay where that key is named, and go with it.
+        has_current_key = self._regions.key_id(region) == self._context.identity.key_id
+        excess = len(locations) - (self._affordable() if has_current_key else 0)
+        if excess > 0:
+            # The blocks of a request lie in its order, mostly.
+            by_use = sorted(locations, key=lambda at: (self._index.known(at).used_s, -at))
+            locations = sorted(by_use[excess:])
+        return locations
+
+    async def _reinsert(self, locations: Sequence[int]) -> bool:
+        """Reinsert blocks as far as there is room. False: the medium failed."""
+        if not locations:
+            return True
+        block_bytes, stride = self._context.geometry.block_bytes, self._context.geometry.stride
+        size = max(1, BATCH_BYTES // stride)
+        memory = memoryview(mmap.mmap(-1, min(size, len(locations)) * stride))
+        views = [memory[at : at + block_bytes] for at in range(0, len(memory), stride)]
+        try:
+            for start in range(0, len(locations), size):
+                self._appender.reserve(len(locations) - start)
+                batch = locations[start : start + size]
+                ends = await self._reinsert_batch(batch, views[: len(batch)])
+                if Outcome.FAILED in ends or (Outcome.FULL in ends and self._faults.in_doubt):
+                    return False
+                if Outcome.FULL in ends:
+                    break
+        finally:
+            self._appender.reserve(0)
         return True
-    block_bytes, stride = log.geometry.block_bytes, log.geometry.stride
-    size = max(1, BATCH_BYTES // stride)
-    memory = memoryview(mmap.mmap(-1, min(size, len(locations)) * stride))
-    views = [memory[at : at + block_bytes] for at in range(0, len(memory), stride)]
-    log.to_append_again = len(locations)
-    try:
-        for start in range(0, len(locations), size):
-            batch = locations[start : start + size]
-            ends = await _append_batch(log, batch, views[: len(batch)])
-            if Outcome.FAILED in ends or (Outcome.FULL in ends and log.trouble.in_doubt):
-                return False
-            if Outcome.FULL in ends:
-                break
-            log.to_append_again -= len(batch)
-    finally:
-        log.to_append_again = 0
-    return True
 
-
-async def _append_batch(
-    log: BlockLog, locations: Sequence[int], views: Sequence[memoryview]
-) -> list[Outcome]:
-    """Append some blocks again; returns what became of those that are not lost."""
-    outcomes = await log.read_at(list(zip(locations, views, strict=True)))
-    items = []
-    for location, view, outcome in zip(locations, views, outcomes, strict=True):
-        key = log.index.key_at(location)
-        if key is not None and outcome is Outcome.DONE:
-            items.append(log.item_again(key, view, location))
-    ends = await log.append_again(items)
-    return [outcome for outcome in outcomes if outcome is Outcome.FAILED] + ends
+    async def _reinsert_batch(
+        self, locations: Sequence[int], views: Sequence[memoryview]
+    ) -> list[Outcome]:
+        """Reinsert some blocks; returns the outcomes of those that are not lost."""
+        outcomes = await self._reader.read_at(locations, views)
+        items = []
+        for location, view, outcome in zip(locations, views, outcomes, strict=True):
+            key = self._index.key_at(location)
+            if key is not None and outcome is Outcome.DONE:
+                items.append(Item(key, view, self._index.known(location), location))
+        ends = await self._appender.reinsert(items)
+        return [outcome for outcome in outcomes if outcome is Outcome.FAILED] + ends

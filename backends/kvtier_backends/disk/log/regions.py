@@ -2,12 +2,12 @@
 
 Blocks are appended to the one open region. The next one gets its header ahead,
 so that no store waits for that. When hardly a free one is left, the sealed
-region with the fewest blocks is emptied: its blocks are appended again, as far
+region with the fewest blocks is reclaimed: its blocks are reinserted, as far
 as the budget for that goes, and the rest is dropped. One free region is kept
-back for them, so emptying never waits for room.
+back for them, so a reclaim never waits for room.
 
 # Invariant: a region is opened only when it has no block, no reader and no writer.
-# Invariant: a slot is handed out once each time its region is opened.
+# Invariant: a slot is allocated once each time its region is opened.
 # Invariant: bytes written in all <= WRITE_AMPLIFICATION_MAX x bytes of blocks stored,
 #            unless the tables alone take more.
 """
@@ -19,13 +19,14 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.errors import InternalError
+from kvtier_backends.disk.format import NO_KEY_ID
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping
 
 WRITE_AMPLIFICATION_MAX: Final = 1.3
 KEPT_BACK_REGIONS: Final = 1
-"""So many free regions are only for blocks that are appended again."""
+"""This many free regions are only for blocks that are reinserted."""
 
 
 class RegionState(IntEnum):
@@ -35,7 +36,7 @@ class RegionState(IntEnum):
     NEXT = 1  #: has its new header; takes blocks when the open one is filled
     OPEN = 2  #: takes blocks
     SEALED = 3  #: takes no more; its last writers may still be at work
-    EMPTYING = 4  #: its blocks are appended elsewhere, or it waits for its last reader
+    RECLAIMING = 4  #: its blocks are reinserted elsewhere, or it waits for its last reader
     RETIRED = 5  #: its medium failed, or gave no room
 
 
@@ -46,11 +47,11 @@ class RegionEvent(IntEnum):
     OPENED = 1
     FILLED = 2  #: its slots or its table pages are used up
     RECOVERED = 3  #: found with blocks in it when the folder was opened
-    CHOSEN = 4  #: to be emptied
-    EMPTIED = 5  #: its last block and its last reader have gone
+    CHOSEN = 4  #: to be reclaimed
+    RECLAIMED = 5  #: its last block and its last reader have gone
     FAILED = 6
     REVIVED = 7  #: to be tried again
-    KEPT = 8  #: its blocks could not be appended elsewhere: they stay
+    KEPT = 8  #: its blocks could not be reinserted: they stay
 
 
 REGION_TABLE: Final[Mapping[tuple[RegionState, RegionEvent], RegionState]] = {
@@ -58,20 +59,20 @@ REGION_TABLE: Final[Mapping[tuple[RegionState, RegionEvent], RegionState]] = {
     (RegionState.NEXT, RegionEvent.OPENED): RegionState.OPEN,
     (RegionState.FREE, RegionEvent.RECOVERED): RegionState.SEALED,
     (RegionState.OPEN, RegionEvent.FILLED): RegionState.SEALED,
-    (RegionState.SEALED, RegionEvent.CHOSEN): RegionState.EMPTYING,
-    (RegionState.EMPTYING, RegionEvent.EMPTIED): RegionState.FREE,
-    (RegionState.EMPTYING, RegionEvent.KEPT): RegionState.SEALED,
+    (RegionState.SEALED, RegionEvent.CHOSEN): RegionState.RECLAIMING,
+    (RegionState.RECLAIMING, RegionEvent.RECLAIMED): RegionState.FREE,
+    (RegionState.RECLAIMING, RegionEvent.KEPT): RegionState.SEALED,
     (RegionState.FREE, RegionEvent.FAILED): RegionState.RETIRED,
     (RegionState.NEXT, RegionEvent.FAILED): RegionState.RETIRED,
     (RegionState.OPEN, RegionEvent.FAILED): RegionState.RETIRED,
     (RegionState.SEALED, RegionEvent.FAILED): RegionState.RETIRED,
-    (RegionState.EMPTYING, RegionEvent.FAILED): RegionState.RETIRED,
+    (RegionState.RECLAIMING, RegionEvent.FAILED): RegionState.RETIRED,
     (RegionState.RETIRED, RegionEvent.REVIVED): RegionState.FREE,
 }
 
 
 class Extent(NamedTuple):
-    """Neighbouring slots of one region, handed out for one write."""
+    """Neighbouring slots of one region, allocated for one write."""
 
     region: int
     first: int
@@ -79,7 +80,7 @@ class Extent(NamedTuple):
 
 
 class Budget:
-    """How many bytes may be appended again, so that write amplification stays bounded.
+    """How many bytes may be reinserted, so that write amplification stays bounded.
 
     Credit is kept up to ``credit_bytes_max``: a long quiet time does not pay for a storm.
     """
@@ -88,17 +89,17 @@ class Budget:
         self._credit_max = credit_bytes_max
         self._credit = 0.0
 
-    def stored(self, block_bytes: int) -> None:
-        """Count blocks that came from above: they earn credit."""
+    def earn(self, block_bytes: int) -> None:
+        """Count new blocks that were stored: they earn credit."""
         earned = block_bytes * (WRITE_AMPLIFICATION_MAX - 1)
         self._credit = min(self._credit + earned, self._credit_max)
 
     def spend(self, written_bytes: int) -> None:
-        """Count everything else that was written: tables, headers, blocks once more."""
+        """Count everything else that was written: tables, headers, reinserted blocks."""
         self._credit -= written_bytes
 
     def affords(self, block_bytes: int, overhead_bytes: int) -> int:
-        """Return how many blocks may be appended again now, with that much written besides."""
+        """Return how many blocks may be reinserted now, with that much written besides."""
         return max(0, int(self._credit - overhead_bytes) // block_bytes)
 
 
@@ -111,12 +112,14 @@ class Regions:
         self._states = [RegionState.FREE] * count
         self._sequences = [0] * count
         self._readers = [0] * count
-        self._rests = [0] * count  # how often the last reader has ended
+        self._grace_periods = [0] * count  # how often the last reader has ended
         self._writers = [0] * count
+        self._key_ids = [NO_KEY_ID] * count
+        self._allocated: set[int] = set()
         self._free: deque[int] = deque(range(count))
         self._open: int | None = None
         self._next: int | None = None  # is OPEN as soon as no other is
-        self._used = 0  # slots of the open region that were handed out
+        self._used = 0  # slots of the open region that are allocated
         self._sequence = 0
 
     # --- what is ---
@@ -159,30 +162,39 @@ class Regions:
 
     def oldest_first(self) -> list[int]:
         """Return the regions that may have blocks, in the order they were opened."""
-        holding = (RegionState.OPEN, RegionState.SEALED, RegionState.EMPTYING)
+        holding = (RegionState.OPEN, RegionState.SEALED, RegionState.RECLAIMING)
         found = [region for region, state in enumerate(self._states) if state in holding]
         return sorted(found, key=self._sequences.__getitem__)
 
     # --- recovery ---
 
-    def recover(self, sequences: Mapping[int, int], spare: Iterable[int], highest: int) -> None:
-        """Take what was found: blocks in ``sequences``, and ``spare`` regions to be used last.
+    def recover(
+        self,
+        sequences: Mapping[int, int],
+        reuse_last: Iterable[int],
+        highest: int,
+        key_ids: Mapping[int, bytes],
+    ) -> None:
+        """Restore what was found: regions with blocks, and those to be opened after all others.
 
-        ``highest`` is the greatest sequence number seen in the folder.
+        ``sequences`` and ``key_ids`` are those of the regions with blocks. ``highest`` is
+        the greatest sequence number seen in the folder.
         """
+        for region, key_id in key_ids.items():
+            self._key_ids[region] = key_id
         for region, sequence in sequences.items():
             self._move(region, RegionEvent.RECOVERED)
             self._sequences[region] = sequence
-        last = dict.fromkeys(spare)
+        last = dict.fromkeys(reuse_last)
         first = [r for r in self._free if r not in sequences and r not in last]
         self._free = deque([*first, *(r for r in last if r not in sequences)])
         self._sequence = max(self._sequence, highest, *sequences.values(), 0)
 
-    # --- taking slots ---
+    # --- allocating slots ---
 
-    def next_to_open(self, *, again: bool) -> int | None:
-        """Return the free region to open next. ``again``: for blocks that are appended again."""
-        kept_back = 0 if again else KEPT_BACK_REGIONS
+    def next_to_open(self, *, for_reinsertion: bool) -> int | None:
+        """Return the free region to open next, for new blocks or for those that are reinserted."""
+        kept_back = 0 if for_reinsertion else KEPT_BACK_REGIONS
         return self._free[0] if len(self._free) > kept_back else None
 
     def next_sequence(self) -> int:
@@ -190,8 +202,11 @@ class Regions:
         self._sequence += 1
         return self._sequence
 
-    def headed(self, region: int, sequence: int) -> None:
-        """Note that the region's new header is written; it takes blocks when it is its turn."""
+    def headed(self, region: int, sequence: int, key_id: bytes = NO_KEY_ID) -> None:
+        """Note that the region's new header is written; it takes blocks when it is its turn.
+
+        ``key_id`` is the id of the key that its blocks are encrypted with.
+        """
         if self._next is not None:
             raise InternalError(f"region {self._next} is next")
         if not self.is_at_rest(region):
@@ -199,11 +214,12 @@ class Regions:
         self._move(region, RegionEvent.HEADED)
         self._free.remove(region)
         self._sequences[region] = sequence
+        self._key_ids[region] = key_id
         self._next = region
         self._open_next()
 
-    def take(self, count: int) -> Extent:
-        """Hand out up to ``count`` slots of the open region, at least one, to one writer."""
+    def allocate(self, count: int) -> Extent:
+        """Allocate up to ``count`` slots of the open region, at least one, to one writer."""
         region = self._open
         if region is None or count < 1:
             raise InternalError("no region is open, or no slot is wanted")
@@ -248,29 +264,30 @@ class Regions:
         self._readers[region] -= 1
         assert self._readers[region] >= 0, "a reader ended twice"
         if not self._readers[region]:
-            self._rests[region] += 1
-        if self._states[region] is RegionState.EMPTYING:
-            self.end_emptying(region)
+            self._grace_periods[region] += 1
+        if self._states[region] is RegionState.RECLAIMING:
+            self.end_reclaim(region)
 
-    def rests(self, region: int) -> int:
-        """Return how often the region's last reader has ended, for ``has_rested``."""
-        return self._rests[region]
+    def begin_grace_period(self, region: int) -> int:
+        """Return a mark for ``is_grace_period_over``: of the readers that the region has now."""
+        return self._grace_periods[region]
 
-    def has_rested(self, region: int, rests: int) -> bool:
-        """Tell whether all have ended who read the region when it had this many rests.
+    def is_grace_period_over(self, region: int, mark: int) -> bool:
+        """Tell whether all readers have ended that the region had when the mark was returned.
 
         So it comes true also where others have begun by then: under loads without end.
+        (As in read-copy-update: what no new reader finds may go once the old ones have ended.)
         """
-        return not self._readers[region] or self._rests[region] > rests
+        return not self._readers[region] or self._grace_periods[region] > mark
 
-    # --- emptying ---
+    # --- reclaiming ---
 
-    def victim(self, avoid: Container[int] = ()) -> int | None:
-        """Return the region to empty: the fewest blocks, then without a reader, then the oldest."""
+    def victim(self, exclude: Container[int] = ()) -> int | None:
+        """Return the region to reclaim: fewest blocks, then without a reader, then the oldest."""
         sealed = (
             region
             for region, state in enumerate(self._states)
-            if state is RegionState.SEALED and not self._writers[region] and region not in avoid
+            if state is RegionState.SEALED and not self._writers[region] and region not in exclude
         )
         return min(
             sealed,
@@ -278,25 +295,43 @@ class Regions:
             default=None,
         )
 
-    def begin_emptying(self, region: int) -> None:
-        """Take a region out of use, block by block."""
+    def begin_reclaim(self, region: int) -> None:
+        """Begin to take a region out of use, block by block."""
         if self._writers[region]:
             raise InternalError(f"region {region} is being written")
         self._move(region, RegionEvent.CHOSEN)
 
-    def end_emptying(self, region: int) -> bool:
-        """Free a region that is being emptied if it has no block and no reader left."""
+    def end_reclaim(self, region: int) -> bool:
+        """Free a region that is being reclaimed if it has no block and no reader left."""
         if self._live(region) or self._readers[region]:
             return False
-        self._move(region, RegionEvent.EMPTIED)
+        self._move(region, RegionEvent.RECLAIMED)
         self._free.appendleft(region)  # its bytes are allocated already
         return True
 
     def keep(self, region: int) -> None:
-        """End the emptying of a region that has blocks left: they stay where they are."""
+        """End the reclaim of a region that has blocks left: they stay where they are."""
         self._move(region, RegionEvent.KEPT)
 
-    # --- trouble ---
+    # --- what the disk and the encryption have of a region ---
+
+    def key_id(self, region: int) -> bytes:
+        """Return the id of the key that the region's blocks are encrypted with."""
+        return self._key_ids[region]
+
+    def is_allocated(self, region: int) -> bool:
+        """Tell whether the region's bytes exist: it needs no room of the disk any more."""
+        return region in self._allocated
+
+    def note_allocated(self, region: int) -> None:
+        """Note that the region's bytes exist."""
+        self._allocated.add(region)
+
+    def forget_allocation(self, region: int) -> None:
+        """Note that the region may have holes: its bytes are to be allocated once more."""
+        self._allocated.discard(region)
+
+    # --- faults ---
 
     def retire(self, region: int) -> bool:
         """Take a region out of use for good, or until it is revived. False: it is already."""
@@ -312,10 +347,10 @@ class Regions:
             self._open_next()
         return True
 
-    def retire_free(self, kept: Container[int]) -> list[int]:
-        """Retire all free regions but some; returns which."""
-        retired = [region for region in self._free if region not in kept]
-        self._free = deque(region for region in self._free if region in kept)
+    def retire_unallocated(self) -> list[int]:
+        """Retire all free regions that would need room of the disk; returns which."""
+        retired = [region for region in self._free if region not in self._allocated]
+        self._free = deque(region for region in self._free if region in self._allocated)
         for region in retired:
             self._move(region, RegionEvent.FAILED)
         return retired

@@ -5,7 +5,7 @@ them in the same call: nobody waits for anybody else. For few blocks that would
 take too many pages. They share one, and whoever waits together is written
 together. That page holds all entries since it was begun. It is written to a
 place that holds nothing newer than what its last version holds, so there is
-always one whole version of it: ``_spare`` is that place, and the two change
+always one whole version of it: ``_next_version`` is that place, and the two change
 roles. Pages that are begun while another waits to be written go to new places.
 """
 
@@ -74,7 +74,7 @@ class PagePool:
     def __init__(self) -> None:
         self._free: list[memoryview] = []
 
-    def take(self) -> memoryview:
+    def borrow(self) -> memoryview:
         """Return a page; what is in it is of no use."""
         if not self._free:
             memory = memoryview(mmap.mmap(-1, POOL_GROWS_BY * PAGE_BYTES))
@@ -82,7 +82,7 @@ class PagePool:
         return self._free.pop()
 
     def give_back(self, pages: Iterable[memoryview]) -> None:
-        """Take pages that no call writes any more."""
+        """Keep pages for the next ``borrow``. No call writes them any more."""
         self._free += pages
 
 
@@ -98,9 +98,9 @@ class RegionTable:
         pool: PagePool,
         *,
         seal_bytes: int,
-        wrote: Callable[[int], None],
+        on_written: Callable[[int], None],
     ) -> None:
-        """``wrote`` is told how many bytes each write took."""
+        """``on_written`` is called with the bytes that each write took."""
         self.incarnation = incarnation
         self._device = device
         self._region = region
@@ -108,11 +108,11 @@ class RegionTable:
         self._own_page_slots = geometry.own_page_slots
         self._pool = pool
         self._seal_bytes = seal_bytes
-        self._wrote = wrote
-        self._pages = [pool.take() for _ in range(PAGES_AT_ONCE)]  # of the shared page's writes
+        self._on_written = on_written
+        self._pages = [pool.borrow() for _ in range(PAGES_AT_ONCE)]  # of the shared page's writes
         self._writer = TableWriter(incarnation, seal_bytes)
-        self._spare: int | None = 0  # where the shared page's next version goes; None: nowhere
-        self._next = 1  # the first place never used
+        self._next_version: int | None = 0  # the shared page's; None: there is no place for it
+        self._first_unused = 1  # the first place never used
         self._head: int | None = None  # where the shared page's last version lies
         self._waiting: list[_Waiting] = []
         self._is_writing = False
@@ -133,24 +133,24 @@ class RegionTable:
         pages: list[Transfer] = []
         if len(entries) < self._own_page_slots:
             return pages
-        writer, first = TableWriter(self.incarnation, self._seal_bytes), self._next
+        writer, first = TableWriter(self.incarnation, self._seal_bytes), self._first_unused
         while entries:
             place = self._reserve()
             if place is None:
-                self._next = first
+                self._first_unused = first
                 self.free(pages)
                 return []
             count = writer.add(entries)
-            page = self._pool.take()
+            page = self._pool.borrow()
             page[:] = writer.encode()
             pages.append(self._transfer(place, page))
             writer.start_page()
             entries = entries[count:]
-        self._wrote(len(pages) * PAGE_BYTES)
+        self._on_written(len(pages) * PAGE_BYTES)
         return pages
 
     def free(self, pages: Sequence[Transfer]) -> None:
-        """Take back what ``own_pages`` gave: no call writes it any more."""
+        """Let go of what ``own_pages`` returned. No call writes it any more."""
         self._pool.give_back(page for transfer in pages for page in transfer.buffers)
 
     # --- the shared page ---
@@ -186,9 +186,9 @@ class RegionTable:
             problem = await self._device.write(list(map(self._transfer, places, self._pages)))
             if problem is not None:
                 return problem
-            self._wrote(len(places) * PAGE_BYTES)
+            self._on_written(len(places) * PAGE_BYTES)
             self._head = places[-1]
-            self._spare = self._reserve() if old is None else old
+            self._next_version = self._reserve() if old is None else old
             entries = entries[count:]
         return None
 
@@ -199,7 +199,7 @@ class RegionTable:
         none; where each page goes; and how many entries they have taken.
         """
         places: list[int] = []
-        old, place, taken = self._head, self._spare, 0
+        old, place, taken = self._head, self._next_version, 0
         while taken < len(entries) and place is not None:
             count = self._writer.add(entries[taken:])
             if count == 0:
@@ -217,10 +217,10 @@ class RegionTable:
 
     def _reserve(self) -> int | None:
         """Return a place never used, None if there is none."""
-        if self._next == self._places:
+        if self._first_unused == self._places:
             return None
-        self._next += 1
-        return self._next - 1
+        self._first_unused += 1
+        return self._first_unused - 1
 
     def _transfer(self, place: int, page: memoryview) -> Transfer:
         return Transfer(self._region, (1 + place) * PAGE_BYTES, [page])

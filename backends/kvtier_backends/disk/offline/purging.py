@@ -128,12 +128,12 @@ async def purge_log(
         async with _appending_nothing(log, regions):
             await _forget(log, selection)
             # No load of what is forgotten begins any more.
-            rests = [log.regions.rests(region) for region in range(regions)]
+            marks = [log.regions.begin_grace_period(region) for region in range(regions)]
             is_whole = True
             end = asyncio.get_running_loop().time() + LOADS_END_S_MAX
             for number in await threads.run(folder.files.numbers):
-                if number < regions and not await _loads_ended(log, number, rests[number], end):
-                    if log.regions.state(number) is RegionState.EMPTYING:
+                if number < regions and not await _loads_ended(log, number, marks[number], end):
+                    if log.regions.state(number) is RegionState.RECLAIMING:
                         is_whole = False
                     else:
                         purged.regions_failed += 1
@@ -141,20 +141,20 @@ async def purge_log(
                 await threads.run(
                     partial(purge_region, folder, number, selection, purged, dry=False)
                 )
-                log.allocated.discard(number)  # its bytes may be holes now
+                log.regions.forget_allocation(number)  # its bytes may be holes now
             await threads.run(folder.files.close)
-            if is_whole and not log.regions.count_in(RegionState.EMPTYING):
+            if is_whole and not log.regions.count_in(RegionState.RECLAIMING):
                 return purged
-        # What went may have been read before, to be appended again now: it must go there, too.
+        # What went may have been read before, to be reinserted now: it must go there, too.
     raise StoreFault("the tier is emptying regions all the time. Try again when it stores less")
 
 
-async def _loads_ended(log: BlockLog, region: int, rests: int, end: float) -> bool:
-    """Wait for loads of a region that began at so many rests. False: they go on."""
-    while not log.regions.has_rested(region, rests):
-        # One that empties a region reads it until it may append, which waits for the purge.
-        is_emptied = log.regions.state(region) is RegionState.EMPTYING
-        if is_emptied or asyncio.get_running_loop().time() >= end:
+async def _loads_ended(log: BlockLog, region: int, mark: int, end: float) -> bool:
+    """Wait until a region's grace period is over. False: loads that had begun go on."""
+    while not log.regions.is_grace_period_over(region, mark):
+        # A reclaim reads its region until it may append, which waits for the purge.
+        is_reclaimed = log.regions.state(region) is RegionState.RECLAIMING
+        if is_reclaimed or asyncio.get_running_loop().time() >= end:
             return False
         await asyncio.sleep(_POLL_S)
     return True
@@ -171,8 +171,8 @@ async def _appending_nothing(log: BlockLog, regions: int) -> AsyncIterator[None]
             while log.regions.room:  # the open region, then the one that was next
                 log.regions.fill()
             written = all(map(log.regions.is_written, range(regions)))
-            # One that empties a region may wait for this lock: let it have its turn.
-            if written and not log.regions.count_in(RegionState.EMPTYING):
+            # A reclaim may wait for this lock: let it have its turn.
+            if written and not log.regions.count_in(RegionState.RECLAIMING):
                 yield
                 return
         await asyncio.sleep(_POLL_S)
@@ -181,7 +181,7 @@ async def _appending_nothing(log: BlockLog, regions: int) -> AsyncIterator[None]
 
 async def _forget(log: BlockLog, selection: Selection) -> None:
     """Forget what is selected, and tell. All that the index has is of one namespace."""
-    if selection.covers(log.identity.namespace):
+    if selection.covers(log.namespace):
         for region in log.regions.oldest_first():
             log.lose(log.index.stored_before(region, selection.before_s), "blocks_purged")
             await asyncio.sleep(0)

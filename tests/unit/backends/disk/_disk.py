@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from kvtier_backends.disk import DiskBackend
 from tests.unit.backends._media import key_of as key_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import AsyncIterator, Callable, Iterable
     from pathlib import Path
 
 BLOCK_BYTES = 8192
@@ -33,11 +34,21 @@ def data_of(number: int, block_bytes: int = BLOCK_BYTES) -> bytes:
     return number.to_bytes(8, "big") * (block_bytes // 8)
 
 
+class Clock:
+    """The backend's clock: the real one, until a test sets it."""
+
+    now_s: float | None = None
+
+    def __call__(self) -> float:
+        return time.time() if self.now_s is None else self.now_s
+
+
 class Disk:
     """An open backend, some slots, and shorthand."""
 
-    def __init__(self, backend: DiskBackend) -> None:
+    def __init__(self, backend: DiskBackend, clock: Clock | None = None) -> None:
         self.backend = backend
+        self.clock = clock or Clock()
         self.block_bytes = backend._context.block_bytes
         self.slots = SlotMemory.anonymous(64, self.block_bytes)
         self.lost: list[bytes] = []
@@ -78,25 +89,35 @@ class Disk:
     async def come_to_rest(self) -> None:
         """Wait for what a store leaves behind: a region that is opened or emptied ahead."""
         assert self.backend._log is not None
-        await self.backend._log.wait_idle()
+        await self.backend._log.calls.wait_idle()
 
     def count(self, name: str) -> int:
         return self.backend.counters().get(name, 0)
 
 
-def make_disk(path: Path | str, context: BackendContext = CONTEXT, **options: Any) -> DiskBackend:
+def make_disk(
+    path: Path | str,
+    context: BackendContext = CONTEXT,
+    clock: Callable[[], float] = time.time,
+    **options: Any,
+) -> DiskBackend:
+    class ClockedBackend(DiskBackend):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given, clock)
+
     given = {"path": os.fspath(path), "capacity_bytes": CAPACITY_BYTES, **options}
-    return DiskBackend.from_options(given, context)
+    return ClockedBackend.from_options(given, context)
 
 
 @asynccontextmanager
 async def open_disk(
     path: Path | str, context: BackendContext = CONTEXT, **options: Any
 ) -> AsyncIterator[Disk]:
-    backend = make_disk(path, context, **options)
+    clock = Clock()
+    backend = make_disk(path, context, clock, **options)
     await backend.open()
     try:
-        yield Disk(backend)
+        yield Disk(backend, clock)
     finally:
         await backend.close()
 

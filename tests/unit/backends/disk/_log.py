@@ -9,12 +9,13 @@ from kvtier.plugin_api.backend import LoadBlock, Outcome, StoreBlock, block_dige
 from kvtier.plugin_api.threads import DaemonThreads
 from kvtier_backends.disk.folder.recovery import Expected, Recovery
 from kvtier_backends.disk.format import NO_KEY_ID, make_geometry, region_bytes_for
-from kvtier_backends.disk.log.block_log import BlockLog, Space
+from kvtier_backends.disk.log.block_log import BlockLog
+from kvtier_backends.disk.log.context import LogContext
 from kvtier_backends.disk.log.index import BlockIndex
 from kvtier_backends.disk.log.index_bulk import BulkLoad
 from kvtier_backends.disk.log.regions import WRITE_AMPLIFICATION_MAX, Budget, Regions
 from kvtier_backends.disk.log.tables import Identity
-from kvtier_backends.ledger import Ledger
+from kvtier_backends.incidents import IncidentLog, TierCounters
 from tests.unit.backends.disk._simulated import SimulatedDevice, SimulatedDisk
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ class Engine:
         self.device = SimulatedDevice(disk)
         self.lost: set[bytes] = set()
         self.now = 1000.0
-        self.ledger = Ledger("disk", "1:disk", "simulated")
+        self.counters = TierCounters()
+        self.incidents = IncidentLog("disk", "1:disk", "simulated", self.counters)
         self.ttl_s = ttl_s
 
     async def begin(self) -> None:
@@ -56,16 +58,21 @@ class Engine:
         found = await Recovery(self.device, expected, threads, bulk).run(REGIONS, CAPACITY)
         threads.stop()
         self.found_counts = found.counts
-        regions.recover(found.sequences, found.spare, found.highest)
-        self.log = BlockLog(
-            Space(
-                self.device, index, regions, GEOMETRY, Budget(2 * GEOMETRY.region_bytes), CAPACITY
-            ),
+        regions.recover(found.sequences, found.spare, found.highest, found.key_ids)
+        self.budget = Budget(2 * GEOMETRY.region_bytes)
+        context = LogContext(
+            self.device,
+            index,
+            regions,
+            GEOMETRY,
+            self.budget,
             identity,
-            self.ledger,
-            ttl_s=self.ttl_s,
-            clock=lambda: self.now,
-            lost=self.lost.update,
+            self.counters,
+            self.incidents,
+            lambda: self.now,
+        )
+        self.log = BlockLog(
+            context, capacity_blocks=CAPACITY, ttl_s=self.ttl_s, on_lost=self.lost.update
         )
 
     async def store(self, keys: Sequence[bytes], version: int = 0) -> list[Outcome]:
@@ -87,14 +94,14 @@ class Engine:
         return answers
 
     def count(self, name: str) -> int:
-        return self.ledger.counts().get(name, 0)
+        return self.counters.counts().get(name, 0)
 
     async def check(self) -> None:
         """Wait for rest, and assert what must hold then."""
         log = self.log
-        await log.wait_idle()
+        await log.calls.wait_idle()
         assert len(log.index) <= CAPACITY
-        assert log._appending == 0
+        assert log.appending == 0
         assert not any(log.regions._readers)
         assert not any(log.regions._writers)
         assert sum(log.index.live(region) for region in range(REGIONS)) == len(log.index)

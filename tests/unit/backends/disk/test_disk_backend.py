@@ -23,6 +23,7 @@ from tests.unit.backends.disk._disk import (
     BLOCK_BYTES,
     CAPACITY_BYTES,
     CONTEXT,
+    Clock,
     Disk,
     folder_bytes,
     key_of,
@@ -332,25 +333,24 @@ async def test_blocks_with_and_without_padding_come_back(tmp_path: Path) -> None
 
 
 async def test_old_blocks_are_swept_told_and_not_recovered(tmp_path: Path) -> None:
-    backend = make_disk(tmp_path / "kv", ttl_s=100)
-    now = 1e9
-    backend.clock = lambda: now
+    clock = Clock()
+    backend = make_disk(tmp_path / "kv", clock=clock, ttl_s=100)
+    clock.now_s = 1e9
     await backend.open()
     disk = Disk(backend)
     await disk.store(1)
-    now += 60
+    clock.now_s += 60
     await disk.store(2)
     for _ in range(50):
         await backend.tick()
     assert disk.lost == []
-    now += 60
+    clock.now_s += 60
     for _ in range(50):
         await backend.tick()
     assert disk.lost == [key_of(1)]
     assert (await backend.probe([key_of(1), key_of(2)])) == [False, True]
     await backend.close()
-    backend = make_disk(tmp_path / "kv", ttl_s=100)
-    backend.clock = lambda: now
+    backend = make_disk(tmp_path / "kv", clock=clock, ttl_s=100)
     await backend.open()
     assert list(backend.contents()) == [[key_of(2)]]
     assert backend.counters()["entries_expired"] == 1
@@ -375,9 +375,7 @@ async def test_a_disk_that_others_fill_is_used_as_far_as_it_goes(tmp_path: Path)
             # What was dropped may come back as long as nothing was written over it.
             assert set(await disk.found(range(300))) >= set(kept)
             mount("-o", "remount,size=4m", mounted)
-            disk.backend.clock = lambda: 2e9
-            assert disk.backend._log is not None
-            disk.backend._log._clock = disk.backend.clock
+            disk.clock.now_s = 2e9
             await disk.backend.tick()
             for number in range(1000, 1040):
                 assert await disk.store(number) == [Outcome.DONE]

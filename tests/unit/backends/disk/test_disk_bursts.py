@@ -14,9 +14,9 @@ from unittest.mock import patch
 import pytest
 
 from kvtier.plugin_api.backend import Outcome
-from kvtier_backends.disk.log import block_log, region_reclaim
-from kvtier_backends.disk.log.healing import heal
-from kvtier_backends.disk.log.region_faults import NO_ROOM, NO_ROOM_PAUSE_S, RegionTrouble, Suspect
+from kvtier_backends.disk.log.region_faults import NO_ROOM, NO_ROOM_PAUSE_S, RegionFaults, Suspect
+from kvtier_backends.disk.log.region_opening import RegionOpener
+from kvtier_backends.disk.log.region_reclaim import Reclaimer
 from kvtier_backends.disk.log.regions import RegionState
 from tests.unit.backends.disk._log import CAPACITY, KEYS, REGIONS, SLOTS, Engine, fresh_disk
 from tests.unit.backends.disk._simulated import SimulatedDevice
@@ -82,7 +82,7 @@ class Story:
         await self.engine.begin()
         for key in KEYS[:CAPACITY]:
             assert await self.store([key]) == [Outcome.DONE]
-        await self.engine.log.wait_idle()
+        await self.engine.log.calls.wait_idle()
 
     async def store(self, keys: Sequence[bytes]) -> list[Outcome]:
         outcomes = await self.engine.store(keys)
@@ -120,10 +120,10 @@ async def burst(story: Story, calls: int) -> None:
             await story.engine.load(story.random.sample(sorted(story.here), 1))
         elif what == 1:
             story.engine.now += story.random.choice([0.1, 1.0, 31.0])
-            await heal(story.engine.log)
+            await story.engine.log.heal()
         else:
             await story.store_in_a_full_tier()
-        await story.engine.log.wait_idle()
+        await story.engine.log.calls.wait_idle()
         story.see()
 
 
@@ -149,14 +149,14 @@ async def check_burst(
     # It ends. A second later, as long as the breaker's pause is, all is as before.
     story.device.failing = ()
     story.engine.now += 1.0
-    await heal(story.engine.log)
+    await story.engine.log.heal()
     story.see()
     assert {outcome for outcome, _ in await story.engine.load(sorted(story.here))} <= {Outcome.DONE}
     assert await story.store_in_a_full_tier() != []
     for _ in range(3 * REGIONS):
         assert set(await story.store_in_a_full_tier()) == {Outcome.DONE}
     story.engine.now += NO_ROOM_PAUSE_S if number in NO_ROOM else 1.0
-    await heal(story.engine.log)
+    await story.engine.log.heal()
     assert story.engine.log.regions.count_in(RegionState.RETIRED) == 0
     await story.engine.check()
 
@@ -191,10 +191,10 @@ async def test_a_region_that_could_not_be_opened_is_tried_again_when_writing_wor
     regions = engine.log.regions
     assert regions.count_in(RegionState.RETIRED) == 1, "the others were only tried"
     device.failing = ()
-    await heal(engine.log)
+    await engine.log.heal()
     assert regions.count_in(RegionState.RETIRED) == 1, "nobody knows that it is over"
     assert await engine.store(KEYS[:1]) == [Outcome.DONE]
-    await heal(engine.log)
+    await engine.log.heal()
     assert regions.count_in(RegionState.RETIRED) == 0
     await engine.check()
 
@@ -207,7 +207,7 @@ async def test_without_room_a_retry_costs_no_block() -> None:
         await story.begin()
         for region in range(REGIONS):  # somebody else takes what the tier gives back
             if story.engine.log.regions.state(region) is RegionState.FREE:
-                story.engine.log.allocated.discard(region)
+                story.engine.log.regions.forget_allocation(region)
         story.device.has_room = False
         for _ in range(40):
             story.remove(sorted(story.here)[: 2 * SLOTS])
@@ -215,7 +215,7 @@ async def test_without_room_a_retry_costs_no_block() -> None:
         before = story.lost()
         for _ in range(40):
             story.engine.now += pause_s
-            await heal(story.engine.log)
+            await story.engine.log.heal()
             story.remove(sorted(story.here)[:SLOTS])
             await story.store([next(story.fresh) for _ in range(SLOTS)])
         losses.append(story.lost() - before)
@@ -228,24 +228,24 @@ async def test_without_room_a_retry_costs_no_block() -> None:
 @contextmanager
 def retire_what_can_not_be_written() -> Iterator[None]:
     """As it was: the region of a failed write is lost with all that it has."""
-    real = RegionTrouble.store_failed
+    real = RegionFaults.store_failed
 
-    def store_failed(self: RegionTrouble, region: int, problem: OSError) -> Outcome:
+    def store_failed(self: RegionFaults, region: int, problem: OSError) -> Outcome:
         outcome = real(self, region, problem)
         if problem.errno == errno.EIO and self._regions.retire(region):
-            self._lose(region)
+            self._on_lost(region)
         return outcome
 
-    with patch.object(RegionTrouble, "store_failed", store_failed):
+    with patch.object(RegionFaults, "store_failed", store_failed):
         yield
 
 
 @contextmanager
-def empty_while_writing_is_in_doubt() -> Iterator[None]:
-    """No header is tried before, and what could not be appended again is dropped."""
-    real: Callable = region_reclaim._append_again
+def reclaim_while_writing_is_in_doubt() -> Iterator[None]:
+    """No header is tried before, and what could not be reinserted is dropped."""
+    real: Callable = Reclaimer._reinsert
 
-    async def append_again(*given: object) -> bool:
+    async def reinsert(*given: object) -> bool:
         await real(*given)
         return True
 
@@ -253,8 +253,8 @@ def empty_while_writing_is_in_doubt() -> Iterator[None]:
         return
 
     with (
-        patch.object(region_reclaim, "_append_again", append_again),
-        patch.object(block_log, "try_a_region", nothing_is_tried),
+        patch.object(Reclaimer, "_reinsert", reinsert),
+        patch.object(RegionOpener, "probe", nothing_is_tried),
     ):
         yield
 
@@ -263,11 +263,11 @@ def empty_while_writing_is_in_doubt() -> Iterator[None]:
 def lose_a_region_with_its_first_failed_read() -> Iterator[None]:
     """Nobody asks whether another place can be read."""
 
-    def read_failed(self: RegionTrouble, transfer: Transfer, problem: OSError) -> None:
-        self.suspects[transfer.region] = Suspect(0, 0, 99)
+    def read_failed(self: RegionFaults, transfer: Transfer, problem: OSError) -> None:
+        self._suspects[transfer.region] = Suspect(0, 0, 99)
         self.strike(transfer.region, problem)
 
-    with patch.object(RegionTrouble, "read_failed", read_failed):
+    with patch.object(RegionFaults, "read_failed", read_failed):
         yield
 
 
@@ -275,7 +275,7 @@ def lose_a_region_with_its_first_failed_read() -> Iterator[None]:
     "mutation",
     [
         retire_what_can_not_be_written,
-        empty_while_writing_is_in_doubt,
+        reclaim_while_writing_is_in_doubt,
         lose_a_region_with_its_first_failed_read,
     ],
 )

@@ -90,7 +90,7 @@ async def test_blocks_under_an_older_key_are_not_put_where_the_new_key_is_named(
     async with open_disk(tmp_path / "kv", encryption_key_file=both) as disk:
         log = disk.backend._log
         assert log is not None
-        log.budget.stored(1 << 40)
+        log._context.budget.earn(1 << 40)
         kept = list(range(0, capacity, 4))
         await disk.remove(*(n for n in range(capacity) if n % 4))
         for number in range(1000, 1000 + capacity // 2):

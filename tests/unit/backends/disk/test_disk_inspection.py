@@ -103,12 +103,8 @@ async def test_a_listing_counts_each_namespace_and_each_key_once(tmp_path: Path)
 
 async def test_ages_are_those_of_the_oldest_and_the_newest_block(tmp_path: Path) -> None:
     async with open_disk(tmp_path / "kv") as disk:
-        assert disk.backend._log is not None
-        times = [5000.0, 3000.0, 9000.0]
-        disk.backend._log._clock = lambda: times[0]
-        while times:
-            await disk.store(len(times))
-            del times[0]
+        for number, disk.clock.now_s in enumerate([5000.0, 3000.0, 9000.0]):
+            await disk.store(number)
     holding = only(listed(tmp_path / "kv"))
     assert (holding.oldest_s, holding.newest_s) == (3000, 9000)
 

@@ -149,7 +149,7 @@ async def test_when_the_oldest_go_first_nothing_is_lost_and_hardly_anything_is_w
         key = number.to_bytes(4, "big")
         assert await engine.store([key]) == [Outcome.DONE]
         here.append(key)
-    await engine.log.wait_idle()
+    await engine.log.calls.wait_idle()
     assert not engine.lost
     assert engine.count("bytes_appended_again") <= 0.02 * engine.count("bytes_stored")
     await engine.check()
@@ -160,7 +160,7 @@ async def test_what_was_used_least_recently_is_dropped_first_and_tails_before_he
     engine = Engine(fresh_disk())
     await engine.begin()
     kept: list[bytes] = []
-    engine.log.budget._credit_max = 0
+    engine.budget._credit_max = 0
     for number in range(REGIONS - 1):
         keys = KEYS[number * SLOTS : (number + 1) * SLOTS]
         await engine.store(keys)
@@ -171,9 +171,9 @@ async def test_what_was_used_least_recently_is_dropped_first_and_tails_before_he
     used = kept[1 : SLOTS // 2]  # of the oldest region, all but one
     engine.now += 100
     await engine.load(used)
-    engine.log.budget._credit = 2.5 * BLOCK_BYTES + 3 * 4096
+    engine.budget._credit = 2.5 * BLOCK_BYTES + 3 * 4096
     await engine.store(KEYS[-2:])
-    await engine.log.wait_idle()
+    await engine.log.calls.wait_idle()
     assert engine.lost == {kept[0], used[-1]}
 
 
@@ -229,7 +229,7 @@ async def test_a_cancelled_store_is_let_go_only_when_the_device_is_done_with_it(
         tasks.start_soon(engine.store, KEYS[:4])
         await anyio.lowlevel.checkpoint()
         tasks.cancel_scope.cancel()
-    assert not engine.log.is_idle()
+    assert not engine.log.calls.is_idle()
     await engine.check()
 
 
@@ -300,7 +300,7 @@ async def test_the_next_region_is_opened_before_a_store_needs_it() -> None:
     engine = Engine(fresh_disk())
     await engine.begin()
     await engine.store(KEYS[:1])
-    await engine.log.wait_idle()
+    await engine.log.calls.wait_idle()
     regions = engine.log.regions
     (ahead,) = [each for each in range(REGIONS) if regions.state(each) is RegionState.NEXT]
     async with engine.log.opening:  # no header can be written now
@@ -314,7 +314,7 @@ async def test_the_entries_of_many_blocks_go_behind_them_in_one_call() -> None:
     engine.device = device = CountingDevice(engine.device.disk)
     await engine.begin()
     await engine.store(KEYS[:1])
-    await engine.log.wait_idle()
+    await engine.log.calls.wait_idle()
     device.writes.clear()
     await engine.store(KEYS[1 : 1 + OWN_PAGE_SLOTS])
     page = (3 * PAGE_BYTES, PAGE_BYTES)  # behind the header, the shared page and its next version
@@ -336,15 +336,17 @@ async def test_room_for_blocks_that_are_appended_again_is_taken_by_nobody_else()
     await engine.begin()
     log = engine.log
     while log.regions.free_count or log.regions.has_next or log.regions.room < SLOTS:
-        region = log.regions.next_to_open(again=True)
+        region = log.regions.next_to_open(for_reinsertion=True)
         if region is None:
             break
         async with log.opening:
-            await log._open(region)
+            await log._opener.open(region)
         while log.regions.has_next and log.regions.room:
             log.regions.fill()
     assert (log.regions.room, log.regions.free_count, log.regions.has_next) == (SLOTS, 0, False)
-    log.to_append_again = SLOTS - 2
-    assert (log._room(again=False), log._room(again=True)) == (2, SLOTS)
-    log.to_append_again = 0
-    assert log._room(again=False) == SLOTS
+    appender = log._appender
+    appender.reserve(SLOTS - 2)
+    assert appender._room(for_reinsertion=False) == 2
+    assert appender._room(for_reinsertion=True) == SLOTS
+    appender.reserve(0)
+    assert appender._room(for_reinsertion=False) == SLOTS

@@ -271,14 +271,11 @@ async def test_what_lies_where_a_superblock_is_prepared_is_replaced(tmp_path: Pa
 @pytest.mark.parametrize("now_s", [-1.0, -1e10, 2.0**32, 1e12], ids=str)
 async def test_a_clock_that_is_far_off_fails_no_store(now_s: float, tmp_path: Path) -> None:
     """Before 1970, and after 2106: ages and ``ttl_s`` mean little then, and blocks are blocks."""
-    backend = make_disk(tmp_path / "kv", ttl_s=60)
-    backend.clock = lambda: now_s
+    backend = make_disk(tmp_path / "kv", clock=lambda: now_s, ttl_s=60)
     await backend.open()
     await backend.close()
     async with open_disk(tmp_path / "kv") as disk:
-        log = disk.backend._log
-        assert log is not None
-        disk.backend.clock = log._clock = log.trouble._clock = lambda: now_s
+        disk.clock.now_s = now_s
         for first in range(0, 300, 10):
             await disk.remove(*range(first - 100, first - 90))
             assert await disk.store(*range(first, first + 10)) == [Outcome.DONE] * 10

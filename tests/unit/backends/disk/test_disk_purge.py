@@ -28,7 +28,6 @@ from tests.unit.backends.disk._disk import (
     CAPACITY_BYTES,
     CONTEXT,
     OTHER_CONTEXT,
-    Disk,
     data_of,
     folder_bytes,
     key_of,
@@ -51,14 +50,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def fill(path: Path, numbers: range, stored_s: int, **options: Any) -> None:
     async with open_disk(path, **options) as disk:
-        set_clock(disk, stored_s)
+        disk.clock.now_s = stored_s
         for number in numbers:
             assert await disk.store(number) == [Outcome.DONE]
-
-
-def set_clock(disk: Disk, now_s: int) -> None:
-    assert disk.backend._log is not None
-    disk.backend._log._clock = lambda: now_s
 
 
 def purge(path: Path, selection: Selection, *, dry: bool = False) -> int:
@@ -136,7 +130,7 @@ async def test_older_copies_and_removed_blocks_go_too(tmp_path: Path) -> None:
     """A restart would find them again: removing only forgets."""
     path = tmp_path / "kv"
     async with open_disk(path) as disk:
-        set_clock(disk, 1000)
+        disk.clock.now_s = 1000
         await disk.store(*range(30))
         await disk.remove(*range(20))
         await disk.store(*range(10))
@@ -204,9 +198,9 @@ async def ask(path: Path, selection: Selection) -> int:
 async def test_a_live_engine_forgets_tells_and_never_finds_them_again(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     async with open_disk(path) as disk:
-        set_clock(disk, 1000)
+        disk.clock.now_s = 1000
         await disk.store(*range(30))
-        set_clock(disk, 2000)
+        disk.clock.now_s = 2000
         await disk.store(*range(30, 60))
         assert await ask(path, Selection(1001)) == 30
         assert sorted(disk.lost) == sorted(key_of(n) for n in range(30))
@@ -276,11 +270,11 @@ async def test_a_block_that_is_appended_again_meanwhile_goes_as_well(tmp_path: P
     async with open_disk(path) as disk:
         log = disk.backend._log
         assert log is not None
-        set_clock(disk, 1000)
+        disk.clock.now_s = 1000
         await disk.store(*range(40))
         region = log.regions.victim()
         assert region is not None
-        log.regions.begin_emptying(region)
+        log.regions.begin_reclaim(region)
         log.regions.pin(region)
         asking = asyncio.ensure_future(ask(path, Selection(1001)))
         for _ in range(20):
@@ -304,7 +298,7 @@ async def test_a_log_that_never_rests_is_said(
         await disk.store(*range(40))
         region = log.regions.victim()
         assert region is not None
-        log.regions.begin_emptying(region)
+        log.regions.begin_reclaim(region)
         log.regions.pin(region)
         with pytest.raises(NotAnswered, match="did not come to rest"):
             await ask(tmp_path / "kv", ALL)

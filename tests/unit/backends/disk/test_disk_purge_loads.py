@@ -53,18 +53,18 @@ async def test_a_load_that_has_begun_gets_its_block_before_a_purge_erases_it(
         hung = HungRead(monkeypatch)
         loading = asyncio.ensure_future(disk.load(1))
         await asyncio.to_thread(hung.entered.wait)
-        real, asked = log.regions.has_rested, 0
+        real, asked = log.regions.is_grace_period_over, 0
 
-        def has_rested(region: int, rests: int) -> bool:
+        def is_grace_period_over(region: int, mark: int) -> bool:
             nonlocal asked
             asked += region == 0
             if asked == 3:  # it waits
                 assert disk.lost == [key_of(1), key_of(2)]
                 assert on_disk(path, range(1, 3)) == [1, 2]
                 hung.release.set()
-            return real(region, rests)
+            return real(region, mark)
 
-        monkeypatch.setattr(log.regions, "has_rested", has_rested)
+        monkeypatch.setattr(log.regions, "is_grace_period_over", is_grace_period_over)
         assert await ask(path, ALL) == 2
         assert asked >= 3
         assert await loading == [Outcome.DONE]
@@ -90,7 +90,7 @@ async def test_a_region_whose_load_hangs_is_left_as_it_is_and_reported(
         assert on_disk(path, range(1, 2)) == []
 
 
-async def test_a_region_that_an_emptier_reads_is_purged_in_the_next_round(
+async def test_a_region_that_a_reclaim_reads_is_purged_in_the_next_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It reads until it may append, and that waits for the purge: neither may wait for both."""
@@ -107,7 +107,7 @@ async def test_a_region_that_an_emptier_reads_is_purged_in_the_next_round(
                 emptied = True
                 region = log.regions.victim()
                 assert region is not None
-                log.regions.begin_emptying(region)
+                log.regions.begin_reclaim(region)
                 log.regions.pin(region)
                 asyncio.get_running_loop().call_soon(asyncio.ensure_future, append(region))
             await real(*arguments)

@@ -38,8 +38,8 @@ class RegionsSpec(RuleBasedStateMachine):
         self.live: dict[bytes, tuple[int, int]] = {}
         self.keys = iter(number.to_bytes(4, "big") for number in range(1 << 30))
 
-    def open(self, *, again: bool) -> bool:
-        region = self.regions.next_to_open(again=again)
+    def open(self, *, for_reinsertion: bool) -> bool:
+        region = self.regions.next_to_open(for_reinsertion=for_reinsertion)
         if region is None:
             return False
         assert not any(at[0] == region for at in self.live.values())
@@ -49,10 +49,10 @@ class RegionsSpec(RuleBasedStateMachine):
         self.disk = {at: key for at, key in self.disk.items() if at[0] != region}
         return True
 
-    def write(self, keys: list[bytes], *, again: bool) -> list[bytes]:
+    def write(self, keys: list[bytes], *, for_reinsertion: bool) -> list[bytes]:
         """Write as many as there is room for; returns the rest."""
-        while keys and (self.regions.room or self.open(again=again)):
-            extent = self.regions.take(len(keys))
+        while keys and (self.regions.room or self.open(for_reinsertion=for_reinsertion)):
+            extent = self.regions.allocate(len(keys))
             here, keys = keys[: extent.slots], keys[extent.slots :]
             for slot, key in enumerate(here, extent.first):
                 assert 0 <= slot < SLOTS
@@ -72,11 +72,11 @@ class RegionsSpec(RuleBasedStateMachine):
     @precondition(lambda self: not self.regions.has_next)
     @rule()
     def open_ahead(self) -> None:
-        self.open(again=False)
+        self.open(for_reinsertion=False)
 
     @rule(count=strategies.integers(1, 7))
     def store(self, count: int) -> None:
-        rest = self.write([next(self.keys) for _ in range(count)], again=False)
+        rest = self.write([next(self.keys) for _ in range(count)], for_reinsertion=False)
         assert not rest or self.regions.free_count <= 1
 
     @precondition(lambda self: self.writing)
@@ -113,7 +113,8 @@ class RegionsSpec(RuleBasedStateMachine):
     @rule(data=strategies.data())
     def note_who_reads(self, data: strategies.DataObject) -> None:
         region = data.draw(strategies.sampled_from(sorted({reader[0] for reader in self.readers})))
-        self.noted.append((region, self.regions.rests(region), set(self.readers_of(region))))
+        mark = self.regions.begin_grace_period(region)
+        self.noted.append((region, mark, set(self.readers_of(region))))
 
     def readers_of(self, region: int) -> list[int]:
         pairs = zip(self.readers, self.reading, strict=True)
@@ -131,13 +132,13 @@ class RegionsSpec(RuleBasedStateMachine):
             and not any(extent.region == other for extent, _ in self.writing)
         )
         assert self.index.live(region) == fewest
-        self.regions.begin_emptying(region)
+        self.regions.begin_reclaim(region)
         moved = [key for key, at in self.live.items() if at[0] == region]
         for key in moved:
             self.index.remove(key)
             del self.live[key]
-        self.write(moved[:budget], again=True)
-        free = self.regions.end_emptying(region)
+        self.write(moved[:budget], for_reinsertion=True)
+        free = self.regions.end_reclaim(region)
         assert free is not any(reader[0] == region for reader in self.readers)
 
     @rule(region=strategies.integers(0, REGIONS - 1))
@@ -164,10 +165,10 @@ class RegionsSpec(RuleBasedStateMachine):
             assert self.disk[region, slot] == key
 
     @invariant()
-    def a_region_has_rested_once_all_who_read_it_then_have_ended(self) -> None:
-        for region, rests, noted in self.noted:
+    def a_grace_period_is_over_once_all_who_read_the_region_then_have_ended(self) -> None:
+        for region, mark, noted in self.noted:
             reading = self.readers_of(region)
-            if self.regions.has_rested(region, rests):
+            if self.regions.is_grace_period_over(region, mark):
                 assert noted.isdisjoint(reading)
             else:
                 assert reading
@@ -192,17 +193,17 @@ def make(live: dict[int, int] | None = None) -> Regions:
 
 def fill(regions: Regions, count: int) -> None:
     for _ in range(count):
-        region = regions.next_to_open(again=True)
+        region = regions.next_to_open(for_reinsertion=True)
         assert region is not None
         regions.headed(region, regions.next_sequence())
-        regions.written(regions.take(SLOTS))
+        regions.written(regions.allocate(SLOTS))
 
 
 def test_stores_leave_one_region_for_what_is_appended_again() -> None:
     regions = make()
     fill(regions, REGIONS - 1)
-    assert regions.next_to_open(again=False) is None
-    assert regions.next_to_open(again=True) is not None
+    assert regions.next_to_open(for_reinsertion=False) is None
+    assert regions.next_to_open(for_reinsertion=True) is not None
 
 
 def test_the_fewest_blocks_and_then_the_oldest_region_is_emptied() -> None:
@@ -221,11 +222,11 @@ def test_the_fewest_blocks_and_then_the_oldest_region_is_emptied() -> None:
 def test_a_region_with_a_writer_is_not_emptied() -> None:
     regions = make()
     regions.headed(0, 1)
-    extent = regions.take(SLOTS)
+    extent = regions.allocate(SLOTS)
     assert regions.state(0) is RegionState.SEALED
     assert regions.victim() is None
     with pytest.raises(InternalError):
-        regions.begin_emptying(0)
+        regions.begin_reclaim(0)
     regions.written(extent)
     assert regions.victim() == 0
 
@@ -235,23 +236,23 @@ def test_an_emptied_region_waits_for_its_last_reader() -> None:
     fill(regions, 1)
     regions.pin(0)
     regions.pin(0)
-    regions.begin_emptying(0)
-    assert not regions.end_emptying(0)
+    regions.begin_reclaim(0)
+    assert not regions.end_reclaim(0)
     regions.unpin(0)
-    assert regions.state(0) is RegionState.EMPTYING
+    assert regions.state(0) is RegionState.RECLAIMING
     regions.unpin(0)
     assert regions.state(0) is RegionState.FREE
-    assert regions.next_to_open(again=False) == 0
+    assert regions.next_to_open(for_reinsertion=False) == 0
 
 
 def test_recovered_regions_are_sealed_and_foreign_ones_are_used_last() -> None:
     regions = make()
-    regions.recover({2: 7, 0: 9}, spare=[1], highest=12)
+    regions.recover({2: 7, 0: 9}, reuse_last=[1], highest=12, key_ids={})
     assert regions.oldest_first() == [2, 0]
     assert regions.next_sequence() == 13
-    assert [regions.next_to_open(again=False), regions.free_count] == [3, 3]
+    assert [regions.next_to_open(for_reinsertion=False), regions.free_count] == [3, 3]
     fill(regions, 2)
-    assert regions.next_to_open(again=True) == 1
+    assert regions.next_to_open(for_reinsertion=True) == 1
 
 
 @pytest.mark.parametrize("state", RegionState)
@@ -283,7 +284,7 @@ def test_write_amplification_stays_bounded_at_every_moment(
     budget = Budget(credit_max)
     stored = overhead = again = 0
     for blocks, table, wish in steps:
-        budget.stored(blocks * 10)
+        budget.earn(blocks * 10)
         budget.spend(table)
         stored += blocks * 10
         overhead += table

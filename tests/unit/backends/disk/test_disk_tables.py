@@ -78,7 +78,7 @@ def table_on(
     """Return a table with so many places for pages."""
     geometry = Geometry(0, PAGE_BYTES, PAGE_BYTES, 1 << 16, places, own_page_slots)
     said = ([] if wrote is None else wrote).append
-    return RegionTable(device, 0, INCARNATION, geometry, PagePool(), seal_bytes=0, wrote=said)
+    return RegionTable(device, 0, INCARNATION, geometry, PagePool(), seal_bytes=0, on_written=said)
 
 
 async def put(table: RegionTable, device: SimulatedDevice, slots: range) -> OSError | None:
@@ -197,10 +197,10 @@ async def test_many_entries_have_pages_of_their_own_where_there_is_room() -> Non
 
 async def test_pages_that_were_given_back_serve_again() -> None:
     pool = PagePool()
-    pages = [pool.take() for _ in range(100)]
+    pages = [pool.borrow() for _ in range(100)]
     assert {page.nbytes for page in pages} == {PAGE_BYTES}
     pool.give_back(pages)
-    assert {id(pool.take()) for _ in range(100)} == {id(page) for page in pages}
+    assert {id(pool.borrow()) for _ in range(100)} == {id(page) for page in pages}
 
 
 async def test_stores_that_end_together_share_a_page_write() -> None:

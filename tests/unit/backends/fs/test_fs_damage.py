@@ -231,7 +231,7 @@ async def test_each_trouble_is_said_once_an_episode(
             assert await fs.load(9) is Outcome.DONE
             await damage(5)
             assert len(logs) == 1, "a success in between, but too soon to call it over"
-            monkeypatch.setattr("kvtier_backends.ledger.EPISODE_S_MIN", 0.0)
+            monkeypatch.setattr("kvtier_backends.incidents.EPISODE_S_MIN", 0.0)
             assert await fs.load(9) is Outcome.DONE
             await damage(5)
         assert [entry["kind"] for entry in logs] == ["blocks_damaged"] * 2

@@ -6,16 +6,16 @@ import asyncio
 
 import pytest
 
-from kvtier_backends.disk.log.load_priority import Turns
+from kvtier_backends.disk.log.load_priority import LoadPriority
 
 pytestmark = pytest.mark.anyio
 
 
 class Stores:
-    """Stores that wait for their turns, and end when they are told to."""
+    """Stores that wait for their priority, and end when they are told to."""
 
-    def __init__(self, turns: Turns) -> None:
-        self.turns = turns
+    def __init__(self, priority: LoadPriority) -> None:
+        self.priority = priority
         self.running: list[int] = []
         self.ends: dict[int, asyncio.Event] = {}
         self.tasks: dict[int, asyncio.Task[None]] = {}
@@ -33,7 +33,7 @@ class Stores:
         await settle()
 
     async def _store(self, number: int) -> None:
-        async with self.turns.store():
+        async with self.priority.store():
             self.running.append(number)
             await self.ends[number].wait()
             self.running.remove(number)
@@ -45,16 +45,16 @@ async def settle() -> None:
 
 
 async def test_without_loads_no_store_waits() -> None:
-    stores = Stores(Turns(1))
+    stores = Stores(LoadPriority(1))
     await stores.begin(1, 2, 3)
     assert stores.running == [1, 2, 3]
     await stores.end(1, 2, 3)
 
 
 async def test_beside_a_load_only_so_many_stores_go_on() -> None:
-    turns = Turns(2)
-    stores = Stores(turns)
-    with turns.load():
+    priority = LoadPriority(2)
+    stores = Stores(priority)
+    with priority.load():
         await stores.begin(1, 2, 3, 4)
         assert stores.running == [1, 2]
     await settle()
@@ -64,13 +64,13 @@ async def test_beside_a_load_only_so_many_stores_go_on() -> None:
 
 async def test_under_loads_without_end_every_store_gets_its_turn_in_order() -> None:
     """There is a load at any moment: the next one begins before the last one ends."""
-    turns = Turns(1)
-    stores = Stores(turns)
-    load = turns.load()
+    priority = LoadPriority(1)
+    stores = Stores(priority)
+    load = priority.load()
     load.__enter__()
     await stores.begin(1, 2, 3)
     for number in (1, 2, 3):
-        next_load = turns.load()
+        next_load = priority.load()
         next_load.__enter__()
         load.__exit__(None, None, None)
         load = next_load
@@ -81,19 +81,19 @@ async def test_under_loads_without_end_every_store_gets_its_turn_in_order() -> N
 
 
 async def test_the_share_of_stores_is_one_at_least() -> None:
-    turns = Turns(0)
-    stores = Stores(turns)
-    with turns.load():
+    priority = LoadPriority(0)
+    stores = Stores(priority)
+    with priority.load():
         await stores.begin(1)
         assert stores.running == [1]
         await stores.end(1)
 
 
 async def test_stores_that_began_before_a_load_count_towards_the_share() -> None:
-    turns = Turns(2)
-    stores = Stores(turns)
+    priority = LoadPriority(2)
+    stores = Stores(priority)
     await stores.begin(1, 2, 3)
-    with turns.load():
+    with priority.load():
         await stores.begin(4)
         await stores.end(1)
         assert stores.running == [2, 3]
@@ -103,9 +103,9 @@ async def test_stores_that_began_before_a_load_count_towards_the_share() -> None
 
 
 async def test_a_store_that_is_cancelled_while_it_waits_takes_no_turn() -> None:
-    turns = Turns(1)
-    stores = Stores(turns)
-    with turns.load():
+    priority = LoadPriority(1)
+    stores = Stores(priority)
+    with priority.load():
         await stores.begin(1, 2, 3)
         stores.tasks[2].cancel()
         await settle()
@@ -115,9 +115,9 @@ async def test_a_store_that_is_cancelled_while_it_waits_takes_no_turn() -> None:
 
 
 async def test_a_store_that_is_cancelled_as_its_turn_comes_passes_it_on() -> None:
-    turns = Turns(1)
-    stores = Stores(turns)
-    with turns.load():
+    priority = LoadPriority(1)
+    stores = Stores(priority)
+    with priority.load():
         await stores.begin(1, 2, 3)
         stores.ends[1].set()
         await asyncio.sleep(0)  # the first ends here, and hands its turn to the second

@@ -9,7 +9,6 @@ import anyio.lowlevel
 import pytest
 
 from kvtier.plugin_api.backend import Outcome
-from kvtier_backends.disk.log.healing import heal
 from kvtier_backends.disk.log.region_faults import STRIKES_MAX
 from kvtier_backends.disk.log.regions import RegionState
 from kvtier_backends.disk.log.tables import PagePool
@@ -45,13 +44,13 @@ async def test_a_region_that_fails_on_its_own_is_retired_and_its_blocks_are_told
     assert outcome is Outcome.FAILED
     for _ in range(STRIKES_MAX):
         assert engine.lost == set()
-        await heal(engine.log)
+        await engine.log.heal()
     assert regions.state(sick) is RegionState.RETIRED
     assert engine.lost == set(KEYS[:SLOTS])
     assert await engine.store(KEYS[:SLOTS]) == [Outcome.DONE] * SLOTS
     engine.device.sick.clear()
     engine.now += 301
-    await heal(engine.log)
+    await engine.log.heal()
     assert regions.state(sick) is RegionState.FREE
     await engine.check()
 
@@ -87,7 +86,7 @@ async def test_without_room_the_tier_works_with_what_it_has_and_grows_when_there
     assert 3 * SLOTS <= len(here) <= 6 * SLOTS
     engine.device.has_room = True
     engine.now += 31
-    await heal(engine.log)
+    await engine.log.heal()
     for number in range(CAPACITY - len(here)):
         assert await engine.store([bytes([99, number])]) == [Outcome.DONE]
     assert len(engine.log.index) == CAPACITY > 6 * SLOTS
@@ -103,7 +102,7 @@ async def test_without_any_room_a_store_is_full_and_nothing_is_held_on_to() -> N
     await engine.check()
     engine.device.has_room = True
     engine.now += 31
-    await heal(engine.log)
+    await engine.log.heal()
     assert await engine.store(KEYS[:SLOTS]) == [Outcome.DONE] * SLOTS
     await engine.check()
 
@@ -112,10 +111,10 @@ async def test_a_region_that_can_not_be_allocated_ahead_troubles_nobody_yet() ->
     engine = Engine(fresh_disk())
     await engine.begin()
     await engine.store(KEYS[:1])
-    await engine.log.wait_idle()
+    await engine.log.calls.wait_idle()
     engine.device.has_room = False
     assert await engine.store(KEYS[1 : SLOTS + 1]) == [Outcome.DONE] * SLOTS
-    await engine.log.wait_idle()
+    await engine.log.calls.wait_idle()
     assert engine.count("no_room_for_a_region") == 0
     assert engine.log.regions.count_in(RegionState.RETIRED) == 0
 
@@ -124,7 +123,7 @@ async def test_blocks_that_fail_to_be_written_are_not_named() -> None:
     engine = Engine(fresh_disk())
     await engine.begin()
     await engine.store(KEYS[:1])
-    await engine.log.wait_idle()
+    await engine.log.calls.wait_idle()
     device, region = engine.device, engine.log.regions.open_region
     assert region is not None
     device.sick.add(region)
@@ -145,7 +144,7 @@ async def test_a_store_that_meets_no_memory_holds_on_to_nothing(
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(PagePool, "take", no_memory)
+        patched.setattr(PagePool, "borrow", no_memory)
         for key in KEYS[:3]:
             with pytest.raises(MemoryError):
                 await engine.store([key])
@@ -195,7 +194,7 @@ async def test_regions_that_cannot_be_read_at_the_start_are_counted() -> None:
     engine = Engine(fresh_disk())
     await engine.begin()
     await engine.store(KEYS[: 2 * SLOTS])
-    await engine.log.wait_idle()
+    await engine.log.calls.wait_idle()
     again = Engine(engine.device.disk)
     again.device.sick.add((engine.log.index.get(KEYS[0]) or 0) // SLOTS)
     await again.begin()

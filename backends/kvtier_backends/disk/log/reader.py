@@ -1,0 +1,135 @@
+"""Reads blocks from any region, neighbours in one transfer.
+
+A region is pinned while it is read, so nothing overwrites it. What the index knows of
+a block is noted before the read: the block may be gone by the end of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvtier.plugin_api.backend import Loaded, Outcome
+from kvtier_backends.disk.log.batches import check_buffers
+from kvtier_backends.disk.log.runs import neighbours
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtier.plugin_api.backend import LoadBlock
+    from kvtier_backends.disk.log.context import LogContext
+    from kvtier_backends.disk.log.live_blocks import LiveBlocks
+    from kvtier_backends.disk.log.load_priority import LoadPriority
+    from kvtier_backends.disk.log.region_faults import RegionFaults
+
+
+class Encryption(NamedTuple):
+    """How a block is encrypted: its salt and tag, and the id of its encryption key."""
+
+    salt_and_tag: bytes
+    key_id: bytes
+
+
+class BlockReader:
+    """Reads blocks that the index knows. Event loop only; only the device is waited for."""
+
+    def __init__(
+        self,
+        context: LogContext,
+        live: LiveBlocks,
+        faults: RegionFaults,
+        priority: LoadPriority,
+    ) -> None:
+        self._context = context
+        self._index = context.index
+        self._regions = context.regions
+        self._geometry = context.geometry
+        self._live = live
+        self._faults = faults
+        self._priority = priority
+
+    async def load(
+        self, blocks: Sequence[LoadBlock], encryption: dict[bytes, Encryption] | None = None
+    ) -> list[Loaded]:
+        """Read each block into its buffer; one answer a block, in order.
+
+        ``encryption`` is filled: how each block that is there is encrypted, by key.
+        """
+        keys = [block.key for block in blocks]
+        check_buffers([block.buffer for block in blocks], self._geometry.block_bytes)
+        answers = [Loaded(Outcome.ABSENT)] * len(blocks)
+        found = self._live.find(keys)
+        there = [place for place, location in enumerate(found) if location is not None]
+        if not there:
+            return answers
+        locations = [location for location in found if location is not None]
+        runs = neighbours(locations, self._geometry.slots)
+        digests = self._note_use(runs, locations)
+        if encryption is not None:
+            for place, location in zip(there, locations, strict=True):
+                key_id = self._regions.key_id(location // self._geometry.slots)
+                encryption[keys[place]] = Encryption(self._index.known(location).seal, key_id)
+        with self._priority.load():
+            outcomes = await self._read(runs, locations, [blocks[place].buffer for place in there])
+        for place, outcome, digest in zip(there, outcomes, digests, strict=True):
+            answers[place] = Loaded(outcome, digest if outcome is Outcome.DONE else None)
+        return answers
+
+    async def read_at(
+        self, locations: Sequence[int], buffers: Sequence[memoryview]
+    ) -> list[Outcome]:
+        """Read the blocks at these locations into buffers, one each."""
+        return await self._read(neighbours(locations, self._geometry.slots), locations, buffers)
+
+    def _note_use(self, runs: Sequence[Sequence[int]], locations: Sequence[int]) -> list[bytes]:
+        """Note that blocks are used; returns their digests."""
+        now_s = self._context.now_s()
+        digests = [b""] * len(locations)
+        for run in runs:
+            first = locations[run[0]]
+            self._index.use(first, now_s, len(run))
+            for place, digest in zip(run, self._index.digests(first, len(run)), strict=True):
+                digests[place] = digest
+        return digests
+
+    async def _read(
+        self,
+        runs: Sequence[Sequence[int]],
+        locations: Sequence[int],
+        buffers: Sequence[memoryview],
+    ) -> list[Outcome]:
+        """Read each run of places, whose locations are neighbours, in one transfer."""
+        transfers = [
+            self._context.transfer(locations[run[0]], [buffers[place] for place in run])
+            for run in runs
+        ]
+        pinned = {transfer.region for transfer in transfers}
+        for region in pinned:
+            self._regions.pin(region)
+        try:
+            ends = await self._context.device.read(transfers)
+        finally:
+            for region in pinned:
+                self._regions.unpin(region)
+        outcomes = [Outcome.DONE] * len(locations)
+        for run, transfer, end in zip(runs, transfers, ends, strict=True):
+            whole, rest = self._outcome_of(end, len(run))
+            for place in run[whole:]:
+                outcomes[place] = rest
+            if isinstance(end, OSError):
+                self._faults.read_failed(transfer, end)
+        return outcomes
+
+    def _outcome_of(self, end: int | OSError, blocks: int) -> tuple[int, Outcome]:
+        """Return how many blocks of a transfer were read whole, and the outcome of the rest."""
+        incidents = self._context.incidents
+        if isinstance(end, OSError):
+            incidents.report("load", "loads_failed", end, count=blocks)
+            return 0, Outcome.FAILED
+        geometry = self._geometry
+        whole = min(blocks, (end + geometry.stride - geometry.block_bytes) // geometry.stride)
+        if whole:
+            incidents.success("load")
+        if whole < blocks:
+            reason = "a segment file is shorter than its blocks"
+            incidents.report("load", "blocks_cut_off", reason, count=blocks - whole)
+        return whole, Outcome.DAMAGED

@@ -1,0 +1,146 @@
+"""Opens regions: writes their headers, and keeps the tables of those that are written.
+
+A region's bytes are allocated before its first header is written. The next region
+gets its header while the open one still has room, so no store waits for that.
+
+# Invariant: a header is written only by whoever holds ``lock``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING
+
+from kvtier_backends.disk.device import Transfer
+from kvtier_backends.disk.format import ID_BYTES, PAGE_BYTES, SEAL_BYTES, encode_header
+from kvtier_backends.disk.log.tables import PagePool, RegionTable, new_header
+
+if TYPE_CHECKING:
+    from kvtier.plugin_api.backend import Outcome
+    from kvtier_backends.disk.log.calls import Calls
+    from kvtier_backends.disk.log.context import LogContext
+    from kvtier_backends.disk.log.region_faults import RegionFaults
+
+
+class RegionOpener:
+    """Opens free regions for blocks. Event loop only.
+
+    ``lock`` is held while a header is written. Whoever else holds it may be sure
+    that no region is opened meanwhile.
+    """
+
+    def __init__(self, context: LogContext, faults: RegionFaults, calls: Calls) -> None:
+        self.lock = asyncio.Lock()
+        self._context = context
+        self._regions = context.regions
+        self._faults = faults
+        self._calls = calls
+        self._tables: dict[int, RegionTable] = {}  # of regions that are written
+        self._pages = PagePool()
+        self._header_page = self._pages.borrow()  # whoever holds ``lock`` has it
+        self._opened_ahead_in: int | None = None  # the region that was open at the last attempt
+        self._is_closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the folder has vanished: no region is opened and no block is appended."""
+        return self._is_closed
+
+    def close(self) -> None:
+        """Open no region any more."""
+        self._is_closed = True
+
+    def table(self, region: int) -> RegionTable:
+        """Return the table of a region that is being written."""
+        return self._tables[region]
+
+    def close_table(self, region: int, table: RegionTable) -> None:
+        """Close a region's table if the region's last writer has ended."""
+        if self._tables.get(region) is table and self._regions.is_written(region):
+            del self._tables[region]
+            table.close()
+
+    async def open(self, region: int) -> OSError | None:
+        """Give a free region a new header, so that it takes blocks, now or next.
+
+        The caller holds ``lock``. Returns the problem if the header could not be written.
+        """
+        context = self._context
+        incarnation = os.urandom(ID_BYTES)
+        sequence, problem = await self.write_header(region, incarnation)
+        if problem is not None:
+            return problem
+        table = RegionTable(
+            context.device,
+            region,
+            incarnation,
+            context.geometry,
+            self._pages,
+            seal_bytes=SEAL_BYTES if context.index.sealed else 0,
+            on_written=self._count_overhead,
+        )
+        self._faults.write_succeeded()
+        context.index.release(region)
+        self._regions.headed(region, sequence, context.identity.key_id)
+        self._tables[region] = table
+        return None
+
+    def open_ahead(self) -> None:
+        """Begin to open the next region, once for each region that is open."""
+        if self._regions.open_region != self._opened_ahead_in:
+            self._opened_ahead_in = self._regions.open_region
+            self._calls.start(self._open_ahead())
+
+    async def _open_ahead(self) -> None:
+        async with self.lock:
+            region = self._regions.next_to_open(for_reinsertion=False)
+            if region is not None and not (self._regions.has_next or self._is_closed):
+                await self.open(region)  # a store that needs a region meets the problem again
+
+    async def probe(self) -> Outcome | None:
+        """Write one header, to find out whether writing works; None if it does.
+
+        Otherwise returns the outcome of the store that waits. The caller holds ``lock``.
+        """
+        region = self._faults.region_to_probe()
+        if region is None:
+            self._faults.end_doubt()  # only a region that is reclaimed can tell
+            return None
+        return self._faults.probed(region, await self.rewrite_header(region))
+
+    async def rewrite_header(self, region: int) -> OSError | None:
+        """Write a header into a region without blocks, without opening it. Returns the problem.
+
+        The caller holds ``lock``.
+        """
+        _, problem = await self.write_header(region, os.urandom(ID_BYTES))
+        return problem
+
+    async def write_header(self, region: int, incarnation: bytes) -> tuple[int, OSError | None]:
+        """Write the header of a region without blocks; returns its sequence, and the problem.
+
+        The caller holds ``lock``.
+        """
+        assert self.lock.locked(), "a header is written without the lock"
+        context = self._context
+        sequence, now_s = self._regions.next_sequence(), context.now_s()
+        header = new_header(
+            context.identity, context.geometry, region, sequence, incarnation, now_s
+        )
+        if not self._regions.is_allocated(region):
+            try:
+                await context.device.allocate(region)
+            except OSError as no_room:
+                return sequence, no_room
+            self._regions.note_allocated(region)
+        self._header_page[:] = encode_header(header)
+        problem = await context.device.write([Transfer(region, 0, [self._header_page])])
+        if problem is None:
+            self._count_overhead(PAGE_BYTES)
+        return sequence, problem
+
+    def _count_overhead(self, size: int) -> None:
+        """Count bytes of headers and tables."""
+        self._context.budget.spend(size)
+        self._context.counters.add("bytes_of_tables", size)
