@@ -34,7 +34,6 @@ from kvtier_backends.disk.folder.capacity import (
 )
 from kvtier_backends.disk.folder.claim import (
     Claim,
-    filesystem_of,
     not_ours,
     plan_folder,
     read_superblock,
@@ -43,7 +42,6 @@ from kvtier_backends.disk.folder.opening import Judged, judge_again, judge_folde
 from kvtier_backends.disk.folder.recovery import Expected, Recovery
 from kvtier_backends.disk.format import (
     NO_KEY_ID,
-    PAGE_BYTES,
     SEAL_BYTES,
     PageRefused,
     namespace_digest,
@@ -61,7 +59,7 @@ from kvtier_backends.disk.offline.purge_requests import answer_requests
 from kvtier_backends.disk.opened_files import NotAFile
 from kvtier_backends.disk.settings import read_options
 from kvtier_backends.incidents import IncidentLog, TierCounters
-from kvtier_backends.looking import fault_of_folder, nearest
+from kvtier_backends.posix import PAGE_BYTES, fault_of_folder, filesystem_of, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

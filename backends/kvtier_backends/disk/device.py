@@ -21,16 +21,15 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.plugin_api.threads import DaemonThreads
 from kvtier_backends.disk.opened_files import NotAFile, open_file, remove_whatever
+from kvtier_backends.posix import GONE, O_DIRECT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     Buffers = list[memoryview]
 
-O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
 SEGMENT_NAME: Final = "segment-{:05d}.kv"
 _BUFFERS_MAX: Final = 1024  # the kernel's limit for one call
-_GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR})
 
 
 class Transfer(NamedTuple):
@@ -196,7 +195,7 @@ class _SegmentFiles:
         try:
             return self._move(os.preadv, os.O_RDONLY, transfer)
         except OSError as problem:
-            return 0 if problem.errno in _GONE else problem
+            return 0 if problem.errno in GONE else problem
 
     def _write(self, transfer: Transfer) -> None:
         count = self._move(os.pwritev, os.O_WRONLY, transfer)

@@ -35,13 +35,14 @@ import xxhash
 
 from kvtier.errors import Misuse, StoreFault
 from kvtier.plugin_api.backend import DIGEST_BYTES
+from kvtier_backends.posix import PAGE_BYTES as PAGE_BYTES
+from kvtier_backends.posix import padded_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from kvtier.plugin_api.backend import BackendContext
 
-PAGE_BYTES: Final = 4096
 FORMAT_VERSION: Final = 1
 ID_BYTES: Final = 16
 SEAL_BYTES: Final = 32
@@ -196,11 +197,6 @@ def _table_pages(slots: int, seal_bytes: int, own_page_slots: int) -> int:
     """
     per_page = records_max(KEY_BYTES_PLANNED, seal_bytes)
     return -(-slots // per_page) + 1 + slots // own_page_slots
-
-
-def padded_bytes(block_bytes: int) -> int:
-    """Return ``block_bytes`` rounded up to whole pages."""
-    return -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def namespace_digest(context: BackendContext) -> bytes:

@@ -12,23 +12,16 @@ import stat
 from contextlib import suppress
 from typing import Final
 
+from kvtier_backends.posix import kind_of_file
+
 _FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_KINDS: Final = (
-    (stat.S_ISLNK, "a link"),
-    (stat.S_ISFIFO, "a FIFO"),
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISBLK, "a device"),
-    (stat.S_ISCHR, "a device"),
-)
 
 
 class NotAFile(OSError):
     """Raised for what is no regular file. ``strerror`` says what it is."""
 
     def __init__(self, path: str, mode: int) -> None:
-        what = next((name for is_kind, name in _KINDS if is_kind(mode)), "no file")
-        text = f"{os.path.basename(path)} is {what}, not a file"
+        text = f"{os.path.basename(path)} is {kind_of_file(mode)}, not a file"
         super().__init__(errno.EISDIR if stat.S_ISDIR(mode) else errno.ENOTSUP, text, path)
 
 

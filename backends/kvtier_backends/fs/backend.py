@@ -34,7 +34,7 @@ from kvtier_backends.fs.folder import (
 )
 from kvtier_backends.fs.layout import make_layout
 from kvtier_backends.incidents import IncidentLog, TierCounters, warn
-from kvtier_backends.looking import fault_of_folder
+from kvtier_backends.posix import fault_of_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import Misuse
 from kvtier.plugin_api.backend import LoadBlock, Loaded, Outcome, StoreBlock
-from kvtier_backends.fs.folder import NO_ROOM, O_DIRECT, write_config
+from kvtier_backends.fs.folder import write_config
 from kvtier_backends.fs.place import FOLDER_FLAGS, Anchor, PlaceLost
 from kvtier_backends.fs.special import SpecialFile, refuse_special_file, special_file
 from kvtier_backends.fs.temporary import (
@@ -35,8 +35,8 @@ from kvtier_backends.fs.trailer import (
     TrailerDamaged,
     decode_trailer_untrusted,
     encode_trailer,
-    padded_bytes,
 )
+from kvtier_backends.posix import GONE, NO_ROOM, O_DIRECT, padded_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from kvtier_backends.fs.place import Place
     from kvtier_backends.incidents import IncidentLog, TierCounters
 
-_GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR})
 # What opening or reading says of a folder, a FIFO, a socket, a device or a link in a block's
 # place. O_DIRECT gives EINVAL for what is no file, before its kind is even looked at.
 _ODD_FILE: Final = frozenset(
@@ -139,7 +138,7 @@ class BlockFiles:
             place = self._anchor.take()
             status = os.stat(name, dir_fd=place.blocks, follow_symlinks=False)
         except OSError as problem:
-            if problem.errno not in _GONE:
+            if problem.errno not in GONE:
                 self._trouble("load", "probe_failed", problem, key)
             return False
         # What is no file, a load counts as damaged.
@@ -201,7 +200,7 @@ class BlockFiles:
             if stat.S_ISREG(status.st_mode):
                 self._unlink(place, name)
         except OSError as problem:
-            if problem.errno not in _GONE:
+            if problem.errno not in GONE:
                 self._trouble("store", "removes_failed", problem, key)
 
     def _trouble(self, side: str, kind: str, problem: Exception, key: bytes) -> None:
@@ -260,7 +259,7 @@ class BlockFiles:
         return Loaded(Outcome.ABSENT)
 
     def _load_failed(self, name: str, key: bytes, problem: OSError) -> Loaded:
-        if problem.errno in _GONE:
+        if problem.errno in GONE:
             return Loaded(Outcome.ABSENT)
         if problem.errno in _ODD_FILE:
             odd = self._what_is_odd(name)
@@ -353,7 +352,7 @@ class BlockFiles:
         try:
             self._unlink(self._anchor.take(), name)
         except OSError as problem:
-            if problem.errno not in _GONE:
+            if problem.errno not in GONE:
                 self._trouble("load", "removes_failed", problem, key)
         else:
             self._counters.add("blocks_discarded")

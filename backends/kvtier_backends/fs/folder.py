@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import mmap
 import os
@@ -14,14 +13,13 @@ from kvtier.errors import ConfigError, NamespaceMismatch
 from kvtier.plugin_api.options import shown
 from kvtier_backends.fs.place import CONFIG_NAME, Place
 from kvtier_backends.fs.special import refuse_special_file
+from kvtier_backends.posix import NO_ROOM, NOT_A_FOLDER, O_DIRECT, make_folders, world_writable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvtier_backends.fs.layout import Layout
 
-O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
-NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _CONFIG_BYTES_MAX: Final = 1 << 20
 
 
@@ -47,12 +45,10 @@ class FolderRefusal:
 def prepare_root(root: str, refusal: FolderRefusal) -> Place:
     """Create ``root`` for this user alone, or check that it is fit for use; and open it."""
     try:
-        make_folders(root, 0o700)
+        make_folders(root)
         place = Place(root)
     except (FileExistsError, NotADirectoryError):
-        raise refusal.error(
-            "is not a folder, or lies below something that is not. Name a folder."
-        ) from None
+        raise refusal.error(NOT_A_FOLDER) from None
     except OSError as problem:
         raise refusal.error(
             f"cannot be created ({problem.strerror}). Create it for this user, or name another."
@@ -123,19 +119,6 @@ def probe_direct(place: Place, refusal: FolderRefusal, *, wanted: bool) -> bool:
     return False
 
 
-def make_folders(path: str, mode: int) -> None:
-    """Create ``path`` and its missing parents, each with ``mode`` (umask applies)."""
-    try:
-        os.mkdir(path, mode)
-    except FileNotFoundError:
-        make_folders(os.path.dirname(path), mode)
-        with suppress(FileExistsError):
-            os.mkdir(path, mode)
-    except FileExistsError:
-        if not os.path.isdir(path):
-            raise
-
-
 def _write_page(name: str, flags: int, folder: int) -> None:
     descriptor = os.open(name, flags, 0o600, dir_fd=folder)
     try:
@@ -147,10 +130,7 @@ def _write_page(name: str, flags: int, folder: int) -> None:
 
 def _refuse_world_writable(folder: int, path: str, refusal: FolderRefusal) -> None:
     if os.fstat(folder).st_mode & stat.S_IWOTH:
-        raise refusal.error(
-            f"is open to planted blocks: anyone may write to {path}. Run chmod o-w on it, "
-            "or name a folder of this user's own."
-        )
+        raise refusal.error(world_writable(path))
 
 
 def _read_config_untrusted(base: int, path: str, refusal: FolderRefusal) -> dict[str, Any]:

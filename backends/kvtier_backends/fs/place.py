@@ -22,6 +22,8 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from kvtier_backends.posix import filesystem_of, make_folders
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -175,9 +177,9 @@ class Anchor:
             self._is_deleted = self._place.is_deleted()
         if not self._is_deleted:
             self._lose("it is not there any more")
-        elif make and self._may_begin_anew(_device_above(self._real_path)):
+        elif make and self._may_begin_anew(filesystem_of(os.path.dirname(self._real_path))):
             with suppress(FileExistsError):
-                _make_folders(self._real_path)
+                make_folders(self._real_path)
             self._take_up(make=True)
 
     def _may_begin_anew(self, device: int) -> bool:
@@ -236,18 +238,3 @@ class Anchor:
             f"{why}: was its filesystem unmounted? Nothing is stored or loaded until it is back; "
             "to use what is there now, start the engine again"
         )
-
-
-def _device_above(path: str) -> int:
-    while True:
-        path = os.path.dirname(path)
-        with suppress(FileNotFoundError):
-            return os.stat(path).st_dev
-
-
-def _make_folders(path: str) -> None:
-    try:
-        os.mkdir(path, 0o700)
-    except FileNotFoundError:
-        _make_folders(os.path.dirname(path))
-        os.mkdir(path, 0o700)

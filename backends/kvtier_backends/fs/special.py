@@ -5,16 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from typing import Final
 
-_KINDS: Final = {
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFLNK: "a link",
-}
+from kvtier_backends.posix import kind_of_file
 
 
 class SpecialFile(OSError):
@@ -30,5 +22,4 @@ def refuse_special_file(descriptor: int, path: str) -> None:
 
 def special_file(mode: int, path: str) -> SpecialFile:
     """Return the error for what is no file, given its mode."""
-    kind = _KINDS.get(stat.S_IFMT(mode), "no file")
-    return SpecialFile(errno.ESPIPE, f"{kind} lies where a file should be", path)
+    return SpecialFile(errno.ESPIPE, f"{kind_of_file(mode)} lies where a file should be", path)

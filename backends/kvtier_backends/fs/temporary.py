@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier_backends.fs.place import FOLDER_FLAGS
+from kvtier_backends.posix import process_stat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -157,9 +158,7 @@ def _age_s(name: str, folder: int) -> float:
 def _started(pid: int) -> int | None:
     """Return when the process started, None if there is none of that number."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            after_name = file.read().rpartition(b")")[2].split()
-        return int(after_name[_STAT_START_FIELD])
+        return int(process_stat(pid)[_STAT_START_FIELD])
     except (FileNotFoundError, ProcessLookupError):
         return None if os.path.isdir("/proc/self") or not _alive(pid) else 0
     except (OSError, ValueError, IndexError):

@@ -18,8 +18,9 @@ import xxhash
 
 from kvtier.errors import Misuse, StoreFault
 from kvtier.plugin_api.backend import DIGEST_BYTES
+from kvtier_backends.posix import PAGE_BYTES
 
-TRAILER_BYTES: Final = 4096
+TRAILER_BYTES: Final = PAGE_BYTES
 _MAGIC: Final = b"kvtierB\n"
 _VERSION: Final = 1
 _HEAD: Final = struct.Struct(f"<8sIIQ{DIGEST_BYTES}s")
@@ -30,11 +31,6 @@ KEY_BYTES_MAX: Final = _CHECKED_BYTES - _HEAD.size
 
 class TrailerDamaged(StoreFault):
     """Raised when a trailer is torn, foreign or not for this block. Drop the file."""
-
-
-def padded_bytes(block_bytes: int) -> int:
-    """Return where the trailer starts: ``block_bytes`` rounded up to whole pages."""
-    return -(-block_bytes // TRAILER_BYTES) * TRAILER_BYTES
 
 
 def encode_trailer(key: bytes, block_bytes: int, digest: bytes) -> bytes:

@@ -30,6 +30,7 @@ from kvtier_backends.disk.format import (
     time_s,
 )
 from kvtier_backends.disk.opened_files import NotAFile, open_file, remove_whatever
+from kvtier_backends.posix import NOT_A_FOLDER, make_folders, world_writable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -123,17 +124,12 @@ class Claim:
         try:
             make_folders(path)
             if os.stat(path).st_mode & stat.S_IWOTH:
-                raise refuse(
-                    "is open to planted blocks: anyone may write there. Run chmod o-w on it, "
-                    "or name a folder of this user's own."
-                )
+                raise refuse(world_writable())
             self._descriptor = self._take(refuse)
         except NotAFile as problem:
             raise refuse(not_ours(problem)) from None
         except (FileExistsError, NotADirectoryError):
-            raise refuse(
-                "is not a folder, or lies below something that is not. Name a folder."
-            ) from None
+            raise refuse(NOT_A_FOLDER) from None
         except OSError as problem:
             raise refuse(
                 f"cannot be used ({problem.strerror}). Give this user the right to write there, "
@@ -207,28 +203,6 @@ def _lock(descriptor: int) -> bool:
         else:
             return True
     return False
-
-
-def filesystem_of(path: str) -> int:
-    """Return the number of the filesystem that the path is, or would be, on."""
-    while True:
-        try:
-            return os.stat(path).st_dev
-        except FileNotFoundError:
-            path = os.path.dirname(path)
-
-
-def make_folders(path: str) -> None:
-    """Create ``path`` and its missing parents, for this user alone."""
-    try:
-        os.mkdir(path, 0o700)
-    except FileNotFoundError:
-        make_folders(os.path.dirname(path))
-        with suppress(FileExistsError):
-            os.mkdir(path, 0o700)
-    except FileExistsError:
-        if not os.path.isdir(path):
-            raise
 
 
 def read_superblock(path: str) -> Superblock:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvtier_backends.posix import process_stat
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -126,10 +128,9 @@ def _is_of_here(pid: int) -> bool:
         return False
 
 
-def _state(pid: int | None) -> str:
+def _state(pid: int) -> str:
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            letter = file.read().rpartition(b")")[2].split()[0].decode()
+        letter = process_stat(pid)[0].decode()
     except (FileNotFoundError, ProcessLookupError):
         return "has ended"
     except (OSError, IndexError, ValueError):

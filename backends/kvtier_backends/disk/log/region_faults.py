@@ -16,6 +16,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.plugin_api.backend import Outcome
+from kvtier_backends.posix import NO_ROOM
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from kvtier_backends.disk.log.regions import Regions
     from kvtier_backends.incidents import IncidentLog
 
-NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 SICK_MEDIUM: Final = frozenset({errno.EIO, errno.EREMOTEIO, errno.EUCLEAN, errno.ENODATA})
 """Errors that may speak of one place on the medium: another region is tried."""
 

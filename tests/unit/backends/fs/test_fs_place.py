@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import errno
 import os
 import shutil
-import socket
-import stat
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +18,7 @@ from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.fs import place
 from tests.support.fuse_folder import FuseFolder, needs_fuse
 from tests.unit.backends._media import mount, needs_mount, tmpfs, unmount
-from tests.unit.backends.fs._fs import FILE_BYTES, key_of, make_fs, open_fs
+from tests.unit.backends.fs._fs import key_of, make_fs, open_fs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, MutableMapping, Sequence
@@ -395,111 +392,3 @@ def put(root: Path, what: str, elsewhere: Path) -> None:
         root.mkdir(mode=0o700)
     elif what == "file":
         root.write_text("")
-
-
-# --- what is no file ---
-
-
-def put_special(path: Path, kind: str) -> None:
-    path.unlink()
-    if kind == "FIFO":
-        os.mkfifo(path)
-    elif kind == "socket":
-        with socket.socket(socket.AF_UNIX) as end:
-            where = os.open(path.parent, os.O_PATH)
-            end.bind(f"/proc/self/fd/{where}/{path.name[:20]}")
-            os.close(where)
-        (path.parent / path.name[:20]).rename(path)
-    elif kind == "link":
-        path.symlink_to("/dev/zero")
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # endless zeros
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "FIFO",
-        "socket",
-        "link",
-        "folder",
-        pytest.param(
-            "device", marks=pytest.mark.skipif(os.geteuid() != 0, reason="needs root for mknod")
-        ),
-    ],
-)
-@pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("layout", ["kvtier", "vllm"])
-async def test_what_is_no_file_is_a_miss_that_is_named_and_waits_for_nobody(
-    tmp_path: Path, kind: str, layout: str, *, direct: bool
-) -> None:
-    async with open_fs(tmp_path / "kv", direct=direct, layout=layout, n_read_threads=1) as fs:
-        assert await fs.store(1) is DONE
-        assert fs.path(1).stat().st_size == FILE_BYTES
-        put_special(fs.path(1), kind)
-        with capture_logs() as lines:
-            assert await fs.load(1) is DAMAGED
-            assert await fs.store(1) is FAILED
-        assert fs.count("blocks_damaged") == 1
-        assert all(f"a {kind} lies where" in str(line["reason"]) for line in lines)
-        await fs.backend.remove([key_of(1)])
-        assert os.path.lexists(fs.path(1)), "it isn't ours"
-        assert fs.backend.busy_threads() == 0
-
-
-async def test_a_special_file_for_a_config_is_refused_by_name(tmp_path: Path) -> None:
-    make_fs(tmp_path / "kv")
-    (config,) = (tmp_path / "kv").glob("*/config.json")
-    put_special(config, "FIFO")
-    with pytest.raises(Exception, match="a FIFO lies where a file should be"):
-        make_fs(tmp_path / "kv")
-
-
-async def test_a_fifo_for_a_marker_keeps_no_engine_waiting(tmp_path: Path) -> None:
-    async with open_fs(tmp_path / "kv") as fs:
-        (marker,) = (tmp_path / "kv").glob("*/writers/*")
-        put_special(marker, "FIFO")
-        with pytest.raises(OSError, match="No such device"):
-            fs.backend._files.announce()
-
-
-# --- the whole class ---
-
-PATH_CALLS = {"open", "stat", "lstat", "mkdir", "rename", "replace", "unlink", "scandir", "listdir"}
-MAY_NAME_PATHS = {
-    "Place.__init__": "the root, where links may lead",
-    "Anchor._look": "what the path names now",
-    "_device_above": "as it says",
-    "_make_folders": "a root that was deleted on the same filesystem",
-    "make_folders": "the root, at the start",
-    "_entries": "an open descriptor",
-}
-
-
-@pytest.mark.parametrize("source", FS_SOURCES, ids=lambda path: path.name)
-def test_every_call_on_a_file_names_an_open_folder(source: Path) -> None:
-    """A path could lead anywhere by the time it is used."""
-    tree = ast.parse(source.read_text())
-    found = []
-    for function, name in functions_of(tree):
-        for call in ast.walk(function):
-            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
-                continue
-            of = call.func.value
-            if isinstance(of, ast.Name) and of.id == "os" and call.func.attr in PATH_CALLS:
-                given_folder = {"dir_fd", "src_dir_fd"} & {each.arg for each in call.keywords}
-                if not given_folder and name not in MAY_NAME_PATHS:
-                    found.append(f"{name}: os.{call.func.attr}, line {call.lineno}")
-    assert found == []
-
-
-def functions_of(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef):
-            yield node, node.name
-        elif isinstance(node, ast.ClassDef):
-            for each in node.body:
-                if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
-                    yield each, f"{node.name}.{each.name}"

@@ -14,8 +14,8 @@ from kvtier_backends.fs.trailer import (
     TrailerDamaged,
     decode_trailer_untrusted,
     encode_trailer,
-    padded_bytes,
 )
+from kvtier_backends.posix import padded_bytes
 
 KEYS = strategies.binary(max_size=KEY_BYTES_MAX)
 DIGESTS = strategies.binary(min_size=16, max_size=16)

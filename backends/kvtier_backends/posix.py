@@ -1,0 +1,133 @@
+"""What the ``fs`` and the ``disk`` backends share of POSIX: folders, errors, O_DIRECT, pages.
+
+Everything here may hang where storage does.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import suppress
+from typing import Final
+
+O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
+PAGE_BYTES: Final = 4096  #: what O_DIRECT moves at least, and the unit of both on-disk formats
+NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR})
+
+NOT_A_FOLDER: Final = "is not a folder, or lies below something that is not. Name a folder."
+_KINDS: Final = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a link",
+}
+
+
+def padded_bytes(size: int) -> int:
+    """Return ``size`` rounded up to whole pages."""
+    return -(-size // PAGE_BYTES) * PAGE_BYTES
+
+
+def kind_of_file(mode: int) -> str:
+    """Return what lies where a file should be, given its mode: "a FIFO", "a folder"."""
+    return _KINDS.get(stat.S_IFMT(mode), "no file")
+
+
+def process_stat(pid: int) -> list[bytes]:
+    """Return what the kernel tells of a process, the fields behind its name; see proc(5).
+
+    Raises ``FileNotFoundError`` or ``ProcessLookupError`` if there is none, and ``OSError``.
+    """
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()
+
+
+# --- folders ---
+
+
+def make_folders(path: str, mode: int = 0o700) -> None:
+    """Create ``path`` and its missing parents, each with ``mode`` (umask applies).
+
+    Raises ``FileExistsError`` for what is there and is no folder, and ``OSError``.
+    """
+    try:
+        os.mkdir(path, mode)
+    except FileNotFoundError:
+        make_folders(os.path.dirname(path), mode)
+        with suppress(FileExistsError):
+            os.mkdir(path, mode)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise
+
+
+def filesystem_of(path: str) -> int:
+    """Return the number of the filesystem that the path is, or would be, on.
+
+    Raises ``OSError``.
+    """
+    while True:
+        try:
+            return os.stat(path).st_dev
+        except FileNotFoundError:
+            path = os.path.dirname(path)
+
+
+def world_writable(path: str = "") -> str:
+    """Return the refusal of a folder that anyone may write to, with the remedy.
+
+    ``path`` is the folder if it is not the one that the option names.
+    """
+    where = f"write to {path}" if path else "write there"
+    return (
+        f"is open to planted blocks: anyone may {where}. Run chmod o-w on it, or name a "
+        "folder of this user's own."
+    )
+
+
+def fault_of_folder(path: str) -> str | None:
+    """Return why ``path`` cannot be a tier's folder, with the remedy; None if it can.
+
+    Changes nothing. A folder that is missing will be made: then the nearest one above it
+    is judged.
+    """
+    try:
+        above, found = nearest(path)
+    except NotADirectoryError:
+        return "lies below something that is not a folder. Name a folder."
+    except OSError as problem:
+        return (
+            f"cannot be used ({problem.strerror}). Give this user the right to write there, or "
+            "name another folder."
+        )
+    if not stat.S_ISDIR(found.st_mode):
+        what = "is not a folder" if above == path else "lies below something that is not a folder"
+        return f"{what}. Name a folder."
+    if above == path and found.st_mode & stat.S_IWOTH:
+        return world_writable()
+    # In a new file's place, and as who an engine would be: this process.
+    if not os.access(above, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+        read_only = os.statvfs(above).f_flag & os.ST_RDONLY
+        why = "its filesystem is read-only" if read_only else "this user may not write there"
+        return (
+            f"cannot be {'written' if above == path else f'created in {above}'} ({why}). Give this "
+            "user the right to, or name another folder."
+        )
+    return None
+
+
+def nearest(path: str) -> tuple[str, os.stat_result]:
+    """Return what is there of a path: itself, or the nearest folder above it.
+
+    Raises ``OSError``.
+    """
+    try:
+        return path, os.stat(path)
+    except FileNotFoundError:
+        if os.path.islink(path) or os.path.dirname(path) == path:
+            raise
+        return nearest(os.path.dirname(path))

@@ -1,0 +1,60 @@
+"""The whole class: no call on a file names a path where it could name an open folder."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvtier_backends.fs import place
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FS_SOURCES = sorted(Path(place.__file__).parent.glob("*.py"))
+PATH_HELPERS = {"fault_of_folder", "filesystem_of", "make_folders", "nearest"}  # of ``posix``
+PATH_CALLS = {"open", "stat", "lstat", "mkdir", "rename", "replace", "unlink", "scandir", "listdir"}
+MAY_NAME_PATHS = {
+    "Place.__init__": "the root, where links may lead",
+    "Anchor._look": "what the path names now",
+    "Anchor._path_is_gone": "a root that was deleted on the same filesystem",
+    "prepare_root": "the root, at the start",
+    "_entries": "an open descriptor",
+    "FsBackend.check_options": "the root, before anything is there",
+}
+
+
+@pytest.mark.parametrize("source", FS_SOURCES, ids=lambda path: path.name)
+def test_every_call_on_a_file_names_an_open_folder(source: Path) -> None:
+    """A path could lead anywhere by the time it is used."""
+    tree = ast.parse(source.read_text())
+    found = [
+        f"{name}: {ast.unparse(call.func)}, line {call.lineno}"
+        for function, name in functions_of(tree)
+        if name not in MAY_NAME_PATHS
+        for call in ast.walk(function)
+        if isinstance(call, ast.Call) and names_a_path(call)
+    ]
+    assert found == []
+
+
+def names_a_path(call: ast.Call) -> bool:
+    """Tell whether a call is given a path, and no open folder that the path is relative to."""
+    if isinstance(call.func, ast.Name):
+        return call.func.id in PATH_HELPERS
+    of = call.func.value if isinstance(call.func, ast.Attribute) else None
+    if not (isinstance(of, ast.Name) and of.id == "os" and call.func.attr in PATH_CALLS):
+        return False
+    return not {"dir_fd", "src_dir_fd"} & {each.arg for each in call.keywords}
+
+
+def functions_of(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield node, node.name
+        elif isinstance(node, ast.ClassDef):
+            for each in node.body:
+                if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
+                    yield each, f"{node.name}.{each.name}"
