@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 DIGEST_BYTES = 16
+"""Length of what ``block_digest`` returns."""
 
 DIGEST_STEP_BYTES: Final = 1 << 16
 """xxhash lets go of the GIL for 100 KB and more, and a thread that wants it back waits for

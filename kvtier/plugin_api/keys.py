@@ -14,6 +14,7 @@ MARK_BYTES: Final = 24
 """By so much keys of later generations of weights are longer: ``kvtier/core/generations.py``."""
 
 RequestId: TypeAlias = str
+"""vLLM's name for a request; unique among the running ones."""
 
 TierSet: TypeAlias = int
 """One bit a tier, in the order of ``secondary_tiers``; the lowest is the first tier's."""

@@ -46,3 +46,4 @@ def printable(text: str) -> str:
 
 
 log: Final = LazyLogger()
+"""Where all of kvtier writes its lines, and a backend may write its own."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT: Final = Path("/")
+"""Where ``proc`` and ``sys`` are, unless a test has its own."""
 
 
 class _Files(NamedTuple):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 REQUIRED: Any = object()
+"""The default of an option that has none: it must be given."""
 
 INTEGER_MAX: Final = (1 << 63) - 1
 """What every file format and system call can hold."""

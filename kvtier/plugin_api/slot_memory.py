@@ -21,7 +21,9 @@ from kvtier.plugin_api.machine import machine_memory_bytes as machine_memory_byt
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; Python has no name for it
+MADV_POPULATE_WRITE: Final = 23
+"""Of ``madvise``: fault pages in, writable. Linux 5.14; Python has no name for it."""
+
 _POPULATE_STEP_BYTES: Final = 64 << 20  # a millisecond or two, in which no other thread runs
 
 

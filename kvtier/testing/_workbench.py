@@ -31,6 +31,8 @@ than ``BLOCKS_MAX``. Raising ``ConfigError`` refuses a block size.
 """
 
 BackendCheck = Callable[[MakeBackend], Awaitable[None]]
+"""One check: raises ``NotConforming``, which names the broken promise."""
+
 BLOCK_BYTES: Final = 16 * 1024
 BLOCKS_MIN: Final = 64
 BLOCKS_MAX: Final = 512

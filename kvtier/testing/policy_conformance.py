@@ -30,6 +30,8 @@ MakePolicy = Callable[[int], EvictionPolicy]
 """Builds a policy for a capacity in blocks. The class itself will do."""
 
 PolicyCheck = Callable[[MakePolicy], None]
+"""One check: raises ``AssertionError``, which names the broken promise."""
+
 KEYS_KEPT_MAX: Final = 10
 """How many keys a policy may keep, evicted ones included, in units of its capacity."""
 CAPACITY: Final = 64
@@ -484,3 +486,4 @@ POLICY_CHECKS: Final[tuple[PolicyCheck, ...]] = (
     memory_is_bounded_by_the_capacity,
     books_are_kept_through_any_calls,
 )
+"""What every eviction policy must pass."""

@@ -24,67 +24,114 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmarks and their options."""
     kinds = parser.add_subparsers(dest="bench", required=True, metavar="BENCHMARK")
-    ops = kinds.add_parser("ops", help="scheduler-thread time of each call")
-    ops.add_argument("--blocks", type=int, default=20_000, help="resident blocks (%(default)s)")
-    ops.add_argument(
-        "--request-blocks", type=int, default=512, help="blocks of a request (%(default)s)"
-    )
-    ops.add_argument(
-        "--policies", default="lru", help="kvtier's eviction policies, e.g. lru,reuse (%(default)s)"
-    )
-    ops.add_argument("--runs", type=int, default=5, help="medians are over these (%(default)s)")
-    ops.add_argument(
-        "--secondary-tiers",
-        type=int,
-        choices=(0, 1),
-        default=0,
-        help="1: an fs tier on both sides, idle while calls are timed (%(default)s)",
-    )
-    ops.add_argument(
-        "--scale", metavar="N,N,...", help="cost a key against resident blocks: 1e3,1e4,1e5,1e6"
-    )
-    ops.add_argument("--picture", metavar="FILE.png", help="draw what --scale measures")
-    ops.add_argument("--json", metavar="FILE", help="write all figures")
-    engine = kinds.add_parser("engine", help="the real vLLM engine on the CPU")
-    engine.add_argument("--runs", type=int, default=3, help="medians are over these (%(default)s)")
-    engine.add_argument(
-        "--tier",
-        choices=("disk", "fs"),
-        default="disk",
-        help="kvtier's tier beside vLLM's fs tier (%(default)s)",
-    )
-    engine.add_argument("--prompts", type=int, default=8, help="of each phase (%(default)s)")
-    engine.add_argument(
-        "--prompt-tokens", type=int, default=1_000, help="tokens of a prompt (%(default)s)"
-    )
-    engine.add_argument("--json", metavar="FILE", help="write all figures")
+    _add_ops_arguments(kinds.add_parser("ops", help="scheduler-thread time of each call"))
+    _add_engine_arguments(kinds.add_parser("engine", help="the real vLLM engine on the CPU"))
     _add_disk_arguments(
         kinds.add_parser("disk", help="the disk tier beside vLLM's fs tier, and the bare disk")
     )
 
 
+def _add_ops_arguments(ops: argparse.ArgumentParser) -> None:
+    ops.add_argument(
+        "--blocks", type=int, default=20_000, help="blocks that are resident (default: %(default)s)"
+    )
+    ops.add_argument(
+        "--request-blocks",
+        type=int,
+        default=512,
+        help="blocks in each request (default: %(default)s)",
+    )
+    ops.add_argument(
+        "--policies",
+        default="lru",
+        help="eviction policies of kvtier to measure, e.g. lru,reuse (default: %(default)s)",
+    )
+    ops.add_argument(
+        "--runs",
+        type=int,
+        default=5,
+        help="number of runs; figures are their medians (default: %(default)s)",
+    )
+    ops.add_argument(
+        "--secondary-tiers",
+        type=int,
+        choices=(0, 1),
+        default=0,
+        help="1 gives both sides an fs tier, which is idle while calls are timed (default: 0)",
+    )
+    ops.add_argument(
+        "--scale",
+        metavar="N,N,...",
+        help="measure the cost of a key at each number of resident blocks: 1e3,1e4,1e5,1e6",
+    )
+    ops.add_argument("--picture", metavar="FILE.png", help="plot what --scale measures")
+    ops.add_argument("--json", metavar="FILE", help="write all figures to FILE, as JSON")
+
+
+def _add_engine_arguments(engine: argparse.ArgumentParser) -> None:
+    engine.add_argument(
+        "--runs",
+        type=int,
+        default=3,
+        help="number of runs; figures are their medians (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--tier",
+        choices=("disk", "fs"),
+        default="disk",
+        help="kvtier's tier, beside vLLM's fs tier (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--prompts", type=int, default=8, help="prompts in each phase (default: %(default)s)"
+    )
+    engine.add_argument(
+        "--prompt-tokens",
+        type=int,
+        default=1_000,
+        help="tokens in each prompt (default: %(default)s)",
+    )
+    engine.add_argument("--json", metavar="FILE", help="write all figures to FILE, as JSON")
+
+
 def _add_disk_arguments(disk: argparse.ArgumentParser) -> None:
     disk.add_argument(
-        "--path", metavar="FOLDER", help="on the disk to be measured (default: the temporary one)"
+        "--path",
+        metavar="FOLDER",
+        help="a folder on the disk to be measured (default: the one for temporary files)",
     )
     disk.add_argument(
         "--block-bytes",
         metavar="SIZES",
         default="64KiB,256KiB,1MiB,2MiB",
-        help="measured one after the other (%(default)s)",
+        help="block sizes, measured one after the other (default: %(default)s)",
     )
     disk.add_argument(
-        "--bytes", metavar="SIZE", default="512MiB", help="each side moves in a leg (%(default)s)"
+        "--bytes",
+        metavar="SIZE",
+        default="512MiB",
+        help="bytes that each side moves in one leg (default: %(default)s)",
     )
-    disk.add_argument("--rounds", type=int, default=5, help="medians are over these (%(default)s)")
     disk.add_argument(
-        "--threads", type=int, default=16, help="of each side; fio's depth (%(default)s)"
+        "--rounds",
+        type=int,
+        default=5,
+        help="number of runs; figures are their medians (default: %(default)s)",
     )
-    disk.add_argument("--encryption", action="store_true", help="the disk tier encrypted as well")
     disk.add_argument(
-        "--warm", action="store_true", help="load what the page cache holds, if it holds any"
+        "--threads",
+        type=int,
+        default=16,
+        help="threads of each side, and the queue depth of fio (default: %(default)s)",
     )
-    disk.add_argument("--json", metavar="FILE", help="write all figures")
+    disk.add_argument(
+        "--encryption", action="store_true", help="measure the encrypted disk tier as well"
+    )
+    disk.add_argument(
+        "--warm",
+        action="store_true",
+        help="keep the page cache: by default it is dropped before each load",
+    )
+    disk.add_argument("--json", metavar="FILE", help="write all figures to FILE, as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -31,22 +31,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--block-bytes",
         metavar="SIZE",
-        help="of one block of all workers (kvtier size says it): what holds none is found, too",
+        help="bytes of one block of all workers, as kvtier size says: finds a size that holds none",
     )
     parser.add_argument(
         "--kv-offloading-size",
         metavar="GIB",
         type=float,
-        help="what vLLM is given; it takes the place of cpu_bytes_to_use",
+        help="what vLLM is given, in place of cpu_bytes_to_use",
     )
     parser.add_argument(
         "--dp-rank",
         metavar="N",
         type=int,
         default=0,
-        help="the data-parallel engine to check for: {dp_rank} in texts (default: %(default)s)",
+        help="number of the engine that {dp_rank} stands for (default: %(default)s)",
     )
-    parser.add_argument("--json", metavar="FILE", help="write what was found to FILE; -: stdout")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write what was found to FILE, as JSON; - writes it to stdout, and no text",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

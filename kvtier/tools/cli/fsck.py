@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--encryption-key-file",
         metavar="FILE",
-        help="the tier's keys: without them, encrypted blocks are not verified",
+        help="the tier's encryption keys; without them, encrypted blocks are not verified",
     )
 
 

@@ -35,13 +35,7 @@ WITHOUT_TABLES: Final = frozenset({"check"})
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    parser = argparse.ArgumentParser(prog="kvtier", description="Multi-tier KV-cache offloading.")
-    parser.add_argument("--version", action=_Version, help="show versions and exit")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, purpose in COMMANDS.items():
-        module = import_module(f"kvtier.tools.cli.{name}")
-        module.add_arguments(subparsers.add_parser(name, help=purpose, description=module.__doc__))
-    arguments = parser.parse_args(argv)
+    arguments = make_parser().parse_args(argv)
     try:
         _check_tools(arguments)
         with _log_on_stderr():
@@ -53,6 +47,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvtier {arguments.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
     return status
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands, from which the reference page is made too."""
+    parser = argparse.ArgumentParser(prog="kvtier", description="Multi-tier KV-cache offloading.")
+    parser.add_argument("--version", action=_Version, help="show versions and exit")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, purpose in COMMANDS.items():
+        module = import_module(f"kvtier.tools.cli.{name}")
+        module.add_arguments(subparsers.add_parser(name, help=purpose, description=module.__doc__))
+    return parser
 
 
 @contextmanager

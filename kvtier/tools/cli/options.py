@@ -17,7 +17,7 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
         "--format",
         choices=("auto", "mooncake", "qwen-bailian", "plain"),
         default="auto",
-        help="format of the trace; gzip is recognised (default: by its fields)",
+        help="format of the trace (default: recognised by its fields)",
     )
     group.add_argument(
         "--block-tokens",
@@ -47,7 +47,7 @@ def add_folder_options(parser: argparse.ArgumentParser) -> None:
 def add_report_options(parser: argparse.ArgumentParser) -> None:
     """Add where to write what was found."""
     parser.add_argument("--json", metavar="FILE", help="write all figures to FILE, as JSON")
-    parser.add_argument("--pictures", metavar="DIR", help="draw pictures into the folder DIR")
+    parser.add_argument("--pictures", metavar="DIR", help="write plots into the folder DIR")
 
 
 def add_curve_options(parser: argparse.ArgumentParser) -> None:
@@ -62,5 +62,6 @@ def add_curve_options(parser: argparse.ArgumentParser) -> None:
         "--capacities",
         metavar="SIZES",
         default=CAPACITIES,
-        help="blocks, or shares of the trace's distinct blocks (default: %(default)s)",
+        help="capacities to compare: blocks, or shares of the trace's distinct blocks "
+        "(default: %(default)s)",
     )

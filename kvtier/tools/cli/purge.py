@@ -37,13 +37,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_folder_options(parser)
     what = parser.add_argument_group("what to remove; at least one of them")
-    what.add_argument("--older-than", metavar="AGE", help="stored longer ago: 30m, 12h, 7d")
+    what.add_argument("--older-than", metavar="AGE", help="blocks stored longer ago: 30m, 12h, 7d")
     what.add_argument(
-        "--namespace", metavar="DIGEST", help="of this namespace; its first digits are enough"
+        "--namespace",
+        metavar="DIGEST",
+        help="blocks of this namespace; as many digits as tell it from the others",
     )
-    what.add_argument("--all", action="store_true", help="everything")
-    parser.add_argument("--yes", action="store_true", help="don't ask before everything is removed")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    what.add_argument(
+        "--all", action="store_true", help="all blocks, and regions that cannot be read"
+    )
+    parser.add_argument("--yes", action="store_true", help="do not ask for confirmation of --all")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="remove nothing, and show what would be removed"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

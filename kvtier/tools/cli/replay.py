@@ -38,8 +38,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("trace", metavar="TRACE", help="the trace; gzip is recognised")
     add_trace_options(parser)
+    _add_tier_options(parser)
+    _add_engine_options(parser)
+    add_report_options(parser)
+    add_curve_options(parser)
+
+
+def _add_tier_options(parser: argparse.ArgumentParser) -> None:
     tiers = parser.add_argument_group("tiers")
-    tiers.add_argument("--config", metavar="FILE", help="vLLM's kv_connector_extra_config, as JSON")
+    tiers.add_argument(
+        "--config",
+        metavar="FILE",
+        help="kv_connector_extra_config as JSON, as vLLM gets it; what surrounds it is ignored",
+    )
     tiers.add_argument(
         "--dram",
         metavar="SIZE",
@@ -53,45 +64,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a secondary tier: disk:FOLDER:SIZE, fs:FOLDER, memory:SIZE, or an entry of "
         "secondary_tiers as JSON; may be given several times",
     )
-    tiers.add_argument("--policy", metavar="NAME", help="eviction policy of all tiers")
+    tiers.add_argument(
+        "--policy",
+        metavar="NAME",
+        help="eviction policy of the primary tier, and of tiers with a capacity",
+    )
     tiers.add_argument(
         "--block-bytes",
         type=_block_bytes,
         metavar="SIZE",
-        help="of one block (default: 16KiB)",
+        help="bytes in one block of the trace (default: 16KiB)",
     )
     tiers.add_argument(
-        "--keep", action="store_true", help="leave the tiers' folders, and take ones with blocks in"
+        "--keep",
+        action="store_true",
+        help="keep the tiers' folders at the end, and accept folders that hold blocks",
     )
     tiers.add_argument(
         "--verify",
         choices=("full", "head", "off"),
         default="full",
-        help="compare every byte that is read, 4 KiB of each block, or nothing (%(default)s)",
+        help="what is compared of what is read: every byte, the first 4 KiB of each block, or "
+        "nothing (default: %(default)s)",
     )
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("the stated engine")
     engine.add_argument(
-        "--prefill-tokens-per-s", type=float, default=100_000.0, metavar="N", help="(%(default)s)"
+        "--prefill-tokens-per-s",
+        type=float,
+        default=100_000.0,
+        metavar="N",
+        help="how fast prompts are computed, one at a time (default: %(default)s)",
     )
     engine.add_argument(
         "--decode-tokens-per-s",
         type=float,
         default=50.0,
         metavar="N",
-        help="of each request (%(default)s)",
+        help="how fast each request in flight gets its output (default: %(default)s)",
     )
     engine.add_argument(
-        "--requests-in-flight", type=int, default=128, metavar="N", help="at most (%(default)s)"
+        "--requests-in-flight",
+        type=int,
+        default=128,
+        metavar="N",
+        help="requests in flight at most; more than these wait (default: %(default)s)",
     )
     engine.add_argument(
         "--speed",
         default="max",
         metavar="N",
         help="play arrivals and computing N times as fast, in real time; "
-        "max: skip what is only computing (default: %(default)s)",
+        "max skips the time in which only computing goes on (default: %(default)s)",
     )
-    add_report_options(parser)
-    add_curve_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

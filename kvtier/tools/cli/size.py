@@ -19,25 +19,40 @@ LADDER: Final = "0.5%,1%,2%,3%,5%,7%,10%,15%,20%,25%,30%,40%,50%,70%"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     model = parser.add_argument_group("the model")
-    model.add_argument("--model", metavar="PATH", help="its config.json, or the folder with it")
-    model.add_argument("--layers", type=int, metavar="N", help="instead: layers with attention,")
-    model.add_argument("--kv-heads", type=int, metavar="N", help="KV heads of each,")
-    model.add_argument("--head-dim", type=int, metavar="N", help="and the length of a head")
+    model.add_argument(
+        "--model", metavar="PATH", help="the model's config.json, or the folder with it"
+    )
+    model.add_argument(
+        "--layers",
+        type=int,
+        metavar="N",
+        help="without --model: the number of layers with attention",
+    )
+    model.add_argument(
+        "--kv-heads", type=int, metavar="N", help="without --model: the KV heads of each layer"
+    )
+    model.add_argument(
+        "--head-dim", type=int, metavar="N", help="without --model: the length of a head"
+    )
     model.add_argument(
         "--dtype",
         default="auto",
         metavar="NAME",
-        help="of the KV cache: bfloat16, fp8, ... (default: the model's)",
+        help="data type of the KV cache: bfloat16, fp8, ... (default: the model's)",
     )
     model.add_argument(
-        "--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (%(default)s)"
+        "--tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="tensor-parallel ranks (default: %(default)s)",
     )
     tiers = parser.add_argument_group("the tiers, fastest first")
     tiers.add_argument(
         "--tiers", metavar="SIZES", help="tiers that you have or plan: dram=64GiB,disk=2TiB"
     )
     tiers.add_argument(
-        "--price", metavar="PRICES", help="of a GiB of each tier: dram=3.5,disk=0.12"
+        "--price", metavar="PRICES", help="price of a GiB in each tier: dram=3.5,disk=0.12"
     )
     curve = parser.add_argument_group("the workload")
     curve.add_argument("--trace", metavar="FILE", help="a trace of requests; gzip is recognised")
@@ -46,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--capacities",
         metavar="SIZES",
         default=LADDER,
-        help="replay these: blocks, or shares of the trace's distinct blocks (%(default)s)",
+        help="capacities to replay: blocks, or shares of the trace's distinct blocks "
+        "(default: %(default)s)",
     )
     add_trace_options(parser)
     add_report_options(parser)
