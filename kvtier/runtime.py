@@ -21,10 +21,12 @@ from kvtier.settings.plugins import fallback_policy, make_admission, make_policy
 from kvtier.settings.runtime_config import ADMIT_ALL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from kvtier.core.actor import Actor
+    from kvtier.core.actor import Mailbox
     from kvtier.core.tier_host import TierHost
+    from kvtier.engine.cell import OwnedMailbox
+    from kvtier.plugin_api.admission_policy import AdmissionPolicy
     from kvtier.plugin_api.backend import Namespace
     from kvtier.plugin_api.eviction_policy import EvictionPolicy
     from kvtier.plugin_api.slot_memory import SlotMemory
@@ -53,9 +55,22 @@ def open_runtime(
             f"memory of {memory.slot_count} slots of {memory.block_bytes} bytes does not fit "
             f"slot_count={config.slot_count}, block_bytes={config.block_bytes}. Make them equal."
         )
-    engine_policy = make_policy(config.eviction_policy, config.slot_count)
-    engine = build_engine(config, engine_policy, collect_events=collect_events)
-    tiers = _make_tiers(config, memory, namespace, engine)
+    cell = EngineCell()
+    policy = make_policy(config.eviction_policy, config.slot_count)
+    admissions = _make_admissions(config)
+    inboxes = [cell.inbox() for _ in config.tiers]
+    tiers = _make_tiers(config, memory, namespace, inboxes)
+    engine = build_engine(
+        cell,
+        config,
+        policy,
+        admissions,
+        zip(inboxes, tiers, strict=True),
+        collect_events=collect_events,
+    )
+    for link, tier in zip(engine.links, tiers, strict=True):
+        if tier.traits is not None:  # else told when the tier can be used
+            link.meet(tier.traits)
     for tier in tiers:
         tier.start()
     return SchedulerFacade(
@@ -70,7 +85,7 @@ def open_runtime(
 
 
 class Engine:
-    """The actors of an engine cell, wired to one another. Links have no tiers yet."""
+    """The actors of an engine cell, wired to one another."""
 
     def __init__(
         self,
@@ -88,76 +103,91 @@ class Engine:
 
 
 def build_engine(
+    cell: EngineCell,
     config: RuntimeConfig,
     policy: EvictionPolicy,
+    admissions: Mapping[int, AdmissionPolicy],
+    tiers: Iterable[tuple[OwnedMailbox, Mailbox]],
     *,
     collect_events: bool,
-    cell: EngineCell | None = None,
 ) -> Engine:
-    """Wire up an engine cell. Tests give a ``cell`` of their own."""
-    cell = EngineCell() if cell is None else cell
-    primary = PrimaryTier(config, collect_events=collect_events)
-    host = PolicyActor("policy", policy, fallback_policy())
-    primary.reply = cell.reply
-    primary.log = cell.log
-    host.host = cell.mailbox(primary)
-    links = []
-    for tier in range(len(config.tiers)):
-        link = TierLink(tier, config, collect_events=collect_events)
-        link.primary = cell.mailbox(primary)
-        link.log = cell.log
-        link.reply = cell.reply
-        links.append(link)
-    gates = _make_gates(config)
-    for gate in gates:
-        gate.primary = cell.mailbox(primary)
-        gate.link = cell.mailbox(links[gate.tier])
-        gate.log = cell.log
-    primary.connect(
-        cell.mailbox(host),
-        [cell.mailbox(link) for link in links],
-        {gate.tier: cell.mailbox(gate) for gate in gates},
+    """Wire up an engine cell.
+
+    ``tiers``: for each, the inbox for what it says, and where messages for it go.
+    ``admissions``: the policies of those that don't take every block, by number.
+    """
+    ends = list(tiers)
+    to_primary, to_policy = cell.mailbox(), cell.mailbox()
+    to_links = [cell.mailbox() for _ in ends]
+    to_gates = {number: cell.mailbox() for number in admissions}
+    primary = PrimaryTier(
+        config,
+        policy=to_policy,
+        links=to_links,
+        gates=to_gates,
+        log=cell.log,
+        reply=cell.reply,
+        collect_events=collect_events,
     )
-
-    def on_fault(actor: Actor) -> None:
-        """Cut off the tier of a link that broke; nothing else can be done without it."""
-        for number, link in enumerate(links):
-            if actor is link:
-                cell.mailbox(primary).post(m.LinkFailed(tier=number))
-
-    cell.on_fault = on_fault
+    cell.add(primary, to_primary)
+    host = PolicyActor("policy", policy, fallback_policy(), to_primary)
+    cell.add(host, to_policy)
+    links = []
+    for number, (inbox, tier) in enumerate(ends):
+        link = TierLink(
+            number,
+            config,
+            tier=tier,
+            primary=to_primary,
+            log=cell.log,
+            reply=cell.reply,
+            collect_events=collect_events,
+        )
+        # Without its link nothing can be done with a tier.
+        last_words = (to_primary, m.LinkFailed(tier=number))
+        cell.add(link, to_links[number], inbox, last_words=last_words)
+        links.append(link)
+    gates = []
+    for number, admission in admissions.items():
+        gate = AdmissionGate(
+            number,
+            config.tiers[number].name,
+            admission,
+            primary=to_primary,
+            link=to_links[number],
+            log=cell.log,
+        )
+        cell.add(gate, to_gates[number])
+        gates.append(gate)
     return Engine(cell, primary, host, links, gates)
 
 
-def _make_gates(config: RuntimeConfig) -> list[AdmissionGate]:
-    """Make a gate for each tier that isn't to have every block."""
+def _make_admissions(config: RuntimeConfig) -> dict[int, AdmissionPolicy]:
+    """Make a policy for each tier that isn't to have every block."""
     context = AdmissionContext(block_bytes=config.block_bytes, slot_count=config.slot_count)
-    return [
-        AdmissionGate(number, tier.name, make_admission(tier, context))
+    return {
+        number: make_admission(tier, context)
         for number, tier in enumerate(config.tiers)
         if tier.admission != ADMIT_ALL
-    ]
+    }
 
 
 def _make_tiers(
-    config: RuntimeConfig, memory: SlotMemory, namespace: Namespace, engine: Engine
+    config: RuntimeConfig, memory: SlotMemory, namespace: Namespace, inboxes: Sequence[Mailbox]
 ) -> list[TierHost]:
-    """Make all tiers, and wire them to their links; or none, and raise ``ConfigError``."""
+    """Make all tiers, or none, and raise ``ConfigError``."""
     tiers: list[TierHost] = []
     owner_of: dict[str, str] = {}
     try:
-        for tier, link in zip(config.tiers, engine.links, strict=True):
+        for tier, inbox in zip(config.tiers, inboxes, strict=True):
             host = make_host(
                 tier,
                 BackendContext(config.block_bytes, namespace, tier.name),
                 memory,
-                engine.cell.inbox(link),
+                inbox,
                 messages_max=config.mailbox_messages_max,
             )
             tiers.append(host)
-            link.tier = host
-            if host.traits is not None:  # else told when the tier can be used
-                link.meet(host.traits)
             _check_place(host, owner_of)
     except BaseException:
         for made in tiers:

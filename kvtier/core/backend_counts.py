@@ -83,10 +83,14 @@ class BackendCounts:
     """Adds up what the backends of one tier have counted, one life after the other."""
 
     def __init__(self) -> None:
-        self.levels: frozenset[str] = frozenset()  #: names of what goes up and down
+        self.levels: frozenset[str] = frozenset()
         self.total: Mapping[str, int] = {}  #: replaced, never changed
         self._ended: dict[str, int] = {}  # counted in lives that are over
         self._told: Mapping[str, int] = {}  # in this one
+
+    def learn_levels(self, names: frozenset[str]) -> None:
+        """Learn the names of what goes up and down."""
+        self.levels = names
 
     def take(self, told: Mapping[str, int]) -> None:
         """Take in what the backend of this life has counted so far."""

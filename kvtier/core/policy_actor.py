@@ -45,12 +45,19 @@ class PolicyActor(Actor):
     """Turns messages into calls on one ``EvictionPolicy``."""
 
     def __init__(
-        self, name: str, policy: EvictionPolicy, fallback: Callable[[int], EvictionPolicy]
+        self,
+        name: str,
+        policy: EvictionPolicy,
+        fallback: Callable[[int], EvictionPolicy],
+        host: Mailbox,
     ) -> None:
-        """``fallback`` makes what takes the place of a policy that broke, from its capacity."""
+        """``fallback`` makes what takes the place of a policy that broke, from its capacity.
+
+        ``host``: who owns the blocks.
+        """
         self.policy = policy
         self._fallback = fallback
-        self.host: Mailbox
+        self.host = host
         self._waiting: list[m.ChooseVictims] = []  # for Residents
         super().__init__(name, self._guarded(self._calls()))
 

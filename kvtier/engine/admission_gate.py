@@ -26,7 +26,16 @@ T = TypeVar("T")
 class AdmissionGate(Actor):
     """Lets through what the policy of tier number ``tier`` admits."""
 
-    def __init__(self, tier: int, name: str, policy: AdmissionPolicy) -> None:
+    def __init__(
+        self,
+        tier: int,
+        name: str,
+        policy: AdmissionPolicy,
+        *,
+        primary: Mailbox,
+        link: Mailbox,
+        log: Mailbox,
+    ) -> None:
         super().__init__(
             f"gate:{name}",
             {
@@ -36,9 +45,9 @@ class AdmissionGate(Actor):
                 m.Tick: self._tick,
             },
         )
-        self.primary: Mailbox
-        self.link: Mailbox
-        self.log: Mailbox
+        self.primary = primary
+        self.link = link
+        self.log = log
         self.tier = tier
         self._policy = policy
         self._tier_name = name

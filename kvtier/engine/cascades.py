@@ -26,24 +26,24 @@ class Cascades:
     """Decides, pins the slots and sends them off; the primary tier hears of their end."""
 
     def __init__(
-        self, slots: SlotTable, slot_of: dict[Key, int], tiers: Sequence[TierConfig]
+        self, slots: SlotTable, tiers: Sequence[TierConfig], gates: Sequence[Mailbox]
     ) -> None:
+        """``gates``: of each tier its admission gate, else its link."""
         self.all_tiers: TierSet = (1 << len(tiers)) - 1
         self._whole_requests: TierSet = sum(
             1 << number for number, tier in enumerate(tiers) if tier.request_level
         )
         self._tier_count = len(tiers)
         self._slots = slots
-        self._slot_of = slot_of
         self._parked: dict[Key, TierSet] = {}
-        self.gates: list[Mailbox] = []  #: of each tier: its admission gate, else its link
+        self._gates = gates
 
     def send(self, batches: Mapping[int, Batch], request: RequestId, epoch: int) -> None:
         """Pin each block once for each tier that is to store it, and send the blocks off."""
         for _, slots in batches.values():
             self._slots.pin(slots)
         for tier, (keys, slots) in batches.items():
-            self.gates[tier].post(m.Cascade(request, tuple(keys), tuple(slots), epoch))
+            self._gates[tier].post(m.Cascade(request, tuple(keys), tuple(slots), epoch))
 
     def of_ready(self, keys: Sequence[Key], slots: Sequence[int], to: TierSet) -> dict[int, Batch]:
         """Return what to send to each tier of blocks just READY: to ``to``, and where parked."""
@@ -66,7 +66,7 @@ class Cascades:
             return {}
         ready: Batch = ([], [])
         for key in keys:
-            slot = self._slot_of.get(key)
+            slot = self._slots.slot_of.get(key)
             if slot is None:
                 continue
             if self._slots.is_ready(slot):
@@ -82,7 +82,7 @@ class Cascades:
         """Return what to send to a tier that wants ``keys`` now: those that are READY."""
         ready: Batch = ([], [])
         for key in keys:
-            slot = self._slot_of.get(key)
+            slot = self._slots.slot_of.get(key)
             if slot is not None and self._slots.is_ready(slot):
                 ready[0].append(key)
                 ready[1].append(slot)

@@ -10,20 +10,28 @@ the difference.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 from kvtier.core import messages as m
+from kvtier.core.actor import Mailbox
 from kvtier.errors import Closed
 from kvtier.plugin_api.log import log
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvtier.core.actor import Actor, Mailbox
+    from kvtier.core.actor import Actor
     from kvtier.core.messages import Message
 
 NO_REPLY: Final = object()
 """What ``ask`` returns when the actor broke before it replied."""
+
+
+class OwnedMailbox(Mailbox, Protocol):
+    """A mailbox that is there before its actor."""
+
+    def belong_to(self, actor: Actor) -> None:
+        """Have the messages delivered to ``actor``. Once, before the first one is posted."""
 
 
 class _InlineMailbox:
@@ -31,8 +39,12 @@ class _InlineMailbox:
 
     __slots__ = ("_actor", "_ready")
 
-    def __init__(self, ready: deque[tuple[Actor, Message]], actor: Actor) -> None:
+    def __init__(self, ready: deque[tuple[Actor, Message]]) -> None:
         self._ready = ready
+        self._actor: Actor
+
+    def belong_to(self, actor: Actor) -> None:
+        """Have the messages delivered to ``actor``. Once, before the first one is posted."""
         self._actor = actor
 
     def post(self, message: Message) -> bool:
@@ -52,7 +64,10 @@ class _LogMailbox:
 
 
 class EngineCell:
-    """Runs actors inline. One thread at a time; only ``inbox`` mailboxes take any thread."""
+    """Runs actors inline. One thread at a time; only ``inbox`` mailboxes take any thread.
+
+    Mailboxes come first, then the actors that write to them, then ``add`` says whose each is.
+    """
 
     def __init__(self) -> None:
         self._ready: deque[tuple[Actor, Message]] = deque()
@@ -61,15 +76,30 @@ class EngineCell:
         self.reply: Callable[[object], None] = self._replies.append
         self.log: Mailbox = _LogMailbox()
         self.faults = 0
-        self.on_fault: Callable[[Actor], None] = lambda _: None
+        self._last_words: dict[Actor, tuple[Mailbox, Message]] = {}
 
-    def mailbox(self, actor: Actor) -> Mailbox:
+    def mailbox(self) -> OwnedMailbox:
         """Return a mailbox for messages from actors of this cell."""
-        return _InlineMailbox(self._ready, actor)
+        return _InlineMailbox(self._ready)
 
-    def inbox(self, actor: Actor) -> Mailbox:
+    def inbox(self) -> OwnedMailbox:
         """Return a mailbox for messages from other threads; read when the cell next runs."""
-        return _InlineMailbox(self._arrived, actor)
+        return _InlineMailbox(self._arrived)
+
+    def add(
+        self,
+        actor: Actor,
+        *mailboxes: OwnedMailbox,
+        last_words: tuple[Mailbox, Message] | None = None,
+    ) -> None:
+        """Deliver what comes to these mailboxes to ``actor``.
+
+        ``last_words``: what to post, and where, if the actor breaks.
+        """
+        for mailbox in mailboxes:
+            mailbox.belong_to(actor)
+        if last_words is not None:
+            self._last_words[actor] = last_words
 
     def ask(self, actor: Actor, message: Message) -> object:
         """Deliver what has arrived, then ``message``, run to quiescence, return the reply."""
@@ -110,7 +140,9 @@ class EngineCell:
         self.faults += 1
         actor.go_deaf()
         log.error("actor broke", exc_info=True, actor=actor.name, message=type(message).__name__)
-        self.on_fault(actor)
+        if actor in self._last_words:
+            mailbox, message = self._last_words[actor]
+            mailbox.post(message)
 
 
 class ClosedCell(EngineCell):

@@ -19,7 +19,7 @@ from kvtier.core import messages as m
 from kvtier.core.group_messages import ReservePrefix
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from kvtier.core.actor import Mailbox
     from kvtier.engine.running_prefixes import RunningPrefixes
@@ -34,13 +34,11 @@ Call = m.Lookup | m.PrepareStore | ReservePrefix
 class Eviction:
     """What was asked of the policy, and what became of it."""
 
-    def __init__(
-        self, slots: SlotTable, slot_of: dict[Key, int], prefixes: RunningPrefixes
-    ) -> None:
-        self.policy: Mailbox
+    def __init__(self, slots: SlotTable, prefixes: RunningPrefixes, policy: Mailbox) -> None:
+        self.policy = policy
         self.evicted: list[Key] = []  #: for the call at hand
         self._slots = slots
-        self._slot_of = slot_of
+        self._slot_of: Mapping[Key, int] = slots.slot_of
         self._prefixes = prefixes
         self._aside: Call | None = None
         self._resumed: Call | None = None
@@ -107,7 +105,7 @@ class Eviction:
         """Evict those of the victims that may go."""
         slots, slot_of = self._slots, self._slot_of
         hits = slots.hits
-        going = []
+        going: dict[Key, int] = {}
         for key in victims:
             slot = slot_of.get(key)
             if slot is None:
@@ -115,10 +113,9 @@ class Eviction:
             if slot in hits or slots.is_held(slot):
                 self._refused[key] = None
             else:
-                del slot_of[key]
-                going.append(slot)
-                self.evicted.append(key)
+                going[key] = slot
         slots.evict(going)
+        self.evicted += going
 
     def _evict_tails_of(self, victims: Sequence[Key]) -> None:
         """Evict as many blocks as victims may go: those themselves, or the last behind them."""

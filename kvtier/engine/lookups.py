@@ -15,9 +15,8 @@ from kvtier.engine.slot_table import SlotState
 from kvtier.engine.tier_directory import ASKING, NOWHERE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-    from kvtier.core.actor import Mailbox
     from kvtier.core.statistics import PrimaryCounts
     from kvtier.engine.eviction import Eviction
     from kvtier.engine.promotions import Promotions
@@ -39,21 +38,21 @@ class Lookups:
     def __init__(
         self,
         slots: SlotTable,
-        slot_of: dict[Key, int],
         whereabouts: Whereabouts,
         promotions: Promotions,
         eviction: Eviction,
         counts: PrimaryCounts,
         *,
         room: int,
+        reply: Callable[[object], None],
     ) -> None:
-        self.policy: Mailbox
-        self.reply: Callable[[object], None]
+        self.reply = reply
+        self.policy = eviction.policy
         self.requests: dict[RequestId, Request] = {}
         self._slots = slots
         self._slot_state = slots.state
-        self._note_hit = slots.hits.add
-        self._slot_of = slot_of
+        self._note_hit = slots.note_hit
+        self._slot_of: Mapping[Key, int] = slots.slot_of
         self.whereabouts = whereabouts
         self._find = whereabouts.find
         self._promotions = promotions
@@ -125,7 +124,7 @@ class Lookups:
             request.hits.update(hits)
         else:  # some were not READY at their first lookup
             request.hits.update(set(hits) - request.misses)
-        self._slots.hits.update(hit_slots)
+        self._slots.note_hits(hit_slots)
         self.reply(states)
 
     def _go_on(self, tier: int, key: Key, request: Request) -> BlockState | None:
@@ -143,8 +142,7 @@ class Lookups:
         if not self._slots.free_count():
             return None
         self.whereabouts.stop_probing((key,))
-        slot = self._slots.take_for_tier(tier)
-        self._slot_of[key] = slot
+        slot = self._slots.take_for_tier(key, tier)
         self._promotions.start(key, slot, request.search.request, tier)
         self.policy.post(m.Admitted((key,), request.search.request, held=True))
         return FILLING

@@ -18,9 +18,8 @@ from kvtier.engine.prefix_plan import Prefix, Unknown, longest_prefix
 from kvtier.engine.tier_directory import ASKING, NOWHERE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Mapping
 
-    from kvtier.core.actor import Mailbox
     from kvtier.core.group_messages import ReservePrefix, Survey
     from kvtier.engine.eviction import Eviction
     from kvtier.engine.lookups import Lookups
@@ -40,14 +39,13 @@ class PrefixReservations:
         self,
         lookups: Lookups,
         slots: SlotTable,
-        slot_of: dict[Key, int],
         promotions: Promotions,
         eviction: Eviction,
     ) -> None:
-        self.policy: Mailbox
-        self.reply: Callable[[object], None]
+        self.reply = lookups.reply
+        self.policy = eviction.policy
         self._slots = slots
-        self._slot_of = slot_of
+        self._slot_of: Mapping[Key, int] = slots.slot_of
         self._whereabouts = lookups.whereabouts
         self._promotions = promotions
         self._eviction = eviction
@@ -69,7 +67,7 @@ class PrefixReservations:
             elif tier != NOWHERE and request.reserved is None:
                 state = FILLING
         if state is READY and slot is not None:
-            self._slots.hits.add(slot)
+            self._slots.note_hit(slot)
         if request is not None:
             if state is READY and key not in request.misses:
                 request.hits.add(key)
@@ -140,7 +138,7 @@ class PrefixReservations:
             slot = self._slot_of.get(key)
             if slot is None:
                 tier = self._whereabouts.find(key, request.search)
-                slot = self._slot_of[key] = self._slots.take_for_tier(tier)
+                slot = self._slots.take_for_tier(key, tier)
                 self._promotions.start(key, slot, name, tier)
                 new.append(key)
             elif self._slots.is_ready(slot) and slot not in self._slots.leased:

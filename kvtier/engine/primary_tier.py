@@ -47,11 +47,23 @@ if TYPE_CHECKING:
 class PrimaryTier(Actor):
     """Owns the slots. Asks its policy for victims and its links for blocks."""
 
-    def __init__(self, config: RuntimeConfig, *, collect_events: bool) -> None:
-        self.links: list[Mailbox] = []
-        self._policies: list[Mailbox] = []  # of eviction and of admission
-        self.reply: Callable[[object], None]
-        self.log: Mailbox
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        *,
+        policy: Mailbox,
+        links: Sequence[Mailbox],
+        gates: Mapping[int, Mailbox],
+        log: Mailbox,
+        reply: Callable[[object], None],
+        collect_events: bool,
+    ) -> None:
+        """``gates``: those of tiers that don't take every block, by the tier's number."""
+        self.policy = policy
+        self.links = links
+        self.log = log
+        self.reply = reply
+        self._policies = [policy, *gates.values()]  # of eviction and of admission
         self.counts = PrimaryCounts()
         self.allocation_sizes: Observed[int] = Observed()  #: blocks wanted, one a store
         self._collect_events = collect_events
@@ -61,41 +73,32 @@ class PrimaryTier(Actor):
         self._promotions = Promotions(
             self.slots, config.slot_count - config.store_reserve_slots, config.lease_timeout_s
         )
-        self._slot_of: dict[Key, int] = {}
+        self._slot_of: Mapping[Key, int] = self.slots.slot_of
         self._prefixes = RunningPrefixes()
-        self._eviction = Eviction(self.slots, self._slot_of, self._prefixes)
+        self._eviction = Eviction(self.slots, self._prefixes, policy)
         self._whereabouts = Whereabouts(len(config.tiers), config.known_keys_max)
         self._lookups = Lookups(
             self.slots,
-            self._slot_of,
             self._whereabouts,
             self._promotions,
             self._eviction,
             self.counts,
             room=config.evict_batch_slots,
+            reply=reply,
         )
         self._requests = self._lookups.requests
         self._reservations = PrefixReservations(
-            self._lookups, self.slots, self._slot_of, self._promotions, self._eviction
+            self._lookups, self.slots, self._promotions, self._eviction
         )
         self._gpu_loads = GpuLoads()
-        self._cascades = Cascades(self.slots, self._slot_of, config.tiers)
+        self._cascades = Cascades(
+            self.slots, config.tiers, [gates.get(tier, link) for tier, link in enumerate(links)]
+        )
         self.epoch = 0  #: how many resets there were
         self._since = 0  # the epoch in which the generation of weights began
         self._policy_time = 0.0  # what the policy was told last
         self._store_wanted: list[Key] = []  # by the store that waits for victims
         super().__init__("primary", self._all_handlers())
-
-    def connect(
-        self, policy: Mailbox, links: Sequence[Mailbox], gates: Mapping[int, Mailbox]
-    ) -> None:
-        """Tell the actor where its policy and its links are, and tiers' admission gates if any."""
-        self.policy = self._eviction.policy = self._lookups.policy = policy
-        self._lookups.reply = self._reservations.reply = self.reply
-        self._reservations.policy = policy
-        self.links = list(links)
-        self._cascades.gates = [gates.get(tier, link) for tier, link in enumerate(links)]
-        self._policies = [policy, *gates.values()]
 
     def _all_handlers(self) -> dict[type[Any], Callable[[Any], None]]:
         return {
@@ -224,8 +227,7 @@ class PrimaryTier(Actor):
                 self.reply(None)
                 return
             wanted = wanted[:room]
-        granted = self.slots.take_for_gpu(len(wanted), message.request)
-        slot_of.update(zip(wanted, granted, strict=True))
+        granted = self.slots.take_for_gpu(wanted, message.request)
         self._whereabouts.stop_probing(wanted)
         self.policy.post(m.Admitted(tuple(wanted), message.request, held=True))
         self.reply(m.StoreGrant(wanted, granted, self._eviction.evicted, self.epoch))
@@ -348,7 +350,7 @@ class PrimaryTier(Actor):
     def _not_filled(self, keys: Sequence[Key]) -> None:
         """Make keys ABSENT whose fill came to nothing."""
         for key in keys:
-            del self._slot_of[key]
+            self.slots.unbind(key)
             self._cascades.forget(key)
         if keys:
             self.policy.post(m.Gone(keys=tuple(keys)))
@@ -415,7 +417,7 @@ class PrimaryTier(Actor):
     # --- steps, time, resets ---
 
     def _step_end(self, message: m.StepEnd) -> None:
-        self.slots.hits.clear()
+        self.slots.forget_hits()
         self._whereabouts.end_step()
         self._pass_time(message.now)
         self.reply(None)
@@ -427,7 +429,7 @@ class PrimaryTier(Actor):
         self.reply(None)
 
     def _pass_time(self, now: float) -> None:
-        self._promotions.now = now
+        self._promotions.pass_time(now)
         if now - self._policy_time >= POLICY_TIME_S:
             self._policy_time = now
             for policy in self._policies:
@@ -452,7 +454,6 @@ class PrimaryTier(Actor):
         self.slots.reset(self._gpu_loads.reset(self._slot_of))
         self._cascades.reset()
         self._whereabouts.reset()
-        self._slot_of.clear()
         self.epoch += 1
         if message.mark is not None:
             self._since = self.epoch

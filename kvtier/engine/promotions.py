@@ -41,7 +41,11 @@ class Promotions:
         self._filling_for: dict[int, RequestId] = {}  # slot → the request it is for
         self._leases: dict[RequestId, _Leases] = {}
         self.held_slots = 0  #: filling from a tier, or leased
-        self.now = 0.0
+        self._now = 0.0
+
+    def pass_time(self, now: float) -> None:
+        """Learn the time, in seconds of the runtime's clock."""
+        self._now = now
 
     def has_room(self) -> bool:
         """Tell whether one more promotion leaves the reserve for stores untouched."""
@@ -57,8 +61,8 @@ class Promotions:
         if leases is None:
             leases = self._leases[request] = _Leases()
         leases.slot_of[key] = slot
-        leases.until = self.now + self._lease_timeout_s
-        self._slots.leased.add(slot)
+        leases.until = self._now + self._lease_timeout_s
+        self._slots.lease(slot)
         self.held_slots += 1
 
     def start(self, key: Key, slot: int, request: RequestId, tier: int) -> None:
@@ -105,7 +109,7 @@ class Promotions:
         request = self._filling_for.pop(slot)
         self.held_slots -= 1
         if slot in self._slots.leased:
-            self._slots.leased.remove(slot)
+            self._slots.end_lease(slot)
             leases = self._leases[request]
             del leases.slot_of[key]
             if not leases.slot_of:
@@ -122,7 +126,7 @@ class Promotions:
             slot = leases.slot_of.pop(key, None)
             if slot is None:
                 continue
-            self._slots.leased.remove(slot)
+            self._slots.end_lease(slot)
             if slot not in self._filling_for:
                 self.held_slots -= 1
             ended[0].append(key)
@@ -133,15 +137,17 @@ class Promotions:
 
     def expired(self) -> list[RequestId]:
         """Return the requests whose leases have run out."""
-        now = self.now
+        now = self._now
         return [request for request, leases in self._leases.items() if now >= leases.until]
 
     def reset(self) -> list[int]:
-        """Forget everything; return the slots of promotions that were never sent."""
+        """Forget everything; return the slots of promotions that were never sent.
+
+        The slots' own leases end with the reset of the slots.
+        """
         unsent = [slot for _, slots in self._unsent.values() for slot in slots]
         self._unsent.clear()
         self._filling_for.clear()
         self._leases.clear()
-        self._slots.leased.clear()
         self.held_slots = 0
         return unsent

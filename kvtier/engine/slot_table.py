@@ -20,9 +20,9 @@ from kvtier.core.statistics import PrimaryCounts, PrimaryStatistics
 from kvtier.errors import InternalError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from kvtier.plugin_api.keys import RequestId
+    from kvtier.plugin_api.keys import Key, RequestId
 
 
 class SlotState(IntEnum):
@@ -84,16 +84,24 @@ _READY: Final = int(SlotState.READY)
 
 
 class SlotTable:
-    """The state, the pins and the writer of every slot."""
+    """The key, the state, the pins and the writer of every slot.
+
+    Others read what is public, since a call would cost more than the look; only the
+    methods here change it.
+    """
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self.slot_of: dict[Key, int] = {}  #: of each key that is FILLING or READY
         self.state = [int(SlotState.FREE)] * count  # a bytearray takes twice the time
         self.pins: dict[int, int] = {}  #: readers that have not let go (vLLM's ref_cnt), if any
         self.leased: set[int] = set()  #: filling or ready slots kept for one request
         self.gpu_fills: dict[int, RequestId] = {}  #: filling slots, and whose store it is
         self.tier_fills: dict[int, int] = {}  #: filling slots, and the tier that does it
         self.hits: set[int] = set()  #: what a lookup of this step called READY
+        self.note_hit = self.hits.add  #: one slot, for a lookup; ``note_hits``: several
+        self.note_hits = self.hits.update
+        self.forget_hits = self.hits.clear  #: at the end of a step
         self.quarantined: dict[int, int] = {}
         self._freed: list[int] = []
         self._unused = 0  # slots from this one on were never taken
@@ -127,17 +135,26 @@ class SlotTable:
 
     # --- filling ---
 
-    def take_for_gpu(self, count: int, request: RequestId) -> list[int]:
-        """Take free slots that the GPU will fill for ``request``. There must be enough."""
-        slots = self._take(count)
+    def take_for_gpu(self, keys: Sequence[Key], request: RequestId) -> list[int]:
+        """Take a free slot for each key, that the GPU will fill for ``request``.
+
+        There must be enough.
+        """
+        slots = self._take(len(keys))
         self.gpu_fills.update(dict.fromkeys(slots, request))
+        self.slot_of.update(zip(keys, slots, strict=True))
         return slots
 
-    def take_for_tier(self, tier: int) -> int:
-        """Take a free slot that ``tier`` will fill. There must be one."""
+    def take_for_tier(self, key: Key, tier: int) -> int:
+        """Take a free slot for a key, that ``tier`` will fill. There must be one."""
         (slot,) = self._take(1)
         self.tier_fills[slot] = tier
+        self.slot_of[key] = slot
         return slot
+
+    def unbind(self, key: Key) -> None:
+        """Make a key ABSENT whose slot will not be filled for it."""
+        del self.slot_of[key]
 
     def fill(self, slots: Sequence[int], source: dict[int, Any]) -> None:
         """Note that bytes have arrived; ``source`` is ``gpu_fills`` or ``tier_fills``."""
@@ -182,12 +199,20 @@ class SlotTable:
         """Tell whether the slot is pinned, leased or being filled."""
         return slot in self.pins or slot in self.leased or self.state[slot] == _FILLING
 
-    def evict(self, slots: Sequence[int]) -> None:
-        """Free ready slots that nobody holds."""
-        state = self.state
-        for slot in slots:
-            state[slot] = SLOT_EVICTED[state[slot]]
-        self._freed += slots
+    def lease(self, slot: int) -> None:
+        """Keep a filling or ready slot for one request."""
+        self.leased.add(slot)
+
+    def end_lease(self, slot: int) -> None:
+        """Keep it no longer."""
+        self.leased.remove(slot)
+
+    def evict(self, slots: Mapping[Key, int]) -> None:
+        """Free ready slots that nobody holds, and make their keys ABSENT."""
+        slot_of = self.slot_of
+        for key in slots:
+            del slot_of[key]
+        self._free_ready(slots.values())
 
     # --- quarantine ---
 
@@ -214,9 +239,10 @@ class SlotTable:
     def reset(self, gpu_reads: Mapping[int, int]) -> None:
         """Take every slot from its key; whatever is still in use is quarantined.
 
-        ``gpu_reads``: how many of the GPU's loads read each slot. All leases
-        have ended before.
+        ``gpu_reads``: how many of the GPU's loads read each slot.
         """
+        self.slot_of.clear()
+        self.leased.clear()
         going = []
         for slot, state in enumerate(self.state):
             if state == _FILLING:
@@ -233,7 +259,7 @@ class SlotTable:
                     self.quarantine(slot, users)
                 else:
                     going.append(slot)
-        self.evict(going)
+        self._free_ready(going)
         self.pins.clear()
         self.hits.clear()
 
@@ -279,6 +305,12 @@ class SlotTable:
         for slot in slots:
             state[slot] = SLOT_TAKEN[state[slot]]
         return slots
+
+    def _free_ready(self, slots: Collection[int]) -> None:
+        state = self.state
+        for slot in slots:
+            state[slot] = SLOT_EVICTED[state[slot]]
+        self._freed += slots
 
     def _no_longer_filling(self, slot: int) -> None:
         if self.gpu_fills.pop(slot, None) is None:

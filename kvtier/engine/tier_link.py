@@ -19,7 +19,7 @@ accounted for, and otherwise says nothing about what can be found now.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvtier.core import messages as m
 from kvtier.core.actor import Actor, Mailbox
@@ -41,43 +41,33 @@ if TYPE_CHECKING:
 
 
 class TierLink(Actor):
-    """Stands between the primary tier and tier number ``tier``."""
+    """Stands between the primary tier and one secondary tier."""
 
-    def __init__(self, tier: int, config: RuntimeConfig, *, collect_events: bool) -> None:
-        super().__init__(
-            f"link:{config.tiers[tier].name}",
-            {
-                m.GenerationBegan: self._generation_began,
-                m.ProbeKeys: self._probe_keys,
-                m.Promote: self._promote,
-                m.Cascade: self._cascade,
-                m.CascadeRefused: self._cascade_refused,
-                m.TouchKeys: self._used,
-                m.RequestEnded: self._used,
-                m.Tick: self._tick,
-                m.TakeEvents: self._take_events,
-                m.ProbeAnswer: self._probe_answer,
-                m.JobEnded: self._job_ended,
-                m.PresenceChanged: self._presence_changed,
-                m.Counted: lambda x: self.backend_counts.take(x.counters),
-                m.PolicyBroke: self._policy_broke,
-                m.TierBroke: self._tier_broke,
-                m.TierFenced: self._tier_fenced,
-                m.TierRestarted: self._tier_restarted,
-            },
-        )
-        self.primary: Mailbox
-        self.tier: Mailbox
-        self.log: Mailbox
-        self.reply: Callable[[object], None]
+    def __init__(
+        self,
+        number: int,
+        config: RuntimeConfig,
+        *,
+        tier: Mailbox,
+        primary: Mailbox,
+        log: Mailbox,
+        reply: Callable[[object], None],
+        collect_events: bool,
+    ) -> None:
+        """``number``: the tier's. ``meet`` its backend before the first job."""
+        super().__init__(f"link:{config.tiers[number].name}", self._all_handlers())
+        self.primary = primary
+        self.tier = tier
+        self.log = log
+        self.reply = reply
         self.counts = TierCounts()
         self.backend_counts = BackendCounts()
         self.probe_seconds: Observed[float] = Observed()  #: from asking until the answer
         self.promotion_seconds: Observed[tuple[float, bool]] = Observed()  #: and its success
         self.tells_uses = False  #: whether the tier evicts, and so wants to know what is used
-        self._number = tier
+        self._number = number
         self._config = config
-        self._tier_config: TierConfig = config.tiers[tier]
+        self._tier_config: TierConfig = config.tiers[number]
         self._collect_events = collect_events and self._tier_config.enable_kv_events
         self._events: list[Event] = []
         self._breaker = Breaker(
@@ -97,10 +87,31 @@ class TierLink(Actor):
         self._next_id = 0
         self._now = 0.0
 
+    def _all_handlers(self) -> dict[type[Any], Callable[[Any], None]]:
+        return {
+            m.GenerationBegan: self._generation_began,
+            m.ProbeKeys: self._probe_keys,
+            m.Promote: self._promote,
+            m.Cascade: self._cascade,
+            m.CascadeRefused: self._cascade_refused,
+            m.TouchKeys: self._used,
+            m.RequestEnded: self._used,
+            m.Tick: self._tick,
+            m.TakeEvents: self._take_events,
+            m.ProbeAnswer: self._probe_answer,
+            m.JobEnded: self._job_ended,
+            m.PresenceChanged: self._presence_changed,
+            m.Counted: lambda x: self.backend_counts.take(x.counters),
+            m.PolicyBroke: self._policy_broke,
+            m.TierBroke: self._tier_broke,
+            m.TierFenced: self._tier_fenced,
+            m.TierRestarted: self._tier_restarted,
+        }
+
     def meet(self, traits: BackendTraits) -> None:
         """Learn what the tier's backend is like."""
         self.tells_uses = traits.capacity_blocks is not None
-        self.backend_counts.levels = traits.levels
+        self.backend_counts.learn_levels(traits.levels)
 
     # --- what the primary tier asks for ---
 

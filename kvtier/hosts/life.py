@@ -94,6 +94,10 @@ class Life:
                 self.reason = None
         return to
 
+    def begin_away(self, reason: str) -> None:
+        """Note why there is no backend yet."""
+        self.reason = reason
+
     def broke(self, reason: str) -> bool:
         """Move, and tell whether the reason is news: it is logged once if it stays the same."""
         self.move(LifeEvent.BROKE)

@@ -118,8 +118,8 @@ class Outbox:
 class Inbox:
     """The cell's doorbell: brings in what the engine has sent."""
 
-    def __init__(self, channel: Channel[Any]) -> None:
-        self.cell: TierCell
+    def __init__(self, channel: Channel[Any], cell: TierCell) -> None:
+        self.cell = cell
         self.is_ending = False
         self._channel = channel
 
@@ -175,10 +175,16 @@ def main(
     outbox = Outbox(channel)
     if isinstance(first, Begin):
         send_log_to(outbox.say)
-        inbox = Inbox(channel)
-        policy = policy_maker(setup.tier, backend.traits)
-        inbox.cell = TierCell(setup.tier.name, backend, memory, outbox, policy, fallback_policy())
-        inbox.cell.driver.may_tell = lambda: channel.is_flushed
+        cell = TierCell(
+            setup.tier.name,
+            backend,
+            memory,
+            outbox,
+            policy_maker(setup.tier, backend.traits),
+            fallback_policy(),
+            may_tell=lambda: channel.is_flushed,
+        )
+        inbox = Inbox(channel, cell)
         inbox.hand_in(others)
         # What was imported stays: a collection that walked it would hold up a load by 15 ms.
         gc.collect()

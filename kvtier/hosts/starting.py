@@ -29,9 +29,10 @@ class First(NamedTuple):
 
 def tell_unusable(reason: str | None, life: Life, opening: Opening, link: Mailbox) -> None:
     """Tell the link, at the start, that the tier can't be used yet. Nothing of it runs."""
+    reason = reason or "it has no backend"
     opening.broke()
-    life.reason = reason or "it has no backend"
-    link.post(m.TierBroke(reason=life.reason))
+    life.begin_away(reason)
+    link.post(m.TierBroke(reason=reason))
     link.post(m.TierFenced())
 
 

@@ -113,8 +113,7 @@ class TierThread(TierHost):
     def wake(self) -> None:
         """Have what was posted delivered. Any thread; the scheduler does it once a step."""
         cell = self._cell
-        if cell is not None and cell.arrived and not cell.is_woken:
-            cell.is_woken = True
+        if cell is not None and cell.wants_waking():
             self._bell.ring()
 
     def take(self) -> None:

@@ -57,10 +57,12 @@ class BackendDriver:
         name: str,
         backend: Backend,
         memory: SlotMemory,
-        report: Callable[[Message], None],
+        report: Callable[[Message], object],
+        may_tell: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.tasks: asyncio.TaskGroup
-        self.may_tell: Callable[[], bool] = lambda: True  #: whether the link keeps up
+        """``report`` takes what the tier's actor is to know. ``may_tell``: the link keeps up."""
+        self._tasks: asyncio.TaskGroup
+        self._may_tell = may_tell
         self._name = name
         self._backend = backend
         self._memory = memory
@@ -69,14 +71,18 @@ class BackendDriver:
         self._untold = Untold()
         self._raised: set[str] = set()  # kinds of exception that are in the log already
 
+    def begin(self, tasks: asyncio.TaskGroup) -> None:
+        """Run parts as tasks of this group from now on."""
+        self._tasks = tasks
+
     def receive(self, message: Message) -> None:
         """Start the part's task. Loop thread only."""
         if isinstance(message, m.TellContents):
-            self.tasks.create_task(self.tell_contents(message.keys))
+            self._tasks.create_task(self.tell_contents(message.keys))
             return
         if not isinstance(message, m.ProbePart | m.LoadPart | m.StorePart | m.RemovePart):
             raise InternalError(f"a driver does not understand {type(message).__name__}")
-        self.tasks.create_task(self._run(message))
+        self._tasks.create_task(self._run(message))
 
     def tell_lost(self, keys: Sequence[bytes]) -> None:
         """Pass on that blocks are gone. Loop thread only."""
@@ -97,7 +103,7 @@ class BackendDriver:
                 told = 0
                 await anyio.sleep(CONTENTS_PAUSE_S)
                 # Else answers would have to queue up behind. Nobody says when it has gone.
-                while not self.may_tell():  # noqa: ASYNC110
+                while not self._may_tell():  # noqa: ASYNC110
                     await anyio.sleep(CONTENTS_PAUSE_S)
         if not again:
             self._untold.end()

@@ -59,28 +59,37 @@ class TierCell:
         link: Mailbox,
         make_policy: Callable[[], EvictionPolicy] | None,
         fallback_policy: Callable[[int], EvictionPolicy],
+        may_tell: Callable[[], bool] = lambda: True,
     ) -> None:
-        """``make_policy``: None if nothing is ever evicted."""
+        """``make_policy``: None if nothing is ever evicted. ``may_tell``: the link keeps up."""
         self.arrived: deque[tuple[Actor | BackendDriver, Message]] = deque()
-        self.is_woken = False  #: rung, and not yet awake
+        self._is_woken = False  # rung, and not yet awake
         self._backend = backend
         self._is_delivering = False
         self._waking: anyio.Event  # set when there is something to deliver
-        self.driver = BackendDriver(
-            name, backend, memory, lambda message: self._later(self._tier, message)
-        )
+        to_tier, to_driver, to_policy = (_CellMailbox(self) for _ in range(3))
+        self.driver = BackendDriver(name, backend, memory, to_tier.post, may_tell)
         self._counting = Counting(name, self.driver.counters, link)
-        self._tier = SecondaryTier(name, backend.traits)
-        self._tier.link = link
-        self._tier.driver = _CellMailbox(self, self.driver)
+        self._tier = SecondaryTier(
+            name, backend.traits, link=link, driver=to_driver, policy=to_policy
+        )
+        to_tier.belong_to(self._tier)
+        to_driver.belong_to(self.driver)
         if make_policy is not None:
-            policy = PolicyActor(f"policy:{name}", make_policy(), fallback_policy)
-            policy.host = _CellMailbox(self, self._tier)
-            self._tier.policy = _CellMailbox(self, policy)
+            to_policy.belong_to(
+                PolicyActor(f"policy:{name}", make_policy(), fallback_policy, to_tier)
+            )
 
     def post(self, message: Message) -> None:
         """Take a message for the tier's actor. Any thread; ring the doorbell afterwards."""
         self.arrived.append((self._tier, message))
+
+    def wants_waking(self) -> bool:
+        """Tell whether the doorbell is to be rung for what has arrived: once until it is awake."""
+        if not self.arrived or self._is_woken:
+            return False
+        self._is_woken = True
+        return True
 
     async def live(
         self,
@@ -123,11 +132,11 @@ class TierCell:
         """Deliver messages and run parts. Ends with ``_LifeEnds``, or with what broke."""
         # asyncio's own: a task of anyio's takes four times as long to start, once a part.
         async with asyncio.TaskGroup() as tasks:
-            self.driver.tasks = tasks
+            self.driver.begin(tasks)
             tasks.create_task(self._counting.go_on())
             while True:
                 self._waking = anyio.Event()
-                self.is_woken = False
+                self._is_woken = False
                 self._deliver()
                 if is_over():
                     raise _LifeEnds
@@ -154,8 +163,12 @@ class TierCell:
 class _CellMailbox:
     """A mailbox for messages from within the tier's cell. Never full."""
 
-    def __init__(self, cell: TierCell, actor: Actor | BackendDriver) -> None:
+    def __init__(self, cell: TierCell) -> None:
         self._cell = cell
+        self._actor: Actor | BackendDriver
+
+    def belong_to(self, actor: Actor | BackendDriver) -> None:
+        """Have the messages delivered to ``actor``. Once, before the first one is posted."""
         self._actor = actor
 
     def post(self, message: Message) -> bool:

@@ -47,7 +47,15 @@ ENDED_REQUESTS_MAX: Final = 1024
 class SecondaryTier(Actor):
     """The tier-cell end of one tier. ``policy`` is used only where there is a capacity."""
 
-    def __init__(self, name: str, traits: BackendTraits) -> None:
+    def __init__(
+        self,
+        name: str,
+        traits: BackendTraits,
+        *,
+        link: Mailbox,
+        driver: Mailbox,
+        policy: Mailbox,
+    ) -> None:
         super().__init__(
             f"tier:{name}",
             {
@@ -65,9 +73,9 @@ class SecondaryTier(Actor):
                 m.ContentsLost: self._contents_lost,
             },
         )
-        self.link: Mailbox
-        self.driver: Mailbox
-        self.policy: Mailbox
+        self.link = link
+        self.driver = driver
+        self.policy = policy
         self._traits = traits
         self._mark = ORIGINAL  # of the generation that the engine is in
         self._since = 0  # the epoch in which it began

@@ -203,7 +203,8 @@ class Life:
         self.driver = BackendDriver(
             tier.name, _Watched(tier, self.backend), world.memory, self._report
         )
-        self.driver.tasks = self.tasks = _Tasks(self.loop)
+        self.tasks = _Tasks(self.loop)
+        self.driver.begin(self.tasks)
         self.backend.on_lost = self._lost
         self.is_open = False
         self.since: dict[Key, float] = {}  # when the model first saw a key in the index

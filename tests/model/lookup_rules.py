@@ -206,7 +206,7 @@ class LookupRules(TierRules):
 
     def _leased(self, request: Request, key: Key) -> None:
         world = self.world
-        until = world.primary._promotions.now + world.config.lease_timeout_s
+        until = world.primary._promotions._now + world.config.lease_timeout_s
         world.leases[key] = (request.name, until)
         world.lease_until[request.name] = until
 

@@ -153,7 +153,7 @@ class Promises:
     @invariant()
     def p6_no_key_stays_probing_or_filling_from_a_tier_past_its_deadline(self) -> None:
         world = self.world
-        now = world.primary._promotions.now
+        now = world.primary._promotions._now
         for key, since in world.pending_since.items():
             if world.states[key] is BlockState.PROBING:
                 bound = len(world.links) * world.config.tiers[0].probe_timeout_s

@@ -35,8 +35,10 @@ from kvtier.core.policy_actor import PolicyActor
 from kvtier.engine.cell import NO_REPLY, EngineCell
 from kvtier.engine.facade import SchedulerFacade
 from kvtier.errors import InternalError
+from kvtier.plugin_api.admission_policy import AdmissionContext
 from kvtier.runtime import Engine, build_engine
-from kvtier.settings.plugins import fallback_policy
+from kvtier.settings.plugins import fallback_policy, make_admission
+from kvtier.settings.runtime_config import ADMIT_ALL
 from kvtier.tier.secondary_tier import SecondaryTier
 
 if TYPE_CHECKING:
@@ -63,13 +65,18 @@ class TestMailbox:
     __test__: ClassVar = False
     __slots__ = ("_cell", "actor", "ages", "is_engine", "name", "waiting")
 
-    def __init__(self, cell: TestCell, actor: Actor, name: str, *, is_engine: bool) -> None:
+    def __init__(self, cell: TestCell, name: str = "", *, is_engine: bool) -> None:
         self._cell = cell
-        self.actor = actor
+        self.actor: Actor
         self.name = name
         self.is_engine = is_engine  #: a facade call runs it until it is empty
         self.waiting: deque[Message] = deque()
         self.ages: deque[int] = deque()
+
+    def belong_to(self, actor: Actor) -> None:
+        """Have the messages delivered to ``actor``."""
+        self.actor = actor
+        self.name = self.name or (actor.name if self.is_engine else f"inbox of {actor.name}")
 
     def post(self, message: Message) -> bool:
         """Take the message. Never full."""
@@ -113,30 +120,35 @@ class TestCell(EngineCell):
         self.raises_faults = True
         self.notices: list[m.Notice] = []
         self.log = _NoticeList(self.notices)
-        self._engine: dict[Actor, TestMailbox] = {}
+        self._engine: list[TestMailbox] = []
         self._elsewhere: list[TestMailbox] = []
-        self._inboxes: dict[Actor, TestMailbox] = {}
         self._age = 0
 
-    def mailbox(self, actor: Actor) -> TestMailbox:
-        """Return the actor's mailbox for messages from actors of the engine."""
-        found = self._engine.get(actor)
-        if found is None:
-            found = self._engine[actor] = TestMailbox(self, actor, actor.name, is_engine=True)
-        return found
+    def mailbox(self) -> TestMailbox:
+        """Return a mailbox for messages from actors of the engine."""
+        mailbox = TestMailbox(self, is_engine=True)
+        self._engine.append(mailbox)
+        return mailbox
 
-    def inbox(self, actor: Actor) -> TestMailbox:
-        """Return the actor's mailbox for messages from tiers, which wait to be let in."""
-        found = self._inboxes.get(actor)
-        if found is None:
-            found = self._inboxes[actor] = self.mailbox_elsewhere(actor, f"inbox of {actor.name}")
-        return found
-
-    def mailbox_elsewhere(self, actor: Actor, name: str = "") -> TestMailbox:
-        """Return a new mailbox that no facade call waits for: an actor of another cell."""
-        mailbox = TestMailbox(self, actor, name or actor.name, is_engine=False)
+    def inbox(self) -> TestMailbox:
+        """Return a mailbox for messages from tiers, which wait to be let in."""
+        mailbox = TestMailbox(self, is_engine=False)
         self._elsewhere.append(mailbox)
         return mailbox
+
+    def mailbox_elsewhere(self, name: str) -> TestMailbox:
+        """Return a mailbox that no facade call waits for: of an actor of another cell."""
+        mailbox = TestMailbox(self, name, is_engine=False)
+        self._elsewhere.append(mailbox)
+        return mailbox
+
+    def mailbox_of(self, actor: Actor) -> TestMailbox:
+        """Return the mailbox of an actor of the engine."""
+        return next(each for each in self._engine if each.actor is actor)
+
+    def inbox_of(self, actor: Actor) -> TestMailbox:
+        """Return the inbox of a link."""
+        return next(each for each in self._elsewhere if each.actor is actor)
 
     def remove(self, mailbox: TestMailbox) -> None:
         """Lose a mailbox from elsewhere with all that waits in it: its cell is gone."""
@@ -145,7 +157,7 @@ class TestCell(EngineCell):
 
     def waiting(self) -> list[TestMailbox]:
         """Return what could be delivered: the engine's mailboxes first, each oldest first."""
-        engine = [each for each in self._engine.values() if each.waiting]
+        engine = [each for each in self._engine if each.waiting]
         engine.sort(key=_age_of)
         return engine + self.waiting_elsewhere()
 
@@ -172,14 +184,14 @@ class TestCell(EngineCell):
     def ask(self, actor: Actor, message: Message) -> object:
         """Post ``message``, run the engine to quiescence in the picked order, return the reply."""
         self.run()
-        self.mailbox(actor).post(message)
+        self.mailbox_of(actor).post(message)
         self.run()
         return self._replies.pop() if self._replies else NO_REPLY
 
     def run(self) -> None:
         """Deliver in the picked order until the engine's mailboxes are empty."""
         for _ in range(DELIVERIES_MAX):
-            if not any(each.waiting for each in self._engine.values()):
+            if not any(each.waiting for each in self._engine):
                 return
             waiting = self.waiting()
             self.deliver(waiting[self.pick(waiting)])
@@ -231,21 +243,24 @@ class TestTier:
         self.parts: list[Part] = []
         self.policy = policy
         self._cell = cell
-        self.inbox = cell.inbox(link)
-        self.actor = SecondaryTier(self.name, traits)
-        self.mailbox = cell.mailbox_elsewhere(self.actor)
-        self._driver = cell.mailbox_elsewhere(_Driver(self.name, self.parts))
+        self.inbox = cell.inbox_of(link)
+        self.mailbox = cell.mailbox_elsewhere(f"tier:{self.name}")
+        self._driver = cell.mailbox_elsewhere(f"driver of {self.name}")
+        self._driver.belong_to(_Driver(self.name, self.parts))
         self.mailboxes = [self.mailbox, self._driver]
-        self.actor.link = self.inbox
-        self.actor.driver = self._driver
+        to_policy = cell.mailbox_elsewhere(f"policy of tier:{self.name}")
+        self.mailboxes.append(to_policy)
         if policy is not None:
-            host = PolicyActor(f"policy of {self.actor.name}", policy, fallback_policy())
-            host.host = self.mailbox
-            self.actor.policy = cell.mailbox_elsewhere(host)
-            self.mailboxes.append(self.actor.policy)
-        link.tier = _FromLink(self)
-        link.tells_uses = policy is not None
-        link.backend_counts.levels = traits.levels
+            to_policy.belong_to(
+                PolicyActor(to_policy.name, policy, fallback_policy(), self.mailbox)
+            )
+        self.actor = SecondaryTier(
+            self.name, traits, link=self.inbox, driver=self._driver, policy=to_policy
+        )
+        self.mailbox.belong_to(self.actor)
+        assert isinstance(link.tier, FromLink)
+        link.tier.lead_to(self)
+        link.meet(traits)
 
     def answer(self, part: Part, outcomes: Sequence[Outcome], seconds: float = 0.0) -> None:
         """End a part, with one outcome a block; or with any others, to see what happens."""
@@ -300,6 +315,18 @@ class TestRuntime:
         return self.engine.primary
 
 
+def build_test_engine(cell: TestCell, config: RuntimeConfig, policy: EvictionPolicy) -> Engine:
+    """Wire up an engine in a test cell; its links lead nowhere until they have a ``TestTier``."""
+    context = AdmissionContext(block_bytes=config.block_bytes, slot_count=config.slot_count)
+    admissions = {
+        number: make_admission(tier, context)
+        for number, tier in enumerate(config.tiers)
+        if tier.admission != ADMIT_ALL
+    }
+    ends = [(cell.inbox(), FromLink()) for _ in config.tiers]
+    return build_engine(cell, config, policy, admissions, ends, collect_events=True)
+
+
 def open_test_runtime(
     config: RuntimeConfig,
     policy: EvictionPolicy,
@@ -314,7 +341,7 @@ def open_test_runtime(
     are collected. ``random_bytes``: what tells generations apart; never the same twice.
     """
     cell = TestCell()
-    engine = build_engine(config, policy, collect_events=True, cell=cell)
+    engine = build_test_engine(cell, config, policy)
     held = [
         TestTier(cell, link, traits, tier_policy)
         for link, (traits, tier_policy) in zip(engine.links, tiers, strict=True)
@@ -368,12 +395,17 @@ class _Driver(Actor):
         )
 
 
-class _FromLink:
-    """The tier's mailbox as its link sees it: it can be full."""
+class FromLink:
+    """A tier's mailbox as its link sees it: of one cell after the other; it can be full."""
 
-    def __init__(self, tier: TestTier) -> None:
+    def __init__(self) -> None:
+        self._tier: TestTier | None = None
+
+    def lead_to(self, tier: TestTier) -> None:
+        """Post to this tier from now on."""
         self._tier = tier
 
     def post(self, message: Message) -> bool:
-        """Take the message, unless the test says that the mailbox is full."""
-        return not self._tier.is_full and self._tier.mailbox.post(message)
+        """Take the message, unless there is no tier, or the test says that its mailbox is full."""
+        tier = self._tier
+        return tier is not None and not tier.is_full and tier.mailbox.post(message)

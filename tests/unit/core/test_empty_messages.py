@@ -17,10 +17,9 @@ from kvtier.engine.admission_gate import AdmissionGate
 from kvtier.plugin_api.admission_policy import AdmissionContext
 from kvtier.plugin_api.backend import BackendTraits
 from kvtier.policies.eviction.lru import LRUPolicy
-from kvtier.runtime import build_engine
 from kvtier.settings.plugins import fallback_policy, make_admission, make_policy
 from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
-from tests.support.cell import TestCell, TestTier
+from tests.support.cell import TestCell, TestTier, build_test_engine
 
 if TYPE_CHECKING:
     from kvtier.core.actor import Actor
@@ -76,26 +75,25 @@ def empties_of(actor: Actor) -> list[Message]:
 def test_a_tier_answers_empty_jobs_and_probes_and_lives(capacity: int | None) -> None:
     """Such a job broke its cell once: the division of no blocks into parts."""
     cell = TestCell()
-    engine = build_engine(CONFIG, LRUPolicy(8), collect_events=False, cell=cell)
+    engine = build_test_engine(cell, CONFIG, LRUPolicy(8))
     policy = None if capacity is None else LRUPolicy(capacity)
     tier = TestTier(cell, engine.links[0], BackendTraits(4, 4, capacity), policy)
-    taken = Taken()
-    tier.actor.link = taken
     for message in empties_of(tier.actor):
         if not (isinstance(message, m.ContentsFound) and capacity is None):
             tier.actor.receive(message)
     while waiting := [each for each in tier.mailboxes if each.waiting]:
         cell.deliver(waiting[0])
     assert tier.actor.is_idle()
-    assert m.ProbeAnswer(probe=1, present=()) in taken.messages
-    ended = [each for each in taken.messages if isinstance(each, m.JobEnded)]
+    answers = list(tier.inbox.waiting)
+    assert m.ProbeAnswer(probe=1, present=()) in answers
+    ended = [each for each in answers if isinstance(each, m.JobEnded)]
     assert ended == [m.JobEnded(job=1, outcomes=(), seconds=0.0)] * 2  # the load, the store
 
 
 def test_the_engine_s_actors_take_empty_messages() -> None:
     """And none of them breaks: a broken actor is deaf for the rest of the engine's life."""
     cell = TestCell()
-    engine = build_engine(CONFIG, LRUPolicy(8), collect_events=True, cell=cell)
+    engine = build_test_engine(cell, CONFIG, LRUPolicy(8))
     TestTier(cell, engine.links[0], BackendTraits(4, 4), None)
     cell.ask(engine.primary, m.RequestStarted(request="r", tiers=-1))
     for actor in (engine.primary, engine.links[0]):
@@ -106,8 +104,8 @@ def test_the_engine_s_actors_take_empty_messages() -> None:
 
 @pytest.mark.parametrize("name", [e.name for e in entry_points(group="kvtier.eviction_policies")])
 def test_policies_take_empty_messages(name: str) -> None:
-    actor = PolicyActor(name, make_policy(name, 8), fallback_policy())
-    actor.host = taken = Taken()
+    taken = Taken()
+    actor = PolicyActor(name, make_policy(name, 8), fallback_policy(), taken)
     for message in empties_of(actor):
         actor.receive(message)
     assert not any(isinstance(message, m.PolicyBroke) for message in taken.messages)
@@ -116,7 +114,7 @@ def test_policies_take_empty_messages(name: str) -> None:
 @pytest.mark.parametrize("name", [e.name for e in entry_points(group="kvtier.admission_policies")])
 def test_admission_takes_empty_messages(name: str) -> None:
     tier = TierConfig("1:t", "t", admission=name)
-    gate = AdmissionGate(0, "1:t", make_admission(tier, AdmissionContext(8, 8)))
-    gate.primary = gate.link = gate.log = Taken()
+    policy, taken = make_admission(tier, AdmissionContext(8, 8)), Taken()
+    gate = AdmissionGate(0, "1:t", policy, primary=taken, link=taken, log=taken)
     for message in empties_of(gate):
         gate.receive(message)

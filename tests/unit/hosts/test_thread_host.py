@@ -417,8 +417,7 @@ async def test_contents_are_told_only_as_fast_as_the_link_takes_them() -> None:
         assert len(told) <= asked
         return asked % 2 == 0
 
-    driver = BackendDriver("1:test", Full(), SlotMemory.anonymous(1, BLOCK), told.append)
-    driver.may_tell = may_tell
+    driver = BackendDriver("1:test", Full(), SlotMemory.anonymous(1, BLOCK), told.append, may_tell)
     await driver.tell_contents()
     assert (len(told), asked) == (3, 6)
     driver.stop()

@@ -222,12 +222,14 @@ async def test_what_was_removed_before_it_was_told_is_not_told() -> None:
     await shelf.open()
     told: list[Any] = []
     driver = BackendDriver("1:shelf", shelf, SlotMemory.anonymous(4, BLOCK), told.append)
-    async with asyncio.TaskGroup() as driver.tasks:
+    async with asyncio.TaskGroup() as tasks:
+        driver.begin(tasks)
         assert shelf.all_told is not None
         shelf.all_told.set()
         driver.receive(m.RemovePart(part=1, keys=keys("ade")))
         driver.tell_lost(keys("f"))
-    async with asyncio.TaskGroup() as driver.tasks:
+    async with asyncio.TaskGroup() as tasks:
+        driver.begin(tasks)
         driver.receive(m.StorePart(part=2, keys=keys("e"), slots=(0,), remove=keys("b")))
     await driver.tell_contents()
     found = [

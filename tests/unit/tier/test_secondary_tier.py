@@ -3,11 +3,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtier.core import messages as m
-from kvtier.engine.tier_link import TierLink
 from kvtier.plugin_api.backend import BackendTraits, Outcome
 from kvtier.policies.eviction.lru import LRUPolicy
 from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
-from tests.support.cell import TestCell, TestTier
+from tests.support.cell import TestCell, TestTier, build_test_engine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +34,7 @@ class Bench:
     ) -> None:
         config = RuntimeConfig(slot_count=8, block_bytes=8, tiers=(TierConfig("1:t", "t"),))
         self.cell = TestCell()
-        self.link = TierLink(0, config, collect_events=False)
+        (self.link,) = build_test_engine(self.cell, config, LRUPolicy(8)).links
         policy = None if capacity is None else LRUPolicy(capacity)
         traits = BackendTraits(
             parts_max,
