@@ -15,7 +15,7 @@ from kvtier_backends.disk import format as disk_format
 from kvtier_backends.disk.folder import recovery
 from kvtier_backends.disk.format import ID_BYTES
 from kvtier_backends.disk.log.appender import BlockAppender
-from kvtier_backends.disk.log.batches import Batch, insert
+from kvtier_backends.disk.log.batches import AppendBatch, insert
 from kvtier_backends.disk.log.block_log import BlockLog
 from kvtier_backends.disk.log.index_bulk import BulkLoad
 from kvtier_backends.disk.log.live_blocks import LiveBlocks
@@ -63,7 +63,7 @@ def skip_the_checksum_of_a_table() -> Iterator[None]:
 
     def check(page: Any, magic: bytes) -> None:
         body = bytes(page[: disk_format._CHECKED_BYTES])
-        real(disk_format._sealed(body) if any(body) else page, magic)
+        real(disk_format._with_checksum(body) if any(body) else page, magic)
 
     with patch.object(disk_format, "_check", check):
         yield
@@ -98,11 +98,11 @@ def recover_the_older_copy() -> Iterator[None]:
 def bring_a_removed_block_back() -> Iterator[None]:
     """A block that is reinserted is known again, whatever became of it meanwhile."""
 
-    def put_into(self: Batch, index: BlockIndex, first: int) -> None:
+    def put_into(self: AppendBatch, index: BlockIndex, first: int) -> None:
         index.remove_all(self.keys)
         insert(self, index, first)
 
-    with patch.object(Batch, "put_into", put_into):
+    with patch.object(AppendBatch, "put_into", put_into):
         yield
 
 
@@ -144,7 +144,7 @@ def name_a_block_before_it_is_written() -> Iterator[None]:
     """The table says where a block is while it is not there yet."""
     real = BlockAppender._write
 
-    async def write(self: BlockAppender, extent: Extent, batch: Batch) -> list[Outcome]:
+    async def write(self: BlockAppender, extent: Extent, batch: AppendBatch) -> list[Outcome]:
         await self._opener.table(extent.region).add(batch.entries(extent.first))
         return await real(self, extent, batch)
 

@@ -69,7 +69,7 @@ class DiskPromises:
             round_s = ttl_s / SWEEPS_PER_TTL + 3 * TICK_S
             since = disk.see_blocks()
             for key, location in disk.blocks.items() if ttl_s else ():
-                stored_s = disk.life.log.index.known(location).stored_s
+                stored_s = disk.life.log.index.record(location).stored_s
                 is_too_old = stored_s < disk.now - ttl_s - round_s
                 assert not is_too_old or disk.now - since[key] < round_s, key
 

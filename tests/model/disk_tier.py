@@ -20,12 +20,12 @@ from kvtier.core import messages as m
 from kvtier.plugin_api.backend import BackendContext, Loaded, Namespace, Outcome, block_digest
 from kvtier.tier.backend_driver import BackendDriver
 from kvtier_backends.disk import backend as real
+from kvtier_backends.disk.disk_options import DiskOptions
 from kvtier_backends.disk.folder.claim import Plan, new_superblock
-from kvtier_backends.disk.folder.opening import Judged
+from kvtier_backends.disk.folder.opening import Verdict
 from kvtier_backends.disk.folder.recovery import FOLDER_CASES
-from kvtier_backends.disk.format import PAGE_BYTES, make_geometry, region_bytes_for
+from kvtier_backends.disk.format import PAGE_BYTES, make_region_geometry, region_bytes_for
 from kvtier_backends.disk.log.regions import WRITE_AMPLIFICATION_MAX
-from kvtier_backends.disk.settings import DiskOptions
 from tests.unit.backends.disk._simulated import SimulatedDisk
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def plan_of(shape: DiskShape) -> Plan:
     """Return how the disk is cut."""
     own_page_bytes = shape.own_page_slots * BLOCK_BYTES
     region_bytes = region_bytes_for(shape.slots, BLOCK_BYTES, own_page_bytes=own_page_bytes)
-    geometry = make_geometry(region_bytes, BLOCK_BYTES, own_page_bytes=own_page_bytes)
+    geometry = make_region_geometry(region_bytes, BLOCK_BYTES, own_page_bytes=own_page_bytes)
     return Plan(geometry, shape.regions, shape.regions)
 
 
@@ -71,7 +71,7 @@ class _NoThreads:
 
     async def run(self, call: Callable[[], Any]) -> Any:
         # `kvtier purge` leaves its requests as files in the folder; here is none.
-        asks_for_requests = getattr(getattr(call, "func", None), "__name__", "") == "_take_request"
+        asks_for_requests = getattr(getattr(call, "func", None), "__name__", "") == "_pop_request"
         return None if asks_for_requests else call()
 
     def busy(self) -> int:
@@ -191,12 +191,12 @@ class Life:
         self.device.sick = tier.sick
         self.device.has_room = tier.has_room
         context = BackendContext(world.shape.block_bytes, Namespace({}), tier.name)
-        judged = Judged(tier.plan, tier.superblock, FOLDER_CASES[-1])
+        verdict = Verdict(tier.plan, tier.superblock, FOLDER_CASES[-1])
         self.backend = real.DiskBackend(
             context,
             _Folder(),
-            judged,
-            DiskOptions("/", 0, None, tier.shape.ttl_s, 4, direct=False, vault=None),
+            verdict,
+            DiskOptions("/", 0, None, tier.shape.ttl_s, 4, direct=False, encrypted_log=None),
             self.loop.time,
         )
         self.backend._threads = _NoThreads()
@@ -345,7 +345,7 @@ class DiskTier:
 
     def digest_at(self, location: int) -> bytes:
         """Return the digest that the index has for the block at a location."""
-        return self._life.log.index.known(location).digest
+        return self._life.log.index.record(location).digest
 
     def holds_blocks_in(self, region: int) -> bool:
         """Tell whether a region has blocks that the index knows of."""

@@ -26,6 +26,7 @@ from kvtier.plugin_api.backend import (
 from kvtier.plugin_api.options import shown
 from kvtier.plugin_api.threads import DaemonThreads
 from kvtier_backends.disk.device import Device, FileDevice, Segments
+from kvtier_backends.disk.disk_options import read_options
 from kvtier_backends.disk.folder.capacity import (
     check_memory,
     check_plan,
@@ -38,33 +39,37 @@ from kvtier_backends.disk.folder.claim import (
     plan_folder,
     read_superblock,
 )
-from kvtier_backends.disk.folder.opening import Judged, judge_again, judge_folder, prepare_folder
+from kvtier_backends.disk.folder.opening import (
+    Verdict,
+    judge_folder,
+    judge_returned_folder,
+    prepare_folder,
+)
 from kvtier_backends.disk.folder.recovery import Expected, Recovery
 from kvtier_backends.disk.format import (
     NO_KEY_ID,
-    SEAL_BYTES,
+    TAG_BYTES,
     PageRefused,
     namespace_digest,
     time_s,
 )
 from kvtier_backends.disk.log.block_log import BlockLog
+from kvtier_backends.disk.log.block_runs import stored_together
 from kvtier_backends.disk.log.context import LogContext
 from kvtier_backends.disk.log.index import BlockIndex
 from kvtier_backends.disk.log.index_bulk import BulkLoad
 from kvtier_backends.disk.log.regions import Budget, Regions, RegionState
-from kvtier_backends.disk.log.runs import stored_together
 from kvtier_backends.disk.log.tables import Identity
 from kvtier_backends.disk.offline.inspection import user_of
 from kvtier_backends.disk.offline.purge_requests import answer_requests
 from kvtier_backends.disk.opened_files import NotAFile
-from kvtier_backends.disk.settings import read_options
 from kvtier_backends.incidents import IncidentLog, TierCounters
 from kvtier_backends.posix import PAGE_BYTES, fault_of_folder, filesystem_of, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from kvtier_backends.disk.settings import DiskOptions
+    from kvtier_backends.disk.disk_options import DiskOptions
 
 STORES_BESIDE_LOADS_FRACTION: Final = 0.25
 """Of ``io_depth``: what stores keep of the disk while something is loaded."""
@@ -111,12 +116,12 @@ class DiskBackend(Backend):
         self,
         context: BackendContext,
         claim: Claim,
-        judged: Judged,
+        verdict: Verdict,
         given: DiskOptions,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """``clock`` gives seconds since 1970."""
-        self._vault = given.vault
+        self._encrypted_log = given.encrypted_log
 
         def part_blocks(size: int) -> int:
             return max(1, min(PART_BLOCKS_MAX, size // context.block_bytes))
@@ -130,14 +135,14 @@ class DiskBackend(Backend):
             ),
             store_part_blocks_min=part_blocks(PART_BYTES_WANTED),
             store_part_blocks_max=part_blocks(PART_BYTES_MAX),
-            capacity_blocks=judged.plan.capacity_blocks,
+            capacity_blocks=verdict.plan.capacity_blocks,
             levels=frozenset(["blocks", "regions_free", "regions_retired"]),
         )
         self._clock = clock
         self._context = context
         self._claim = claim
-        self._judged = judged
-        self._plan = judged.plan
+        self._verdict = verdict
+        self._plan = verdict.plan
         self._path = claim.path
         self._filesystem = filesystem_of(claim.path)
         self._folder_id = b""
@@ -161,20 +166,20 @@ class DiskBackend(Backend):
         """Check the options and claim the folder, or refuse with a ``ConfigError``."""
         reader, given = read_options(options, context)
         capacity_bytes, region_bytes = given.capacity_bytes, given.region_bytes
-        seal_bytes = given.seal_bytes
+        tag_bytes = given.tag_bytes
         if region_bytes is not None:
-            check_region_bytes(reader, region_bytes, capacity_bytes, context, seal_bytes)
+            check_region_bytes(reader, region_bytes, capacity_bytes, context, tag_bytes)
 
         def refuse(remedy: str) -> ConfigError:
             return ConfigError(f"{reader.where}: path={shown(options['path'])} {remedy}")
 
         claim = Claim(given.path, refuse, context.engine_pid)
         try:
-            judged = judge_folder(
-                claim.path, capacity_bytes, context.block_bytes, seal_bytes, region_bytes
+            verdict = judge_folder(
+                claim.path, capacity_bytes, context.block_bytes, tag_bytes, region_bytes
             )
-            check_plan(reader, capacity_bytes, context, seal_bytes, judged.plan)
-            check_memory(reader, capacity_bytes, claim.path, judged.plan, seal_bytes)
+            check_plan(reader, capacity_bytes, context, tag_bytes, verdict.plan)
+            check_memory(reader, capacity_bytes, claim.path, verdict.plan, tag_bytes)
         except NotAFile as problem:
             claim.release()
             raise refuse(not_ours(problem)) from None
@@ -187,7 +192,7 @@ class DiskBackend(Backend):
         except ConfigError:
             claim.release()
             raise
-        return cls(context, claim, judged, given)
+        return cls(context, claim, verdict, given)
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> str:
@@ -200,15 +205,15 @@ class DiskBackend(Backend):
         if fault is not None:
             raise ConfigError(f"{reader.where}: path={shown(options['path'])} {fault}")
         if context.block_bytes:
-            sizes = (given.capacity_bytes, context.block_bytes, given.seal_bytes)
+            sizes = (given.capacity_bytes, context.block_bytes, given.tag_bytes)
             if given.region_bytes is not None:
                 check_region_bytes(
-                    reader, given.region_bytes, given.capacity_bytes, context, given.seal_bytes
+                    reader, given.region_bytes, given.capacity_bytes, context, given.tag_bytes
                 )
             plan = plan_folder(*sizes, given.region_bytes)
-            check_plan(reader, given.capacity_bytes, context, given.seal_bytes, plan)
+            check_plan(reader, given.capacity_bytes, context, given.tag_bytes, plan)
             there = nearest(given.path)[0]
-            check_memory(reader, given.capacity_bytes, there, plan, given.seal_bytes)
+            check_memory(reader, given.capacity_bytes, there, plan, given.tag_bytes)
         return os.path.realpath(given.path)
 
     @property
@@ -220,7 +225,7 @@ class DiskBackend(Backend):
         """Recover what the folder holds. Raises ``OSError``; the folder is let go then."""
         try:
             await self._threads.run(self._report_doubts)
-            self._log = await self._begin(self._judged, self._plan.capacity_blocks)
+            self._log = await self._begin(self._verdict, self._plan.capacity_blocks)
         except BaseException:
             self._is_closed = True
             self._threads.stop()
@@ -243,8 +248,8 @@ class DiskBackend(Backend):
         log = self._log
         if log is None:
             return [Loaded(Outcome.ABSENT)] * len(blocks)
-        if self._vault is not None:
-            return await log.calls.shielded(self._vault.load(log, blocks))
+        if self._encrypted_log is not None:
+            return await log.calls.shielded(self._encrypted_log.load(log, blocks))
         return await log.load(blocks)
 
     async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
@@ -252,8 +257,8 @@ class DiskBackend(Backend):
         log = self._log
         if log is None:
             return [Outcome.FAILED] * len(blocks)
-        if self._vault is not None:
-            ends = await log.calls.shielded(self._vault.store(log, blocks))
+        if self._encrypted_log is not None:
+            ends = await log.calls.shielded(self._encrypted_log.store(log, blocks))
         else:
             ends = await log.store(blocks)
         # A region may have been reclaimed since: what was lost by then is not DONE any more.
@@ -283,13 +288,13 @@ class DiskBackend(Backend):
                 await self._threads.run(lambda: None)  # behind upkeep's last call
             self._devices[-1].close()
         self._threads.stop()
-        if self._vault is not None:
-            self._vault.stop()
+        if self._encrypted_log is not None:
+            self._encrypted_log.stop()
         self._release_when_idle()
 
     def busy_threads(self) -> int:
         """Count the calls that may still touch a buffer, cancelled and hung ones too."""
-        sealing = 0 if self._vault is None else self._vault.busy()
+        sealing = 0 if self._encrypted_log is None else self._encrypted_log.busy()
         return sealing + sum(device.busy() for device in self._devices)
 
     def counters(self) -> Mapping[str, int]:
@@ -304,10 +309,10 @@ class DiskBackend(Backend):
 
     # --- beginning ---
 
-    async def _begin(self, judged: Judged, blocks_max: int) -> BlockLog:
+    async def _begin(self, verdict: Verdict, blocks_max: int) -> BlockLog:
         """Open the folder, and keep the newest ``blocks_max`` blocks of what it holds."""
-        plan, geometry = judged.plan, judged.plan.geometry
-        superblock, counts = await self._threads.run(partial(prepare_folder, self._path, judged))
+        plan, geometry = verdict.plan, verdict.plan.geometry
+        superblock, counts = await self._threads.run(partial(prepare_folder, self._path, verdict))
         self._folder_id = superblock.folder_id
         device = FileDevice(
             Segments(self._path, geometry.region_bytes, plan.segment_regions),
@@ -315,20 +320,21 @@ class DiskBackend(Backend):
             read_threads=self._io_depth,
             write_threads=self._io_depth,
             name=self._context.tier_name,
-            said=partial(self._incidents.report, "store", "direct_refused"),
+            on_direct_refused=partial(self._incidents.report, "store", "direct_refused"),
         )
         self._devices = [*(each for each in self._devices if each.busy()), device]
-        index = BlockIndex(plan.regions, geometry.slots, sealed=self._vault is not None)
+        keyring = None if self._encrypted_log is None else self._encrypted_log.keyring
+        key_id = NO_KEY_ID if keyring is None else keyring.current_id
+        key_ids = {NO_KEY_ID} if keyring is None else set(keyring.by_id)
+        index = BlockIndex(plan.regions, geometry.slots, encrypted=keyring is not None)
         regions = Regions(plan.regions, geometry.slots, index.live)
-        key_id = NO_KEY_ID if self._vault is None else self._vault.ring.current_id
-        key_ids = {NO_KEY_ID} if self._vault is None else set(self._vault.ring.by_id)
         identity = Identity(superblock.folder_id, namespace_digest(self._context), key_id)
         expected = Expected(identity.folder_id, identity.namespace, key_ids, geometry)
         bulk = BulkLoad(index, time_s(self._clock()), self._ttl_s)
         recovery = Recovery(device, expected, self._threads, bulk)
         # In a folder that begins anew is nothing to look at, however large it may become.
-        found = await recovery.run(plan.regions if judged.superblock else 0, blocks_max)
-        regions.recover(found.sequences, found.spare, found.highest, found.key_ids)
+        found = await recovery.run(plan.regions if verdict.superblock else 0, blocks_max)
+        regions.recover(found.sequences, found.reuse_last, found.highest, found.key_ids)
         for name, count in (*counts.items(), *found.counts.items()):
             self._counters.add(name, count)
         log_context = LogContext(
@@ -351,8 +357,8 @@ class DiskBackend(Backend):
         )
 
     def _report_doubts(self) -> None:
-        seal_bytes = 0 if self._vault is None else SEAL_BYTES
-        found = doubts(self._path, self._capacity_bytes, self._plan, seal_bytes)
+        tag_bytes = 0 if self._encrypted_log is None else TAG_BYTES
+        found = doubts(self._path, self._capacity_bytes, self._plan, tag_bytes)
         for name, text in found.items():
             self._incidents.report("store", name, text)
 
@@ -445,7 +451,7 @@ class DiskBackend(Backend):
             return False
 
     async def _come_back(self) -> None:
-        """Try to use the folder again, empty: what it may hold was told to be lost."""
+        """Try to use the folder again, empty: what it may hold was reported as lost."""
         with suppress(ConfigError, OSError):
             if not await self._threads.run(self._is_our_place):
                 return
@@ -453,7 +459,9 @@ class DiskBackend(Backend):
                 partial(Claim, self._path, ConfigError, self._claim.user_pid)
             )
             self._claim = claim
-            judged = await self._threads.run(partial(judge_again, self._path, self._plan))
-            self._log = await self._begin(judged, 0)
+            verdict = await self._threads.run(
+                partial(judge_returned_folder, self._path, self._plan)
+            )
+            self._log = await self._begin(verdict, 0)
             self._filesystem = await self._threads.run(partial(filesystem_of, self._path))
             self._counters.add("folder_came_back")

@@ -77,7 +77,7 @@ class Device(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Take no more work, and let go of everything once nothing is busy. Never waits."""
+        """Begin no more work, and let go of everything once nothing is busy. Never waits."""
 
 
 class FileDevice(Device):
@@ -85,7 +85,7 @@ class FileDevice(Device):
 
     Readers and writers have threads of their own, so neither waits for the
     other. ``direct`` goes around the page cache where buffers and filesystem
-    allow it; ``said`` is called when one does not.
+    allow it; ``on_direct_refused`` is called when one does not.
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class FileDevice(Device):
         read_threads: int,
         write_threads: int,
         name: str,
-        said: Callable[[OSError], None],
+        on_direct_refused: Callable[[OSError], None],
     ) -> None:
-        self._files = _SegmentFiles(segments, said, direct=direct)
+        self._files = _SegmentFiles(segments, on_direct_refused, direct=direct)
         self._readers = DaemonThreads(read_threads, f"{name}-read")
         self._writers = DaemonThreads(write_threads, f"{name}-write")
         self._is_closed = False  # stopped threads take no more calls: these would wait for ever
@@ -137,11 +137,11 @@ class _SegmentFiles:
     """Open descriptors of the segment files. Any thread may call any method but ``close``."""
 
     def __init__(
-        self, segments: Segments, said: Callable[[OSError], None], *, direct: bool
+        self, segments: Segments, on_direct_refused: Callable[[OSError], None], *, direct: bool
     ) -> None:
         self._segments = segments
         self._direct = O_DIRECT if direct else 0
-        self._said = said
+        self._on_direct_refused = on_direct_refused
         self._lock = threading.Lock()
         self._descriptors: dict[tuple[int, int], int] = {}
         self._forgotten: list[int] = []
@@ -217,7 +217,7 @@ class _SegmentFiles:
             except OSError as problem:
                 if problem.errno != errno.EINVAL:
                     raise
-                self._said(problem)
+                self._on_direct_refused(problem)
         return _move_all(call, self._descriptor(segment, flags), transfer, at)
 
     def _place(self, region: int) -> tuple[int, int]:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION: Final = 1
 ID_BYTES: Final = 16
-SEAL_BYTES: Final = 32
+TAG_BYTES: Final = 32
 KEY_BYTES_MAX: Final = 255
 KEY_BYTES_PLANNED: Final = 68
 """Tables are laid out for keys of up to this length; longer ones fill a region's table early."""
@@ -74,7 +74,7 @@ _KEY_OF: Final = itemgetter(2)  # of an entry
 
 
 class Refusal(Enum):
-    """Why a page is not taken."""
+    """Why a page is not accepted."""
 
     BLANK = "blank"  #: nothing was ever written here
     DAMAGED = "damaged"  #: torn, foreign or flipped
@@ -124,7 +124,7 @@ class Entry(NamedTuple):
     stored_s: int  #: seconds since 1970
     key: bytes
     digest: bytes
-    seal: bytes  #: salt and tag of its encryption; empty if there is none
+    tag: bytes  #: salt and tag of its encryption; empty if there is none
 
 
 EntryTuple: TypeAlias = tuple[int, int, bytes, bytes, bytes]
@@ -137,12 +137,12 @@ class TablePage(NamedTuple):
     serial: int  #: which version of the page it is
     entries: int
     key_width: int
-    seal_bytes: int
+    tag_bytes: int
     records: memoryview
 
 
 @dataclass(frozen=True)
-class Geometry:
+class RegionGeometry:
     """How one region is laid out for blocks of one size."""
 
     region_bytes: int
@@ -162,40 +162,40 @@ class Geometry:
         return self.slots_at + slot * self.stride
 
 
-def make_geometry(
+def make_region_geometry(
     region_bytes: int,
     block_bytes: int,
-    seal_bytes: int = 0,
+    tag_bytes: int = 0,
     *,
     own_page_bytes: int = OWN_PAGE_BYTES,
-) -> Geometry:
+) -> RegionGeometry:
     """Lay a region out; ``slots`` is 0 if not even one block fits."""
     stride = padded_bytes(block_bytes)
     own_page_slots = max(1, own_page_bytes // stride)
     slots = max(0, region_bytes // PAGE_BYTES - 2) * PAGE_BYTES // stride
-    pages = _table_pages(slots, seal_bytes, own_page_slots)
+    pages = _table_pages(slots, tag_bytes, own_page_slots)
     while slots and (1 + pages) * PAGE_BYTES + slots * stride > region_bytes:
         slots -= 1
-        pages = _table_pages(slots, seal_bytes, own_page_slots)
-    return Geometry(region_bytes, block_bytes, stride, slots, pages, own_page_slots)
+        pages = _table_pages(slots, tag_bytes, own_page_slots)
+    return RegionGeometry(region_bytes, block_bytes, stride, slots, pages, own_page_slots)
 
 
 def region_bytes_for(
-    slots: int, block_bytes: int, seal_bytes: int = 0, *, own_page_bytes: int = OWN_PAGE_BYTES
+    slots: int, block_bytes: int, tag_bytes: int = 0, *, own_page_bytes: int = OWN_PAGE_BYTES
 ) -> int:
     """Return how long a region with room for so many blocks is."""
     stride = padded_bytes(block_bytes)
-    pages = _table_pages(slots, seal_bytes, max(1, own_page_bytes // stride))
+    pages = _table_pages(slots, tag_bytes, max(1, own_page_bytes // stride))
     return (1 + pages) * PAGE_BYTES + slots * stride
 
 
-def _table_pages(slots: int, seal_bytes: int, own_page_slots: int) -> int:
+def _table_pages(slots: int, tag_bytes: int, own_page_slots: int) -> int:
     """Return how many pages the table of so many slots takes, however they are written.
 
-    The shared page has a spare. Each time that blocks have pages of their own, the
-    last of these may be almost empty.
+    The shared page has a place for its next version. Each time that blocks have pages of
+    their own, the last of these may be almost empty.
     """
-    per_page = records_max(KEY_BYTES_PLANNED, seal_bytes)
+    per_page = records_max(KEY_BYTES_PLANNED, tag_bytes)
     return -(-slots // per_page) + 1 + slots // own_page_slots
 
 
@@ -207,14 +207,14 @@ def namespace_digest(context: BackendContext) -> bytes:
 
 
 @cache
-def record_struct(key_width: int, seal_bytes: int) -> struct.Struct:
-    """Return the layout of one record: slot, stored_s, key length, digest, seal, key."""
-    return struct.Struct(f"<IIB{DIGEST_BYTES}s{seal_bytes}s{key_width}s")
+def record_struct(key_width: int, tag_bytes: int) -> struct.Struct:
+    """Return the layout of one record: slot, stored_s, key length, digest, tag, key."""
+    return struct.Struct(f"<IIB{DIGEST_BYTES}s{tag_bytes}s{key_width}s")
 
 
-def records_max(key_width: int, seal_bytes: int) -> int:
+def records_max(key_width: int, tag_bytes: int) -> int:
     """Return how many records fit into one table page."""
-    return (_CHECKED_BYTES - _TABLE.size) // record_struct(key_width, seal_bytes).size
+    return (_CHECKED_BYTES - _TABLE.size) // record_struct(key_width, tag_bytes).size
 
 
 def time_s(clock: float) -> int:
@@ -234,7 +234,7 @@ def check_key_lengths(lengths: Iterable[int]) -> None:
 
 def encode_superblock(superblock: Superblock) -> bytes:
     """Return the page of a superblock."""
-    return _sealed(
+    return _with_checksum(
         _SUPERBLOCK.pack(
             _MAGIC_SUPERBLOCK,
             FORMAT_VERSION,
@@ -259,7 +259,7 @@ def decode_superblock_untrusted(page: bytes | memoryview) -> Superblock:
 
 def encode_header(header: RegionHeader) -> bytes:
     """Return the page of a region's header."""
-    return _sealed(
+    return _with_checksum(
         _HEADER.pack(
             _MAGIC_REGION,
             FORMAT_VERSION,
@@ -288,21 +288,21 @@ def decode_header_untrusted(page: bytes | memoryview) -> RegionHeader:
 
 
 class TableWriter:
-    """The newest table page of a region: takes entries until it is full.
+    """The newest table page of a region: entries are added until it is full.
 
     Each entry is encoded once, though its page is written many times.
     """
 
-    def __init__(self, incarnation: bytes, seal_bytes: int) -> None:
+    def __init__(self, incarnation: bytes, tag_bytes: int) -> None:
         self._incarnation = incarnation
-        self._tag_bytes = seal_bytes
+        self._tag_bytes = tag_bytes
         self._serial = 0
         self._records = b""
         self._count = 0
         self._width = 0
 
     def add(self, entries: Sequence[EntryTuple]) -> int:
-        """Take these entries, from the first on, as far as they fit; returns how many.
+        """Add these entries, from the first on, as far as they fit; returns how many.
 
         Raises ``Misuse`` for a key that is too long, or empty.
         """
@@ -319,8 +319,8 @@ class TableWriter:
         pack = record_struct(self._width, self._tag_bytes).pack
         self._records += b"".join(
             [
-                pack(slot, stored_s, len(key), digest, seal, key)
-                for slot, stored_s, key, digest, seal in entries
+                pack(slot, stored_s, len(key), digest, tag, key)
+                for slot, stored_s, key, digest, tag in entries
             ]
         )
         self._count += len(entries)
@@ -342,7 +342,7 @@ class TableWriter:
         self._width = 0
 
     def encode(self) -> bytes:
-        """Return the page with all entries taken since it was begun."""
+        """Return the page with all entries that were added since it was begun."""
         self._serial += 1
         head = _TABLE.pack(
             _MAGIC_TABLE,
@@ -353,7 +353,7 @@ class TableWriter:
             self._width,
             self._tag_bytes,
         )
-        return _sealed(head + self._records)
+        return _with_checksum(head + self._records)
 
     def _widen(self, width: int) -> None:
         """Give all records room for longer keys."""
@@ -366,26 +366,26 @@ class TableWriter:
 def decode_table_untrusted(page: bytes | memoryview, incarnation: bytes) -> TablePage:
     """Return the records of a region's table page. Raises ``PageRefused`` and nothing else."""
     _check(page, _MAGIC_TABLE)
-    _, _, found, serial, count, width, seal_bytes = _TABLE.unpack_from(page)
+    _, _, found, serial, count, width, tag_bytes = _TABLE.unpack_from(page)
     if found != incarnation:
         raise PageRefused(Refusal.OTHER_INCARNATION, "of what the region held before")
-    if width > KEY_BYTES_MAX or seal_bytes not in (0, SEAL_BYTES):
-        raise PageRefused(Refusal.DAMAGED, f"keys of {width} bytes, seals of {seal_bytes}")
-    if count > records_max(width, seal_bytes):
+    if width > KEY_BYTES_MAX or tag_bytes not in (0, TAG_BYTES):
+        raise PageRefused(Refusal.DAMAGED, f"keys of {width} bytes, tags of {tag_bytes}")
+    if count > records_max(width, tag_bytes):
         raise PageRefused(Refusal.DAMAGED, f"{count} records in one page")
-    end = _TABLE.size + count * record_struct(width, seal_bytes).size
-    return TablePage(serial, count, width, seal_bytes, memoryview(page)[_TABLE.size : end])
+    end = _TABLE.size + count * record_struct(width, tag_bytes).size
+    return TablePage(serial, count, width, tag_bytes, memoryview(page)[_TABLE.size : end])
 
 
 def entries_untrusted(table: TablePage, slots: int) -> Iterator[Entry]:
     """Yield the records that a region of so many slots can hold. Raises nothing."""
-    layout = record_struct(table.key_width, table.seal_bytes)
-    for slot, stored_s, length, digest, seal, key in layout.iter_unpack(table.records):
+    layout = record_struct(table.key_width, table.tag_bytes)
+    for slot, stored_s, length, digest, tag, key in layout.iter_unpack(table.records):
         if slot < slots and 0 < length <= table.key_width:
-            yield Entry(slot, stored_s, key[:length], digest, seal)
+            yield Entry(slot, stored_s, key[:length], digest, tag)
 
 
-def _sealed(body: bytes) -> bytes:
+def _with_checksum(body: bytes) -> bytes:
     checked = body.ljust(_CHECKED_BYTES, b"\0")
     return checked + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(checked))
 

@@ -39,7 +39,7 @@ def open_file(path: str, flags: int, mode: int = 0o600) -> int:
 
 
 def remove_whatever(path: str) -> bool:
-    """Take away what lies at a path, be it a file or not. False: there was nothing.
+    """Remove what lies at a path, be it a file or not. False: there was nothing.
 
     A folder that is not empty is renamed: what is in it is somebody's. Raises ``OSError``.
     """

@@ -93,8 +93,7 @@ class BlockFiles:
         accept_unchecked: bool,
     ) -> None:
         """``place``: the layout's folders, opened."""
-        self._anchor = Anchor(layout, place, self._settle)
-        self._anchor.on_return = self._say_returned
+        self._anchor = Anchor(layout, place, self._settle, self._report_returned)
         self._layout = layout
         self._block_bytes = block_bytes
         self._trailer_at = padded_bytes(block_bytes)
@@ -117,15 +116,15 @@ class BlockFiles:
         return dead_markers(place.base, self._writer)
 
     def sign_off(self) -> None:
-        """Take the marker away: nothing unfinished is left behind. Let go of the folders."""
+        """Remove the marker: nothing unfinished is left behind. Let go of the folders."""
         with suppress(OSError):
-            remove_markers(self._anchor.take().base, [self._signature])
+            remove_markers(self._anchor.current().base, [self._signature])
         self._anchor.close()
 
     def sweep(self, keep_on: Callable[[], bool], dead: list[str]) -> None:
         """Remove dead writers' temporary files, then their markers if it got to the end."""
         with suppress(PlaceLost):
-            place = self._anchor.take()
+            place = self._anchor.current()
             for _ in sweep(place.blocks, self._writer, keep_on):
                 self._counters.add("temporaries_swept")
             if keep_on():  # Otherwise the next engine sees the markers and goes on.
@@ -135,11 +134,11 @@ class BlockFiles:
         """Tell whether a load is likely to bring the block."""
         name = self._layout.name(key)
         try:
-            place = self._anchor.take()
+            place = self._anchor.current()
             status = os.stat(name, dir_fd=place.blocks, follow_symlinks=False)
         except OSError as problem:
             if problem.errno not in GONE:
-                self._trouble("load", "probe_failed", problem, key)
+                self._report("load", "probe_failed", problem, key)
             return False
         # What is no file, a load counts as damaged.
         return self._is_whole(status.st_size) or not stat.S_ISREG(status.st_mode)
@@ -153,10 +152,10 @@ class BlockFiles:
             )
         name = self._layout.name(block.key)
         try:
-            loaded = self._read(self._anchor.take(), name, block)
+            loaded = self._read(self._anchor.current(), name, block)
         except TrailerDamaged as problem:
             odd = self._what_is_odd(name)
-            self._trouble("load", "blocks_damaged", odd or problem, block.key)
+            self._report("load", "blocks_damaged", odd or problem, block.key)
             if odd is None:
                 self._discard(name, block.key)
             return Loaded(Outcome.DAMAGED)
@@ -175,7 +174,7 @@ class BlockFiles:
             )
         name = self._layout.name(block.key)
         try:
-            place = self._anchor.take()
+            place = self._anchor.current()
             if self._is_stored(place, name):
                 return Outcome.DONE
             first, second, last = name.split("/")
@@ -186,7 +185,7 @@ class BlockFiles:
                 os.close(folder)
         except OSError as problem:
             full = problem.errno in NO_ROOM
-            self._trouble("store", "stores_full" if full else "stores_failed", problem, block.key)
+            self._report("store", "stores_full" if full else "stores_failed", problem, block.key)
             return Outcome.FULL if full else Outcome.FAILED
         self._incidents.success("store")
         return Outcome.DONE
@@ -195,16 +194,16 @@ class BlockFiles:
         """Remove the block's file. A folder or a FIFO in its place stays."""
         name = self._layout.name(key)
         try:
-            place = self._anchor.take()
+            place = self._anchor.current()
             status = os.stat(name, dir_fd=place.blocks, follow_symlinks=False)
             if stat.S_ISREG(status.st_mode):
                 self._unlink(place, name)
         except OSError as problem:
             if problem.errno not in GONE:
-                self._trouble("store", "removes_failed", problem, key)
+                self._report("store", "removes_failed", problem, key)
 
-    def _trouble(self, side: str, kind: str, problem: Exception, key: bytes) -> None:
-        if isinstance(problem, PlaceLost):  # said once for both sides, and of no single file
+    def _report(self, side: str, kind: str, problem: Exception, key: bytes) -> None:
+        if isinstance(problem, PlaceLost):  # reported once for both sides, and of no single file
             self._incidents.report("store", "folder_lost", problem.strerror)
         else:
             self._incidents.report(side, kind, problem, path=self._layout.path(key))
@@ -216,7 +215,7 @@ class BlockFiles:
         layout = self._layout
         add_marker(place.base, self._writer, layout.folder_mode, layout.file_mode)
 
-    def _say_returned(self) -> None:
+    def _report_returned(self) -> None:
         self._incidents.report("load", "folder_returned", "the folder is there again, and is used")
 
     def _is_whole(self, size: int) -> bool:
@@ -264,15 +263,15 @@ class BlockFiles:
         if problem.errno in _ODD_FILE:
             odd = self._what_is_odd(name)
             if odd is not None:
-                self._trouble("load", "blocks_damaged", odd, key)
+                self._report("load", "blocks_damaged", odd, key)
                 return Loaded(Outcome.DAMAGED)
-        self._trouble("load", "loads_failed", problem, key)
+        self._report("load", "loads_failed", problem, key)
         return Loaded(Outcome.FAILED)
 
     def _what_is_odd(self, name: str) -> SpecialFile | None:
         """Return what lies in a file's place, if it is no file."""
         with suppress(OSError):
-            place = self._anchor.take()
+            place = self._anchor.current()
             mode = os.stat(name, dir_fd=place.blocks, follow_symlinks=False).st_mode
             if not stat.S_ISREG(mode):
                 return special_file(mode, name)
@@ -350,10 +349,10 @@ class BlockFiles:
 
     def _discard(self, name: str, key: bytes) -> None:
         try:
-            self._unlink(self._anchor.take(), name)
+            self._unlink(self._anchor.current(), name)
         except OSError as problem:
             if problem.errno not in GONE:
-                self._trouble("load", "removes_failed", problem, key)
+                self._report("load", "removes_failed", problem, key)
         else:
             self._counters.add("blocks_discarded")
 

@@ -106,12 +106,22 @@ def _open_folder(name: str, parent: int, mode: int, *, make: bool) -> int:
 class Anchor:
     """Holds the place, and lets go of it when it is no longer there. Any thread."""
 
-    def __init__(self, layout: Layout, place: Place, settle: Callable[[Place], None]) -> None:
-        """``settle`` puts into a place what belongs there, when it has just been taken."""
+    def __init__(
+        self,
+        layout: Layout,
+        place: Place,
+        settle: Callable[[Place], None],
+        on_return: Callable[[], None],
+    ) -> None:
+        """``settle`` puts into a place what belongs there, when it has just been opened.
+
+        ``on_return`` is called when a place that was lost is there again.
+        """
         self._path = place.path
         self._real_path = os.path.realpath(place.path)
         self._layout = layout
         self._settle = settle
+        self._on_return = on_return
         self._place: Place | None = place
         self._device = os.fstat(place.root).st_dev
         self._written_ns = place.written_ns()
@@ -120,9 +130,8 @@ class Anchor:
         self._next_check_s = time.monotonic() + CHECK_PAUSE_S
         self._looking = threading.Lock()
         self._is_closed = False
-        self.on_return: Callable[[], None] = lambda: None
 
-    def take(self) -> Place:
+    def current(self) -> Place:
         """Return the place, to be kept while it is used. Raises ``PlaceLost``."""
         now_s = time.monotonic()
         # One thread looks: on storage that hangs, the others must not wait for that.
@@ -141,7 +150,7 @@ class Anchor:
         """Make the folders anew if they were deleted. Raises ``OSError`` if they can't be."""
         with self._looking:
             self._look(make=True)
-        return self.take()
+        return self.current()
 
     def close(self) -> None:
         """Let go of it for good. Calls under way may go on."""
@@ -160,7 +169,7 @@ class Anchor:
             self._path_is_gone(make=make)
             return
         except OSError:
-            return  # a medium in trouble says nothing of what the path names
+            return  # an error of the medium does not show what the path names
         place = self._place
         if place is not None:
             if place.is_named_by(there):
@@ -230,7 +239,7 @@ class Anchor:
         self._written_ns = place.written_ns()
         self._is_deleted = False
         if was_lost:
-            self.on_return()
+            self._on_return()
 
     def _lose(self, why: str) -> None:
         self._place = None

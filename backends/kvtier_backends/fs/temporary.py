@@ -86,7 +86,7 @@ def add_marker(base: int, writer: Writer, folder_mode: int, mode: int) -> None:
 
 
 def remove_markers(base: int, names: Iterable[str]) -> None:
-    """Take away the markers of these names, if they are there."""
+    """Remove the markers of these names, if they are there."""
     with suppress(OSError), _markers(base) as folder:
         for name in names:
             with suppress(OSError):

@@ -15,19 +15,19 @@ import time
 from pathlib import Path
 
 from kvtier_backends.disk.format import (
-    SEAL_BYTES,
+    TAG_BYTES,
     Entry,
     TableWriter,
     decode_table_untrusted,
     records_max,
 )
-from kvtier_backends.disk.log.index import BlockIndex, Known
+from kvtier_backends.disk.log.index import BlockIndex, BlockRecord
 from kvtier_backends.disk.log.index_bulk import BulkLoad
 
 BLOCKS = 1_000_000
 KEY_BYTES = 36  # a SHA-256 and a group index
 SLOTS_PER_REGION = 1022  # 64 MiB regions of 64 KiB blocks
-REGIONS = int(BLOCKS * 1.12 / SLOTS_PER_REGION)  # the spare part is known to the index too
+REGIONS = int(BLOCKS * 1.12 / SLOTS_PER_REGION)  # the spare part is record to the index too
 BYTES_MAX = 120
 PAUSE_MS_MAX = 5.0
 INCARNATION = bytes(16)
@@ -44,19 +44,19 @@ def key_of(number: int) -> bytes:
     return (number * 0x9E3779B97F4A7C15 % 2**64).to_bytes(8, "big") * 4 + bytes(4)
 
 
-def grow(*, sealed: bool) -> tuple[BlockIndex, float, float]:
+def grow(*, encrypted: bool) -> tuple[BlockIndex, float, float]:
     """Insert the blocks one by one; returns the longest call in ms, and µs per block.
 
     In processor time, so that what else runs on the machine is no pause of ours.
     """
-    index = BlockIndex(REGIONS, SLOTS_PER_REGION, sealed=sealed)
-    known = Known(bytes(16), 1, 1, bytes(SEAL_BYTES) if sealed else b"")
+    index = BlockIndex(REGIONS, SLOTS_PER_REGION, encrypted=encrypted)
+    record = BlockRecord(bytes(16), 1, 1, bytes(TAG_BYTES) if encrypted else b"")
     longest_s = 0.0
     total_s = 0.0
     for number in range(BLOCKS):
         key = key_of(number)
         start = time.thread_time()
-        index.insert(key, number, known)
+        index.insert(key, number, record)
         taken_s = time.thread_time() - start
         total_s += taken_s
         longest_s = max(longest_s, taken_s)
@@ -97,11 +97,11 @@ def bulk(made: list[tuple[int, bytes]]) -> float:
     return time.perf_counter() - start
 
 
-def measure(*, sealed: bool) -> bool:
+def measure(*, encrypted: bool) -> bool:
     """Measure and print one kind of index; tells whether the promises are kept."""
     gc.collect()
     before = resident_bytes()
-    index, longest_ms, insert_us = grow(sealed=sealed)
+    index, longest_ms, insert_us = grow(encrypted=encrypted)
     bytes_per_block = (resident_bytes() - before) / BLOCKS
     keys = [key_of(number) for number in range(0, BLOCKS, 10)]
     start = time.perf_counter()
@@ -112,7 +112,7 @@ def measure(*, sealed: bool) -> bool:
     remove_us = (time.perf_counter() - start) / len(keys) * 1e6
     assert hits == removed == len(keys)
     print(
-        f"disk index{' with encryption' if sealed else ''}, {BLOCKS} blocks with keys of "
+        f"disk index{' with encryption' if encrypted else ''}, {BLOCKS} blocks with keys of "
         f"{KEY_BYTES} bytes: {bytes_per_block:.0f} bytes a block (at most {BYTES_MAX}), longest "
         f"insert {longest_ms:.2f} ms (at most {PAUSE_MS_MAX}); "
         f"insert {insert_us:.2f} µs, get {get_us:.2f} µs, remove {remove_us:.2f} µs"
@@ -123,11 +123,11 @@ def measure(*, sealed: bool) -> bool:
 def main() -> None:
     """Measure and print; exits with 1 if a promise is broken."""
     if len(sys.argv) > 1:
-        sys.exit(not measure(sealed=sys.argv[1] == "sealed"))
+        sys.exit(not measure(encrypted=sys.argv[1] == "encrypted"))
     # Each in a process of its own: memory that one has freed would hide what the other takes.
     runs = [
         subprocess.run([sys.executable, __file__, kind], check=False)
-        for kind in ("plain", "sealed")
+        for kind in ("plain", "encrypted")
     ]
     print(f"bulk load from table pages: {bulk(pages()):.2f} s")
     sys.exit(any(run.returncode for run in runs))

@@ -17,7 +17,7 @@ from kvtier.tools.cli.options import add_folder_options
 if TYPE_CHECKING:
     import argparse
 
-    from kvtier_backends.disk.encryption.sealing import Keyring
+    from kvtier_backends.disk.encryption.cipher import Keyring
     from kvtier_backends.disk.offline.fsck import Checked
 
 PROBLEMS: Final = 1
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_json_option(arguments)
     check_answers(arguments.path)
-    ring = _keys(arguments.encryption_key_file)
+    keyring = _keys(arguments.encryption_key_file)
     repair = bool(arguments.repair)
     checked: Checked
     try:
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         ):
             numbers = folder.files.numbers()
             with progress("checking regions", len(numbers)) as bar:
-                checked = Checker(folder, ring, repair=repair).run(numbers, bar.advance)
+                checked = Checker(folder, keyring, repair=repair).run(numbers, bar.advance)
     figures = _figures(arguments.path, checked, repair=repair)
     if wants_tables(arguments):
         _show(figures)
@@ -89,8 +89,8 @@ def _keys(path: str | None) -> Keyring | None:
     if path is None:
         return None
     from kvtier.errors import ConfigError  # noqa: PLC0415 - as in run
+    from kvtier_backends.disk.encryption.cipher import parse_keys_untrusted  # noqa: PLC0415 - as in run
     from kvtier_backends.disk.encryption.encrypted_log import read_key_file  # noqa: PLC0415 - as in run
-    from kvtier_backends.disk.encryption.sealing import parse_keys_untrusted  # noqa: PLC0415 - as in run
 
     try:
         import cryptography  # noqa: F401, PLC0415 - an extra

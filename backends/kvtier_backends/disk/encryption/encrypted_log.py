@@ -1,4 +1,4 @@
-"""Puts encryption between the log and those who use it: the log sees sealed blocks only."""
+"""Puts encryption between the log and those who use it: the log sees encrypted blocks only."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from kvtier.errors import ConfigError, StoreFault
 from kvtier.plugin_api.backend import LoadBlock, Loaded, Outcome, StoreBlock
 from kvtier.plugin_api.threads import DaemonThreads
-from kvtier_backends.disk.encryption.sealing import (
+from kvtier_backends.disk.encryption.cipher import (
     BlockCipher,
+    EncryptedBlock,
     Keyring,
-    Sealed,
     parse_keys_untrusted,
 )
 from kvtier_backends.disk.format import namespace_digest
@@ -27,58 +27,58 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SEAL_THREADS: Final = 2
+ENCRYPTION_THREADS: Final = 2
 """Encryption runs without the GIL, at a few GB/s a thread."""
 
 _KEY_FILE_BYTES_MAX: Final = 1 << 16
 
 
-class Vault:
-    """Seals what is stored and opens what is loaded, in threads of its own."""
+class EncryptedLog:
+    """Encrypts what is stored and decrypts what is loaded, in threads of its own."""
 
     def __init__(self, cipher: BlockCipher, name: str) -> None:
-        self.ring = cipher.ring
+        self.keyring = cipher.keyring
         self._cipher = cipher
-        self._threads = DaemonThreads(SEAL_THREADS, f"{name}-seal")
+        self._threads = DaemonThreads(ENCRYPTION_THREADS, f"{name}-encrypt")
         self._is_stopped = False
 
     async def store(self, log: BlockLog, blocks: Sequence[StoreBlock]) -> list[Outcome]:
-        """Seal the blocks that are not there yet, and append them."""
+        """Encrypt the blocks that are not there yet, and append them."""
         fresh = [block for block in blocks if not log.has(block.key)]
         if not fresh:
             return [Outcome.DONE] * len(blocks)
         memory = self._cipher.borrow(len(fresh))
         plain = [(block.key, block.buffer, block.digest) for block in fresh]
-        seals = await self._run(partial(self._cipher.seal, plain, memory))
-        sealed = [
+        tags = await self._run(partial(self._cipher.encrypt, plain, memory))
+        encrypted = [
             StoreBlock(block.key, view, digest)
             for block, view, (_, digest) in zip(
-                fresh, self._cipher.views(memory, len(fresh)), seals, strict=True
+                fresh, self._cipher.views(memory, len(fresh)), tags, strict=True
             )
         ]
-        outcomes = await log.store(sealed, [seal for seal, _ in seals])
+        outcomes = await log.store(encrypted, [tag for tag, _ in tags])
         self._cipher.give_back(memory)
-        known = dict(zip((block.key for block in fresh), outcomes, strict=True))
-        return [known.get(block.key, Outcome.DONE) for block in blocks]
+        outcome_of = dict(zip((block.key for block in fresh), outcomes, strict=True))
+        return [outcome_of.get(block.key, Outcome.DONE) for block in blocks]
 
     async def load(self, log: BlockLog, blocks: Sequence[LoadBlock]) -> list[Loaded]:
-        """Read the sealed blocks, and open each into its buffer."""
+        """Read the encrypted blocks, and decrypt each into its buffer."""
         memory = self._cipher.borrow(len(blocks))
         views = self._cipher.views(memory, len(blocks))
-        sealed: dict[bytes, Encryption] = {}
+        encryption: dict[bytes, Encryption] = {}
         answers = await log.load(
             [LoadBlock(block.key, view) for block, view in zip(blocks, views, strict=True)],
-            sealed,
+            encryption,
         )
         done = [place for place, each in enumerate(answers) if each.outcome is Outcome.DONE]
         places = []
         for place in done:
             key = blocks[place].key
-            seal, key_id = sealed[key]
-            places.append((place, Sealed(key, key_id, seal, answers[place].digest or b"")))
+            tag, key_id = encryption[key]
+            places.append((place, EncryptedBlock(key, key_id, tag, answers[place].digest or b"")))
         buffers = [blocks[place].buffer for place in done]
-        opened = await self._run(partial(self._cipher.open, memory, places, buffers))
-        for place, (outcome, digest) in zip(done, opened, strict=True):
+        decrypted = await self._run(partial(self._cipher.decrypt, memory, places, buffers))
+        for place, (outcome, digest) in zip(done, decrypted, strict=True):
             answers[place] = Loaded(outcome, digest or None)
         self._cipher.give_back(memory)
         return answers
@@ -99,7 +99,7 @@ class Vault:
         self._threads.stop()
 
 
-def make_vault(reader: Options, context: BackendContext) -> Vault | None:
+def make_encrypted_log(reader: Options, context: BackendContext) -> EncryptedLog | None:
     """Read the keys that the options name, if they name any. Raises ``ConfigError``."""
     has_file, has_name = reader.has("encryption_key_file"), reader.has("encryption_key_env")
     reader.allow("encryption_key_file", "encryption_key_env")
@@ -113,20 +113,21 @@ def make_vault(reader: Options, context: BackendContext) -> Vault | None:
     named = reader.text(option)
     path = reader.path(option) if has_file else ""
     try:
-        ring = parse_keys_untrusted(read_key_file(path) if has_file else os.environ.get(named, ""))
+        text = read_key_file(path) if has_file else os.environ.get(named, "")
+        keyring = parse_keys_untrusted(text)
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or str(problem)
         raise reader.error(
             option, named, f"gives no keys ({reason}); put 64 hex digits a key there, one a line"
         ) from None
-    return Vault(_make_cipher(ring, reader, option, context), context.tier_name)
+    return EncryptedLog(_make_cipher(keyring, reader, option, context), context.tier_name)
 
 
 def _make_cipher(
-    ring: Keyring, reader: Options, option: str, context: BackendContext
+    keyring: Keyring, reader: Options, option: str, context: BackendContext
 ) -> BlockCipher:
     try:
-        return BlockCipher(ring, namespace_digest(context), context.block_bytes)
+        return BlockCipher(keyring, namespace_digest(context), context.block_bytes)
     except ImportError:
         raise reader.error(
             option, "...", "needs a package: pip install 'cryptography>=47'"

@@ -1,7 +1,7 @@
 """Whether a tier of this capacity can be: refuses what can't, and names the option to change.
 
 What may work and hardly was meant, a capacity beyond the disk or an index that
-takes much of the memory, is told when the tier opens.
+takes much of the memory, is reported when the tier opens.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from kvtier_backends.disk.folder.claim import Plan
 
 INDEX_BYTES_PER_BLOCK: Final = 90
-"""What the index takes for a stored block with a key of 36 bytes; its seal comes on top."""
+"""What the index takes for a stored block with a key of 36 bytes; its tag comes on top."""
 
 INDEX_MEMORY_FRACTION: Final = 0.25
-"""Of the free memory: an index that may take more is told."""
+"""Of the free memory: an index that may take more is reported."""
 
 
 def check_region_bytes(
@@ -31,12 +31,12 @@ def check_region_bytes(
     region_bytes: int,
     capacity_bytes: int,
     context: BackendContext,
-    seal_bytes: int,
+    tag_bytes: int,
 ) -> None:
     """Raise ``ConfigError`` for regions that hold no block, or are too large for the capacity."""
     if region_bytes % PAGE_BYTES:
         raise reader.error("region_bytes", region_bytes, f"must be a multiple of {PAGE_BYTES}")
-    least = region_bytes_for(1, context.block_bytes, seal_bytes)
+    least = region_bytes_for(1, context.block_bytes, tag_bytes)
     if region_bytes < least:
         what = f"has no room for one block of {context.block_bytes} bytes"
         raise reader.error("region_bytes", region_bytes, f"{what}; give it {least}, or remove it")
@@ -47,11 +47,11 @@ def check_region_bytes(
 
 
 def check_plan(
-    reader: Options, capacity_bytes: int, context: BackendContext, seal_bytes: int, plan: Plan
+    reader: Options, capacity_bytes: int, context: BackendContext, tag_bytes: int, plan: Plan
 ) -> None:
     """Raise ``ConfigError`` for a capacity with room for too few blocks, or for too many."""
     if plan.regions < REGIONS_MIN or plan.geometry.slots < 1:
-        least = capacity_bytes_min(context.block_bytes, seal_bytes)
+        least = capacity_bytes_min(context.block_bytes, tag_bytes)
         raise reader.error(
             "capacity_bytes",
             capacity_bytes,
@@ -65,14 +65,14 @@ def check_plan(
 
 
 def check_memory(
-    reader: Options, capacity_bytes: int, path: str, plan: Plan, seal_bytes: int
+    reader: Options, capacity_bytes: int, path: str, plan: Plan, tag_bytes: int
 ) -> None:
     """Raise ``ConfigError`` if the index of what the disk can hold exceeds the machine's memory.
 
     Raises ``OSError``.
     """
     memory_bytes = machine_memory_bytes()
-    takes = index_bytes(path, plan, seal_bytes)
+    takes = index_bytes(path, plan, tag_bytes)
     if memory_bytes is not None and takes > memory_bytes:
         most = capacity_bytes * memory_bytes // takes
         raise reader.error(
@@ -83,7 +83,7 @@ def check_memory(
         )
 
 
-def doubts(path: str, capacity_bytes: int, plan: Plan, seal_bytes: int) -> dict[str, str]:
+def doubts(path: str, capacity_bytes: int, plan: Plan, tag_bytes: int) -> dict[str, str]:
     """Return what is odd about a capacity, as texts by the name they are counted by.
 
     Raises ``OSError``.
@@ -95,7 +95,7 @@ def doubts(path: str, capacity_bytes: int, plan: Plan, seal_bytes: int) -> dict[
             f"capacity_bytes={capacity_bytes}, and the filesystem has {disk_bytes} bytes: the tier "
             "works with what room it finds. Lower it to what others leave"
         )
-    free, takes = free_memory_bytes(), index_bytes(path, plan, seal_bytes)
+    free, takes = free_memory_bytes(), index_bytes(path, plan, tag_bytes)
     if free is not None and takes > free * INDEX_MEMORY_FRACTION:
         found["index_beyond_memory"] = (
             f"the index takes {takes} bytes of memory once capacity_bytes={capacity_bytes} is "
@@ -104,11 +104,11 @@ def doubts(path: str, capacity_bytes: int, plan: Plan, seal_bytes: int) -> dict[
     return found
 
 
-def index_bytes(path: str, plan: Plan, seal_bytes: int) -> int:
+def index_bytes(path: str, plan: Plan, tag_bytes: int) -> int:
     """Return how much memory the index takes when all is used that the disk has room for."""
     geometry = plan.geometry
     regions = min(plan.regions, _disk_bytes(path) // geometry.region_bytes + 1)
-    return regions * geometry.slots * (INDEX_BYTES_PER_BLOCK + seal_bytes)
+    return regions * geometry.slots * (INDEX_BYTES_PER_BLOCK + tag_bytes)
 
 
 def _disk_bytes(path: str) -> int:

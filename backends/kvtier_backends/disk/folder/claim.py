@@ -19,13 +19,13 @@ from kvtier_backends.disk.folder.users import LOCK_NAME, user_untrusted
 from kvtier_backends.disk.format import (
     ID_BYTES,
     PAGE_BYTES,
-    Geometry,
     PageRefused,
     Refusal,
+    RegionGeometry,
     Superblock,
     decode_superblock_untrusted,
     encode_superblock,
-    make_geometry,
+    make_region_geometry,
     region_bytes_for,
     time_s,
 )
@@ -46,8 +46,11 @@ REGIONS_KEPT_MIN: Final = 6  #: a folder that is cut into fewer is cut anew, if 
 REGIONS_MIN: Final = 4
 SEGMENT_BYTES_USUAL: Final = 1 << 30
 FOLDER_BYTES: Final = 4 * PAGE_BYTES  #: the lock and the superblock, rounded up
-SPARE_PART: Final = 0.1
-"""So much of the slots is not told upward: there dead blocks lie until a region is emptied."""
+OVERPROVISION_FRACTION: Final = 0.1
+"""Overprovisioning: the fraction of slots that is not advertised as capacity.
+
+It absorbs dead blocks until their region is reclaimed.
+"""
 
 LOCK_WAIT_S_MAX: Final = 1.0
 """A lock that is held gets so long to go.
@@ -64,18 +67,18 @@ _SEGMENT_PATTERN: Final = re.compile(r"segment-(\d{5})\.kv")
 class Plan(NamedTuple):
     """How a folder of one capacity is used."""
 
-    geometry: Geometry
+    geometry: RegionGeometry
     regions: int
     segment_regions: int
 
     @property
     def capacity_blocks(self) -> int:
-        """How many blocks are promised to fit, less what is open, kept back and spare."""
-        return max(1, int((self.regions - 2) * self.geometry.slots * (1 - SPARE_PART)))
+        """The advertised capacity: without what is open, kept back or overprovisioned."""
+        return max(1, int((self.regions - 2) * self.geometry.slots * (1 - OVERPROVISION_FRACTION)))
 
 
 def plan_folder(
-    capacity_bytes: int, block_bytes: int, seal_bytes: int, region_bytes: int | None
+    capacity_bytes: int, block_bytes: int, tag_bytes: int, region_bytes: int | None
 ) -> Plan:
     """Cut ``capacity_bytes`` into regions, of ``region_bytes`` if that is given.
 
@@ -83,27 +86,27 @@ def plan_folder(
     """
     room = max(0, capacity_bytes - FOLDER_BYTES)
     if region_bytes is None:
-        region_bytes = _usual_region_bytes(room, block_bytes, seal_bytes)
-    geometry = make_geometry(region_bytes, block_bytes, seal_bytes)
+        region_bytes = _usual_region_bytes(room, block_bytes, tag_bytes)
+    geometry = make_region_geometry(region_bytes, block_bytes, tag_bytes)
     if geometry.slots > REGION_SLOTS_MAX:
-        region_bytes = region_bytes_for(REGION_SLOTS_MAX, block_bytes, seal_bytes)
-        geometry = make_geometry(region_bytes, block_bytes, seal_bytes)
+        region_bytes = region_bytes_for(REGION_SLOTS_MAX, block_bytes, tag_bytes)
+        geometry = make_region_geometry(region_bytes, block_bytes, tag_bytes)
     return Plan(geometry, room // region_bytes, max(1, SEGMENT_BYTES_USUAL // region_bytes))
 
 
-def capacity_bytes_min(block_bytes: int, seal_bytes: int) -> int:
+def capacity_bytes_min(block_bytes: int, tag_bytes: int) -> int:
     """Return the smallest capacity that works at all."""
-    return FOLDER_BYTES + REGIONS_MIN * region_bytes_for(1, block_bytes, seal_bytes)
+    return FOLDER_BYTES + REGIONS_MIN * region_bytes_for(1, block_bytes, tag_bytes)
 
 
-def _usual_region_bytes(room: int, block_bytes: int, seal_bytes: int) -> int:
-    least = region_bytes_for(REGION_SLOTS_MIN, block_bytes, seal_bytes)
+def _usual_region_bytes(room: int, block_bytes: int, tag_bytes: int) -> int:
+    least = region_bytes_for(REGION_SLOTS_MIN, block_bytes, tag_bytes)
     wanted = min(REGION_BYTES_USUAL, room // REGIONS_WANTED // PAGE_BYTES * PAGE_BYTES)
     region_bytes = max(least, wanted)
     slots = REGION_SLOTS_MIN
     while room // region_bytes < REGIONS_LOW and slots > 1:
         slots -= 1
-        region_bytes = region_bytes_for(slots, block_bytes, seal_bytes)
+        region_bytes = region_bytes_for(slots, block_bytes, tag_bytes)
     return region_bytes
 
 
@@ -125,7 +128,7 @@ class Claim:
             make_folders(path)
             if os.stat(path).st_mode & stat.S_IWOTH:
                 raise refuse(world_writable())
-            self._descriptor = self._take(refuse)
+            self._descriptor = self._acquire(refuse)
         except NotAFile as problem:
             raise refuse(not_ours(problem)) from None
         except (FileExistsError, NotADirectoryError):
@@ -159,15 +162,15 @@ class Claim:
             return False
         return (there.st_dev, there.st_ino) == self._identity
 
-    def _take(self, refuse: Callable[[str], ConfigError]) -> int:
+    def _acquire(self, refuse: Callable[[str], ConfigError]) -> int:
         path = f"{self.path}/{LOCK_NAME}"
         descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
         try:
-            is_taken = _lock(descriptor)
+            is_acquired = _lock(descriptor)
         except BaseException:
             os.close(descriptor)
             raise
-        if not is_taken:
+        if not is_acquired:
             owner = user_untrusted(descriptor)
             os.close(descriptor)
             raise refuse(
@@ -192,7 +195,7 @@ def not_ours(problem: NotAFile) -> str:
 
 
 def _lock(descriptor: int) -> bool:
-    """Take the lock, if it is free or becomes so in ``LOCK_WAIT_S_MAX``. Raises ``OSError``."""
+    """Acquire the lock, if it is free or becomes so in ``LOCK_WAIT_S_MAX``. Raises ``OSError``."""
     waits = round(LOCK_WAIT_S_MAX / _LOCK_POLL_S)
     for wait in range(waits + 1):
         try:

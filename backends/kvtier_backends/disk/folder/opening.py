@@ -16,7 +16,7 @@ from kvtier_backends.disk.folder.claim import (
     segment_numbers,
     write_superblock,
 )
-from kvtier_backends.disk.folder.recovery import UNREMARKABLE, Case, Fate, folder_case
+from kvtier_backends.disk.folder.recovery import UNREMARKABLE, Action, Case, folder_case
 from kvtier_backends.disk.format import PageRefused, Superblock
 from kvtier_backends.disk.opened_files import remove_whatever
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-class Judged(NamedTuple):
+class Verdict(NamedTuple):
     """What a folder is, before anything in it is changed."""
 
     plan: Plan
@@ -33,15 +33,15 @@ class Judged(NamedTuple):
 
 
 def judge_folder(
-    path: str, capacity_bytes: int, block_bytes: int, seal_bytes: int, region_bytes: int | None
-) -> Judged:
+    path: str, capacity_bytes: int, block_bytes: int, tag_bytes: int, region_bytes: int | None
+) -> Verdict:
     """Decide how the folder is used: as it is cut already, if that fits. Raises ``OSError``."""
-    wanted = plan_folder(capacity_bytes, block_bytes, seal_bytes, region_bytes)
+    wanted = plan_folder(capacity_bytes, block_bytes, tag_bytes, region_bytes)
     try:
         superblock = read_superblock(path)
     except PageRefused as refused:
-        return Judged(wanted, None, folder_case(refused.refusal, layout_fits=False))
-    found = plan_folder(capacity_bytes, block_bytes, seal_bytes, superblock.region_bytes)
+        return Verdict(wanted, None, folder_case(refused.refusal, layout_fits=False))
+    found = plan_folder(capacity_bytes, block_bytes, tag_bytes, superblock.region_bytes)
     found = found._replace(segment_regions=superblock.segment_regions)
     fits = found.geometry.region_bytes == superblock.region_bytes
     if region_bytes is None:
@@ -51,39 +51,39 @@ def judge_folder(
     else:
         fits = fits and superblock.region_bytes == wanted.geometry.region_bytes
     case = folder_case(None, layout_fits=fits)
-    return Judged(found, superblock, case) if fits else Judged(wanted, None, case)
+    return Verdict(found, superblock, case) if fits else Verdict(wanted, None, case)
 
 
-def judge_again(path: str, plan: Plan) -> Judged:
+def judge_returned_folder(path: str, plan: Plan) -> Verdict:
     """Judge a folder that came back, for a plan that can't be changed any more."""
     try:
         superblock = read_superblock(path)
     except PageRefused as refused:
-        return Judged(plan, None, folder_case(refused.refusal, layout_fits=False))
+        return Verdict(plan, None, folder_case(refused.refusal, layout_fits=False))
     fits = superblock.region_bytes == plan.geometry.region_bytes
     fits = fits and superblock.segment_regions == plan.segment_regions
     case = folder_case(None, layout_fits=fits)
-    return Judged(plan, superblock if fits else None, case)
+    return Verdict(plan, superblock if fits else None, case)
 
 
-def prepare_folder(path: str, judged: Judged) -> tuple[Superblock, Mapping[str, int]]:
+def prepare_folder(path: str, verdict: Verdict) -> tuple[Superblock, Mapping[str, int]]:
     """Make the folder what it was judged to be; returns its superblock and what to count.
 
     Blocks, and raises ``OSError``.
     """
     counts: Counter[str] = Counter()
-    if judged.case.name not in UNREMARKABLE:
-        counts[judged.case.name] += 1
+    if verdict.case.name not in UNREMARKABLE:
+        counts[verdict.case.name] += 1
     numbers = segment_numbers(path)
-    if judged.case.fate is Fate.BEGIN_ANEW or judged.superblock is None:
+    if verdict.case.action is Action.BEGIN_ANEW or verdict.superblock is None:
         for number in numbers:
             counts["segments_removed"] += remove_whatever(f"{path}/{SEGMENT_NAME.format(number)}")
-        superblock = new_superblock(judged.plan)
+        superblock = new_superblock(verdict.plan)
         write_superblock(path, superblock)
         return superblock, counts
-    plan = judged.plan
+    plan = verdict.plan
     segments = Segments(path, plan.geometry.region_bytes, plan.segment_regions)
     cut = trim_segments(segments, plan.regions, highest=max(numbers, default=-1))
     if cut:
         counts["segments_cut"] += cut
-    return judged.superblock, counts
+    return verdict.superblock, counts

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from kvtier.plugin_api.threads import DaemonThreads
     from kvtier_backends.disk.device import Device
-    from kvtier_backends.disk.format import Geometry
+    from kvtier_backends.disk.format import RegionGeometry
     from kvtier_backends.disk.log.index_bulk import BulkLoad
 
 YES: Final = True
@@ -45,7 +45,7 @@ _BATCH_BYTES: Final = 2 << 20
 _BATCHES_AT_ONCE: Final = 4
 
 
-class Fate(Enum):
+class Action(Enum):
     """What is done with a superblock, a region or a table page."""
 
     SERVE = "serve"
@@ -60,7 +60,7 @@ class Case(NamedTuple):
 
     name: str
     facts: tuple[bool | None, ...]
-    fate: Fate
+    action: Action
 
     def matches(self, facts: Sequence[bool]) -> bool:
         """Tell whether the row is for these facts."""
@@ -72,34 +72,34 @@ class Case(NamedTuple):
 
 FOLDER_CASES: Final = (
     #     name                  there sound version layout
-    Case("folder_new", (NO, ANY, ANY, ANY), Fate.BEGIN_ANEW),
-    Case("folder_damaged", (YES, NO, ANY, ANY), Fate.BEGIN_ANEW),
-    Case("folder_other_version", (YES, YES, NO, ANY), Fate.BEGIN_ANEW),
-    Case("folder_other_layout", (YES, YES, YES, NO), Fate.BEGIN_ANEW),
-    Case("folder_sound", (YES, YES, YES, YES), Fate.SERVE),
+    Case("folder_new", (NO, ANY, ANY, ANY), Action.BEGIN_ANEW),
+    Case("folder_damaged", (YES, NO, ANY, ANY), Action.BEGIN_ANEW),
+    Case("folder_other_version", (YES, YES, NO, ANY), Action.BEGIN_ANEW),
+    Case("folder_other_layout", (YES, YES, YES, NO), Action.BEGIN_ANEW),
+    Case("folder_sound", (YES, YES, YES, YES), Action.SERVE),
 )
 
 REGION_CASES: Final = (
     #     name                    readable written sound version folder place layout names key
-    Case("region_unreadable", (NO, ANY, ANY, ANY, ANY, ANY, ANY, ANY, ANY), Fate.REUSE),
-    Case("region_never_used", (YES, NO, ANY, ANY, ANY, ANY, ANY, ANY, ANY), Fate.REUSE),
-    Case("region_damaged", (YES, YES, NO, ANY, ANY, ANY, ANY, ANY, ANY), Fate.REUSE),
-    Case("region_other_version", (YES, YES, YES, NO, ANY, ANY, ANY, ANY, ANY), Fate.REUSE),
-    Case("region_other_folder", (YES, YES, YES, YES, NO, ANY, ANY, ANY, ANY), Fate.REUSE),
-    Case("region_misplaced", (YES, YES, YES, YES, YES, NO, ANY, ANY, ANY), Fate.REUSE),
-    Case("region_foreign", (YES, YES, YES, YES, YES, YES, ANY, NO, ANY), Fate.REUSE_LAST),
-    Case("region_other_layout", (YES, YES, YES, YES, YES, YES, NO, YES, ANY), Fate.REUSE),
-    Case("region_unknown_key", (YES, YES, YES, YES, YES, YES, YES, YES, NO), Fate.REUSE_LAST),
-    Case("region_sound", (YES, YES, YES, YES, YES, YES, YES, YES, YES), Fate.SERVE),
+    Case("region_unreadable", (NO, ANY, ANY, ANY, ANY, ANY, ANY, ANY, ANY), Action.REUSE),
+    Case("region_never_used", (YES, NO, ANY, ANY, ANY, ANY, ANY, ANY, ANY), Action.REUSE),
+    Case("region_damaged", (YES, YES, NO, ANY, ANY, ANY, ANY, ANY, ANY), Action.REUSE),
+    Case("region_other_version", (YES, YES, YES, NO, ANY, ANY, ANY, ANY, ANY), Action.REUSE),
+    Case("region_other_folder", (YES, YES, YES, YES, NO, ANY, ANY, ANY, ANY), Action.REUSE),
+    Case("region_misplaced", (YES, YES, YES, YES, YES, NO, ANY, ANY, ANY), Action.REUSE),
+    Case("region_foreign", (YES, YES, YES, YES, YES, YES, ANY, NO, ANY), Action.REUSE_LAST),
+    Case("region_other_layout", (YES, YES, YES, YES, YES, YES, NO, YES, ANY), Action.REUSE),
+    Case("region_unknown_key", (YES, YES, YES, YES, YES, YES, YES, YES, NO), Action.REUSE_LAST),
+    Case("region_sound", (YES, YES, YES, YES, YES, YES, YES, YES, YES), Action.SERVE),
 )
 
 PAGE_CASES: Final = (
     #     name                written sound version incarnation
-    Case("table_unused", (NO, ANY, ANY, ANY), Fate.SKIP),
-    Case("table_torn", (YES, NO, ANY, ANY), Fate.SKIP),
-    Case("table_other_version", (YES, YES, NO, ANY), Fate.SKIP),
-    Case("table_left_over", (YES, YES, YES, NO), Fate.SKIP),
-    Case("table_sound", (YES, YES, YES, YES), Fate.SERVE),
+    Case("table_unused", (NO, ANY, ANY, ANY), Action.SKIP),
+    Case("table_torn", (YES, NO, ANY, ANY), Action.SKIP),
+    Case("table_other_version", (YES, YES, NO, ANY), Action.SKIP),
+    Case("table_left_over", (YES, YES, YES, NO), Action.SKIP),
+    Case("table_sound", (YES, YES, YES, YES), Action.SERVE),
 )
 
 UNREMARKABLE: Final = frozenset(
@@ -127,14 +127,14 @@ class Expected(NamedTuple):
     folder_id: bytes
     namespace: bytes
     key_ids: Container[bytes]
-    geometry: Geometry
+    geometry: RegionGeometry
 
 
 class Recovered(NamedTuple):
     """What a folder held."""
 
     sequences: dict[int, int]  #: of the regions that are served
-    spare: list[int]  #: regions to be used last, the oldest first
+    reuse_last: list[int]  #: regions to be used last, the oldest first
     highest: int  #: the greatest sequence number seen
     incarnations: dict[int, bytes]
     key_ids: dict[int, bytes]
@@ -208,47 +208,47 @@ class Recovery:
         self._threads = threads
         self._bulk = bulk
         self._headers: dict[int, RegionHeader] = {}
-        self._spare: list[tuple[int, int]] = []
+        self._reuse_last: list[tuple[int, int]] = []
         self._highest = 0
         self._counts: Counter[str] = Counter()
         self._pauses_left = READ_AGAIN_MAX
 
     async def run(self, regions: int, blocks_max: int) -> Recovered:
-        """Look at all regions; the newest ``blocks_max`` blocks at most are taken."""
+        """Read all regions; the newest ``blocks_max`` blocks at most are recovered."""
         table_bytes = self._expected.geometry.slots_at
         size = max(1, _BATCH_BYTES // table_bytes)
         batches = [range(first, min(first + size, regions)) for first in range(0, regions, size)]
         pass_on = asyncio.Semaphore(_BATCHES_AT_ONCE)
-        await asyncio.gather(*(self._look_at(batch, pass_on) for batch in batches))
+        await asyncio.gather(*(self._recover_batch(batch, pass_on) for batch in batches))
         dropped = await self._threads.run(partial(self._bulk.finish, blocks_max))
         self._counts.update({f"entries_{why}": n for why, n in dropped._asdict().items() if n})
         if len(self._bulk.index):
             self._counts["blocks_recovered"] = len(self._bulk.index)
         return Recovered(
             {number: header.sequence for number, header in self._headers.items()},
-            [number for _, number in sorted(self._spare)],
+            [number for _, number in sorted(self._reuse_last)],
             self._highest,
             {number: header.incarnation for number, header in self._headers.items()},
             {number: header.key_id for number, header in self._headers.items()},
             self._counts,
         )
 
-    async def _look_at(self, batch: range, pass_on: asyncio.Semaphore) -> None:
+    async def _recover_batch(self, batch: range, pass_on: asyncio.Semaphore) -> None:
         table_bytes = self._expected.geometry.slots_at
         async with pass_on:
             whole = memoryview(mmap.mmap(-1, len(batch) * table_bytes))
-            parts = [whole[at * table_bytes : (at + 1) * table_bytes] for at in range(len(batch))]
-            wanted = [Transfer(n, 0, [part]) for n, part in zip(batch, parts, strict=True)]
+            tables = [whole[at * table_bytes : (at + 1) * table_bytes] for at in range(len(batch))]
+            wanted = [Transfer(n, 0, [table]) for n, table in zip(batch, tables, strict=True)]
             ends = await self._read(wanted)
             raws = [
-                part[: 0 if isinstance(end, OSError) else end]
-                for part, end in zip(parts, ends, strict=True)
+                table[: 0 if isinstance(end, OSError) else end]
+                for table, end in zip(tables, ends, strict=True)
             ]
             failed = [n for n, end in zip(batch, ends, strict=True) if isinstance(end, OSError)]
             if failed:
                 # Overwritten last: what is in them may be readable again at the next start.
                 self._counts["region_unreadable"] += len(failed)
-                self._spare += [(0, number) for number in failed]
+                self._reuse_last += [(0, number) for number in failed]
             await self._threads.run(partial(self._judge_all, batch, raws))
 
     async def _read(self, wanted: list[Transfer]) -> list[int | OSError]:
@@ -275,9 +275,9 @@ class Recovery:
             self._count(case)
         if header is not None and header.folder_id == self._expected.folder_id:
             self._highest = max(self._highest, header.sequence)
-        if case.fate is Fate.REUSE_LAST and header is not None:
-            self._spare.append((header.sequence, number))
-        if case.fate is not Fate.SERVE or header is None:
+        if case.action is Action.REUSE_LAST and header is not None:
+            self._reuse_last.append((header.sequence, number))
+        if case.action is not Action.SERVE or header is None:
             return
         # In any order: a slot has one entry in an incarnation, however often it was written.
         for at in range(PAGE_BYTES, len(raw) - PAGE_BYTES + 1, PAGE_BYTES):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtier.plugin_api.backend import Outcome
-from kvtier_backends.disk.log.batches import Batch
+from kvtier_backends.disk.log.batches import AppendBatch
 from kvtier_backends.disk.log.regions import Extent, RegionState
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from kvtier_backends.disk.device import Transfer
-    from kvtier_backends.disk.log.batches import Item
+    from kvtier_backends.disk.log.batches import Reinsertion
     from kvtier_backends.disk.log.calls import Calls
     from kvtier_backends.disk.log.context import LogContext
     from kvtier_backends.disk.log.load_priority import LoadPriority
@@ -57,16 +57,16 @@ class BlockAppender:
         """Keep this many of the last slots for reinserted blocks, instead of any before."""
         self._reserved = slots
 
-    async def append(self, batch: Batch, make_room: MakeRoom) -> list[Outcome]:
+    async def append(self, batch: AppendBatch, make_room: MakeRoom) -> list[Outcome]:
         """Append new blocks; one outcome a block. ``make_room`` reclaims a region."""
         self._appending += len(batch.keys)
         return await self._append(batch, make_room)
 
-    async def reinsert(self, items: Sequence[Item]) -> list[Outcome]:
+    async def reinsert(self, items: Sequence[Reinsertion]) -> list[Outcome]:
         """Append blocks of the log once more, as far as there is room; one outcome a block."""
-        return await self._append(Batch.reinserted(items), None)
+        return await self._append(AppendBatch.reinserted(items), None)
 
-    async def _append(self, batch: Batch, make_room: MakeRoom | None) -> list[Outcome]:
+    async def _append(self, batch: AppendBatch, make_room: MakeRoom | None) -> list[Outcome]:
         """Write blocks extent by extent, all at once."""
         writes: list[asyncio.Future[list[Outcome]]] = []
         ends: list[Outcome] = []
@@ -89,7 +89,7 @@ class BlockAppender:
                 ends = await self._write(extent, cut)
         return [outcome for write in writes for outcome in await write] + ends
 
-    async def _write(self, extent: Extent, batch: Batch) -> list[Outcome]:
+    async def _write(self, extent: Extent, batch: AppendBatch) -> list[Outcome]:
         """Write one extent's blocks, then their entries, then let the index know them."""
         context, region = self._context, extent.region
         table = self._opener.table(region)
@@ -119,7 +119,7 @@ class BlockAppender:
             table.free(pages)
             self._opener.close_table(region, table)
 
-    def _count_bytes(self, size: int, batch: Batch) -> None:
+    def _count_bytes(self, size: int, batch: AppendBatch) -> None:
         if batch.is_reinserted:
             self._context.budget.spend(size)
             self._context.counters.add("bytes_appended_again", size)

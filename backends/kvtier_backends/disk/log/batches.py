@@ -14,25 +14,25 @@ if TYPE_CHECKING:
 
     from kvtier.plugin_api.backend import StoreBlock
     from kvtier_backends.disk.format import EntryTuple
-    from kvtier_backends.disk.log.index import BlockIndex, Known
+    from kvtier_backends.disk.log.index import BlockIndex, BlockRecord
 
 
-class Item(NamedTuple):
+class Reinsertion(NamedTuple):
     """One block to reinsert."""
 
     key: bytes
     buffer: memoryview
-    known: Known
+    record: BlockRecord
     source: int  #: where it is now
 
 
-class Batch(NamedTuple):
+class AppendBatch(NamedTuple):
     """Blocks to append; all columns but ``sources`` are of one length."""
 
     keys: Sequence[bytes]
     buffers: Sequence[memoryview]
     digests: Sequence[bytes]
-    seals: Sequence[bytes]
+    tags: Sequence[bytes]
     stored_s: Sequence[int]
     used_s: Sequence[int]
     sources: Sequence[int] = ()  #: where they are now, if they are reinserted
@@ -43,32 +43,32 @@ class Batch(NamedTuple):
         return bool(self.sources)
 
     @classmethod
-    def new(cls, blocks: Sequence[StoreBlock], seals: Sequence[bytes], now_s: int) -> Batch:
+    def new(cls, blocks: Sequence[StoreBlock], tags: Sequence[bytes], now_s: int) -> AppendBatch:
         """Return blocks, at least one, that are stored now."""
         keys, buffers, digests = zip(*blocks, strict=True)
         times = [now_s] * len(blocks)
-        return cls(keys, buffers, digests, seals, times, times)
+        return cls(keys, buffers, digests, tags, times, times)
 
     @classmethod
-    def reinserted(cls, items: Sequence[Item]) -> Batch:
+    def reinserted(cls, items: Sequence[Reinsertion]) -> AppendBatch:
         """Return blocks that keep their times."""
         return cls(
             [item.key for item in items],
             [item.buffer for item in items],
-            [item.known.digest for item in items],
-            [item.known.seal for item in items],
-            [item.known.stored_s for item in items],
-            [item.known.used_s for item in items],
+            [item.record.digest for item in items],
+            [item.record.tag for item in items],
+            [item.record.stored_s for item in items],
+            [item.record.used_s for item in items],
             [item.source for item in items],
         )
 
-    def cut(self, start: int, stop: int) -> Batch:
+    def cut(self, start: int, stop: int) -> AppendBatch:
         """Return some of the blocks."""
-        return Batch(
+        return AppendBatch(
             self.keys[start:stop],
             self.buffers[start:stop],
             self.digests[start:stop],
-            self.seals[start:stop],
+            self.tags[start:stop],
             self.stored_s[start:stop],
             self.used_s[start:stop],
             self.sources[start:stop],
@@ -77,12 +77,12 @@ class Batch(NamedTuple):
     def entries(self, first: int) -> list[EntryTuple]:
         """Return what a table says of the blocks if they lie in the slots from ``first`` on."""
         slots = range(first, first + len(self.keys))
-        return list(zip(slots, self.stored_s, self.keys, self.digests, self.seals, strict=True))
+        return list(zip(slots, self.stored_s, self.keys, self.digests, self.tags, strict=True))
 
     def put_into(self, index: BlockIndex, first: int) -> None:
-        """Let the index know the blocks, which lie from a location on."""
+        """Put the blocks, which lie from a location on, into the index."""
         if not self.is_reinserted:
-            # A key that is known already was stored twice at once: it is left out.
+            # A key that is in the index already was stored twice at once: it is left out.
             insert(self, index, first)
         elif index.find(self.keys) == list(self.sources):
             index.remove_all(self.keys)
@@ -95,9 +95,9 @@ class Batch(NamedTuple):
                     insert(self.cut(step, step + 1), index, first + step)
 
 
-def insert(batch: Batch, index: BlockIndex, first: int) -> None:
+def insert(batch: AppendBatch, index: BlockIndex, first: int) -> None:
     """Add those of the blocks whose keys are not in the index."""
-    index.insert_run(first, batch.keys, batch.digests, batch.seals, batch.stored_s, batch.used_s)
+    index.insert_run(first, batch.keys, batch.digests, batch.tags, batch.stored_s, batch.used_s)
 
 
 def check_buffers(buffers: Sequence[memoryview], block_bytes: int) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.disk.format import check_key_lengths
 from kvtier_backends.disk.log.appender import BlockAppender
-from kvtier_backends.disk.log.batches import Batch, check_buffers
+from kvtier_backends.disk.log.batches import AppendBatch, check_buffers
 from kvtier_backends.disk.log.calls import Calls
 from kvtier_backends.disk.log.healing import Healer
 from kvtier_backends.disk.log.live_blocks import LiveBlocks
@@ -91,13 +91,13 @@ class BlockLog:
         return await self.calls.shielded(self._reader.load(blocks, encryption))
 
     async def store(
-        self, blocks: Sequence[StoreBlock], seals: Sequence[bytes] = ()
+        self, blocks: Sequence[StoreBlock], tags: Sequence[bytes] = ()
     ) -> list[Outcome]:
         """Append the blocks that are not there yet; one outcome a block, in order.
 
-        ``seals`` go with encrypted blocks, one each.
+        ``tags`` go with encrypted blocks, one each.
         """
-        return await self.calls.shielded(self._store(blocks, seals or [b""] * len(blocks)))
+        return await self.calls.shielded(self._store(blocks, tags or [b""] * len(blocks)))
 
     def remove(self, keys: Iterable[bytes]) -> int:
         """Forget these keys; returns how many were there."""
@@ -124,7 +124,7 @@ class BlockLog:
         self._opener.close()
         self._live.abandon()
 
-    async def _store(self, blocks: Sequence[StoreBlock], seals: Sequence[bytes]) -> list[Outcome]:
+    async def _store(self, blocks: Sequence[StoreBlock], tags: Sequence[bytes]) -> list[Outcome]:
         keys = [block.key for block in blocks]
         check_key_lengths(map(len, keys))
         check_buffers([block.buffer for block in blocks], self._context.geometry.block_bytes)
@@ -139,9 +139,9 @@ class BlockLog:
             outcomes.update(dict.fromkeys(list(places)[room:], Outcome.FULL))
             del fits[room:]
         if fits:
-            batch = Batch.new(
+            batch = AppendBatch.new(
                 [blocks[place] for place in fits],
-                [seals[place] for place in fits],
+                [tags[place] for place in fits],
                 self._context.now_s(),
             )
             ends = await self._appender.append(batch, self._reclaimer.make_room)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvtier_backends.disk.device import Device
-    from kvtier_backends.disk.format import Geometry
+    from kvtier_backends.disk.format import RegionGeometry
     from kvtier_backends.disk.log.index import BlockIndex
     from kvtier_backends.disk.log.regions import Budget, Regions
     from kvtier_backends.disk.log.tables import Identity
@@ -27,7 +27,7 @@ class LogContext:
     device: Device
     index: BlockIndex
     regions: Regions
-    geometry: Geometry
+    geometry: RegionGeometry
     budget: Budget
     identity: Identity
     counters: TierCounters

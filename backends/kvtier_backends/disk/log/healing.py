@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier_backends.disk.device import Transfer
 from kvtier_backends.disk.format import PAGE_BYTES
-from kvtier_backends.disk.log.region_faults import SICK_MEDIUM
+from kvtier_backends.disk.log.region_faults import MEDIUM_ERRORS
 
 if TYPE_CHECKING:
     from kvtier_backends.disk.log.context import LogContext
@@ -55,7 +55,7 @@ class Healer:
                     faults.revive(region)
                     continue
                 faults.still_fails(region, problem)
-                if problem.errno not in SICK_MEDIUM:
+                if problem.errno not in MEDIUM_ERRORS:
                     return
 
     async def _read_suspects(self) -> None:

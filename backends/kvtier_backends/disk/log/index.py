@@ -1,9 +1,9 @@
 """Which block lies where: the disk tier's index, compact and free of pauses.
 
-A location is one number: ``region * slots_per_region + slot``. What is known
+A location is one number: ``region * slots_per_region + slot``. The record
 of a block (key, digest, times) lies in flat arrays of its region, at its slot,
 so a region's blocks are listed and forgotten without a search. Tables of
-64-bit words (``words.py``) lead from a key to its location. They grow with what
+64-bit words (``index_words.py``) lead from a key to its location. They grow with what
 is stored, a table at a time, and so do the arrays, a region at a time: an index
 of a large tier that has little in it is small. Nothing here is seen by the
 garbage collector but one small object a region.
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.errors import InternalError, Misuse
 from kvtier.plugin_api.backend import DIGEST_BYTES
-from kvtier_backends.disk.format import SEAL_BYTES, check_key_lengths
+from kvtier_backends.disk.format import TAG_BYTES, check_key_lengths
 from kvtier_backends.disk.log.index_words import (
     COUNT_AT,
     HALF_BITS,
@@ -33,26 +33,26 @@ _LOCATION_MASK: Final = (1 << HALF_BITS) - 1
 SLOTS_MAX: Final = 1 << 30
 
 
-class Known(NamedTuple):
-    """What is known of one block besides its place."""
+class BlockRecord(NamedTuple):
+    """What the index has of one block besides its location."""
 
     digest: bytes
     stored_s: int
     used_s: int
-    seal: bytes
+    tag: bytes
 
 
 class Slab:
     """The blocks of one region. A length of 0 marks a slot without a block."""
 
-    __slots__ = ("digests", "key_width", "keys", "lengths", "seals", "stored_s", "used_s")
+    __slots__ = ("digests", "key_width", "keys", "lengths", "stored_s", "tags", "used_s")
 
-    def __init__(self, slots: int, key_width: int, *, sealed: bool) -> None:
+    def __init__(self, slots: int, key_width: int, *, encrypted: bool) -> None:
         self.key_width = key_width
         self.keys = bytearray(slots * key_width)
         self.lengths = bytearray(slots)  # of the key
         self.digests = bytearray(slots * DIGEST_BYTES)
-        self.seals = bytearray(slots * SEAL_BYTES if sealed else 0)
+        self.tags = bytearray(slots * TAG_BYTES if encrypted else 0)
         self.stored_s = array("I", bytes(4 * slots))
         self.used_s = array("I", bytes(4 * slots))
 
@@ -99,15 +99,15 @@ class Slab:
 class BlockIndex:
     """Keys to locations, for ``regions`` regions of ``slots_per_region`` slots each.
 
-    ``sealed`` keeps room for an encryption seal a block. One thread at a time.
+    ``encrypted`` keeps room for an encryption tag a block. One thread at a time.
     """
 
-    def __init__(self, regions: int, slots_per_region: int, *, sealed: bool = False) -> None:
+    def __init__(self, regions: int, slots_per_region: int, *, encrypted: bool = False) -> None:
         slots = regions * slots_per_region
         if slots > SLOTS_MAX:
             raise Misuse(f"{slots} slots are more than {SLOTS_MAX}. Make the tier smaller.")
         self.slots_per_region = slots_per_region
-        self.sealed = sealed
+        self.encrypted = encrypted
         self.words = Words()
         self._slabs: list[Slab | None] = [None] * regions
         self._live = array("I", bytes(4 * regions))
@@ -160,10 +160,10 @@ class BlockIndex:
         assert slab is not None, "a block without its region"
         return slab.count_held(slot + 1, keys, start)
 
-    def insert(self, key: bytes, location: int, known: Known) -> None:
+    def insert(self, key: bytes, location: int, record: BlockRecord) -> None:
         """Add a block. Neither its key nor a block at its location may be there."""
-        digest, stored_s, used_s, seal = known
-        if not self.insert_run(location, (key,), (digest,), (seal,), (stored_s,), (used_s,)):
+        digest, stored_s, used_s, tag = record
+        if not self.insert_run(location, (key,), (digest,), (tag,), (stored_s,), (used_s,)):
             raise InternalError("the key is in the index already")
 
     def insert_run(
@@ -171,7 +171,7 @@ class BlockIndex:
         first: int,
         keys: Sequence[bytes],
         digests: Sequence[bytes],
-        seals: Sequence[bytes],
+        tags: Sequence[bytes],
         stored_s: Sequence[int],
         used_s: Sequence[int],
     ) -> int:
@@ -195,8 +195,8 @@ class BlockIndex:
             keys_padded = b"".join(keys)
         _put(slab.keys, start * width, keys_padded, stop * width)
         _put(slab.digests, start * DIGEST_BYTES, b"".join(digests), stop * DIGEST_BYTES)
-        if self.sealed:
-            _put(slab.seals, start * SEAL_BYTES, b"".join(seals), stop * SEAL_BYTES)
+        if self.encrypted:
+            _put(slab.tags, start * TAG_BYTES, b"".join(tags), stop * TAG_BYTES)
         slab.stored_s[start:stop] = array("I", stored_s)
         slab.used_s[start:stop] = array("I", used_s)
         self.words.grow_for(self._count + len(keys))
@@ -218,12 +218,13 @@ class BlockIndex:
     def remove_all(self, keys: Iterable[bytes]) -> list[bytes]:
         """Forget keys; returns those that were there, each once."""
         keys = list(dict.fromkeys(keys))
-        slots, slabs, live, take = self.slots_per_region, self._slabs, self._live, self._take
+        slots, slabs, live = self.slots_per_region, self._slabs, self._live
+        remove_word = self._remove_word
         gone = []
         # Removing one key moves words, and no block: the others' locations stay right.
         for key, location in zip(keys, self.find(keys), strict=True):
             if location is not None:
-                take(key, location)
+                remove_word(key, location)
                 region = location // slots
                 slab = slabs[region]
                 assert slab is not None, "a location without its region"
@@ -239,17 +240,17 @@ class BlockIndex:
         slab = self._slabs[region]
         return slab.key(slot) if slab is not None and slab.lengths[slot] else None
 
-    def known(self, location: int) -> Known:
-        """Return what is known of the block at a location. There must be one."""
+    def record(self, location: int) -> BlockRecord:
+        """Return the record of the block at a location. There must be one."""
         region, slot = divmod(location, self.slots_per_region)
         slab = self._slabs[region]
         if slab is None or not slab.lengths[slot]:
             raise InternalError(f"slot {slot} of region {region} has no block")
-        return Known(
+        return BlockRecord(
             bytes(slab.digests[slot * DIGEST_BYTES : (slot + 1) * DIGEST_BYTES]),
             slab.stored_s[slot],
             slab.used_s[slot],
-            bytes(slab.seals[slot * SEAL_BYTES : (slot + 1) * SEAL_BYTES]),
+            bytes(slab.tags[slot * TAG_BYTES : (slot + 1) * TAG_BYTES]),
         )
 
     def digests(self, first: int, count: int) -> list[bytes]:
@@ -305,7 +306,7 @@ class BlockIndex:
         """Return a region's arrays, made if missing and with room for keys of this length."""
         slab = self._slabs[region]
         if slab is None:
-            slab = Slab(self.slots_per_region, key_width, sealed=self.sealed)
+            slab = Slab(self.slots_per_region, key_width, encrypted=self.encrypted)
             self._slabs[region] = slab
         elif slab.key_width < key_width:
             slab.widen(key_width)
@@ -346,7 +347,7 @@ class BlockIndex:
                     over[key] = location
         return refused
 
-    def _take(self, key: bytes, location: int) -> None:
+    def _remove_word(self, key: bytes, location: int) -> None:
         """Empty the word of a key's location, and move back what would be out of reach then."""
         if self.words.over and self.words.over.pop(key, None) is not None:
             return
@@ -373,5 +374,5 @@ class BlockIndex:
 def _put(column: bytearray, start: int, data: bytes, stop: int) -> None:
     """Overwrite a part of a slab's column; what is too long or short would move the rest."""
     if len(data) != stop - start:
-        raise Misuse(f"{len(data)} bytes for {stop - start}: digests and seals have one length.")
+        raise Misuse(f"{len(data)} bytes for {stop - start}: digests and tags have one length.")
     column[start:stop] = data

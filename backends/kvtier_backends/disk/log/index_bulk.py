@@ -1,7 +1,7 @@
 """Fills an empty index from table pages, a million blocks in about a second.
 
 Regions come in any order; the sequence of each tells its age. The newest copy of
-a key is taken; where more blocks are left than the tier has room for, the oldest
+a key is kept; where more blocks are left than the tier has room for, the oldest
 go. The words of the index are laid out all at once: sorted by home, each goes
 to its home or right behind its predecessor.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kvtier.plugin_api.backend import DIGEST_BYTES
-from kvtier_backends.disk.format import SEAL_BYTES
+from kvtier_backends.disk.format import TAG_BYTES
 from kvtier_backends.disk.log.index_words import HALF_BITS, HOME_BITS, TABLE_WORDS_MAX, laid_out
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Dropped(NamedTuple):
 
 
 class BulkLoad:
-    """Takes table pages region by region, then fills the index in ``finish``."""
+    """Collects table pages region by region, then fills the index in ``finish``."""
 
     def __init__(self, index: BlockIndex, now_s: int, ttl_s: int) -> None:
         """Entries that are older than ``ttl_s`` are expired; 0: none is.
@@ -51,24 +51,24 @@ class BulkLoad:
         self._expired = 0
 
     def add_page(self, table: TablePage) -> None:
-        """Take the entries of one page of the region that ``end_region`` will name.
+        """Add the entries of one page of the region that ``end_region`` will name.
 
         A later page's entries replace those before.
         """
-        layout = (table.key_width, table.seal_bytes)
+        layout = (table.key_width, table.tag_bytes)
         if not self._pages or self._pages[-1][0] != layout:
             self._pages.append((layout, []))
         self._pages[-1][1].append(table.records)
 
     def end_region(self, region: int, sequence: int) -> int:
-        """Take the pages since the last call as this region's; returns how many blocks it has.
+        """End a region, whose pages are those since the last call; returns how many blocks it has.
 
         No two regions may have one sequence.
         """
-        for (key_width, seal_bytes), pages in self._pages:
+        for (key_width, tag_bytes), pages in self._pages:
             if key_width:
-                records = np.frombuffer(b"".join(pages), dtype=_dtype(key_width, seal_bytes))
-                self._add_records(region, key_width, records, sealed=seal_bytes > 0)
+                records = np.frombuffer(b"".join(pages), dtype=_dtype(key_width, tag_bytes))
+                self._add_records(region, key_width, records, encrypted=tag_bytes > 0)
         self._pages.clear()
         slab = self.index.slab(region, 1)
         lengths = np.frombuffer(slab.lengths, np.uint8)
@@ -82,12 +82,12 @@ class BulkLoad:
         return len(slots)
 
     def _add_records(
-        self, region: int, key_width: int, records: NDArray[Any], *, sealed: bool
+        self, region: int, key_width: int, records: NDArray[Any], *, encrypted: bool
     ) -> None:
         index = self.index
         sound = records["slot"] < index.slots_per_region
         sound &= (records["length"] > 0) & (records["length"] <= key_width)
-        sound &= sealed == index.sealed
+        sound &= encrypted == index.encrypted
         if not sound.all():
             self._beyond += len(records) - int(sound.sum())
             records = records[sound]
@@ -100,8 +100,8 @@ class BulkLoad:
         stored_s = np.minimum(records["stored_s"], np.uint32(self._now_s))
         np.frombuffer(slab.stored_s, np.uint32)[slots] = stored_s
         np.frombuffer(slab.used_s, np.uint32)[slots] = stored_s
-        if index.sealed:
-            _rows(slab.seals, SEAL_BYTES)[slots] = records["seal"]
+        if index.encrypted:
+            _rows(slab.tags, TAG_BYTES)[slots] = records["tag"]
 
     def finish(self, blocks_max: int) -> Dropped:
         """Fill the index with at most so many blocks, and return what was left out."""
@@ -175,12 +175,12 @@ class BulkLoad:
 
 
 @cache
-def _dtype(key_width: int, seal_bytes: int) -> np.dtype[Any]:
+def _dtype(key_width: int, tag_bytes: int) -> np.dtype[Any]:
     """Return the layout of a record (``format.record_struct``), as numpy has it."""
     fields: list[tuple[str, str]] = [("slot", "<u4"), ("stored_s", "<u4"), ("length", "u1")]
     fields.append(("digest", f"V{DIGEST_BYTES}"))
-    if seal_bytes:
-        fields.append(("seal", f"V{seal_bytes}"))
+    if tag_bytes:
+        fields.append(("tag", f"V{tag_bytes}"))
     return np.dtype([*fields, ("key", f"({key_width},)u1")])
 
 

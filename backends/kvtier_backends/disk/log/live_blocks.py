@@ -78,4 +78,4 @@ class LiveBlocks:
     def _is_expired(self, location: int) -> bool:
         if not self._ttl_s:
             return False
-        return self._index.known(location).stored_s + self._ttl_s < self._now_s()
+        return self._index.record(location).stored_s + self._ttl_s < self._now_s()

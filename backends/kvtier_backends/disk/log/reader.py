@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.plugin_api.backend import Loaded, Outcome
 from kvtier_backends.disk.log.batches import check_buffers
-from kvtier_backends.disk.log.runs import neighbours
+from kvtier_backends.disk.log.block_runs import neighbours
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Encryption(NamedTuple):
     """How a block is encrypted: its salt and tag, and the id of its encryption key."""
 
-    salt_and_tag: bytes
+    tag: bytes
     key_id: bytes
 
 
@@ -67,7 +67,7 @@ class BlockReader:
         if encryption is not None:
             for place, location in zip(there, locations, strict=True):
                 key_id = self._regions.key_id(location // self._geometry.slots)
-                encryption[keys[place]] = Encryption(self._index.known(location).seal, key_id)
+                encryption[keys[place]] = Encryption(self._index.record(location).tag, key_id)
         with self._priority.load():
             outcomes = await self._read(runs, locations, [blocks[place].buffer for place in there])
         for place, outcome, digest in zip(there, outcomes, digests, strict=True):

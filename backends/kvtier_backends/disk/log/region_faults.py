@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvtier_backends.disk.log.regions import Regions
     from kvtier_backends.incidents import IncidentLog
 
-SICK_MEDIUM: Final = frozenset({errno.EIO, errno.EREMOTEIO, errno.EUCLEAN, errno.ENODATA})
+MEDIUM_ERRORS: Final = frozenset({errno.EIO, errno.EREMOTEIO, errno.EUCLEAN, errno.ENODATA})
 """Errors that may speak of one place on the medium: another region is tried."""
 
 NO_ROOM_PAUSE_S: Final = 30.0
@@ -105,7 +105,7 @@ class RegionFaults:
             self._incidents.report("store", "no_room_for_a_block", problem)
             return Outcome.FULL
         self._incidents.report("store", "stores_failed", problem)
-        if problem.errno not in SICK_MEDIUM:
+        if problem.errno not in MEDIUM_ERRORS:
             return Outcome.FAILED
         if self._regions.retire(region):
             self._incidents.report("store", "regions_retired", problem)
@@ -119,7 +119,7 @@ class RegionFaults:
             self._incidents.report("store", "no_room_for_a_block", problem)
             self._in_doubt = True
             return Outcome.FULL
-        if is_open and (problem.errno == errno.EFBIG or problem.errno in SICK_MEDIUM):
+        if is_open and (problem.errno == errno.EFBIG or problem.errno in MEDIUM_ERRORS):
             self._regions.fill()  # what it has stays: the next blocks go elsewhere
         self._incidents.report("store", "stores_failed", problem)
         self._in_doubt = self._in_doubt or problem.errno != errno.EFBIG

@@ -13,7 +13,7 @@ import os
 from typing import TYPE_CHECKING
 
 from kvtier_backends.disk.device import Transfer
-from kvtier_backends.disk.format import ID_BYTES, PAGE_BYTES, SEAL_BYTES, encode_header
+from kvtier_backends.disk.format import ID_BYTES, PAGE_BYTES, TAG_BYTES, encode_header
 from kvtier_backends.disk.log.tables import PagePool, RegionTable, new_header
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class RegionOpener:
             incarnation,
             context.geometry,
             self._pages,
-            seal_bytes=SEAL_BYTES if context.index.sealed else 0,
+            tag_bytes=TAG_BYTES if context.index.encrypted else 0,
             on_written=self._count_overhead,
         )
         self._faults.write_succeeded()

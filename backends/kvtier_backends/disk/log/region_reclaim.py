@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.disk.format import PAGE_BYTES
-from kvtier_backends.disk.log.batches import Item
+from kvtier_backends.disk.log.batches import Reinsertion
 from kvtier_backends.disk.log.regions import RegionState
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class Reclaimer:
         excess = len(locations) - (self._affordable() if has_current_key else 0)
         if excess > 0:
             # The blocks of a request lie in its order, mostly.
-            by_use = sorted(locations, key=lambda at: (self._index.known(at).used_s, -at))
+            by_use = sorted(locations, key=lambda at: (self._index.record(at).used_s, -at))
             locations = sorted(by_use[excess:])
         return locations
 
@@ -169,6 +169,6 @@ class Reclaimer:
         for location, view, outcome in zip(locations, views, outcomes, strict=True):
             key = self._index.key_at(location)
             if key is not None and outcome is Outcome.DONE:
-                items.append(Item(key, view, self._index.known(location), location))
+                items.append(Reinsertion(key, view, self._index.record(location), location))
         ends = await self._appender.reinsert(items)
         return [outcome for outcome in outcomes if outcome is Outcome.FAILED] + ends

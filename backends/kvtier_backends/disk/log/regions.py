@@ -104,7 +104,7 @@ class Budget:
 
 
 class Regions:
-    """The regions of a folder. ``live`` tells how many blocks of a region are known."""
+    """The regions of a folder. ``live`` returns how many blocks of a region are in the index."""
 
     def __init__(self, count: int, slots: int, live: Callable[[int], int]) -> None:
         self.slots = slots
@@ -203,7 +203,7 @@ class Regions:
         return self._sequence
 
     def headed(self, region: int, sequence: int, key_id: bytes = NO_KEY_ID) -> None:
-        """Note that the region's new header is written; it takes blocks when it is its turn.
+        """Note that the region's new header is written; it takes blocks when the open one is full.
 
         ``key_id`` is the id of the key that its blocks are encrypted with.
         """

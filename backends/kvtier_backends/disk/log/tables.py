@@ -17,7 +17,7 @@ import mmap
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier_backends.disk.device import Transfer
-from kvtier_backends.disk.format import PAGE_BYTES, Geometry, RegionHeader, TableWriter
+from kvtier_backends.disk.format import PAGE_BYTES, RegionGeometry, RegionHeader, TableWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -43,7 +43,7 @@ class Identity(NamedTuple):
 
 def new_header(
     identity: Identity,
-    geometry: Geometry,
+    geometry: RegionGeometry,
     region: int,
     sequence: int,
     incarnation: bytes,
@@ -94,10 +94,10 @@ class RegionTable:
         device: Device,
         region: int,
         incarnation: bytes,
-        geometry: Geometry,
+        geometry: RegionGeometry,
         pool: PagePool,
         *,
-        seal_bytes: int,
+        tag_bytes: int,
         on_written: Callable[[int], None],
     ) -> None:
         """``on_written`` is called with the bytes that each write took."""
@@ -107,10 +107,10 @@ class RegionTable:
         self._places = geometry.table_pages
         self._own_page_slots = geometry.own_page_slots
         self._pool = pool
-        self._seal_bytes = seal_bytes
+        self._tag_bytes = tag_bytes
         self._on_written = on_written
         self._pages = [pool.borrow() for _ in range(PAGES_AT_ONCE)]  # of the shared page's writes
-        self._writer = TableWriter(incarnation, seal_bytes)
+        self._writer = TableWriter(incarnation, tag_bytes)
         self._next_version: int | None = 0  # the shared page's; None: there is no place for it
         self._first_unused = 1  # the first place never used
         self._head: int | None = None  # where the shared page's last version lies
@@ -133,7 +133,7 @@ class RegionTable:
         pages: list[Transfer] = []
         if len(entries) < self._own_page_slots:
             return pages
-        writer, first = TableWriter(self.incarnation, self._seal_bytes), self._first_unused
+        writer, first = TableWriter(self.incarnation, self._tag_bytes), self._first_unused
         while entries:
             place = self._reserve()
             if place is None:
@@ -171,12 +171,12 @@ class RegionTable:
         return await done
 
     async def _write_waiting(self) -> None:
-        taken, self._waiting = self._waiting, []
+        written, self._waiting = self._waiting, []
         problem: OSError | None = _not_written()
         try:
-            problem = await self._write([entry for entries, _ in taken for entry in entries])
+            problem = await self._write([entry for entries, _ in written for entry in entries])
         finally:
-            _answer(taken, problem)
+            _answer(written, problem)
 
     async def _write(self, entries: Sequence[EntryTuple]) -> OSError | None:
         while entries:
@@ -196,13 +196,13 @@ class RegionTable:
         """Put entries into as many pages as go in one call.
 
         Returns where the last version of the first page lies, None if it has
-        none; where each page goes; and how many entries they have taken.
+        none; where each page goes; and how many entries they have.
         """
         places: list[int] = []
-        old, place, taken = self._head, self._next_version, 0
-        while taken < len(entries) and place is not None:
-            count = self._writer.add(entries[taken:])
-            if count == 0:
+        old, place, count = self._head, self._next_version, 0
+        while count < len(entries) and place is not None:
+            added = self._writer.add(entries[count:])
+            if added == 0:
                 self._writer.start_page()
                 self._head = None  # and that holds if the write fails
                 if not places:
@@ -210,10 +210,10 @@ class RegionTable:
                 continue
             self._pages[len(places)][:] = self._writer.encode()
             places.append(place)
-            taken += count
-            is_more = taken < len(entries) and len(places) < len(self._pages)
+            count += added
+            is_more = count < len(entries) and len(places) < len(self._pages)
             place = self._reserve() if is_more else None
-        return old, places, taken
+        return old, places, count
 
     def _reserve(self) -> int | None:
         """Return a place never used, None if there is none."""

@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.plugin_api.backend import Outcome, block_digest
 from kvtier_backends.disk.device import SEGMENT_NAME
-from kvtier_backends.disk.encryption.sealing import BlockCipher, Sealed
+from kvtier_backends.disk.encryption.cipher import BlockCipher, EncryptedBlock
 from kvtier_backends.disk.folder.claim import segment_numbers, write_superblock
 from kvtier_backends.disk.folder.recovery import UNREMARKABLE
-from kvtier_backends.disk.format import NO_KEY_ID, SEAL_BYTES
+from kvtier_backends.disk.format import NO_KEY_ID, TAG_BYTES
 from kvtier_backends.disk.offline.inspection import damaged_copies, user_of
 from kvtier_backends.disk.offline.scrubbing import scrub_region
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from kvtier_backends.disk.encryption.sealing import Keyring
+    from kvtier_backends.disk.encryption.cipher import Keyring
     from kvtier_backends.disk.folder.users import User
     from kvtier_backends.disk.format import Entry, RegionHeader
-    from kvtier_backends.disk.offline.inspection import Folder, Look
+    from kvtier_backends.disk.offline.inspection import Folder, RegionReport
 
 READ_BYTES_MAX: Final = 8 << 20
 SLOTS_SHOWN: Final = 8
@@ -62,10 +62,10 @@ class Checked:
 class Checker:
     """Checks a folder, and repairs it if its files are writable. One thread."""
 
-    def __init__(self, folder: Folder, ring: Keyring | None, *, repair: bool) -> None:
-        """``ring`` opens what is encrypted. ``repair`` needs the folder to be claimed."""
+    def __init__(self, folder: Folder, keyring: Keyring | None, *, repair: bool) -> None:
+        """``keyring`` decrypts what is encrypted. ``repair`` needs the folder to be claimed."""
         self._folder = folder
-        self._ring = ring
+        self._keyring = keyring
         self._repair = repair
         self._ciphers: dict[tuple[bytes, int], BlockCipher] = {}
         self.checked = Checked(None if repair else user_of(folder.path))
@@ -96,16 +96,16 @@ class Checker:
     def _check_region(self, number: int) -> None:
         before = len(self.checked.problems)
         try:
-            look = self._folder.look(number)
-            if look.is_changing:
+            report = self._folder.inspect(number)
+            if report.is_changing:
                 self.checked.regions["in_use"] += 1
                 return
-            self.checked.regions[look.case] += 1
-            self._judge(look)
-            bad = self._check_blocks(look)
+            self.checked.regions[report.case] += 1
+            self._judge(report)
+            bad = self._check_blocks(report)
             found = len(self.checked.problems) - before
             if found and self._repair:
-                self._drop(look, bad)
+                self._drop(report, bad)
                 self.checked.repaired += found
             self._folder.files.forget_cached(number)
         except PermissionError:
@@ -113,113 +113,115 @@ class Checker:
         except OSError as problem:
             self._found("region_unreadable", number, 1, str(problem.strerror or problem))
 
-    def _drop(self, look: Look, bad: set[int]) -> None:
-        """Take out of a region what is unsound, or all of it if its header is."""
-        if look.case == "region_unreadable" or look.is_cut_off:
-            self._folder.files.cut(look.number)
+    def _drop(self, report: RegionReport, bad: set[int]) -> None:
+        """Remove from a region what is unsound, or all of it if its header is."""
+        if report.case == "region_unreadable" or report.is_cut_off:
+            self._folder.files.cut(report.number)
         else:
-            scrub_region(self._folder.files, look, lambda entry: entry.slot not in bad)
+            scrub_region(self._folder.files, report, lambda entry: entry.slot not in bad)
 
-    def _judge(self, look: Look) -> None:
+    def _judge(self, report: RegionReport) -> None:
         """Note what is wrong with a region's header and its table."""
-        number = look.number
-        if look.case not in UNREMARKABLE:
-            self._found(look.case, number, 1, "all of the region")
-        if look.is_cut_off:
+        number = report.number
+        if report.case not in UNREMARKABLE:
+            self._found(report.case, number, 1, "all of the region")
+        if report.is_cut_off:
             self._found("table_cut_off", number, 1, "its file ends within its table")
-        cases = Counter(page.case for page in look.pages if page.case not in UNREMARKABLE)
+        cases = Counter(page.case for page in report.pages if page.case not in UNREMARKABLE)
         for case, count in cases.items():
             self._found(case, number, count, f"{count} table pages")
-        beyond = sum(page.beyond for page in look.pages)
+        beyond = sum(page.beyond for page in report.pages)
         if beyond:
             self._found("entries_beyond", number, beyond, f"{beyond} entries")
 
     # --- blocks ---
 
-    def _check_blocks(self, look: Look) -> set[int]:
+    def _check_blocks(self, report: RegionReport) -> set[int]:
         """Check all blocks of a region; returns the slots of those that are damaged."""
-        entries = look.entries
-        header = look.header
+        entries = report.entries
+        header = report.header
         if header is None or not entries:
             return set()
-        sealed = header.key_id != NO_KEY_ID
-        if sealed and (self._ring is None or header.key_id not in self._ring.by_id):
+        is_encrypted = header.key_id != NO_KEY_ID
+        if is_encrypted and (self._keyring is None or header.key_id not in self._keyring.by_id):
             self.checked.blocks_unverified += len(entries)
             return set()
-        bad = self._bad_blocks(look, entries)
+        bad = self._bad_blocks(report, entries)
         if bad:
-            bad = self._still_bad(look, bad)
+            bad = self._still_bad(report, bad)
         self.checked.blocks += len(entries) - len(bad)
         for case in sorted(set(bad.values())):
             slots = sorted(slot for slot in bad if bad[slot] == case)
             more = ", ..." if len(slots) > SLOTS_SHOWN else ""
             shown = ", ".join(map(str, slots[:SLOTS_SHOWN]))
-            self._found(case, look.number, len(slots), f"in slots {shown}{more}")
+            self._found(case, report.number, len(slots), f"in slots {shown}{more}")
         return set(bad)
 
-    def _still_bad(self, look: Look, bad: Mapping[int, str]) -> dict[int, str]:
+    def _still_bad(self, report: RegionReport, bad: Mapping[int, str]) -> dict[int, str]:
         """Return those that are bad still, and were not replaced or removed meanwhile."""
-        self._folder.files.forget_cached(look.number)
-        again = self._folder.look(look.number)
-        same = again.header == look.header and not again.is_changing
-        before, now = look.entries, again.entries if same else {}
+        self._folder.files.forget_cached(report.number)
+        again = self._folder.inspect(report.number)
+        same = again.header == report.header and not again.is_changing
+        before, now = report.entries, again.entries if same else {}
         there = {slot: before[slot] for slot in bad if now.get(slot) == before[slot]}
         skipped = len(bad) - len(there)
         self.checked.blocks_skipped += skipped
         self.checked.blocks -= skipped  # the caller takes them for sound
-        return self._bad_blocks(look, there)
+        return self._bad_blocks(report, there)
 
-    def _bad_blocks(self, look: Look, entries: Mapping[int, Entry]) -> dict[int, str]:
+    def _bad_blocks(self, report: RegionReport, entries: Mapping[int, Entry]) -> dict[int, str]:
         """Read these blocks of a region; returns the slots of bad ones, and what they are."""
-        header = look.header
+        header = report.header
         assert header is not None, "entries without a header"
         bad = {}
-        for slot, block in self._read(look, entries):
+        for slot, block in self._read(report, entries):
             if len(block) < header.block_bytes:
                 bad[slot] = "blocks_cut_off"
             elif not self._is_sound(header, entries[slot], block):
                 bad[slot] = "blocks_damaged"
         return bad
 
-    def _read(self, look: Look, entries: Mapping[int, Entry]) -> Iterator[tuple[int, memoryview]]:
+    def _read(
+        self, report: RegionReport, entries: Mapping[int, Entry]
+    ) -> Iterator[tuple[int, memoryview]]:
         """Yield the blocks of these slots, neighbours out of one read."""
-        header, geometry = look.header, look.geometry
+        header, geometry = report.header, report.geometry
         if header is None or geometry is None:
             return
         stride = geometry.stride
         for first, count in _runs(sorted(entries), max(1, READ_BYTES_MAX // stride)):
-            raw = self._folder.files.read(look.number, geometry.slot_at(first), count * stride)
+            raw = self._folder.files.read(report.number, geometry.slot_at(first), count * stride)
             self.checked.bytes_read += len(raw)
             view = memoryview(raw)
             for step in range(count):
                 yield first + step, view[step * stride :][: header.block_bytes]
 
     def _is_sound(self, header: RegionHeader, entry: Entry, block: memoryview) -> bool:
-        """Tell whether a block's digest, and its seal if it has one, fit."""
+        """Tell whether a block's digest, and its tag if it has one, fit."""
         digest = entry.digest
         if header.key_id != NO_KEY_ID:
-            opened = self._open(header, entry, block)
-            if opened is None:
+            decrypted = self._decrypt(header, entry, block)
+            if decrypted is None:
                 return False
-            block, digest = opened
+            block, digest = decrypted
         return block_digest(entry.key, block) == digest
 
-    def _open(
+    def _decrypt(
         self, header: RegionHeader, entry: Entry, block: memoryview
     ) -> tuple[memoryview, bytes] | None:
-        """Decrypt a block; None if its seal is broken."""
-        assert self._ring is not None, "the caller has looked for the key"
+        """Decrypt a block; None if its tag is broken."""
+        assert self._keyring is not None, "the caller has looked for the key"
         kind = (header.namespace, header.block_bytes)
         cipher = self._ciphers.get(kind)
         if cipher is None:
-            cipher = self._ciphers[kind] = BlockCipher(self._ring, *kind)
-        if len(entry.seal) != SEAL_BYTES:
+            cipher = self._ciphers[kind] = BlockCipher(self._keyring, *kind)
+        if len(entry.tag) != TAG_BYTES:
             return None
         memory = cipher.borrow(1)
         memory[: len(block)] = block
         plain = memoryview(bytearray(len(block)))
-        sealed = Sealed(entry.key, header.key_id, entry.seal, entry.digest)
-        ((outcome, digest),) = cipher.open(memory, [(0, sealed)], [plain])
+        encrypted = EncryptedBlock(entry.key, header.key_id, entry.tag, entry.digest)
+        ((outcome, digest),) = cipher.decrypt(memory, [(0, encrypted)], [plain])
         cipher.give_back(memory)
         return (plain, digest) if outcome is Outcome.DONE else None
 

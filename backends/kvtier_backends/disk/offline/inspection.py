@@ -1,4 +1,4 @@
-"""Looks at a disk tier's folder from outside, also while an engine uses it. Changes nothing.
+"""Inspects a disk tier's folder from outside, also while an engine uses it. Changes nothing.
 
 What is found is judged by recovery's cases, as an engine of the region's own
 namespace would judge it. An engine that is at work replaces table pages and
@@ -27,9 +27,9 @@ from kvtier_backends.disk.folder.users import LOCK_NAME, User, user_untrusted
 from kvtier_backends.disk.format import (
     PAGE_BYTES,
     Entry,
-    Geometry,
     PageRefused,
     Refusal,
+    RegionGeometry,
     RegionHeader,
     Superblock,
     decode_header_untrusted,
@@ -42,9 +42,9 @@ from kvtier_backends.disk.opened_files import open_file
 if TYPE_CHECKING:
     from typing import Self
 
-LOOKS_MAX: Final = 5
-LOOK_AGAIN_S: Final = 0.02
-_NO_GEOMETRY: Final = Geometry(0, -1, -1, -1, -1, -1)  # no header has it
+INSPECTIONS_MAX: Final = 5
+INSPECT_AGAIN_S: Final = 0.02
+_NO_GEOMETRY: Final = RegionGeometry(0, -1, -1, -1, -1, -1)  # no header has it
 
 
 class FolderDamaged(ConfigError):
@@ -62,13 +62,13 @@ class Page(NamedTuple):
 
 
 @dataclass
-class Look:
+class RegionReport:
     """One region, as found. ``case`` and those of its pages are recovery's."""
 
     number: int
     case: str
     header: RegionHeader | None = None
-    geometry: Geometry | None = None
+    geometry: RegionGeometry | None = None
     pages: list[Page] = field(default_factory=list)
     is_cut_off: bool = False  #: its file ends within its table
     is_changing: bool = False  #: an engine is at work there: what looks damaged may not be
@@ -108,22 +108,22 @@ class Folder:
     def __exit__(self, *_: object) -> None:
         self.files.close()
 
-    def look(self, number: int) -> Look:
-        """Look at a region, again and again if need be. Raises ``OSError``."""
-        found, raw = self._look_once(number)
-        for _ in range(LOOKS_MAX):
+    def inspect(self, number: int) -> RegionReport:
+        """Inspect a region, again and again if need be. Raises ``OSError``."""
+        found, raw = self._inspect_once(number)
+        for _ in range(INSPECTIONS_MAX):
             if not found.looks_damaged:
                 return found
-            time.sleep(LOOK_AGAIN_S)
+            time.sleep(INSPECT_AGAIN_S)
             self.files.forget_cached(number)
             before = raw
-            found, raw = self._look_once(number)
+            found, raw = self._inspect_once(number)
             if raw == before:
                 return found
         found.is_changing = found.looks_damaged
         return found
 
-    def _look_once(self, number: int) -> tuple[Look, bytes]:
+    def _inspect_once(self, number: int) -> tuple[RegionReport, bytes]:
         """Return the region and the bytes that it was judged by."""
         page = self.files.read(number, 0, PAGE_BYTES)
         header, geometry = self._layout_untrusted(page)
@@ -139,7 +139,7 @@ class Folder:
             geometry or _NO_GEOMETRY,
         )
         case, _ = region_case(page, number, expected)
-        found = Look(number, case.name, header, geometry)
+        found = RegionReport(number, case.name, header, geometry)
         if found.is_sound and header is not None and geometry is not None:
             found.is_cut_off = len(raw) < geometry.slots_at
             for place in range((min(len(raw), geometry.slots_at) // PAGE_BYTES) - 1):
@@ -147,13 +147,13 @@ class Folder:
                 found.pages.append(_judge_page(place, raw[at : at + PAGE_BYTES], header))
         return found, raw
 
-    def _layout_untrusted(self, page: bytes) -> tuple[RegionHeader | None, Geometry | None]:
+    def _layout_untrusted(self, page: bytes) -> tuple[RegionHeader | None, RegionGeometry | None]:
         """Return the header, and how it lays the region out if that can be."""
         try:
             header = decode_header_untrusted(page)
         except PageRefused:
             return None, None
-        geometry = Geometry(
+        geometry = RegionGeometry(
             self.superblock.region_bytes,
             header.block_bytes,
             header.stride,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from kvtier_backends.disk.folder.users import User
     from kvtier_backends.disk.format import RegionHeader
-    from kvtier_backends.disk.offline.inspection import Folder, Look
+    from kvtier_backends.disk.offline.inspection import Folder, RegionReport
 
 
 class Distinct:
@@ -30,7 +30,7 @@ class Distinct:
         self._hashes = array("q")
 
     def add(self, keys: Iterable[bytes]) -> None:
-        """Take keys; those that came before don't count again."""
+        """Add keys; those that came before don't count again."""
         self._hashes.extend(map(hash, keys))
 
     def count(self) -> int:
@@ -57,12 +57,12 @@ class Holding:
     oldest_s: int | None = None
     newest_s: int | None = None
 
-    def add(self, look: Look) -> None:
-        """Take one region of this kind."""
-        entries = look.entries.values()
+    def add(self, report: RegionReport) -> None:
+        """Add one region of this kind."""
+        entries = report.entries.values()
         self.keys.add(entry.key for entry in entries)
         self.regions += 1
-        self.slots += 0 if look.header is None else look.header.slots
+        self.slots += 0 if report.header is None else report.header.slots
         times = [entry.stored_s for entry in entries]
         if times:
             self.oldest_s = min(*times, self.oldest_s or times[0])
@@ -81,7 +81,7 @@ class Listing:
 
 
 def list_folder(folder: Folder, numbers: list[int], advance: Callable[[], None]) -> Listing:
-    """Look at these regions. Raises ``OSError``; Ctrl-C leaves out the rest.
+    """Inspect these regions. Raises ``OSError``; Ctrl-C leaves out the rest.
 
     ``advance`` is called after each region.
     """
@@ -89,13 +89,13 @@ def list_folder(folder: Folder, numbers: list[int], advance: Callable[[], None])
     try:
         for number in numbers:
             try:
-                look = folder.look(number)
+                report = folder.inspect(number)
             except PermissionError:
                 raise
             except OSError:
                 listing.regions["region_unreadable"] += 1
             else:
-                _add(listing, look)
+                _add(listing, report)
             advance()
     except KeyboardInterrupt:
         listing.is_complete = False
@@ -107,8 +107,8 @@ def kind_of(header: RegionHeader) -> Kind:
     return Kind(header.namespace, header.key_id, header.block_bytes)
 
 
-def _add(listing: Listing, look: Look) -> None:
-    listing.regions["in_use" if look.is_changing else look.case] += 1
-    if look.is_sound and look.header is not None:
-        kind = kind_of(look.header)
-        listing.holdings.setdefault(kind, Holding(kind)).add(look)
+def _add(listing: Listing, report: RegionReport) -> None:
+    listing.regions["in_use" if report.is_changing else report.case] += 1
+    if report.is_sound and report.header is not None:
+        kind = kind_of(report.header)
+        listing.holdings.setdefault(kind, Holding(kind)).add(report)

@@ -128,8 +128,8 @@ def _told(answer: _Answer) -> tuple[list[tuple[bytes, bytes, int, int]], int]:
 
 async def answer_requests(log: BlockLog, regions: int, path: str, threads: DaemonThreads) -> None:
     """Do what the requests in the folder ask for. Raises ``OSError``, ``Misuse``."""
-    while (taken := await threads.run(partial(_take_request, path))) is not None:
-        mark, asked = taken
+    while (popped := await threads.run(partial(_pop_request, path))) is not None:
+        mark, asked = popped
         purged, error = Purged(), _VOID
         if asked is not None:
             selection = Selection(
@@ -146,8 +146,8 @@ async def answer_requests(log: BlockLog, regions: int, path: str, threads: Daemo
         await threads.run(partial(_answer, f"{path}/purged-{mark}.json", purged, error))
 
 
-def _take_request(path: str) -> tuple[str, _Request | None] | None:
-    """Take a request out of the folder: its mark and what it says, None if it is void or none.
+def _pop_request(path: str) -> tuple[str, _Request | None] | None:
+    """Pop a request from the folder: its mark and what it says, None if it is void or none.
 
     Answers that nobody has read are removed.
     """

@@ -2,7 +2,7 @@
 
 Their entries go from the tables and their bytes from the disk (as far as a
 filesystem can say so; an SSD may keep copies of its own). In a folder that an
-engine uses, the engine does it: it forgets the blocks and tells who must know,
+engine uses, the engine does it: it forgets the blocks, reports them as lost,
 and appends nothing while the tables are replaced.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.threads import DaemonThreads
     from kvtier_backends.disk.format import Entry
     from kvtier_backends.disk.log.block_log import BlockLog
-    from kvtier_backends.disk.offline.inspection import Folder, Look
+    from kvtier_backends.disk.offline.inspection import Folder, RegionReport
 
 LOADS_END_S_MAX: Final = 5.0
 """Loads that have begun get so long to end, all together; mostly they take milliseconds.
@@ -46,9 +46,9 @@ class Selection(NamedTuple):
     namespace: bytes | None = None
     all_of_it: bool = False  #: regions that nobody can read, too
 
-    def takes(self, look: Look, entry: Entry) -> bool:
+    def selects(self, report: RegionReport, entry: Entry) -> bool:
         """Tell whether an entry of a region is to go."""
-        namespace = b"" if look.header is None else look.header.namespace
+        namespace = b"" if report.header is None else report.header.namespace
         return self.covers(namespace) and entry.stored_s < self.before_s
 
     def covers(self, namespace: bytes) -> bool:
@@ -64,10 +64,10 @@ class Purged:
     regions_failed: int = 0  #: that could not be read or changed, or were being read
     is_complete: bool = True
 
-    def add(self, look: Look, gone: list[Entry]) -> None:
+    def add(self, report: RegionReport, gone: list[Entry]) -> None:
         """Count what went from a region."""
-        if look.header is not None and gone:
-            keys = self.kinds.setdefault(kind_of(look.header), Distinct())
+        if report.header is not None and gone:
+            keys = self.kinds.setdefault(kind_of(report.header), Distinct())
             keys.add(entry.key for entry in gone)
 
 
@@ -76,16 +76,18 @@ def purge_region(
 ) -> None:
     """Remove what is selected from one region. Raises ``OSError`` for missing rights only."""
     try:
-        look = folder.look(number)
-        if not look.is_sound and not selection.all_of_it:
+        report = folder.inspect(number)
+        if not report.is_sound and not selection.all_of_it:
             return  # nothing in it is found, and nobody knows what it was
-        entries = look.entries.values()
+        entries = report.entries.values()
         if dry:
-            purged.add(look, [entry for entry in entries if selection.takes(look, entry)])
+            purged.add(report, [entry for entry in entries if selection.selects(report, entry)])
             return
         # Also where nothing is to go: slots without an entry may hold blocks of the time before.
-        gone = scrub_region(folder.files, look, lambda entry: not selection.takes(look, entry))
-        purged.add(look, gone)
+        gone = scrub_region(
+            folder.files, report, lambda entry: not selection.selects(report, entry)
+        )
+        purged.add(report, gone)
     except PermissionError:
         raise
     except OSError:
@@ -171,7 +173,7 @@ async def _appending_nothing(log: BlockLog, regions: int) -> AsyncIterator[None]
             while log.regions.room:  # the open region, then the one that was next
                 log.regions.fill()
             written = all(map(log.regions.is_written, range(regions)))
-            # A reclaim may wait for this lock: let it have its turn.
+            # A reclaim may wait for this lock: let it go on.
             if written and not log.regions.count_in(RegionState.RECLAIMING):
                 yield
                 return

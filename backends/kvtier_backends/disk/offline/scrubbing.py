@@ -14,32 +14,34 @@ from kvtier_backends.disk.format import PAGE_BYTES, Entry, TableWriter
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from kvtier_backends.disk.offline.inspection import Look, Page
+    from kvtier_backends.disk.offline.inspection import Page, RegionReport
     from kvtier_backends.disk.offline.region_files import RegionFiles
 
 _BLANK = bytes(PAGE_BYTES)
 
 
-def scrub_region(files: RegionFiles, look: Look, keep: Callable[[Entry], bool]) -> list[Entry]:
+def scrub_region(
+    files: RegionFiles, report: RegionReport, keep: Callable[[Entry], bool]
+) -> list[Entry]:
     """Erase everything in a region but the blocks that ``keep`` says yes to.
 
     Returns the entries that went. Raises ``OSError``.
     """
-    entries = look.entries.values() if look.is_sound else ()
+    entries = report.entries.values() if report.is_sound else ()
     gone = [entry for entry in entries if not keep(entry)]
     stay = {entry.slot for entry in entries} - {entry.slot for entry in gone}
-    if not stay or look.header is None or look.geometry is None:
-        files.erase(look.number, 0, files.region_bytes)
+    if not stay or report.header is None or report.geometry is None:
+        files.erase(report.number, 0, files.region_bytes)
         return gone
-    for page in look.pages:
-        replaced = _without(page, stay, look.header.incarnation)
+    for page in report.pages:
+        replaced = _without(page, stay, report.header.incarnation)
         if replaced != page.raw:
-            files.write(look.number, (1 + page.place) * PAGE_BYTES, replaced)
-    for first, count in _gaps(stay, look.header.slots):
-        files.erase(look.number, look.geometry.slot_at(first), count * look.geometry.stride)
+            files.write(report.number, (1 + page.place) * PAGE_BYTES, replaced)
+    for first, count in _gaps(stay, report.header.slots):
+        files.erase(report.number, report.geometry.slot_at(first), count * report.geometry.stride)
     # Behind the last slot may be what blocks of another size have left.
-    end = look.geometry.slot_at(look.header.slots)
-    files.erase(look.number, end, files.region_bytes - end)
+    end = report.geometry.slot_at(report.header.slots)
+    files.erase(report.number, end, files.region_bytes - end)
     return gone
 
 
@@ -50,7 +52,7 @@ def _without(page: Page, stay: set[int], incarnation: bytes) -> bytes:
         return _BLANK
     if len(kept) == len(page.entries) and not page.beyond:
         return page.raw
-    writer = TableWriter(incarnation, len(kept[0].seal))
+    writer = TableWriter(incarnation, len(kept[0].tag))
     writer.add(kept)
     return writer.encode()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvtier.plugin_api.backend import LoadBlock, Outcome, StoreBlock, block_digest
 from kvtier.plugin_api.threads import DaemonThreads
 from kvtier_backends.disk.folder.recovery import Expected, Recovery
-from kvtier_backends.disk.format import NO_KEY_ID, make_geometry, region_bytes_for
+from kvtier_backends.disk.format import NO_KEY_ID, make_region_geometry, region_bytes_for
 from kvtier_backends.disk.log.block_log import BlockLog
 from kvtier_backends.disk.log.context import LogContext
 from kvtier_backends.disk.log.index import BlockIndex
@@ -27,7 +27,7 @@ REGIONS = 10
 CAPACITY = int((REGIONS - 2) * SLOTS * 0.9)
 OWN_PAGE_SLOTS = 3
 _OWN_PAGE_BYTES = OWN_PAGE_SLOTS * BLOCK_BYTES
-GEOMETRY = make_geometry(
+GEOMETRY = make_region_geometry(
     region_bytes_for(SLOTS, BLOCK_BYTES, own_page_bytes=_OWN_PAGE_BYTES),
     BLOCK_BYTES,
     own_page_bytes=_OWN_PAGE_BYTES,
@@ -58,7 +58,7 @@ class Engine:
         found = await Recovery(self.device, expected, threads, bulk).run(REGIONS, CAPACITY)
         threads.stop()
         self.found_counts = found.counts
-        regions.recover(found.sequences, found.spare, found.highest, found.key_ids)
+        regions.recover(found.sequences, found.reuse_last, found.highest, found.key_ids)
         self.budget = Budget(2 * GEOMETRY.region_bytes)
         context = LogContext(
             self.device,

@@ -39,7 +39,7 @@ def make(folder: Path, said: Said | None = None, *, direct: bool = True) -> File
         read_threads=2,
         write_threads=2,
         name="t",
-        said=(Said() if said is None else said).append,
+        on_direct_refused=(Said() if said is None else said).append,
     )
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, strategies
 
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import Outcome, block_digest
-from kvtier_backends.disk.encryption.sealing import BlockCipher, Sealed, parse_keys_untrusted
+from kvtier_backends.disk.encryption.cipher import BlockCipher, Sealed, parse_keys_untrusted
 from tests.unit.backends.disk._disk import data_of, key_of, make_disk, open_disk
 
 pytestmark = pytest.mark.anyio
@@ -139,27 +139,27 @@ def test_a_flipped_bit_in_a_block_or_its_seal_opens_nothing(
 ) -> None:
     cipher = cipher_of(OLD)
     memory = cipher.borrow(1)
-    ((seal, digest),) = cipher.seal([(key, memoryview(data), b"d" * 16)], memory)
+    ((tag, digest),) = cipher.encrypt([(key, memoryview(data), b"d" * 16)], memory)
     back = memoryview(bytearray(100))
-    sealed = Sealed(key, cipher.ring.current_id, seal, digest)
-    assert cipher.open(memory, [(0, sealed)], [back]) == [(Outcome.DONE, b"d" * 16)]
+    sealed = Sealed(key, cipher.keyring.current_id, tag, digest)
+    assert cipher.decrypt(memory, [(0, sealed)], [back]) == [(Outcome.DONE, b"d" * 16)]
     assert back == data
-    damaged = bytearray(bytes(memory[:100]) + seal)
+    damaged = bytearray(bytes(memory[:100]) + tag)
     damaged[bit // 8] ^= 1 << bit % 8
     memory[:100] = damaged[:100]
-    sealed = sealed._replace(seal=bytes(damaged[100:]))
-    assert cipher.open(memory, [(0, sealed)], [back])[0][0] is Outcome.DAMAGED
+    sealed = sealed._replace(tag=bytes(damaged[100:]))
+    assert cipher.decrypt(memory, [(0, sealed)], [back])[0][0] is Outcome.DAMAGED
 
 
 def test_a_block_opens_only_under_its_own_key_and_namespace() -> None:
     cipher = cipher_of(OLD)
     memory = cipher.borrow(1)
-    ((seal, digest),) = cipher.seal([(b"a", memoryview(bytes(100)), bytes(16))], memory)
+    ((tag, digest),) = cipher.encrypt([(b"a", memoryview(bytes(100)), bytes(16))], memory)
     back = memoryview(bytearray(100))
-    right = Sealed(b"a", cipher.ring.current_id, seal, digest)
-    assert cipher.open(memory, [(0, right)], [back])[0][0] is Outcome.DONE
+    right = Sealed(b"a", cipher.keyring.current_id, tag, digest)
+    assert cipher.decrypt(memory, [(0, right)], [back])[0][0] is Outcome.DONE
     wrong = right._replace(key=b"b")
-    assert cipher.open(memory, [(0, wrong)], [back])[0][0] is Outcome.DAMAGED
+    assert cipher.decrypt(memory, [(0, wrong)], [back])[0][0] is Outcome.DAMAGED
     other = cipher_of(OLD, b"m" * 16)
     assert other.open(memory, [(0, right)], [back])[0][0] is Outcome.DAMAGED
 
@@ -168,11 +168,11 @@ def test_no_two_blocks_are_sealed_alike() -> None:
     cipher = cipher_of(OLD)
     memory = cipher.borrow(2)
     same = (b"a", memoryview(bytes(100)), bytes(16))
-    seals = cipher.seal([same, same], memory)
+    tags = cipher.encrypt([same, same], memory)
     one, other = cipher.views(memory, 2)
     assert one != other
-    assert seals[0] != seals[1]
-    assert seals[0][1] != seals[1][1]
+    assert tags[0] != tags[1]
+    assert tags[0][1] != tags[1][1]
 
 
 def test_memory_is_used_again_for_nearly_as_many_blocks() -> None:

@@ -28,9 +28,9 @@ headers = strategies.builds(
 INCARNATION = b"i" * 16
 
 
-def entries_of(seal_bytes: int) -> strategies.SearchStrategy[fmt.Entry]:
-    seals = strategies.binary(min_size=seal_bytes, max_size=seal_bytes)
-    return strategies.builds(fmt.Entry, u32, u32, keys, ids, seals)
+def entries_of(tag_bytes: int) -> strategies.SearchStrategy[fmt.Entry]:
+    tags = strategies.binary(min_size=tag_bytes, max_size=tag_bytes)
+    return strategies.builds(fmt.Entry, u32, u32, keys, ids, tags)
 
 
 def refusal_of(page: bytes, incarnation: bytes = INCARNATION) -> fmt.Refusal:
@@ -64,14 +64,14 @@ def test_a_sequence_that_leaves_no_room_behind_it_is_damage(
     assert refused.value.refusal is fmt.Refusal.DAMAGED
 
 
-@given(strategies.data(), strategies.sampled_from([0, fmt.SEAL_BYTES]))
+@given(strategies.data(), strategies.sampled_from([0, fmt.TAG_BYTES]))
 def test_a_table_page_comes_back_each_time_it_grows(
-    data: strategies.DataObject, seal_bytes: int
+    data: strategies.DataObject, tag_bytes: int
 ) -> None:
-    writer = fmt.TableWriter(INCARNATION, seal_bytes)
+    writer = fmt.TableWriter(INCARNATION, tag_bytes)
     held: list[fmt.Entry] = []
     batches = data.draw(
-        strategies.lists(strategies.lists(entries_of(seal_bytes), max_size=8), max_size=8)
+        strategies.lists(strategies.lists(entries_of(tag_bytes), max_size=8), max_size=8)
     )
     for serial, batch in enumerate(batches, start=1):
         taken = writer.add(batch)
@@ -81,7 +81,7 @@ def test_a_table_page_comes_back_each_time_it_grows(
             held = batch[taken:]
             assert writer.add(held) == len(held)
         table = fmt.decode_table_untrusted(writer.encode(), INCARNATION)
-        assert (table.serial, table.entries, table.seal_bytes) == (serial, len(held), seal_bytes)
+        assert (table.serial, table.entries, table.tag_bytes) == (serial, len(held), tag_bytes)
         assert list(fmt.entries_untrusted(table, 2**32)) == held
         limit = data.draw(u32)
         assert list(fmt.entries_untrusted(table, limit)) == [e for e in held if e.slot < limit]
@@ -123,7 +123,7 @@ def test_parsers_of_any_bytes_raise_nothing_but_page_refused(raw: bytes) -> None
 def test_what_is_sealed_but_senseless_is_refused_the_same_way(body: bytes, magic: str) -> None:
     """A checksum proves that a page is whole, not that its writer was sane."""
     prefix = fmt._PREFIX.pack(getattr(fmt, magic), fmt.FORMAT_VERSION)
-    page = fmt._sealed(prefix + body)
+    page = fmt._with_checksum(prefix + body)
     with suppress(fmt.PageRefused):
         fmt.decode_superblock_untrusted(page)
     with suppress(fmt.PageRefused):
@@ -131,8 +131,11 @@ def test_what_is_sealed_but_senseless_is_refused_the_same_way(body: bytes, magic
 
 
 @given(strategies.binary(max_size=4000))
-def test_a_sealed_but_senseless_table_yields_only_entries_within_the_region(body: bytes) -> None:
-    page = fmt._sealed(fmt._PREFIX.pack(fmt._MAGIC_TABLE, fmt.FORMAT_VERSION) + INCARNATION + body)
+def test_a_senseless_table_yields_only_entries_within_the_region(
+    body: bytes,
+) -> None:
+    prefix = fmt._PREFIX.pack(fmt._MAGIC_TABLE, fmt.FORMAT_VERSION)
+    page = fmt._with_checksum(prefix + INCARNATION + body)
     with suppress(fmt.PageRefused):
         for entry in fmt.entries_untrusted(fmt.decode_table_untrusted(page, INCARNATION), 10):
             assert entry.slot < 10
@@ -153,7 +156,7 @@ def test_each_refusal_is_told_from_the_others() -> None:
     newer = page[:8] + (2).to_bytes(4, "little") + page[12:]
     assert refusal_of(bytes(4096)) is fmt.Refusal.BLANK
     assert refusal_of(newer) is fmt.Refusal.DAMAGED
-    assert refusal_of(fmt._sealed(newer[:-8])) is fmt.Refusal.OTHER_VERSION
+    assert refusal_of(fmt._with_checksum(newer[:-8])) is fmt.Refusal.OTHER_VERSION
     assert refusal_of(page, b"j" * 16) is fmt.Refusal.OTHER_INCARNATION
     assert refusal_of(page[:-1]) is fmt.Refusal.DAMAGED
     assert refusal_of(fmt.encode_superblock(fmt.Superblock(bytes(16), 4096, 1, 0))) is (
@@ -164,18 +167,18 @@ def test_each_refusal_is_told_from_the_others() -> None:
 @given(
     strategies.integers(1, 1 << 22),
     strategies.integers(0, 200),
-    strategies.sampled_from([0, fmt.SEAL_BYTES]),
+    strategies.sampled_from([0, fmt.TAG_BYTES]),
     strategies.integers(0, 4096),
 )
 def test_a_region_holds_its_slots_and_their_table(
-    block_bytes: int, slots: int, seal_bytes: int, more: int
+    block_bytes: int, slots: int, tag_bytes: int, more: int
 ) -> None:
     """However short the stores were, the table has a page to spare for the planned keys."""
-    region_bytes = fmt.region_bytes_for(slots, block_bytes, seal_bytes)
-    found = fmt.make_geometry(region_bytes + more // 4096 * 4096, block_bytes, seal_bytes)
+    region_bytes = fmt.region_bytes_for(slots, block_bytes, tag_bytes)
+    found = fmt.make_region_geometry(region_bytes + more // 4096 * 4096, block_bytes, tag_bytes)
     assert found.slots >= slots
     assert found.slot_at(found.slots) <= found.region_bytes or not found.slots
-    per_page = fmt.records_max(fmt.KEY_BYTES_PLANNED, seal_bytes)
+    per_page = fmt.records_max(fmt.KEY_BYTES_PLANNED, tag_bytes)
     assert (found.table_pages - 1) * per_page >= found.slots
     assert found.stride >= block_bytes
     assert found.slots_at % fmt.PAGE_BYTES == found.stride % fmt.PAGE_BYTES == 0

@@ -12,14 +12,14 @@ from kvtier.errors import InternalError, Misuse
 from kvtier_backends.disk.format import Entry, TableWriter, decode_table_untrusted
 from kvtier_backends.disk.log import index as index_module
 from kvtier_backends.disk.log import index_words as words_module
-from kvtier_backends.disk.log.index import SLOTS_MAX, BlockIndex, Known
+from kvtier_backends.disk.log.index import SLOTS_MAX, BlockIndex, BlockRecord
 from kvtier_backends.disk.log.index_bulk import BulkLoad, Dropped
 from kvtier_backends.disk.log.index_words import COUNT_AT, HOME_BITS, HOME_MASK, TABLE_WORDS_MEAN
 
 REGIONS, SLOTS = 6, 8
 keys = strategies.binary(min_size=1, max_size=3) | strategies.binary(min_size=250, max_size=255)
 known = strategies.builds(
-    Known,
+    BlockRecord,
     strategies.binary(min_size=16, max_size=16),
     strategies.just(7),
     strategies.just(9),
@@ -45,13 +45,13 @@ class IndexSpec(RuleBasedStateMachine):
         self.patches.enter_context(patch.object(words_module, "TABLE_WORDS_MEAN", 4))
         self.patches.enter_context(patch.object(index_module, "TABLE_WORDS_MAX", 5))
         self.patches.enter_context(patch.object(index_module, "hash", crowded, create=True))
-        self.model: dict[bytes, tuple[int, Known]] = {}
+        self.model: dict[bytes, tuple[int, BlockRecord]] = {}
 
     def teardown(self) -> None:
         self.patches.close()
 
     @rule(key=keys, known=known, data=strategies.data())
-    def insert(self, key: bytes, known: Known, data: strategies.DataObject) -> None:
+    def insert(self, key: bytes, record: BlockRecord, data: strategies.DataObject) -> None:
         taken = {location for location, _ in self.model.values()}
         free = [place for place in range(REGIONS * SLOTS) if place not in taken]
         if key in self.model or not free:
@@ -67,7 +67,7 @@ class IndexSpec(RuleBasedStateMachine):
         start=strategies.integers(0, SLOTS - 1),
     )
     def insert_neighbours(
-        self, given_keys: list[bytes], known: Known, region: int, start: int
+        self, given_keys: list[bytes], record: BlockRecord, region: int, start: int
     ) -> None:
         """Some of the keys may be there already, or be given twice: those are left out."""
         first = region * SLOTS + start
@@ -77,8 +77,8 @@ class IndexSpec(RuleBasedStateMachine):
         if not given_keys:
             return
         columns = [[each] * len(given_keys) for each in known]
-        digests, stored_s, used_s, seals = columns
-        added = self.index.insert_run(first, given_keys, digests, seals, stored_s, used_s)
+        digests, stored_s, used_s, tags = columns
+        added = self.index.insert_run(first, given_keys, digests, tags, stored_s, used_s)
         before = len(self.model)
         for location, key in enumerate(given_keys, first):
             self.model.setdefault(key, (location, known))
@@ -126,7 +126,7 @@ class IndexSpec(RuleBasedStateMachine):
         for key, (location, known) in self.model.items():
             assert self.index.get(key) == location
             assert self.index.key_at(location) == key
-            assert self.index.known(location) == known
+            assert self.index.record(location) == known
         assert self.index.get(b"never") is None
         assert self.index.find(self.model) == [location for location, _ in self.model.values()]
         side_by_side = sorted(self.model, key=lambda key: self.model[key][0])
@@ -155,7 +155,7 @@ def test_keys_that_meet_in_one_place_are_told_apart(monkeypatch: pytest.MonkeyPa
     index = BlockIndex(4, 8)
     numbered = [number.to_bytes(2, "big") for number in range(32)]
     for location, key in enumerate(numbered):
-        index.insert(key, location, Known(bytes(16), 0, 0, b""))
+        index.insert(key, location, BlockRecord(bytes(16), 0, 0, b""))
     for key in numbered[::3]:
         index.remove(key)
     for location, key in enumerate(numbered):
@@ -183,7 +183,7 @@ def test_an_index_grows_with_what_is_stored_and_finds_all_of_it() -> None:
     numbered = [number.to_bytes(4, "big") * 4 for number in range(20_000)]
     for location, key in enumerate(numbered):
         tables = {id(table) for table in index.words.tables}
-        index.insert(key, location, Known(bytes(16), 0, 0, b""))
+        index.insert(key, location, BlockRecord(bytes(16), 0, 0, b""))
         assert len({id(table) for table in index.words.tables} - tables) <= 2
     different = {id(table) for table in index.words.tables}
     assert len(different) == -(-20_000 // TABLE_WORDS_MEAN)
@@ -211,19 +211,19 @@ def test_neighbours_are_found_up_to_a_gap_another_key_and_the_end_of_their_regio
 
 def test_a_slot_that_has_a_block_is_not_given_another() -> None:
     index = BlockIndex(2, 4)
-    index.insert(b"a", 5, Known(bytes(16), 0, 0, b""))
+    index.insert(b"a", 5, BlockRecord(bytes(16), 0, 0, b""))
     with pytest.raises(InternalError):
-        index.insert(b"b", 5, Known(bytes(16), 0, 0, b""))
+        index.insert(b"b", 5, BlockRecord(bytes(16), 0, 0, b""))
     assert index.get(b"b") is None
     assert len(index) == 1
 
 
 def test_a_digest_of_another_length_is_refused_and_moves_nothing() -> None:
     index = BlockIndex(2, 4)
-    index.insert(b"a", 3, Known(b"d" * 16, 0, 0, b""))
+    index.insert(b"a", 3, BlockRecord(b"d" * 16, 0, 0, b""))
     with pytest.raises(Misuse):
-        index.insert(b"b", 0, Known(b"d" * 15, 0, 0, b""))
-    assert index.known(3).digest == b"d" * 16
+        index.insert(b"b", 0, BlockRecord(b"d" * 15, 0, 0, b""))
+    assert index.record(3).digest == b"d" * 16
     assert index.get(b"b") is None
 
 
@@ -238,13 +238,13 @@ def test_what_is_too_much_is_refused() -> None:
     with pytest.raises(Misuse):
         BlockIndex(SLOTS_MAX, 2)
     with pytest.raises(Misuse):
-        BlockIndex(2, 2).insert(bytes(256), 0, Known(bytes(16), 0, 0, b""))
+        BlockIndex(2, 2).insert(bytes(256), 0, BlockRecord(bytes(16), 0, 0, b""))
 
 
 def test_what_was_stored_before_a_time_is_listed() -> None:
     index = BlockIndex(2, 4)
     for number in range(4):
-        index.insert(bytes([number]), 4 + number, Known(bytes(16), number, 0, b""))
+        index.insert(bytes([number]), 4 + number, BlockRecord(bytes(16), number, 0, b""))
     assert index.stored_before(1, 2) == [b"\0", b"\1"]
     assert index.stored_before(0, 2) == []
 
@@ -277,10 +277,10 @@ def test_a_bulk_load_does_what_a_loop_would(
     now_s: int,
     ttl_s: int,
     limit: int,
-    seal_bytes: int,
+    tag_bytes: int,
     data: strategies.DataObject,
 ) -> None:
-    index = BlockIndex(REGIONS, SLOTS, sealed=seal_bytes > 0)
+    index = BlockIndex(REGIONS, SLOTS, encrypted=tag_bytes > 0)
     bulk = BulkLoad(index, now_s, ttl_s)
     oldest_s = now_s - ttl_s if ttl_s else 0
     wanted: dict[bytes, tuple[int, Entry]] = {}
@@ -291,10 +291,10 @@ def test_a_bulk_load_does_what_a_loop_would(
         held: dict[int, Entry] = {}
         for page in pages:
             entries = [
-                Entry(slot, time_s, key, key[:1] * 16 or bytes(16), bytes([slot]) * seal_bytes)
+                Entry(slot, time_s, key, key[:1] * 16 or bytes(16), bytes([slot]) * tag_bytes)
                 for slot, time_s, key in page
             ]
-            writer = TableWriter(bytes(16), seal_bytes)
+            writer = TableWriter(bytes(16), tag_bytes)
             writer.add(entries)
             bulk.add_page(decode_table_untrusted(writer.encode(), bytes(16)))
             beyond += sum(entry.slot >= SLOTS for entry in entries)
@@ -315,7 +315,7 @@ def test_a_bulk_load_does_what_a_loop_would(
     assert len(index) == len(wanted)
     for key, (location, entry) in wanted.items():
         assert index.get(key) == location
-        assert index.known(location) == (entry.digest, entry.stored_s, entry.stored_s, entry.seal)
+        assert index.record(location) == (entry.digest, entry.stored_s, entry.stored_s, entry.tag)
     listed = sorted(key for region in range(REGIONS) for key in index.keys_of(region))
     assert listed == sorted(wanted)
     assert sum(index.live(region) for region in range(REGIONS)) == len(wanted)

@@ -13,7 +13,7 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.disk import format as fmt
-from kvtier_backends.disk.encryption.sealing import Keyring, parse_keys_untrusted
+from kvtier_backends.disk.encryption.cipher import Keyring, parse_keys_untrusted
 from kvtier_backends.disk.offline import inspection
 from kvtier_backends.disk.offline.fsck import Checked, Checker, folder_damaged
 from kvtier_backends.disk.offline.inspection import Folder, FolderDamaged, user_of
@@ -53,9 +53,9 @@ def only(listing: Listing) -> Holding:
     return holding
 
 
-def check(path: Path, *, repair: bool = False, ring: Keyring | None = None) -> Checked:
+def check(path: Path, *, repair: bool = False, keyring: Keyring | None = None) -> Checked:
     with Folder(str(path), writable=repair) as folder:
-        checker = Checker(folder, ring, repair=repair)
+        checker = Checker(folder, keyring, repair=repair)
         return checker.run(folder.files.numbers(), lambda: None)
 
 
@@ -277,21 +277,21 @@ async def test_encrypted_blocks_are_verified_with_the_key_only(tmp_path: Path) -
     keys.write_text(OLD)
     keys.chmod(0o600)
     await fill(path, encryption_key_file=str(keys))
-    ring = parse_keys_untrusted(OLD)
-    assert only(listed(path)).kind.key_id == ring.current_id
+    keyring = parse_keys_untrusted(OLD)
+    assert only(listed(path)).kind.key_id == keyring.current_id
     checked = check(path)
     assert (checked.problems, checked.blocks, checked.blocks_unverified) == ([], 0, BLOCKS)
-    assert check(path, ring=parse_keys_untrusted("22" * 32)).blocks_unverified == BLOCKS
-    checked = check(path, ring=ring)
+    assert check(path, keyring=parse_keys_untrusted("22" * 32)).blocks_unverified == BLOCKS
+    checked = check(path, keyring=keyring)
     assert (checked.problems, checked.blocks, checked.blocks_unverified) == ([], BLOCKS, 0)
     with Folder(str(path)) as folder:
-        look = folder.look(0)
-        assert look.geometry is not None
-        flip(path, look.geometry.slot_at(3) + 100)
+        report = folder.inspect(0)
+        assert report.geometry is not None
+        flip(path, report.geometry.slot_at(3) + 100)
     assert check(path).problems == []
-    (problem,) = check(path, ring=ring, repair=True).problems
+    (problem,) = check(path, keyring=keyring, repair=True).problems
     assert (problem.case, problem.what) == ("blocks_damaged", "in slots 3")
-    assert check(path, ring=ring).blocks == BLOCKS - 1
+    assert check(path, keyring=keyring).blocks == BLOCKS - 1
 
 
 # --- under an engine that is at work ---
@@ -331,7 +331,7 @@ async def test_a_table_page_that_is_being_written_is_read_again(
     torn_reads: int, in_use: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Different bytes each time: an engine is at it. Once it rests, the page is sound."""
-    monkeypatch.setattr(inspection, "LOOK_AGAIN_S", 0)
+    monkeypatch.setattr(inspection, "INSPECT_AGAIN_S", 0)
     path = tmp_path / "kv"
     await fill(path)
     real = RegionFiles.read

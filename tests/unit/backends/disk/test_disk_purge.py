@@ -440,9 +440,9 @@ async def test_what_blocks_of_another_size_left_behind_the_last_slot_is_erased(
         await disk.store(1, 2)
     left = b"of another model" * 64
     with Folder(str(path), writable=True) as folder:
-        look = folder.look(0)
-        assert look.geometry is not None
-        end = look.geometry.slot_at(look.geometry.slots)
+        report = folder.inspect(0)
+        assert report.geometry is not None
+        end = report.geometry.slot_at(report.geometry.slots)
         assert end + len(left) <= folder.files.region_bytes, "no room behind the last slot"
         folder.files.write(0, end, left)
     assert left in (path / "segment-00000.kv").read_bytes()

@@ -23,7 +23,7 @@ from kvtier_backends.disk.folder.recovery import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-GEOMETRY = fmt.make_geometry(fmt.region_bytes_for(8, 4096), 4096)
+GEOMETRY = fmt.make_region_geometry(fmt.region_bytes_for(8, 4096), 4096)
 EXPECTED = Expected(b"f" * 16, b"n" * 16, {fmt.NO_KEY_ID}, GEOMETRY)
 HEADER = fmt.RegionHeader(
     folder_id=b"f" * 16,

@@ -7,7 +7,7 @@ from hypothesis import given, strategies
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvtier.errors import InternalError
-from kvtier_backends.disk.log.index import BlockIndex, Known
+from kvtier_backends.disk.log.index import BlockIndex, BlockRecord
 from kvtier_backends.disk.log.regions import (
     REGION_TABLE,
     WRITE_AMPLIFICATION_MAX,
@@ -19,7 +19,7 @@ from kvtier_backends.disk.log.regions import (
 )
 
 REGIONS, SLOTS = 5, 4
-NOTHING = Known(bytes(16), 0, 0, b"")
+NOTHING = BlockRecord(bytes(16), 0, 0, b"")
 
 
 class RegionsSpec(RuleBasedStateMachine):

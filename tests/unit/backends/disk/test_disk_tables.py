@@ -14,8 +14,8 @@ from hypothesis import given, settings, strategies
 from kvtier_backends.disk.format import (
     PAGE_BYTES,
     Entry,
-    Geometry,
     PageRefused,
+    RegionGeometry,
     decode_table_untrusted,
     entries_untrusted,
     records_max,
@@ -76,9 +76,9 @@ def table_on(
     wrote: list[int] | None = None,
 ) -> RegionTable:
     """Return a table with so many places for pages."""
-    geometry = Geometry(0, PAGE_BYTES, PAGE_BYTES, 1 << 16, places, own_page_slots)
+    geometry = RegionGeometry(0, PAGE_BYTES, PAGE_BYTES, 1 << 16, places, own_page_slots)
     said = ([] if wrote is None else wrote).append
-    return RegionTable(device, 0, INCARNATION, geometry, PagePool(), seal_bytes=0, on_written=said)
+    return RegionTable(device, 0, INCARNATION, geometry, PagePool(), tag_bytes=0, on_written=said)
 
 
 async def put(table: RegionTable, device: SimulatedDevice, slots: range) -> OSError | None:

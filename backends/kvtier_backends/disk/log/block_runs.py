@@ -41,12 +41,12 @@ def stored_together(index: BlockIndex, regions: Sequence[int]) -> Iterator[list[
 
     In the order of their slots, which is the order of storing. What was stored
     together has one time, so it is in one batch, with what else was stored in
-    that second. Only blocks that were appended again keep an older time.
+    that second. Only reinserted blocks keep an older time.
     """
     for region in regions:
         first = region * index.slots_per_region
         blocks = [
-            (index.known(first + slot).stored_s, key)
+            (index.record(first + slot).stored_s, key)
             for slot, key in zip(index.slots_of(region), index.keys_of(region), strict=True)
         ]
         for _, batch in groupby(blocks, key=itemgetter(0)):

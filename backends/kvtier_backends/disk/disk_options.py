@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvtier.plugin_api.options import Options
-from kvtier_backends.disk.encryption.encrypted_log import make_vault
-from kvtier_backends.disk.format import PAGE_BYTES, SEAL_BYTES
+from kvtier_backends.disk.encryption.encrypted_log import make_encrypted_log
+from kvtier_backends.disk.format import PAGE_BYTES, TAG_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvtier.plugin_api.backend import BackendContext
-    from kvtier_backends.disk.encryption.encrypted_log import Vault
+    from kvtier_backends.disk.encryption.encrypted_log import EncryptedLog
 
 IO_DEPTH: Final = 8
 IO_DEPTH_MAX: Final = 1024
@@ -28,12 +28,12 @@ class DiskOptions(NamedTuple):
     ttl_s: int
     io_depth: int
     direct: bool
-    vault: Vault | None
+    encrypted_log: EncryptedLog | None
 
     @property
-    def seal_bytes(self) -> int:
+    def tag_bytes(self) -> int:
         """What encryption adds to each block."""
-        return 0 if self.vault is None else SEAL_BYTES
+        return 0 if self.encrypted_log is None else TAG_BYTES
 
 
 def read_options(
@@ -57,6 +57,6 @@ def read_options(
             options["checksum"],
             f"must be {CHECKSUM!r}: all that is read is checked, whatever it costs. Remove it",
         )
-    vault = make_vault(reader, context)
+    encrypted_log = make_encrypted_log(reader, context)
     reader.finish()
-    return reader, given._replace(vault=vault)
+    return reader, given._replace(encrypted_log=encrypted_log)

@@ -7,7 +7,7 @@ block that lies under another key fails its tag. Salt and tag lie in the table.
 So does the digest, masked with a pad that is derived too: it would tell
 whether a guess at the block is right.
 
-A ring of keys has one that writes and others that still read: rotation is a
+A keyring has one key that writes and others that still read: rotation is a
 new first line, and old regions go on being served until they are overwritten.
 """
 
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import DIGEST_BYTES, Outcome
-from kvtier_backends.disk.format import ID_BYTES, PAGE_BYTES, SEAL_BYTES
+from kvtier_backends.disk.format import ID_BYTES, PAGE_BYTES, TAG_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 KEY_BYTES: Final = 32
 KEYS_MAX: Final = 16
 _SALT_BYTES: Final = 16
-_TAG_BYTES: Final = 16
+_GCM_TAG_BYTES: Final = 16
 _NONCE: Final = bytes(12)  # each block has its own key, which is used once
 _POOL_MAX: Final = 16
 
-assert _SALT_BYTES + _TAG_BYTES == SEAL_BYTES
+assert _SALT_BYTES + _GCM_TAG_BYTES == TAG_BYTES
 
 
 class Keyring:
@@ -43,12 +43,12 @@ class Keyring:
         self.current_id = _key_id(keys[0])
 
 
-class Sealed(NamedTuple):
-    """What is needed to open one block, besides its bytes."""
+class EncryptedBlock(NamedTuple):
+    """What is needed to decrypt one block, besides its bytes."""
 
     key: bytes
     key_id: bytes
-    seal: bytes  #: salt and tag
+    tag: bytes  #: salt and tag
     digest: bytes  #: masked
 
 
@@ -74,14 +74,14 @@ def parse_keys_untrusted(text: str) -> Keyring:
 
 
 class BlockCipher:
-    """Seals and opens blocks of one namespace. Any thread may call any method."""
+    """Encrypts and decrypts blocks of one namespace. Any thread may call any method."""
 
-    def __init__(self, ring: Keyring, namespace: bytes, block_bytes: int) -> None:
+    def __init__(self, keyring: Keyring, namespace: bytes, block_bytes: int) -> None:
         """Raises ``ImportError`` without the library."""
         from cryptography.exceptions import InvalidTag  # noqa: PLC0415 - an extra
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # noqa: PLC0415 - an extra
 
-        self.ring = ring
+        self.keyring = keyring
         self._aead = AESGCM
         self._invalid = InvalidTag
         self._namespace = namespace
@@ -100,7 +100,7 @@ class BlockCipher:
         return memoryview(mmap.mmap(-1, size))
 
     def give_back(self, memory: memoryview) -> None:
-        """Take memory back that nothing reads or writes any more."""
+        """Keep borrowed memory for the next ``borrow``. Nothing reads or writes it any more."""
         self._pool = [memory, *self._pool[: _POOL_MAX - 1]]
 
     def views(self, memory: memoryview, blocks: int) -> list[memoryview]:
@@ -108,44 +108,46 @@ class BlockCipher:
         starts = range(0, blocks * self._step, self._step)
         return [memory[at : at + self._block_bytes] for at in starts]
 
-    def seal(
+    def encrypt(
         self, blocks: Sequence[tuple[bytes, memoryview, bytes]], into: memoryview
     ) -> list[tuple[bytes, bytes]]:
-        """Encrypt (key, block, digest) one by one; returns each one's seal and masked digest."""
-        master = self.ring.by_id[self.ring.current_id]
-        sealed = []
+        """Encrypt (key, block, digest) one by one; returns each one's tag and masked digest."""
+        master = self.keyring.by_id[self.keyring.current_id]
+        encrypted = []
         for number, (key, buffer, digest) in enumerate(blocks):
             salt = os.urandom(_SALT_BYTES)
             block_key, pad = _derive(master, salt)
             at = number * self._step
             end = at + self._block_bytes
-            target = into[at : end + _TAG_BYTES]
+            target = into[at : end + _GCM_TAG_BYTES]
             self._aead(block_key).encrypt_into(_NONCE, buffer, self._namespace + key, target)
-            sealed.append((salt + bytes(into[end : end + _TAG_BYTES]), _xor(digest, pad)))
-        return sealed
+            encrypted.append((salt + bytes(into[end : end + _GCM_TAG_BYTES]), _xor(digest, pad)))
+        return encrypted
 
-    def open(
+    def decrypt(
         self,
         memory: memoryview,
-        places: Sequence[tuple[int, Sealed]],
+        places: Sequence[tuple[int, EncryptedBlock]],
         buffers: Sequence[memoryview],
     ) -> list[tuple[Outcome, bytes]]:
         """Decrypt the blocks at some places in memory; returns outcomes and digests."""
-        opened = []
-        for (number, sealed), buffer in zip(places, buffers, strict=True):
-            block_key, pad = _derive(self.ring.by_id[sealed.key_id], sealed.seal[:_SALT_BYTES])
+        decrypted = []
+        for (number, encrypted), buffer in zip(places, buffers, strict=True):
+            block_key, pad = _derive(
+                self.keyring.by_id[encrypted.key_id], encrypted.tag[:_SALT_BYTES]
+            )
             at = number * self._step
             end = at + self._block_bytes
-            memory[end : end + _TAG_BYTES] = sealed.seal[_SALT_BYTES:]
-            source = memory[at : end + _TAG_BYTES]
-            associated = self._namespace + sealed.key
+            memory[end : end + _GCM_TAG_BYTES] = encrypted.tag[_SALT_BYTES:]
+            source = memory[at : end + _GCM_TAG_BYTES]
+            associated = self._namespace + encrypted.key
             try:
                 self._aead(block_key).decrypt_into(_NONCE, source, associated, buffer)
             except self._invalid:
-                opened.append((Outcome.DAMAGED, b""))
+                decrypted.append((Outcome.DAMAGED, b""))
             else:
-                opened.append((Outcome.DONE, _xor(sealed.digest, pad)))
-        return opened
+                decrypted.append((Outcome.DONE, _xor(encrypted.digest, pad)))
+        return decrypted
 
 
 def _derive(master: bytes, salt: bytes) -> tuple[bytes, bytes]:

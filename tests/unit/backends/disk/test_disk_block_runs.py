@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from hypothesis import given, strategies
 
-from kvtier_backends.disk.log.index import BlockIndex, Known
-from kvtier_backends.disk.log.runs import neighbours, stored_together
+from kvtier_backends.disk.log.block_runs import neighbours, stored_together
+from kvtier_backends.disk.log.index import BlockIndex, BlockRecord
 
 SLOTS = 4
 
@@ -30,7 +30,7 @@ def test_each_place_is_in_one_run_and_runs_are_as_long_as_can_be(locations: list
 def test_blocks_of_one_second_are_a_batch_and_older_regions_come_first() -> None:
     index = BlockIndex(3, SLOTS)
     for location, stored_s in ((0, 7), (1, 7), (2, 8), (8, 5), (10, 5), (11, 6)):
-        index.insert(bytes([location]), location, Known(bytes(16), stored_s, 9, b""))
+        index.insert(bytes([location]), location, BlockRecord(bytes(16), stored_s, 9, b""))
     assert list(stored_together(index, [2, 1, 0])) == [
         [b"\x08", b"\x0a"],
         [b"\x0b"],
