@@ -85,7 +85,7 @@ class DiskPromises:
 
     @precondition(is_running)
     @invariant()
-    def blocks_are_appended_again_only_as_far_as_the_budget_goes(self) -> None:
+    def blocks_are_reinserted_only_as_far_as_the_budget_goes(self) -> None:
         for disk in open_disks(self.world):
             assert disk.life is not None
             counts = disk.life.backend.counters()

@@ -361,7 +361,7 @@ class DiskTier:
         """Note which copies may be damaged: the disk lost sectors of them, or of their headers.
 
         With an older header a region has an older table, whose blocks may be overwritten.
-        Such a copy stays damaged when it is appended again.
+        Such a copy stays damaged when it is reinserted.
         """
         for key, location in self.blocks.items():
             region, at = self._place(location)

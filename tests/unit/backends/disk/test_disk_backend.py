@@ -1,4 +1,4 @@
-"""Options, claims, bounds, restarts and trouble of the disk backend, on a real filesystem."""
+"""Options, claims, bounds, restarts and faults of the disk backend, on a real filesystem."""
 
 from __future__ import annotations
 
@@ -357,7 +357,7 @@ async def test_old_blocks_are_swept_told_and_not_recovered(tmp_path: Path) -> No
     await backend.close()
 
 
-# --- trouble ---
+# --- faults ---
 
 
 @needs_mount

@@ -14,10 +14,11 @@ from unittest.mock import patch
 import pytest
 
 from kvtier.plugin_api.backend import Outcome
-from kvtier_backends.disk.log.region_faults import NO_ROOM, NO_ROOM_PAUSE_S, RegionFaults, Suspect
+from kvtier_backends.disk.log.region_faults import NO_ROOM_PAUSE_S, RegionFaults, Suspect
 from kvtier_backends.disk.log.region_opening import RegionOpener
 from kvtier_backends.disk.log.region_reclaim import Reclaimer
 from kvtier_backends.disk.log.regions import RegionState
+from kvtier_backends.posix import NO_ROOM
 from tests.unit.backends.disk._log import CAPACITY, KEYS, REGIONS, SLOTS, Engine, fresh_disk
 from tests.unit.backends.disk._simulated import SimulatedDevice
 

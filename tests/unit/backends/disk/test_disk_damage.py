@@ -155,7 +155,7 @@ async def test_without_its_superblock_a_folder_begins_anew(what: str, tmp_path: 
     elif what == "damaged":
         superblock.write_bytes(b"x" * 8192)
     else:
-        superblock.write_bytes(fmt._sealed(page[:8] + b"\x07" + page[9:-8]) * 2)
+        superblock.write_bytes(fmt._with_checksum(page[:8] + b"\x07" + page[9:-8]) * 2)
     async with open_disk(path) as disk:
         assert await disk.found(numbers) == []
         assert disk.count("segments_removed") == 1

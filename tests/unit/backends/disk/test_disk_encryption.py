@@ -11,7 +11,7 @@ from hypothesis import given, strategies
 
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import Outcome, block_digest
-from kvtier_backends.disk.encryption.cipher import BlockCipher, Sealed, parse_keys_untrusted
+from kvtier_backends.disk.encryption.cipher import BlockCipher, EncryptedBlock, parse_keys_untrusted
 from tests.unit.backends.disk._disk import data_of, key_of, make_disk, open_disk
 
 pytestmark = pytest.mark.anyio
@@ -102,7 +102,7 @@ async def test_blocks_under_an_older_key_are_not_put_where_the_new_key_is_named(
         assert disk.count("bytes_appended_again") == 0
 
 
-async def test_blocks_that_are_appended_again_open_as_before(tmp_path: Path) -> None:
+async def test_reinserted_blocks_open_as_before(tmp_path: Path) -> None:
     """Random removal at full capacity, under a key that was rotated on the way."""
     rng = random.Random(3)
     resident: list[int] = []
@@ -134,21 +134,21 @@ async def test_blocks_that_are_appended_again_open_as_before(tmp_path: Path) -> 
     strategies.binary(min_size=1, max_size=40),
     strategies.integers(0, (100 + 32) * 8 - 1),
 )
-def test_a_flipped_bit_in_a_block_or_its_seal_opens_nothing(
+def test_a_flipped_bit_in_a_block_or_its_tag_decrypts_nothing(
     data: bytes, key: bytes, bit: int
 ) -> None:
     cipher = cipher_of(OLD)
     memory = cipher.borrow(1)
     ((tag, digest),) = cipher.encrypt([(key, memoryview(data), b"d" * 16)], memory)
     back = memoryview(bytearray(100))
-    sealed = Sealed(key, cipher.keyring.current_id, tag, digest)
-    assert cipher.decrypt(memory, [(0, sealed)], [back]) == [(Outcome.DONE, b"d" * 16)]
+    encrypted = EncryptedBlock(key, cipher.keyring.current_id, tag, digest)
+    assert cipher.decrypt(memory, [(0, encrypted)], [back]) == [(Outcome.DONE, b"d" * 16)]
     assert back == data
     damaged = bytearray(bytes(memory[:100]) + tag)
     damaged[bit // 8] ^= 1 << bit % 8
     memory[:100] = damaged[:100]
-    sealed = sealed._replace(tag=bytes(damaged[100:]))
-    assert cipher.decrypt(memory, [(0, sealed)], [back])[0][0] is Outcome.DAMAGED
+    encrypted = encrypted._replace(tag=bytes(damaged[100:]))
+    assert cipher.decrypt(memory, [(0, encrypted)], [back])[0][0] is Outcome.DAMAGED
 
 
 def test_a_block_opens_only_under_its_own_key_and_namespace() -> None:
@@ -156,12 +156,12 @@ def test_a_block_opens_only_under_its_own_key_and_namespace() -> None:
     memory = cipher.borrow(1)
     ((tag, digest),) = cipher.encrypt([(b"a", memoryview(bytes(100)), bytes(16))], memory)
     back = memoryview(bytearray(100))
-    right = Sealed(b"a", cipher.keyring.current_id, tag, digest)
+    right = EncryptedBlock(b"a", cipher.keyring.current_id, tag, digest)
     assert cipher.decrypt(memory, [(0, right)], [back])[0][0] is Outcome.DONE
     wrong = right._replace(key=b"b")
     assert cipher.decrypt(memory, [(0, wrong)], [back])[0][0] is Outcome.DAMAGED
     other = cipher_of(OLD, b"m" * 16)
-    assert other.open(memory, [(0, right)], [back])[0][0] is Outcome.DAMAGED
+    assert other.decrypt(memory, [(0, right)], [back])[0][0] is Outcome.DAMAGED
 
 
 def test_no_two_blocks_are_sealed_alike() -> None:

@@ -1,4 +1,4 @@
-"""The log on a simulated disk: crashes that tear and lose, emptied regions, any order."""
+"""The log on a simulated disk: crashes that tear and lose, reclaimed regions, any order."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ async def run_a_step(
 
 
 async def test_random_removal_at_full_capacity_never_stops_the_stores() -> None:
-    """With a spare tenth, regions are emptied fast enough; what is dropped is told."""
+    """With a tenth overprovisioned, regions are reclaimed fast enough; what is dropped is told."""
     engine = Engine(fresh_disk())
     await engine.begin()
     rng = random.Random(5)
@@ -331,7 +331,7 @@ async def test_the_entries_of_many_blocks_go_behind_them_in_one_call() -> None:
         assert again.log.has(key)
 
 
-async def test_room_for_blocks_that_are_appended_again_is_taken_by_nobody_else() -> None:
+async def test_room_for_reinserted_blocks_is_taken_by_nobody_else() -> None:
     engine = Engine(fresh_disk())
     await engine.begin()
     log = engine.log

@@ -264,7 +264,7 @@ async def test_stores_and_loads_go_on_while_all_is_purged_again_and_again(tmp_pa
         assert await disk.found(range(number)) == []
 
 
-async def test_a_block_that_is_appended_again_meanwhile_goes_as_well(tmp_path: Path) -> None:
+async def test_a_block_that_is_reinserted_meanwhile_goes_as_well(tmp_path: Path) -> None:
     """It was read before the purge, and would be written after it: the purge waits or repeats."""
     path = tmp_path / "kv"
     async with open_disk(path) as disk:
@@ -279,7 +279,7 @@ async def test_a_block_that_is_appended_again_meanwhile_goes_as_well(tmp_path: P
         asking = asyncio.ensure_future(ask(path, Selection(1001)))
         for _ in range(20):
             await asyncio.sleep(0.005)
-        assert not asking.done(), "a region is being emptied"
+        assert not asking.done(), "a region is being reclaimed"
         assert disk.lost == []
         log.lose(log.index.keys_of(region), "blocks_dropped")
         log.regions.unpin(region)

@@ -53,7 +53,7 @@ def test_every_case_has_a_name_of_its_own() -> None:
 
 
 def reseal(page: bytes, at: int, new: bytes) -> bytes:
-    return fmt._sealed(page[:at] + new + page[at + len(new) : -8])
+    return fmt._with_checksum(page[:at] + new + page[at + len(new) : -8])
 
 
 REGION_PAGES = {

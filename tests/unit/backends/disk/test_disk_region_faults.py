@@ -1,4 +1,4 @@
-"""The log in trouble: sick regions, no room, no memory, and what it holds on to then."""
+"""Region faults: sick regions, no room, no memory, and what the log holds on to then."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def test_without_any_room_a_store_is_full_and_nothing_is_held_on_to() -> N
     await engine.check()
 
 
-async def test_a_region_that_can_not_be_allocated_ahead_troubles_nobody_yet() -> None:
+async def test_a_region_that_cannot_be_allocated_ahead_fails_no_store_yet() -> None:
     engine = Engine(fresh_disk())
     await engine.begin()
     await engine.store(KEYS[:1])

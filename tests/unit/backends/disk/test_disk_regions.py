@@ -213,7 +213,7 @@ def test_the_fewest_blocks_and_then_the_oldest_region_is_emptied() -> None:
     live.update({0: 2, 1: 1, 2: 1, 3: 4})
     assert regions.victim() == 1
     regions.pin(1)
-    assert regions.victim() == 2, "emptying 1 would have to wait"
+    assert regions.victim() == 2, "a reclaim of 1 would have to wait"
     regions.unpin(1)
     live[1] = 3
     assert regions.victim() == 2
