@@ -79,10 +79,10 @@ def kvtier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Shell:
 def damage(path: Path) -> None:
     """Flip a bit of one block."""
     with Folder(str(path)) as folder:
-        look = folder.look(0)
-    assert look.geometry is not None
+        report = folder.inspect(0)
+    assert report.geometry is not None
     with (path / "segment-00000.kv").open("r+b") as file:
-        file.seek(look.geometry.slot_at(2) + 77)
+        file.seek(report.geometry.slot_at(2) + 77)
         file.write(b"\xff")
 
 
@@ -168,8 +168,7 @@ async def test_fsck_repairs_a_file_that_ends_within_a_table(tmp_path: Path, kvti
     path = tmp_path / "kv"
     async with open_disk(path, encryption_key_file=str(keys)) as disk:
         await disk.store(*range(3))
-        assert disk.backend._log is not None
-        cut_at = disk.backend._log.geometry.slots_at - fmt.PAGE_BYTES
+        cut_at = disk.backend._plan.geometry.slots_at - fmt.PAGE_BYTES
     os.truncate(path / "segment-00000.kv", cut_at)
     assert kvtier("fsck", path, "--repair", status=1)["repaired"] == 1
     assert kvtier("fsck", path)["problems"] == []
@@ -234,11 +233,9 @@ async def test_purge_by_namespace_takes_a_prefix(folder: Path, kvtier: Shell) ->
 async def test_purge_by_age_and_of_all(tmp_path: Path, kvtier: Shell) -> None:
     path = tmp_path / "kv"
     async with open_disk(path) as disk:
-        assert disk.backend._log is not None
-        clock, now = disk.backend._log._clock, disk.backend._log._clock()
-        disk.backend._log._clock = lambda: now - 3 * 3600
+        disk.clock.now_s = disk.clock() - 3 * 3600
         await disk.store(*range(5))
-        disk.backend._log._clock = clock
+        disk.clock.now_s = None
         await disk.store(*range(5, 20))
     assert kvtier("purge", path, "--older-than", "1d")["blocks"] == 0
     assert kvtier("purge", path, "--older-than", "4h", "--namespace", OWN)["blocks"] == 0
@@ -252,9 +249,7 @@ async def test_purge_takes_what_a_clock_that_ran_ahead_has_stored(
 ) -> None:
     path = tmp_path / "kv"
     async with open_disk(path) as disk:
-        assert disk.backend._log is not None
-        now = disk.backend._log._clock()
-        disk.backend._log._clock = lambda: now + 7200
+        disk.clock.now_s = disk.clock() + 7200
         await disk.store(*range(5))
     assert kvtier("purge", path, "--all")["blocks"] == 5
     assert kvtier("ls", path)["blocks"] == 0
@@ -338,14 +333,14 @@ async def test_another_ones_folder_is_refused_and_named(
 async def test_ctrl_c_reports_what_was_done_so_far(
     command: list[str], folder: Path, kvtier: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Folder.look
+    real = Folder.inspect
 
     def interrupted(self: Folder, number: int) -> Any:
         if number == 1:
             raise KeyboardInterrupt
         return real(self, number)
 
-    monkeypatch.setattr(Folder, "look", interrupted)
+    monkeypatch.setattr(Folder, "inspect", interrupted)
     name, *options = command
     assert not kvtier(name, folder, *options, status=INTERRUPTED)["complete"]
     assert "Interrupted" in kvtier.out

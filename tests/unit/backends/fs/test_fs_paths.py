@@ -44,8 +44,8 @@ def names_a_path(call: ast.Call) -> bool:
     """Tell whether a call is given a path, and no open folder that the path is relative to."""
     if isinstance(call.func, ast.Name):
         return call.func.id in PATH_HELPERS
-    of = call.func.value if isinstance(call.func, ast.Attribute) else None
-    if not (isinstance(of, ast.Name) and of.id == "os" and call.func.attr in PATH_CALLS):
+    module, _, name = ast.unparse(call.func).partition(".")
+    if module != "os" or name not in PATH_CALLS:
         return False
     return not {"dir_fd", "src_dir_fd"} & {each.arg for each in call.keywords}
 
