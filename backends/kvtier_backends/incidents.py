@@ -5,24 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-import structlog
+import structlog  # noqa: F401 - with the first line there may be no descriptor left for it
+
+from kvtier.plugin_api.log import log
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 EPISODE_S_MIN: Final = 60.0
-
-# Imported above, not with the first line: by then there may be no descriptor left for it.
-_logger = structlog.get_logger(__name__)
-
-
-def warn(event: str, **fields: object) -> None:
-    """Write a line to the log. A line that cannot be written is dropped: that must stop nobody."""
-    with suppress(Exception):
-        _logger.warning(event, **fields)
 
 
 class TierCounters:
@@ -76,7 +68,7 @@ class IncidentLog:
             if kind in self._episodes[side]:
                 return
             self._episodes[side][kind] = time.monotonic()
-        warn(
+        log.warning(
             self._event,
             kind=name,
             tier=self._tier_name,

@@ -23,6 +23,7 @@ from kvtier.plugin_api.backend import (
     Outcome,
     StoreBlock,
 )
+from kvtier.plugin_api.log import log
 from kvtier.plugin_api.options import Options
 from kvtier.plugin_api.threads import DaemonThreads
 from kvtier_backends.fs.files import BlockFiles
@@ -33,7 +34,7 @@ from kvtier_backends.fs.folder import (
     probe_direct,
 )
 from kvtier_backends.fs.layout import make_layout
-from kvtier_backends.incidents import IncidentLog, TierCounters, warn
+from kvtier_backends.incidents import IncidentLog, TierCounters
 from kvtier_backends.posix import fault_of_folder
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class FsBackend(Backend):
         prepare_namespace(place, layout, refusal)
         direct_works = probe_direct(place, refusal, wanted=given.direct)
         if given.direct and not direct_works:
-            warn(
+            log.warning(
                 "fs tier: this filesystem does not take O_DIRECT; going through the page cache",
                 tier=context.tier_name,
                 root_dir=root,

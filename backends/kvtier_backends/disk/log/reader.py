@@ -65,9 +65,11 @@ class BlockReader:
         runs = neighbours(locations, self._geometry.slots)
         digests = self._note_use(runs, locations)
         if encryption is not None:
-            for place, location in zip(there, locations, strict=True):
-                key_id = self._regions.key_id(location // self._geometry.slots)
-                encryption[keys[place]] = Encryption(self._index.record(location).tag, key_id)
+            for run in runs:
+                key_id = self._regions.key_id(locations[run[0]] // self._geometry.slots)
+                for at in run:
+                    tag = self._index.record(locations[at]).tag
+                    encryption[keys[there[at]]] = Encryption(tag, key_id)
         with self._priority.load():
             outcomes = await self._read(runs, locations, [blocks[place].buffer for place in there])
         for place, outcome, digest in zip(there, outcomes, digests, strict=True):
