@@ -294,8 +294,8 @@ class DiskBackend(Backend):
 
     def busy_threads(self) -> int:
         """Count the calls that may still touch a buffer, cancelled and hung ones too."""
-        sealing = 0 if self._encrypted_log is None else self._encrypted_log.busy()
-        return sealing + sum(device.busy() for device in self._devices)
+        encrypting = 0 if self._encrypted_log is None else self._encrypted_log.busy()
+        return encrypting + sum(device.busy() for device in self._devices)
 
     def counters(self) -> Mapping[str, int]:
         """Return counts of what was written, lost and found, and of what there is now."""

@@ -1,7 +1,7 @@
 """Compares two ways to talk to the kernel, for the disk tier: threads and io_uring.
 
 Threads are what the tier uses (``preadv`` and ``pwritev``, ``FileDevice``). The
-keyring is written here, on the package ``liburing``, which kvtier does not need:
+ring is written here, on the package ``liburing``, which kvtier does not need:
 ``pip install liburing`` to run this. Both keep to ``Device``, and move the same
 bytes to and from the same file, O_DIRECT, ``--depth`` transfers at a time, in
 turns within one run. Measured for each: GB/s, processor time, and the longest
@@ -38,7 +38,7 @@ SPIN: Final = 2_000  #: steps of the busy thread between two looks at the clock,
 class RingDevice(Device):
     """Segment file 0 through one io_uring, driven by the event loop's own thread.
 
-    Completions keyring an eventfd that the loop watches. What moves short is not
+    Completions ring an eventfd that the loop watches. What moves short is not
     tried again: for a benchmark, that is a failure.
     """
 
@@ -47,10 +47,10 @@ class RingDevice(Device):
 
         self._api: Any = liburing
         self._file = os.open(f"{folder}/{SEGMENT_NAME.format(0)}", os.O_RDWR | os.O_DIRECT)
-        self._keyring = liburing.Ring()
-        liburing.io_uring_queue_init(depth, self._keyring)
+        self._ring = liburing.Ring()
+        liburing.io_uring_queue_init(depth, self._ring)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        liburing.io_uring_register_eventfd(self._keyring, self._bell)
+        liburing.io_uring_register_eventfd(self._ring, self._bell)
         self._one = liburing.Cqe()
         self._free = asyncio.Semaphore(depth)
         self._waiting: dict[int, tuple[asyncio.Future[int], object]] = {}
@@ -76,13 +76,13 @@ class RingDevice(Device):
         """Do nothing: the file is there."""
 
     def busy(self) -> int:
-        """Count what is in the keyring."""
+        """Count what is in the ring."""
         return len(self._waiting)
 
     def close(self) -> None:
-        """Take the keyring down. Only when nothing is busy."""
+        """Take the ring down. Only when nothing is busy."""
         self._loop.remove_reader(self._bell)
-        self._api.io_uring_queue_exit(self._keyring)
+        self._api.io_uring_queue_exit(self._ring)
         os.close(self._bell)
         os.close(self._file)
 
@@ -92,7 +92,7 @@ class RingDevice(Device):
             vector = self._api.Iovec(transfer.buffers)
             future: asyncio.Future[int] = self._loop.create_future()
             self._waiting[self._next] = (future, vector)  # the kernel reads the vector
-            entry = self._api.io_uring_get_sqe(self._keyring)
+            entry = self._api.io_uring_get_sqe(self._ring)
             prepare(entry, self._file, vector, transfer.region * REGION_BYTES + transfer.at)
             entry.user_data = self._next
             if not self._is_prepared:
@@ -106,15 +106,15 @@ class RingDevice(Device):
     def _submit(self) -> None:
         """Hand the kernel everything prepared in this round of the loop, in one call."""
         self._is_prepared = False
-        self._api.io_uring_submit(self._keyring)
+        self._api.io_uring_submit(self._ring)
 
     def _reap(self) -> None:
         os.eventfd_read(self._bell)
-        for _ in range(self._api.io_uring_cq_ready(self._keyring)):
-            self._api.io_uring_wait_cqe(self._keyring, self._one)
+        for _ in range(self._api.io_uring_cq_ready(self._ring)):
+            self._api.io_uring_wait_cqe(self._ring, self._one)
             future, _vector = self._waiting.pop(self._one[0].user_data)
             future.set_result(self._one[0].res)
-            self._api.io_uring_cq_advance(self._keyring, 1)
+            self._api.io_uring_cq_advance(self._ring, 1)
 
 
 class Result(NamedTuple):
