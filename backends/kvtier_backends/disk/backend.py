@@ -97,9 +97,9 @@ class DiskBackend(Backend):
     """Keeps blocks in regions of preallocated files, up to ``capacity_bytes`` in all.
 
     Options: ``path`` and ``capacity_bytes`` (required), ``region_bytes`` (what is
-    overwritten at once), ``ttl_s`` (blocks older than that are gone; for ever),
-    ``io_depth`` (loads at once, and stores at once, 8), ``direct`` (O_DIRECT where
-    it works; true), ``checksum`` (``xxh3_128``, and nothing else), and
+    overwritten at once), ``ttl_s`` (seconds until a block expires; 0: never),
+    ``io_depth`` (how many loads, and how many stores, run at once; 8), ``direct``
+    (O_DIRECT where it works; true), ``checksum`` (``xxh3_128``, and nothing else), and
     ``encryption_key_file`` or ``encryption_key_env`` (keys in hex, one a line: the
     first one writes, the others still read).
 

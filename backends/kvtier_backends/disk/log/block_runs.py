@@ -1,4 +1,4 @@
-"""Which blocks belong together: by where they lie, and by when they were stored."""
+"""Groups blocks into runs: by where they lie, and by when they were stored."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def neighbours(locations: Sequence[int], slots_per_region: int) -> list[list[int
 
 
 def _are_one_run(locations: Sequence[int], slots_per_region: int) -> bool:
-    """Tell whether it is as it mostly is: stored together, and asked for in the same order."""
+    """Fast path: the blocks were stored together, and are asked for in the same order."""
     first, last = locations[0], locations[0] + len(locations) - 1
     if first // slots_per_region != last // slots_per_region:
         return False

@@ -1,4 +1,4 @@
-"""Which block lies where: the disk tier's index, compact and free of pauses.
+"""The disk tier's index: maps keys to locations, compactly and without pauses.
 
 A location is one number: ``region * slots_per_region + slot``. The record
 of a block (key, digest, times) lies in flat arrays of its region, at its slot,
@@ -348,7 +348,7 @@ class BlockIndex:
         return refused
 
     def _remove_word(self, key: bytes, location: int) -> None:
-        """Empty the word of a key's location, and move back what would be out of reach then."""
+        """Remove the word of a key's location; move back what would be out of reach then."""
         if self.words.over and self.words.over.pop(key, None) is not None:
             return
         print_ = hash(key) & _LOCATION_MASK

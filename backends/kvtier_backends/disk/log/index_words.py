@@ -4,9 +4,10 @@ A word's upper half is a fingerprint of the key, its lower half the location plu
 one. The fingerprint's lowest bits say where in its table a word has its home,
 the bits above which table that is. When the tables are fuller than
 ``TABLE_WORDS_MEAN`` on average, one of them is split in two, the next one the
-next time (linear hashing): so no call ever lays out more than one table.
+next time (linear hashing, Litwin 1980): so no call ever lays out more than one table.
 
-Linear probing, and no tombstones: who takes a word moves later ones back.
+Within a table, collisions are resolved by linear probing. There are no tombstones:
+removing a word moves later ones back (Knuth, TAOCP 3, 6.4, algorithm R).
 
 # Invariant: a word is found by walking from its home, and no empty word lies between.
 # Invariant: every table has an empty word. What would fill it lies in ``over``.
