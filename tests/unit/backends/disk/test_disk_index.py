@@ -18,7 +18,7 @@ from kvtier_backends.disk.log.index_words import COUNT_AT, HOME_BITS, HOME_MASK,
 
 REGIONS, SLOTS = 6, 8
 keys = strategies.binary(min_size=1, max_size=3) | strategies.binary(min_size=250, max_size=255)
-known = strategies.builds(
+records = strategies.builds(
     BlockRecord,
     strategies.binary(min_size=16, max_size=16),
     strategies.just(7),
@@ -34,7 +34,7 @@ def crowded(key: bytes) -> int:
 
 
 class IndexSpec(RuleBasedStateMachine):
-    """A dictionary is the model: key to location and what is known."""
+    """A dictionary is the model: key to location and its record."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,19 +50,19 @@ class IndexSpec(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.patches.close()
 
-    @rule(key=keys, known=known, data=strategies.data())
+    @rule(key=keys, record=records, data=strategies.data())
     def insert(self, key: bytes, record: BlockRecord, data: strategies.DataObject) -> None:
         taken = {location for location, _ in self.model.values()}
         free = [place for place in range(REGIONS * SLOTS) if place not in taken]
         if key in self.model or not free:
             return
         location = data.draw(strategies.sampled_from(free))
-        self.index.insert(key, location, known)
-        self.model[key] = (location, known)
+        self.index.insert(key, location, record)
+        self.model[key] = (location, record)
 
     @rule(
         given_keys=strategies.lists(keys, min_size=1, max_size=SLOTS),
-        known=known,
+        record=records,
         region=strategies.integers(0, REGIONS - 1),
         start=strategies.integers(0, SLOTS - 1),
     )
@@ -76,12 +76,12 @@ class IndexSpec(RuleBasedStateMachine):
         given_keys = given_keys[: len(list(free))]
         if not given_keys:
             return
-        columns = [[each] * len(given_keys) for each in known]
+        columns = [[each] * len(given_keys) for each in record]
         digests, stored_s, used_s, tags = columns
         added = self.index.insert_run(first, given_keys, digests, tags, stored_s, used_s)
         before = len(self.model)
         for location, key in enumerate(given_keys, first):
-            self.model.setdefault(key, (location, known))
+            self.model.setdefault(key, (location, record))
         assert added == len(self.model) - before
 
     @rule(
@@ -116,24 +116,24 @@ class IndexSpec(RuleBasedStateMachine):
     def use(self, now_s: int, data: strategies.DataObject) -> None:
         if self.model:
             key = data.draw(strategies.sampled_from(sorted(self.model)))
-            location, known = self.model[key]
+            location, record = self.model[key]
             self.index.use(location, now_s)
-            self.model[key] = (location, known._replace(used_s=now_s))
+            self.model[key] = (location, record._replace(used_s=now_s))
 
     @invariant()
     def every_key_is_found_where_it_was_put_and_no_other(self) -> None:
         assert len(self.index) == len(self.model)
-        for key, (location, known) in self.model.items():
+        for key, (location, record) in self.model.items():
             assert self.index.get(key) == location
             assert self.index.key_at(location) == key
-            assert self.index.record(location) == known
+            assert self.index.record(location) == record
         assert self.index.get(b"never") is None
         assert self.index.find(self.model) == [location for location, _ in self.model.values()]
         side_by_side = sorted(self.model, key=lambda key: self.model[key][0])
         found = [self.model[key][0] for key in side_by_side]
         assert self.index.find([*side_by_side, b"never", *side_by_side]) == [*found, None, *found]
-        for location, known in self.model.values():
-            assert self.index.digests(location, 1) == [known.digest]
+        for location, record in self.model.values():
+            assert self.index.digests(location, 1) == [record.digest]
 
     @invariant()
     def each_region_lists_its_blocks(self) -> None:
