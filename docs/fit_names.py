@@ -1,4 +1,4 @@
-"""Lets names in tables break where a reader expects it: behind ``_``, ``/`` and the like.
+"""Lets long names break where a reader expects it: behind ``_``, ``/`` and the like.
 
 An mkdocs hook. A short name never breaks (``style.css``). A long one may, but not
 in the midst of a word: a browser that is left alone breaks anywhere.
@@ -10,19 +10,21 @@ import re
 from typing import Final
 
 LONG: Final = 26
-"""Characters. What is shorter fits a column, on a phone too."""
+"""Characters. What is shorter fits a line or a column, on a phone too."""
 
 LONGEST: Final = 44
 """Characters. What is shorter fits a first column on a wide screen."""
 
-_CELL: Final = re.compile(r"<td\b.*?</td>", re.DOTALL)
+_BLOCK: Final = re.compile(r"(<pre\b.*?</pre>)", re.DOTALL)
 _CODE: Final = re.compile(r"<code>(.*?)</code>", re.DOTALL)
 _JOINT: Final = re.compile(r"(?<=[\w}\]])([_/:=.])(?=\w)")
 
 
 def on_page_content(html: str, **_others: object) -> str:
-    """Mark the joints of long names. Called by mkdocs for each page."""
-    return _CELL.sub(lambda cell: _CODE.sub(_fitted, cell[0]), html)
+    """Mark the joints of long names, but not in blocks of code. Called by mkdocs for each page."""
+    parts = _BLOCK.split(html)
+    parts[::2] = [_CODE.sub(_fitted, part) for part in parts[::2]]
+    return "".join(parts)
 
 
 def _fitted(code: re.Match[str]) -> str:
