@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -14,12 +14,15 @@ from tests.vllm.support.play import TEST_RUN
 with warnings.catch_warnings():
     # torch and vLLM use deprecated parts of themselves while they are imported.
     warnings.simplefilter("ignore")
+    import vllm
+
     import kvtier.vllm  # noqa: F401 - imported for that alone
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 os.environ[TEST_RUN] = str(os.getpid())
+# vLLM keeps a description of each model class that it has looked at, in a process of its own
+# that takes twelve seconds. One release cannot read another's and writes its own in its place.
+_CACHE = Path(__file__).parents[2] / "build" / f"vllm-{vllm.__version__}"
+os.environ["VLLM_CACHE_ROOT"] = str(_CACHE)
 
 
 @pytest.fixture(scope="session")

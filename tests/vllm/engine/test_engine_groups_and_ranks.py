@@ -87,6 +87,7 @@ def test_two_tensor_parallel_ranks(llama: Path, tmp_path: Path, log_folder: Path
     arguments: dict[str, Any] = {
         "log_folder": log_folder,
         "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        "spawns": True,
         "model": str(llama),
         "root": str(tmp_path / "kv"),
         "lengths": LENGTHS,

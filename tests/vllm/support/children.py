@@ -48,14 +48,16 @@ def run_scenario(
     *,
     log_folder: Path,
     environment: Mapping[str, str] | None = None,
+    spawns: bool = False,
     **arguments: object,
 ) -> Any:
     """Call ``scenario(**arguments)`` in a new process and return its result.
 
     Arguments and result are JSON values. Raises ``ScenarioError`` if the child
-    fails or hangs; it is killed then.
+    fails or hangs; it is killed then. ``spawns`` says that vLLM will start
+    processes of its own (``tests/vllm/support/spawning.py``).
     """
-    with start_scenario(scenario, log_folder, environment or {}, **arguments) as child:
+    with start_scenario(scenario, log_folder, environment or {}, spawns, **arguments) as child:
         return child.result()
 
 
@@ -109,11 +111,13 @@ def start_scenario(
     scenario: Callable[..., Any],
     log_folder: Path,
     environment: Mapping[str, str],
+    spawns: bool = False,
     **arguments: object,
 ) -> Iterator[Child]:
     """Start ``scenario`` in a session of its own, which is killed at the end in any case.
 
-    ``environment`` is set after Python, torch and vLLM have been imported.
+    ``environment`` is set after Python, torch and vLLM have been imported. ``spawns`` as
+    in ``run_scenario``.
     """
     log_folder.mkdir(parents=True, exist_ok=True)
     stem = log_folder / f"{scenario.__name__}-{time.monotonic_ns()}"
@@ -124,6 +128,7 @@ def start_scenario(
         "function": scenario.__name__,
         "arguments": arguments,
         "environment": child_environment(environment),
+        "spawns": spawns,
         "log": str(stem.with_suffix(".log")),
         "result": str(stem.with_suffix(".json")),
         "end": str(stem.with_suffix(".end")),

@@ -7,18 +7,29 @@ handlers, and after its threads. How it ended stands then in a file.
 
 The server itself starts no thread, runs nothing of torch and has no engine, so
 that a fork finds all as after an import of its own.
+
+A fork ends as a program does up to its last exit handler. The interpreter's own end,
+which takes apart all that was imported, is left out: it takes two seconds and copies the
+whole heap. Servers, benchmarks and the tutorial's script are programs that end altogether.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib.util
 import json
 import os
 import selectors
 import sys
+import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from tests.vllm.support.spawning import fork_what_is_spawned
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def serve() -> dict[str, Any] | None:
@@ -60,6 +71,11 @@ def play(call: dict[str, Any]) -> None:
         os.dup2(source, target)
     os.environ.clear()
     os.environ.update(call["environment"])
+    # An engine that ends thaws the heap and collects it. What was imported is no garbage: to
+    # walk through it takes a second, for each engine, and copies all of its pages.
+    gc.unfreeze = _leave_frozen
+    if call["spawns"]:
+        fork_what_is_spawned()
     spec = importlib.util.spec_from_file_location("scenario", call["file"])
     assert spec is not None
     assert spec.loader is not None
@@ -70,13 +86,37 @@ def play(call: dict[str, Any]) -> None:
     Path(call["result"]).write_text(json.dumps(result))
 
 
+def _call(function: Callable[[], Any]) -> Any:
+    return function()
+
+
+def _leave_frozen() -> None:
+    return
+
+
+def end() -> NoReturn:
+    """End this fork after its threads and its exit handlers, in a program's order."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def _import_vllm() -> None:
     import vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector
+    import vllm.entrypoints.llm
+    import vllm.model_executor.layers.quantization.online.base
+    import vllm.model_executor.models.gemma3
     import vllm.model_executor.models.llama
     import vllm.v1.engine.llm_engine
     import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm.model_executor.models import registry
 
     import kvtier.vllm  # noqa: F401
+
+    # It looks at a model's class in a process of its own, lest a GPU be claimed: there is none.
+    registry._run_in_subprocess = _call
 
 
 if __name__ == "__main__":
@@ -84,3 +124,4 @@ if __name__ == "__main__":
     gc.freeze()  # a fork would copy what its collector walks through
     if (call := serve()) is not None:
         play(call)
+        end()
