@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import urllib.error
 import urllib.request
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tests.support.patience import PATIENCE_S, until
-from tests.vllm.support.children import child_environment, kill_group
+from tests.vllm.support.children import Child, child_environment, kill_group, start_scenario
 from tests.vllm.support.engine import flat_metrics, kvtier_config
 from tests.vllm.support.play import ours_in_shm, own_id, prompts_of, whole_blocks
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
+SERVER = "vllm.entrypoints.openai.api_server"
 LENGTHS = [500, 900]
 BLOCK_BYTES = 65_536  #: two of K and V, four layers, two heads of 32 float32 for 32 tokens
 ENGINE_ID = own_id("test-server")
@@ -38,7 +40,7 @@ STORED = "vllm:kv_offload_store_bytes"
 class Server:
     """One running server, on loopback."""
 
-    def __init__(self, port: int, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, port: int, process: Program | Child) -> None:
         self.process = process
         self._port = port
 
@@ -116,13 +118,19 @@ class Server:
 
 @contextmanager
 def server(
-    model: Path, extra_config: dict[str, Any], log_folder: Path, engines: int = 1
+    model: Path,
+    extra_config: dict[str, Any],
+    log_folder: Path,
+    *,
+    engines: int = 1,
+    is_program: bool = False,
 ) -> Iterator[Server]:
-    """Start a server and wait until it answers; it is gone afterwards in any case."""
-    log_folder.mkdir(parents=True, exist_ok=True)
+    """Start a server and wait until it answers; it is gone afterwards in any case.
+
+    ``is_program`` has it start as users start it, which takes half a minute.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    log_path = log_folder / f"server-{port}.log"
     transfer = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -142,35 +150,68 @@ def server(
         "--kv-transfer-config": json.dumps(transfer),
     }
     flags = ["--enforce-eager", "--skip-tokenizer-init", "--enable-prompt-tokens-details"]
-    command = [sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server", *flags]
-    for name, value in options.items():
-        command += [name, value]
+    arguments = [*flags, *(part for option in options.items() for part in option)]
+    environment = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+        # vLLM 0.33 wants a NUMA node for each engine, and may be told that it has them.
+        "VLLM_CPU_SIM_MULTI_NUMA": "1",
+    }
+    start = started_as_a_program if is_program else started_as_a_fork
+    with start(arguments, log_folder, environment) as process:
+        running = Server(port, process)
+        until(lambda: process.has_ended() or is_up(running), process.log)
+        assert not process.has_ended(), process.log()
+        yield running
+
+
+class Program:
+    """A server that was started as users start it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self._process = process
+        self._log = log
+        self.pid = process.pid
+
+    def has_ended(self) -> bool:
+        """Tell whether it has ended, well or badly."""
+        return self._process.poll() is not None
+
+    def log(self) -> str:
+        """Return the end of its log."""
+        return self._log.read_text(errors="replace")[-6000:]
+
+
+@contextmanager
+def started_as_a_program(
+    arguments: list[str], log_folder: Path, environment: Mapping[str, str]
+) -> Iterator[Program]:
+    log_folder.mkdir(parents=True, exist_ok=True)
+    log_path = log_folder / "server.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-W", "ignore", "-m", SERVER, *arguments],
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=child_environment(
-                {
-                    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-                    "VLLM_SERVER_DEV_MODE": "1",
-                    # vLLM 0.33 wants a NUMA node for each engine, and may be told that it has them.
-                    "VLLM_CPU_SIM_MULTI_NUMA": "1",
-                }
-            ),
+            env=child_environment(environment),
             start_new_session=True,
         )
-    running = Server(port, process)
     try:
-
-        def tail() -> str:
-            return log_path.read_text(errors="replace")[-6000:]
-
-        until(lambda: process.poll() is not None or is_up(running), tail)
-        assert process.poll() is None, tail()
-        yield running
+        yield Program(process, log_path)
     finally:
         kill_group(process)
+
+
+def serve(arguments: list[str]) -> None:
+    """Do what ``python -m`` does with the server's module."""
+    sys.argv[1:] = arguments
+    runpy.run_module(SERVER, run_name="__main__")
+
+
+def started_as_a_fork(
+    arguments: list[str], log_folder: Path, environment: Mapping[str, str]
+) -> AbstractContextManager[Child]:
+    return start_scenario(serve, log_folder, environment, spawns=True, arguments=arguments)
 
 
 def is_up(running: Server) -> bool:
@@ -191,7 +232,7 @@ def test_a_server_that_is_killed_and_one_that_takes_over(
     blocks = sum(expected) // 32
     size = blocks * BLOCK_BYTES
 
-    with server(llama, config, log_folder) as first:
+    with server(llama, config, log_folder, is_program=True) as first:
         tokens, cached = first.play()
         assert cached == [0] * len(LENGTHS)
         first.metrics_when(lambda now: now.get(WRITTEN) == size)
@@ -210,7 +251,7 @@ def test_a_server_that_is_killed_and_one_that_takes_over(
         assert seen['kvtier:tier_breaker_state{tier="1:fs"}'] == 0
         assert ours_in_shm(ENGINE_ID) == []  # gone already, so a kill can leave nothing
         os.killpg(first.process.pid, signal.SIGKILL)
-        first.process.wait()
+        until(first.process.has_ended)
     assert ours_in_shm(ENGINE_ID) == []
 
     with server(llama, config, log_folder) as second:
@@ -227,8 +268,8 @@ def test_a_server_that_is_killed_and_one_that_takes_over(
         seen = second.metrics_when(lambda now: now.get(READ) == size)
         assert seen[f'{HITS}{{tier="1:fs"}}'] == blocks
         assert seen['kvtier:primary_slots{state="quarantined"}'] == 0
-        second.process.send_signal(signal.SIGTERM)
-        assert second.process.wait(PATIENCE_S) is not None
+        os.kill(second.process.pid, signal.SIGTERM)
+        until(second.process.has_ended, second.process.log)
     assert ours_in_shm(ENGINE_ID) == []
 
 

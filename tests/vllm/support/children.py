@@ -100,10 +100,13 @@ class Child:
             raise self.error(f"no {path.name}")
         return path.read_text()
 
+    def log(self) -> str:
+        """Return the end of its log."""
+        return self._log.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:]
+
     def error(self, what: str) -> ScenarioError:
         """Return the error with the end of the child's log."""
-        tail = self._log.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:]
-        return ScenarioError(f"{self._name}: {what}\n{tail}")
+        return ScenarioError(f"{self._name}: {what}\n{self.log()}")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
-from multiprocessing import connection, context, forkserver
+from multiprocessing import connection, context, forkserver, resource_tracker
 from typing import Any
 
 
@@ -36,26 +36,26 @@ class ForkedContext(context.ForkServerContext):
 
 
 def fork_what_is_spawned() -> None:
-    """Fork a fork server, and have all that this process would spawn made by it."""
+    """Fork a fork server, and have it make all that this process and its own would spawn."""
     address = connection.arbitrary_address("AF_UNIX")
     alive_read, alive_write = os.pipe()
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(address)
-        listener.listen()
-        if not (pid := os.fork()):
-            os.close(alive_write)
-            try:
-                forkserver.main(listener.detach(), alive_read, [])
-            finally:
-                os._exit(0)
-    os.close(alive_read)
     server = forkserver._forkserver
-    server._forkserver_address = address
-    server._forkserver_alive_fd = alive_write
-    server._forkserver_pid = pid
+    server.ensure_running = resource_tracker.ensure_running  # it is: nobody starts another
     real = multiprocessing.get_context
 
     def get_context(method: str | None = None) -> Any:
         return ForkedContext() if method == "spawn" else real(method)
 
     multiprocessing.get_context = get_context
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        if not os.fork():
+            os.close(alive_write)
+            try:
+                forkserver.main(listener.detach(), alive_read, [])
+            finally:
+                os._exit(0)
+    os.close(alive_read)
+    server._forkserver_address = address
+    server._forkserver_alive_fd = alive_write
