@@ -3,6 +3,7 @@
 #
 #   make demo                  a real engine: cold, warm from DRAM, warm from disk, restarted
 #   make test                  everything that must hold, on both releases of vLLM
+#   make quick                 lint, types and the quick unit tests, in two minutes
 #   make test-long             what takes hours: fresh seeds for the model checker, soaks, servers
 #   make model SECONDS=600     the model checker for as long as it is told
 #   make PYTHON=python3.12 ... another Python;  PIP_ARGS="..." more options for pip
@@ -20,7 +21,9 @@ SECONDS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --no-input --no-deps --no-compile $(PIP_ARGS)
-PYTEST := $(BIN)/python -m pytest --durations=8 --durations-min=1 $(PYTEST_ARGS)
+# How long each test took stands in build/durations/, a file for each part.
+PYTEST = $(BIN)/python -m pytest --durations=8 --durations-min=1 \
+    --junitxml=build/durations/$@.xml $(PYTEST_ARGS)
 SOURCES := $(foreach part,kvtier backends tests docs stress,\
     $(if $(shell find $(part) -name '*.py' 2>/dev/null),$(part)))
 
@@ -30,8 +33,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # What is tested is what is installed in .venv, not what lies on somebody's path.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help demo test test-long lint types unit conformance model engine engine-0.32 \
-        engine-0.33 docs soak server bench-import clean
+.PHONY: help demo test test-long quick quick-unit lint types unit conformance model engine \
+        engine-0.32 engine-0.33 vllm-0.33 docs soak server bench-import clean
 .DEFAULT_GOAL := help
 
 help:
@@ -72,19 +75,31 @@ $(NEWER)/.made: requirements/engine-cpu-0.33.txt tests/vllm/support/other_releas
 demo: $(VENV)/.kvtier
 	$(BIN)/python -m kvtier.tools.demo
 
-# Two parts at a time, cheapest and longest first; each tells what it has to say at its end.
+# Two parts at a time: what fails first, then the longest first, so that none runs alone at the
+# end; each tells what it has to say at its end. vLLM 0.33 is laid out while lint and types run.
 # CI=true: a skipped test fails (tests/conftest.py).
-PARTS := lint types model engine-0.32 engine-0.33 unit conformance docs soak server
+PARTS := vllm-0.33 lint types model engine-0.32 unit engine-0.33 server conformance soak docs
 
-test: $(VENV)/.dev $(NEWER)/.made
+test: $(VENV)/.dev
 	@env -u SECONDS CI=true $(MAKE) --no-print-directory -j2 --output-sync=recurse $(PARTS:%=part-%)
 
+part-engine-0.33: part-vllm-0.33
 part-%:
 	@echo "== $*"; start=$$(date +%s); \
 	$(MAKE) --no-print-directory $*; \
 	echo "== $* passed in $$(($$(date +%s) - start)) s"
 
+quick: $(VENV)/.dev
+	@$(MAKE) --no-print-directory -j2 --output-sync=recurse quick-unit lint types
+
+quick-unit: $(VENV)/.dev
+	$(PYTEST) -q -m "not slow" tests/house tests/unit
+
+# The same proofs as in the tests, with more examples and other kills: their seed is printed.
 test-long: $(VENV)/.dev $(NEWER)/.made
+	seed=$${KVTIER_TEST_SEED:-$$RANDOM}; echo "KVTIER_TEST_SEED=$$seed"; \
+	KVTIER_TEST_TIMES=5 KVTIER_DISK_KILLS=500 KVTIER_TEST_SEED=$$seed \
+	    $(MAKE) --no-print-directory unit PYTEST_ARGS="--hypothesis-seed=$$seed $(PYTEST_ARGS)"
 	$(MAKE) --no-print-directory -j1 model SECONDS=$(or $(SECONDS),3600)
 	$(BIN)/python stress/soak.py --seconds $(or $(SECONDS),3600)
 	$(BIN)/python stress/server.py --minutes 20
@@ -95,6 +110,8 @@ test-long: $(VENV)/.dev $(NEWER)/.made
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
+
+vllm-0.33: $(NEWER)/.made
 
 types: $(VENV)/.dev
 	$(BIN)/mypy $(filter-out tests,$(SOURCES))

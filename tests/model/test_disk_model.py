@@ -11,7 +11,7 @@ from disk_machine import KVTierOnDiskSpec
 from known_policies import POLICIES
 from test_model import PROFILE, check, check_fresh_seeds
 
-EXAMPLES_CI = 100  # with each policy
+EXAMPLES_CI = 40  # with each policy; `make test-long` goes on
 CHECKED_WITH = ("lru", "reuse")
 """The disk does not care which policy chooses: an old one and the default will do."""
 

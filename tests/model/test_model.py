@@ -19,7 +19,7 @@ from known_policies import POLICIES
 from machine import KVTierSpec
 
 STEPS = 60
-EXAMPLES_CI = 500  # with each policy; `make test-long` goes on with fresh seeds
+EXAMPLES_CI = 150  # with each policy; `make test-long` goes on with fresh seeds
 EXAMPLES_A_SEED = 300
 RUNS = len(POLICIES) + 2  # those of test_disk_model as well
 PROFILE = os.environ.get("KVTIER_MODEL_PROFILE", "ci")

@@ -22,12 +22,15 @@ from kvtier.policies.eviction.lru2 import LRU2Policy
 from kvtier.policies.eviction.reuse.policy import ReusePolicy
 from kvtier.policies.eviction.s3fifo import S3FIFOPolicy
 from tests.support.cell import open_test_runtime
+from tests.support.examples import TIMES, examples
 
 if TYPE_CHECKING:
     from kvtier.core.actor import Actor
     from kvtier.core.messages import Message
     from kvtier.plugin_api.eviction_policy import EvictionPolicy
     from kvtier.plugin_api.keys import Key
+
+pytestmark = pytest.mark.slow
 
 POLICIES = [LRUPolicy, ARCPolicy, LRU2Policy, S3FIFOPolicy, ReusePolicy]
 REQUESTS_MAX = 4
@@ -182,7 +185,7 @@ def test_a_running_requests_tail_goes_before_its_head(
 ) -> None:
     """Whatever requests share, and whoever brought it."""
 
-    @settings(max_examples=150, derandomize=True, database=None)
+    @settings(max_examples=examples(40), derandomize=TIMES == 1, database=None)
     @given(slots=strategies.sampled_from([4, 5, 6, 8]), moves=MOVES)
     def play(slots: int, moves: list[tuple[Any, ...]]) -> None:
         engine = Engine(policy, slots * groups, groups)

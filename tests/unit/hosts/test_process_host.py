@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
     from kvtier.core.messages import Message
 
+pytestmark = pytest.mark.slow
+
 BLOCK = 8192
 SLOTS = 16
 KEYS = tuple(bytes([number]) * 36 for number in range(SLOTS))

@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import given, settings, strategies
 
 from kvtier.policies.eviction.arc import ARCPolicy
+from tests.support.examples import examples
 from tests.unit.policies._policy_story import Visit, admit, histories, keys_of, play, victims
 
 
@@ -157,7 +158,7 @@ class SlowARC:
         return chosen[0] + chosen[1]
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(100))
 @given(history=histories(21))
 def test_it_agrees_with_a_slow_obvious_model(history: list[Visit]) -> None:
     policy, model = ARCPolicy(6), SlowARC(6)
@@ -182,7 +183,7 @@ STEPS = strategies.one_of(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(100))
 @given(history=strategies.lists(STEPS, max_size=40))
 def test_it_gives_what_it_has_and_never_what_is_held_or_spared(
     history: list[tuple[Any, ...]],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 
 from kvtier.policies.eviction.lru2 import HISTORY_CAPACITIES, LRU2Policy
+from tests.support.examples import examples
 from tests.unit.policies._policy_story import Visit, admit, histories, keys_of, play, victims
 
 
@@ -127,7 +128,7 @@ class SlowLRU2:
         return chosen
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(100))
 @given(history=histories(31))
 def test_it_agrees_with_a_slow_obvious_model(history: list[Visit]) -> None:
     policy, model = LRU2Policy(4), SlowLRU2(4)

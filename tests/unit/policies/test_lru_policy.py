@@ -8,6 +8,7 @@ from hypothesis import given, settings, strategies
 
 from kvtier.policies.eviction.lru import LRUPolicy
 from kvtier.policies.eviction.runs import Runs
+from tests.support.examples import examples
 
 KEYS = [bytes([code]) for code in b"abcdefgh"]
 REQUESTS = ["r1", "r2", "r3"]
@@ -132,7 +133,7 @@ calls = strategies.one_of(
 )
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(150))
 @given(strategies.lists(calls, max_size=40))
 def test_it_agrees_with_a_slow_obvious_model(history: list[tuple[Any, ...]]) -> None:
     policy, model = LRUPolicy(8), SlowLRU()

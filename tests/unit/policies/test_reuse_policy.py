@@ -17,6 +17,7 @@ from kvtier.policies.eviction.reuse.ghosts import Ghosts
 from kvtier.policies.eviction.reuse.model import AGE_BINS, ReuseModel, age_bin
 from kvtier.policies.eviction.reuse.policy import ReusePolicy
 from kvtier.policies.eviction.reuse.tree import NO_NODE
+from tests.support.examples import examples
 
 Step = tuple[Any, ...]
 GROUPS = [b"\0\0\0\0", b"\0\0\0\1"]
@@ -204,7 +205,7 @@ class World:
         self.resident -= set(chosen)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(100))
 @given(strategies.lists(STEPS, max_size=40))
 def test_it_agrees_with_a_model_that_looks_at_every_node(history: list[Step]) -> None:
     world = World()
@@ -372,7 +373,7 @@ def test_it_learns_from_what_was_evicted_and_came_back() -> None:
         max_size=60,
     )
 )
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_the_index_is_the_best_ratio_over_all_horizons(
     votes: list[tuple[int, float, bool]],
 ) -> None:

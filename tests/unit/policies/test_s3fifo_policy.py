@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings, strategies
 
 from kvtier.policies.eviction.s3fifo import LOOKED_AT_MAX, S3FIFOPolicy
+from tests.support.examples import examples
 from tests.unit.policies._policy_story import Visit, admit, histories, keys_of, play, victims
 
 
@@ -158,7 +159,7 @@ class SlowS3FIFO:
         return victims
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(100))
 @given(capacity=strategies.sampled_from([5, 20]), history=histories(16))
 def test_it_agrees_with_a_slow_obvious_model(capacity: int, history: list[Visit]) -> None:
     policy, model = S3FIFOPolicy(capacity), SlowS3FIFO(capacity)

@@ -42,7 +42,7 @@ START_S = {"thread": 1.0, "process": 300.0}
 KEYS = tuple(bytes([number]) * 36 for number in range(4))
 CONTEXT = BackendContext(BLOCK, Namespace({"model": "m"}), "1:x")
 
-pytestmark = needs_fuse
+pytestmark = [needs_fuse, pytest.mark.slow]
 every_host = pytest.mark.parametrize("cell", ["thread", "process"])
 every_tier = pytest.mark.parametrize("kind", ["fs", "disk"])
 

@@ -44,6 +44,8 @@ from pathlib import Path
 
 from kvtier_backends.memory import MemoryBackend
 
+pytestmark = pytest.mark.slow
+
 LOCK = threading.Lock()
 
 

@@ -21,9 +21,12 @@ from kvtier.plugin_api.slot_memory import SlotMemory, machine_memory_bytes
 from kvtier.runtime import open_runtime
 from kvtier.settings.extra_config import cpu_bytes_to_use, for_vllm, read_settings
 from kvtier.tools.checking import check
+from tests.support.examples import examples
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+pytestmark = pytest.mark.slow
 
 COMMON = [
     *("type", "locality", "enable_kv_events", "offload_policy", "eviction_policy"),
@@ -135,7 +138,7 @@ def check_one(config: dict[str, Any], key: str, value: object, tmp_path: Path) -
 
 
 SETTINGS = settings(
-    max_examples=50,
+    max_examples=examples(20),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 

@@ -23,6 +23,7 @@ from kvtier.tools.replay.curves import (
     replay,
 )
 from kvtier.tools.replay.traces import Trace, TraceRequest
+from tests.support.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -98,7 +99,7 @@ def best_possible(trace: Trace, capacity: int) -> int:
 
 
 @given(trace=traces(requests_max=6, blocks_max=7), capacity=strategies.integers(1, 4))
-@settings(max_examples=150)
+@settings(max_examples=examples(60))
 def test_min_is_the_best_that_any_choice_of_victims_can_do(trace: Trace, capacity: int) -> None:
     assert replay(Workload(trace), MIN, capacity).hits == best_possible(trace, capacity)
 

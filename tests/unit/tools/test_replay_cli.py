@@ -17,6 +17,8 @@ from kvtier.tools.cli.replay import WRONG
 from tests.support.patience import PATIENCE_S, until
 from tests.unit.tools._lying import make_memory_lie
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 
 

@@ -17,12 +17,15 @@ from kvtier.tools.replay.report_tables import tables
 from kvtier.tools.replay.session import replay
 from kvtier.tools.replay.settings import ReplaySettings
 from kvtier.tools.replay.traces import Trace, TraceRequest
+from tests.support.examples import examples
 from tests.unit.tools._lying import make_memory_lie
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvtier.tools.replay.session import Replayed
+
+pytestmark = pytest.mark.slow
 
 BLOCK_BYTES = 8192
 BLOCK_TOKENS = 16
@@ -117,7 +120,7 @@ def test_a_disk_behind_a_small_memory_hits_what_an_endless_cache_would(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(6))
 @given(
     lengths=strategies.lists(
         strategies.tuples(strategies.integers(0, 3), strategies.integers(0, 12)),

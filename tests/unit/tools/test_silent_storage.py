@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = needs_fuse
+pytestmark = [needs_fuse, pytest.mark.slow]
 
 IMPATIENT = """
 import sys

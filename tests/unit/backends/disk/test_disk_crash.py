@@ -1,6 +1,6 @@
 """A writer that is killed at any moment leaves a folder that serves every block it finds whole.
 
-``KVTIER_DISK_KILLS`` sets how many times the writer is killed.
+``KVTIER_DISK_KILLS`` sets how many times the writer is killed: 500 in ``make test-long``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pytest
 
 from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.disk.format import OWN_PAGE_BYTES
+from tests.support.examples import SEED
 from tests.unit.backends.disk import _disk_child
 from tests.unit.backends.disk._disk import CAPACITY_BYTES, CONTEXT, folder_bytes, open_disk
 from tests.unit.backends.disk._disk_child import NUMBERS_PER_CALL
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
     from kvtier.plugin_api.backend import BackendContext
 
-pytestmark = pytest.mark.anyio
-KILLS = int(os.environ.get("KVTIER_DISK_KILLS", "500"))
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+KILLS = int(os.environ.get("KVTIER_DISK_KILLS", "100"))
 KILLS_PER_FOLDER = 20
 BLOCKS_FOUND_MIN = 0.9
 LIFE_S_MAX = 0.06
@@ -68,7 +69,7 @@ async def test_a_killed_writer_leaves_whole_blocks_and_a_bounded_folder(
     context, capacity_bytes = CONTEXT, CAPACITY_BYTES
     if folder % FOLDERS_PER_LARGE == 0:
         context, capacity_bytes = LARGE, LARGE_CAPACITY_BYTES
-    rng = random.Random(folder)
+    rng = random.Random(SEED + folder)
     newest: list[int] = []
     first = 1000
     for _ in range(min(KILLS_PER_FOLDER, KILLS)):

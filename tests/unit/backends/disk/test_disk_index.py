@@ -15,6 +15,7 @@ from kvtier_backends.disk.log import index_words as words_module
 from kvtier_backends.disk.log.index import SLOTS_MAX, BlockIndex, BlockRecord
 from kvtier_backends.disk.log.index_bulk import BulkLoad, Dropped
 from kvtier_backends.disk.log.index_words import COUNT_AT, HOME_BITS, HOME_MASK, TABLE_WORDS_MEAN
+from tests.support.examples import examples
 
 REGIONS, SLOTS = 6, 8
 keys = strategies.binary(min_size=1, max_size=3) | strategies.binary(min_size=250, max_size=255)
@@ -263,7 +264,7 @@ tables = (
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(100))
 @given(
     tables,
     strategies.integers(0, 9),

@@ -21,6 +21,7 @@ from kvtier_backends.disk.format import (
     records_max,
 )
 from kvtier_backends.disk.log.tables import PagePool, RegionTable
+from tests.support.examples import examples
 from tests.unit.backends.disk._simulated import SimulatedDevice, SimulatedDisk
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ async def put(table: RegionTable, device: SimulatedDevice, slots: range) -> OSEr
         table.free(pages)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(60))
 @given(
     strategies.lists(
         strategies.lists(
@@ -145,7 +146,7 @@ def test_no_write_that_is_torn_or_fails_takes_an_entry_that_was_acknowledged(
     asyncio.run(run())
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(40))
 @given(
     strategies.lists(strategies.integers(1, 5 * PER_PAGE), max_size=25),
     strategies.integers(1, 5 * PER_PAGE),
