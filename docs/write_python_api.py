@@ -104,7 +104,15 @@ def _class(home: str, node: ast.ClassDef) -> Iterator[str]:
     for each in node.body:
         if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) and _is_public(each):
             yield _signature(each)
-            yield f"{_doc(each)}\n{{ .member }}"
+            yield _member(_doc(each))
+
+
+def _member(text: str) -> str:
+    """Set a method's text in, paragraph by paragraph."""
+    paragraphs = text.split("\n\n") if text else []
+    return "\n\n".join(
+        each if each.startswith("    ") else f"{each}\n{{ .member }}" for each in paragraphs
+    )
 
 
 def _is_public(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:

@@ -138,3 +138,14 @@ def test_every_public_name_says_what_it_is(name: str) -> None:
         r"^### (.*?) \{.*\}\n\n```python\n[^`]*```\n\n(?=#|\Z)", f"{text}\n\n", re.MULTILINE
     )
     assert not bare
+
+
+def test_long_names_may_break_at_their_joints_and_short_ones_and_code_blocks_stay() -> None:
+    """Browsers broke keys in the midst of a word, in tables and in text."""
+    fit = hook("fit_names").on_page_content
+    long = "kvtier:tier_promotions_dropped"
+    assert fit(f"<td><code>{long}</code></td>") == (
+        '<td><code class="long">kvtier:<wbr>tier_<wbr>promotions_<wbr>dropped</code></td>'
+    )
+    for kept in ("<p><code>--block-bytes SIZE</code></p>", f"<pre><code>{long}</code></pre>"):
+        assert fit(kept) == kept
