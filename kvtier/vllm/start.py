@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+import vllm
 
 from kvtier.engine.circuit_breaker import BreakerState
 from kvtier.plugin_api.log import log
@@ -23,6 +25,21 @@ if TYPE_CHECKING:
     from kvtier.vllm.region import Region
 
 
+TESTED_RELEASES: Final = ("0.32", "0.33")
+"""Of vLLM: a real engine of each runs in kvtier's tests."""
+
+
+def warn_of_untested_release(installed: str) -> None:
+    """Say so if this version of vLLM is of no release that kvtier is tested with."""
+    if ".".join(installed.split(".")[:2]) not in TESTED_RELEASES:
+        log.warning(
+            "kvtier is not tested with this vLLM",
+            vllm=installed,
+            tested=", ".join(TESTED_RELEASES),
+            remedy="install one of these, or a kvtier that knows this one",
+        )
+
+
 def build_manager(
     config: RuntimeConfig,
     spec: OffloadingSpec,
@@ -34,6 +51,7 @@ def build_manager(
 ) -> KVTierManager:
     """Start the runtime for one engine. Scheduler process only."""
     began_s = time.monotonic()
+    warn_of_untested_release(str(vllm.__version__))
     facade = open_runtime(
         config,
         memory,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 from structlog.testing import capture_logs
 
 from tests.support.fuse_folder import fuse_folder, needs_fuse
@@ -33,6 +34,25 @@ def test_an_engine_without_tiers_says_so() -> None:
     with capture_logs() as lines, manager():
         (line,) = lines
         assert (line["event"], line["tiers"]) == ("kvtier is ready", "none")
+
+
+@pytest.mark.parametrize(
+    ("installed", "is_tested"),
+    [
+        ("0.32.0", True),
+        ("0.32.1+cpu", True),
+        ("0.33.0rc1", True),
+        ("0.34.0", False),
+        ("1.0", False),
+    ],
+)
+def test_a_vllm_that_kvtier_is_not_tested_with_is_named(
+    installed: str, is_tested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.__version__", installed)
+    with capture_logs() as lines, manager():
+        warned = [each for each in lines if each["log_level"] == "warning"]
+    assert [each["vllm"] for each in warned] == ([] if is_tested else [installed])
 
 
 @needs_fuse
