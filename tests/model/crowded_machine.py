@@ -39,3 +39,14 @@ class KVTierCrowdedSpec(KVTierSpec):
     somebody_else_changes_a_shared_tier = None
     the_clock_jumps = None
     the_gpu_writes_a_piece = None
+
+
+class KVTierCrowdAfterResetSpec(KVTierCrowdedSpec):
+    """As that, and what ends after a reset comes back once its requests have begun again."""
+
+    a_completion_from_before_a_reset_is_ignored = (
+        KVTierSpec.a_completion_from_before_a_reset_is_ignored
+    )
+    a_request_does_again_what_a_reset_made_void = (
+        KVTierSpec.a_request_does_again_what_a_reset_made_void
+    )

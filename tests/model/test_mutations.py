@@ -6,7 +6,7 @@ import gc
 from typing import TYPE_CHECKING
 
 import pytest
-from crowded_machine import KVTierCrowdedSpec
+from crowded_machine import KVTierCrowdAfterResetSpec, KVTierCrowdedSpec
 from disk_machine import KVTierOnDiskSpec, KVTierOnDyingDiskSpec
 from disk_mutations import DISK_MUTATIONS
 from eviction_mutations import MUTATIONS  # which has all of ``mutations`` too
@@ -24,6 +24,7 @@ SHOWN_BY_A_CROWD = {
     "forget_to_tell_the_policy_what_went_instead",
     "forget_who_else_shares_a_prefix",
 }
+SHOWN_AFTER_A_RESET = {"ignore_the_epoch_of_a_gpu_store"}
 SHOWN_BY_A_DEATH = {
     "bring_a_removed_block_back",
     "overwrite_the_only_version_of_a_table",
@@ -67,6 +68,7 @@ def _check_that_it_is_caught(
 @pytest.mark.parametrize("name", sorted(MUTATIONS))
 def test_the_model_checker_catches(name: str) -> None:
     spec = KVTierCrowdedSpec if name in SHOWN_BY_A_CROWD else KVTierSpec
+    spec = KVTierCrowdAfterResetSpec if name in SHOWN_AFTER_A_RESET else spec
     _check_that_it_is_caught(spec, MUTATIONS[name]())
 
 
@@ -78,7 +80,14 @@ def test_the_model_checker_catches_in_the_disk_tier(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", [KVTierSpec, KVTierCrowdedSpec, KVTierOnDiskSpec, KVTierOnDyingDiskSpec]
+    "spec",
+    [
+        KVTierSpec,
+        KVTierCrowdedSpec,
+        KVTierCrowdAfterResetSpec,
+        KVTierOnDiskSpec,
+        KVTierOnDyingDiskSpec,
+    ],
 )
 def test_without_a_mutation_the_same_examples_pass(spec: type[KVTierSpec]) -> None:
     _check(spec, EXAMPLES_THAT_PASS if spec is KVTierSpec else EXAMPLES_THAT_PASS // 2)
