@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvtier.engine.promotions import Promotions
     from kvtier.engine.requests import Request
     from kvtier.engine.slot_table import SlotTable
-    from kvtier.engine.tier_directory import Whereabouts
+    from kvtier.engine.tier_directory import TierDirectory
     from kvtier.plugin_api.keys import Key, RequestId
 
 # Looked at for each lookup: a global is found in half the time of an enum's member.
@@ -38,7 +38,7 @@ class Lookups:
     def __init__(
         self,
         slots: SlotTable,
-        whereabouts: Whereabouts,
+        directory: TierDirectory,
         promotions: Promotions,
         eviction: Eviction,
         counts: PrimaryCounts,
@@ -53,8 +53,8 @@ class Lookups:
         self._slot_state = slots.state
         self._note_hit = slots.note_hit
         self._slot_of: Mapping[Key, int] = slots.slot_of
-        self.whereabouts = whereabouts
-        self._find = whereabouts.find
+        self.directory = directory
+        self._find = directory.find
         self._promotions = promotions
         self._eviction = eviction
         self.counts = counts
@@ -141,7 +141,7 @@ class Lookups:
             return ABSENT
         if not self._slots.free_count():
             return None
-        self.whereabouts.stop_probing((key,))
+        self.directory.stop_probing((key,))
         slot = self._slots.take_for_tier(key, tier)
         self._promotions.start(key, slot, request.search.request, tier)
         self.policy.post(m.Admitted((key,), request.search.request, held=True))

@@ -46,7 +46,7 @@ class PrefixReservations:
         self.policy = eviction.policy
         self._slots = slots
         self._slot_of: Mapping[Key, int] = slots.slot_of
-        self._whereabouts = lookups.whereabouts
+        self._directory = lookups.directory
         self._promotions = promotions
         self._eviction = eviction
         self._counts = lookups.counts
@@ -61,7 +61,7 @@ class PrefixReservations:
         if slot is not None:
             state = READY if self._slots.is_ready(slot) else FILLING
         elif request is not None:
-            tier = self._whereabouts.find(key, request.search)
+            tier = self._directory.find(key, request.search)
             if tier == ASKING:
                 state = BlockState.PROBING
             elif tier != NOWHERE and request.reserved is None:
@@ -108,7 +108,7 @@ class PrefixReservations:
         self, message: ReservePrefix, request: Request, room: int, free: int | None = None
     ) -> Prefix | None:
         """Return the longest prefix for the room of promotions, and maybe for free slots."""
-        slot_of, leased, find = self._slot_of, self._slots.leased, self._whereabouts.find
+        slot_of, leased, find = self._slot_of, self._slots.leased, self._directory.find
 
         def cost(key: Key) -> int | None:
             slot = slot_of.get(key)
@@ -137,14 +137,14 @@ class PrefixReservations:
         for key in prefix.keys:
             slot = self._slot_of.get(key)
             if slot is None:
-                tier = self._whereabouts.find(key, request.search)
+                tier = self._directory.find(key, request.search)
                 slot = self._slots.take_for_tier(key, tier)
                 self._promotions.start(key, slot, name, tier)
                 new.append(key)
             elif self._slots.is_ready(slot) and slot not in self._slots.leased:
                 self._promotions.lease(key, slot, name)
                 kept.append(key)
-        self._whereabouts.stop_probing(new)
+        self._directory.stop_probing(new)
         if kept:
             self.policy.post(m.Held(tuple(kept)))
         if new:

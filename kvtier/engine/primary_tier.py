@@ -34,7 +34,7 @@ from kvtier.engine.requests import Request
 from kvtier.engine.running_prefixes import RunningPrefixes
 from kvtier.engine.slot_table import SlotTable
 from kvtier.engine.store_filter import StoreFilter, wanted_of
-from kvtier.engine.tier_directory import Whereabouts
+from kvtier.engine.tier_directory import TierDirectory
 from kvtier.plugin_api.backend import Outcome
 
 if TYPE_CHECKING:
@@ -76,10 +76,10 @@ class PrimaryTier(Actor):
         self._slot_of: Mapping[Key, int] = self.slots.slot_of
         self._prefixes = RunningPrefixes()
         self._eviction = Eviction(self.slots, self._prefixes, policy)
-        self._whereabouts = Whereabouts(len(config.tiers), config.known_keys_max)
+        self._directory = TierDirectory(len(config.tiers), config.known_keys_max)
         self._lookups = Lookups(
             self.slots,
-            self._whereabouts,
+            self._directory,
             self._promotions,
             self._eviction,
             self.counts,
@@ -122,15 +122,15 @@ class PrimaryTier(Actor):
             m.LoadSources: self._load_sources,
             m.Victims: self._victims,
             m.PolicyBroke: self._policy_broke,
-            m.ProbeEnded: lambda x: self._whereabouts.answered(x.tier, x.keys, x.present),
+            m.ProbeEnded: lambda x: self._directory.answered(x.tier, x.keys, x.present),
             m.PromotionEnded: self._promotion_ended,
             m.PromotionAbandoned: self._promotion_abandoned,
             m.SlotsReleased: self._slots_released,
             m.CascadeWanted: self._cascade_wanted,
             m.CascadeEnded: self._cascade_ended,
-            m.TierUsable: lambda x: self._whereabouts.set_usable(x.tier, usable=x.usable),
+            m.TierUsable: lambda x: self._directory.set_usable(x.tier, usable=x.usable),
             m.PresenceLearned: self._presence_learned,
-            m.TierForgotten: lambda x: self._whereabouts.forget_tier(x.tier),
+            m.TierForgotten: lambda x: self._directory.forget_tier(x.tier),
             m.LinkFailed: self._link_failed,
         }
 
@@ -228,7 +228,7 @@ class PrimaryTier(Actor):
                 return
             wanted = wanted[:room]
         granted = self.slots.take_for_gpu(wanted, message.request)
-        self._whereabouts.stop_probing(wanted)
+        self._directory.stop_probing(wanted)
         self.policy.post(m.Admitted(tuple(wanted), message.request, held=True))
         self.reply(m.StoreGrant(wanted, granted, self._eviction.evicted, self.epoch))
 
@@ -322,7 +322,7 @@ class PrimaryTier(Actor):
                 arrived[0].append(key)
                 arrived[1].append(slot)
             else:
-                self._whereabouts.failed(key, self._promotions.lost(key, slot), message.tier)
+                self._directory.failed(key, self._promotions.lost(key, slot), message.tier)
                 self.slots.fail_fill(slot)
                 failed.append(key)
         self._not_filled(failed)
@@ -333,7 +333,7 @@ class PrimaryTier(Actor):
         if message.epoch != self.epoch:
             return
         for key, slot in zip(message.keys, message.slots, strict=True):
-            self._whereabouts.failed(key, self._promotions.lost(key, slot), message.tier)
+            self._directory.failed(key, self._promotions.lost(key, slot), message.tier)
             self.slots.quarantine(slot, 1)
         self._not_filled(message.keys)
 
@@ -374,7 +374,7 @@ class PrimaryTier(Actor):
     # --- requests ---
 
     def _request_started(self, message: m.RequestStarted) -> None:
-        search = self._whereabouts.start(message.request, message.tiers & self._cascades.all_tiers)
+        search = self._directory.start(message.request, message.tiers & self._cascades.all_tiers)
         self._requests[message.request] = Request(search)
         self._prefixes.start(message.request)
         self.reply(None)
@@ -384,7 +384,7 @@ class PrimaryTier(Actor):
         if request is not None:
             request.count(self.counts)
             self._end_reservations(message.request, request)
-            self._whereabouts.end(message.request)
+            self._directory.end(message.request)
             self._prefixes.end(message.request)
             ended = m.RequestEnded(request=message.request, order=message.order)
             for listener in (*self._policies, *self.links):
@@ -402,7 +402,7 @@ class PrimaryTier(Actor):
         """End what is reserved for a request that waits for nothing any more."""
         self._fill_failed(*self._promotions.call_off(name))
         self._end_leases(name)
-        self._whereabouts.stop_waiting(name)
+        self._directory.stop_waiting(name)
         request.reserved = None
 
     def _count_lookups(self, request_id: RequestId) -> None:
@@ -418,13 +418,13 @@ class PrimaryTier(Actor):
 
     def _step_end(self, message: m.StepEnd) -> None:
         self.slots.forget_hits()
-        self._whereabouts.end_step()
+        self._directory.end_step()
         self._pass_time(message.now)
         self.reply(None)
 
     def _tick(self, message: m.Tick) -> None:
         # Where no step ever ends, what was promoted behind a gap must not wait for one.
-        self._whereabouts.end_step()
+        self._directory.end_step()
         self._pass_time(message.now)
         self.reply(None)
 
@@ -437,7 +437,7 @@ class PrimaryTier(Actor):
         # First of all: links count deadlines from the last Tick, which may be long ago.
         for link in self.links:
             link.post(m.Tick(now=now))
-        for tier, probed in self._whereabouts.take_unsent().items():
+        for tier, probed in self._directory.take_unsent().items():
             self.links[tier].post(m.ProbeKeys(keys=tuple(probed)))
         for tier, (keys, slots) in self._promotions.take_unsent():
             self.links[tier].post(m.Promote(tuple(keys), tuple(slots), self.epoch))
@@ -453,11 +453,11 @@ class PrimaryTier(Actor):
             request.reserved = None
         self.slots.reset(self._gpu_loads.reset(self._slot_of))
         self._cascades.reset()
-        self._whereabouts.reset()
+        self._directory.reset()
         self.epoch += 1
         if message.mark is not None:
             self._since = self.epoch
-            self._whereabouts.forget_all()
+            self._directory.forget_all()
             for link in self.links:
                 link.post(m.GenerationBegan(self.epoch, message.mark))
         self.policy.post(m.Cleared())
@@ -472,13 +472,13 @@ class PrimaryTier(Actor):
 
     def _presence_learned(self, message: m.PresenceLearned) -> None:
         if message.since == self._since:
-            self._whereabouts.learn(message.tier, message.added, message.removed)
+            self._directory.learn(message.tier, message.added, message.removed)
 
     def _link_failed(self, message: m.LinkFailed) -> None:
         """Give up all that the tier was to fill; nobody will say when it lets go."""
         self._cascades.cut_off(message.tier)
-        self._whereabouts.set_usable(message.tier, usable=False)
-        self._whereabouts.give_up(message.tier)
+        self._directory.set_usable(message.tier, usable=False)
+        self._directory.give_up(message.tier)
         self._fill_failed(*self._promotions.call_off_tier(message.tier))
         for key, slot in list(self._slot_of.items()):
             if self.slots.tier_fills.get(slot) == message.tier:

@@ -53,7 +53,7 @@ class _Probe(Struct, gc=False):
     found: TierSet = 0
 
 
-class Whereabouts:
+class TierDirectory:
     """Finds the first tier, in configuration order, that has a key. Holds no bytes."""
 
     def __init__(self, tier_count: int, known_keys_max: int) -> None:

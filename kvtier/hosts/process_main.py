@@ -116,7 +116,7 @@ class Outbox:
 
 
 class Inbox:
-    """The cell's doorbell: brings in what the engine has sent."""
+    """The cell's waker: brings in what the engine has sent."""
 
     def __init__(self, channel: Channel[Any], cell: TierCell) -> None:
         self.cell = cell
@@ -128,7 +128,7 @@ class Inbox:
         """The socket."""
         return self._channel.fileno()
 
-    def answer(self) -> None:
+    def clear(self) -> None:
         """Hand the cell what has come."""
         self.hand_in(self._channel.take())
         if self._channel.is_ended:

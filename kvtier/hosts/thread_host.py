@@ -17,7 +17,7 @@ from kvtier.hosts.life import Life, LifeEvent, LifeState
 from kvtier.hosts.restarts import RESTART_PAUSE_S, RestartPause
 from kvtier.hosts.starting import Opening, tell_unusable
 from kvtier.plugin_api.log import log
-from kvtier.plugin_api.threads import Bell
+from kvtier.plugin_api.threads import Waker
 from kvtier.settings.plugins import fallback_policy
 from kvtier.tier.cell import TierCell, reason_of
 
@@ -68,7 +68,7 @@ class TierThread(TierHost):
         self._policy_of = policy_of
         self._taking = threading.Lock()
         self._life = Life(has_backend=first.backend is not None)
-        self._bell = Bell()
+        self._waker = Waker()
         self._pause = RestartPause(RESTART_PAUSE_S)
         self._abandoned = False
         self._cell = None if first.backend is None else self._new_cell(first.backend)
@@ -114,7 +114,7 @@ class TierThread(TierHost):
         """Have what was posted delivered. Any thread; the scheduler does it once a step."""
         cell = self._cell
         if cell is not None and cell.wants_waking():
-            self._bell.ring()
+            self._waker.wake()
 
     def take(self) -> None:
         """Do nothing: the tier's actor posts to the link by itself."""
@@ -124,7 +124,7 @@ class TierThread(TierHost):
         """Take nothing more, end what was begun, then end. Returns at once."""
         with self._taking:
             self._life.move(LifeEvent.ASKED_TO_END)
-        self._bell.ring()
+        self._waker.wake()
 
     def close(self, timeout_s: float) -> bool:
         """Ask the cell to end and wait up to ``timeout_s``. False: something still runs."""
@@ -135,7 +135,7 @@ class TierThread(TierHost):
         self._thread.join(max(0.0, timeout_s - ABANDON_S))
         if self._thread.is_alive():
             self._abandoned = True
-            self._bell.ring()
+            self._waker.wake()
             self._thread.join(min(timeout_s, ABANDON_S))
         return not self._thread.is_alive() and self._life.has_ended
 
@@ -174,7 +174,7 @@ class TierThread(TierHost):
     async def _live(self) -> None:
         assert self._cell is not None, "a life without its cell"
         await self._cell.live(
-            self._bell,
+            self._waker,
             opened=self._opened,
             is_ending=self._life.ending.is_set,
             is_abandoned=lambda: self._abandoned,

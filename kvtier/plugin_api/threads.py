@@ -36,24 +36,24 @@ _ONE: Final = (1).to_bytes(
 )  # what an eventfd counts up by; every target is little-endian
 
 
-class Bell:
+class Waker:
     """Wakes an event loop from another thread, without letting go of the GIL.
 
     ``call_soon_threadsafe`` writes to a socket and lets go of the GIL for it:
     the woken thread takes the GIL, and may keep it for Python's switch interval
-    of 5 ms. Rung like this, it waits until the caller has nothing to do.
+    of 5 ms. Woken like this, it waits until the caller has nothing to do.
     """
 
     def __init__(self) -> None:
         self.descriptor: Final = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  #: for add_reader
-        # Only when nobody can ring any more: the number might be another file's by then.
+        # Only when nobody can wake it any more: the number might be another file's by then.
         weakref.finalize(self, os.close, self.descriptor)
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Wake the loop that reads the descriptor. Any thread; never waits."""
         _write_with_gil(self.descriptor, _ONE, len(_ONE))
 
-    def answer(self) -> None:
+    def clear(self) -> None:
         """Note that the loop is awake. Loop thread only."""
         with suppress(BlockingIOError):
             os.eventfd_read(self.descriptor)
@@ -75,21 +75,21 @@ class _Answers:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._waiting: deque[_Answer] = deque()
-        self._bell = Bell()
-        self._is_rung = False
-        loop.add_reader(self._bell.descriptor, self._hand_over)
+        self._waker = Waker()
+        self._is_woken = False
+        loop.add_reader(self._waker.descriptor, self._hand_over)
 
     def post(self, answer: _Answer) -> None:
         """Have a future settled. Any thread; if the loop is closed, nobody is left to tell."""
         self._waiting.append(answer)
-        if not self._is_rung:
-            self._is_rung = True
-            self._bell.ring()
+        if not self._is_woken:
+            self._is_woken = True
+            self._waker.wake()
 
     def _hand_over(self) -> None:
-        # In this order: an answer that comes in between either is taken now or rings again.
-        self._bell.answer()
-        self._is_rung = False
+        # In this order: an answer that comes in between either is taken now or wakes again.
+        self._waker.clear()
+        self._is_woken = False
         waiting = self._waiting
         while waiting:
             future, result, error = waiting.popleft()

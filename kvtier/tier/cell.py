@@ -37,14 +37,14 @@ class _LifeEnds(Exception):
     """No error: the cell is to end, and what it still runs is cancelled."""
 
 
-class Doorbell(Protocol):
+class Waker(Protocol):
     """Wakes the loop from outside."""
 
     @property
     def descriptor(self) -> int:
-        """A file that is readable when somebody has rung."""
+        """A file that is readable once somebody has woken the loop."""
 
-    def answer(self) -> None:
+    def clear(self) -> None:
         """Note that the loop is awake; bring in what came, if that is its way. Loop thread only."""
 
 
@@ -63,7 +63,7 @@ class TierCell:
     ) -> None:
         """``make_policy``: None if nothing is ever evicted. ``may_tell``: the link keeps up."""
         self.arrived: deque[tuple[Actor | BackendDriver, Message]] = deque()
-        self._is_woken = False  # rung, and not yet awake
+        self._is_woken = False  # and has not looked yet
         self._backend = backend
         self._is_delivering = False
         self._waking: anyio.Event  # set when there is something to deliver
@@ -81,11 +81,11 @@ class TierCell:
             )
 
     def post(self, message: Message) -> None:
-        """Take a message for the tier's actor. Any thread; ring the doorbell afterwards."""
+        """Take a message for the tier's actor. Any thread; wake the loop afterwards."""
         self.arrived.append((self._tier, message))
 
     def wants_waking(self) -> bool:
-        """Tell whether the doorbell is to be rung for what has arrived: once until it is awake."""
+        """Tell whether to wake the loop for what has arrived: once until it is awake."""
         if not self.arrived or self._is_woken:
             return False
         self._is_woken = True
@@ -93,7 +93,7 @@ class TierCell:
 
     async def live(
         self,
-        doorbell: Doorbell,
+        waker: Waker,
         *,
         opened: Callable[[Mapping[str, int]], None],
         is_ending: Callable[[], bool],
@@ -107,12 +107,12 @@ class TierCell:
         """
         loop = asyncio.get_running_loop()
 
-        def rung() -> None:
-            doorbell.answer()
+        def woken() -> None:
+            waker.clear()
             self._waking.set()
 
         self._waking = anyio.Event()
-        loop.add_reader(doorbell.descriptor, rung)
+        loop.add_reader(waker.descriptor, woken)
         self._backend.on_lost = self.driver.tell_lost
         await self._backend.open()
         opened(await self._counting.levels(self._backend.traits.levels))
@@ -121,7 +121,7 @@ class TierCell:
         except* _LifeEnds:
             pass
         finally:
-            loop.remove_reader(doorbell.descriptor)
+            loop.remove_reader(waker.descriptor)
             self.driver.stop()
             with anyio.CancelScope(shield=True):
                 await self._counting.end()

@@ -121,7 +121,7 @@ class KVTierSpec(Promises, GpuRules, RuleBasedStateMachine):
         if len(healthy) < len(world.links):
             return
         # One that the first tier has, and that no other is wrongly thought to have instead.
-        thought = world.primary._whereabouts._known
+        thought = world.primary._directory._known
         first = world.devices[0]
         known = [
             key

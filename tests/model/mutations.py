@@ -16,7 +16,7 @@ from kvtier.engine.circuit_breaker import Breaker
 from kvtier.engine.primary_tier import PrimaryTier
 from kvtier.engine.requests import Request
 from kvtier.engine.slot_table import SlotTable
-from kvtier.engine.tier_directory import Search, Whereabouts
+from kvtier.engine.tier_directory import Search, TierDirectory
 from kvtier.engine.tier_link import TierLink
 from kvtier.plugin_api.backend import Outcome
 from kvtier.tier import batching, secondary_tier
@@ -103,7 +103,7 @@ def free_a_slot_whose_fill_is_abandoned() -> Iterator[None]:
         if message.epoch == self.epoch:
             for key, slot in zip(message.keys, message.slots, strict=True):
                 request = self._promotions.lost(key, slot)
-                self._whereabouts.failed(key, request, message.tier)
+                self._directory.failed(key, request, message.tier)
                 self.slots.fail_fill(slot)
             self._not_filled(message.keys)
 
@@ -235,7 +235,7 @@ def keep_the_leases_of_a_scheduled_request() -> Iterator[None]:
 @mutation
 def ask_for_what_nobody_waits_for() -> Iterator[None]:
     """Probes are sent for requests that have been scheduled, or are over."""
-    with patch.object(Whereabouts, "_is_wanted", lambda *_: True):
+    with patch.object(TierDirectory, "_is_wanted", lambda *_: True):
         yield
 
 
@@ -265,13 +265,13 @@ def lose_what_an_admission_policy_refuses() -> Iterator[None]:
 @mutation
 def promote_behind_a_gap() -> Iterator[None]:
     """A block is promoted though the one before it may be nowhere."""
-    real = Whereabouts.find
+    real = TierDirectory.find
 
-    def find(self: Whereabouts, key: bytes, search: Search) -> int:
+    def find(self: TierDirectory, key: bytes, search: Search) -> int:
         search.gaps.clear()
         return real(self, key, search)
 
-    with patch.object(Whereabouts, "find", find):
+    with patch.object(TierDirectory, "find", find):
         yield
 
 

@@ -227,7 +227,7 @@ class Promises:
         world = self.world
         promotions = world.primary._promotions
         waiting = {request for _, request in promotions._unsent}
-        for probe in world.primary._whereabouts._probes.values():
+        for probe in world.primary._directory._probes.values():
             waiting |= probe.waiters
         for request in world.decided:
             assert request not in promotions._leases, f"{request} was scheduled and has leases"
@@ -368,7 +368,7 @@ def assert_p10_at_rest(world: World) -> None:
     assert promotions.held_slots == 0
     assert not promotions._filling_for
     assert not promotions._leases
-    assert not world.primary._whereabouts._searches
+    assert not world.primary._directory._searches
     assert not world.primary._cascades._parked
     for key in KEYS:
         assert world.state_of(key) in {BlockState.ABSENT, BlockState.READY}, key

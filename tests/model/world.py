@@ -306,7 +306,7 @@ class World:
     def note_post(self, mailbox: TestMailbox, message: Message) -> None:
         """Note which jobs a tier may work on: from the post of the job to the post of its end."""
         if isinstance(message, m.ProbeKeys):
-            probes = self.primary._whereabouts._probes
+            probes = self.primary._directory._probes
             idle = [key for key in message.keys if key not in probes or not probes[key].waiters]
             assert not idle, f"{idle} are asked for, and nobody waits for the answer"
         if isinstance(message, m.LoadJob | m.StoreJob):
@@ -460,7 +460,7 @@ class World:
         slot = self.primary.slot_of(key)
         if slot is not None:
             return BlockState.READY if self.slots.is_ready(slot) else BlockState.FILLING
-        probing = self.primary._whereabouts.is_probing(key)
+        probing = self.primary._directory.is_probing(key)
         return BlockState.PROBING if probing else BlockState.ABSENT
 
     def writers(self) -> Counter[tuple[int, int]]:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from kvtier.engine.tier_directory import ASKING, NOWHERE, Whereabouts
+from kvtier.engine.tier_directory import ASKING, NOWHERE, TierDirectory
 
 G0, G1 = (0).to_bytes(4, "big"), (1).to_bytes(4, "big")
 A, B, C = b"a" + G0, b"b" + G0, b"c" + G0
@@ -8,13 +8,13 @@ A1 = b"a" + G1
 ALL = -1
 
 
-def asked(tiers: int = 2, known_keys_max: int = 100) -> Whereabouts:
-    found = Whereabouts(tiers, known_keys_max)
+def asked(tiers: int = 2, known_keys_max: int = 100) -> TierDirectory:
+    found = TierDirectory(tiers, known_keys_max)
     found.start("r", ALL)
     return found
 
 
-def find(found: Whereabouts, key: bytes, request: str) -> int:
+def find(found: TierDirectory, key: bytes, request: str) -> int:
     return found.find(key, found._searches[request])
 
 
@@ -70,7 +70,7 @@ def test_what_tiers_say_of_their_own_accord_needs_no_probe() -> None:
 
 
 def test_a_request_is_served_only_from_its_own_tiers() -> None:
-    found = Whereabouts(2, 100)
+    found = TierDirectory(2, 100)
     found.start("none", 0)
     found.start("second", 0b10)
     found.learn(0, [A], [])

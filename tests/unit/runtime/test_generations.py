@@ -276,10 +276,10 @@ class Cell:
 def test_an_answer_to_what_was_asked_before_a_reset_says_nothing_about_after_it() -> None:
     cell = Cell()
     cell.store(KEYS[:1])
-    cell.runtime.primary._whereabouts.forget_tier(0)
+    cell.runtime.primary._directory.forget_tier(0)
     cell.facade.reset(weights_version="0")  # DRAM is empty, and the tier too ...
     cell.store(KEYS[:1])
-    cell.runtime.primary._whereabouts.forget_tier(0)
+    cell.runtime.primary._directory.forget_tier(0)
     cell.facade.on_request_started("r")
     cell.facade._ask(m.Reset())
     assert cell.facade.lookup(KEYS[0], "r") is None
