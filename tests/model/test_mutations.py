@@ -23,6 +23,7 @@ EXAMPLES_THAT_PASS = 100
 SHOWN_BY_A_CROWD = {
     "forget_to_tell_the_policy_what_went_instead",
     "forget_who_else_shares_a_prefix",
+    "take_the_policys_word_for_what_goes_first",
 }
 SHOWN_AFTER_A_RESET = {"ignore_the_epoch_of_a_gpu_store"}
 SHOWN_BY_A_DEATH = {
