@@ -65,7 +65,7 @@ class Worst:
         self.seen: dict[str, dict[str, Any]] = {}
         self._go_on = threading.Event()
         self._go_on.set()
-        backend = facade._tiers[0].backend
+        backend = facade._tiers[0]._backend
         for name in ("load", "store"):
             setattr(backend, name, self._held(getattr(backend, name)))
 
