@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from kvtier import SchedulerFacade
 
+pytestmark = pytest.mark.slow
+
 BLOCK = 4096
 SLOTS = 8
 AT_START = {"from_options", "place"}  #: before any cell runs
@@ -43,8 +45,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvtier_backends.memory import MemoryBackend
-
-pytestmark = pytest.mark.slow
 
 LOCK = threading.Lock()
 
