@@ -44,6 +44,17 @@ class LogContext:
         """Return the time as it is written down, also by a clock that is far off."""
         return time_s(self.clock())
 
+    async def read_pinned(self, transfers: Sequence[Transfer]) -> list[int | OSError]:
+        """Read from regions that nothing overwrites meanwhile; see ``Device.read``."""
+        pinned = {transfer.region for transfer in transfers}
+        for region in pinned:
+            self.regions.pin(region)
+        try:
+            return await self.device.read(transfers)
+        finally:
+            for region in pinned:
+                self.regions.unpin(region)
+
     def transfer(self, location: int, buffers: Sequence[memoryview]) -> Transfer:
         """Return what moves neighbouring blocks, from ``location`` on."""
         if self._padding:

@@ -72,14 +72,7 @@ class Healer:
         sound = next((r for r in regions.oldest_first() if r not in faults.suspects), None)
         if sound is not None:
             transfers.append(Transfer(sound, 0, [memoryview(mmap.mmap(-1, PAGE_BYTES))]))
-        pinned = [transfer.region for transfer in transfers]
-        for region in pinned:
-            regions.pin(region)
-        try:
-            ends = await self._context.device.read(transfers)
-        finally:
-            for region in pinned:
-                regions.unpin(region)
+        ends = await self._context.read_pinned(transfers)
         medium_works = not all(isinstance(end, OSError) for end in ends)
         for region, end in zip(asked, ends, strict=False):
             if region not in faults.suspects:

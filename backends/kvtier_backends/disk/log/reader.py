@@ -104,14 +104,7 @@ class BlockReader:
             self._context.transfer(locations[run[0]], [buffers[place] for place in run])
             for run in runs
         ]
-        pinned = {transfer.region for transfer in transfers}
-        for region in pinned:
-            self._regions.pin(region)
-        try:
-            ends = await self._context.device.read(transfers)
-        finally:
-            for region in pinned:
-                self._regions.unpin(region)
+        ends = await self._context.read_pinned(transfers)
         outcomes = [Outcome.DONE] * len(locations)
         for run, transfer, end in zip(runs, transfers, ends, strict=True):
             whole, rest = self._outcome_of(end, len(run))
