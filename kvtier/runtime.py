@@ -57,7 +57,7 @@ def open_runtime(
         )
     cell = EngineCell()
     policy = make_policy(config.eviction_policy, config.slot_count)
-    admissions = _make_admissions(config)
+    admissions = make_admissions(config)
     inboxes = [cell.inbox() for _ in config.tiers]
     tiers = _make_tiers(config, memory, namespace, inboxes)
     engine = build_engine(
@@ -162,7 +162,7 @@ def build_engine(
     return Engine(cell, primary, host, links, gates)
 
 
-def _make_admissions(config: RuntimeConfig) -> dict[int, AdmissionPolicy]:
+def make_admissions(config: RuntimeConfig) -> dict[int, AdmissionPolicy]:
     """Make a policy for each tier that isn't to have every block."""
     context = AdmissionContext(block_bytes=config.block_bytes, slot_count=config.slot_count)
     return {

@@ -35,10 +35,8 @@ from kvtier.core.policy_actor import PolicyActor
 from kvtier.engine.cell import NO_REPLY, EngineCell
 from kvtier.engine.facade import SchedulerFacade
 from kvtier.errors import InternalError
-from kvtier.plugin_api.admission_policy import AdmissionContext
-from kvtier.runtime import Engine, build_engine
-from kvtier.settings.plugins import fallback_policy, make_admission
-from kvtier.settings.runtime_config import ADMIT_ALL
+from kvtier.runtime import Engine, build_engine, make_admissions
+from kvtier.settings.plugins import fallback_policy
 from kvtier.tier.secondary_tier import SecondaryTier
 
 if TYPE_CHECKING:
@@ -317,14 +315,8 @@ class TestRuntime:
 
 def build_test_engine(cell: TestCell, config: RuntimeConfig, policy: EvictionPolicy) -> Engine:
     """Wire up an engine in a test cell; its links lead nowhere until they have a ``TestTier``."""
-    context = AdmissionContext(block_bytes=config.block_bytes, slot_count=config.slot_count)
-    admissions = {
-        number: make_admission(tier, context)
-        for number, tier in enumerate(config.tiers)
-        if tier.admission != ADMIT_ALL
-    }
     ends = [(cell.inbox(), FromLink()) for _ in config.tiers]
-    return build_engine(cell, config, policy, admissions, ends, collect_events=True)
+    return build_engine(cell, config, policy, make_admissions(config), ends, collect_events=True)
 
 
 def open_test_runtime(
