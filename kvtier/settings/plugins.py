@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import ConfigError, StorageUnusable, StoreFault
@@ -81,6 +81,7 @@ def make_policy(name: str, capacity: int) -> EvictionPolicy:
     return _policy_class(name)(capacity)
 
 
+@cache  # to look through all that is installed takes 8 ms
 def fallback_policy() -> Callable[[int], EvictionPolicy]:
     """Return what makes the policy that takes the place of one that broke."""
     return _policy_class(FALLBACK_POLICY)
