@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 from disk_tier import BLOCK_BYTES as DISK_BLOCK_BYTES
 from disk_tier import DiskTier, plan_of
 from fakes import FakeDevice, Gpu
+from moves import KEY_MOVES, CheckedStates
 
 from kvtier.core import messages as m
 from kvtier.core.block_state import BlockState
 from kvtier.core.events import PRIMARY, EventKind
 from kvtier.core.generations import mark_of_name, marked
-from kvtier.engine.slot_table import GPU, SLOT_TABLE, SlotState
+from kvtier.engine.slot_table import GPU
 from kvtier.plugin_api.backend import BackendTraits
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
@@ -37,18 +38,6 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 24
 PIECES = 3  # a copy is made in as many pieces, with anything in between
-KEY_MOVES = {
-    (BlockState.ABSENT, BlockState.PROBING),  # a lookup missed, and a tier may have it
-    (BlockState.ABSENT, BlockState.FILLING),
-    (BlockState.PROBING, BlockState.ABSENT),  # tiers said no or took too long, or nobody waits
-    (BlockState.PROBING, BlockState.FILLING),
-    (BlockState.FILLING, BlockState.READY),
-    (BlockState.FILLING, BlockState.ABSENT),  # it failed, took too long, or was reset
-    (BlockState.READY, BlockState.ABSENT),  # evicted, or reset
-}
-"""How a key's state may change. It is worked out from others, so nothing else holds it to this."""
-
-SLOT_MOVES = {(int(before), int(after)) for (before, _), after in SLOT_TABLE.items()}
 
 
 def block(name: str, group: int = 0) -> Key:
@@ -133,18 +122,6 @@ class Request:
     is_told: bool = False  # it has told the order of its keys
 
 
-class _CheckedStates(bytearray):
-    """The states of all slots; each move must be a row of the table."""
-
-    def __setitem__(self, slot: object, after: object) -> None:
-        """Move one slot."""
-        assert isinstance(slot, int)
-        assert isinstance(after, int)
-        move = (self[slot], after)
-        assert move in SLOT_MOVES, f"slot {slot}: {SlotState(move[0])!r} → {SlotState(after)!r}"
-        super().__setitem__(slot, after)
-
-
 class World:
     """One run: what is real, what is fake, and what the model knows."""
 
@@ -201,7 +178,7 @@ class World:
         self.cell = self.runtime.cell
         self.primary = self.runtime.primary
         self.slots = self.primary.slots
-        self.slots.state = self.primary._lookups._slot_state = _CheckedStates(self.slots.state)
+        self.slots.state = self.primary._lookups._slot_state = CheckedStates(self.slots.state)
         self.links = self.runtime.engine.links
         self.gates = {gate.tier: gate for gate in self.runtime.engine.gates}
         self.policy = self.runtime.engine.policy.policy
