@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvtier.tools.process_group import process_group
 from tests.support.patience import PATIENCE_S, until
-from tests.vllm.support.children import child_environment, kill_group
+from tests.vllm.support.children import child_environment
 from tests.vllm.support.play import SHM
 
 if TYPE_CHECKING:
@@ -82,18 +83,13 @@ def start_bench(tmp_path: Path, *options: str) -> Iterator[Bench]:
     """Start ``kvtier bench`` with these options; it is killed at the end in any case."""
     folder, log_path, mark = tmp_path / "temporary", tmp_path / "log", str(uuid.uuid4())
     folder.mkdir()
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "kvtier.tools.cli.main", "bench", *options],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=child_environment({"TMPDIR": str(folder), MARK: mark}),
-            start_new_session=True,
-        )
-    try:
+    command = [sys.executable, "-W", "ignore", "-m", "kvtier.tools.cli.main", "bench", *options]
+    environment = child_environment({"TMPDIR": str(folder), MARK: mark})
+    with (
+        log_path.open("wb") as log,
+        process_group(command, stdout=log, stderr=subprocess.STDOUT, env=environment) as process,
+    ):
         yield Bench(process, folder, log_path, mark)
-    finally:
-        kill_group(process)
 
 
 def assert_ctrl_c_leaves_nothing(tmp_path: Path, *options: str, child: str) -> None:
