@@ -51,6 +51,12 @@ class Job:
         self.unended = len(message.keys)
         self.seconds = 0.0
 
+    def end(self, piece: Piece, outcomes: tuple[Outcome, ...], seconds: float) -> None:
+        """Note how one of its pieces ended, and how long the backend had it."""
+        self.outcomes[piece.start : piece.stop] = outcomes
+        self.unended -= len(outcomes)
+        self.seconds += seconds
+
 
 class Piece(NamedTuple):
     """Neighbouring blocks of one job."""
@@ -88,6 +94,10 @@ class Part:
         part = cls(sum([piece.keys for piece in pieces], ()))
         part.pieces = pieces
         return part
+
+    def also_remove(self, keys: tuple[Key, ...]) -> None:
+        """Have the backend remove these before it stores."""
+        self.remove += keys
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -150,6 +160,11 @@ class PartQueue:
             pieces.append(self._take(len(keys)))
         self.running += 1
         return Part.of(pieces)
+
+    def end_part(self) -> None:
+        """Note that one part less is under way."""
+        assert self.running > 0, "a part ended that had not begun"
+        self.running -= 1
 
     def _share(self) -> int:
         """Return how many blocks are one part's share of what waits.

@@ -232,7 +232,7 @@ class SecondaryTier(Actor):
                 self._leave(part.remove)  # it may have failed before they were removed
             self._remove_leftovers()
         queue = self._loads if part.pieces[0].job.is_load else self._stores
-        queue.running -= 1
+        queue.end_part()
         end = 0
         for piece in part.pieces:
             start, end = end, end + piece.stop - piece.start
@@ -242,9 +242,7 @@ class SecondaryTier(Actor):
 
     def _piece_ended(self, piece: Piece, outcomes: tuple[Outcome, ...], seconds: float) -> None:
         job = piece.job
-        job.seconds += seconds
-        job.outcomes[piece.start : piece.stop] = outcomes
-        job.unended -= len(outcomes)
+        job.end(piece, outcomes, seconds)
         if self._traits.capacity_blocks is not None:
             if job.is_load:
                 self._note_loaded(piece.keys, outcomes)
@@ -285,7 +283,7 @@ class SecondaryTier(Actor):
         self._coming.update(set(part.keys) - self._resident)
         self._hold(part.keys)
         missing = max(0, self._used() - self._capacity)
-        part.remove = self._old.pop(missing, self._in_use)
+        part.also_remove(self._old.pop(missing, self._in_use))
         self._removing.update(part.remove)
         missing -= len(part.remove)
         self._making_room.append((part, missing))
@@ -311,7 +309,7 @@ class SecondaryTier(Actor):
             self._announce(removed=announced)
         # They may have been chosen before a generation ended, whose blocks all go first now.
         victims += self._old.pop(self._used() - self._capacity, self._in_use)
-        part.remove += victims + self._leftovers.take_put_off()
+        part.also_remove(victims + self._leftovers.take_put_off())
         self._send_store(part)
 
     def _used(self) -> int:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+from typing import TYPE_CHECKING
 
 import pytest
 from sources import MODULES, tree_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ACTORS = ("kvtier.core.", "kvtier.engine.", "kvtier.tier.", "kvtier.hosts.", "kvtier.runtime")
 CONTRACT = {"self._backend.on_lost"}
@@ -33,3 +37,78 @@ def test_nobody_assigns_what_another_object_owns(module: str) -> None:
         if ast.unparse(target.value) != "self" and ast.unparse(target) not in CONTRACT
     ]
     assert not through
+
+
+GIVEN = {
+    "kvtier.plugin_api.threads: _write_with_gil.argtypes": "ctypes",
+    "kvtier.tools.bench.disk_page_cache: _libc.mincore.argtypes": "ctypes",
+    "kvtier_backends.disk.offline.region_files: _fallocate.argtypes": "ctypes",
+    "kvtier.tools.bench.disk_io: entry.user_data": "io_uring: a submission queue's entry",
+    "kvtier.tools.answering: process.returncode": "subprocess: nobody waits for the process",
+    "kvtier.tier.cell: self._backend.on_lost": "the backend's protocol: the runtime sets it",
+    "kvtier_backends.memory: block.buffer": "the backend's protocol: bytes to be filled",
+    "kvtier.tools.bench.sides: self.memory.buffer": "bytes to be filled",
+    "kvtier.plugin_api.options: error.key": "an exception, annotated where it is raised",
+}
+"""What is written from outside because who declares it wants it so."""
+
+LEFT = {
+    "kvtier.engine.prefix_reservations: request.reserved",
+    "kvtier.engine.primary_tier: request.reserved",
+    "kvtier.engine.primary_tier: request.sources",
+    "kvtier.engine.primary_tier: self._requests[request].reserved",
+    "kvtier.engine.tier_link: job.abandoned",
+    "kvtier.engine.tier_link: job.deadline",
+    "kvtier.engine.tier_link: job.started",
+}
+"""Records of the engine that have no verbs yet."""
+
+
+def declared_in(tree: ast.AST) -> set[str]:
+    """Return the attributes that the classes of a module declare, or assign to ``self``."""
+    nodes = [
+        node for each in ast.walk(tree) if isinstance(each, ast.ClassDef) for node in ast.walk(each)
+    ]
+    own = {target.attr for target, _ in written_of(tree) if ast.unparse(target.value) == "self"}
+    fields = [node.target for node in nodes if isinstance(node, ast.AnnAssign)]
+    return own | {field.id for field in fields if isinstance(field, ast.Name)}
+
+
+def written_of(tree: ast.AST) -> Iterator[tuple[ast.Attribute, bool]]:
+    """Yield all attributes that are assigned or deleted, in whole or at an index.
+
+    With it, whether that is a count that goes up: whoever counts may do so.
+    """
+    for node in ast.walk(tree):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign | ast.Delete):
+            targets = node.targets
+        elif isinstance(node, ast.AnnAssign | ast.AugAssign):
+            targets = [node.target]
+        for target in targets:
+            for part in target.elts if isinstance(target, ast.Tuple) else [target]:
+                is_count = isinstance(node, ast.AugAssign) and isinstance(part, ast.Attribute)
+                inner = part
+                while isinstance(inner, ast.Subscript):
+                    inner = inner.value
+                if isinstance(inner, ast.Attribute):
+                    yield inner, is_count
+
+
+def written_from_outside() -> dict[str, list[int]]:
+    """Return what is written elsewhere than where it is declared, and in which lines."""
+    found: dict[str, list[int]] = {}
+    for module, path in MODULES.items():
+        tree = tree_of(path)
+        declared = declared_in(tree)
+        for target, is_count in written_of(tree):
+            if not is_count and target.attr not in declared:
+                found.setdefault(f"{module}: {ast.unparse(target)}", []).append(target.lineno)
+    return found
+
+
+def test_only_the_file_of_a_class_writes_what_the_class_declares() -> None:
+    """Everywhere, through whatever name; into its arrays and tables, too. Others ask by a verb."""
+    found = written_from_outside()
+    assert {name: lines for name, lines in found.items() if name not in {*GIVEN, *LEFT}} == {}
+    assert sorted({*GIVEN, *LEFT} - found.keys()) == [], "no longer so: take it off the list"

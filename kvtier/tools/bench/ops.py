@@ -127,7 +127,7 @@ def _play_probes(options: Options, policy: str, folder: Path, watches: Watches) 
         _close(sides)
     for name, watch in probes.items():
         for call in (LOOKUP_ASKED, LOOKUP_PROBING):
-            watches[name].ns[call] = watch.ns[call]
+            watches[name].take_over(call, watch)
 
 
 def _alternating(players: Sequence[Player], number: int) -> Sequence[Player]:

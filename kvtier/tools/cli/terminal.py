@@ -53,8 +53,13 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     from rich.table import Table  # noqa: PLC0415 - as in _console
     from rich.text import Text  # noqa: PLC0415 - as in _console
 
-    shown = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    shown.show_header = any(columns)
+    shown = Table(
+        title=Text(title),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_header=any(columns),
+    )
     for index, column in enumerate(columns):
         shown.add_column(Text(column), justify="right" if index else "left", no_wrap=index > 0)
     for row in rows:

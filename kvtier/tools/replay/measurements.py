@@ -63,6 +63,14 @@ class Interval:
         self.first_token = Durations()
         self.resident_blocks: list[int] | None = None  # at its end, by source
 
+    def count_hit(self, source: int) -> None:
+        """Count a block that a request found there."""
+        self.hit_blocks[source] += 1
+
+    def note_resident(self, blocks: list[int]) -> None:
+        """Note how many blocks each source has; the last note stays."""
+        self.resident_blocks = blocks
+
 
 class TierMeasured:
     """What was measured of one secondary tier."""
@@ -113,6 +121,17 @@ class Measured:
         if interval is None:
             interval = self.intervals[number] = Interval(len(self.sources))
         return interval
+
+    def note_hit(self, interval: Interval, source: int, tokens: int) -> None:
+        """Note that a block, with so many of the prompt's tokens, was found there."""
+        self.hit_blocks[source] += 1
+        self.hit_tokens[source] += tokens
+        interval.count_hit(source)
+
+    def note_statistics(self, now: float, statistics: Statistics, resident: list[int]) -> None:
+        """Note the runtime's statistics, and how many blocks each source has."""
+        self.statistics = statistics
+        self.interval_at(now).note_resident(resident)
 
     def note_operation(self, name: str, seconds: float, keys: int) -> None:
         """Note one call, as its time per key."""

@@ -261,10 +261,8 @@ class Player:
         tokens_left = request.from_trace.input_tokens
         for tier in request.sources:
             source = 0 if tier == PRIMARY else tier + 1
-            measured.hit_blocks[source] += 1
-            interval.hit_blocks[source] += 1
             tokens = min(self._block_tokens, tokens_left)
-            measured.hit_tokens[source] += tokens
+            measured.note_hit(interval, source, tokens)
             tokens_left -= tokens
 
     # --- the GPU ---
@@ -361,11 +359,8 @@ class Player:
             if before.cascade_jobs_in_flight:
                 tier.storing_s += passed_s
         self._looked_at_s = real_s
-        self.measured.statistics = statistics
-        self.measured.interval_at(self._clock.now()).resident_blocks = [
-            statistics.primary.ready_slots,
-            *(len(resident) for resident in self._resident),
-        ]
+        resident = [statistics.primary.ready_slots, *map(len, self._resident)]
+        self.measured.note_statistics(self._clock.now(), statistics, resident)
 
     def _observe(self) -> None:
         """Take the runtime's own observations."""

@@ -14,22 +14,25 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import numpy as np
+
 from kvtier.errors import InternalError, Misuse
 from kvtier.plugin_api.backend import DIGEST_BYTES
-from kvtier_backends.disk.format import TAG_BYTES, check_key_lengths
+from kvtier_backends.disk.format import TAG_BYTES
+from kvtier_backends.disk.log.index_slab import Slab
 from kvtier_backends.disk.log.index_words import (
-    COUNT_AT,
     HALF_BITS,
     HOME_BITS,
     HOME_MASK,
-    TABLE_WORDS_MAX,
+    LOCATION_MASK,
     Words,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-_LOCATION_MASK: Final = (1 << HALF_BITS) - 1
+    from numpy.typing import NDArray
+
 SLOTS_MAX: Final = 1 << 30
 
 
@@ -40,60 +43,6 @@ class BlockRecord(NamedTuple):
     stored_s: int
     used_s: int
     tag: bytes
-
-
-class Slab:
-    """The blocks of one region. A length of 0 marks a slot without a block."""
-
-    __slots__ = ("digests", "key_width", "keys", "lengths", "stored_s", "tags", "used_s")
-
-    def __init__(self, slots: int, key_width: int, *, encrypted: bool) -> None:
-        self.key_width = key_width
-        self.keys = bytearray(slots * key_width)
-        self.lengths = bytearray(slots)  # of the key
-        self.digests = bytearray(slots * DIGEST_BYTES)
-        self.tags = bytearray(slots * TAG_BYTES if encrypted else 0)
-        self.stored_s = array("I", bytes(4 * slots))
-        self.used_s = array("I", bytes(4 * slots))
-
-    def key(self, slot: int) -> bytes:
-        """Return the key at a slot that has a block."""
-        start = slot * self.key_width
-        return bytes(self.keys[start : start + self.lengths[slot]])
-
-    def holds(self, slot: int, key: bytes) -> bool:
-        """Tell whether the slot has this key's block."""
-        return self.lengths[slot] == len(key) and self.keys.startswith(key, slot * self.key_width)
-
-    def count_held(self, slot: int, keys: Sequence[bytes], start: int) -> int:
-        """Return how many keys, from ``start`` on, have the blocks from ``slot`` on."""
-        count = min(len(keys) - start, len(self.lengths) - slot)
-        if count <= 0 or not self.holds(slot, keys[start]):
-            return 0
-        width = self.key_width
-        keys = keys[start : start + count]
-        if (
-            all(map(width.__eq__, map(len, keys)))
-            and self.lengths.startswith(bytes((width,)) * count, slot)
-            and self.keys.startswith(b"".join(keys), slot * width)
-        ):
-            return count
-        held = 1
-        while held < count and self.holds(slot + held, keys[held]):
-            held += 1
-        return held
-
-    def widen(self, key_width: int) -> None:
-        """Make room for longer keys."""
-        old, width = self.keys, self.key_width
-        self.keys = bytearray(len(self.lengths) * key_width)
-        for slot, length in enumerate(self.lengths):
-            if length:
-                start = slot * width
-                self.keys[slot * key_width : slot * key_width + length] = old[
-                    start : start + length
-                ]
-        self.key_width = key_width
 
 
 class BlockIndex:
@@ -132,13 +81,13 @@ class BlockIndex:
         keys = list(keys)
         while len(found) < len(keys):
             key = keys[len(found)]
-            print_ = hash(key) & _LOCATION_MASK
+            print_ = hash(key) & LOCATION_MASK
             words = tables[print_ >> HOME_BITS & high]
             at = print_ & HOME_MASK
             location = None
             while word := words[at]:
                 if word >> HALF_BITS == print_:
-                    location = (word & _LOCATION_MASK) - 1
+                    location = (word & LOCATION_MASK) - 1
                     slab = slabs[location // slots]
                     if slab is not None and slab.holds(location % slots, key):
                         break
@@ -181,33 +130,21 @@ class BlockIndex:
         the slot that it was to get stays empty.
         """
         region, start = divmod(first, self.slots_per_region)
-        stop = start + len(keys)
-        lengths = tuple(map(len, keys))
-        check_key_lengths(lengths)
-        shortest, longest = min(lengths), max(lengths)
-        slab = self.slab(region, longest)
-        if stop > self.slots_per_region or any(slab.lengths[start:stop]):
-            raise InternalError(f"slots {start} to {stop} of region {region} are not all free")
-        width = slab.key_width
-        if shortest < width:
-            keys_padded = b"".join([key.ljust(width, b"\0") for key in keys])
-        else:
-            keys_padded = b"".join(keys)
-        _put(slab.keys, start * width, keys_padded, stop * width)
-        _put(slab.digests, start * DIGEST_BYTES, b"".join(digests), stop * DIGEST_BYTES)
-        if self.encrypted:
-            _put(slab.tags, start * TAG_BYTES, b"".join(tags), stop * TAG_BYTES)
-        slab.stored_s[start:stop] = array("I", stored_s)
-        slab.used_s[start:stop] = array("I", used_s)
-        self.words.grow_for(self._count + len(keys))
+        slab = self.slab(region, len(keys[0]))
         # Before the words: a key that is given twice is seen the second time.
-        slab.lengths[start:stop] = bytes(lengths)
-        refused = self._put_words(first, keys)
+        slab.put(start, keys, digests, tags, stored_s, used_s)
+        self.words.grow_for(self._count + len(keys))
+        refused = self.words.put(first, keys, self._holds)
         for location in refused:
-            slab.lengths[location - first + start] = 0
+            slab.forget(location - first + start)
         added = len(keys) - len(refused)
-        self.add_live(region, added)
+        self._live[region] += added
+        self._count += added
         return added
+
+    def _holds(self, location: int, key: bytes) -> bool:
+        slab = self._slabs[location // self.slots_per_region]
+        return slab is not None and slab.holds(location % self.slots_per_region, key)
 
     def remove(self, key: bytes) -> int | None:
         """Forget a key. Returns where its block was."""
@@ -219,7 +156,7 @@ class BlockIndex:
         """Forget keys; returns those that were there, each once."""
         keys = list(dict.fromkeys(keys))
         slots, slabs, live = self.slots_per_region, self._slabs, self._live
-        remove_word = self._remove_word
+        remove_word = self.words.remove
         gone = []
         # Removing one key moves words, and no block: the others' locations stay right.
         for key, location in zip(keys, self.find(keys), strict=True):
@@ -228,7 +165,7 @@ class BlockIndex:
                 region = location // slots
                 slab = slabs[region]
                 assert slab is not None, "a location without its region"
-                slab.lengths[location % slots] = 0
+                slab.forget(location % slots)
                 live[region] -= 1
                 gone.append(key)
         self._count -= len(gone)
@@ -268,7 +205,7 @@ class BlockIndex:
         region, slot = divmod(first, self.slots_per_region)
         slab = self._slabs[region]
         if slab is not None:
-            slab.used_s[slot : slot + count] = array("I", [now_s]) * count
+            slab.use(slot, count, now_s)
 
     def slots_of(self, region: int, first: int = 0) -> Iterator[int]:
         """Yield the slots of a region that have a block, from ``first`` on."""
@@ -300,7 +237,13 @@ class BlockIndex:
         """Yield the keys of these regions, a list a region."""
         return (self.keys_of(region) for region in regions if self._live[region])
 
-    # --- for this package's bulk load as well ---
+    def fill(self, hashes: NDArray[np.uint64], locations: NDArray[np.int64]) -> None:
+        """Lead to blocks whose records are in their slabs; see ``Words.fill``."""
+        self.words.fill(hashes, locations, self.key_at)
+        counts = np.bincount(locations // self.slots_per_region)
+        for region in np.flatnonzero(counts).tolist():
+            self._live[region] += int(counts[region])
+        self._count += len(locations)
 
     def slab(self, region: int, key_width: int) -> Slab:
         """Return a region's arrays, made if missing and with room for keys of this length."""
@@ -311,68 +254,3 @@ class BlockIndex:
         elif slab.key_width < key_width:
             slab.widen(key_width)
         return slab
-
-    def add_live(self, region: int, count: int) -> None:
-        """Count blocks whose words were written in bulk."""
-        self._live[region] += count
-        self._count += count
-
-    def _put_words(self, first: int, keys: Sequence[bytes]) -> list[int]:
-        """Write the words of keys from a location on; returns the locations of those left out.
-
-        Left out are keys that have a word already.
-        """
-        tables, high, over = self.words.tables, self.words.high, self.words.over
-        slots, slabs = self.slots_per_region, self._slabs
-        refused = []
-        for location, key in enumerate(keys, first):
-            print_ = hash(key) & _LOCATION_MASK
-            words = tables[print_ >> HOME_BITS & high]
-            at = print_ & HOME_MASK
-            while word := words[at]:
-                if word >> HALF_BITS == print_:
-                    there = (word & _LOCATION_MASK) - 1
-                    slab = slabs[there // slots]
-                    if slab is not None and slab.holds(there % slots, key):
-                        refused.append(location)
-                        break
-                at = (at + 1) & HOME_MASK
-            else:
-                if over and key in over:
-                    refused.append(location)
-                elif words[COUNT_AT] < TABLE_WORDS_MAX:
-                    words[at] = print_ << HALF_BITS | (location + 1)
-                    words[COUNT_AT] += 1
-                else:
-                    over[key] = location
-        return refused
-
-    def _remove_word(self, key: bytes, location: int) -> None:
-        """Remove the word of a key's location; move back what would be out of reach then."""
-        if self.words.over and self.words.over.pop(key, None) is not None:
-            return
-        print_ = hash(key) & _LOCATION_MASK
-        words = self.words.tables[print_ >> HOME_BITS & self.words.high]
-        word = print_ << HALF_BITS | (location + 1)
-        hole = print_ & HOME_MASK
-        while words[hole] != word:
-            hole = (hole + 1) & HOME_MASK
-        at = hole
-        while True:
-            at = (at + 1) & HOME_MASK
-            word = words[at]
-            if not word:
-                break
-            home = (word >> HALF_BITS) & HOME_MASK
-            if (at - home) & HOME_MASK >= (at - hole) & HOME_MASK:
-                words[hole] = word
-                hole = at
-        words[hole] = 0
-        words[COUNT_AT] -= 1
-
-
-def _put(column: bytearray, start: int, data: bytes, stop: int) -> None:
-    """Overwrite a part of a slab's column; what is too long or short would move the rest."""
-    if len(data) != stop - start:
-        raise Misuse(f"{len(data)} bytes for {stop - start}: digests and tags have one length.")
-    column[start:stop] = data

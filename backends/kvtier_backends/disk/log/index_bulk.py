@@ -8,21 +8,17 @@ to its home or right behind its predecessor.
 
 from __future__ import annotations
 
-from functools import cache
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kvtier.plugin_api.backend import DIGEST_BYTES
-from kvtier_backends.disk.format import TAG_BYTES
-from kvtier_backends.disk.log.index_words import HALF_BITS, HOME_BITS, TABLE_WORDS_MAX, laid_out
+from kvtier_backends.disk.log.index_slab import record_dtype
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvtier_backends.disk.format import TablePage
-    from kvtier_backends.disk.log.index import BlockIndex, Slab
+    from kvtier_backends.disk.log.index import BlockIndex
 
 
 class Dropped(NamedTuple):
@@ -67,16 +63,13 @@ class BulkLoad:
         """
         for (key_width, tag_bytes), pages in self._pages:
             if key_width:
-                records = np.frombuffer(b"".join(pages), dtype=_dtype(key_width, tag_bytes))
+                records = np.frombuffer(b"".join(pages), dtype=record_dtype(key_width, tag_bytes))
                 self._add_records(region, key_width, records, encrypted=tag_bytes > 0)
         self._pages.clear()
         slab = self.index.slab(region, 1)
-        lengths = np.frombuffer(slab.lengths, np.uint8)
-        expired = (lengths > 0) & (np.frombuffer(slab.stored_s, np.uint32) < self._stored_s_min)
-        self._expired += int(expired.sum())
-        lengths[expired] = 0
-        slots = np.flatnonzero(lengths)
-        hashes = np.fromiter(map(hash, _keys(slab, slots)), np.int64, len(slots))
+        self._expired += slab.expire(self._stored_s_min)
+        slots = slab.slots()
+        hashes = np.fromiter(map(hash, slab.keys_at(slots)), np.int64, len(slots))
         locations = slots + region * self.index.slots_per_region
         self._regions.append((sequence, hashes.view(np.uint64), locations))
         return len(slots)
@@ -91,17 +84,7 @@ class BulkLoad:
         if not sound.all():
             self._beyond += len(records) - int(sound.sum())
             records = records[sound]
-        slab = index.slab(region, key_width)
-        slots = records["slot"]
-        keys = np.frombuffer(slab.keys, np.uint8).reshape(-1, slab.key_width)
-        keys[slots, :key_width] = records["key"]
-        np.frombuffer(slab.lengths, np.uint8)[slots] = records["length"]
-        _rows(slab.digests, DIGEST_BYTES)[slots] = records["digest"]
-        stored_s = np.minimum(records["stored_s"], np.uint32(self._now_s))
-        np.frombuffer(slab.stored_s, np.uint32)[slots] = stored_s
-        np.frombuffer(slab.used_s, np.uint32)[slots] = stored_s
-        if index.encrypted:
-            _rows(slab.tags, TAG_BYTES)[slots] = records["tag"]
+        index.slab(region, key_width).put_page(records, self._now_s)
 
     def finish(self, blocks_max: int) -> Dropped:
         """Fill the index with at most so many blocks, and return what was left out."""
@@ -111,20 +94,17 @@ class BulkLoad:
         hashes = np.concatenate([hashes for _, hashes, _ in self._regions])
         locations = np.concatenate([locations for _, _, locations in self._regions])
         self._regions.clear()
-        # By home and then by the rest of the hash: one sort for both uses.
-        self.index.words.begin_for(len(locations))
-        bits = np.uint64(HOME_BITS + self.index.words.high.bit_length())
-        turned = hashes << (np.uint64(64) - bits) | hashes >> bits
-        order = np.argsort(turned, kind="stable")
+        sorted_by = self.index.words.begin_for(hashes)
+        order = np.argsort(sorted_by, kind="stable")
         alive = np.ones(len(locations), dtype=bool)
-        older = self._older_copies(turned[order], order, locations)
+        older = self._older_copies(sorted_by[order], order, locations)
         alive[older] = False
         rest = np.flatnonzero(alive)
         over = max(0, len(rest) - blocks_max)
         alive[rest[:over]] = False
         self._forget(locations[~alive])
         order = order[alive[order]]
-        self._write_words(hashes[order], locations[order])
+        self.index.fill(hashes[order], locations[order])
         return Dropped(self._beyond, self._expired, len(older), over)
 
     def _older_copies(
@@ -151,49 +131,4 @@ class BulkLoad:
     def _forget(self, locations: NDArray[np.int64]) -> None:
         regions, slots = np.divmod(locations, self.index.slots_per_region)
         for region in np.unique(regions).tolist():
-            slab = self.index.slab(region, 1)
-            np.frombuffer(slab.lengths, np.uint8)[slots[regions == region]] = 0
-
-    def _write_words(self, hashes: NDArray[np.uint64], locations: NDArray[np.int64]) -> None:
-        """Write the words of blocks that are sorted by their tables."""
-        index = self.index
-        held = index.words
-        prints = hashes & np.uint64(0xFFFFFFFF)
-        words = prints << np.uint64(HALF_BITS) | (locations + 1).astype(np.uint64)
-        tables = (prints >> np.uint64(HOME_BITS) & np.uint64(held.high)).astype(np.int64)
-        ends = np.searchsorted(tables, np.arange(held.high + 2)).tolist()
-        for table, (start, end) in enumerate(pairwise(ends)):
-            if start < end:
-                held.tables[table] = laid_out(words[start:end][:TABLE_WORDS_MAX])
-                for location in locations[start:end][TABLE_WORDS_MAX:].tolist():
-                    key = index.key_at(location)
-                    if key is not None:
-                        held.over[key] = location
-        counts = np.bincount(locations // index.slots_per_region)
-        for region in np.flatnonzero(counts).tolist():
-            index.add_live(region, int(counts[region]))
-
-
-@cache
-def _dtype(key_width: int, tag_bytes: int) -> np.dtype[Any]:
-    """Return the layout of a record (``format.record_struct``), as numpy has it."""
-    fields: list[tuple[str, str]] = [("slot", "<u4"), ("stored_s", "<u4"), ("length", "u1")]
-    fields.append(("digest", f"V{DIGEST_BYTES}"))
-    if tag_bytes:
-        fields.append(("tag", f"V{tag_bytes}"))
-    return np.dtype([*fields, ("key", f"({key_width},)u1")])
-
-
-def _rows(array: bytearray, width: int) -> NDArray[Any]:
-    return np.frombuffer(array, f"V{width}")
-
-
-def _keys(slab: Slab, slots: NDArray[np.int64]) -> list[bytes]:
-    """Return the keys at these slots."""
-    lengths = np.frombuffer(slab.lengths, np.uint8)[slots]
-    if not len(slots) or int(lengths.min()) != int(lengths.max()):
-        return [slab.key(slot) for slot in slots.tolist()]
-    length = int(lengths[0])
-    rows = np.frombuffer(slab.keys, np.uint8).reshape(-1, slab.key_width)
-    flat = rows[slots, :length].tobytes()
-    return [flat[start : start + length] for start in range(0, len(flat), length)]
+            self.index.slab(region, 1).forget_all(slots[regions == region])

@@ -16,14 +16,18 @@ removing a word moves later ones back (Knuth, TAOCP 3, 6.4, algorithm R).
 from __future__ import annotations
 
 from array import array
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from numpy.typing import NDArray
 
 HALF_BITS: Final = 32
+LOCATION_MASK: Final = (1 << HALF_BITS) - 1
 HOME_BITS: Final = 10
 TABLE_WORDS: Final = 1 << HOME_BITS
 HOME_MASK: Final = TABLE_WORDS - 1
@@ -50,13 +54,91 @@ class Words:
         while blocks > self._count * TABLE_WORDS_MEAN:
             self._split()
 
-    def begin_for(self, blocks: int) -> None:
-        """Have as many empty tables as so many blocks want. There is no word yet."""
-        while blocks > self._count * TABLE_WORDS_MEAN:
+    def put(
+        self, first: int, keys: Sequence[bytes], holds: Callable[[int, bytes], bool]
+    ) -> list[int]:
+        """Write the words of keys from a location on; returns the locations of those left out.
+
+        Left out are keys that have a word already; ``holds`` tells whether a location has a key.
+        """
+        tables, high, over = self.tables, self.high, self.over
+        refused = []
+        for location, key in enumerate(keys, first):
+            print_ = hash(key) & LOCATION_MASK
+            words = tables[print_ >> HOME_BITS & high]
+            at = print_ & HOME_MASK
+            while word := words[at]:
+                if word >> HALF_BITS == print_ and holds((word & LOCATION_MASK) - 1, key):
+                    refused.append(location)
+                    break
+                at = (at + 1) & HOME_MASK
+            else:
+                if over and key in over:
+                    refused.append(location)
+                elif words[COUNT_AT] < TABLE_WORDS_MAX:
+                    words[at] = print_ << HALF_BITS | (location + 1)
+                    words[COUNT_AT] += 1
+                else:
+                    over[key] = location
+        return refused
+
+    def remove(self, key: bytes, location: int) -> None:
+        """Remove the word of a key's location; move back what would be out of reach then."""
+        if self.over and self.over.pop(key, None) is not None:
+            return
+        print_ = hash(key) & LOCATION_MASK
+        words = self.tables[print_ >> HOME_BITS & self.high]
+        word = print_ << HALF_BITS | (location + 1)
+        hole = print_ & HOME_MASK
+        while words[hole] != word:
+            hole = (hole + 1) & HOME_MASK
+        at = hole
+        while True:
+            at = (at + 1) & HOME_MASK
+            word = words[at]
+            if not word:
+                break
+            home = (word >> HALF_BITS) & HOME_MASK
+            if (at - home) & HOME_MASK >= (at - hole) & HOME_MASK:
+                words[hole] = word
+                hole = at
+        words[hole] = 0
+        words[COUNT_AT] -= 1
+
+    # --- all words at once ---
+
+    def begin_for(self, hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Have as many empty tables as these keys want. There is no word yet.
+
+        Returns what to sort the keys by before ``fill``: equal only where the hashes are.
+        """
+        while len(hashes) > self._count * TABLE_WORDS_MEAN:
             self._count *= 2
         empty = np.zeros(0, np.uint64)
         self.tables = [laid_out(empty) for _ in range(self._count)]
         self.high = self._count - 1
+        # By home and then by the rest of the hash: one sort for both uses.
+        bits = np.uint64(HOME_BITS + self.high.bit_length())
+        return hashes << (np.uint64(64) - bits) | hashes >> bits
+
+    def fill(
+        self,
+        hashes: NDArray[np.uint64],
+        locations: NDArray[np.int64],
+        key_at: Callable[[int], bytes | None],
+    ) -> None:
+        """Write the words of different keys, sorted by what ``begin_for`` returned."""
+        prints = hashes & np.uint64(LOCATION_MASK)
+        words = prints << np.uint64(HALF_BITS) | (locations + 1).astype(np.uint64)
+        tables = (prints >> np.uint64(HOME_BITS) & np.uint64(self.high)).astype(np.int64)
+        ends = np.searchsorted(tables, np.arange(self.high + 2)).tolist()
+        for table, (start, end) in enumerate(pairwise(ends)):
+            if start < end:
+                self.tables[table] = laid_out(words[start:end][:TABLE_WORDS_MAX])
+                for location in locations[start:end][TABLE_WORDS_MAX:].tolist():
+                    key = key_at(location)
+                    if key is not None:
+                        self.over[key] = location
 
     def _split(self) -> None:
         new = self._count

@@ -39,11 +39,15 @@ class Paths:
     """Places the blocks of requests in cohorts, and counts what came back."""
 
     def __init__(self, tree: PrefixTree, model: ReuseModel, ghosts: Ghosts) -> None:
-        self.now = 0.0
+        self._now = 0.0
         self._tree = tree
         self._model = model
         self._cohorts = model.cohorts
         self._ghosts = ghosts
+
+    def set_now(self, now: float) -> None:
+        """Have what follows happen at this time."""
+        self._now = now
 
     def use(self, chain: tuple[Key, ...]) -> tuple[int, bool]:
         """Give the blocks of a request that ends their places.
@@ -57,18 +61,18 @@ class Paths:
         """Count a use of a node by a request whose order nobody told."""
         tree = self._tree
         if tree.is_open(node):
-            tree.uses[node] = 1
+            tree.count_use(node)
             self.place(node, self._cohorts.unordered)
         elif tree.size[node]:
-            gap = max(0.0, self.now - tree.used[node])
+            gap = max(0.0, self._now - tree.used[node])
             self._model.come_back(tree.cohort[node], gap, tree.size[node] / tree.placed[node])
-            tree.uses[node] += 1
+            tree.count_use(node)
             shared = self._is_shared(node)
             self.place(node, self._cohorts.used_again(tree.uses[node], gap, 0, shared=shared))
 
     def place(self, node: int, cohort: int) -> None:
         """Put a node that was used now in a cohort."""
-        self._tree.place(node, cohort, self.now)
+        self._tree.place(node, cohort, self._now)
         self._model.enter(cohort)
 
     def complete(self, chain: tuple[Key, ...], cohort: int) -> None:
@@ -84,7 +88,7 @@ class Paths:
             if tree.is_open(node):
                 node = node if whole else tree.split_off(node, chain[at:end])
                 tree.set_parent(node, parent)
-                tree.uses[node] = 1
+                tree.count_use(node)
                 self.place(node, cohort)
             else:
                 node = node if whole else tree.split(node, chain[at:end])
@@ -112,10 +116,10 @@ class Paths:
             if last != body:
                 tree.set_parent(body, above)
                 self.place(body, cohort)
-                tree.last[body] = last
+                tree.set_last(body, last)
                 above = body
             elif above != NO_NODE and not self._is_shared(above):
-                tree.last[above] = last
+                tree.set_last(above, last)
             tree.set_parent(last, above)
             self.place(last, cohorts.last(use.turn + 1))
         return cohort
@@ -145,7 +149,7 @@ class Paths:
         tree = self._tree
         use.absent = use.absent or node == NO_NODE
         while at < end:
-            ghost = self._ghosts.take(chain[at], self.now)
+            ghost = self._ghosts.take(chain[at], self._now)
             if ghost is None:
                 break
             self._count_return(ghost.cohort, ghost.used, ghost.share, use)
@@ -155,16 +159,15 @@ class Paths:
             use.blocks = at
             if node != NO_NODE:
                 back = tree.split_off(node, keys)
-                tree.cohort[back] = ghost.cohort
-                tree.used[back] = ghost.used
-                tree.uses[back] = self._cohorts.uses_of[ghost.cohort]
+                uses = self._cohorts.uses_of[ghost.cohort]
+                tree.restore(back, ghost.cohort, ghost.used, uses)
                 use.nodes.append(back)
         if node != NO_NODE and at < end:
             whole = end - at == tree.size[node]
             use.fresh.append(node if whole else tree.split_off(node, chain[at:end]))
 
     def _count_return(self, cohort: int, used: float, share: float, use: _Use) -> None:
-        use.gap = max(0.0, self.now - used)
+        use.gap = max(0.0, self._now - used)
         use.turn = self._cohorts.turn_of[cohort] or use.turn
         self._model.come_back(cohort, use.gap, share)
 
@@ -184,9 +187,9 @@ class Paths:
                 others -= self._supersede(node, on_path)
             if others or self._is_shared(node):
                 shared = depth
-            tree.uses[node] += 1
+            tree.count_use(node)
         for depth, node in enumerate(self._merge(nodes, shared), start=1):
-            gap = max(0.0, self.now - tree.used[node])
+            gap = max(0.0, self._now - tree.used[node])
             cohort = cohorts.used_again(tree.uses[node], gap, new, shared=depth <= shared)
             self.place(node, cohort)
 

@@ -258,7 +258,8 @@ class ReusePolicy(EvictionPolicy):
                 del self._ended[next(iter(self._ended))]
 
     def _set_now(self, now: float) -> None:
-        self._now = self._paths.now = now
+        self._now = now
+        self._paths.set_now(now)
 
     def _learn(self) -> None:
         """Work the model out anew now and then, and its indices a part at a time.

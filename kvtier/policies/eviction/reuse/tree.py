@@ -316,6 +316,20 @@ class PrefixTree:
             self._queue[node] = FREE
             self._free.append(node)
 
+    def count_use(self, node: int) -> None:
+        """Count a use of ``node``. One that was open has its first, and is open no longer."""
+        self.uses[node] += 1
+
+    def restore(self, node: int, cohort: int, used: float, uses: int) -> None:
+        """Give an open node the past of blocks that were evicted and have come back."""
+        self.cohort[node] = cohort
+        self.used[node] = used
+        self.uses[node] = uses
+
+    def set_last(self, node: int, child: int) -> None:
+        """Note which child of ``node`` was the last block of its request."""
+        self.last[node] = child
+
     def set_used(self, used: float) -> None:
         """Let all nodes have been used at the same time."""
         self.used = array("d", [used]) * len(self.used)

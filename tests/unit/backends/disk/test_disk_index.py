@@ -44,8 +44,9 @@ class IndexSpec(RuleBasedStateMachine):
         # split after a few keys, and full after some more.
         self.patches = ExitStack()
         self.patches.enter_context(patch.object(words_module, "TABLE_WORDS_MEAN", 4))
-        self.patches.enter_context(patch.object(index_module, "TABLE_WORDS_MAX", 5))
-        self.patches.enter_context(patch.object(index_module, "hash", crowded, create=True))
+        self.patches.enter_context(patch.object(words_module, "TABLE_WORDS_MAX", 5))
+        for module in (index_module, words_module):
+            self.patches.enter_context(patch.object(module, "hash", crowded, create=True))
         self.model: dict[bytes, tuple[int, BlockRecord]] = {}
 
     def teardown(self) -> None:
