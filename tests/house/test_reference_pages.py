@@ -130,6 +130,12 @@ def members(thing: type) -> list[str]:
     ]
 
 
+def test_the_python_api_is_what_third_parties_may_import_and_no_more() -> None:
+    """A module of another folder on the page would be a promise that the folders do not make."""
+    page = (DOCS / "reference" / "python-api.md").read_text()
+    assert sorted(re.findall(r"^<!-- api: (.*) -->$", page, re.MULTILINE)) == sorted(PUBLIC)
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_says_what_it_is(name: str) -> None:
     """An entry of the page without a text would only repeat the name."""

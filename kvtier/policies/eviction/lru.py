@@ -1,6 +1,6 @@
 """Least recently used, aware of requests.
 
-Keys stand in runs (``kvtier/policies/eviction/runs.py``): each holds what one request
+Keys stand in runs (``kvtier/plugin_api/runs.py``): each holds what one request
 was the last to use, from head to tail, and the request that last used anything
 has the newest. The victim is the tail of the oldest run.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtier.plugin_api.eviction_policy import EvictionPolicy
-from kvtier.policies.eviction.runs import Runs, hold, unhold
+from kvtier.plugin_api.runs import Runs, hold, unhold
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvtier.plugin_api.eviction_policy import EvictionPolicy
-from kvtier.policies.eviction.runs import Runs, hold, unhold
+from kvtier.plugin_api.runs import Runs, hold, unhold
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

@@ -6,8 +6,8 @@ from typing import Any
 
 from hypothesis import given, settings, strategies
 
+from kvtier.plugin_api.runs import Runs
 from kvtier.policies.eviction.lru import LRUPolicy
-from kvtier.policies.eviction.runs import Runs
 from tests.support.examples import examples
 
 KEYS = [bytes([code]) for code in b"abcdefgh"]
