@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import StoreFault
+from kvtier.plugin_api import option_fields as option
 from kvtier.plugin_api.options import Options
 
 if TYPE_CHECKING:
@@ -29,17 +30,23 @@ class OperationFaults:
     backend's life, is a multiple of the ``..._every`` in question (0: none).
     """
 
-    delay_s: float = 0.0  #: wait this many seconds first
-    hang: bool = False  #: never answer
-    error: str | BaseException | None = None  #: raise this (a text becomes a ``StoreFault``)
-    fail_keys: frozenset[bytes] = frozenset()  #: these blocks are FAILED
-    fail_every: int = 0  #: every n-th block is FAILED
-    corrupt_keys: frozenset[bytes] = frozenset()  #: load only: these come with a bit flipped
-    corrupt_every: int = 0  #: load only: every n-th block comes with a bit flipped
-    answers_missing: int = 0  #: leave out this many answers at the end
-    full: bool = False  #: store only: every block is FULL
-    calls_skipped: int = 0  #: the first so many calls are sound
-    calls_max: int | None = None  #: and after that only so many are hit; None: all
+    delay_s: float = option.number(0.0, "wait this many seconds first")
+    hang: bool = option.flag("never answer", default=False)
+    error: str | BaseException | None = option.text(
+        None, "raise this (a text becomes a `StoreFault`)"
+    )
+    fail_keys: frozenset[bytes] = option.read_apart(frozenset(), "these blocks are FAILED")
+    fail_every: int = option.integer(0, "every n-th block is FAILED")
+    corrupt_keys: frozenset[bytes] = option.read_apart(
+        frozenset(), "load only: these come with a bit flipped"
+    )
+    corrupt_every: int = option.integer(0, "load only: every n-th block comes with a bit flipped")
+    answers_missing: int = option.integer(0, "leave out this many answers at the end")
+    full: bool = option.flag("store only: every block is FULL", default=False)
+    calls_skipped: int = option.integer(0, "the first so many calls are sound")
+    calls_max: int | None = option.integer(
+        None, "so many calls after these are hit; by default all"
+    )
     _calls: int = field(default=0, init=False)
     _blocks: int = field(default=0, init=False)
 
@@ -82,21 +89,11 @@ class FaultScript:
 
 def _operation(script: Options, name: str, where: str) -> OperationFaults:
     reader = Options(script.mapping(name), f"{where}, faults.{name}")
-    reader.allow("delay_s", "calls_max")
     faults = OperationFaults(
-        delay_s=reader.number("delay_s") if reader.has("delay_s") else 0.0,
-        hang=reader.flag("hang", default=False),
-        error=reader.text("error") if reader.has("error") else None,
         fail_keys=_keys(reader, "fail_keys"),
-        fail_every=reader.integer("fail_every", 0),
         corrupt_keys=_keys(reader, "corrupt_keys"),
-        corrupt_every=reader.integer("corrupt_every", 0),
-        answers_missing=reader.integer("answers_missing", 0),
-        full=reader.flag("full", default=False),
-        calls_skipped=reader.integer("calls_skipped", 0),
-        calls_max=reader.integer("calls_max") if reader.has("calls_max") else None,
+        **option.read(OperationFaults, reader),
     )
-    reader.allow("error")
     reader.finish()
     return faults
 

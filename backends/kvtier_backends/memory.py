@@ -6,12 +6,13 @@ every way that a real tier does, see ``kvtier_backends.faults``.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import anyio
 
 from kvtier.errors import Misuse
+from kvtier.plugin_api import option_fields as option
 from kvtier.plugin_api.backend import (
     Backend,
     BackendContext,
@@ -38,12 +39,24 @@ class _Kept(NamedTuple):
     digest: bytes
 
 
+@dataclass(frozen=True)
+class MemoryOptions:
+    """The options, read."""
+
+    capacity_bytes: int = field(
+        metadata=option.required(
+            Options.size,
+            "bytes of blocks. Refused: too small for one block; more than the machine's memory",
+            minimum=1,
+        )
+    )
+    faults: FaultScript | None = option.read_apart(None, "a mapping: faults to inject, for tests")
+
+
 class MemoryBackend(Backend):
     """Keeps blocks in this process's memory, up to ``capacity_bytes`` of them.
 
-    Options: ``capacity_bytes`` (required, in bytes of block data) and
-    ``faults`` (a mapping, see ``FaultScript``). Tests may set ``faults``
-    directly. A block that does not fit is FULL: the tier above evicts.
+    Tests may set ``faults`` directly. A block that does not fit is FULL: the tier above evicts.
     A cancelled call has done its work fully or, while it was still being
     delayed, not at all. Closing forgets everything.
     """
@@ -71,7 +84,7 @@ class MemoryBackend(Backend):
         """Check the options; raises ``ConfigError``."""
         where = f"secondary tier {context.tier_name}"
         reader = Options(options, where)
-        capacity_bytes = reader.size("capacity_bytes", minimum=1)
+        capacity_bytes = MemoryOptions(**option.read(MemoryOptions, reader)).capacity_bytes
         capacity_blocks = capacity_bytes // context.block_bytes
         if capacity_blocks == 0:
             raise reader.error(

@@ -7,8 +7,10 @@ is refused at start instead of meaning something else; and vLLM is given what it
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from kvtier.plugin_api import option_fields as option
 from kvtier.plugin_api.options import Options
 from kvtier.settings.runtime_config import RuntimeConfig
 
@@ -22,10 +24,49 @@ RANK: Final = "{dp_rank}"
 
 WHERE: Final = "kv_connector_extra_config"
 
-_FLAGS: Final = ("offload_prompt_only", "self_describing_kv_events", "canonical_layout")
-_NAMES: Final = ("spec_name", "spec_module_path")
-_TOKENS: Final = ("block_size", "blocks_per_chunk")
-_SIZES: Final = ("cpu_bytes_to_use", "sync_load_budget_bytes")  # the second one since vLLM 0.33
+
+@dataclass(frozen=True, kw_only=True)
+class VLLMOptions:
+    """What vLLM reads, and kvtier only checks. None is ever made."""
+
+    spec_name: str = field(
+        metadata=option.required(Options.text, 'for kvtier: `"KVTierOffloadingSpec"`')
+    )
+    spec_module_path: str = field(
+        metadata=option.required(Options.text, 'for kvtier: `"kvtier.vllm"`')
+    )
+    cpu_bytes_to_use: int = field(
+        metadata=option.required(
+            Options.size,
+            "bytes of host memory for the primary tier, all workers together. Refused: too small "
+            "for one block; more than the machine's memory",
+            minimum=1,
+            rounds_down=True,
+        )
+    )
+    block_size: int | None = option.integer(
+        None,
+        "tokens in one offloaded block; by default vLLM's block size. Refused: no multiple of it",
+        minimum=1,
+    )
+    blocks_per_chunk: int = option.integer(
+        1,
+        "vLLM blocks in one offloaded block; replaces `block_size`. Refused: both keys at once",
+        minimum=1,
+    )
+    offload_prompt_only: bool = option.flag(
+        "store only the blocks of prompts, not of outputs", default=True
+    )
+    self_describing_kv_events: bool = option.flag(
+        "KV events describe their contents", default=False
+    )
+    canonical_layout: bool = option.flag(
+        "a layout whose bytes do not depend on the parallel sizes", default=False
+    )
+    sync_load_budget_bytes: int = option.size(0, "vLLM 0.33 reads it")
+    secondary_tiers: tuple[Mapping[str, Any], ...] = option.read_apart(
+        (), "a list of tiers, asked in this order. Refused: two tiers at one place"
+    )
 
 
 def read_settings(
@@ -43,13 +84,7 @@ def read_settings(
     """
     extra_config = _of_rank(extra_config, dp_rank)
     options = Options(extra_config, WHERE)
-    for key in _FLAGS:
-        options.flag(key, default=False)
-    for key in _NAMES:
-        options.text(key, "")
-    for key in _TOKENS:
-        options.integer(key, 1, minimum=1)
-    _sizes(options)
+    option.read(VLLMOptions, options, given_only=True)
     if options.has("block_size") and options.has("blocks_per_chunk"):
         raise options.error(
             "block_size",
@@ -64,7 +99,7 @@ def read_settings(
         extra_config,
         slot_count=slot_count,
         block_bytes=block_bytes,
-        read_elsewhere=(*_FLAGS, *_NAMES, *_TOKENS, *_SIZES),
+        read_elsewhere=tuple(option.options_of(VLLMOptions)),
         ignores=ignores,
     )
 
@@ -74,31 +109,20 @@ def cpu_bytes_to_use(extra_config: Mapping[str, Any]) -> int:
 
     A float may have a fraction: vLLM computes one from ``--kv-offloading-size``, in GiB.
     """
-    return _primary_size(Options(extra_config, WHERE))
+    options = Options(extra_config, WHERE)
+    size: int = option.options_of(VLLMOptions)["cpu_bytes_to_use"].value(
+        options, "cpu_bytes_to_use"
+    )
+    return size
 
 
 def for_vllm(extra_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what vLLM can use: sizes in whole bytes, and no ``null``, which means not given.
 
-    Raises ``ConfigError`` for a bad size.
+    Raises ``ConfigError`` for a bad value.
     """
     given = {key: value for key, value in extra_config.items() if value is not None}
-    return {**given, **_sizes(Options(given, WHERE))}
-
-
-def _sizes(options: Options) -> dict[str, int]:
-    """Read the sizes that are given."""
-    options.allow(*_SIZES)
-    sizes = {}
-    if options.has("cpu_bytes_to_use"):
-        sizes["cpu_bytes_to_use"] = _primary_size(options)
-    if options.has("sync_load_budget_bytes"):
-        sizes["sync_load_budget_bytes"] = options.size("sync_load_budget_bytes")
-    return sizes
-
-
-def _primary_size(options: Options) -> int:
-    return options.size("cpu_bytes_to_use", minimum=1, rounds_down=True)
+    return {**given, **option.read(VLLMOptions, Options(given, WHERE), given_only=True)}
 
 
 def _of_rank(extra_config: Mapping[str, Any], dp_rank: int) -> Mapping[str, Any]:

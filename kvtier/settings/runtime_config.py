@@ -8,9 +8,10 @@ them, and keep their meaning; the others are kvtier's own. A bad value raises
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 from kvtier.errors import ConfigError
+from kvtier.plugin_api import option_fields as option
 from kvtier.plugin_api.backend import CellKind
 from kvtier.plugin_api.options import Options, refusal
 
@@ -25,19 +26,15 @@ DEFAULT_POLICY: Final = "reuse"
 ADMIT_ALL: Final = "all"
 """The admission of a tier that every block is written to: no policy at all."""
 
-NEW_GENERATION: Final = "new_generation"
-KEEP: Final = "keep"
-
 _NO_BACKPRESSURE: Final = (
     "has no meaning here: kvtier bounds what is in flight itself. "
     "Remove it, or set cascade_slots_fraction_max"
 )
 
-
+Locality: TypeAlias = Literal["LOCAL", "REMOTE"]
+OffloadPolicy: TypeAlias = Literal["chunk_level", "request_level"]
+OnReset: TypeAlias = Literal["new_generation", "keep"]
 OnUnusable: TypeAlias = Literal["refuse", "start_without"]
-"""What an engine does whose tier can't be used while it starts."""
-
-START_TIMEOUT_S_MAX: Final = 3600.0
 
 
 @dataclass(frozen=True)
@@ -45,20 +42,59 @@ class TierConfig:
     """One entry of ``secondary_tiers``: what the layers above the backend read."""
 
     name: str  #: its number from 1 and its type, e.g. ``"1:fs"``, as in vLLM's metric labels
-    type: str
+    type: str = field(
+        metadata=option.required(
+            Options.text, "the backend: `fs`, `disk`, `memory`, or a type that you have installed"
+        )
+    )
     options: Mapping[str, Any] = field(default_factory=dict)  #: the backend's own keys
-    locality: str | None = None  #: LOCAL, REMOTE or None: relative to this engine
-    enable_kv_events: bool = False
-    request_level: bool = False  #: wants all blocks of a request, prefix hits too
-    eviction_policy: str = DEFAULT_POLICY  #: used where the backend has a capacity
-    admission: str = ADMIT_ALL  #: which blocks are written to the tier
+    locality: Locality | None = option.text(
+        None, "where the tier is, for KV events", choices=get_args(Locality)
+    )
+    enable_kv_events: bool = option.flag("publish KV events for this tier", default=False)
+    offload_policy: OffloadPolicy = option.text(
+        "chunk_level",
+        '`"request_level"` stores all blocks of a request, including prefix hits',
+        choices=get_args(OffloadPolicy),
+    )
+    eviction_policy: str = option.text(
+        DEFAULT_POLICY, "which blocks leave first, in a tier with a capacity of its own"
+    )
+    admission: str = option.read_apart(ADMIT_ALL, "which blocks are written to the tier")
     admission_options: Mapping[str, Any] = field(default_factory=dict)
-    cell: CellKind | None = None  #: where the tier runs; None: as its backend prefers
-    probe_timeout_s: float = 1.0
-    promote_timeout_s: float = 10.0
-    store_timeout_s: float = 60.0
-    start_timeout_s: float = 60.0  #: for the backend to be made: then its storage hangs
-    on_unusable: OnUnusable = "refuse"  #: what if the storage can't be used at the start
+    cell: CellKind | None = option.text(
+        None,
+        "where the tier runs: in a process of its own (default of `disk` and `fs`), or in the "
+        "engine's process (default of all others)",
+        choices=get_args(CellKind),
+    )
+    probe_timeout_s: float = option.number(
+        1.0, "how long the tier may take to report whether it has a block"
+    )
+    promote_timeout_s: float = option.number(
+        10.0, "how long a load may take before its block is a miss"
+    )
+    store_timeout_s: float = option.number(
+        60.0,
+        "how long a store may take before it counts as a failure of the tier; its blocks stay "
+        "pinned until the tier releases them",
+    )
+    start_timeout_s: float = option.number(
+        60.0,
+        "how long the storage may take to answer while the engine starts; after that it counts "
+        "as hung, see `on_unusable`",
+        maximum=3600.0,
+    )
+    on_unusable: OnUnusable = option.text(
+        "refuse",
+        "what happens if the storage cannot be used at the start",
+        choices=get_args(OnUnusable),
+    )
+
+    @property
+    def request_level(self) -> bool:
+        """Whether the tier wants all blocks of a request, prefix hits too."""
+        return self.offload_policy == "request_level"
 
     @classmethod
     def from_mapping(
@@ -68,37 +104,17 @@ class TierConfig:
         kind = Options(values, f"secondary_tiers[{number - 1}]").text("type")
         options = Options(values, f"secondary_tiers[{number - 1}] ({kind})")
         admission = dict(_policy_mapping(options, "admission", ADMIT_ALL))
+        own = option.options_of(cls)
         config = cls(
             name=f"{number}:{kind}",
-            type=kind,
-            locality=options.text("locality", choices=("LOCAL", "REMOTE"))
-            if options.has("locality")
-            else None,
-            enable_kv_events=options.flag("enable_kv_events", default=False),
-            request_level=options.text(
-                "offload_policy", "chunk_level", choices=("chunk_level", "request_level")
-            )
-            == "request_level",
-            eviction_policy=options.text("eviction_policy", DEFAULT_POLICY),
             admission=admission.pop("policy"),
             admission_options=admission,
-            cell=cast("CellKind", options.text("cell", choices=get_args(CellKind)))
-            if options.has("cell")
-            else None,
-            probe_timeout_s=options.number("probe_timeout_s", cls.probe_timeout_s),
-            promote_timeout_s=options.number("promote_timeout_s", cls.promote_timeout_s),
-            store_timeout_s=options.number("store_timeout_s", cls.store_timeout_s),
-            start_timeout_s=options.number(
-                "start_timeout_s", cls.start_timeout_s, maximum=START_TIMEOUT_S_MAX
-            ),
-            on_unusable=cast(
-                "OnUnusable", options.text("on_unusable", "refuse", choices=get_args(OnUnusable))
-            ),
             options={
                 key: value
                 for key, value in values.items()
-                if key not in _TIER_KEYS and not (ignores is not None and ignores(key, kind))
+                if key not in own and not (ignores is not None and ignores(key, kind))
             },
+            **option.read(cls, options),
         )
         if config.admission == ADMIT_ALL:
             Options(admission, f"{options.where}: admission ({ADMIT_ALL})").finish()
@@ -111,15 +127,6 @@ class TierConfig:
         return config
 
 
-def _of_weights(options: Options) -> dict[str, str]:
-    """Read what a reset says of the model's weights, and what they are called."""
-    has_name = options.has("weights_version")
-    return {
-        "on_reset": options.text("on_reset", NEW_GENERATION, choices=(NEW_GENERATION, KEEP)),
-        "weights_version": options.text("weights_version") if has_name else "",
-    }
-
-
 def _policy_mapping(options: Options, key: str, default: str) -> dict[str, Any]:
     """Read a policy given by its name, or as ``{"policy": name, ...}`` with its own options."""
     if not options.is_mapping(key):
@@ -129,48 +136,69 @@ def _policy_mapping(options: Options, key: str, default: str) -> dict[str, Any]:
     return {**values, "policy": name}
 
 
-_TIER_KEYS: Final = frozenset(
-    {
-        "type",
-        "locality",
-        "enable_kv_events",
-        "offload_policy",
-        "eviction_policy",
-        "admission",
-        "cell",
-        "probe_timeout_s",
-        "promote_timeout_s",
-        "store_timeout_s",
-        "start_timeout_s",
-        "on_unusable",
-    }
-)
-
-
 @dataclass(frozen=True)
 class RuntimeConfig:
     """All settings of one runtime. Times in seconds, sizes in blocks unless named otherwise."""
 
     slot_count: int
     block_bytes: int
-    eviction_policy: str = DEFAULT_POLICY
-    store_threshold: int = 0
-    max_tracker_size: int = 64_000
-    tiers: tuple[TierConfig, ...] = ()
-    on_reset: str = NEW_GENERATION  #: what a reset says about the weights
-    weights_version: str = ""  #: what the weights are called that the engine begins with
-    lease_timeout_s: float = 60.0
-    close_timeout_s: float = 5.0
-    store_reserve_fraction: float = 1 / 16  #: of the slots, never held by promotions
-    cascade_slots_fraction_max: float = 0.5  #: of the slots, pinned by one tier's cascades
-    abandoned_slots_fraction_max: float = 0.125  #: of the slots, lost to one hung tier
-    job_blocks_max: int = 64
-    jobs_in_flight_max: int = 1_024
-    mailbox_messages_max: int = 8_192
-    known_keys_max: int = 1_000_000
-    breaker_failures_max: int = 3  #: failures in a row that open a tier's breaker
-    breaker_pause_s: float = 1.0  #: the first pause; each failed trial doubles it
-    breaker_pause_s_max: float = 60.0
+    eviction_policy: str = option.text(
+        DEFAULT_POLICY,
+        "which blocks leave the primary tier first. Refused: a policy that is not installed",
+    )
+    store_threshold: int = option.integer(
+        0, "how often a block must be offered before it is stored; 0 and 1 store at once"
+    )
+    max_tracker_size: int = option.integer(
+        64_000, "how many keys `store_threshold` counts", minimum=1
+    )
+    tiers: tuple[TierConfig, ...] = ()  #: of the key ``secondary_tiers``
+    on_reset: OnReset = option.text(
+        "new_generation",
+        "the effect of vLLM's reset of the connector on what was stored before",
+        choices=get_args(OnReset),
+    )
+    weights_version: str = option.text(
+        "", "a name for the weights: only engines and restarts with the same name share blocks"
+    )
+    store_reserve_fraction: float = option.number(
+        1 / 16,
+        "share of the slots that promotions never hold, so that stores can continue",
+        minimum=0.0,
+        maximum=0.999,
+    )
+    cascade_slots_fraction_max: float = option.number(
+        0.5, "share of the slots that the cascades of one tier may pin", maximum=1.0
+    )
+    abandoned_slots_fraction_max: float = option.number(
+        0.125,
+        "share of the slots that one hung tier may hold before it gets no more loads",
+        maximum=1.0,
+    )
+    lease_timeout_s: float = option.number(
+        60.0, "how long promoted blocks wait for the request that wanted them"
+    )
+    close_timeout_s: float = option.number(5.0, "how long closing waits for all tiers together")
+    job_blocks_max: int = option.integer(64, "blocks in one job", minimum=1)
+    jobs_in_flight_max: int = option.integer(
+        1_024,
+        "jobs in flight in one tier; must be below half of `mailbox_messages_max`",
+        minimum=1,
+    )
+    mailbox_messages_max: int = option.integer(8_192, "messages waiting for one tier", minimum=4)
+    known_keys_max: int = option.integer(
+        1_000_000,
+        "keys remembered as present in a tier, for which it need not be probed; about 170 bytes "
+        "each",
+    )
+    breaker_failures_max: int = option.integer(
+        3, "consecutive failures that open a tier's circuit breaker", minimum=1
+    )
+    breaker_pause_s: float = option.number(
+        1.0,
+        "first pause of an open breaker; each failed trial doubles it, up to `breaker_pause_s_max`",
+    )
+    breaker_pause_s_max: float = option.number(60.0, "longest pause of an open breaker")
 
     def __post_init__(self) -> None:
         """Check the relations between settings."""
@@ -203,7 +231,7 @@ class RuntimeConfig:
     @property
     def keeps_on_reset(self) -> bool:
         """Whether tiers serve what they have after a reset that names no weights."""
-        return self.on_reset == KEEP
+        return self.on_reset == "keep"
 
     @property
     def store_reserve_slots(self) -> int:
@@ -252,38 +280,11 @@ class RuntimeConfig:
         config = cls(
             slot_count=slot_count,
             block_bytes=block_bytes,
-            eviction_policy=options.text("eviction_policy", DEFAULT_POLICY),
-            store_threshold=options.integer("store_threshold", 0),
-            max_tracker_size=options.integer("max_tracker_size", cls.max_tracker_size, minimum=1),
             tiers=tuple(
                 TierConfig.from_mapping(number, tier, ignores)
                 for number, tier in enumerate(options.mappings("secondary_tiers"), start=1)
             ),
-            **_of_weights(options),
-            lease_timeout_s=options.number("lease_timeout_s", cls.lease_timeout_s),
-            close_timeout_s=options.number("close_timeout_s", cls.close_timeout_s),
-            store_reserve_fraction=options.number(
-                "store_reserve_fraction", cls.store_reserve_fraction, above=-1e-9, maximum=0.999
-            ),
-            cascade_slots_fraction_max=options.number(
-                "cascade_slots_fraction_max", cls.cascade_slots_fraction_max, maximum=1.0
-            ),
-            abandoned_slots_fraction_max=options.number(
-                "abandoned_slots_fraction_max", cls.abandoned_slots_fraction_max, maximum=1.0
-            ),
-            job_blocks_max=options.integer("job_blocks_max", cls.job_blocks_max, minimum=1),
-            jobs_in_flight_max=options.integer(
-                "jobs_in_flight_max", cls.jobs_in_flight_max, minimum=1
-            ),
-            mailbox_messages_max=options.integer(
-                "mailbox_messages_max", cls.mailbox_messages_max, minimum=4
-            ),
-            known_keys_max=options.integer("known_keys_max", cls.known_keys_max),
-            breaker_failures_max=options.integer(
-                "breaker_failures_max", cls.breaker_failures_max, minimum=1
-            ),
-            breaker_pause_s=options.number("breaker_pause_s", cls.breaker_pause_s),
-            breaker_pause_s_max=options.number("breaker_pause_s_max", cls.breaker_pause_s_max),
+            **option.read(cls, options),
         )
         options.finish(None if ignores is None else lambda key: ignores(key, None))
         return config

@@ -7,6 +7,7 @@ parsers themselves, public names by importing the modules.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -19,6 +20,13 @@ import pytest
 
 import kvtier
 import kvtier.plugin_api
+from kvtier.errors import ConfigError
+from kvtier.plugin_api.backend import BackendContext, Namespace
+from kvtier.plugin_api.option_fields import options_of
+from kvtier.plugin_api.options import INTEGER_MAX
+from kvtier.settings.extra_config import read_settings
+from kvtier.settings.plugins import backend_class
+from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
 from kvtier.tools.cli.main import COMMANDS, make_parser
 
 if TYPE_CHECKING:
@@ -144,6 +152,73 @@ def test_every_public_name_says_what_it_is(name: str) -> None:
         r"^### (.*?) \{.*\}\n\n```python\n[^`]*```\n\n(?=#|\Z)", f"{text}\n\n", re.MULTILINE
     )
     assert not bare
+
+
+CONFIGURATION = DOCS / "reference/configuration.md"
+SOUND: dict[str, dict[str, object]] = {
+    "fs": {"root_dir": "/kv"},
+    "disk": {"path": "/kv", "capacity_bytes": 1 << 30},
+    "memory": {"capacity_bytes": 1 << 20},
+}
+
+
+def refusal(kind: str | None, **given: object) -> str:
+    """Return what is said of an option of a type of tier, or of the runtime (None)."""
+    try:
+        if kind is None:
+            read_settings(given, slot_count=8, block_bytes=4096)
+        else:
+            tier = TierConfig.from_mapping(1, {"type": kind, **SOUND[kind], **given})
+            context = BackendContext(4096, Namespace({}), tier.name)
+            backend_class(kind).check_options(tier.options, context)
+    except ConfigError as refused:
+        return str(refused)
+    return ""  # it may have this value
+
+
+def row_of(kind: str | None, key: str) -> str:
+    """Return the row of an option, in the table of its type of tier or in a common one."""
+    page = CONFIGURATION.read_text()
+    heads = ["vLLM's keys", "kvtier's keys"] if kind is None else [f"`{kind}`", "Every tier"]
+    for head in heads:
+        text = re.split(r"^## ", page.partition(f"\n## {head}\n")[2], flags=re.MULTILINE)[0]
+        row = re.search(rf"^\| \[?`{key}`.*$", text, re.MULTILINE)
+        if row is not None:
+            return row[0]
+    raise AssertionError(f"no row for {key} of {kind}")
+
+
+@pytest.mark.parametrize("kind", [None, *SOUND])
+def test_every_option_has_a_row_with_its_bounds(kind: str | None) -> None:
+    """The keys and the bounds are those that refusals name."""
+    known = refusal(kind, no_such_key=1).partition("Known keys: ")[2].rstrip(".").split(", ")
+    common = ["type", "cell", "on_unusable", "start_timeout_s"] if kind else []
+    for key in [*known, *common]:
+        row = row_of(kind, key)
+        assert len(row.rpartition(" | ")[2].split()) > 1, f"{key}: no meaning"
+        for value in (-1, 10**30, "no such word"):
+            said = refusal(kind, **{key: value})
+            for bound in re.findall(r"(?:at least|above|at most) (\d[\d.e+]*)", said):
+                is_told_once = bound.rstrip(".") in {"1e+06", str(INTEGER_MAX)}
+                assert is_told_once or re.search(rf"\b{bound.rstrip('.')}\b", row), said
+            for words in re.findall(r"must be one of (.*)\.", said):
+                assert all(f'"{word}"' in row for word in words.split(", ")), said
+
+
+def test_the_tables_of_the_configuration_are_those_that_the_code_makes() -> None:
+    page = CONFIGURATION.read_text()
+    maker = hook("write_configuration")
+    assert maker.made(page) == page, "stale: run python docs/write_configuration.py"
+    tables = re.findall(r"^<!-- made by .*: (\w+) -->$", page, re.MULTILINE)
+    assert sorted(tables) == sorted(maker.TABLES)
+
+
+@pytest.mark.parametrize("kind", [RuntimeConfig, TierConfig])
+def test_every_field_of_a_configuration_is_an_option(kind: type) -> None:
+    """All others are made from something else."""
+    made_of = {"slot_count", "block_bytes", "tiers", "name", "options", "admission_options"}
+    fields = {field.name for field in dataclasses.fields(kind)}
+    assert fields - made_of == set(options_of(kind))
 
 
 def test_long_names_may_break_at_their_joints_and_short_ones_and_code_blocks_stay() -> None:

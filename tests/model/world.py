@@ -140,7 +140,7 @@ class World:
                     name=f"{number}:fake",
                     type="fake",
                     enable_kv_events=True,
-                    request_level=tier.request_level,
+                    offload_policy="request_level" if tier.request_level else "chunk_level",
                     admission=tier.admission,
                     probe_timeout_s=1.0,
                     promote_timeout_s=2.0,

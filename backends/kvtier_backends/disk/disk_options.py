@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
 
+from kvtier.plugin_api import option_fields as option
 from kvtier.plugin_api.options import Options
 from kvtier_backends.disk.encryption.encrypted_log import make_encrypted_log
 from kvtier_backends.disk.format import PAGE_BYTES, TAG_BYTES
@@ -14,21 +16,62 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.backend import BackendContext
     from kvtier_backends.disk.encryption.encrypted_log import EncryptedLog
 
-IO_DEPTH: Final = 8
-IO_DEPTH_MAX: Final = 1024
 CHECKSUM: Final = "xxh3_128"
 
 
-class DiskOptions(NamedTuple):
+@dataclass(frozen=True)
+class DiskOptions:
     """The options, read."""
 
-    path: str
-    capacity_bytes: int
-    region_bytes: int | None
-    ttl_s: int
-    io_depth: int
-    direct: bool
-    encrypted_log: EncryptedLog | None
+    path: str = field(
+        metadata=option.required(
+            Options.path,
+            "the folder; created if missing. Refused: in use by another engine; not a folder; not "
+            "writable; writable by everyone",
+        )
+    )
+    capacity_bytes: int = field(
+        metadata=option.required(
+            Options.size,
+            "bytes of all files together, never exceeded. Refused: too small for a few regions; "
+            "more than 2 to the 30th blocks; an index larger than the machine's memory",
+            minimum=1,
+        )
+    )
+    region_bytes: int | None = option.size(
+        None,
+        "bytes that are overwritten at once; if not given, chosen by capacity. Refused: no "
+        "multiple of 4096; too small for one block; too large for `capacity_bytes`",
+        minimum=PAGE_BYTES,
+    )
+    ttl_s: int = option.integer(
+        0, "age after which blocks expire; 0 disables expiry", maximum=1 << 31
+    )
+    io_depth: int = option.integer(
+        8,
+        "number of concurrent loads, and of concurrent stores; while a load runs, a quarter as "
+        "many stores, at least one",
+        minimum=1,
+        maximum=1024,
+    )
+    direct: bool = option.flag("use O_DIRECT where the filesystem supports it", default=True)
+    checksum: str = option.read_apart(
+        CHECKSUM,
+        "how blocks are verified; everything that is read is verified. Refused: any other value, "
+        "including `false`",
+    )
+    encryption_key_file: str | None = option.read_apart(
+        None,
+        "a file of mode 0600 with 1 to 16 encryption keys for AES-256-GCM, 64 hex digits each, one "
+        "in each line: the first one encrypts, all decrypt. Needs the extra `disk-encryption`: "
+        "`pip install '.[disk-encryption]'`",
+    )
+    encryption_key_env: str | None = option.read_apart(
+        None,
+        "the environment variable that holds them instead. Refused: both options; a key of "
+        "another length; none, or more than 16; a file that others may read",
+    )
+    encrypted_log: EncryptedLog | None = None
 
     @property
     def tag_bytes(self) -> int:
@@ -41,16 +84,7 @@ def read_options(
 ) -> tuple[Options, DiskOptions]:
     """Read the options, and the keys that they name. Raises ``ConfigError``."""
     reader = Options(options, f"secondary tier {context.tier_name}")
-    given = DiskOptions(
-        reader.path("path"),
-        reader.size("capacity_bytes", minimum=1),
-        reader.size("region_bytes", minimum=PAGE_BYTES) if reader.has("region_bytes") else None,
-        reader.integer("ttl_s", 0, maximum=1 << 31),
-        reader.integer("io_depth", IO_DEPTH, minimum=1, maximum=IO_DEPTH_MAX),
-        reader.flag("direct", default=True),
-        None,
-    )
-    reader.allow("region_bytes", "checksum")
+    given = DiskOptions(**option.read(DiskOptions, reader))
     if options.get("checksum") not in (None, CHECKSUM):
         raise reader.error(
             "checksum",
@@ -59,4 +93,4 @@ def read_options(
         )
     encrypted_log = make_encrypted_log(reader, context)
     reader.finish()
-    return reader, given._replace(encrypted_log=encrypted_log)
+    return reader, replace(given, encrypted_log=encrypted_log)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from anyio import move_on_after
 
+from kvtier.plugin_api import option_fields as option
 from kvtier.plugin_api.backend import (
     Backend,
     BackendContext,
@@ -44,7 +46,6 @@ if TYPE_CHECKING:
     from kvtier_backends.fs.place import Place
 
 _PROBE_THREADS = 2
-_THREADS_MAX = 1024
 _CLOSE_TIMEOUT_S_MAX = 1.0
 
 Item = TypeVar("Item")
@@ -111,7 +112,7 @@ class FsBackend(Backend):
     def from_options(cls, options: Mapping[str, Any], context: BackendContext) -> FsBackend:
         """Check the options and get the folders ready, or refuse them with a ``ConfigError``."""
         given = _read(options, context)
-        root = given.root
+        root = given.root_dir
         layout = make_layout(given.layout, root, context)
         refusal = FolderRefusal(context.tier_name, options["root_dir"])
         place = prepare_root(root, refusal)
@@ -127,8 +128,8 @@ class FsBackend(Backend):
             layout,
             place,
             context,
-            read_threads=given.read_threads,
-            write_threads=given.write_threads,
+            read_threads=given.n_read_threads,
+            write_threads=given.n_write_threads,
             direct=direct_works,
             accept_unchecked=given.accept_unchecked,
         )
@@ -136,7 +137,7 @@ class FsBackend(Backend):
     @classmethod
     def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> str:
         """Check the options, and look at the folder as it is."""
-        root = _read(options, context).root
+        root = _read(options, context).root_dir
         fault = fault_of_folder(root)
         if fault is not None:
             raise FolderRefusal(context.tier_name, options["root_dir"]).error(fault)
@@ -210,31 +211,40 @@ class FsBackend(Backend):
                 self._stores_running -= 1
 
 
-class _Given(NamedTuple):
+@dataclass(frozen=True)
+class FsOptions:
     """The options, read."""
 
-    root: str
-    layout: str
-    accept_unchecked: bool
-    read_threads: int
-    write_threads: int
-    direct: bool
+    root_dir: str = field(
+        metadata=option.required(
+            Options.path,
+            "the folder; created if missing. Refused: not writable; writable by everyone; holds "
+            "other blocks",
+        )
+    )
+    layout: Literal["kvtier", "vllm"] = option.text(
+        "kvtier", '`"vllm"`: the folder of vLLM\'s own `fs` tier', choices=("kvtier", "vllm")
+    )
+    unchecked: Literal["accept", "refuse"] | None = option.text(
+        None,
+        '`"accept"` serves a file without a checksum (default with layout `vllm`), `"refuse"` '
+        "treats it as a miss (default otherwise)",
+        choices=("accept", "refuse"),
+    )
+    n_read_threads: int = option.integer(16, "threads that read", minimum=1, maximum=1024)
+    n_write_threads: int = option.integer(16, "threads that write", minimum=1, maximum=1024)
+    direct: bool = option.flag("use O_DIRECT where the filesystem supports it", default=True)
+
+    @property
+    def accept_unchecked(self) -> bool:
+        """Whether a file without a checksum is served."""
+        return self.unchecked == "accept" if self.unchecked else self.layout == "vllm"
 
 
-def _read(options: Mapping[str, Any], context: BackendContext) -> _Given:
+def _read(options: Mapping[str, Any], context: BackendContext) -> FsOptions:
     """Read the options. Raises ``ConfigError``."""
     reader = Options(options, f"secondary tier {context.tier_name}")
-    root = reader.path("root_dir")
-    layout = reader.text("layout", "kvtier", choices=("kvtier", "vllm"))
-    usual = "accept" if layout == "vllm" else "refuse"
-    given = _Given(
-        root,
-        layout,
-        reader.text("unchecked", usual, choices=("accept", "refuse")) == "accept",
-        reader.integer("n_read_threads", 16, minimum=1, maximum=_THREADS_MAX),
-        reader.integer("n_write_threads", 16, minimum=1, maximum=_THREADS_MAX),
-        reader.flag("direct", default=True),
-    )
+    given = FsOptions(**option.read(FsOptions, reader))
     reader.finish()
     return given
 

@@ -25,7 +25,7 @@ class Story:
                 TierConfig(
                     name=f"{n}:test",
                     type="test",
-                    request_level=settings.get("whole", False) is True,
+                    offload_policy="request_level" if settings.get("whole") else "chunk_level",
                 )
                 for n in range(1, tiers + 1)
             ),

@@ -102,7 +102,6 @@ class EncryptedLog:
 def make_encrypted_log(reader: Options, context: BackendContext) -> EncryptedLog | None:
     """Read the keys that the options name, if they name any. Raises ``ConfigError``."""
     has_file, has_name = reader.has("encryption_key_file"), reader.has("encryption_key_env")
-    reader.allow("encryption_key_file", "encryption_key_env")
     if not (has_file or has_name):
         return None
     if has_file and has_name:

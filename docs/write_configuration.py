@@ -1,0 +1,102 @@
+"""Writes the tables of the configuration's reference from the fields that are read.
+
+They stand in the page, between marks, so that the page is whole wherever it is read.
+After a change of an option, or of its text::
+
+    python docs/write_configuration.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kvtier.plugin_api.option_fields import options_of
+from kvtier.plugin_api.options import INTEGER_MAX, REQUIRED, SECONDS_MAX, Options
+from kvtier.settings.extra_config import VLLMOptions
+from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
+from kvtier_backends.disk.disk_options import DiskOptions
+from kvtier_backends.faults import OperationFaults
+from kvtier_backends.fs.backend import FsOptions
+from kvtier_backends.memory import MemoryOptions
+
+if TYPE_CHECKING:
+    from kvtier.plugin_api.option_fields import OptionField
+
+PAGE: Final = Path(__file__).parent / "reference" / "configuration.md"
+OF_VLLM: Final = ("eviction_policy", "store_threshold", "max_tracker_size")
+"""Keys of vLLM's that kvtier reads in its place."""
+
+_RUNTIME: Final = options_of(RuntimeConfig)
+TABLES: Final = {
+    "vllm": options_of(VLLMOptions) | {key: _RUNTIME[key] for key in OF_VLLM},
+    "kvtier": {key: option for key, option in _RUNTIME.items() if key not in OF_VLLM},
+    "tier": options_of(TierConfig),
+    "fs": options_of(FsOptions),
+    "disk": options_of(DiskOptions),
+    "memory": options_of(MemoryOptions),
+    "faults": options_of(OperationFaults),
+}
+_MADE: Final = re.compile(
+    r"^(<!-- made by docs/write_configuration.py: (\w+) -->\n).*?^(<!-- end -->)$",
+    re.MULTILINE | re.DOTALL,
+)
+_WORDS: Final[dict[object, str]] = {
+    Options.flag: "`true` or `false`",
+    Options.path: "a path",
+    Options.size: "a size",
+    Options.text: "a text",
+}
+
+
+def made(page: str) -> str:
+    """Return the page with its tables made anew."""
+    return _MADE.sub(lambda mark: f"{mark[1]}\n{_table(mark[2], page)}\n\n{mark[3]}", page)
+
+
+def _table(name: str, page: str) -> str:
+    rows = ["| key | default | values | meaning |", "|---|---|---|---|"]
+    for key, option in TABLES[name].items():
+        shown = f"`{key}`"
+        if f"\n### {shown}\n" in page:
+            shown = f"[{shown}](#{key})"
+        rows.append(f"| {shown} | {_default(option)} | {_values(option)} | {option.about} |")
+    return "\n".join(rows)
+
+
+def _default(option: OptionField) -> str:
+    default = option.default
+    if default is REQUIRED:
+        return "(required)"
+    if default is None or default in ("", frozenset()):
+        return "(none)"
+    if isinstance(default, str | bool | tuple):
+        return f"`{json.dumps(default)}`"
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def _values(option: OptionField) -> str:
+    """Return what is taken, without what the page says of all numbers and sizes."""
+    bounds = option.bounds
+    if bounds.get("choices"):
+        return " or ".join(f'`"{choice}"`' for choice in bounds["choices"])
+    least, most = bounds.get("minimum"), bounds.get("maximum", INTEGER_MAX)
+    if option.method is Options.integer:
+        return f"{least} or more" if most == INTEGER_MAX else f"{least} to {most}"
+    if option.method is Options.number:
+        if least is not None:
+            return f"{least:g} to {most:g}"
+        return "above 0" + ("" if most == SECONDS_MAX else f", up to {most:g}")
+    words = "" if option.method is None else _WORDS[option.method]
+    return f"{words} of {least} or more" if least else words
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(made(PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()
