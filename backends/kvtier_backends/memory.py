@@ -68,8 +68,8 @@ class MemoryBackend(Backend):
         self, context: BackendContext, capacity_blocks: int, faults: FaultScript | None = None
     ) -> None:
         self.traits = BackendTraits(
-            load_parts_max=_PARTS_MAX,
-            store_parts_max=_PARTS_MAX,
+            load_batches_max=_PARTS_MAX,
+            store_batches_max=_PARTS_MAX,
             capacity_blocks=capacity_blocks,
             levels=frozenset(["blocks"]),
         )

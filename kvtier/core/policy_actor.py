@@ -72,7 +72,7 @@ class PolicyActor(Actor):
             m.Gone: lambda x: policy.forget(x.keys),
             m.RequestEnded: lambda x: policy.end_request(x.request, x.order),
             m.ChooseVictims: self._choose_victims,
-            m.Spared: lambda x: policy.take_back(x.keys),
+            m.Spared: lambda x: policy.restore(x.keys),
             m.Tick: lambda x: policy.pass_time(x.now),
             m.Cleared: lambda _: policy.clear(),
             m.ReplacePolicy: lambda x: self._replace(x.error, x),

@@ -15,9 +15,12 @@ import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, TypeAlias
 
 import xxhash
+
+from kvtier.plugin_api.log import log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -104,27 +107,54 @@ class BackendContext:
     """The process to name to people: a tier may run in another one, which they don't know."""
 
 
+_RENAMED: Final = {
+    "load_parts_max": "load_batches_max",
+    "store_parts_max": "store_batches_max",
+    "load_part_blocks_min": "load_batch_blocks_min",
+    "load_part_blocks_max": "load_batch_blocks_max",
+    "store_part_blocks_min": "store_batch_blocks_min",
+    "store_part_blocks_max": "store_batch_blocks_max",
+}
+
+
+def _accept_old_names(traits: type[BackendTraits]) -> type[BackendTraits]:
+    """Let a backend that was written with the names of before go on, and log what to write."""
+    init = traits.__init__
+
+    @wraps(init)
+    def accepting(self: BackendTraits, *values: Any, **named: Any) -> None:  # noqa: ANN401
+        write = {old: _RENAMED[old] for old in named if old in _RENAMED}
+        if write:
+            log.warning("BackendTraits: these fields have other names now", write=write)
+            named = {write.get(name, name): value for name, value in named.items()}
+        init(self, *values, **named)
+
+    traits.__init__ = accepting  # type: ignore[method-assign]
+    return traits
+
+
+@_accept_old_names
 @dataclass(frozen=True)
 class BackendTraits:
     """What the tier above needs to know to feed a backend well."""
 
-    load_parts_max: int  #: how many ``load`` calls may run at once
-    store_parts_max: int  #: how many ``store`` calls may run at once
+    load_batches_max: int  #: how many ``load`` calls may run at once
+    store_batches_max: int  #: how many ``store`` calls may run at once
     capacity_blocks: int | None = None
     """How many blocks fit, if the tier is this engine's alone: the tier above
     then knows what is stored, needs no probe, and evicts by calling ``remove``.
     None for a tier that others may change."""
     accepts_unchecked: bool = False
     """Serve blocks for which ``load`` has no digest. Off: they count as damaged."""
-    load_part_blocks_min: int = 1
+    load_batch_blocks_min: int = 1
     """Loads are not cut into calls of fewer blocks than this: where a call costs more
     than its blocks, they are better moved together."""
-    store_part_blocks_min: int = 1
+    store_batch_blocks_min: int = 1
     """The same for stores. Nobody waits for one, so this may be as many as keep a call busy."""
-    load_part_blocks_max: int = 16
-    """How many blocks one call may be given. Long enough that a call is worth its
-    hand-over to a thread, short enough that others need not wait for it."""
-    store_part_blocks_max: int = 16
+    load_batch_blocks_max: int = 16
+    """How many blocks one call may be given. Enough that a call is worth its
+    hand-over to a thread, few enough that others need not wait for it."""
+    store_batch_blocks_max: int = 16
     """The same for stores."""
     levels: frozenset[str] = frozenset()
     """Names in ``counters`` of what goes up and down, such as what is there now. All others
@@ -162,7 +192,7 @@ class Backend(ABC):
         may wait for storage: the engine stops to wait after ``start_timeout_s``.
         Raises ``ConfigError`` for an unknown key, a wrong type or an unusable
         place. One that is raised ``from`` an ``OSError`` or a ``StoreFault``, or
-        these themselves, say that the storage is in trouble, which may pass:
+        these themselves, say that the storage fails, which may pass:
         with ``on_unusable`` the engine then starts without the tier.
         """
 
@@ -182,7 +212,7 @@ class Backend(ABC):
         return None
 
     async def open(self) -> None:
-        """Get ready. Called once, first. Raising cuts the tier off; the engine goes on."""
+        """Get ready. Called once, first. Raising disables the tier; the engine goes on."""
         return
 
     def contents(self) -> Iterable[Sequence[bytes]]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+from kvtier.plugin_api.log import log
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
@@ -19,6 +21,13 @@ if TYPE_CHECKING:
 
 class EvictionPolicy(ABC):
     """Chooses which blocks go. ``capacity`` is in blocks."""
+
+    def __init_subclass__(cls) -> None:
+        """Accept a policy that calls ``restore`` by its name of before, and log what to write."""
+        super().__init_subclass__()
+        if "take_back" in vars(cls) and "restore" not in vars(cls):
+            log.warning("an eviction policy's take_back is called restore now", policy=cls.__name__)
+            cls.restore = vars(cls)["take_back"]  # type: ignore[method-assign]
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -55,12 +64,12 @@ class EvictionPolicy(ABC):
         """
 
     @abstractmethod
-    def choose_victims(self, count: int, spare: Collection[Key]) -> list[Key]:
-        """Choose and forget up to ``count`` keys, neither held nor in ``spare``."""
+    def choose_victims(self, count: int, exclude: Collection[Key]) -> list[Key]:
+        """Choose and forget up to ``count`` keys, neither held nor in ``exclude``."""
 
     @abstractmethod
-    def take_back(self, keys: Sequence[Key]) -> None:
-        """Take back keys just chosen that were not evicted; they are the next to go."""
+    def restore(self, keys: Sequence[Key]) -> None:
+        """Have keys back that were just chosen and not evicted; they are the next to go."""
 
     def pass_time(self, now: float) -> None:  # noqa: B027 - most policies need no clock
         """Learn that it is ``now``: seconds of the runtime's clock, about once a second."""

@@ -40,7 +40,7 @@ def hold(held: dict[Key, None], keys: Collection[Key]) -> None:
 
 
 def unhold(held: dict[Key, None], keys: Collection[Key]) -> None:
-    """Take keys, if they are there, from those that are held."""
+    """Remove keys, if they are there, from those that are held."""
     for key in keys:
         held.pop(key, None)
 
@@ -55,7 +55,7 @@ class Run(Struct, gc=False, eq=False):
 
 
 class Runs:
-    """Keys in runs, the oldest run first. Those in ``held`` are never taken."""
+    """Keys in runs, the oldest run first. Those in ``held`` are never popped."""
 
     def __init__(self, held: Collection[Key] = ()) -> None:
         self.run_of: dict[Key, Run] = {}
@@ -226,28 +226,31 @@ class Runs:
             heappush(self._early, stamp)
             self._is_early.add(stamp)
 
-    # --- taking keys out ---
+    # --- removing keys ---
 
-    def take(self, count: int, spare: Collection[Key]) -> list[Key]:
-        """Take out up to ``count`` keys, neither held nor in ``spare``, the next to go first."""
-        taken: list[Key] = []
-        spared: list[Run] = []
-        while len(taken) < count:
+    def pop(self, count: int, exclude: Collection[Key]) -> list[Key]:
+        """Remove and return up to ``count`` keys, the next to go first.
+
+        None of them is held or in ``exclude``.
+        """
+        popped: list[Key] = []
+        passed: list[Run] = []
+        while len(popped) < count:
             run = self._oldest()
             if run is None:
                 break
-            self._take_from(run, count - len(taken), spare, taken)
+            self._pop_from(run, count - len(popped), exclude, popped)
             if not run.keys:
                 self._drop_if_empty(run)
-            elif len(taken) < count:
+            elif len(popped) < count:
                 self._pass(run)
-                spared.append(run)
-        for run in spared:
+                passed.append(run)
+        for run in passed:
             self._comes_early(run)
-        return taken
+        return popped
 
     def drop(self, keys: Collection[Key]) -> None:
-        """Take out these keys, if they are here."""
+        """Remove these keys, if they are here."""
         for key in keys:
             run = self.run_of.pop(key, None)
             if run is None:
@@ -260,7 +263,7 @@ class Runs:
                 self._drop_if_empty(run)
 
     def clear(self) -> None:
-        """Take out all keys."""
+        """Remove all keys."""
         self.run_of.clear()
         self._at.clear()
         self._open.clear()
@@ -290,28 +293,28 @@ class Runs:
         else:
             self._is_early.remove(heappop(self._early))
 
-    def _take_from(self, run: Run, count: int, spare: Collection[Key], taken: list[Key]) -> None:
-        """Take up to ``count`` keys of one run, and set aside those that are held."""
+    def _pop_from(self, run: Run, count: int, exclude: Collection[Key], popped: list[Key]) -> None:
+        """Remove up to ``count`` keys of one run, and set aside those that are held."""
         keys = run.keys
         held = self._held
-        if len(keys) <= count and keys.keys().isdisjoint(held) and keys.keys().isdisjoint(spare):
+        if len(keys) <= count and keys.keys().isdisjoint(held) and keys.keys().isdisjoint(exclude):
             found = list(reversed(keys))
             keys.clear()
         else:
             found = []
-            spared = []
+            excluded = []
             while keys and len(found) < count:
                 key, _ = keys.popitem()
                 if key in held:
                     self._set_aside(key, run)
-                elif key in spare:
-                    spared.append(key)
+                elif key in exclude:
+                    excluded.append(key)
                 else:
                     found.append(key)
-            keys.update(dict.fromkeys(reversed(spared)))
+            keys.update(dict.fromkeys(reversed(excluded)))
         for key in found:
             del self.run_of[key]
-        taken += found
+        popped += found
 
     def _drop_if_empty(self, run: Run) -> None:
         if not run.keys and not run.aside:

@@ -137,35 +137,35 @@ async def calls_may_overlap(make: MakeBackend) -> None:
     """As many stores and loads as ``traits`` allow run at once, and do not mix."""
     async with opened(make) as bench:
         traits = bench.backend.traits
-        expect(traits.load_parts_max >= 1, "traits.load_parts_max must be at least 1")
-        expect(traits.store_parts_max >= 1, "traits.store_parts_max must be at least 1")
+        expect(traits.load_batches_max >= 1, "traits.load_batches_max must be at least 1")
+        expect(traits.store_batches_max >= 1, "traits.store_batches_max must be at least 1")
         for kind in ("load", "store"):
-            least, most = f"{kind}_part_blocks_min", f"{kind}_part_blocks_max"
+            least, most = f"{kind}_batch_blocks_min", f"{kind}_batch_blocks_max"
             expect(
                 1 <= getattr(traits, least) <= getattr(traits, most),
                 f"traits.{least} must be at least 1, and at most traits.{most}",
             )
         blocks = new_blocks(32)
-        stores = min(len(blocks), traits.store_parts_max)
-        loads = min(len(blocks), traits.load_parts_max)
+        stores = min(len(blocks), traits.store_batches_max)
+        loads = min(len(blocks), traits.load_batches_max)
         outcomes: list[Outcome] = []
 
-        async def store_part(first: int) -> None:
+        async def store_some(first: int) -> None:
             for index in range(first, len(blocks), stores):
                 outcomes.extend(await bench.store([blocks[index]], slot=index))
 
-        async def load_part(first: int) -> None:
+        async def load_some(first: int) -> None:
             for index in range(first, len(blocks), loads):
                 await bench.expect_kept([blocks[index]], slot=index)
 
         async with anyio.create_task_group() as group:
             for first in range(stores):
-                group.start_soon(store_part, first)
+                group.start_soon(store_some, first)
         done = all(outcome is Outcome.DONE for outcome in outcomes)
         expect(done, f"stores that overlap must be DONE, got {outcomes}")
         async with anyio.create_task_group() as group:
             for first in range(loads):
-                group.start_soon(load_part, first)
+                group.start_soon(load_some, first)
 
 
 async def calls_may_meet_on_one_key(make: MakeBackend) -> None:

@@ -83,11 +83,11 @@ class Books:
         self.policy.end_request(request, order)
         self._expect_length("end_request")
 
-    def take_back(self, keys: Sequence[Key]) -> None:
+    def restore(self, keys: Sequence[Key]) -> None:
         """Give back keys that were chosen."""
-        self.policy.take_back(keys)
+        self.policy.restore(keys)
         self.resident.update(keys)
-        self._expect_length("take_back")
+        self._expect_length("restore")
 
     def clear(self) -> None:
         """Clear the policy."""
@@ -96,15 +96,15 @@ class Books:
         self.held.clear()
         self._expect_length("clear")
 
-    def choose(self, count: int, spare: Collection[Key] = frozenset()) -> list[Key]:
+    def choose(self, count: int, exclude: Collection[Key] = frozenset()) -> list[Key]:
         """Have victims chosen; refuse them if they are not those of a policy."""
-        victims = self.policy.choose_victims(count, spare)
+        victims = self.policy.choose_victims(count, exclude)
         expect(len(set(victims)) == len(victims), f"a victim must be chosen once, got {victims}")
         chosen = set(victims)
         expect(chosen <= self.resident, f"not resident: {chosen - self.resident}")
         expect(not chosen & self.held, f"held, and yet chosen: {chosen & self.held}")
-        expect(not chosen & set(spare), f"to be spared, and yet chosen: {chosen & set(spare)}")
-        available = len(self.resident - self.held - set(spare))
+        expect(not chosen & set(exclude), f"excluded, and yet chosen: {chosen & set(exclude)}")
+        available = len(self.resident - self.held - set(exclude))
         wanted = min(count, available)
         expect(
             len(victims) == wanted,
@@ -151,16 +151,16 @@ def held_keys_are_never_chosen(make: MakePolicy) -> None:
     expect(not books.resident, "all keys that were let go of must be chosen in the end")
 
 
-def spared_keys_are_never_chosen(make: MakePolicy) -> None:
-    """To be spared is a matter of one call; a key may be spared that nobody knows."""
+def excluded_keys_are_never_chosen(make: MakePolicy) -> None:
+    """A key is excluded for one call, and may be one that nobody knows."""
     books = Books(make(8))
     keys = new_keys(8)
     books.admit(keys)
-    for spare in (frozenset(keys), frozenset(keys[2:]), frozenset(new_keys(4, 100))):
-        books.choose(1, spare)
+    for exclude in (frozenset(keys), frozenset(keys[2:]), frozenset(new_keys(4, 100))):
+        books.choose(1, exclude)
     books.choose(8, frozenset(keys[:5]))
     books.choose(8)
-    expect(not books.resident, "keys that were spared must be chosen by a later call")
+    expect(not books.resident, "keys that were excluded must be chosen by a later call")
 
 
 def no_key_is_chosen_twice(make: MakePolicy) -> None:
@@ -204,7 +204,7 @@ def what_was_chosen_is_forgotten(make: MakePolicy) -> None:
     expect(not books.resident, "what is left must be chosen")
 
 
-def what_is_taken_back_goes_next(make: MakePolicy) -> None:
+def what_is_restored_goes_next(make: MakePolicy) -> None:
     """All of it or a part; not while it is held; not twice when it was admitted again."""
     keys = new_keys(12)
     books = Books(make(12))
@@ -213,23 +213,23 @@ def what_is_taken_back_goes_next(make: MakePolicy) -> None:
     books.touch(keys[:6], "s")
     for back in (slice(None), slice(1, None)):
         chosen = books.choose(4)[back]
-        books.take_back(chosen)
+        books.restore(chosen)
         again = books.choose(len(chosen))
         expect(set(again) == set(chosen), f"{chosen} must go next, and {again} did")
-        books.take_back(again)
+        books.restore(again)
     held = books.choose(2)
     books.hold(held)
-    books.take_back(held)
+    books.restore(held)
     books.choose(2)
     books.unhold(held)
     twice = books.choose(1)
     books.admit(twice, "t")
-    books.take_back(twice)
+    books.restore(twice)
     books.choose(12)
 
 
 def another_may_go_instead(make: MakePolicy) -> None:
-    """A running request's tail goes, and the head that was chosen is taken back, ever again."""
+    """A running request's tail goes, and the head that was chosen is restored, ever again."""
     books = Books(make(8))
     keys = new_keys(8)
     books.admit(keys[:1], "r")
@@ -241,7 +241,7 @@ def another_may_go_instead(make: MakePolicy) -> None:
         last = max(books.resident | {chosen})
         if last != chosen:
             books.forget([last])
-            books.take_back([chosen])
+            books.restore([chosen])
     expect(books.resident == {keys[0]}, "the head must be left")
     books.choose(2)
 
@@ -445,7 +445,7 @@ def _histories() -> SearchStrategy[list[tuple[Any, ...]]]:
             st.tuples(st.sampled_from(["hold", "unhold", "forget"]), keys),
             st.tuples(st.just("end_somehow"), requests),
             st.tuples(st.just("choose"), st.integers(0, 6), keys),
-            st.tuples(st.just("choose_and_take_back"), st.integers(0, 6), st.integers(0, 2)),
+            st.tuples(st.just("choose_and_restore"), st.integers(0, 6), st.integers(0, 2)),
             st.tuples(st.just("clear")),
         ),
         max_size=40,
@@ -461,20 +461,20 @@ def _play(books: Books, verb: str, arguments: list[Any]) -> None:
         books.end(request, keys)
     elif verb == "end_somehow":
         books.end(*arguments)
-    elif verb == "choose_and_take_back":
+    elif verb == "choose_and_restore":
         count, first = arguments
-        books.take_back(books.choose(count)[first:])
+        books.restore(books.choose(count)[first:])
     else:
         getattr(books, verb)(*arguments)
 
 
 POLICY_CHECKS: Final[tuple[PolicyCheck, ...]] = (
     held_keys_are_never_chosen,
-    spared_keys_are_never_chosen,
+    excluded_keys_are_never_chosen,
     no_key_is_chosen_twice,
     as_many_victims_as_asked_for_if_there_are,
     what_was_chosen_is_forgotten,
-    what_is_taken_back_goes_next,
+    what_is_restored_goes_next,
     another_may_go_instead,
     what_is_forgotten_is_gone,
     clear_forgets_everything,

@@ -81,10 +81,10 @@ class SecondaryTier(Actor):
         self._since = 0  # the epoch in which it began
         self._is_told = False  # whether the engine has said which one that is
         self._loads = PartQueue(
-            traits.load_parts_max, traits.load_part_blocks_min, traits.load_part_blocks_max
+            traits.load_batches_max, traits.load_batch_blocks_min, traits.load_batch_blocks_max
         )
         self._stores = PartQueue(
-            traits.store_parts_max, traits.store_part_blocks_min, traits.store_part_blocks_max
+            traits.store_batches_max, traits.store_batch_blocks_min, traits.store_batch_blocks_max
         )
         self._parts: dict[int, Part] = {}
         self._next_part = 0

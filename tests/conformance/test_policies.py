@@ -82,38 +82,38 @@ class CountsHolds(LRUPolicy):
         super().unhold([key for key in keys if key not in twice])
 
 
-class IgnoresSpare(LRUPolicy):
-    def choose_victims(self, count: int, spare: Collection[Key]) -> list[Key]:
+class IgnoresExclude(LRUPolicy):
+    def choose_victims(self, count: int, exclude: Collection[Key]) -> list[Key]:
         return super().choose_victims(count, ())
 
 
-class SparesForEver(LRUPolicy):
-    def choose_victims(self, count: int, spare: Collection[Key]) -> list[Key]:
-        self.hold([key for key in spare if key in self])
-        return super().choose_victims(count, spare)
+class ExcludesForEver(LRUPolicy):
+    def choose_victims(self, count: int, exclude: Collection[Key]) -> list[Key]:
+        self.hold([key for key in exclude if key in self])
+        return super().choose_victims(count, exclude)
 
 
 class NamesOneTwice(LRUPolicy):
-    def choose_victims(self, count: int, spare: Collection[Key]) -> list[Key]:
-        victims = super().choose_victims(count, spare)
+    def choose_victims(self, count: int, exclude: Collection[Key]) -> list[Key]:
+        victims = super().choose_victims(count, exclude)
         return victims[:-1] + victims[:1] if len(victims) > 1 else victims
 
 
 class KeepsWhatItChose(LRUPolicy):
-    def choose_victims(self, count: int, spare: Collection[Key]) -> list[Key]:
-        victims = super().choose_victims(count, spare)
-        self.take_back(victims)
+    def choose_victims(self, count: int, exclude: Collection[Key]) -> list[Key]:
+        victims = super().choose_victims(count, exclude)
+        self.restore(victims)
         return victims
 
 
 class GivesOneAtATime(LRUPolicy):
-    def choose_victims(self, count: int, spare: Collection[Key]) -> list[Key]:
-        return super().choose_victims(min(count, 1), spare)
+    def choose_victims(self, count: int, exclude: Collection[Key]) -> list[Key]:
+        return super().choose_victims(min(count, 1), exclude)
 
 
 class GivesOneTooMany(LRUPolicy):
-    def choose_victims(self, count: int, spare: Collection[Key]) -> list[Key]:
-        return super().choose_victims(count + 1, spare)
+    def choose_victims(self, count: int, exclude: Collection[Key]) -> list[Key]:
+        return super().choose_victims(count + 1, exclude)
 
 
 class AdmitsWhatItTouches(LRUPolicy):
@@ -127,20 +127,20 @@ class AdmitsTheOrder(LRUPolicy):
         super().end_request(request, order)
 
 
-class TakesNothingBack(LRUPolicy):
-    def take_back(self, keys: Sequence[Key]) -> None:
+class RestoresNothing(LRUPolicy):
+    def restore(self, keys: Sequence[Key]) -> None:
         pass
 
 
-class TakesBackAsNew(LRUPolicy):
-    def take_back(self, keys: Sequence[Key]) -> None:
-        self.admit([key for key in keys if key not in self], "taken back", held=False)
+class RestoresAsNew(LRUPolicy):
+    def restore(self, keys: Sequence[Key]) -> None:
+        self.admit([key for key in keys if key not in self], "restored", held=False)
 
 
-class TakesBackTwice(LRUPolicy):
-    def take_back(self, keys: Sequence[Key]) -> None:
+class RestoresTwice(LRUPolicy):
+    def restore(self, keys: Sequence[Key]) -> None:
         self._extra = getattr(self, "_extra", 0) + sum(key in self for key in keys)
-        super().take_back(keys)
+        super().restore(keys)
 
     def __len__(self) -> int:
         return super().__len__() + getattr(self, "_extra", 0)
@@ -222,8 +222,8 @@ class RemembersVictims(LRUPolicy):
         super().__init__(capacity)
         self._ghosts: list[Key] = []
 
-    def choose_victims(self, count: int, spare: Collection[Key]) -> list[Key]:
-        victims = super().choose_victims(count, spare)
+    def choose_victims(self, count: int, exclude: Collection[Key]) -> list[Key]:
+        victims = super().choose_victims(count, exclude)
         self._ghosts += victims
         return victims
 
@@ -231,8 +231,8 @@ class RemembersVictims(LRUPolicy):
 class RemembersTooMany(RemembersVictims):
     """Bounded, but at far more than the capacity."""
 
-    def choose_victims(self, count: int, spare: Collection[Key]) -> list[Key]:
-        victims = super().choose_victims(count, spare)
+    def choose_victims(self, count: int, exclude: Collection[Key]) -> list[Key]:
+        victims = super().choose_victims(count, exclude)
         del self._ghosts[: -20 * self.capacity]
         return victims
 
@@ -250,16 +250,16 @@ FLAWED: dict[type[LRUPolicy], PolicyCheck] = {
     IgnoresHolds: suite.held_keys_are_never_chosen,
     NeverLetsGo: suite.held_keys_are_never_chosen,
     CountsHolds: suite.held_keys_are_never_chosen,
-    IgnoresSpare: suite.spared_keys_are_never_chosen,
-    SparesForEver: suite.spared_keys_are_never_chosen,
+    IgnoresExclude: suite.excluded_keys_are_never_chosen,
+    ExcludesForEver: suite.excluded_keys_are_never_chosen,
     NamesOneTwice: suite.no_key_is_chosen_twice,
     KeepsWhatItChose: suite.no_key_is_chosen_twice,
     GivesOneAtATime: suite.as_many_victims_as_asked_for_if_there_are,
     GivesOneTooMany: suite.as_many_victims_as_asked_for_if_there_are,
     AdmitsWhatItTouches: suite.what_was_chosen_is_forgotten,
-    TakesNothingBack: suite.what_is_taken_back_goes_next,
-    TakesBackAsNew: suite.what_is_taken_back_goes_next,
-    TakesBackTwice: suite.what_is_taken_back_goes_next,
+    RestoresNothing: suite.what_is_restored_goes_next,
+    RestoresAsNew: suite.what_is_restored_goes_next,
+    RestoresTwice: suite.what_is_restored_goes_next,
     HoldsWhatIsGone: suite.what_is_forgotten_is_gone,
     ForgetsNothing: suite.what_is_forgotten_is_gone,
     KeepsWhatARunningRequestHas: suite.another_may_go_instead,

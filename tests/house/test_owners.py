@@ -48,6 +48,7 @@ GIVEN = {
     "kvtier.tier.cell: self._backend.on_lost": "the backend's protocol: the runtime sets it",
     "kvtier_backends.memory: block.buffer": "the backend's protocol: bytes to be filled",
     "kvtier.tools.bench.sides: self.memory.buffer": "bytes to be filled",
+    "kvtier.plugin_api.backend: traits.__init__": "a decorator of the class",
     "kvtier.plugin_api.options: error.key": "an exception, annotated where it is raised",
 }
 """What is written from outside because who declares it wants it so."""
@@ -69,7 +70,11 @@ def declared_in(tree: ast.AST) -> set[str]:
     nodes = [
         node for each in ast.walk(tree) if isinstance(each, ast.ClassDef) for node in ast.walk(each)
     ]
-    own = {target.attr for target, _ in written_of(tree) if ast.unparse(target.value) == "self"}
+    own = {
+        target.attr
+        for target, _ in written_of(tree)
+        if ast.unparse(target.value) in {"self", "cls"}
+    }
     fields = [node.target for node in nodes if isinstance(node, ast.AnnAssign)]
     return own | {field.id for field in fields if isinstance(field, ast.Name)}
 

@@ -74,16 +74,16 @@ if TYPE_CHECKING:
 STORES_BESIDE_LOADS_FRACTION: Final = 0.25
 """Of ``io_depth``: what stores keep of the disk while something is loaded."""
 
-PART_BYTES_MIN: Final = 1 << 20
+BATCH_BYTES_MIN: Final = 1 << 20
 """A smaller transfer takes longer to hand over than to make."""
 
-PART_BYTES_WANTED: Final = 4 << 20
+BATCH_BYTES_WANTED: Final = 4 << 20
 """So much in one transfer keeps a disk busy while the next one is handed over."""
 
-PART_BYTES_MAX: Final = 8 << 20
+BATCH_BYTES_MAX: Final = 8 << 20
 """Of a store. Larger ones end so far apart that the disk has too little to do between them."""
 
-PART_BLOCKS_MAX: Final = 64
+BATCH_BLOCKS_MAX: Final = 64
 """More blocks in one transfer save nothing, however small they are."""
 
 TICK_S: Final = 1.0
@@ -123,18 +123,18 @@ class DiskBackend(Backend):
         """``clock`` gives seconds since 1970."""
         self._encrypted_log = given.encrypted_log
 
-        def part_blocks(size: int) -> int:
-            return max(1, min(PART_BLOCKS_MAX, size // context.block_bytes))
+        def batch_blocks(size: int) -> int:
+            return max(1, min(BATCH_BLOCKS_MAX, size // context.block_bytes))
 
         self.traits = BackendTraits(
-            load_parts_max=given.io_depth,
-            store_parts_max=given.io_depth,
-            load_part_blocks_min=part_blocks(PART_BYTES_MIN),
-            load_part_blocks_max=max(
-                BackendTraits.load_part_blocks_max, part_blocks(PART_BYTES_WANTED)
+            load_batches_max=given.io_depth,
+            store_batches_max=given.io_depth,
+            load_batch_blocks_min=batch_blocks(BATCH_BYTES_MIN),
+            load_batch_blocks_max=max(
+                BackendTraits.load_batch_blocks_max, batch_blocks(BATCH_BYTES_WANTED)
             ),
-            store_part_blocks_min=part_blocks(PART_BYTES_WANTED),
-            store_part_blocks_max=part_blocks(PART_BYTES_MAX),
+            store_batch_blocks_min=batch_blocks(BATCH_BYTES_WANTED),
+            store_batch_blocks_max=batch_blocks(BATCH_BYTES_MAX),
             capacity_blocks=verdict.plan.capacity_blocks,
             levels=frozenset(["blocks", "regions_free", "regions_retired"]),
         )

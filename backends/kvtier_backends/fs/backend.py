@@ -82,8 +82,8 @@ class FsBackend(Backend):
         accept_unchecked: bool,
     ) -> None:
         self.traits = BackendTraits(
-            load_parts_max=read_threads,
-            store_parts_max=write_threads,
+            load_batches_max=read_threads,
+            store_batches_max=write_threads,
             capacity_blocks=None,
             accepts_unchecked=accept_unchecked,
         )

@@ -93,22 +93,22 @@ class ARCPolicy(EvictionPolicy):
         self._recent.end(request, order)
         self._frequent.end(request, order)
 
-    def choose_victims(self, count: int, spare: Collection[Key]) -> list[Key]:
+    def choose_victims(self, count: int, exclude: Collection[Key]) -> list[Key]:
         """See ``EvictionPolicy.choose_victims``. Recent blocks down to the target, then frequent.
 
         Where a list has nothing to give, the other one does.
         """
         too_many = len(self._recent) + count - 1 - int(self._recent_target)
-        recent = self._recent.take(min(count, too_many), spare)
-        frequent = self._frequent.take(count - len(recent), spare)
-        recent += self._recent.take(count - len(recent) - len(frequent), spare)
+        recent = self._recent.pop(min(count, too_many), exclude)
+        frequent = self._frequent.pop(count - len(recent), exclude)
+        recent += self._recent.pop(count - len(recent) - len(frequent), exclude)
         self._recent_ghosts.put(recent[::-1], None)
         self._frequent_ghosts.put(frequent[::-1], None)
         self._trim_ghosts()
         return recent + frequent
 
-    def take_back(self, keys: Sequence[Key]) -> None:
-        """See ``EvictionPolicy.take_back``. Their ghosts show where they came from."""
+    def restore(self, keys: Sequence[Key]) -> None:
+        """See ``EvictionPolicy.restore``. Their ghosts show where they came from."""
         back = [key for key in reversed(keys) if key not in self]
         self._frequent.put_first([key for key in back if key in self._frequent_ghosts])
         self._recent.put_first([key for key in back if key not in self._frequent_ghosts])
@@ -153,6 +153,6 @@ class ARCPolicy(EvictionPolicy):
     def _trim_ghosts(self) -> None:
         """Keep to the paper's bounds: recent with its ghosts one capacity, all together two."""
         surplus = len(self._recent) + len(self._recent_ghosts) - self.capacity
-        self._recent_ghosts.take(surplus, ())
+        self._recent_ghosts.pop(surplus, ())
         ghosts = len(self._recent_ghosts) + len(self._frequent_ghosts)
-        self._frequent_ghosts.take(len(self) + ghosts - 2 * self.capacity, ())
+        self._frequent_ghosts.pop(len(self) + ghosts - 2 * self.capacity, ())

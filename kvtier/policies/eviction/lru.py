@@ -54,12 +54,12 @@ class LRUPolicy(EvictionPolicy):
         """See ``EvictionPolicy.end_request``."""
         self._runs.end(request, order)
 
-    def choose_victims(self, count: int, spare: Collection[Key]) -> list[Key]:
+    def choose_victims(self, count: int, exclude: Collection[Key]) -> list[Key]:
         """See ``EvictionPolicy.choose_victims``. Tails first, from the oldest run on."""
-        return self._runs.take(count, spare)
+        return self._runs.pop(count, exclude)
 
-    def take_back(self, keys: Sequence[Key]) -> None:
-        """See ``EvictionPolicy.take_back``."""
+    def restore(self, keys: Sequence[Key]) -> None:
+        """See ``EvictionPolicy.restore``."""
         # They were chosen tail first, so the last of them stands nearest to the head.
         # One that was admitted again meanwhile has a newer place.
         self._runs.put_first([key for key in reversed(keys) if key not in self._runs])

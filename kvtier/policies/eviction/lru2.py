@@ -114,17 +114,17 @@ class LRU2Policy(EvictionPolicy):
         self._once.end(request, order)
         self._time_of.pop(request, None)
 
-    def choose_victims(self, count: int, spare: Collection[Key]) -> list[Key]:
+    def choose_victims(self, count: int, exclude: Collection[Key]) -> list[Key]:
         """See ``EvictionPolicy.choose_victims``. Blocks used once first."""
-        victims = self._once.take(count, spare)
-        victims += self._twice.take(count - len(victims), spare)
+        victims = self._once.pop(count, exclude)
+        victims += self._twice.pop(count - len(victims), exclude)
         self._gone.put(victims[::-1], None)
-        for key in self._gone.take(len(self._gone) - HISTORY_CAPACITIES * self.capacity, ()):
+        for key in self._gone.pop(len(self._gone) - HISTORY_CAPACITIES * self.capacity, ()):
             del self._last_use[key]
         return victims
 
-    def take_back(self, keys: Sequence[Key]) -> None:
-        """See ``EvictionPolicy.take_back``. Next to go is what was used once and longest ago."""
+    def restore(self, keys: Sequence[Key]) -> None:
+        """See ``EvictionPolicy.restore``. Next to go is what was used once and longest ago."""
         back = [key for key in reversed(keys) if key not in self]
         self._gone.drop(back)
         self._once.put_first(back)

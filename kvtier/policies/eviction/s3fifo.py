@@ -103,44 +103,44 @@ class S3FIFOPolicy(EvictionPolicy):
                 queue.end(request, order and [key for key in order if queue.run_of.get(key) is run])
         self._used_by.pop(request, None)
 
-    def choose_victims(self, count: int, spare: Collection[Key]) -> list[Key]:
+    def choose_victims(self, count: int, exclude: Collection[Key]) -> list[Key]:
         """See ``EvictionPolicy.choose_victims``."""
         victims: list[Key] = []
         stay: list[Key] = []  # they enter the main queue together, for the sake of long runs
         small_target = int(SMALL_FRACTION * self.capacity)
         while (missing := count - len(victims)) > 0 and len(stay) < LOOKED_AT_MAX:
             surplus = len(self._small) - small_target
-            if taken := self._small.take(min(missing, surplus), spare):
-                victims += self._leave_small(taken, stay)
-            elif taken := self._main.take(missing, spare):
-                victims += self._leave_main(taken, stay)
+            if popped := self._small.pop(min(missing, surplus), exclude):
+                victims += self._leave_small(popped, stay)
+            elif popped := self._main.pop(missing, exclude):
+                victims += self._leave_main(popped, stay)
             elif stay:
                 self._main.put(stay[::-1], None)
                 stay = []
-            elif taken := self._small.take(1, spare):  # the next may stand in the main queue
-                victims += self._leave_small(taken, stay)
+            elif popped := self._small.pop(1, exclude):  # the next may stand in the main queue
+                victims += self._leave_small(popped, stay)
             else:
                 break
         self._main.put(stay[::-1], None)
         for queue in (self._main, self._small):
-            victims += queue.take(count - len(victims), spare)
-        self._ghosts.take(len(self._ghosts) - int(GHOST_FRACTION * self.capacity), ())
+            victims += queue.pop(count - len(victims), exclude)
+        self._ghosts.pop(len(self._ghosts) - int(GHOST_FRACTION * self.capacity), ())
         self._forget_uses(victims)
         return victims
 
-    def _leave_small(self, taken: list[Key], stay: list[Key]) -> list[Key]:
+    def _leave_small(self, popped: list[Key], stay: list[Key]) -> list[Key]:
         """Return those that go, now ghosts. What was used moves on to the main queue."""
         uses = self._uses
-        stay += [key for key in taken if uses.get(key, 0) >= USES_TO_STAY]
-        going = [key for key in taken if uses.get(key, 0) < USES_TO_STAY]
+        stay += [key for key in popped if uses.get(key, 0) >= USES_TO_STAY]
+        going = [key for key in popped if uses.get(key, 0) < USES_TO_STAY]
         self._ghosts.put(going[::-1], None)
         return going
 
-    def _leave_main(self, taken: list[Key], stay: list[Key]) -> list[Key]:
+    def _leave_main(self, popped: list[Key], stay: list[Key]) -> list[Key]:
         """Return those that go. What was used goes round again, for one use less."""
         uses = self._uses
         going = []
-        for key in taken:
+        for key in popped:
             left = uses.get(key, 0) - 1
             if left < 0:
                 going.append(key)
@@ -152,8 +152,8 @@ class S3FIFOPolicy(EvictionPolicy):
                 del uses[key]
         return going
 
-    def take_back(self, keys: Sequence[Key]) -> None:
-        """See ``EvictionPolicy.take_back``. Ghosts were in the small queue."""
+    def restore(self, keys: Sequence[Key]) -> None:
+        """See ``EvictionPolicy.restore``. Ghosts were in the small queue."""
         back = [key for key in reversed(keys) if key not in self]
         self._small.put_first([key for key in back if key in self._ghosts])
         self._main.put_first([key for key in back if key not in self._ghosts])

@@ -197,14 +197,14 @@ class _Cache:
         if count <= 0:
             return
         resident = self._resident
-        spare = frozenset(keys[: self._capacity])
-        victims = self._policy.choose_victims(count, spare)
+        exclude = frozenset(keys[: self._capacity])
+        victims = self._policy.choose_victims(count, exclude)
         left = len(resident) - len(victims)
         resident.difference_update(victims)
-        if len(resident) != left or len(victims) > count or not spare.isdisjoint(victims):
+        if len(resident) != left or len(victims) > count or not exclude.isdisjoint(victims):
             raise InternalError(
                 f"eviction policy {self._name} chose blocks that were not its to choose: not "
-                "resident, spared, or more than asked for. Report it to the policy's author."
+                "resident, excluded, or more than asked for. Report it to the policy's author."
             )
 
 

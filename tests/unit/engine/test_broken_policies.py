@@ -121,7 +121,7 @@ def test_stores_go_on_after_any_call_of_the_policy_raised(where: str, method: st
     assert replaced in ((1, 0), (0, 0)) if where == "primary" else replaced in ((0, 1), (0, 0))
     notices = [each for each in story.runtime.cell.notices if "policy broke" in each.event]
     assert len(notices) == sum(replaced)
-    if method not in ("forget", "clear", "take_back"):
+    if method not in ("forget", "clear", "restore"):
         assert sum(replaced) == 1, "it was never called"
         assert "a policy of anybody's" in notices[0].detail
 
@@ -143,7 +143,7 @@ def test_a_policy_whose_victims_can_never_go_is_replaced(ever: str) -> None:
     numbers = itertools.count()
 
     class Endless(LRUPolicy):
-        def choose_victims(self, wanted: int, spare: Any) -> list[bytes]:
+        def choose_victims(self, wanted: int, exclude: Any) -> list[bytes]:
             if ever == "new":
                 return [b"%d" % next(numbers) for _ in range(wanted)]
             if ever == "the same":

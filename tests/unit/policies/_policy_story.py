@@ -49,8 +49,8 @@ class SlowModel(Protocol):
         """Use the blocks that are there, bring the others in, and end."""
         ...
 
-    def choose_victims(self, count: int, spare: list[bytes]) -> list[bytes]:
-        """Let go of up to ``count`` blocks, neither held nor in ``spare``."""
+    def choose_victims(self, count: int, exclude: list[bytes]) -> list[bytes]:
+        """Let go of up to ``count`` blocks, neither held nor in ``exclude``."""
         ...
 
 
@@ -61,7 +61,7 @@ class Visit:
     order: list[bytes]  #: the request's keys, from head to tail
     may_hold: bool
     count: int  #: of victims
-    spare: list[bytes]
+    exclude: list[bytes]
 
 
 def histories(blocks: int) -> st.SearchStrategy[list[Visit]]:
@@ -82,7 +82,7 @@ def play(policy: Policy, model: SlowModel, number: int, visit: Visit) -> None:
     policy.admit(new, request, held=held)
     policy.end_request(request, visit.order)
     model.request(visit.order, held=held)
-    chosen = policy.choose_victims(visit.count, visit.spare)
-    expected = model.choose_victims(visit.count, visit.spare)
+    chosen = policy.choose_victims(visit.count, visit.exclude)
+    expected = model.choose_victims(visit.count, visit.exclude)
     assert chosen == expected, f"visit {number}: {chosen}, the model {expected}"
     assert len(policy) == len(model.resident()), f"visit {number}"

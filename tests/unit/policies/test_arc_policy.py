@@ -69,11 +69,11 @@ def test_what_is_held_stays_held_when_it_becomes_frequent() -> None:
     assert victims(policy, 4) == "a"
 
 
-def test_what_is_taken_back_is_the_next_to_go() -> None:
+def test_what_is_restored_is_the_next_to_go() -> None:
     policy = ARCPolicy(4)
     admit(policy, "abc", "r1")
     chosen = policy.choose_victims(2, frozenset())
-    policy.take_back(chosen)
+    policy.restore(chosen)
     assert len(policy) == 3
     assert victims(policy, 3) == "cba"
 
@@ -135,8 +135,8 @@ class SlowARC:
         self.recent = [key for key in self.recent if key not in frequent] + brought[::-1]
         self.frequent = [key for key in self.frequent if key not in frequent] + frequent[::-1]
 
-    def choose_victims(self, count: int, spare: list[bytes]) -> list[bytes]:
-        kept = {*self.held, *spare}
+    def choose_victims(self, count: int, exclude: list[bytes]) -> list[bytes]:
+        kept = {*self.held, *exclude}
         recent = [key for key in self.recent if key not in kept]
         frequent = [key for key in self.frequent if key not in kept]
         length = len(self.recent)
@@ -185,7 +185,7 @@ STEPS = strategies.one_of(
 
 @settings(max_examples=examples(100))
 @given(history=strategies.lists(STEPS, max_size=40))
-def test_it_gives_what_it_has_and_never_what_is_held_or_spared(
+def test_it_gives_what_it_has_and_never_what_is_held_or_excluded(
     history: list[tuple[Any, ...]],
 ) -> None:
     policy = ARCPolicy(8)

@@ -68,11 +68,11 @@ def test_of_what_was_chosen_together_the_first_is_forgotten_first() -> None:
     assert victims(policy, 2) == "fa", "f is new again, a was used twice"
 
 
-def test_what_is_taken_back_is_the_next_to_go() -> None:
+def test_what_is_restored_is_the_next_to_go() -> None:
     policy = LRU2Policy(4)
     admit(policy, "abc", "r1")
     chosen = policy.choose_victims(2, frozenset())
-    policy.take_back(chosen)
+    policy.restore(chosen)
     assert len(policy) == 3
     assert victims(policy, 3) == "cba"
 
@@ -111,7 +111,7 @@ class SlowLRU2:
             if key in self.gone:
                 self.gone.remove(key)
 
-    def choose_victims(self, count: int, spare: list[bytes]) -> list[bytes]:
+    def choose_victims(self, count: int, exclude: list[bytes]) -> list[bytes]:
         def rank(key: bytes) -> tuple[int, int, int]:
             uses = self.uses[key]
             if len(uses) == 1:
@@ -119,7 +119,7 @@ class SlowLRU2:
             return (1, uses[-2], -self.place[key])
 
         order = sorted(self.here, key=rank)
-        chosen = [key for key in order if key not in self.held and key not in spare][:count]
+        chosen = [key for key in order if key not in self.held and key not in exclude][:count]
         for key in chosen:
             self.here.remove(key)
         self.gone += chosen

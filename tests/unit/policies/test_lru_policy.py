@@ -89,7 +89,7 @@ class SlowLRU:
         run.request = None
         self.remove([])
 
-    def choose_victims(self, count: int, spare: set[bytes]) -> list[bytes]:
+    def choose_victims(self, count: int, exclude: set[bytes]) -> list[bytes]:
         victims: list[bytes] = []
         for run in self.runs:
             for key in reversed(run.keys):
@@ -98,12 +98,12 @@ class SlowLRU:
                 if key in self.held:
                     run.keys = [each for each in run.keys if each != key]
                     run.aside = [key, *run.aside]
-                elif key not in spare:
+                elif key not in exclude:
                     victims.append(key)
         self.remove(victims)
         return victims
 
-    def take_back(self, keys: list[bytes]) -> None:
+    def restore(self, keys: list[bytes]) -> None:
         back = [key for key in reversed(keys) if key not in self.resident()]
         self.runs = [Run(None, back), *self.runs] if back else self.runs
 
@@ -128,7 +128,7 @@ calls = strategies.one_of(
     strategies.tuples(
         strategies.just("choose_victims"), strategies.integers(1, 4), strategies.just(set())
     ),
-    strategies.tuples(strategies.just("take_back"), strategies.integers(0, 2)),
+    strategies.tuples(strategies.just("restore"), strategies.integers(0, 2)),
     strategies.tuples(strategies.just("clear")),
 )
 
@@ -143,9 +143,9 @@ def test_it_agrees_with_a_slow_obvious_model(history: list[tuple[Any, ...]]) -> 
             admitted, request, held = arguments
             policy.admit(admitted, request, held=held)
             model.admit(admitted, request, held=held)
-        elif name == "take_back":
-            policy.take_back(chosen[arguments[0] :])
-            model.take_back(chosen[arguments[0] :])
+        elif name == "restore":
+            policy.restore(chosen[arguments[0] :])
+            model.restore(chosen[arguments[0] :])
             chosen = []
         else:
             said = getattr(policy, name)(*arguments)
@@ -211,8 +211,8 @@ def test_held_keys_are_looked_at_once_however_often_victims_are_chosen() -> None
     held.update(stuck)
     for number in range(1000):
         key = (b"free", b"%d" % number)
-        runs.put([b"".join(key), b"spared"], f"r{number}")
-        assert runs.take(1, {b"spared"}) == [b"".join(key)]
+        runs.put([b"".join(key), b"excluded"], f"r{number}")
+        assert runs.pop(1, {b"excluded"}) == [b"".join(key)]
     assert held.asked < 5 * len(stuck)
 
 
@@ -257,20 +257,20 @@ def test_a_shared_prefix_belongs_to_the_request_that_used_it_last() -> None:
     assert policy.choose_victims(9, set()) == [KEYS[2], KEYS[3], KEYS[1], KEYS[0]]
 
 
-def test_what_is_taken_back_is_the_next_to_go_in_the_same_order() -> None:
+def test_what_is_restored_is_the_next_to_go_in_the_same_order() -> None:
     policy = LRUPolicy(6)
     policy.admit(KEYS[:4], "r", held=False)
     chosen = policy.choose_victims(2, set())
-    policy.take_back(chosen)
+    policy.restore(chosen)
     assert policy.choose_victims(3, set()) == [*chosen, KEYS[1]]
 
 
-def test_what_was_admitted_again_is_not_taken_back() -> None:
+def test_what_was_admitted_again_is_not_restored() -> None:
     policy = LRUPolicy(6)
     policy.admit(KEYS[:1], "r", held=False)
     chosen = policy.choose_victims(1, set())
     policy.admit(chosen, "new", held=False)
-    policy.take_back(chosen)
+    policy.restore(chosen)
     assert len(policy) == 1
     assert policy.choose_victims(2, set()) == chosen
     assert policy.choose_victims(2, set()) == []

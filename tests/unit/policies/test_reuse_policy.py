@@ -46,7 +46,7 @@ def serve(policy: ReusePolicy, names: str, request: str) -> None:
 # --- the slow model ---
 
 
-def victim_by_looking_at_every_node(policy: ReusePolicy, spare: set[bytes]) -> bytes | None:
+def victim_by_looking_at_every_node(policy: ReusePolicy, exclude: set[bytes]) -> bytes | None:
     """Return the key that must go next, or None if only what is out of turn is left.
 
     Of each cohort, the node that was placed first is looked at; of those, the one with the
@@ -59,13 +59,13 @@ def victim_by_looking_at_every_node(policy: ReusePolicy, spare: set[bytes]) -> b
         while node != NO_NODE:
             tail = tree.keys_of(node)[-1]
             idle = not tree.children[node] and not tree.busy[node]
-            if idle and tail not in policy._held and tail not in spare:
+            if idle and tail not in policy._held and tail not in exclude:
                 oldest[cohort] = node
                 break
             node = tree._next[node]
 
     def index(cohort: int) -> float:
-        if cohort == policy._cohorts.taken_back:
+        if cohort == policy._cohorts.restored:
             return -1.0
         return policy._model.index_of(cohort, policy._now - tree.used[oldest[cohort]])
 
@@ -127,7 +127,7 @@ STEPS = strategies.one_of(
     strategies.tuples(
         strategies.just("choose"), strategies.integers(0, 8), strategies.sets(KEYS, max_size=4)
     ),
-    strategies.tuples(strategies.just("take back"), strategies.integers(1, 4)),
+    strategies.tuples(strategies.just("restore"), strategies.integers(1, 4)),
     strategies.tuples(strategies.just("time"), strategies.floats(0.0, 300.0)),
     strategies.tuples(strategies.just("clear")),
 )
@@ -174,9 +174,9 @@ class World:
             policy.end_request(*given_)
         elif verb == "choose":
             self.choose(*given_)
-        elif verb == "take back":
+        elif verb == "restore":
             chosen = policy.choose_victims(given_[0], frozenset())
-            policy.take_back(chosen)
+            policy.restore(chosen)
             assert policy.choose_victims(len(chosen), frozenset()) == chosen
             self.resident -= set(chosen)
         elif verb == "time":
@@ -187,21 +187,21 @@ class World:
             self.resident.clear()
             self.held.clear()
 
-    def choose(self, count: int, spare: set[bytes]) -> None:
+    def choose(self, count: int, exclude: set[bytes]) -> None:
         policy = self.policy
         policy._looked_at = -1.0  # as if time had passed: the model knows no stale index
         slow = copy.deepcopy(policy)
         slow._paths._tree = slow._tree
-        may_go = self.resident - self.held - spare
-        chosen = policy.choose_victims(count, spare)
+        may_go = self.resident - self.held - exclude
+        chosen = policy.choose_victims(count, exclude)
         assert len(set(chosen)) == len(chosen) == min(count, len(may_go))
         assert set(chosen) <= may_go
         for each in chosen:
-            expected = victim_by_looking_at_every_node(slow, spare)
+            expected = victim_by_looking_at_every_node(slow, exclude)
             if expected is None:
                 break
             assert each == expected
-            assert slow.choose_victims(1, spare) == [expected]
+            assert slow.choose_victims(1, exclude) == [expected]
         self.resident -= set(chosen)
 
 
@@ -278,11 +278,11 @@ def test_a_held_tail_keeps_its_ancestors_as_long_as_others_can_go() -> None:
     assert names_of(policy.choose_victims(3, frozenset())) == "ba"
 
 
-def test_what_is_taken_back_is_the_next_to_go_in_the_same_order() -> None:
+def test_what_is_restored_is_the_next_to_go_in_the_same_order() -> None:
     policy = ReusePolicy(16)
     serve(policy, "abcd", "r")
     chosen = policy.choose_victims(2, frozenset())
-    policy.take_back(chosen)
+    policy.restore(chosen)
     assert len(policy) == 4
     assert names_of(policy.choose_victims(4, frozenset())) == "dcba"
 
@@ -440,12 +440,12 @@ def test_every_cohort_has_one_number_and_fits_into_a_ghost() -> None:
 def test_a_ghost_comes_back_as_it_went(name: bytes, used: float, later: float) -> None:
     ghosts = Ghosts(16)
     ghosts.remember(name, 700, 0.5, 9, used)
-    ghost = ghosts.take(name, used + later)
+    ghost = ghosts.pop(name, used + later)
     assert ghost is not None
     assert (ghost.cohort, ghost.length) == (700, 9)
     assert ghost.share == pytest.approx(0.5, abs=0.02)
     assert ghost.used == pytest.approx(used, abs=0.6)
-    assert ghosts.take(name, used) is None, "it came back once"
+    assert ghosts.pop(name, used) is None, "it came back once"
 
 
 def test_without_a_clock_time_is_counted_in_blocks() -> None:

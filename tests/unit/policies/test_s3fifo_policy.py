@@ -93,11 +93,11 @@ def test_a_call_looks_at_a_bounded_number_of_blocks() -> None:
     assert len(policy.choose_victims(9, frozenset())) <= 5
 
 
-def test_what_is_taken_back_is_the_next_to_go() -> None:
+def test_what_is_restored_is_the_next_to_go() -> None:
     policy = S3FIFOPolicy(4)
     admit(policy, "abc", "r1")
     chosen = policy.choose_victims(2, frozenset())
-    policy.take_back(chosen)
+    policy.restore(chosen)
     assert len(policy) == 3
     assert victims(policy, 3) == "cba"
 
@@ -133,10 +133,10 @@ class SlowS3FIFO:
             self.uses[key] = 0
         self.held |= set(new) if held else set()
 
-    def choose_victims(self, count: int, spare: list[bytes]) -> list[bytes]:
+    def choose_victims(self, count: int, exclude: list[bytes]) -> list[bytes]:
         victims: list[bytes] = []
         while len(victims) < count:
-            kept = {*self.held, *spare}
+            kept = {*self.held, *exclude}
             small = [key for key in self.small if key not in kept]
             main = [key for key in self.main if key not in kept]
             if small and (len(self.small) > self.capacity // 10 or not main):

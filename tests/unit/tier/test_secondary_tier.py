@@ -40,8 +40,8 @@ class Bench:
             parts_max,
             parts_max,
             capacity,
-            load_part_blocks_min=loads_min,
-            store_part_blocks_min=stores_min,
+            load_batch_blocks_min=loads_min,
+            store_batch_blocks_min=stores_min,
         )
         self.tier = TestTier(self.cell, self.link, traits, policy)
         self.jobs = 0

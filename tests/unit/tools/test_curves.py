@@ -153,9 +153,9 @@ class Recorder(LRUPolicy):
         self.calls.append(("end", request, numbers(order or ())))
         super().end_request(request, order)
 
-    def choose_victims(self, count: int, spare: Collection[Key]) -> list[Key]:
-        self.calls.append(("choose", count, sorted(numbers(spare))))
-        return super().choose_victims(count, spare)
+    def choose_victims(self, count: int, exclude: Collection[Key]) -> list[Key]:
+        self.calls.append(("choose", count, sorted(numbers(exclude))))
+        return super().choose_victims(count, exclude)
 
     def pass_time(self, now: float) -> None:
         self.calls.append(("time", now))
@@ -199,11 +199,11 @@ def test_time_passes_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Liar(LRUPolicy):
-    def choose_victims(self, count: int, spare: Collection[Key]) -> list[Key]:
-        return list(spare)[:count]
+    def choose_victims(self, count: int, exclude: Collection[Key]) -> list[Key]:
+        return list(exclude)[:count]
 
 
-def test_a_policy_that_chooses_spared_blocks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_that_chooses_excluded_blocks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(curves, "make_policy", lambda _, capacity: Liar(capacity))
     with pytest.raises(InternalError, match="eviction policy liar chose"):
         replay(Workload(trace_of((0, 1), (2,))), "liar", 2)

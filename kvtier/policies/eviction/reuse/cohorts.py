@@ -51,7 +51,7 @@ class Cohorts:
         self.turn_of: list[int] = []  #: 0: says nothing of a conversation
         self.uses_of: list[int] = []  #: how many uses, where the number is to be guessed
         self.traits = 1
-        self.taken_back = self._add("taken back", ())[0]
+        self.restored = self._add("restored", ())[0]
         self.unordered = self._add("unordered", ())[0]
         self.superseded = self._add("superseded", ())[0]
         self._last = self._add("last", (TURNS_MAX + 1,))

@@ -94,7 +94,7 @@ class Ghosts:
             | now
         )
 
-    def take(self, key: Key, now: float) -> Ghost | None:
+    def pop(self, key: Key, now: float) -> Ghost | None:
         """Return and forget the stretch whose first block is ``key``."""
         records = self._records
         at, tag = self._place(key)

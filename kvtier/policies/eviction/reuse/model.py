@@ -132,7 +132,7 @@ class ReuseModel:
             entered *= 0.5
             returned *= 0.5
             self._snapshots = [each * 0.5 for each in self._snapshots]
-        self._take_snapshot(now, entered)
+        self._make_snapshot(now, entered)
         at_risk = self._at_risk(now, entered, returned)
         hazards = self._hazards(returned, at_risk)
         alive = np.cumprod(1.0 - hazards, axis=1) / (1.0 - hazards)
@@ -157,7 +157,7 @@ class ReuseModel:
         self._done = part.stop
         return True
 
-    def _take_snapshot(self, now: float, entered: Floats) -> None:
+    def _make_snapshot(self, now: float, entered: Floats) -> None:
         self._snapshot_times.append(now)
         self._snapshots.append(entered.copy())
         if len(self._snapshots) > SNAPSHOTS_MAX:

@@ -149,7 +149,7 @@ class Paths:
         tree = self._tree
         use.absent = use.absent or node == NO_NODE
         while at < end:
-            ghost = self._ghosts.take(chain[at], self._now)
+            ghost = self._ghosts.pop(chain[at], self._now)
             if ghost is None:
                 break
             self._count_return(ghost.cohort, ghost.used, ghost.share, use)

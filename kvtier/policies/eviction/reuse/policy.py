@@ -48,7 +48,7 @@ ENDED_MAX: Final = 64
 """Orders kept of requests that ended before all their blocks were stored (as in a slow tier)."""
 
 
-TAKEN_BACK_INDEX: Final = -1.0  #: below all others
+RESTORED_INDEX: Final = -1.0  #: below all others
 
 
 class _Running:
@@ -190,11 +190,11 @@ class ReusePolicy(EvictionPolicy):
 
     # --- what it is asked ---
 
-    def choose_victims(self, count: int, spare: Collection[Key]) -> list[Key]:
+    def choose_victims(self, count: int, exclude: Collection[Key]) -> list[Key]:
         """See ``EvictionPolicy.choose_victims``."""
         tree = self._tree
-        if not isinstance(spare, set | frozenset):
-            spare = frozenset(spare)
+        if not isinstance(exclude, set | frozenset):
+            exclude = frozenset(exclude)
         self._look()
         victims: list[Key] = []
         passed: list[int] = []
@@ -205,7 +205,7 @@ class ReusePolicy(EvictionPolicy):
             if tree.children[node] or tree.busy[node]:
                 tree.put_aside(node)
                 continue
-            gone = tree.cut(node, count - len(victims), self._held, spare)
+            gone = tree.cut(node, count - len(victims), self._held, exclude)
             if gone:
                 self._remember(node)
                 victims += gone
@@ -217,14 +217,14 @@ class ReusePolicy(EvictionPolicy):
         for node in reversed(passed):
             tree.come_back(node)
         if len(victims) < count:
-            victims += self._take_what_there_is(count - len(victims), spare)
+            victims += self._pop_anywhere(count - len(victims), exclude)
         return victims
 
-    def take_back(self, keys: Sequence[Key]) -> None:
-        """See ``EvictionPolicy.take_back``."""
+    def restore(self, keys: Sequence[Key]) -> None:
+        """See ``EvictionPolicy.restore``."""
         back = tuple([key for key in reversed(keys) if key not in self._tree.node_of])
         if back:
-            cohort = self._cohorts.taken_back
+            cohort = self._cohorts.restored
             self._tree.place(self._tree.add(back, cohort, self._now), cohort, self._now)
 
     def chance_of_reuse(self, keys: Sequence[Key], request: RequestId) -> list[float]:
@@ -306,8 +306,8 @@ class ReusePolicy(EvictionPolicy):
         if tree.used:
             ages = self._now - np.frombuffer(tree.used)[first]
             np.copyto(self._index, self._model.index_at(ages), where=first != NO_NODE)
-            if first[self._cohorts.taken_back] != NO_NODE:
-                self._index[self._cohorts.taken_back] = TAKEN_BACK_INDEX
+            if first[self._cohorts.restored] != NO_NODE:
+                self._index[self._cohorts.restored] = RESTORED_INDEX
         tree.changed.clear()
 
     def _most_dispensable(self) -> int:
@@ -317,8 +317,8 @@ class ReusePolicy(EvictionPolicy):
             node = tree.first_of[cohort]
             if node == NO_NODE:
                 index[cohort] = np.inf
-            elif cohort == self._cohorts.taken_back:
-                index[cohort] = TAKEN_BACK_INDEX
+            elif cohort == self._cohorts.restored:
+                index[cohort] = RESTORED_INDEX
             else:
                 index[cohort] = self._model.index_of(cohort, self._now - tree.used[node])
         tree.changed.clear()
@@ -332,7 +332,7 @@ class ReusePolicy(EvictionPolicy):
         share = min(1.0, length / tree.placed[node])
         self._ghosts.remember(keys[end], tree.cohort[node], share, length, tree.used[node])
 
-    def _take_what_there_is(self, count: int, spare: Collection[Key]) -> list[Key]:
+    def _pop_anywhere(self, count: int, exclude: Collection[Key]) -> list[Key]:
         """Return up to ``count`` keys that may go, out of turn: room matters more than order."""
         tree, held = self._tree, self._held
         gone: list[Key] = []
@@ -340,7 +340,7 @@ class ReusePolicy(EvictionPolicy):
         for _, _, _, node in sorted(nodes):
             if len(gone) >= count:
                 break
-            may_go = [k for k in reversed(tree.keys_of(node)) if k not in held and k not in spare]
+            may_go = [k for k in reversed(tree.keys_of(node)) if k not in held and k not in exclude]
             gone += may_go[: count - len(gone)]
         tree.remove(gone)
         return gone

@@ -122,7 +122,7 @@ class PrefixTree:
 
     def keys_of(self, node: int) -> tuple[Key, ...]:
         """Return the keys that are in ``node``, from head to tail."""
-        keys = _taken(self.keys[node])
+        keys = _as_tuple(self.keys[node])
         if self.size[node] == len(keys):
             return keys
         node_of = self.node_of
@@ -138,7 +138,7 @@ class PrefixTree:
         if node != NO_NODE:
             size = self.size[node]
             keys = self.keys[node]
-            if size == len(keys) and chain[at : at + size] == _taken(keys):
+            if size == len(keys) and chain[at : at + size] == _as_tuple(keys):
                 return node, at + size
         end = at + 1
         while end < len(chain) and node_of.get(chain[end], NO_NODE) == node:
@@ -254,7 +254,7 @@ class PrefixTree:
             self._previous[first] = node
 
     def cut(
-        self, node: int, count: int, held: set[Key], spare: set[Key] | frozenset[Key]
+        self, node: int, count: int, held: set[Key], exclude: set[Key] | frozenset[Key]
     ) -> list[Key]:
         """Remove and return up to ``count`` keys, from the tail on to one that must stay.
 
@@ -264,9 +264,9 @@ class PrefixTree:
         keys = self.keys[node]
         end = self.end[node]
         start = max(0, end - count)
-        gone = list(_taken(keys[start:end]))
+        gone = list(_as_tuple(keys[start:end]))
         whole = self.size[node] == end  # nothing has left from the middle
-        if whole and held.isdisjoint(gone) and spare.isdisjoint(gone):
+        if whole and held.isdisjoint(gone) and exclude.isdisjoint(gone):
             gone.reverse()
             for _ in map(node_of.__delitem__, gone):
                 pass
@@ -277,7 +277,7 @@ class PrefixTree:
         while end and len(gone) < count:
             key = keys[end - 1]
             if node_of.get(key) == node:
-                if key in held or key in spare:
+                if key in held or key in exclude:
                     break
                 gone.append(key)
                 del node_of[key]
@@ -369,6 +369,6 @@ def _stored(keys: tuple[Key, ...]) -> _Keys:
     return np.array(keys, dtype=object)
 
 
-def _taken(keys: _Keys) -> tuple[Key, ...]:
+def _as_tuple(keys: _Keys) -> tuple[Key, ...]:
     """Return a node's keys, or some of them, as a tuple."""
     return tuple(keys.tolist() if isinstance(keys, np.ndarray) else keys)
