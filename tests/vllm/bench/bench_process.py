@@ -102,11 +102,11 @@ def assert_ctrl_c_leaves_nothing(tmp_path: Path, *options: str, child: str) -> N
 
 
 def regions() -> list[str]:
-    """Return the names of all engines' shared memory."""
+    """Return the names of the shared memory of all engines of benchmarks."""
     return [
         path.name
         for path in SHM.iterdir()
-        if path.name.startswith(("vllm_offload_bench", "kvtier_"))
+        if path.name.startswith(("vllm_offload_bench-", "kvtier_bench-"))
     ]
 
 

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtier.errors import InternalError
-from tests.vllm.bench.bench_process import assert_ctrl_c_leaves_nothing, start_bench
+from kvtier.tools.cli.main import main
+from tests.vllm.bench.bench_process import assert_ctrl_c_leaves_nothing, regions, start_bench
+from tests.vllm.support.children import run_scenario
+from tests.vllm.support.forked_parts import run_forked
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # as in conftest.py
@@ -90,14 +93,27 @@ def test_a_block_on_disk_is_not_a_hit_in_the_step_that_first_asks() -> None:
     assert all(steps[side] >= 2 for steps in found.values() for side in SIDES)
 
 
+def compare(report: str) -> None:
+    """A scenario: the command, with each engine in a process of its own."""
+    engine_command.run_child = run_forked
+    options = ["--runs", "1", "--prompts", "2", "--prompt-tokens", "200"]
+    assert main(["bench", "engine", *options, "--json", report]) == 0
+
+
 @pytest.mark.one_release
 @pytest.mark.slow
-def test_the_command_compares_real_engines_and_leaves_nothing(tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    options = ["--runs", "1", "--prompts", "2", "--prompt-tokens", "200"]
-    with start_bench(tmp_path, "engine", *options, "--json", str(report)) as bench:
-        assert bench.wait() == 0, bench.log()
-        bench.assert_nothing_is_left()
+def test_the_command_compares_real_engines_and_leaves_nothing(
+    tmp_path: Path, log_folder: Path
+) -> None:
+    report, folder = tmp_path / "report.json", tmp_path / "temporary"
+    folder.mkdir()
+    before = regions()
+    environment = {"TMPDIR": str(folder)}
+    run_scenario(
+        compare, log_folder=log_folder, environment=environment, spawns=True, report=str(report)
+    )
+    assert list(folder.iterdir()) == []
+    assert set(regions()) <= set(before)
     data = json.loads(report.read_text())
     for row in data["rows"]:
         assert row["ratio"] == row[KVTIER] / row[VLLM]
