@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -18,20 +16,14 @@ from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
 from tests.vllm.support.engine import kvtier_config
 from tests.vllm.support.offloading import CONFIG
 from tests.vllm.support.play import ours_in_shm
+from tests.vllm.support.ranks import can_be_apart, mapping_rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+    from pathlib import Path
 
-RANK_1 = """
-import sys
-from kvtier.vllm.region import HostRegion
-engine_id, slots, row_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-region = HostRegion(engine_id, slot_count=slots, row_bytes=row_bytes, world_size=2, rank=1)
-print("mapped", flush=True)
-sys.stdin.read()
-region.close()
-"""
-ELSEWHERE = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
+    from tests.vllm.support.children import Child
 
 
 @pytest.fixture
@@ -56,45 +48,34 @@ def spec() -> Iterator[Any]:
     assert ours_in_shm(config.engine_id) == []
 
 
-def rank_1(spec: Any, where: list[str]) -> subprocess.Popen[str]:
-    """Start the second rank in a process of its own, and wait until it has mapped its memory."""
-    shape = [spec.config.engine_id, str(spec.slot_count), str(spec.block_bytes)]
-    process = subprocess.Popen(
-        [*where, sys.executable, "-c", RANK_1, *shape],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+def rank_1(spec: Any, folder: Path, *, apart: bool) -> AbstractContextManager[Child]:
+    """Return the second rank, in a process of its own that has mapped its memory."""
+    return mapping_rank(
+        folder,
+        apart=apart,
+        engine_id=spec.config.engine_id,
+        slot_count=spec.slot_count,
+        row_bytes=spec.block_bytes,
+        world_size=2,
+        rank=1,
     )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "mapped\n"
-    return process
 
 
-def can_have_a_shm_of_its_own() -> bool:
-    return subprocess.run([*ELSEWHERE, "true"], check=False, capture_output=True).returncode == 0
-
-
-@pytest.mark.skipif(not can_have_a_shm_of_its_own(), reason="needs the right to mount")
-def test_a_rank_with_a_memory_of_its_own_is_refused_before_anything_is_served(spec: Any) -> None:
+@pytest.mark.skipif(not can_be_apart(), reason="needs the right to mount")
+def test_a_rank_with_a_memory_of_its_own_is_refused_before_anything_is_served(
+    spec: Any, log_folder: Path
+) -> None:
     """It would load what lies in its own memory: other bytes, and no error."""
-    process = rank_1(spec, ELSEWHERE)
-    try:
-        with pytest.raises(ConfigError, match=r"of 2 worker ranks, rank 1 does not share"):
-            spec.get_manager()
-    finally:
-        process.communicate("")
-    assert process.returncode == 0
+    refused = r"of 2 worker ranks, rank 1 does not share"
+    with rank_1(spec, log_folder, apart=True), pytest.raises(ConfigError, match=refused):
+        spec.get_manager()
 
 
-def test_ranks_that_share_their_memory_start(spec: Any) -> None:
-    process = rank_1(spec, [])
-    try:
+def test_ranks_that_share_their_memory_start(spec: Any, log_folder: Path) -> None:
+    with rank_1(spec, log_folder, apart=False):
         manager = spec.get_manager()
         assert ours_in_shm(spec.config.engine_id) == [], "all have mapped it: the name has gone"
         manager.shutdown()
-    finally:
-        process.communicate("")
-    assert process.returncode == 0
 
 
 def test_a_doubled_rank_is_refused_where_vllm_has_the_memory(spec: Any) -> None:

@@ -6,8 +6,6 @@ import fcntl
 import mmap
 import os
 import signal
-import subprocess
-import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +18,7 @@ from kvtier.vllm import region as region_module
 from kvtier.vllm.region import HostRegion, sweep
 from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
 from tests.support.patience import PATIENCE_S
+from tests.vllm.support.ranks import mapping_rank
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,24 +80,12 @@ def test_close_twice_and_with_views_out(tmp_path: Path) -> None:
     assert region.try_unlink()
 
 
-def test_a_region_of_a_killed_engine_is_swept(tmp_path: Path) -> None:
+def test_a_region_of_a_killed_engine_is_swept(tmp_path: Path, log_folder: Path) -> None:
     """SIGKILL before the unlink leaves a file; the next engine removes it."""
-    program = (
-        "import sys; from kvtier.vllm.region import HostRegion\n"
-        f"HostRegion('dead', slot_count=2, row_bytes={PAGE}, world_size=1, rank=0, "
-        f"folder={str(tmp_path)!r})\n"
-        "print('ready', flush=True); sys.stdin.read()"
-    )
-    child = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", program],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    with child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == b"ready\n"
+    shape = {"slot_count": 2, "row_bytes": PAGE, "world_size": 1, "rank": 0}
+    with mapping_rank(log_folder, engine_id="dead", folder=str(tmp_path), **shape) as engine:
         assert sweep(str(tmp_path)) == []  # alive: its lock protects it
-        child.send_signal(signal.SIGKILL)
+        assert engine.kill() == -signal.SIGKILL
     left = tmp_path / "kvtier_dead"
     assert left.exists()
     region = open_region(tmp_path, 0)

@@ -14,6 +14,7 @@ import pytest
 
 from kvtier.errors import StoreFault
 from kvtier.plugin_api.slot_memory import SlotMemory
+from kvtier.tools.cli.main import main
 from tests.support.threads_left import ending_threads
 from tests.vllm.bench.bench_process import Bench, start_bench
 
@@ -372,8 +373,6 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
 def test_what_cannot_be_measured_is_refused_before_anything_is_written(
     options: list[str], word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from kvtier.tools.cli.main import main
-
     folder = [] if "--path" in options else ["--path", str(tmp_path)]
     assert main(["bench", "disk", *folder, *options]) == 2
     assert word in capsys.readouterr().err
