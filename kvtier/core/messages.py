@@ -1,6 +1,7 @@
 """Every message that one actor sends another, on one page.
 
-(But those between a tier and its backend's driver: ``kvtier/core/driver_messages.py``.)
+(But those between a tier and its backend's driver: ``kvtier/core/driver_messages.py``; those
+that the primary tier leaves for itself while it waits for victims: ``kvtier/engine/eviction.py``.)
 
 Messages are values: keys, slot numbers, ids, outcomes, times. Never a buffer,
 a callback or an object of the sender's, so an actor can move to another process.

@@ -1,9 +1,10 @@
 """Makes room in the primary tier on behalf of one facade call.
 
 The eviction policy is an actor, so asking it for victims is a message and its
-answer another: the call is put aside in between, and handled again once there
-is room, or once it is clear that there won't be more. There is at most one
-such call, since the facade's calls are run to quiescence one after the other.
+answer another. What is to be done in between waits here, as a message of its own
+(``StoreAfterEviction`` and the like), which the primary tier handles once there is
+room, or once it is clear that there won't be more. There is at most one such
+message, since the facade's calls are run to quiescence one after the other.
 
 The policy names victims; what is evicted is never the head of a running request's
 prefix while some of its tail can go (``kvtier/engine/running_prefixes.py``).
@@ -16,19 +17,37 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvtier.core import messages as m
-from kvtier.core.group_messages import ReservePrefix
+from kvtier.core.message import Message
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from kvtier.core.actor import Mailbox
+    from kvtier.core.group_messages import ReservePrefix
     from kvtier.engine.running_prefixes import RunningPrefixes
     from kvtier.engine.slot_table import SlotTable
     from kvtier.plugin_api.keys import Key
 
 NAMES_NOTHING: Final = "it names victims that are not there, or that it has named before"
 
-Call = m.Lookup | m.PrepareStore | ReservePrefix
+
+class LookupAfterEviction(Message, frozen=True, gc=False):
+    """Primary tier → itself: promote the block that was looked up, if there is a slot now."""
+
+    lookup: m.Lookup
+
+
+class StoreAfterEviction(Message, frozen=True, gc=False):
+    """Primary tier → itself: grant slots to as many of the ``wanted`` keys as there is room for."""
+
+    store: m.PrepareStore
+    wanted: list[Key]
+
+
+class ReserveAfterEviction(Message, frozen=True, gc=False):
+    """Primary tier → itself: promote the longest prefix that there is room for."""
+
+    reserve: ReservePrefix
 
 
 class Eviction:
@@ -36,12 +55,11 @@ class Eviction:
 
     def __init__(self, slots: SlotTable, prefixes: RunningPrefixes, policy: Mailbox) -> None:
         self.policy = policy
-        self.evicted: list[Key] = []  #: for the call at hand
+        self.evicted: list[Key] = []  #: for what waits, or was handled last
         self._slots = slots
         self._slot_of: Mapping[Key, int] = slots.slot_of
         self._prefixes = prefixes
-        self._aside: Call | None = None
-        self._resumed: Call | None = None
+        self._waiting: Message | None = None
         self._slots_wanted = 0
         self._victims_asked = 0
         self._spare: frozenset[Key] = frozenset()
@@ -50,31 +68,20 @@ class Eviction:
         self._spared: dict[Key, None] = {}
         self._is_replaced = False
 
-    def make_room(self, call: Call, slots: int, spare: frozenset[Key] = frozenset()) -> bool:
-        """Return False if ``call`` is put aside until victims are named.
+    def make_room(self, slots: int, then: Message, spare: frozenset[Key] = frozenset()) -> None:
+        """Have ``slots`` slots made free, of which there are fewer now; ``then`` is handled next.
 
-        It is then handled again, and gets True: it must look how much room
-        there is. ``spare``: keys that must stay.
+        Whoever handles it must look how much room there is. ``spare``: keys that must stay.
         """
-        if call is self._resumed:
-            return True
         self.evicted = []
-        missing = slots - self._slots.free_count()
-        if missing <= 0:
-            return True
-        self._aside = call
+        self._waiting = then
         self._slots_wanted = slots
         self._spare = spare
         self._is_replaced = False
-        self._ask(missing)
-        return False
+        self._ask(slots - self._slots.free_count())
 
-    def was_resumed(self, call: Call) -> bool:
-        """Tell whether this is the second time that ``call`` is handled."""
-        return call is self._resumed
-
-    def evict(self, victims: Sequence[Key]) -> Call | None:
-        """Evict what may go; return the call to handle again, None if more victims were asked for.
+    def evict(self, victims: Sequence[Key]) -> Message | None:
+        """Evict what may go; return what is to be handled now, None if more victims were asked for.
 
         Refused: what is held by now, and what a lookup of this step called readable.
         """
@@ -98,8 +105,8 @@ class Eviction:
             self.policy.post(m.Spared(keys=spared))
         self._refused.clear()
         self._spared.clear()
-        self._resumed, self._aside = self._aside, None
-        return self._resumed
+        then, self._waiting = self._waiting, None
+        return then
 
     def _evict(self, victims: Iterable[Key]) -> None:
         """Evict those of the victims that may go."""
@@ -146,10 +153,6 @@ class Eviction:
         if slot is None or slot in self._slots.hits or key in self._spare:
             return False
         return not self._slots.is_held(slot)
-
-    def end_call(self) -> None:
-        """Note that the call was handled again."""
-        self._resumed = None
 
     def tell_residents(self) -> None:
         """Tell a policy that takes another one's place what there is, and what of it must stay."""

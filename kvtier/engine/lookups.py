@@ -1,16 +1,17 @@
 """The primary tier's answers to lookups, and the promotions that they begin.
 
-Part of the primary tier's actor: two of its handlers, with what they look at.
+Part of the primary tier's actor: three of its handlers, with what they look at.
 They run for each key of each waiting request in each step, so they are
 written out where a call would read better.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.core import messages as m
 from kvtier.core.block_state import BlockState
+from kvtier.engine.eviction import LookupAfterEviction
 from kvtier.engine.slot_table import SlotState
 from kvtier.engine.tier_directory import ASKING, NOWHERE
 
@@ -60,6 +61,14 @@ class Lookups:
         self.counts = counts
         self._room = room
 
+    def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
+        """Return what is done for each message that the primary tier leaves to this."""
+        return {
+            m.Lookup: self.lookup,
+            LookupAfterEviction: self.lookup_after_eviction,
+            m.LookupPrefix: self.lookup_prefix,
+        }
+
     def lookup(self, message: m.Lookup) -> None:
         """Answer with the key's state, once there is room for it where it needs some."""
         key = message.key
@@ -86,8 +95,15 @@ class Lookups:
             return
         state = self._go_on(tier, key, request)
         if state is None:
-            if not self._eviction.make_room(message, self._room):
-                return  # it will be handled again
+            self._eviction.make_room(self._room, LookupAfterEviction(message))
+            return
+        self.reply(state)
+
+    def lookup_after_eviction(self, message: LookupAfterEviction) -> None:
+        """Answer a lookup for which no slot was free."""
+        key, request = message.lookup.key, self.requests[message.lookup.request]
+        state = self._go_on(self._find(key, request.search), key, request)
+        if state is None:
             self.counts.promotions_refused += 1
             state = ABSENT
         self.reply(state)

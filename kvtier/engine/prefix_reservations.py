@@ -9,18 +9,19 @@ that it waits for, or nothing, and two can't starve one another.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.core import messages as m
 from kvtier.core.block_state import BlockState
+from kvtier.core.group_messages import ReservePrefix, Survey
+from kvtier.engine.eviction import ReserveAfterEviction
 from kvtier.engine.lookups import ABSENT, FILLING, READY
 from kvtier.engine.prefix_plan import Prefix, Unknown, longest_prefix
 from kvtier.engine.tier_directory import ASKING, NOWHERE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-    from kvtier.core.group_messages import ReservePrefix, Survey
     from kvtier.engine.eviction import Eviction
     from kvtier.engine.lookups import Lookups
     from kvtier.engine.promotions import Promotions
@@ -51,6 +52,14 @@ class PrefixReservations:
         self._eviction = eviction
         self._counts = lookups.counts
         self._requests = lookups.requests
+
+    def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
+        """Return what is done for each message that the primary tier leaves to this."""
+        return {
+            Survey: self.survey,
+            ReservePrefix: self.reserve,
+            ReserveAfterEviction: self.reserve_after_eviction,
+        }
 
     def survey(self, message: Survey) -> None:
         """Answer with the key's state; FILLING also for what a tier has and may be reserved."""
@@ -88,13 +97,30 @@ class PrefixReservations:
         except Unknown:
             self.reply(0)
             return
-        if prefix is not None:
-            absent = [key for key in prefix.keys if key not in self._slot_of]
-            if not self._eviction.make_room(message, len(absent), frozenset(prefix.keys)):
-                return  # it will be handled again
-            free = self._slots.free_count()
-            if free < len(absent):
-                prefix = self._longest(message, request, self._promotions.room(), free)
+        if prefix is not None and (slots := self._slots_for(prefix)) > self._slots.free_count():
+            then = ReserveAfterEviction(message)
+            self._eviction.make_room(slots, then, frozenset(prefix.keys))
+            return
+        self._reserve(prefix, request)
+
+    def reserve_after_eviction(self, message: ReserveAfterEviction) -> None:
+        """Promote and lease what there is room for now: perhaps less than was wanted."""
+        call, room, free = message.reserve, self._promotions.room(), self._slots.free_count()
+        request = self._requests[call.request]
+        try:
+            prefix = self._longest(call, request, room)
+            if prefix is not None and self._slots_for(prefix) > free:
+                prefix = self._longest(call, request, room, free)
+        except Unknown:
+            self.reply(0)
+            return
+        self._reserve(prefix, request)
+
+    def _slots_for(self, prefix: Prefix) -> int:
+        """Return how many free slots the prefix takes."""
+        return sum(key not in self._slot_of for key in prefix.keys)
+
+    def _reserve(self, prefix: Prefix | None, request: Request) -> None:
         if prefix is None:
             request.reserved = REFUSED
             self._counts.promotions_refused += 1

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any, cast
 from kvtier.core import messages as m
 from kvtier.core.actor import Actor, Mailbox
 from kvtier.core.events import PRIMARY, Event, EventKind
-from kvtier.core.group_messages import ReservePrefix, Survey
 from kvtier.core.policy_actor import POLICY_TIME_S, broken_policy
 from kvtier.core.statistics import Observed, PrimaryCounts, PrimaryStatistics
 from kvtier.engine.cascades import Cascades
-from kvtier.engine.eviction import Eviction
+from kvtier.engine.eviction import Eviction, StoreAfterEviction
 from kvtier.engine.gpu_loads import GpuLoads
 from kvtier.engine.lookups import Lookups
 from kvtier.engine.prefix_plan import storable
@@ -97,18 +96,16 @@ class PrimaryTier(Actor):
         self.epoch = 0  #: how many resets there were
         self._since = 0  # the epoch in which the generation of weights began
         self._policy_time = 0.0  # what the policy was told last
-        self._store_wanted: list[Key] = []  # by the store that waits for victims
         super().__init__("primary", self._all_handlers())
 
     def _all_handlers(self) -> dict[type[Any], Callable[[Any], None]]:
         return {
-            m.Lookup: self._lookups.lookup,
-            m.LookupPrefix: self._lookups.lookup_prefix,
-            Survey: self._reservations.survey,
-            ReservePrefix: self._reservations.reserve,
+            **self._lookups.handlers(),
+            **self._reservations.handlers(),
             m.PrepareLoad: self._prepare_load,
             m.CompleteLoad: self._complete_load,
             m.PrepareStore: self._prepare_store,
+            StoreAfterEviction: self._store_after_eviction,
             m.CompleteStore: self._complete_store,
             m.Touch: self._touch,
             m.RequestStarted: self._request_started,
@@ -152,15 +149,14 @@ class PrimaryTier(Actor):
     # --- room ---
 
     def _victims(self, message: m.Victims) -> None:
-        call = self._eviction.evict(message.keys)
-        if call is None:
+        then = self._eviction.evict(message.keys)
+        if then is None:
             return
         evicted = self._eviction.evicted
         if evicted:
             self.counts.evictions += len(evicted)
             self._emit(EventKind.REMOVED, evicted)
-        self.receive(call)
-        self._eviction.end_call()
+        self.receive(then)
 
     def _policy_broke(self, message: m.PolicyBroke) -> None:
         self.counts.policies_replaced += 1
@@ -199,38 +195,42 @@ class PrimaryTier(Actor):
     # --- GPU stores ---
 
     def _prepare_store(self, message: m.PrepareStore) -> None:
-        slot_of = self._slot_of
-        if self._eviction.was_resumed(message):
-            wanted = [key for key in self._store_wanted if key not in slot_of]
-        else:
-            self._prefixes.use(message.request, message.keys, message.order)
-            wanted = self._store_wanted = self._wanted(message)
+        self._prefixes.use(message.request, message.keys, message.order)
+        wanted = self._wanted(message)
         if not wanted:
             self.reply(m.StoreGrant([], [], [], self.epoch))
             return
         self._count_lookups(message.request)
-        # Its own blocks stay: they are the heads of what is stored now.
-        spare: frozenset[Key] = frozenset()
-        if len(wanted) < len(message.keys):
-            spare = frozenset(message.keys)
         most = storable(wanted, message.keys, message.cuts, self.slots.count)
         if not most:  # not even in all slots: later is no better
             self.counts.stores_dropped += len(wanted)
             self.reply(m.StoreGrant([], [], [], self.epoch))
-            return
-        if not self._eviction.make_room(message, most, spare):
-            return
-        room = storable(wanted, message.keys, message.cuts, self.slots.free_count())
+        elif most <= self.slots.free_count():
+            self._grant(message.request, wanted, most, [])
+        else:
+            # Its own blocks stay: they are the heads of what is stored now.
+            is_partly_here = len(wanted) < len(message.keys)
+            spare = frozenset(message.keys if is_partly_here else ())
+            self._eviction.make_room(most, StoreAfterEviction(message, wanted), spare)
+
+    def _store_after_eviction(self, message: StoreAfterEviction) -> None:
+        store, wanted = message.store, message.wanted
+        assert self._slot_of.keys().isdisjoint(wanted), "a key got a slot while it waited for one"
+        room = storable(wanted, store.keys, store.cuts, self.slots.free_count())
+        self._grant(store.request, wanted, room, self._eviction.evicted)
+
+    def _grant(self, request: RequestId, wanted: list[Key], room: int, evicted: list[Key]) -> None:
+        """Give the first ``room`` of the wanted keys a slot each; the others are dropped."""
         if room < len(wanted):
             self.counts.stores_dropped += len(wanted) - room
             if not room:
                 self.reply(None)
                 return
             wanted = wanted[:room]
-        granted = self.slots.take_for_gpu(wanted, message.request)
+        granted = self.slots.take_for_gpu(wanted, request)
         self._directory.stop_probing(wanted)
-        self.policy.post(m.Admitted(tuple(wanted), message.request, held=True))
-        self.reply(m.StoreGrant(wanted, granted, self._eviction.evicted, self.epoch))
+        self.policy.post(m.Admitted(tuple(wanted), request, held=True))
+        self.reply(m.StoreGrant(wanted, granted, evicted, self.epoch))
 
     def _wanted(self, message: m.PrepareStore) -> list[Key]:
         wanted = wanted_of(message.keys, self._slot_of, self._filter, self.counts)

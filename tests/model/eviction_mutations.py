@@ -12,7 +12,7 @@ from mutations import MUTATIONS as MUTATIONS
 from mutations import mutation
 
 from kvtier.core import messages as m
-from kvtier.engine.eviction import Eviction
+from kvtier.engine.eviction import Eviction, StoreAfterEviction
 from kvtier.engine.primary_tier import PrimaryTier
 from kvtier.engine.promotions import Promotions
 from kvtier.engine.running_prefixes import RunningPrefixes
@@ -53,6 +53,17 @@ class _WithoutHeld:
         if isinstance(message, m.Touched):
             message = m.Touched(message.keys, message.request)
         return self._policy.post(message)
+
+
+@mutation
+def handle_a_store_again_once_there_is_room() -> Iterator[None]:
+    """What waited for victims is run from its start, and so notes all that it has noted twice."""
+
+    def again(self: PrimaryTier, message: StoreAfterEviction) -> None:
+        self.receive(message.store)
+
+    with patch.object(PrimaryTier, "_store_after_eviction", again):
+        yield
 
 
 @mutation

@@ -26,6 +26,7 @@ from kvtier.engine.slot_table import GPU
 from kvtier.plugin_api.backend import BackendTraits
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
+from tests.support import handled_once
 from tests.support.cell import TestMailbox, TestTier, open_test_runtime
 
 if TYPE_CHECKING:
@@ -179,6 +180,7 @@ class World:
         self.primary = self.runtime.primary
         self.slots = self.primary.slots
         self.slots.state = self.primary._lookups._slot_state = CheckedStates(self.slots.state)
+        handled_once.watch(self.primary)
         self.links = self.runtime.engine.links
         self.gates = {gate.tier: gate for gate in self.runtime.engine.gates}
         self.policy = self.runtime.engine.policy.policy

@@ -7,8 +7,10 @@ import pytest
 from kvtier import Closed, ConfigError, Misuse, RuntimeConfig, TierConfig
 from kvtier.core.block_state import BlockState
 from kvtier.core.events import EventKind
+from kvtier.core.group_messages import GroupKeys
 from kvtier.plugin_api.backend import BackendTraits, Outcome
 from kvtier.policies.eviction.lru import LRUPolicy
+from tests.support import handled_once
 from tests.support.cell import Part, TestRuntime, open_test_runtime
 
 
@@ -438,3 +440,25 @@ def test_two_tiers_on_one_place_are_refused(tmp_path: object) -> None:
     )
     with pytest.raises(ConfigError, match=r"1:fs and 2:fs both use .* a place of its own"):
         open_runtime(config, SlotMemory.anonymous(1, 4096), Namespace({"model": "m"}))
+
+
+@pytest.mark.parametrize("call", ["lookup", "reserve", "store"])
+def test_a_call_that_waits_for_victims_is_handled_once(call: str) -> None:
+    """It was put aside and run again from its start; what it noted was noted twice."""
+    story = Story(slots=4)
+    keys, facade = keys_of(4), story.facade
+    story.store(keys)
+    story.store(keys_of(4, b"n"), "other")
+    handled = handled_once.watch(story.runtime.primary)
+    facade.on_request_started("r")
+    if call == "lookup":
+        assert facade.lookup_state(keys[0], "r") is BlockState.FILLING
+    elif call == "reserve":
+        assert facade.reserve_prefix([GroupKeys(tuple(keys[:2]), (1, 2))], "r") == 2
+    else:
+        grant = facade.prepare_store(keys, "r")
+        assert grant is not None
+        assert len(grant.evicted) == 4
+    kinds = {type(each).__name__ for each in handled.values()}
+    assert kinds >= {f"{call.title()}AfterEviction", "Victims"}
+    assert facade.statistics().faults == 0
