@@ -8,13 +8,10 @@ exports them.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Final, Generic, Self, TypeVar
 
 import msgspec
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 T = TypeVar("T")
 
@@ -22,7 +19,38 @@ OBSERVATIONS_MAX: Final = 10_000
 """Observations that nobody takes are dropped beyond this many, the oldest first."""
 
 
-class PrimaryCounts:
+class Counts(Mapping[str, int | float]):
+    """Counters: attributes, and a mapping by name for whoever reads them all."""
+
+    def snapshot(self) -> Self:
+        """Return the counters as they are now."""
+        taken = object.__new__(type(self))
+        vars(taken).update(vars(self))
+        return taken
+
+    def __getitem__(self, name: str) -> int | float:
+        """Return one counter."""
+        value: int | float = vars(self)[name]
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the names of all counters."""
+        return iter(vars(self))
+
+    def __len__(self) -> int:
+        """How many counters there are."""
+        return len(vars(self))
+
+    def __eq__(self, other: object) -> bool:
+        """Compare the counters. Done in each step of an engine, so without a copy."""
+        if isinstance(other, Counts):
+            return vars(self) == vars(other)
+        return super().__eq__(other)
+
+    __hash__ = None  # type: ignore[assignment] # as of all that changes
+
+
+class PrimaryCounts(Counts):
     """Counted by the primary tier, in blocks unless the name says otherwise."""
 
     def __init__(self) -> None:
@@ -37,7 +65,7 @@ class PrimaryCounts:
         self.policies_replaced = 0  # eviction policies that raised, or were of no use
 
 
-class TierCounts:
+class TierCounts(Counts):
     """Counted by one tier's link, in blocks unless the name says otherwise."""
 
     def __init__(self) -> None:
@@ -93,7 +121,7 @@ class PrimaryStatistics(msgspec.Struct, frozen=True):
     pinned_slots: int  #: read by the GPU or by cascades now
     promotion_slots: int  #: filling from a tier, or leased to a request
     requests: int
-    counts: Mapping[str, int | float]  #: the numbers of ``PrimaryCounts``, by name
+    counts: PrimaryCounts  #: as they were then
 
 
 class TierStatistics(msgspec.Struct, frozen=True):
@@ -106,7 +134,7 @@ class TierStatistics(msgspec.Struct, frozen=True):
     cascade_jobs_in_flight: int
     promotion_slots: int
     cascade_slots: int
-    counts: Mapping[str, int | float]  #: the numbers of ``TierCounts``, by name
+    counts: TierCounts  #: as they were then
     #: The backend's own counters, as they were told last; and which of them go up and down.
     backend: Mapping[str, int] = msgspec.field(default_factory=dict)
     backend_levels: frozenset[str] = frozenset()

@@ -130,7 +130,7 @@ class SlotTable:
             pinned_slots=len(self.pins),
             promotion_slots=promotion_slots,
             requests=requests,
-            counts=vars(counts).copy(),
+            counts=counts.snapshot(),
         )
 
     # --- filling ---

@@ -473,7 +473,7 @@ class TierLink(Actor):
             cascade_jobs_in_flight=stores,
             promotion_slots=sum(len(job.slots) for job in self._jobs.values() if job.is_load),
             cascade_slots=self._cascade_slots,
-            counts=vars(self.counts).copy(),
+            counts=self.counts.snapshot(),
             backend=self.backend_counts.total,
             backend_levels=self.backend_counts.levels,
         )

@@ -6,8 +6,10 @@ with each step's statistics; Prometheus sees the sums.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 from prometheus_client import REGISTRY
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
@@ -19,79 +21,158 @@ from kvtier.plugin_api.log import log
 from kvtier.vllm.watch import DROPS, Sample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
         OffloadingConnectorStats,
     )
     from vllm.v1.kv_offload.base import OffloadingMetricMetadata
 
-    from kvtier.core.statistics import PrimaryStatistics, TierStatistics
+    from kvtier.core.statistics import (
+        PrimaryCounts,
+        PrimaryStatistics,
+        TierCounts,
+        TierStatistics,
+    )
     from kvtier.engine.facade import SchedulerFacade
     from kvtier.settings.runtime_config import RuntimeConfig
     from kvtier.vllm.watch import Watch
 
 _Label = tuple[str, ...]
+C = TypeVar("C")
 
 _PRIMARY_LABEL: Final[_Label] = ("0:primary",)
 _PROMOTION_LATENCY: Final = getattr(TieringOffloadingMetrics, "PROMOTION_LATENCY", None)
 
-_VLLM_TIER_COUNTERS: Final = {
-    "queries": TieringOffloadingMetrics.CHUNK_QUERIES,
-    "hits": TieringOffloadingMetrics.CHUNK_HITS,
-    "read_bytes": TieringOffloadingMetrics.READ_BYTES,
-    "read_seconds": TieringOffloadingMetrics.READ_TIME,
-    "write_bytes": TieringOffloadingMetrics.WRITE_BYTES,
-    "write_seconds": TieringOffloadingMetrics.WRITE_TIME,
-    "promotion_jobs_failed": TieringOffloadingMetrics.PROMOTION_JOB_FAILURES,
-    "cascade_jobs_failed": TieringOffloadingMetrics.CASCADE_JOB_FAILURES,
-}
-"""Counts of one tier that vLLM has a name for: name in ``TierCounts`` → metric."""
+_ReadTier: TypeAlias = "Callable[[TierCounts], float]"
+_ReadPrimary: TypeAlias = "Callable[[PrimaryCounts], float]"
 
-_OWN_TIER_COUNTERS: Final = {
-    "promotion_jobs": "Promotions sent to the tier.",
-    "cascade_jobs": "Cascades sent to the tier.",
-    "absent": "Blocks that a load did not find, though the tier was said to have them.",
-    "damaged": "Blocks whose bytes failed their check; each was treated as a miss.",
-    "failed": "Blocks whose load or store failed at the medium.",
-    "full": "Blocks that a tier had no room for.",
-    "cascades_dropped": "Blocks not sent to a tier that is sick, full or has too much to do.",
-    "cascades_refused": "Blocks that the tier's admission policy found not worth writing.",
-    "promotions_dropped": "Blocks not loaded from a tier that is sick or has too much to do.",
-    "jobs_timed_out": "Jobs that had not ended at their deadline.",
-    "probes_timed_out": "Probes that had no answer at their deadline.",
-    "late_completions": "Jobs and probes that ended after their deadline, or twice.",
-    "unknown_completions": "Completions of jobs that never were.",
-    "policies_replaced": "Eviction policies of the tier that raised; lru took their place.",
-    "breaker_opened": "How often a tier was left alone after failures in a row.",
-    "broke": "How often a tier was cut off because its own code raised, or its process ended.",
+_VLLM_TIER_COUNTERS: Final[Mapping[str, _ReadTier]] = {
+    TieringOffloadingMetrics.CHUNK_QUERIES: lambda now: now.queries,
+    TieringOffloadingMetrics.CHUNK_HITS: lambda now: now.hits,
+    TieringOffloadingMetrics.READ_BYTES: lambda now: now.read_bytes,
+    TieringOffloadingMetrics.READ_TIME: lambda now: now.read_seconds,
+    TieringOffloadingMetrics.WRITE_BYTES: lambda now: now.write_bytes,
+    TieringOffloadingMetrics.WRITE_TIME: lambda now: now.write_seconds,
+    TieringOffloadingMetrics.PROMOTION_JOB_FAILURES: lambda now: now.promotion_jobs_failed,
+    TieringOffloadingMetrics.CASCADE_JOB_FAILURES: lambda now: now.cascade_jobs_failed,
 }
+"""Counts of one tier that vLLM has a name for."""
 
-_OWN_PRIMARY_COUNTERS: Final = {
-    "evictions": "Blocks evicted from the primary tier.",
-    "stores_dropped": "Blocks not stored for want of room in the primary tier.",
-    "policies_replaced": "Eviction policies that raised or named no block; lru took their place.",
-    "unknown_completions": "Loads and stores completed by the engine that never began.",
+_OWN_TIER_COUNTERS: Final[Mapping[str, tuple[_ReadTier, str]]] = {
+    "kvtier:tier_promotion_jobs": (lambda now: now.promotion_jobs, "Promotions sent to the tier."),
+    "kvtier:tier_cascade_jobs": (lambda now: now.cascade_jobs, "Cascades sent to the tier."),
+    "kvtier:tier_absent": (
+        lambda now: now.absent,
+        "Blocks that a load did not find, though the tier was said to have them.",
+    ),
+    "kvtier:tier_damaged": (
+        lambda now: now.damaged,
+        "Blocks whose bytes failed their check; each was treated as a miss.",
+    ),
+    "kvtier:tier_failed": (
+        lambda now: now.failed,
+        "Blocks whose load or store failed at the medium.",
+    ),
+    "kvtier:tier_full": (lambda now: now.full, "Blocks that a tier had no room for."),
+    "kvtier:tier_cascades_dropped": (
+        lambda now: now.cascades_dropped,
+        "Blocks not sent to a tier that is sick, full or has too much to do.",
+    ),
+    "kvtier:tier_cascades_refused": (
+        lambda now: now.cascades_refused,
+        "Blocks that the tier's admission policy found not worth writing.",
+    ),
+    "kvtier:tier_promotions_dropped": (
+        lambda now: now.promotions_dropped,
+        "Blocks not loaded from a tier that is sick or has too much to do.",
+    ),
+    "kvtier:tier_jobs_timed_out": (
+        lambda now: now.jobs_timed_out,
+        "Jobs that had not ended at their deadline.",
+    ),
+    "kvtier:tier_probes_timed_out": (
+        lambda now: now.probes_timed_out,
+        "Probes that had no answer at their deadline.",
+    ),
+    "kvtier:tier_late_completions": (
+        lambda now: now.late_completions,
+        "Jobs and probes that ended after their deadline, or twice.",
+    ),
+    "kvtier:tier_unknown_completions": (
+        lambda now: now.unknown_completions,
+        "Completions of jobs that never were.",
+    ),
+    "kvtier:tier_policies_replaced": (
+        lambda now: now.policies_replaced,
+        "Eviction policies of the tier that raised; lru took their place.",
+    ),
+    "kvtier:tier_breaker_opened": (
+        lambda now: now.breaker_opened,
+        "How often a tier was left alone after failures in a row.",
+    ),
+    "kvtier:tier_broke": (
+        lambda now: now.broke,
+        "How often a tier was cut off because its own code raised, or its process ended.",
+    ),
 }
+"""Counts of one tier that only kvtier has, and what they are."""
 
-_PRIMARY_COUNTERS: Final[Mapping[str, tuple[str, _Label]]] = {
-    **{name: (f"kvtier:primary_{name}", ()) for name in _OWN_PRIMARY_COUNTERS},
-    "promotions_refused": (TieringOffloadingMetrics.PROMOTION_ALLOCATION_FAILURES, ()),
-    "queries": (TieringOffloadingMetrics.CHUNK_QUERIES, _PRIMARY_LABEL),
-    "hits": (TieringOffloadingMetrics.CHUNK_HITS, _PRIMARY_LABEL),
+_OWN_PRIMARY_COUNTERS: Final[Mapping[str, tuple[_ReadPrimary, str]]] = {
+    "kvtier:primary_evictions": (
+        lambda now: now.evictions,
+        "Blocks evicted from the primary tier.",
+    ),
+    "kvtier:primary_stores_dropped": (
+        lambda now: now.stores_dropped,
+        "Blocks not stored for want of room in the primary tier.",
+    ),
+    "kvtier:primary_policies_replaced": (
+        lambda now: now.policies_replaced,
+        "Eviction policies that raised or named no block; lru took their place.",
+    ),
+    "kvtier:primary_unknown_completions": (
+        lambda now: now.unknown_completions,
+        "Loads and stores completed by the engine that never began.",
+    ),
 }
-"""Counts of the primary tier: name in ``PrimaryCounts`` → metric and labels."""
+"""Counts of the primary tier that only kvtier has, and what they are."""
 
-_TIER_COUNTERS: Final = {
-    **_VLLM_TIER_COUNTERS,
-    **{name: f"kvtier:tier_{name}" for name in _OWN_TIER_COUNTERS},
-}
 
-_SLOT_STATES: Final = {
-    (state,): f"{state}_slots"
-    for state in ("free", "filling_from_gpu", "filling_from_tiers", "ready", "quarantined")
+class _Counter(NamedTuple, Generic[C]):
+    """One series of a counter, and where its value is."""
+
+    metric: str
+    label: _Label
+    read: Callable[[C], float]
+
+
+_PRIMARY_COUNTERS: Final[Sequence[_Counter[PrimaryCounts]]] = (
+    *(_Counter(name, (), read) for name, (read, _) in _OWN_PRIMARY_COUNTERS.items()),
+    _Counter(
+        TieringOffloadingMetrics.PROMOTION_ALLOCATION_FAILURES,
+        (),
+        lambda now: now.promotions_refused,
+    ),
+    _Counter(TieringOffloadingMetrics.CHUNK_QUERIES, _PRIMARY_LABEL, lambda now: now.queries),
+    _Counter(TieringOffloadingMetrics.CHUNK_HITS, _PRIMARY_LABEL, lambda now: now.hits),
+)
+_STORES_SKIPPED: Final[_Counter[PrimaryCounts]] = _Counter(
+    CPUOffloadingMetrics.STORES_SKIPPED, (), lambda now: now.stores_skipped
+)
+"""Only with a ``store_threshold``, as in vLLM."""
+
+
+def _tier_counters(tier: str) -> list[_Counter[TierCounts]]:
+    own = {name: read for name, (read, _) in _OWN_TIER_COUNTERS.items()}
+    return [_Counter(name, (tier,), read) for name, read in {**_VLLM_TIER_COUNTERS, **own}.items()]
+
+
+_SLOT_STATES: Final[Mapping[str, Callable[[PrimaryStatistics], int]]] = {
+    "free": lambda now: now.free_slots,
+    "filling_from_gpu": lambda now: now.filling_from_gpu_slots,
+    "filling_from_tiers": lambda now: now.filling_from_tiers_slots,
+    "ready": lambda now: now.ready_slots,
+    "quarantined": lambda now: now.quarantined_slots,
 }
-"""Label of a gauge → attribute of ``PrimaryStatistics``."""
 
 _OWN_PREFIX: Final = "kvtier:"
 _FAULTS: Final = "kvtier:faults"
@@ -99,11 +180,6 @@ _DROPPED: Final = "kvtier:samples_dropped"
 _SLOTS: Final = "kvtier:primary_slots"
 _BREAKER: Final = "kvtier:tier_breaker_state"
 _BACKEND: Final = "kvtier:tier_backend"
-
-_FAULT_COUNTER: Final[Mapping[str, tuple[str, _Label]]] = {"faults": (_FAULTS, ())}
-_DROPPED_COUNTERS: Final[Mapping[str, tuple[str, _Label]]] = {
-    what: (_DROPPED, (what,)) for what in DROPS
-}
 
 
 def metric_definitions(_extra_config: Mapping[str, Any]) -> dict[str, OffloadingMetricMetadata]:
@@ -126,12 +202,10 @@ def metric_definitions(_extra_config: Mapping[str, Any]) -> dict[str, Offloading
             labelnames=("tier", "count"),
         ),
     }
-    for name, text in _OWN_TIER_COUNTERS.items():
-        definitions[f"kvtier:tier_{name}"] = OffloadingCounterMetadata(
-            documentation=text, labelnames=("tier",)
-        )
-    for name, text in _OWN_PRIMARY_COUNTERS.items():
-        definitions[f"kvtier:primary_{name}"] = OffloadingCounterMetadata(documentation=text)
+    for name, (_, text) in _OWN_TIER_COUNTERS.items():
+        definitions[name] = OffloadingCounterMetadata(documentation=text, labelnames=("tier",))
+    for name, (_, text) in _OWN_PRIMARY_COUNTERS.items():
+        definitions[name] = OffloadingCounterMetadata(documentation=text)
     return definitions
 
 
@@ -146,6 +220,27 @@ def unregister_own_metrics() -> None:
                 REGISTRY.unregister(collector)
     except Exception:  # noqa: BLE001 - another version's registry may be another
         log.error("metrics of an earlier engine in this process stay registered", exc_info=True)
+
+
+class _Counters(Generic[C]):
+    """Reports by how much the counters of one source have grown since the last time."""
+
+    def __init__(self, counters: Sequence[_Counter[C]]) -> None:
+        self._counters = counters
+        self._reported: list[float | None] = [None] * len(counters)
+        self._now: C | None = None
+
+    def report(self, sample: Sample, now: C) -> None:
+        """Report what ``now`` has more. One that fell counts on from where it is now."""
+        if now == self._now:
+            return
+        for number, (metric, label, read) in enumerate(self._counters):
+            value, before = read(now), self._reported[number]
+            if value != before:
+                sample.count(metric, value - (before or 0), label)
+                # Afterwards: if that raises, it is reported the next time.
+                self._reported[number] = value
+        self._now = now
 
 
 class MetricsExporter:
@@ -166,16 +261,15 @@ class MetricsExporter:
         self._facade = facade
         self._definitions = definitions
         self._watch = watch
-        self._primary_metrics = dict(_PRIMARY_COUNTERS)
-        if config.store_threshold >= 2:
-            self._primary_metrics["stores_skipped"] = (CPUOffloadingMetrics.STORES_SKIPPED, ())
-        self._tier_metrics = [
-            {name: (metric, (tier.name,)) for name, metric in _TIER_COUNTERS.items()}
-            for tier in config.tiers
-        ]
+        skipped = [_STORES_SKIPPED] if config.store_threshold >= 2 else []
+        self._primary = _Counters([*_PRIMARY_COUNTERS, *skipped])
+        self._tiers = [_Counters(_tier_counters(tier.name)) for tier in config.tiers]
+        self._faults = _Counters[int]([_Counter(_FAULTS, (), lambda now: now)])
+        self._drops = _Counters[Mapping[str, int]](
+            [_Counter(_DROPPED, (what,), itemgetter(what)) for what in DROPS]
+        )
         self._tier_names = [tier.name for tier in config.tiers]
         self._backends: list[Mapping[str, int] | None] = [None for _ in config.tiers]
-        self._totals: list[dict[str, float]] = [{} for _ in range(3 + len(config.tiers))]
         self._slots: tuple[int, ...] = ()
         self._gauges: dict[tuple[str, _Label], float] = {}
 
@@ -194,11 +288,11 @@ class MetricsExporter:
 
     def _take_state(self, sample: Sample) -> None:
         now = self._facade.statistics()
-        self._count(sample, 0, now.primary.counts, self._primary_metrics)
-        self._count(sample, 1, {"faults": now.faults}, _FAULT_COUNTER)
+        self._primary.report(sample, now.primary.counts)
+        self._faults.report(sample, now.faults)
         self._take_slots(sample, now.primary)
         for number, tier in enumerate(now.tiers):
-            self._count(sample, 3 + number, tier.counts, self._tier_metrics[number])
+            self._tiers[number].report(sample, tier.counts)
             self._take_jobs(sample, tier, now.primary.slot_count)
             if tier.backend is not self._backends[number]:
                 self._backends[number] = tier.backend
@@ -206,7 +300,7 @@ class MetricsExporter:
                     self._set(sample, _BACKEND, value, (tier.name, what))
 
     def _take_drops(self, sample: Sample) -> None:
-        self._count(sample, 2, dict(self._watch.dropped), _DROPPED_COUNTERS)
+        self._drops.report(sample, dict(self._watch.dropped))
 
     def _take_slots(self, sample: Sample, now: PrimaryStatistics) -> None:
         slots = (
@@ -224,8 +318,8 @@ class MetricsExporter:
         self._set(sample, CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC, writing + reading)
         self._set(sample, CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC, writing)
         self._set(sample, CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC, reading)
-        for state, attribute in _SLOT_STATES.items():
-            self._set(sample, _SLOTS, getattr(now, attribute), state)
+        for state, read in _SLOT_STATES.items():
+            self._set(sample, _SLOTS, read(now), (state,))
 
     def _take_jobs(self, sample: Sample, now: TierStatistics, slot_count: int) -> None:
         names = TieringOffloadingMetrics
@@ -249,23 +343,6 @@ class MetricsExporter:
                 for seconds, success in tier.promotion_seconds:
                     result = "success" if success else "failure"
                     sample.observe(_PROMOTION_LATENCY, seconds, (name, result))
-
-    def _count(
-        self,
-        sample: Sample,
-        number: int,
-        now: Mapping[str, float],
-        metrics: Mapping[str, tuple[str, _Label]],
-    ) -> None:
-        """Report how much counters have grown. One that fell counts on from where it is now."""
-        before = self._totals[number]
-        if now == before:
-            return
-        for name, value in now.items() - before.items():
-            if name in metrics:
-                metric, label = metrics[name]
-                sample.count(metric, value - before.get(name, 0), label)
-            before[name] = value  # afterwards: if that raises, it is reported the next time
 
     def _set(self, sample: Sample, metric: str, value: float, label: _Label = ()) -> None:
         """Report a gauge that has moved."""

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
 )
 
 from kvtier.core.statistics import (
+    Counts,
     Observations,
     PrimaryCounts,
     PrimaryStatistics,
@@ -32,6 +33,7 @@ from kvtier.vllm import KVTierOffloadingSpec, metrics
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.metrics import MetricsExporter
 from kvtier.vllm.watch import DROPS, Sample, Watch
+from tests.support.patience import until
 from tests.vllm.support.children import run_scenario
 from tests.vllm.support.engine import engine, kvtier_config, make_prompts
 from tests.vllm.support.managers import manager
@@ -86,13 +88,40 @@ class FrontEnd:
 # --- what is counted is exported ---
 
 
-def test_each_counter_reaches_vllm_and_no_table_names_another() -> None:
-    """They are matched by name: one that is renamed would vanish without a word."""
-    assert metrics._TIER_COUNTERS.keys() == vars(TierCounts()).keys()
-    primary = metrics._PRIMARY_COUNTERS.keys() | {"stores_skipped"}
-    assert primary == vars(PrimaryCounts()).keys()
-    slots = set(metrics._SLOT_STATES.values())
-    assert slots <= set(PrimaryStatistics.__struct_fields__)
+PRIMARY_COUNTERS = [*metrics._PRIMARY_COUNTERS, metrics._STORES_SKIPPED]
+NOT_EXPORTED: set[str] = set()
+"""Counters that vLLM is not told on purpose."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "counters"),
+    [(TierCounts, metrics._tier_counters("1:memory")), (PrimaryCounts, PRIMARY_COUNTERS)],
+)
+def test_each_counter_reaches_vllm_once(kind: type[Counts], counters: list[Any]) -> None:
+    """That each one that is read exists is mypy's to say: this, that each one is read."""
+    for name in set(kind()) - NOT_EXPORTED:
+        counts = kind()
+        setattr(counts, name, 7)
+        read = [each.metric for each in counters if each.read(counts) == 7]
+        assert len(read) == 1, name
+
+
+def test_a_counter_that_is_not_there_is_no_attribute_of_a_snapshot_either() -> None:
+    """A renamed one is an error wherever it is still read by its old name."""
+    counts = TierCounts()
+    taken = counts.snapshot()
+    counts.absent += 1
+    assert (taken.absent, taken["absent"]) == (0, 0)
+    assert taken != counts
+    assert taken == dict(taken)
+    with pytest.raises(AttributeError):
+        taken.missing  # type: ignore[attr-defined] # noqa: B018 - that is what is tested
+
+
+def has_told(facade: SchedulerFacade) -> bool:
+    """Tell whether every backend's own counts have come from its tier's thread."""
+    facade.step_end()
+    return all(tier.backend for tier in facade.statistics().tiers)
 
 
 def test_every_counter_is_there_from_the_first_step_on_with_all_labels() -> None:
@@ -102,10 +131,15 @@ def test_every_counter_is_there_from_the_first_step_on_with_all_labels() -> None
         assert ours.has_pending_work(), "an idle engine would not step"
         ours.facade.step_end()
         front.take(ours.get_stats())
-    for metric in [*metrics._TIER_COUNTERS.values()]:
-        for tier in ("1:memory", "2:memory"):
+        first = front.samples().keys()
+        until(lambda: has_told(ours.facade))
+        front.take(ours.get_stats())
+    assert front.samples().keys() - first <= {"kvtier:tier_backend"}
+    for tier in ("1:memory", "2:memory"):
+        for metric, label, _ in metrics._tier_counters(tier):
+            assert label == (tier,)
             assert front.value(f"{metric}_total", tier=tier) == 0, (metric, tier)
-    for metric, label in metrics._PRIMARY_COUNTERS.values():
+    for metric, label, _ in metrics._PRIMARY_COUNTERS:
         labels = {"tier": label[0]} if label else {}
         assert front.value(f"{metric}_total", **labels) == 0, metric
     assert front.value("vllm:kv_offload_stores_skipped_total") == 0
@@ -132,6 +166,7 @@ def methods(owner: type) -> Iterator[tuple[type, str]]:
 
 PARTS = [
     *methods(MetricsExporter),
+    *methods(metrics._Counters),
     *methods(Sample),
     (KVTierManager, "_translated"),
     (KVTierManager, "_all_events"),
@@ -187,8 +222,8 @@ class History:
     """A facade whose counters do what they like. It has what the exporter asks for."""
 
     def __init__(self) -> None:
-        self.primary: dict[str, float] = dict.fromkeys(vars(PrimaryCounts()), 0)
-        self.tiers = [dict.fromkeys(vars(TierCounts()), 0.0) for _ in TIERS]
+        self.primary = PrimaryCounts()
+        self.tiers = [TierCounts() for _ in TIERS]
         self.backends: list[dict[str, Any]] = [{} for _ in TIERS]
         self.faults = 0
 
@@ -199,12 +234,12 @@ class History:
         known = {"name", "breaker", "counts", "backend", "backend_levels"}
         idle = dict.fromkeys(set(TierStatistics.__struct_fields__) - known, 0)
         return Statistics(
-            primary=PrimaryStatistics(slot_count=8, counts=dict(self.primary), **nothing),
+            primary=PrimaryStatistics(slot_count=8, counts=self.primary.snapshot(), **nothing),
             tiers=tuple(
                 TierStatistics(
                     name=tier.name,
                     breaker="CLOSED",
-                    counts=dict(counts),
+                    counts=counts.snapshot(),
                     backend=dict(backend),
                     **idle,
                 )
@@ -262,16 +297,16 @@ def test_whatever_counters_do_vllms_front_end_takes_it_and_shows_no_fall(steps: 
     for step in steps:
         for kind, name, value in step:
             if kind == "primary":
-                facade.primary[name] = value
+                setattr(facade.primary, name, value)
             elif kind == "tier":
-                facade.tiers[1][name] = value
+                setattr(facade.tiers[1], name, value)
             elif kind == "backend":
                 facade.backends[0][name] = value
             elif kind == "faults":
                 facade.faults = value
             else:
                 facade.backends[0] = {}
-                facade.tiers[1] = dict.fromkeys(facade.tiers[1], 0.0)
+                facade.tiers[1] = TierCounts()
         front.take(exporter.take())
         now = front.value("kvtier:primary_evictions_total") or 0.0
         assert now >= shown
