@@ -48,7 +48,7 @@ def open_runtime(
     ``collect_events``: fill ``take_events()``, which must then be drained.
     Raises ``ConfigError`` before any tier is served, and waits for each tier's
     storage for ``start_timeout_s`` at most; a tier whose backend fails later is
-    cut off, and the runtime goes on without it.
+    disabled, and the runtime goes on without it.
     """
     if memory.slot_count != config.slot_count or memory.block_bytes != config.block_bytes:
         raise ConfigError(

@@ -40,7 +40,7 @@ RESET_S_MAX = 20.0  #: between two of them tiers must get something to read
 REST_S_MAX = 300.0
 STALL_S_MAX = 300.0  #: without a single token, though clients wait
 PATIENT = dict.fromkeys(("probe_timeout_s", "promote_timeout_s", "store_timeout_s"), 60.0)
-"""A busy machine is not what is tested: a tier that misses its deadline is left alone."""
+"""A busy machine is not what is tested: a tier that misses its deadline is bypassed."""
 
 QUERIES = ("", "?reset_external=true", "?reset_running_requests=true&reset_external=true")
 BUSY_RESET = "Failed to reset KV cache even when all the running requests are"

@@ -47,7 +47,7 @@ class IncidentLog:
     def __init__(
         self, backend_type: str, tier_name: str, folder: str, counters: TierCounters
     ) -> None:
-        self._event = f"{backend_type} tier: trouble, said once until it is over"
+        self._event = f"{backend_type} tier: fault, logged once until it is over"
         self._tier_name = tier_name
         self._folder = folder
         self._counters = counters

@@ -21,7 +21,7 @@ class LazyLogger:
         self.write("info", event, fields)
 
     def warning(self, event: str, **fields: object) -> None:
-        """Write a line about trouble that kvtier copes with."""
+        """Write a line about a fault that kvtier copes with."""
         self.write("warning", event, fields)
 
     def error(self, event: str, *, exc_info: bool = False, **fields: object) -> None:

@@ -207,7 +207,7 @@ async def any_number_of_blocks_is_a_batch(make: MakeBackend) -> None:
         await bench.expect_kept([twice, block, twice])
 
 
-async def keys_are_told_apart_byte_by_byte(make: MakeBackend) -> None:
+async def keys_are_distinguished_byte_by_byte(make: MakeBackend) -> None:
     """Hashes of several lengths, groups, shared beginnings and shared ends do not mix."""
     async with opened(make) as bench:
         stem = os.urandom(16)
@@ -306,10 +306,10 @@ async def blocks_outlive_the_backend(make: MakeBackend) -> None:
     await _reopen(make, kept_wanted=True)
 
 
-async def all_that_takes_room_is_told(make: MakeBackend) -> None:
-    """A full backend tells what it has once it is open again; without that, it is empty.
+async def all_that_takes_room_is_listed(make: MakeBackend) -> None:
+    """A full backend lists what it has once it is open again; without that, it is empty.
 
-    What is not told can never be evicted. Stores and removals go on while it tells.
+    What is not listed can never be evicted. Stores and removals go on meanwhile.
     """
     async with opened(make) as bench:
         capacity = bench.backend.traits.capacity_blocks
@@ -319,16 +319,16 @@ async def all_that_takes_room_is_told(make: MakeBackend) -> None:
         for start in range(0, capacity, 16):
             await bench.keep(stored[start : start + 16])
     async with opened(make, again=True) as bench:
-        told = {key for keys in bench.backend.contents() for key in keys}
-        expect(told >= {block.key for block in stored}, "contents must name each stored block")
+        listed = {key for keys in bench.backend.contents() for key in keys}
+        expect(listed >= {block.key for block in stored}, "contents must name each stored block")
     async with opened(make, again=True) as bench:
-        told = set()
+        listed = set()
         for keys in bench.backend.contents():
             await bench.backend.remove(keys[:1])
             (extra,) = new_blocks(1)
             await bench.store([extra])
-            told |= {*keys, extra.key}
-        await bench.backend.remove(sorted(told))
+            listed |= {*keys, extra.key}
+        await bench.backend.remove(sorted(listed))
         for start in range(0, capacity, 16):
             await bench.keep(new_blocks(min(16, capacity - start)))
 
@@ -415,7 +415,7 @@ BACKEND_CHECKS: Final[tuple[BackendCheck, ...]] = (
     calls_may_overlap,
     calls_may_meet_on_one_key,
     any_number_of_blocks_is_a_batch,
-    keys_are_told_apart_byte_by_byte,
+    keys_are_distinguished_byte_by_byte,
     a_load_stays_in_its_buffer,
     a_full_store_says_so,
     a_cancelled_call_harms_no_other,
@@ -428,6 +428,6 @@ BACKEND_CHECKS: Final[tuple[BackendCheck, ...]] = (
 
 PERSISTENCE_CHECKS: Final[tuple[BackendCheck, ...]] = (
     blocks_outlive_the_backend,
-    all_that_takes_room_is_told,
+    all_that_takes_room_is_listed,
 )
 """What a backend must pass besides, if its blocks are to outlive the engine."""

@@ -2,7 +2,7 @@
 
 An engine stops at the first thing that it refuses, minutes after its start. Here every key and
 every tier is looked at by itself, so that all refusals that show without vLLM, without a device and
-without the model are told at once.
+without the model are reported at once.
 
 Looking at a folder may hang as its storage does, so each tier is looked at in a thread that is not
 waited for longer than ``LOOK_S_MAX``. Before that, another process looks whether it answers.

@@ -62,7 +62,7 @@ _OWN_TIER_COUNTERS: Final[Mapping[str, tuple[_ReadTier, str]]] = {
     "kvtier:tier_cascade_jobs": (lambda now: now.cascade_jobs, "Cascades sent to the tier."),
     "kvtier:tier_absent": (
         lambda now: now.absent,
-        "Blocks that a load did not find, though the tier was said to have them.",
+        "Blocks that a load did not find, though the tier had reported them.",
     ),
     "kvtier:tier_damaged": (
         lambda now: now.damaged,
@@ -107,11 +107,11 @@ _OWN_TIER_COUNTERS: Final[Mapping[str, tuple[_ReadTier, str]]] = {
     ),
     "kvtier:tier_breaker_opened": (
         lambda now: now.breaker_opened,
-        "How often a tier was left alone after failures in a row.",
+        "How often a tier's circuit breaker opened, after failures in a row.",
     ),
     "kvtier:tier_broke": (
         lambda now: now.broke,
-        "How often a tier was cut off because its own code raised, or its process ended.",
+        "How often a tier was disabled because its own code raised, or its process ended.",
     ),
 }
 """Counts of one tier that only kvtier has, and what they are."""
@@ -194,7 +194,7 @@ def metric_definitions(_extra_config: Mapping[str, Any]) -> dict[str, Offloading
             documentation="Slots of the primary tier, by state.", labelnames=("state",)
         ),
         _BREAKER: OffloadingGaugeMetadata(
-            documentation="0: tier in use, 1: left alone, 2: on trial, 3: cut off.",
+            documentation="Circuit breaker: 0 closed (in use), 1 open, 2 half-open, 3 disabled.",
             labelnames=("tier",),
         ),
         _BACKEND: OffloadingGaugeMetadata(

@@ -108,7 +108,7 @@ async def test_a_bounded_backend_that_persists_keeps_the_whole_contract() -> Non
     await check_backend(make, persistent=True)
 
 
-class TellsHalf(Outlives):
+class ListsHalf(Outlives):
     def contents(self) -> Iterable[Sequence[bytes]]:
         return [self.before[::2]]
 
@@ -118,7 +118,7 @@ class TripsOverStores(Outlives):
         return ([key] for key in self._kept)
 
 
-class KeepsUntoldLeavings(Outlives):
+class KeepsUnlistedBlocks(Outlives):
     """A store that was under way at the end left something that takes room."""
 
     async def open(self) -> None:
@@ -132,9 +132,9 @@ class ForgetsAtTheEnd(Outlives):
 
 
 FLAWED_SHELVES: dict[type[MemoryBackend], BackendCheck] = {
-    TellsHalf: conformance.all_that_takes_room_is_told,
-    TripsOverStores: conformance.all_that_takes_room_is_told,
-    KeepsUntoldLeavings: conformance.all_that_takes_room_is_told,
+    ListsHalf: conformance.all_that_takes_room_is_listed,
+    TripsOverStores: conformance.all_that_takes_room_is_listed,
+    KeepsUnlistedBlocks: conformance.all_that_takes_room_is_listed,
     ForgetsAtTheEnd: conformance.blocks_outlive_the_backend,
 }
 
@@ -393,7 +393,7 @@ FLAWED: dict[type[MemoryBackend], BackendCheck] = {
     OneCallAtATime: conformance.calls_may_overlap,
     DeadlocksOnOneKey: conformance.calls_may_meet_on_one_key,
     TripsOverNothing: conformance.any_number_of_blocks_is_a_batch,
-    IgnoresTheGroup: conformance.keys_are_told_apart_byte_by_byte,
+    IgnoresTheGroup: conformance.keys_are_distinguished_byte_by_byte,
     WritesPastItsBuffer: conformance.a_load_stays_in_its_buffer,
     ChangesWhatItStores: conformance.a_load_of_a_missing_key_is_absent,
     HasNoBound: conformance.a_full_store_says_so,

@@ -90,7 +90,7 @@ class DiskPromises:
             assert disk.life is not None
             counts = disk.life.backend.counters()
             earned = (WRITE_AMPLIFICATION_MAX - 1) * counts.get("bytes_stored", 0)
-            assert counts.get("bytes_appended_again", 0) <= earned + disk.credit_bytes + 1
+            assert counts.get("bytes_reinserted", 0) <= earned + disk.credit_bytes + 1
 
     @precondition(is_running)
     @invariant()

@@ -273,7 +273,7 @@ def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
 
 
 def trim_segments(segments: Segments, regions: int, highest: int) -> int:
-    """Cut off and remove what lies beyond ``regions``; returns how many files changed.
+    """Truncate and remove what lies beyond ``regions``; returns how many files changed.
 
     Looks at the segments up to number ``highest``.
     """

@@ -3,13 +3,13 @@
 A path may come to name something else while an engine runs: its filesystem is
 unmounted, and what is written goes to the disk below; it is replaced by a link;
 it is deleted and made again. So folders are kept open, and files are named
-relative to them. Once in a while the path is looked at: if it names another
-folder, that one is taken only if it is known to be the same place. Otherwise
-the tier has none, lets go of what it had, and looks again later.
+relative to them. Once in a while the path is checked: if it names another
+folder, that one is opened only if it is known to be the same place. Otherwise
+the tier has none, lets go of what it had, and checks again later.
 
 # Invariant: a folder is known by ``config.json``, to the nanosecond in which it was written:
 #            that stays through a remount or a copy, and two folders don't share it. A new
-#            folder is taken only where the old one was deleted, on the same filesystem.
+#            folder is opened only where the old one was deleted, on the same filesystem.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvtier_backends.fs.layout import Layout
 
 CHECK_PAUSE_S: Final = 1.0
-"""The path is looked at so often, as long as there is something to do."""
+"""The path is checked so often, as long as there is something to do."""
 
 CONFIG_NAME: Final = "config.json"
 FOLDER_FLAGS: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -128,19 +128,19 @@ class Anchor:
         self._is_deleted = False  # the last one was
         self._why = ""
         self._next_check_s = time.monotonic() + CHECK_PAUSE_S
-        self._looking = threading.Lock()
+        self._checking = threading.Lock()
         self._is_closed = False
 
     def current(self) -> Place:
         """Return the place, to be kept while it is used. Raises ``PlaceLost``."""
         now_s = time.monotonic()
-        # One thread looks: on storage that hangs, the others must not wait for that.
-        if now_s >= self._next_check_s and self._looking.acquire(blocking=False):
+        # One thread checks: on storage that hangs, the others must not wait for that.
+        if now_s >= self._next_check_s and self._checking.acquire(blocking=False):
             try:
                 self._next_check_s = now_s + CHECK_PAUSE_S
-                self._look(make=False)
+                self._check(make=False)
             finally:
-                self._looking.release()
+                self._checking.release()
         place = self._place
         if place is None:
             raise PlaceLost(errno.ESTALE, self._why, self._path)
@@ -148,8 +148,8 @@ class Anchor:
 
     def make_again(self) -> Place:
         """Make the folders anew if they were deleted. Raises ``OSError`` if they can't be."""
-        with self._looking:
-            self._look(make=True)
+        with self._checking:
+            self._check(make=True)
         return self.current()
 
     def close(self) -> None:
@@ -158,9 +158,9 @@ class Anchor:
         self._why = "it was closed"
         self._place = None
 
-    # --- with ``_looking`` ---
+    # --- with ``_checking`` ---
 
-    def _look(self, *, make: bool) -> None:
+    def _check(self, *, make: bool) -> None:
         if self._is_closed:
             return
         try:
@@ -173,11 +173,11 @@ class Anchor:
         place = self._place
         if place is not None:
             if place.is_named_by(there):
-                self._look_below(place, make=make)
+                self._check_below(place, make=make)
                 return
             self._is_deleted = place.is_deleted()
         if stat.S_ISDIR(there.st_mode):
-            self._take_up(make=self._may_begin_anew(there.st_dev))
+            self._reopen(make=self._may_begin_anew(there.st_dev))
         else:
             self._lose("it is no folder any more")
 
@@ -189,7 +189,7 @@ class Anchor:
         elif make and self._may_begin_anew(filesystem_of(os.path.dirname(self._real_path))):
             with suppress(FileExistsError):
                 make_folders(self._real_path)
-            self._take_up(make=True)
+            self._reopen(make=True)
 
     def _may_begin_anew(self, device: int) -> bool:
         """Tell whether an empty folder there is the tier's: the old one was deleted."""
@@ -199,24 +199,24 @@ class Anchor:
             and os.path.realpath(self._path) == self._real_path  # no link has come into its place
         )
 
-    def _look_below(self, place: Place, *, make: bool) -> None:
+    def _check_below(self, place: Place, *, make: bool) -> None:
         """See to the folders below a root that is the right one: they may be made anew there."""
         try:
             stands = place.stands_below(self._layout)
             written_ns = place.written_ns()
         except _GONE:
             if make:
-                self._take_up(make=True)
+                self._reopen(make=True)
             return  # until then nothing is found there
         except OSError:
             return  # as above
         if stands and written_ns is not None:
             self._written_ns = written_ns
         else:
-            self._take_up(make=True)
+            self._reopen(make=True)
 
-    def _take_up(self, *, make: bool) -> None:
-        """Take what the path names now, if it is the place, or may become it."""
+    def _reopen(self, *, make: bool) -> None:
+        """Open what the path names now, if it is the place, or may become it."""
         try:
             place = Place(self._path)
             if stat.S_IMODE(os.fstat(place.root).st_mode) & stat.S_IWOTH:

@@ -5,7 +5,7 @@ sides run the same leg one after the other, then all run the next; their order
 is drawn by lot each time, for a disk gives less to who writes right after
 another one has. Disks give more for a moment than they do for long, and other
 users come and go, so ratios are taken within a round, and the median of these
-is what is told.
+is what is reported.
 
 Every loaded byte is compared with what was stored, after the clock has stopped.
 """
@@ -262,7 +262,7 @@ class _Bed:
         return [xxhash.xxh3_64_intdigest(memory.view(slot)) for slot in range(memory.slot_count)]
 
     def _open_fio(self, options: Options) -> str:
-        """Start with fio if it works here, and return what is to be told of it."""
+        """Start with fio if it works here, and return what is to be reported of it."""
         setup = self.setup
         try:
             self._fio = Fio(

@@ -41,7 +41,7 @@ class Ratio:
 
     @property
     def median(self) -> float:
-        """The ratio that is told."""
+        """The ratio that is reported."""
         return statistics.median(self.of_rounds)
 
     @property

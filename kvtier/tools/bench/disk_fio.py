@@ -23,7 +23,7 @@ _LOG_CHARACTERS: Final = 500
 
 
 class FioFailed(KVTierError):
-    """Raised when fio ends badly. The text ends with what it said."""
+    """Raised when fio ends badly. The text ends with its output."""
 
 
 class Fio:
@@ -100,6 +100,6 @@ def _output(arguments: list[str], folder: Path) -> str:
     with fio as process:
         output, errors = (printed.decode(errors="replace") for printed in process.communicate())
     if process.returncode:
-        said = f"{output}{errors}".strip()[-_LOG_CHARACTERS:]
-        raise FioFailed(f"fio ended with status {process.returncode}: {said}")
+        output = f"{output}{errors}".strip()[-_LOG_CHARACTERS:]
+        raise FioFailed(f"fio ended with status {process.returncode}: {output}")
     return output

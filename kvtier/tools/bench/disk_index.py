@@ -27,7 +27,7 @@ from kvtier_backends.disk.log.index_bulk import BulkLoad
 BLOCKS = 1_000_000
 KEY_BYTES = 36  # a SHA-256 and a group index
 SLOTS_PER_REGION = 1022  # 64 MiB regions of 64 KiB blocks
-REGIONS = int(BLOCKS * 1.12 / SLOTS_PER_REGION)  # the spare part is record to the index too
+REGIONS = int(BLOCKS * 1.12 / SLOTS_PER_REGION)  # with the overprovisioned slots
 BYTES_MAX = 120
 PAUSE_MS_MAX = 5.0
 INCARNATION = bytes(16)

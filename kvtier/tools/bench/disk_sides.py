@@ -306,7 +306,7 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.waiting: deque[Message] = deque()
-        self.counted: Mapping[str, int] = {}  # by the backend, as it was told last
+        self.counted: Mapping[str, int] = {}  # by the backend, as last reported
 
     def post(self, message: Message) -> bool:
         """Keep the message."""

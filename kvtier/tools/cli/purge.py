@@ -159,12 +159,12 @@ def _ask(path: str, selection: Selection) -> dict[str, Any] | None:
         return None
     try:
         with progress(f"asking {user}", None) as bar:
-            told = ask_engine(path, selection, lambda: bar.advance(1))
+            answer = ask_engine(path, selection, lambda: bar.advance(1))
     except NotAnswered as error:
         return _figures({}, str(user), 0, error=str(error))
-    if told is None:
+    if answer is None:
         return None
-    rows, regions_failed = told
+    rows, regions_failed = answer
     return _figures({Kind(*row[:3]): row[3] for row in rows}, str(user), regions_failed)
 
 

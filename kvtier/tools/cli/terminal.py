@@ -126,7 +126,7 @@ def _console(stream: Any) -> Console:  # noqa: ANN401 - a text stream
 
 
 class _BarProgress:
-    """A bar. It is drawn at most ten times a second, however often it is told."""
+    """A bar. It is drawn at most ten times a second, however often it advances."""
 
     def __init__(self, bar: RichProgress, task: TaskID) -> None:
         self._bar = bar

@@ -118,7 +118,7 @@ class Player:
     ) -> bool:
         """Play; True if the trace was played to its end, False if it was stopped.
 
-        ``on_progress`` is told how many more requests have had their first token.
+        ``on_progress`` is called with how many more requests have had their first token.
         """
         while (self._to_come or self._in_flight or self._copies) and not should_stop():
             before = self.measured.requests

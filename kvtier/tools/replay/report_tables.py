@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 _SHOWN: Final = ("mean", "p50", "p90", "p99")
 """Of a time to first token."""
 
-TIER_TROUBLE: Final = (
+TIER_FAULTS: Final = (
     "cascades_dropped",
     "promotions_dropped",
     "damaged",
@@ -153,10 +153,10 @@ def _sum(report: Mapping[str, Any]) -> Table:
         ("promotions refused for want of room", f"{tiers[0]['counts']['promotions_refused']:,}"),
     ]
     for tier in tiers[1:]:
-        trouble = [
-            f"{name} {tier['counts'][name]:,}" for name in TIER_TROUBLE if tier["counts"][name]
+        faults = [
+            f"{name} {tier['counts'][name]:,}" for name in TIER_FAULTS if tier["counts"][name]
         ]
-        rows.append((f"trouble of {tier['name']}", ", ".join(trouble) or "none"))
+        rows.append((f"faults of {tier['name']}", ", ".join(faults) or "none"))
     loaded, checked = report["gpu"]["loaded_blocks"], report["gpu"]["checked_blocks"]
     rows.append(
         ("blocks read, and compared", f"{loaded:,}, {checked:,} ({report['settings']['verify']})")

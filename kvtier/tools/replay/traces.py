@@ -159,7 +159,7 @@ def read_trace(
     """Read a trace. Raises ``TraceError`` and nothing else, unless ``on_progress`` does.
 
     ``auto`` tells the format by the fields of the first good line. ``limit``:
-    stop after so many requests. ``on_progress`` is now and then told how many
+    stop after so many requests. ``on_progress`` is called now and then with how many
     bytes of the file have been read, and how many it has (0 for a pipe).
 
     Requests are sorted by time: servers may log a request when it ends. How
@@ -340,7 +340,7 @@ def _lines_untrusted(file: io.BufferedReader) -> Iterator[tuple[int, bytes | _Ba
             while too_long and line and not line.endswith(b"\n"):
                 line = stream.readline(LINE_BYTES_MAX)
         except EOFError:
-            yield number, _Unreadable("the gzip file ends in the middle: it was cut off")
+            yield number, _Unreadable("the gzip file ends in the middle: it is truncated")
             return
         except (zlib.error, gzip.BadGzipFile) as error:
             yield number, _Unreadable(f"the gzip file is damaged from here on ({error})")

@@ -329,9 +329,9 @@ def test_its_log_lines_and_its_counts_reach_the_engine(
     with capture_logs() as lines:
         outcomes = bench.load(KEYS, tuple(range(SLOTS))).outcomes
         assert set(outcomes) == {Outcome.DAMAGED}
-        until(lambda: bench.host.take() or bench.counted.get("blocks_cut_off"))
+        until(lambda: bench.host.take() or bench.counted.get("blocks_truncated"))
     assert bench.counted["bytes_stored"] == SLOTS * BLOCK
-    assert [line["kind"] for line in lines] == ["blocks_cut_off"]
+    assert [line["kind"] for line in lines] == ["blocks_truncated"]
     assert lines[0]["log_level"] == "warning"
 
 

@@ -268,11 +268,11 @@ async def test_purge_of_an_open_folder_is_done_by_its_engine(folder: Path, kvtie
 async def test_purge_says_if_the_engine_does_not_answer(
     folder: Path, kvtier: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(purge_requests, "TAKEN_WITHIN_S_MAX", 0.0)
+    monkeypatch.setattr(purge_requests, "ACCEPTED_WITHIN_S_MAX", 0.0)
     monkeypatch.setattr(backend_module, "TICK_S", 1000.0)
     async with open_disk(folder):
         figures = kvtier("purge", folder, "--all", status=1)
-        assert "did not take the request" in figures["error"]
+        assert "did not accept the request" in figures["error"]
         assert "stop it, and run this again" in kvtier.out
 
 

@@ -154,7 +154,7 @@ def test_a_disk_that_hangs(llama: Path, log_folder: Path, seeded: Any, root: Pat
     told = run_scenario(hanging, log_folder=log_folder, model=str(llama), root=str(root), hung=hung)
 
     assert told["tokens"] == seeded["tokens"]
-    assert told["cached"] == [0] * len(LENGTHS)  # the sound ones too: the tier is left alone
+    assert told["cached"] == [0] * len(LENGTHS)  # the sound ones too: the tier's breaker is open
     hung, sound = told["asked"]
     assert sound == hung  # nothing was asked of the tier, so nothing was waited for
     (tier,) = told["statistics"]["tiers"]

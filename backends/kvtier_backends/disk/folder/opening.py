@@ -1,4 +1,4 @@
-"""Opens a folder: judges its superblock, cuts off what is too much, recovers what is sound."""
+"""Opens a folder: judges its superblock, truncates what is too long, recovers what is sound."""
 
 from __future__ import annotations
 
@@ -85,5 +85,5 @@ def prepare_folder(path: str, verdict: Verdict) -> tuple[Superblock, Mapping[str
     segments = Segments(path, plan.geometry.region_bytes, plan.segment_regions)
     cut = trim_segments(segments, plan.regions, highest=max(numbers, default=-1))
     if cut:
-        counts["segments_cut"] += cut
+        counts["segments_truncated"] += cut
     return verdict.superblock, counts

@@ -270,7 +270,7 @@ class Recovery:
 
     def _judge(self, number: int, raw: memoryview) -> None:
         case, header = region_case(raw[:PAGE_BYTES], number, self._expected)
-        # A file that is shorter than its regions was cut off, or never got so far.
+        # A file that is shorter than its regions was truncated, or never got so far.
         if raw or case.name != "region_unreadable":
             self._count(case)
         if header is not None and header.folder_id == self._expected.folder_id:
@@ -286,7 +286,7 @@ class Recovery:
             if table is not None:
                 self._bulk.add_page(table)
         if len(raw) < self._expected.geometry.slots_at:
-            self._counts["table_cut_off"] += 1
+            self._counts["table_truncated"] += 1
         if self._bulk.end_region(number, header.sequence):
             self._headers[number] = header
 

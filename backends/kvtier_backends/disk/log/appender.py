@@ -122,7 +122,7 @@ class BlockAppender:
     def _count_bytes(self, size: int, batch: AppendBatch) -> None:
         if batch.is_reinserted:
             self._context.budget.spend(size)
-            self._context.counters.add("bytes_appended_again", size)
+            self._context.counters.add("bytes_reinserted", size)
         else:
             self._context.budget.earn(size)
             self._context.counters.add("bytes_stored", size)

@@ -126,5 +126,5 @@ class BlockReader:
             incidents.success("load")
         if whole < blocks:
             reason = "a segment file is shorter than its blocks"
-            incidents.report("load", "blocks_cut_off", reason, count=blocks - whole)
+            incidents.report("load", "blocks_truncated", reason, count=blocks - whole)
         return whole, Outcome.DAMAGED

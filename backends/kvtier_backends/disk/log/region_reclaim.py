@@ -117,7 +117,7 @@ class Reclaimer:
             regions.unpin(region)
         if not is_over:
             return Outcome.FAILED
-        self._context.counters.add("regions_emptied")
+        self._context.counters.add("regions_reclaimed")
         waited_s = 0.0
         while regions.state(region) is RegionState.RECLAIMING and waited_s < READERS_WAIT_S_MAX:
             await asyncio.sleep(_READERS_POLL_S)

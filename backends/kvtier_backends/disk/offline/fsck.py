@@ -115,7 +115,7 @@ class Checker:
 
     def _drop(self, report: RegionReport, bad: set[int]) -> None:
         """Remove from a region what is unsound, or all of it if its header is."""
-        if report.case == "region_unreadable" or report.is_cut_off:
+        if report.case == "region_unreadable" or report.is_truncated:
             self._folder.files.cut(report.number)
         else:
             scrub_region(self._folder.files, report, lambda entry: entry.slot not in bad)
@@ -125,8 +125,8 @@ class Checker:
         number = report.number
         if report.case not in UNREMARKABLE:
             self._found(report.case, number, 1, "all of the region")
-        if report.is_cut_off:
-            self._found("table_cut_off", number, 1, "its file ends within its table")
+        if report.is_truncated:
+            self._found("table_truncated", number, 1, "its file ends within its table")
         cases = Counter(page.case for page in report.pages if page.case not in UNREMARKABLE)
         for case, count in cases.items():
             self._found(case, number, count, f"{count} table pages")
@@ -176,7 +176,7 @@ class Checker:
         bad = {}
         for slot, block in self._read(report, entries):
             if len(block) < header.block_bytes:
-                bad[slot] = "blocks_cut_off"
+                bad[slot] = "blocks_truncated"
             elif not self._is_sound(header, entries[slot], block):
                 bad[slot] = "blocks_damaged"
         return bad

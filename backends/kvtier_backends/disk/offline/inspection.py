@@ -70,7 +70,7 @@ class RegionReport:
     header: RegionHeader | None = None
     geometry: RegionGeometry | None = None
     pages: list[Page] = field(default_factory=list)
-    is_cut_off: bool = False  #: its file ends within its table
+    is_truncated: bool = False  #: its file ends within its table
     is_changing: bool = False  #: an engine is at work there: what looks damaged may not be
 
     @property
@@ -87,7 +87,7 @@ class RegionReport:
     def looks_damaged(self) -> bool:
         """Tell whether an engine would count anything here."""
         pages = (page.case not in UNREMARKABLE or page.beyond > 0 for page in self.pages)
-        return self.case not in UNREMARKABLE or self.is_cut_off or any(pages)
+        return self.case not in UNREMARKABLE or self.is_truncated or any(pages)
 
 
 class Folder:
@@ -141,7 +141,7 @@ class Folder:
         case, _ = region_case(page, number, expected)
         found = RegionReport(number, case.name, header, geometry)
         if found.is_sound and header is not None and geometry is not None:
-            found.is_cut_off = len(raw) < geometry.slots_at
+            found.is_truncated = len(raw) < geometry.slots_at
             for place in range((min(len(raw), geometry.slots_at) // PAGE_BYTES) - 1):
                 at = (1 + place) * PAGE_BYTES
                 found.pages.append(_judge_page(place, raw[at : at + PAGE_BYTES], header))

@@ -1,8 +1,8 @@
 """How ``kvtier purge`` asks the engine that uses a folder to remove blocks: by two small files.
 
 The command leaves ``purge-ID.json`` in the folder. The tier looks for such files
-once a second, takes the file away, does it, and leaves ``purged-ID.json``. A
-request that was not taken by its time is void, and that is answered as well. Both
+once a second, removes the file, does it, and leaves ``purged-ID.json``. A
+request that was not accepted by its time is void, and that is answered as well. Both
 files are for one user alone and are written whole; neither side trusts what it finds.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.threads import DaemonThreads
     from kvtier_backends.disk.log.block_log import BlockLog
 
-TAKEN_WITHIN_S_MAX: Final = 15.0
+ACCEPTED_WITHIN_S_MAX: Final = 15.0
 DONE_WITHIN_S_MAX: Final = 600.0
 """An answer that has not come by then won't: the disk may have no room for it."""
 
@@ -82,7 +82,7 @@ def ask_engine(
     """
     mark = os.urandom(16).hex()
     request, answer = f"{path}/purge-{mark}.json", f"{path}/purged-{mark}.json"
-    until_s = time.time() + TAKEN_WITHIN_S_MAX
+    until_s = time.time() + ACCEPTED_WITHIN_S_MAX
     namespace = None if selection.namespace is None else selection.namespace.hex()
     asked = _Request(selection.before_s, namespace, selection.all_of_it, max(0, math.ceil(until_s)))
     try:
@@ -91,18 +91,18 @@ def ask_engine(
             used = user_of(path) is not None  # before the look for an answer
             found = _read_untrusted(answer, _Answer)
             if found is not None:
-                return _told(found)
+                return _rows_of(found)
             if not used:
                 return None
             if os.path.lexists(request) and time.time() > until_s:
                 raise NotAnswered(
-                    f"{path}: {user_of(path)} did not take the request in "
-                    f"{TAKEN_WITHIN_S_MAX:.0f} s. It hangs, or its kvtier is older than this one: "
-                    "stop it, and run this again."
+                    f"{path}: {user_of(path)} did not accept the request in "
+                    f"{ACCEPTED_WITHIN_S_MAX:.0f} s. It hangs, or its kvtier is older than this "
+                    "one: stop it, and run this again."
                 )
             if time.time() > until_s + DONE_WITHIN_S_MAX:
                 raise NotAnswered(
-                    f"{path}: {user_of(path)} took the request and has not said in "
+                    f"{path}: {user_of(path)} accepted the request and has not reported in "
                     f"{DONE_WITHIN_S_MAX:.0f} s what it did. kvtier ls shows what is left."
                 )
             waiting()
@@ -113,7 +113,7 @@ def ask_engine(
                 os.unlink(name)
 
 
-def _told(answer: _Answer) -> tuple[list[tuple[bytes, bytes, int, int]], int]:
+def _rows_of(answer: _Answer) -> tuple[list[tuple[bytes, bytes, int, int]], int]:
     if answer.error:
         raise NotAnswered(f"the engine refused: {answer.error}.")
     rows = [
@@ -147,7 +147,7 @@ async def answer_requests(log: BlockLog, regions: int, path: str, threads: Daemo
 
 
 def _pop_request(path: str) -> tuple[str, _Request | None] | None:
-    """Pop a request from the folder: its mark and what it says, None if it is void or none.
+    """Pop a request from the folder: its mark and content, None if it is void or none.
 
     Answers that nobody has read are removed.
     """
@@ -193,7 +193,7 @@ def _write(path: str, value: _Request | _Answer) -> None:
 
 
 def _read_untrusted(path: str, kind: type[_T]) -> _T | None:
-    """Return what a file says; None if there is none that this user wrote and that makes sense."""
+    """Return a file's content; None if there is none that this user wrote and that makes sense."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

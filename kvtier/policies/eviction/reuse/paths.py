@@ -58,7 +58,7 @@ class Paths:
         return self._place_chain(use, len(chain)), use.absent
 
     def use_node(self, node: int) -> None:
-        """Count a use of a node by a request whose order nobody told."""
+        """Count a use of a node by a request whose order is unknown."""
         tree = self._tree
         if tree.is_open(node):
             tree.count_use(node)
@@ -125,7 +125,7 @@ class Paths:
         return cohort
 
     def _walk(self, chain: tuple[Key, ...]) -> _Use:
-        """Find the nodes of a chain, count what came back, and cut off what it did not use."""
+        """Find the nodes of a chain, count what came back, and split off what it did not use."""
         tree, use = self._tree, _Use()
         end = 0
         while end < len(chain):

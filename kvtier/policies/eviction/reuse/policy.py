@@ -96,7 +96,7 @@ class ReusePolicy(EvictionPolicy):
         self._looked_at = -1.0
         self._index = np.full(self._cohorts.count, np.inf)
 
-    # --- what the policy is told ---
+    # --- what the policy learns of ---
 
     def admit(self, keys: Sequence[Key], request: RequestId, *, held: bool) -> None:
         """See ``EvictionPolicy.admit``. New blocks stay aside until their request ends."""
@@ -285,7 +285,7 @@ class ReusePolicy(EvictionPolicy):
         return running
 
     def _stop(self, running: _Running, *, count_uses: bool) -> None:
-        """Let go of a request's nodes, and place those whose order nobody told."""
+        """Let go of a request's nodes, and place those whose order is unknown."""
         tree = self._tree
         for node in sorted(running.nodes):
             if count_uses or tree.is_open(node):

@@ -106,7 +106,7 @@ class Engine:
         assert not any(log.regions._writers)
         assert sum(log.index.live(region) for region in range(REGIONS)) == len(log.index)
         stored = self.count("bytes_stored")
-        again = self.count("bytes_appended_again")
+        again = self.count("bytes_reinserted")
         assert again <= (WRITE_AMPLIFICATION_MAX - 1) * stored + 1
 
 

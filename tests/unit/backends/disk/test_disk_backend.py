@@ -240,7 +240,7 @@ async def test_the_folder_never_holds_more_than_its_capacity(tmp_path: Path) -> 
                 assert folder_bytes(path) <= CAPACITY_BYTES
             assert await disk.found(resident) == resident
             written += disk.count("bytes_stored")
-            again += disk.count("bytes_appended_again")
+            again += disk.count("bytes_reinserted")
     assert written == next_number * BLOCK_BYTES
     assert written + again <= WRITE_AMPLIFICATION_MAX * written
 

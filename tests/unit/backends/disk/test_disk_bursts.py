@@ -133,11 +133,11 @@ async def check_burst(
 ) -> None:
     story = Story(seed)
     await story.begin()
-    lost, emptied = story.lost(), story.engine.count("regions_emptied")
+    lost, emptied = story.lost(), story.engine.count("regions_reclaimed")
     story.device.number, story.device.failing, story.device.share = number, failing, share
     await burst(story, calls or story.random.randint(1, 80))
     # An emptied region may cost what the budget does not pay for, as at any other time.
-    emptied = story.engine.count("regions_emptied") - emptied
+    emptied = story.engine.count("regions_reclaimed") - emptied
     assert story.engine.count("blocks_lost_with_a_region") == 0
     assert story.lost() - lost <= emptied * SLOTS
     if share == 1.0 and set(failing) >= {"read", "write"}:

@@ -201,7 +201,7 @@ async def test_a_smaller_capacity_cuts_the_folder(tmp_path: Path) -> None:
     assert folder_bytes(path) > CAPACITY_BYTES // 2
     async with open_disk(path, capacity_bytes=CAPACITY_BYTES // 2) as disk:
         assert folder_bytes(path) <= CAPACITY_BYTES // 2
-        assert disk.count("segments_cut") == 1
+        assert disk.count("segments_truncated") == 1
         found = await disk.found(numbers)
         assert 10 < len(found) < BLOCKS
         capacity = disk.backend.traits.capacity_blocks

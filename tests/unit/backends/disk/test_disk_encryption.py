@@ -99,7 +99,7 @@ async def test_blocks_under_an_older_key_are_not_put_where_the_new_key_is_named(
         assert lost
         assert await disk.found(kept) == [number for number in kept if number not in lost]
         assert disk.count("blocks_dropped") == len(lost)
-        assert disk.count("bytes_appended_again") == 0
+        assert disk.count("bytes_reinserted") == 0
 
 
 async def test_reinserted_blocks_open_as_before(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ async def test_reinserted_blocks_open_as_before(tmp_path: Path) -> None:
                 lost = set(disk.lost)
                 resident = [n for n in resident if key_of(n) not in lost]
             assert await disk.found(resident) == resident
-            again += disk.count("bytes_appended_again")
+            again += disk.count("bytes_reinserted")
     assert again > 0
 
 

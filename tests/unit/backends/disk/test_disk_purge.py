@@ -389,14 +389,14 @@ def write(path: Path, text: str, mode: int = 0o600) -> None:
     unfinished.replace(path)
 
 
-async def test_an_engine_that_does_not_answer_is_said_and_the_request_withdrawn(
+async def test_an_engine_that_does_not_answer_is_reported_and_the_request_withdrawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(purge_requests, "TAKEN_WITHIN_S_MAX", 0.0)
+    monkeypatch.setattr(purge_requests, "ACCEPTED_WITHIN_S_MAX", 0.0)
     path = tmp_path / "kv"
     backend = make_disk(path)  # claimed, and not open: nobody looks for requests
     fmt_superblock(path)
-    with pytest.raises(NotAnswered, match=f"process {os.getpid()} did not take the request"):
+    with pytest.raises(NotAnswered, match=f"process {os.getpid()} did not accept the request"):
         await ask(path, ALL)
     assert list(path.glob("*purge*")) == []
     await backend.close()
@@ -422,12 +422,14 @@ async def test_an_engine_that_ends_instead_of_answering_is_no_error(tmp_path: Pa
 async def test_an_answer_that_never_comes_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(purge_requests, "TAKEN_WITHIN_S_MAX", 0.0)
+    monkeypatch.setattr(purge_requests, "ACCEPTED_WITHIN_S_MAX", 0.0)
     monkeypatch.setattr(purge_requests, "DONE_WITHIN_S_MAX", 0.0)
     path = tmp_path / "kv"
     backend = make_disk(path)
     monkeypatch.setattr(purge_requests, "_write", lambda *_: None)  # it was taken at once
-    with pytest.raises(NotAnswered, match=f"process {os.getpid()} took the request and has not"):
+    with pytest.raises(
+        NotAnswered, match=f"process {os.getpid()} accepted the request and has not"
+    ):
         await ask(path, ALL)
     await backend.close()
 

@@ -18,7 +18,7 @@ PATH_HELPERS = {"fault_of_folder", "filesystem_of", "make_folders", "nearest"}  
 PATH_CALLS = {"open", "stat", "lstat", "mkdir", "rename", "replace", "unlink", "scandir", "listdir"}
 MAY_NAME_PATHS = {
     "Place.__init__": "the root, where links may lead",
-    "Anchor._look": "what the path names now",
+    "Anchor._check": "what the path names now",
     "Anchor._path_is_gone": "a root that was deleted on the same filesystem",
     "prepare_root": "the root, at the start",
     "_entries": "an open descriptor",
