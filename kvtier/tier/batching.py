@@ -57,6 +57,10 @@ class Job:
         self.unended -= len(outcomes)
         self.seconds += seconds
 
+    def ended(self) -> m.JobEnded:
+        """Return the answer, once each block has an outcome."""
+        return m.JobEnded(job=self.id, outcomes=tuple(self.outcomes), seconds=self.seconds)
+
 
 class Piece(NamedTuple):
     """Neighbouring blocks of one job."""

@@ -19,7 +19,8 @@ from kvtier.core.backend_counts import Counting
 from kvtier.core.policy_actor import PolicyActor
 from kvtier.plugin_api.log import printable
 from kvtier.tier.backend_driver import BackendDriver
-from kvtier.tier.secondary_tier import SecondaryTier
+from kvtier.tier.bounded_tier import BoundedTier
+from kvtier.tier.unbounded_tier import UnboundedTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -70,15 +71,18 @@ class TierCell:
         to_tier, to_driver, to_policy = (_CellMailbox(self) for _ in range(3))
         self.driver = BackendDriver(name, backend, memory, to_tier.post, may_tell)
         self._counting = Counting(name, self.driver.counters, link)
-        self._tier = SecondaryTier(
-            name, backend.traits, link=link, driver=to_driver, policy=to_policy
-        )
-        to_tier.belong_to(self._tier)
-        to_driver.belong_to(self.driver)
-        if make_policy is not None:
+        self._tier: BoundedTier | UnboundedTier
+        if make_policy is None:
+            self._tier = UnboundedTier(name, backend.traits, link=link, driver=to_driver)
+        else:
+            self._tier = BoundedTier(
+                name, backend.traits, link=link, driver=to_driver, policy=to_policy
+            )
             to_policy.belong_to(
                 PolicyActor(f"policy:{name}", make_policy(), fallback_policy, to_tier)
             )
+        to_tier.belong_to(self._tier)
+        to_driver.belong_to(self.driver)
 
     def post(self, message: Message) -> None:
         """Take a message for the tier's actor. Any thread; wake the loop afterwards."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.core import messages as m
 from kvtier.plugin_api.backend import Outcome, block_digest
+from kvtier.tier.bounded_tier import BoundedTier
 from kvtier.tier.leftovers import Untold
 
 if TYPE_CHECKING:
@@ -247,8 +248,9 @@ class FakeDevice:
         return Outcome.DONE
 
     def _has_room_for(self, key: Key) -> bool:
-        capacity = self.tier.actor._traits.capacity_blocks
-        return capacity is None or key in self.blocks or len(self.blocks) < capacity
+        actor = self.tier.actor
+        is_bounded = isinstance(actor, BoundedTier)
+        return not is_bounded or key in self.blocks or len(self.blocks) < actor._capacity
 
     def _stored(self, part: m.StorePart, number: int, key: Key) -> Outcome:
         work = self.work_of(part)

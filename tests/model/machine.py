@@ -131,7 +131,7 @@ class KVTierSpec(Promises, GpuRules, RuleBasedStateMachine):
             and (key not in thought or thought[key] & 1)
             and (
                 self.world.shape.tiers[0].capacity is None
-                or world.name(key) in first.tier.actor._resident
+                or world.name(key) in first.tier.bounded._resident
             )
         ]
         if not known:

@@ -19,10 +19,10 @@ from kvtier.engine.slot_table import SlotTable
 from kvtier.engine.tier_directory import Search, TierDirectory
 from kvtier.engine.tier_link import TierLink
 from kvtier.plugin_api.backend import Outcome
-from kvtier.tier import batching, secondary_tier
+from kvtier.tier import batching, bounded_tier, unbounded_tier
 from kvtier.tier.batching import Part
+from kvtier.tier.bounded_tier import BoundedTier
 from kvtier.tier.leftovers import Leftovers, Untold
-from kvtier.tier.secondary_tier import SecondaryTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -347,12 +347,12 @@ def take_back_the_gpu_slots_at_a_reset() -> Iterator[None]:
 @mutation
 def let_a_tier_overflow() -> Iterator[None]:
     """A tier with a capacity forgets to make room, and thinks it did."""
-    real = SecondaryTier._victims
+    real = BoundedTier._victims
 
-    def victims(self: SecondaryTier, _message: m.Victims) -> None:
+    def victims(self: BoundedTier, _message: m.Victims) -> None:
         real(self, m.Victims(keys=()))
 
-    with patch.object(SecondaryTier, "_victims", victims):
+    with patch.object(BoundedTier, "_victims", victims):
         yield
 
 
@@ -385,7 +385,8 @@ def find_what_older_weights_computed() -> Iterator[None]:
         return keys
 
     with (
-        patch.object(secondary_tier, "marked", unchanged),
+        patch.object(bounded_tier, "marked", unchanged),
+        patch.object(unbounded_tier, "marked", unchanged),
         patch.object(batching, "marked", unchanged),
     ):
         yield
@@ -394,13 +395,13 @@ def find_what_older_weights_computed() -> Iterator[None]:
 @mutation
 def serve_what_a_tier_has_of_another_generation() -> Iterator[None]:
     """A tier that is restarted takes all that it finds for the engine's own."""
-    real = SecondaryTier._found
+    real = BoundedTier._found
 
-    def found(self: SecondaryTier, keys: Any) -> list[bytes]:
-        with patch.object(secondary_tier, "mark_of", lambda _key: self._mark):
+    def found(self: BoundedTier, keys: Any) -> list[bytes]:
+        with patch.object(bounded_tier, "mark_of", lambda _key: self._mark):
             return real(self, keys)
 
-    with patch.object(SecondaryTier, "_found", found):
+    with patch.object(BoundedTier, "_found", found):
         yield
 
 

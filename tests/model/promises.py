@@ -19,6 +19,7 @@ from kvtier.core.events import PRIMARY
 from kvtier.core.generations import mark_of, unmarked
 from kvtier.engine.circuit_breaker import BreakerState
 from kvtier.engine.slot_table import GPU, SlotState
+from kvtier.tier.bounded_tier import BoundedTier
 
 if TYPE_CHECKING:
     from world import World
@@ -242,8 +243,8 @@ class Promises:
     @invariant()
     def p14_a_tier_serves_its_engine_nothing_of_another_generation(self) -> None:
         world = self.world
-        for tier in world.runtime.tiers:
-            actor = tier.actor
+        for tier in bounded_tiers(world):
+            actor = tier.bounded
             assert {mark_of(key) for key in actor._resident} <= {actor._mark}, tier.name
 
     # --- what no promise names, and all of them need ---
@@ -288,18 +289,18 @@ class Promises:
                 assert len(device.blocks) <= most
                 # Of a backend that can't count nothing is known but what it answers next.
                 if world.exact[number]:
-                    assert len(device.tier.actor._resident) <= most
+                    assert len(device.tier.bounded._resident) <= most
 
     @precondition(is_running)
     @invariant()
     def a_tiers_policy_knows_what_is_resident(self) -> None:
-        for tier in self.world.runtime.tiers:
+        for tier in bounded_tiers(self.world):
             is_quiet = tier.mailboxes and not any(each.waiting for each in tier.mailboxes)
             if is_quiet and tier.policy is not None:
                 known = known_to(tier.policy, self.world.committed)
-                assert known == tier.actor._resident, (known, tier.actor._resident)
+                assert known == tier.bounded._resident, (known, tier.bounded._resident)
                 held = held_by(tier.policy)
-                assert held >= set(tier.actor._in_use) & tier.actor._resident
+                assert held >= set(tier.bounded._in_use) & tier.bounded._resident
 
     @precondition(is_running)
     @invariant()
@@ -319,14 +320,19 @@ class Promises:
             assert link._cascade_slots == stores
 
 
+def bounded_tiers(world: World) -> list[TestTier]:
+    """Return the tiers that have a capacity."""
+    return [tier for tier in world.runtime.tiers if isinstance(tier.actor, BoundedTier)]
+
+
 def served_by(tier: TestTier) -> set[Key]:
     """Return what a tier with a capacity has for its engine, by the engine's names."""
-    return set(unmarked(tier.actor._resident, tier.actor._mark))
+    return set(unmarked(tier.bounded._resident, tier.bounded._mark))
 
 
 def counted_by(tier: TestTier) -> set[Key]:
     """Return what a tier with a capacity knows to be in its backend."""
-    return tier.actor._resident.union(*tier.actor._old._keys_of.values())
+    return tier.bounded._resident.union(*tier.bounded._old._keys_of.values())
 
 
 def assert_tiers_count_what_their_backends_have(world: World) -> None:
@@ -334,10 +340,10 @@ def assert_tiers_count_what_their_backends_have(world: World) -> None:
     for number, tier in enumerate(world.runtime.tiers):
         if world.shape.tiers[number].capacity is None or world.fenced[number]:
             continue
-        if not tier.actor._is_told:  # which generation it serves: it has asked for nothing yet
+        if not tier.bounded._is_told:  # which generation it serves: it has asked for nothing yet
             continue
         there, counted = set(world.devices[number].blocks), counted_by(tier)
-        left = tier.actor._leftovers
+        left = tier.bounded._leftovers
         assert left._is_put_off or not set(left), "these could be removed now"
         assert there <= counted | set(left), f"{tier.name} doesn't count {there - counted}"
         if world.exact[number]:
@@ -377,6 +383,8 @@ def assert_p10_at_rest(world: World) -> None:
         assert is_cut_off == world.fenced[number] or number in world.broken_links
         if not world.fenced[number]:
             assert tier.actor.is_idle()
-            assert not tier.actor._in_use
-            assert not tier.actor._storing
-            assert not tier.actor._removing
+    for tier in bounded_tiers(world):
+        if not world.fenced[world.runtime.tiers.index(tier)]:
+            assert not tier.bounded._in_use
+            assert not tier.bounded._storing
+            assert not tier.bounded._removing

@@ -480,8 +480,8 @@ class World:
             and not self.dead[number]
             and not self.fenced[number]
             and number not in self.broken_links
-            and tier.actor._is_told
-            and tier.actor._since == self.links[number]._since
+            and tier.bounded._is_told
+            and tier.bounded._since == self.links[number]._since
             and not tier.inbox.waiting
             and not any(each.waiting for each in tier.mailboxes)
             and not any(isinstance(job, m.StoreJob) for job in self.at_tier[number].values())

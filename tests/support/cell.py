@@ -37,7 +37,8 @@ from kvtier.engine.facade import SchedulerFacade
 from kvtier.errors import InternalError
 from kvtier.runtime import Engine, build_engine, make_admissions
 from kvtier.settings.plugins import fallback_policy
-from kvtier.tier.secondary_tier import SecondaryTier
+from kvtier.tier.bounded_tier import BoundedTier
+from kvtier.tier.unbounded_tier import UnboundedTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -246,19 +247,28 @@ class TestTier:
         self._driver = cell.mailbox_elsewhere(f"driver of {self.name}")
         self._driver.belong_to(_Driver(self.name, self.parts))
         self.mailboxes = [self.mailbox, self._driver]
-        to_policy = cell.mailbox_elsewhere(f"policy of tier:{self.name}")
-        self.mailboxes.append(to_policy)
-        if policy is not None:
+        self.actor: BoundedTier | UnboundedTier
+        if policy is None:
+            self.actor = UnboundedTier(self.name, traits, link=self.inbox, driver=self._driver)
+        else:
+            to_policy = cell.mailbox_elsewhere(f"policy of tier:{self.name}")
+            self.mailboxes.append(to_policy)
             to_policy.belong_to(
                 PolicyActor(to_policy.name, policy, fallback_policy(), self.mailbox)
             )
-        self.actor = SecondaryTier(
-            self.name, traits, link=self.inbox, driver=self._driver, policy=to_policy
-        )
+            self.actor = BoundedTier(
+                self.name, traits, link=self.inbox, driver=self._driver, policy=to_policy
+            )
         self.mailbox.belong_to(self.actor)
         assert isinstance(link.tier, FromLink)
         link.tier.lead_to(self)
         link.meet(traits)
+
+    @property
+    def bounded(self) -> BoundedTier:
+        """The actor of a tier with a capacity."""
+        assert isinstance(self.actor, BoundedTier)
+        return self.actor
 
     def answer(self, part: Part, outcomes: Sequence[Outcome], seconds: float = 0.0) -> None:
         """End a part, with one outcome a block; or with any others, to see what happens."""

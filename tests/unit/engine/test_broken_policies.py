@@ -98,8 +98,8 @@ class Story:
         assert isinstance(policy, LRUPolicy)
         assert set(policy._runs.run_of) == set(primary._slot_of)
         assert tier.policy is not None
-        own = tier.actor.policy.actor.policy
-        assert set(own._runs.run_of) == tier.actor._resident
+        own = tier.bounded.policy.actor.policy
+        assert set(own._runs.run_of) == tier.bounded._resident
         assert not own._held
 
 

@@ -293,7 +293,7 @@ def test_an_actor_that_raises_takes_down_its_own_tier_only(
     benches.append(bench)
     bench.store((b"a",), (0,))
     monkeypatch.setattr(
-        "kvtier.tier.secondary_tier.SecondaryTier._start_parts",
+        "kvtier.tier.unbounded_tier.UnboundedTier._start_parts",
         lambda _self: (_ for _ in ()).throw(RuntimeError("a bug")),
     )
     assert bench.post(m.LoadJob(job=7, keys=(b"a",), slots=(1,)))

@@ -314,7 +314,7 @@ def test_a_store_that_began_before_a_reset_ends_as_one_of_its_own_generation() -
     cell.facade.on_reset_flushed()
     assert cell.answer() == [(KEYS[0],)], "its key has no mark"
     assert cell.look_up() is False
-    assert len(cell.tier.actor._old) == 1
+    assert len(cell.tier.bounded._old) == 1
     assert cell.facade.statistics().primary.quarantined_slots == 0
 
 

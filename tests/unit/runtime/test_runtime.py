@@ -8,7 +8,7 @@ import pytest
 
 from kvtier import ConfigError, Namespace, RuntimeConfig, SlotMemory, open_runtime
 from kvtier.hosts import thread_host
-from kvtier.tier.secondary_tier import SecondaryTier
+from kvtier.tier.unbounded_tier import UnboundedTier
 from tests.support.fuse_folder import fuse_folder, needs_fuse
 from tests.support.patience import PATIENCE_S, until
 
@@ -115,11 +115,11 @@ def test_a_tier_that_broke_serves_again(tmp_path: Path, monkeypatch: pytest.Monk
     runtime = Runtime(tmp_path / "kv", on_reset="keep")
     runtime.store(KEYS[:2])
 
-    def broken(_self: SecondaryTier) -> None:
+    def broken(_self: UnboundedTier) -> None:
         raise RuntimeError("a bug")
 
     with monkeypatch.context() as patch:
-        patch.setattr(SecondaryTier, "_start_parts", broken)
+        patch.setattr(UnboundedTier, "_start_parts", broken)
         runtime.facade.reset()
         assert runtime.hits(KEYS[:1], "while it breaks") == 0
         runtime.until(lambda: runtime.facade.statistics().tiers[0].counts["broke"])

@@ -6,6 +6,7 @@ from kvtier.core import messages as m
 from kvtier.plugin_api.backend import BackendTraits, Outcome
 from kvtier.policies.eviction.lru import LRUPolicy
 from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
+from kvtier.tier.bounded_tier import BoundedTier
 from tests.support.cell import TestCell, TestTier, build_test_engine
 
 if TYPE_CHECKING:
@@ -65,8 +66,9 @@ class Bench:
     def run(self) -> None:
         while waiting := [each for each in self.tier.mailboxes if each.waiting]:
             self.cell.deliver(waiting[0])
-            actor = self.tier.actor
-            assert actor._coming == set(actor._storing) - actor._resident
+            if isinstance(self.tier.actor, BoundedTier):
+                actor = self.tier.actor
+                assert actor._coming == set(actor._storing) - actor._resident
 
     def answer(self, outcome: Outcome = DONE, part: int = 0) -> m.LoadPart | m.StorePart:
         chosen = self.tier.parts[part]
@@ -98,8 +100,15 @@ def test_a_block_that_is_lost_while_it_is_stored_anew_needs_room_again() -> None
     bench.store(b"c")
     while bench.tier.parts:
         bench.answer()
-    assert bench.tier.actor._resident == {b"a", b"c"}
+    assert bench.tier.bounded._resident == {b"a", b"c"}
     assert bench.tier.actor.is_idle()
+
+
+def test_both_kinds_of_tier_understand_what_any_tier_is_sent() -> None:
+    """What only one of them does is about victims, and about what was stored before."""
+    shared, own = Bench().tier.actor.handlers, Bench(capacity=2).tier.actor.handlers
+    assert own.keys() - shared.keys() == {m.Victims, m.PolicyBroke, m.ContentsFound}
+    assert shared.keys() <= own.keys()
 
 
 def test_loads_and_stores_are_cut_as_finely_as_the_backend_wants_each() -> None:
@@ -143,7 +152,7 @@ def test_small_stores_that_waited_go_in_one_call_and_each_job_has_its_own_answer
         m.JobEnded(job=second, outcomes=(DONE, FAILED), seconds=2.0),
         m.JobEnded(job=third, outcomes=(DONE,), seconds=1.0),
     ]
-    assert bench.tier.actor._resident == {b"a", b"b", b"d"}
+    assert bench.tier.bounded._resident == {b"a", b"b", b"d"}
     assert bench.tier.actor.is_idle()
 
 

@@ -1,14 +1,10 @@
-"""A secondary tier's own actor: has jobs cut into parts, and feeds the backend.
+"""A secondary tier with a capacity: it belongs to this engine alone, and evicts.
 
-It runs in the tier cell, next to the driver of its backend. Jobs wait in two
-queues, which cut them into parts (``kvtier/tier/batching.py``); as many parts run at
-once as the backend has threads, so one big job uses them all. Loads and
-stores have their own limits, so neither starves the other.
-
-Where the backend has a capacity, the tier belongs to this engine alone: then
-this actor knows what is stored, answers probes itself, and makes room by
-asking its eviction policy. What it has of generations that the engine is not in
-is not served, and makes room first (``kvtier/tier/old_generations.py``).
+It runs in the tier cell, next to the driver of its backend
+(``kvtier/tier/job_runner.py``). This actor knows what is stored, answers probes
+itself, and makes room by asking its eviction policy. What it has of generations that
+the engine is not in is not served, and makes room first
+(``kvtier/tier/old_generations.py``).
 
 Keys have the mark of their generation in them on this side of the link
 (``kvtier/core/generations.py``), and not on the other.
@@ -29,7 +25,8 @@ from kvtier.core import messages as m
 from kvtier.core.actor import Actor, Mailbox
 from kvtier.core.generations import ORIGINAL, mark_of, marked, unmarked
 from kvtier.plugin_api.backend import Outcome
-from kvtier.tier.batching import Job, Part, PartQueue
+from kvtier.tier.batching import Job
+from kvtier.tier.job_runner import JobRunner, end_pieces
 from kvtier.tier.leftovers import Leftovers
 from kvtier.tier.old_generations import OldGenerations
 
@@ -38,14 +35,14 @@ if TYPE_CHECKING:
 
     from kvtier.plugin_api.backend import BackendTraits
     from kvtier.plugin_api.keys import Key, RequestId
-    from kvtier.tier.batching import Piece
+    from kvtier.tier.batching import Part
 
 ENDED_REQUESTS_MAX: Final = 1024
 """So many requests that are over are remembered: their last blocks may be stored afterwards."""
 
 
-class SecondaryTier(Actor):
-    """The tier-cell end of one tier. ``policy`` is used only where there is a capacity."""
+class BoundedTier(Actor):
+    """The tier-cell end of one tier whose backend has a capacity."""
 
     def __init__(
         self,
@@ -61,8 +58,8 @@ class SecondaryTier(Actor):
             {
                 m.GenerationBegan: lambda x: self._enter(x.mark, x.epoch),
                 m.Probe: self._probe,
-                m.LoadJob: self._load_job,
-                m.StoreJob: self._store_job,
+                m.LoadJob: self._begin,
+                m.StoreJob: self._begin,
                 m.TouchKeys: self._touch_keys,
                 m.RequestEnded: self._request_ended,
                 m.Tick: self._tick,
@@ -76,20 +73,12 @@ class SecondaryTier(Actor):
         self.link = link
         self.driver = driver
         self.policy = policy
-        self._traits = traits
         self._mark = ORIGINAL  # of the generation that the engine is in
         self._since = 0  # the epoch in which it began
         self._is_told = False  # whether the engine has said which one that is
-        self._loads = PartQueue(
-            traits.load_batches_max, traits.load_batch_blocks_min, traits.load_batch_blocks_max
-        )
-        self._stores = PartQueue(
-            traits.store_batches_max, traits.store_batch_blocks_min, traits.store_batch_blocks_max
-        )
-        self._parts: dict[int, Part] = {}
-        self._next_part = 0
-        # With a capacity only:
-        self._capacity = traits.capacity_blocks or 0
+        self._jobs = JobRunner(traits, driver)
+        assert traits.capacity_blocks is not None
+        self._capacity = traits.capacity_blocks
         self._resident: set[Key] = set()
         self._old = OldGenerations()
         self._storing: Counter[Key] = Counter()  # in parts that have not ended
@@ -105,7 +94,7 @@ class SecondaryTier(Actor):
 
     def is_idle(self) -> bool:
         """Tell whether nothing waits and nothing is at the backend."""
-        return not (self._parts or self._loads or self._stores or self._making_room)
+        return self._jobs.is_idle() and not self._making_room
 
     # --- what the link asks for ---
 
@@ -121,8 +110,6 @@ class SecondaryTier(Actor):
         left, self._mark = self._mark, mark
         comes_anew = since != self._since
         self._since = since
-        if self._traits.capacity_blocks is None:
-            return
         if comes_anew:
             self._coming.update(self._storing.keys() & self._resident)
             self._old.leave(left, self._resident)
@@ -140,122 +127,70 @@ class SecondaryTier(Actor):
     def _probe(self, message: m.Probe) -> None:
         self._enter(message.mark, message.since)
         keys = marked(message.keys, message.mark)
-        if not keys:
-            self.link.post(m.ProbeAnswer(probe=message.probe, present=()))
-            return
-        if self._traits.capacity_blocks is not None:
-            present = tuple(key in self._resident for key in keys)
-            self.link.post(m.ProbeAnswer(probe=message.probe, present=present))
-            return
-        part = Part(keys, probe=message.probe)
-        self.driver.post(m.ProbePart(part=self._number(part), keys=keys))
+        present = tuple(key in self._resident for key in keys)
+        self.link.post(m.ProbeAnswer(probe=message.probe, present=present))
 
-    def _load_job(self, message: m.LoadJob) -> None:
+    def _begin(self, message: m.LoadJob | m.StoreJob) -> None:
         self._enter(message.mark, message.since)
         job = Job(message)
         if not job.keys:
             self._answer(job)
             return
-        self._hold(job.keys)
-        self._loads.add(job)
-        self._start_parts()
-
-    def _store_job(self, message: m.StoreJob) -> None:
-        self._enter(message.mark, message.since)
-        job = Job(message)
-        if not job.keys:
-            self._answer(job)
-            return
-        self._stores.add(job)
+        if job.is_load:
+            self._hold(job.keys)
+        self._jobs.add(job)
         self._start_parts()
 
     def _touch_keys(self, message: m.TouchKeys) -> None:
-        if self._traits.capacity_blocks is not None:
-            keys = marked(message.keys, self._mark)
-            self.policy.post(m.Touched(keys=keys, request=message.request))
+        keys = marked(message.keys, self._mark)
+        self.policy.post(m.Touched(keys=keys, request=message.request))
 
     def _request_ended(self, message: m.RequestEnded) -> None:
-        if self._traits.capacity_blocks is not None:
-            self._ended[message.request] = None
-            if len(self._ended) > ENDED_REQUESTS_MAX:
-                del self._ended[next(iter(self._ended))]
-            order = message.order and marked(message.order, self._mark)
-            self.policy.post(m.RequestEnded(message.request, order))
+        self._ended[message.request] = None
+        if len(self._ended) > ENDED_REQUESTS_MAX:
+            del self._ended[next(iter(self._ended))]
+        order = message.order and marked(message.order, self._mark)
+        self.policy.post(m.RequestEnded(message.request, order))
 
     def _tick(self, message: m.Tick) -> None:
-        if self._traits.capacity_blocks is not None:
-            self.policy.post(message)
+        self.policy.post(message)
 
     # --- parts ---
 
     def _start_parts(self) -> None:
-        while self._loads.next_key is not None:
-            part = self._loads.start_part()
-            self.driver.post(m.LoadPart(part=self._number(part), keys=part.keys, slots=part.slots))
-        while (key := self._stores.next_key) is not None:
-            if key in self._removing:
-                break  # the removal of the older copy could take the new one
-            part = self._stores.start_part(avoid=self._removing)
-            if self._traits.capacity_blocks is None:
-                self._send_store(part)
-            else:
-                self._make_room(part)
-
-    def _send_store(self, part: Part) -> None:
-        self._removing.update(part.remove)
-        self.driver.post(
-            m.StorePart(
-                part=self._number(part), keys=part.keys, slots=part.slots, remove=part.remove
-            )
-        )
+        self._jobs.start_loads()
+        # The removal of an older copy could take the new one.
+        while (part := self._jobs.next_store(avoid=self._removing)) is not None:
+            self._make_room(part)
 
     def _part_ended(self, message: m.PartEnded) -> None:
-        part = self._parts.pop(message.part, None)
-        if part is None:
+        ended = self._jobs.end(message)
+        if ended is None:
             return
-        outcomes = message.outcomes
-        if len(outcomes) != len(part.keys):
-            outcomes = (Outcome.FAILED,) * len(part.keys)
+        part, outcomes = ended
         if part.is_removal:
             self._removing.difference_update(part.keys)
             self._leftovers.end_removal(outcomes)
             self._remove_leftovers()
             self._start_parts()  # a store may have waited for it
             return
-        if not part.pieces:
-            present = tuple(outcome is Outcome.DONE for outcome in outcomes)
-            self.link.post(m.ProbeAnswer(probe=part.probe, present=present))
-            return
         self._removing.difference_update(part.remove)
         if part.remove:
             if outcomes.count(Outcome.FAILED) == len(outcomes):
                 self._leave(part.remove)  # it may have failed before they were removed
             self._remove_leftovers()
-        queue = self._loads if part.pieces[0].job.is_load else self._stores
-        queue.end_part()
-        end = 0
-        for piece in part.pieces:
-            start, end = end, end + piece.stop - piece.start
-            share = (end - start) / len(outcomes)
-            self._piece_ended(piece, outcomes[start:end], share * message.seconds)
-        self._start_parts()
-
-    def _piece_ended(self, piece: Piece, outcomes: tuple[Outcome, ...], seconds: float) -> None:
-        job = piece.job
-        job.end(piece, outcomes, seconds)
-        if self._traits.capacity_blocks is not None:
-            if job.is_load:
-                self._note_loaded(piece.keys, outcomes)
+        for piece, ends in end_pieces(part, outcomes, message.seconds):
+            if piece.job.is_load:
+                self._note_loaded(piece.keys, ends)
             else:
-                self._note_stored(job, piece.keys, outcomes)
-        if not job.unended:
-            self._answer(job)
+                self._note_stored(piece.job, piece.keys, ends)
+            if not piece.job.unended:
+                self._answer(piece.job)
+        self._start_parts()
 
     def _answer(self, job: Job) -> None:
         """Answer a job, now that each of its blocks has an outcome."""
-        self.link.post(m.JobEnded(job=job.id, outcomes=tuple(job.outcomes), seconds=job.seconds))
-        if self._traits.capacity_blocks is None:
-            return
+        self.link.post(job.ended())
         if job.is_load:
             self._let_go(job.keys)
             return
@@ -268,13 +203,7 @@ class SecondaryTier(Actor):
             # The policy was told before that the request is over, and so once more.
             self.policy.post(m.RequestEnded(request=job.request, order=None))
 
-    def _number(self, part: Part) -> int:
-        """Return a number for a part that goes to the driver."""
-        self._next_part += 1
-        self._parts[self._next_part] = part
-        return self._next_part
-
-    # --- contents, where there is a capacity ---
+    # --- contents ---
 
     def _make_room(self, part: Part) -> None:
         """Have victims chosen for what doesn't fit; the part goes on in ``_victims``."""
@@ -310,7 +239,8 @@ class SecondaryTier(Actor):
         # They may have been chosen before a generation ended, whose blocks all go first now.
         victims += self._old.pop(self._used() - self._capacity, self._in_use)
         part.also_remove(victims + self._leftovers.take_put_off())
-        self._send_store(part)
+        self._removing.update(part.remove)
+        self._jobs.send_store(part)
 
     def _used(self) -> int:
         """Return how many blocks there are, or will be, once those asked for are gone."""
@@ -414,8 +344,7 @@ class SecondaryTier(Actor):
         keys = self._leftovers.begin_removal()
         if keys:
             self._removing.update(keys)
-            part = self._number(Part(keys, is_removal=True))
-            self.driver.post(m.RemovePart(part=part, keys=keys))
+            self._jobs.remove(keys)
 
     def _contents_lost(self, message: m.ContentsLost) -> None:
         self._lose(message.keys)
@@ -441,7 +370,7 @@ class SecondaryTier(Actor):
 
     def _hold(self, keys: tuple[Key, ...]) -> None:
         """Keep keys from being chosen while they are loaded, stored, or not yet reported."""
-        if self._traits.capacity_blocks is None or not keys:
+        if not keys:
             return
         self._in_use.update(keys)
         self.policy.post(m.Held(keys=keys))
