@@ -6,23 +6,19 @@ why not, whatever its storage does.
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtier.errors import ConfigError, StorageUnusable
 from kvtier.hosts.process_host import TierProcess
-from kvtier.hosts.starting import First, hangs, with_the_way_out
+from kvtier.hosts.starting import with_the_way_out
 from kvtier.hosts.thread_host import TierThread
-from kvtier.plugin_api.threads import BoundedCall
 from kvtier.settings.plugins import backend_class, make_backend, policy_maker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kvtier.core.actor import Mailbox
     from kvtier.core.tier_host import TierHost
-    from kvtier.plugin_api.backend import Backend, BackendContext
+    from kvtier.plugin_api.backend import BackendContext
     from kvtier.plugin_api.slot_memory import SlotMemory
     from kvtier.settings.runtime_config import TierConfig
 
@@ -44,8 +40,24 @@ def make_host(
     A cell runs where the configuration says, else where its backend prefers;
     in a thread in any case if no other process can map the memory.
     """
-    in_process = runs_in_process(tier, memory)
-    host = (_process if in_process else _thread)(tier, context, memory, link, messages_max)
+    host: TierProcess | TierThread
+    if runs_in_process(tier, memory):
+        host = TierProcess(tier, context, memory, link, messages_max=messages_max)
+    else:
+        host = TierThread(
+            tier,
+            memory,
+            link,
+            messages_max=messages_max,
+            make_backend=partial(make_backend, tier, context),
+            policy_of=partial(policy_maker, tier),
+        )
+    try:
+        host.make()
+    except StorageUnusable as trouble:
+        if tier.on_unusable == "refuse":
+            raise with_the_way_out(trouble) from trouble
+        host.start_without(str(trouble))
     if host.traits is not None:
         try:
             _check_policy(tier, host)
@@ -64,74 +76,6 @@ def runs_in_process(tier: TierConfig, memory: SlotMemory) -> bool:
         )
     wanted = tier.cell or backend_class(tier.type).cell
     return wanted == "process" and memory.descriptor is not None
-
-
-def _process(
-    tier: TierConfig,
-    context: BackendContext,
-    memory: SlotMemory,
-    link: Mailbox,
-    messages_max: int,
-) -> TierHost:
-    host = TierProcess(tier, context, memory, link, messages_max=messages_max)
-    try:
-        host.make()
-    except StorageUnusable as trouble:
-        host.start_without(_reason_to_go_on(tier, trouble))
-    return host
-
-
-def _thread(
-    tier: TierConfig,
-    context: BackendContext,
-    memory: SlotMemory,
-    link: Mailbox,
-    messages_max: int,
-) -> TierHost:
-    began_s = time.monotonic()
-    make = partial(make_backend, tier, context)
-    first = BoundedCall(partial(_with_place, make), f"kvtier-{tier.name}-start")
-    found: tuple[Backend | None, str | None] = (None, None)
-    trouble: str | None = None
-    try:
-        if not first.wait(tier.start_timeout_s):
-            raise hangs(tier)
-        found = first.result()
-    except StorageUnusable as error:
-        trouble = _reason_to_go_on(tier, error)
-    return TierThread(
-        tier.name,
-        First(found[0], began_s, found[1], trouble),
-        memory,
-        link,
-        messages_max=messages_max,
-        make_backend=_after(first, make) if trouble else make,
-        policy_of=partial(policy_maker, tier),
-    )
-
-
-def _with_place(make: Callable[[], Backend]) -> tuple[Backend, str | None]:
-    backend = make()
-    return backend, backend.place  # which may look at the storage too
-
-
-def _after(
-    first: BoundedCall[tuple[Backend, str | None]], make: Callable[[], Backend]
-) -> Callable[[], Backend]:
-    """Return a ``make`` that waits for the call that hangs, so that no second one hangs too."""
-    calls = [first] if not first.wait(0.0) else []
-
-    def make_next() -> Backend:
-        return calls.pop().result()[0] if calls else make()
-
-    return make_next
-
-
-def _reason_to_go_on(tier: TierConfig, trouble: StorageUnusable) -> str:
-    """Return why the tier is cut off from the start; raise that, if that is no reason to."""
-    if tier.on_unusable == "refuse":
-        raise with_the_way_out(trouble) from trouble
-    return str(trouble)
 
 
 def _check_policy(tier: TierConfig, host: TierHost) -> None:

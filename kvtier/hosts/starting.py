@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from kvtier.core import messages as m
 from kvtier.errors import StorageUnusable
@@ -14,17 +14,8 @@ if TYPE_CHECKING:
 
     from kvtier.core.actor import Mailbox
     from kvtier.hosts.life import Life
-    from kvtier.plugin_api.backend import Backend, BackendTraits, CellKind
+    from kvtier.plugin_api.backend import BackendTraits, CellKind
     from kvtier.settings.runtime_config import TierConfig
-
-
-class First(NamedTuple):
-    """The backend that a tier begins with, and what was found out of it before."""
-
-    backend: Backend | None
-    began_s: float | None = None  #: when it was begun, by ``time.monotonic``; None: now
-    place: str | None = None  #: the backend's; to ask it may take its storage
-    unusable_for: str | None = None  #: why there is no backend yet
 
 
 def tell_unusable(reason: str | None, life: Life, opening: Opening, link: Mailbox) -> None:
@@ -42,9 +33,8 @@ class Opening:
     Its owner lets one thread at a time call it.
     """
 
-    def __init__(self, name: str, cell: CellKind, began_s: float | None = None) -> None:
-        # When the tier was begun, or broke.
-        self._began_s = time.monotonic() if began_s is None else began_s
+    def __init__(self, name: str, cell: CellKind) -> None:
+        self._began_s = time.monotonic()  # when the tier was begun, or broke
         self._name = name
         self._cell = cell
         self.is_open = False

@@ -15,9 +15,9 @@ from kvtier.core import messages as m
 from kvtier.core.tier_host import ABANDON_S, TierHost
 from kvtier.hosts.life import Life, LifeEvent, LifeState
 from kvtier.hosts.restarts import RESTART_PAUSE_S, RestartPause
-from kvtier.hosts.starting import Opening, tell_unusable
+from kvtier.hosts.starting import Opening, hangs, tell_unusable
 from kvtier.plugin_api.log import log
-from kvtier.plugin_api.threads import Waker
+from kvtier.plugin_api.threads import BoundedCall, Waker
 from kvtier.settings.plugins import fallback_policy
 from kvtier.tier.cell import TierCell, reason_of
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
     from kvtier.core.actor import Mailbox
     from kvtier.core.messages import Message
-    from kvtier.hosts.starting import First
     from kvtier.plugin_api.backend import Backend, BackendTraits
     from kvtier.plugin_api.eviction_policy import EvictionPolicy
     from kvtier.plugin_api.slot_memory import SlotMemory
+    from kvtier.settings.runtime_config import TierConfig
 
 QUIET_POLL_S: Final = 0.1
 
@@ -39,12 +39,14 @@ def _no_policy(_traits: BackendTraits) -> None:
 
 
 class TierThread(TierHost):
-    """Runs one tier's cells, one after the other, on a thread. Any thread may ``post``."""
+    """Runs one tier's cells, one after the other, on a thread. Any thread may ``post``.
+
+    ``make`` it first.
+    """
 
     def __init__(
         self,
-        name: str,
-        first: First,
+        tier: TierConfig,
         memory: SlotMemory,
         link: Mailbox,
         *,
@@ -56,23 +58,48 @@ class TierThread(TierHost):
 
         ``policy_of`` tells how to make the eviction policy of a backend with these traits.
         """
-        self.name = name
-        self._unusable_for = first.unusable_for
-        self._opening = Opening(name, "thread", first.began_s)
-        self._place = first.place
-        self._backend = first.backend
+        self.name = tier.name
+        self._unusable_for: str | None = None
+        self._opening = Opening(tier.name, "thread")
+        self._tier = tier
+        self._place: str | None = None
+        self._backend: Backend | None = None
         self._make_backend = make_backend
+        self._hanging: BoundedCall[tuple[Backend, str | None]] | None = None  # makes a backend
         self._memory = memory
         self._link = link
         self._messages_max = messages_max
         self._policy_of = policy_of
         self._taking = threading.Lock()
-        self._life = Life(has_backend=first.backend is not None)
+        self._life = Life(has_backend=True)
         self._waker = Waker()
         self._pause = RestartPause(RESTART_PAUSE_S)
         self._abandoned = False
-        self._cell = None if first.backend is None else self._new_cell(first.backend)
-        self._thread = threading.Thread(target=self._run, name=f"kvtier-{name}", daemon=True)
+        self._cell: TierCell | None = None
+        self._thread = threading.Thread(target=self._run, name=f"kvtier-{tier.name}", daemon=True)
+
+    def make(self) -> None:
+        """Make the first backend, in a thread of its own: its storage may hang.
+
+        Raises ``ConfigError`` for a bad setting; ``StorageUnusable`` also if that
+        takes longer than ``start_timeout_s``.
+        """
+
+        def with_place() -> tuple[Backend, str | None]:
+            backend = self._make_backend()
+            return backend, backend.place  # which may look at the storage too
+
+        first = BoundedCall(with_place, f"kvtier-{self.name}-start")
+        if not first.wait(self._tier.start_timeout_s):
+            self._hanging = first
+            raise hangs(self._tier)
+        self._backend, self._place = first.result()
+        self._cell = self._new_cell(self._backend)
+
+    def start_without(self, reason: str) -> None:
+        """Begin with no backend, which could not be made. Before ``start``."""
+        self._life = Life(has_backend=False)
+        self._unusable_for = reason
 
     def _new_cell(self, backend: Backend) -> TierCell:
         policy = self._policy_of(backend.traits)
@@ -162,7 +189,9 @@ class TierThread(TierHost):
 
         May hang. ``close`` doesn't wait for that: no slot is known here.
         """
-        backend = self._make_backend()
+        hanging, self._hanging = self._hanging, None
+        # No second call is to hang beside the first.
+        backend = self._make_backend() if hanging is None else hanging.result()[0]
         cell = self._new_cell(backend)
         place = self._place or backend.place
         with self._taking:

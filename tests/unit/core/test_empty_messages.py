@@ -20,6 +20,7 @@ from kvtier.policies.eviction.lru import LRUPolicy
 from kvtier.settings.plugins import fallback_policy, make_admission, make_policy
 from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
 from tests.support.cell import TestCell, TestTier, build_test_engine
+from tests.support.mailboxes import KeptMessages
 
 if TYPE_CHECKING:
     from kvtier.core.actor import Actor
@@ -32,17 +33,6 @@ PLAIN = {"int": 1, "str": "r", "float": 1.0, "bool": True, "RequestId": "r"}
 
 ANSWERS = (m.Victims, m.PartEnded)
 """To a question of the actor's own: without it they mean nothing."""
-
-
-class Taken:
-    """A mailbox that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.messages: list[Message] = []
-
-    def post(self, message: Message) -> bool:
-        self.messages.append(message)
-        return True
 
 
 def empty(kind: type[Any]) -> Any:
@@ -104,7 +94,7 @@ def test_the_engine_s_actors_take_empty_messages() -> None:
 
 @pytest.mark.parametrize("name", [e.name for e in entry_points(group="kvtier.eviction_policies")])
 def test_policies_take_empty_messages(name: str) -> None:
-    taken = Taken()
+    taken = KeptMessages()
     actor = PolicyActor(name, make_policy(name, 8), fallback_policy(), taken)
     for message in empties_of(actor):
         actor.receive(message)
@@ -114,7 +104,7 @@ def test_policies_take_empty_messages(name: str) -> None:
 @pytest.mark.parametrize("name", [e.name for e in entry_points(group="kvtier.admission_policies")])
 def test_admission_takes_empty_messages(name: str) -> None:
     tier = TierConfig("1:t", "t", admission=name)
-    policy, taken = make_admission(tier, AdmissionContext(8, 8)), Taken()
+    policy, taken = make_admission(tier, AdmissionContext(8, 8)), KeptMessages()
     gate = AdmissionGate(0, "1:t", policy, primary=taken, link=taken, log=taken)
     for message in empties_of(gate):
         gate.receive(message)

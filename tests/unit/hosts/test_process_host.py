@@ -30,6 +30,7 @@ from kvtier.hosts.thread_host import TierThread
 from kvtier.plugin_api.backend import BackendContext, Namespace, Outcome
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.settings.runtime_config import TierConfig
+from tests.support.mailboxes import KeptMessages
 from tests.support.other_processes import is_running, state_of
 from tests.support.patience import PATIENCE_S, until
 
@@ -170,20 +171,17 @@ def test_memory_that_no_process_can_map_gets_a_thread_or_a_refusal(tmp_path: Pat
     memory = SlotMemory(memoryview(bytearray(BLOCK)), 1, BLOCK)
     with pytest.raises(ConfigError, match=r"1:memory: cell='process' needs memory that another"):
         make_host(
-            TierConfig.from_mapping(1, memory_tier()), CONTEXT, memory, Unread(), messages_max=4
+            TierConfig.from_mapping(1, memory_tier()),
+            CONTEXT,
+            memory,
+            KeptMessages(),
+            messages_max=4,
         )
     tier = TierConfig.from_mapping(1, disk_tier(tmp_path / "kv"))
-    host = make_host(tier, CONTEXT, memory, Unread(), messages_max=4)
+    host = make_host(tier, CONTEXT, memory, KeptMessages(), messages_max=4)
     assert isinstance(host, TierThread)
     host.start()
     assert host.close(PATIENCE_S)
-
-
-class Unread:
-    """A link whose messages don't matter."""
-
-    def post(self, _message: Message) -> bool:
-        return True
 
 
 def test_a_killed_process_is_followed_by_another_that_has_what_was_stored(

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
 from hypothesis import given, strategies
 
 from kvtier.hosts.restarts import RESTART_PAUSE_S, WELL_S, RestartPause
-from kvtier.hosts.starting import First
 from kvtier.hosts.thread_host import TierThread
 from kvtier.plugin_api.backend import BackendContext, Namespace
 from kvtier.plugin_api.slot_memory import SlotMemory
+from kvtier.settings.runtime_config import TierConfig
 from kvtier_backends.memory import MemoryBackend
-
-if TYPE_CHECKING:
-    from kvtier.core.messages import Message
+from tests.support.mailboxes import KeptMessages
 
 
 class Clock:
@@ -98,16 +95,9 @@ def test_a_tier_whose_lives_break_is_begun_anew_within_seconds() -> None:
     context = BackendContext(8, Namespace({}), "1:t")
     memory = SlotMemory.anonymous(8, 8)
     backend = NeverOpens(context, 8)
-    host = TierThread(
-        "1:t", First(backend), memory, Unread(), messages_max=4, make_backend=lambda: backend
-    )
+    tier = TierConfig("1:t", "t")
+    host = TierThread(tier, memory, KeptMessages(), messages_max=4, make_backend=lambda: backend)
+    host.make()
     host._life.ending = ending = Impatient(host, 8)
     host._run()
     assert ending.waits_s == [1.0, 2.0, 4.0, 8.0, 10.0, 10.0, 10.0, 10.0]
-
-
-class Unread:
-    """A link whose messages don't matter."""
-
-    def post(self, _message: Message) -> bool:
-        return True

@@ -18,25 +18,14 @@ from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.settings import plugins
 from kvtier.settings.runtime_config import TierConfig
 from kvtier_backends.memory import MemoryBackend
+from tests.support.mailboxes import KeptMessages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kvtier.core.messages import Message
 
 CONTEXT = BackendContext(8, Namespace({}), "1:theirs")
 SOME_VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("some variable")
-
-
-class Taken:
-    """A link's inbox that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.messages: list[Message] = []
-
-    def post(self, message: Message) -> bool:
-        self.messages.append(message)
-        return True
 
 
 class Theirs(MemoryBackend):
@@ -52,7 +41,7 @@ class Theirs(MemoryBackend):
 
 def host_of(
     monkeypatch: pytest.MonkeyPatch, while_made: Callable[[], None], **options: Any
-) -> tuple[TierThread, Taken]:
+) -> tuple[TierThread, KeptMessages]:
     monkeypatch.setattr(Theirs, "while_made", staticmethod(while_made))
     real = plugins._find
 
@@ -60,7 +49,7 @@ def host_of(
         return Theirs if name == "theirs" else real(group, name, *others, **more)
 
     monkeypatch.setattr(plugins, "_find", find)
-    link = Taken()
+    link = KeptMessages()
     tier = TierConfig.from_mapping(
         1, {"type": "theirs", "cell": "thread", "eviction_policy": "lru", **options}
     )

@@ -15,7 +15,6 @@ import pytest
 
 from kvtier.core import messages as m
 from kvtier.hosts import thread_host
-from kvtier.hosts.starting import First
 from kvtier.hosts.thread_host import TierThread
 from kvtier.plugin_api.backend import (
     Backend,
@@ -28,6 +27,7 @@ from kvtier.plugin_api.backend import (
 )
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.policies.eviction.lru import LRUPolicy
+from kvtier.settings.runtime_config import TierConfig
 from kvtier.tier.backend_driver import BackendDriver
 from tests.support.patience import PATIENCE_S
 
@@ -108,14 +108,14 @@ class Bench:
         self.memory = SlotMemory.anonymous(8, BLOCK)
         self.link = LinkEnd()
         self.cell = TierThread(
-            "1:test",
-            First(backend),
+            TierConfig("1:test", "test"),
             self.memory,
             self.link,
             messages_max=16,
             make_backend=lambda: backend,
             policy_of=lambda _: None if capacity is None else lambda: LRUPolicy(capacity),
         )
+        self.cell.make()
         self.cell.start()
 
     def fill(self, slot: int, byte: int) -> None:

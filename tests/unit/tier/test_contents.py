@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtier.core import messages as m
-from kvtier.hosts.starting import First
 from kvtier.hosts.thread_host import TierThread
 from kvtier.plugin_api.backend import (
     Backend,
@@ -24,6 +23,7 @@ from kvtier.plugin_api.backend import (
 )
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.policies.eviction.lru import LRUPolicy
+from kvtier.settings.runtime_config import TierConfig
 from kvtier.tier.backend_driver import CONTENTS_A_PAUSE, BackendDriver
 from kvtier.tier.leftovers import REMOVE_BLOCKS_MAX, Leftovers
 from tests.support.patience import PATIENCE_S
@@ -120,14 +120,14 @@ class Bench:
         capacity = shelf.traits.capacity_blocks
         assert capacity is not None
         self.cell = TierThread(
-            "1:shelf",
-            First(shelf),
+            TierConfig("1:shelf", "shelf"),
             SlotMemory.anonymous(8, BLOCK),
             self.link,
             messages_max=16,
             make_backend=lambda: shelf,
             policy_of=lambda _: lambda: LRUPolicy(capacity),
         )
+        self.cell.make()
 
     def post_store(self, text: str) -> int:
         self.jobs += 1

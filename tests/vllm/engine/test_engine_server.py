@@ -7,19 +7,20 @@ import os
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 import urllib.error
 import urllib.request
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from kvtier.tools.process_group import process_group
 from tests.support.patience import PATIENCE_S, until
-from tests.vllm.support.children import Child, child_environment, kill_group, start_scenario
+from tests.vllm.support.children import Child, child_environment, start_scenario
 from tests.vllm.support.engine import flat_metrics, kvtier_config
 from tests.vllm.support.play import ours_in_shm, own_id, prompts_of, whole_blocks
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
@@ -188,18 +189,13 @@ def started_as_a_program(
 ) -> Iterator[Program]:
     log_folder.mkdir(parents=True, exist_ok=True)
     log_path = log_folder / "server.log"
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", SERVER, *arguments],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=child_environment(environment),
-            start_new_session=True,
-        )
-    try:
+    command = [sys.executable, "-W", "ignore", "-m", SERVER, *arguments]
+    inherited = child_environment(environment)
+    with (
+        log_path.open("wb") as log,
+        process_group(command, stdout=log, stderr=log, env=inherited) as process,
+    ):
         yield Program(process, log_path)
-    finally:
-        kill_group(process)
 
 
 def serve(arguments: list[str]) -> None:

@@ -168,13 +168,6 @@ def _scenario_server() -> subprocess.Popen[str]:
     )
 
 
-def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process that leads a session, and all that it has started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a child that runs vLLM."""
     inherited = os.environ.get("PYTHONPATH", "")

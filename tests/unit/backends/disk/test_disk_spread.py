@@ -8,11 +8,11 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from kvtier.core import messages as m
-from kvtier.hosts.starting import First
 from kvtier.hosts.thread_host import TierThread
 from kvtier.plugin_api.backend import Outcome
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.settings.plugins import make_policy
+from kvtier.settings.runtime_config import TierConfig
 from tests.support.patience import PATIENCE_S
 from tests.unit.backends.disk._disk import BLOCK_BYTES, data_of, key_of, make_disk
 
@@ -66,14 +66,14 @@ def test_a_job_spreads_over_io_depth_and_reads_neighbours_at_once(
         tmp_path, io_depth=IO_DEPTH, capacity_bytes=8 << 20, region_bytes=64 * BLOCK_BYTES
     )
     cell = TierThread(
-        "1:disk",
-        First(backend),
+        TierConfig("1:disk", "disk"),
         memory,
         link,
         messages_max=64,
         make_backend=lambda: backend,
         policy_of=lambda traits: lambda: make_policy("lru", traits.capacity_blocks or 0),
     )
+    cell.make()
     cell.start()
     try:
         keys = tuple(key_of(number) for number in range(BLOCKS))
