@@ -17,16 +17,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvtier.core import messages as m
+from kvtier.core.group_messages import ReservePrefix  # noqa: TC001 - msgspec decodes by it
 from kvtier.core.message import Message
+from kvtier.plugin_api.keys import Key  # noqa: TC001 - as above
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from kvtier.core.actor import Mailbox
-    from kvtier.core.group_messages import ReservePrefix
     from kvtier.engine.running_prefixes import RunningPrefixes
     from kvtier.engine.slot_table import SlotTable
-    from kvtier.plugin_api.keys import Key
 
 NAMES_NOTHING: Final = "it names victims that are not there, or that it has named before"
 
