@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtier.plugin_api.eviction_policy import EvictionPolicy
-from kvtier.plugin_api.runs import Runs, hold, unhold
+from kvtier.plugin_api.runs import hold
+from kvtier.policies.eviction.queues import QueuePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -25,16 +25,13 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key, RequestId
 
 
-class ARCPolicy(EvictionPolicy):
+class ARCPolicy(QueuePolicy):
     """Adaptive replacement; tails before heads within a request."""
 
     def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self._held: dict[Key, None] = {}
-        self._recent = Runs(self._held.keys())
-        self._frequent = Runs(self._held.keys())
-        self._recent_ghosts = Runs()
-        self._frequent_ghosts = Runs()
+        super().__init__(capacity, queues=2, ghost_queues=2)
+        self._recent, self._frequent = self._queues
+        self._recent_ghosts, self._frequent_ghosts = self._ghost_queues
         self._recent_target = 0.0  # blocks; the paper's p
 
     def admit(self, keys: Sequence[Key], request: RequestId, *, held: bool) -> None:
@@ -70,22 +67,6 @@ class ARCPolicy(EvictionPolicy):
         self._recent.use(keys, request)
         self._frequent.put(used, request)
 
-    def hold(self, keys: Sequence[Key]) -> None:
-        """See ``EvictionPolicy.hold``."""
-        hold(self._held, keys)
-
-    def unhold(self, keys: Sequence[Key]) -> None:
-        """See ``EvictionPolicy.unhold``."""
-        unhold(self._held, keys)
-        self._recent.unheld(keys)
-        self._frequent.unheld(keys)
-
-    def forget(self, keys: Sequence[Key]) -> None:
-        """See ``EvictionPolicy.forget``. Nobody chose them, so they leave no ghost."""
-        self._recent.drop(keys)
-        self._frequent.drop(keys)
-        unhold(self._held, keys)
-
     def end_request(self, request: RequestId, order: Sequence[Key] | None) -> None:
         """See ``EvictionPolicy.end_request``."""
         if order is not None:
@@ -117,18 +98,8 @@ class ARCPolicy(EvictionPolicy):
 
     def clear(self) -> None:
         """See ``EvictionPolicy.clear``."""
-        for runs in (self._recent, self._frequent, self._recent_ghosts, self._frequent_ghosts):
-            runs.clear()
-        self._held.clear()
+        super().clear()
         self._recent_target = 0.0
-
-    def __len__(self) -> int:
-        """See ``EvictionPolicy.__len__``."""
-        return len(self._recent) + len(self._frequent)
-
-    def __contains__(self, key: object) -> bool:
-        """Tell whether the key is resident."""
-        return key in self._recent or key in self._frequent
 
     def _adapt(self, keys: Sequence[Key]) -> dict[Key, None]:
         """Let ghosts that come back move the target by the paper's step; return them."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtier.plugin_api.eviction_policy import EvictionPolicy
-from kvtier.plugin_api.runs import Runs, hold, unhold
+from kvtier.plugin_api.runs import hold
+from kvtier.policies.eviction.queues import QueuePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -18,13 +18,12 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key, RequestId
 
 
-class LRUPolicy(EvictionPolicy):
+class LRUPolicy(QueuePolicy):
     """Least recently used; tails before heads within a request."""
 
     def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self._held: dict[Key, None] = {}
-        self._runs = Runs(self._held.keys())
+        super().__init__(capacity, queues=1, ghost_queues=0)
+        (self._runs,) = self._queues
 
     def admit(self, keys: Sequence[Key], request: RequestId, *, held: bool) -> None:
         """See ``EvictionPolicy.admit``."""
@@ -35,20 +34,6 @@ class LRUPolicy(EvictionPolicy):
     def touch(self, keys: Sequence[Key], request: RequestId) -> None:
         """See ``EvictionPolicy.touch``. A key keeps its place in its own request's run."""
         self._runs.use(keys, request)
-
-    def hold(self, keys: Sequence[Key]) -> None:
-        """See ``EvictionPolicy.hold``."""
-        hold(self._held, keys)
-
-    def unhold(self, keys: Sequence[Key]) -> None:
-        """See ``EvictionPolicy.unhold``."""
-        unhold(self._held, keys)
-        self._runs.unheld(keys)
-
-    def forget(self, keys: Sequence[Key]) -> None:
-        """See ``EvictionPolicy.forget``."""
-        self._runs.drop(keys)
-        unhold(self._held, keys)
 
     def end_request(self, request: RequestId, order: Sequence[Key] | None) -> None:
         """See ``EvictionPolicy.end_request``."""
@@ -63,16 +48,3 @@ class LRUPolicy(EvictionPolicy):
         # They were chosen tail first, so the last of them stands nearest to the head.
         # One that was admitted again meanwhile has a newer place.
         self._runs.put_first([key for key in reversed(keys) if key not in self._runs])
-
-    def clear(self) -> None:
-        """See ``EvictionPolicy.clear``."""
-        self._runs.clear()
-        self._held.clear()
-
-    def __len__(self) -> int:
-        """See ``EvictionPolicy.__len__``."""
-        return len(self._runs)
-
-    def __contains__(self, key: object) -> bool:
-        """Tell whether the key is resident."""
-        return key in self._runs

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvtier.plugin_api.eviction_policy import EvictionPolicy
-from kvtier.plugin_api.runs import Runs, hold, unhold
+from kvtier.plugin_api.runs import hold
+from kvtier.policies.eviction.queues import QueuePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -34,17 +34,14 @@ Half as many cost a tenth of the hits of a small cache; more bring nothing. Each
 """
 
 
-class LRU2Policy(EvictionPolicy):
+class LRU2Policy(QueuePolicy):
     """The second last use decides; tails before heads within a request."""
 
     def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self._held: dict[Key, None] = {}
-        self._once = Runs(self._held.keys())  # in the order of their last use
-        self._twice = Runs(
-            self._held.keys()
-        )  # the stamp of a run is the time of its second last use
-        self._gone = Runs()
+        super().__init__(capacity, queues=2, ghost_queues=1)
+        # In the order of the last use; by the second last use, whose time is the run's stamp.
+        self._once, self._twice = self._queues
+        (self._gone,) = self._ghost_queues
         self._last_use: dict[Key, int] = {}  # also of what is gone
         self._now = 0  # requests that used anything
         self._time_of: dict[RequestId, int] = {}  # of requests that are not over
@@ -88,24 +85,12 @@ class LRU2Policy(EvictionPolicy):
             self._once.drop(used)
             self._twice.put_at(used, last)
 
-    def hold(self, keys: Sequence[Key]) -> None:
-        """See ``EvictionPolicy.hold``."""
-        hold(self._held, keys)
-
-    def unhold(self, keys: Sequence[Key]) -> None:
-        """See ``EvictionPolicy.unhold``."""
-        unhold(self._held, keys)
-        self._once.unheld(keys)
-        self._twice.unheld(keys)
-
     def forget(self, keys: Sequence[Key]) -> None:
         """See ``EvictionPolicy.forget``. Nobody chose them, so they are not remembered."""
         for key in keys:
             if key in self:
                 del self._last_use[key]
-        self._once.drop(keys)
-        self._twice.drop(keys)
-        unhold(self._held, keys)
+        super().forget(keys)
 
     def end_request(self, request: RequestId, order: Sequence[Key] | None) -> None:
         """See ``EvictionPolicy.end_request``."""
@@ -131,16 +116,6 @@ class LRU2Policy(EvictionPolicy):
 
     def clear(self) -> None:
         """See ``EvictionPolicy.clear``."""
-        for runs in (self._once, self._twice, self._gone):
-            runs.clear()
-        self._held.clear()
+        super().clear()
         self._last_use.clear()
         self._time_of.clear()
-
-    def __len__(self) -> int:
-        """See ``EvictionPolicy.__len__``."""
-        return len(self._once) + len(self._twice)
-
-    def __contains__(self, key: object) -> bool:
-        """Tell whether the key is resident."""
-        return key in self._once or key in self._twice

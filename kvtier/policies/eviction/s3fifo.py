@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvtier.plugin_api.eviction_policy import EvictionPolicy
-from kvtier.plugin_api.runs import Runs, hold, unhold
+from kvtier.plugin_api.runs import hold
+from kvtier.policies.eviction.queues import QueuePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -39,15 +39,13 @@ LOOKED_AT_MAX: Final = 1024
 """How many blocks a call looks at in vain: five milliseconds."""
 
 
-class S3FIFOPolicy(EvictionPolicy):
+class S3FIFOPolicy(QueuePolicy):
     """A small queue in front of a main one; tails before heads within a request."""
 
     def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self._held: dict[Key, None] = {}
-        self._small = Runs(self._held.keys())
-        self._main = Runs(self._held.keys())
-        self._ghosts = Runs()
+        super().__init__(capacity, queues=2, ghost_queues=1)
+        self._small, self._main = self._queues
+        (self._ghosts,) = self._ghost_queues
         self._uses: dict[Key, int] = {}  # of resident blocks, if any
         self._used_by: dict[RequestId, dict[Key, None]] = {}  # of requests that are not over
 
@@ -76,28 +74,16 @@ class S3FIFOPolicy(EvictionPolicy):
                 used[key] = None
                 uses[key] = min(USES_MAX, uses.get(key, 0) + 1)
 
-    def hold(self, keys: Sequence[Key]) -> None:
-        """See ``EvictionPolicy.hold``."""
-        hold(self._held, keys)
-
-    def unhold(self, keys: Sequence[Key]) -> None:
-        """See ``EvictionPolicy.unhold``."""
-        unhold(self._held, keys)
-        self._small.unheld(keys)
-        self._main.unheld(keys)
-
     def forget(self, keys: Sequence[Key]) -> None:
-        """See ``EvictionPolicy.forget``. Nobody chose them, so they leave no ghost."""
-        self._small.drop(keys)
-        self._main.drop(keys)
-        unhold(self._held, keys)
+        """See ``EvictionPolicy.forget``."""
+        super().forget(keys)
         self._forget_uses(keys)
 
     def end_request(self, request: RequestId, order: Sequence[Key] | None) -> None:
         """See ``EvictionPolicy.end_request``. What it put into a queue gets its order there."""
         if order is not None:
             self.touch(order, request)
-        for queue in (self._small, self._main):
+        for queue in self._queues:
             run = queue.open(request)
             if run is not None:
                 queue.end(request, order and [key for key in order if queue.run_of.get(key) is run])
@@ -161,19 +147,9 @@ class S3FIFOPolicy(EvictionPolicy):
 
     def clear(self) -> None:
         """See ``EvictionPolicy.clear``."""
-        for runs in (self._small, self._main, self._ghosts):
-            runs.clear()
-        self._held.clear()
+        super().clear()
         self._uses.clear()
         self._used_by.clear()
-
-    def __len__(self) -> int:
-        """See ``EvictionPolicy.__len__``."""
-        return len(self._small) + len(self._main)
-
-    def __contains__(self, key: object) -> bool:
-        """Tell whether the key is resident."""
-        return key in self._small or key in self._main
 
     def _forget_uses(self, keys: Collection[Key]) -> None:
         for key in keys:

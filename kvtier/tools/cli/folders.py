@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import ConfigError
+from kvtier.tools.answering import check_answers
 from kvtier.tools.cli.terminal import check_can_write, write_json
 from kvtier_backends.disk.folder.claim import Claim
 from kvtier_backends.disk.format import NO_KEY_ID
@@ -15,7 +16,7 @@ from kvtier_backends.disk.offline.inspection import refusal, user_of
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from kvtier_backends.disk.offline.listing import Kind
 
@@ -50,22 +51,22 @@ def claimed(path: str, command: str) -> Iterator[None]:
         claim.release()
 
 
-def check_json_option(arguments: argparse.Namespace) -> None:
-    """Raise ``Misuse`` now if the figures cannot be written later."""
+def check(arguments: argparse.Namespace) -> None:
+    """Raise ``Misuse`` now if the figures cannot be written later, or the storage hangs."""
     if arguments.json and arguments.json != "-":
         check_can_write(arguments.json)
+    check_answers(arguments.path)
 
 
-def wants_tables(arguments: argparse.Namespace) -> bool:
-    """Tell whether stdout is for people."""
-    return bool(arguments.json != "-")
-
-
-def put_json(arguments: argparse.Namespace, figures: Mapping[str, Any]) -> None:
-    """Write the figures where ``--json`` says, if it was given."""
+def report(
+    arguments: argparse.Namespace, figures: dict[str, Any], show: Callable[[dict[str, Any]], None]
+) -> None:
+    """Show the figures to people, and write them where ``--json`` says, if it was given."""
     if arguments.json == "-":
         print(json.dumps(figures, indent=2, allow_nan=False))
-    elif arguments.json:
+        return
+    show(figures)
+    if arguments.json:
         write_json(arguments.json, figures)
         print(f"Figures: {arguments.json}")
 
@@ -79,6 +80,20 @@ def kind_figures(kind: Kind, blocks: int) -> dict[str, Any]:
         "blocks": blocks,
         "bytes": blocks * kind.block_bytes,
     }
+
+
+KIND_COLUMNS: Final = ("namespace", "key id", "block bytes", "blocks", "GiB")
+
+
+def kind_row(figures: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the ``KIND_COLUMNS`` of what ``kind_figures`` returned."""
+    return (
+        short(figures["namespace"]),
+        short(figures["key_id"]),
+        f"{figures['block_bytes']:,}",
+        f"{figures['blocks']:,}",
+        gib(figures["bytes"]),
+    )
 
 
 def short(digest: str | None) -> str:

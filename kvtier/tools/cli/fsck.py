@@ -41,14 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the folder. Returns the exit status."""
-    from kvtier.tools.answering import check_answers  # noqa: PLC0415 - only what was asked for
-    from kvtier.tools.cli.folders import (  # noqa: PLC0415 - heavy imports stay out of other runs
-        check_json_option,
-        claimed,
-        put_json,
-        refusing,
-        wants_tables,
-    )
+    from kvtier.tools.cli import folders  # noqa: PLC0415 - heavy imports stay out of other runs
     from kvtier.tools.cli.terminal import progress  # noqa: PLC0415 - as above
     from kvtier_backends.disk.offline.fsck import (  # noqa: PLC0415 - as above
         Checker,
@@ -56,29 +49,26 @@ def run(arguments: argparse.Namespace) -> int:
     )
     from kvtier_backends.disk.offline.inspection import Folder, FolderDamaged  # noqa: PLC0415 - as above
 
-    check_json_option(arguments)
-    check_answers(arguments.path)
+    folders.check(arguments)
     keyring = _keys(arguments.encryption_key_file)
     repair = bool(arguments.repair)
     checked: Checked
     try:
         Folder(arguments.path)  # before the claim, which would make a folder and a lock file
     except FolderDamaged:
-        with claimed(arguments.path, "fsck --repair") if repair else nullcontext():
+        with folders.claimed(arguments.path, "fsck --repair") if repair else nullcontext():
             checked = folder_damaged(arguments.path, repair=repair)
     else:
         with (
-            claimed(arguments.path, "fsck --repair") if repair else nullcontext(),
-            refusing(arguments.path),
+            folders.claimed(arguments.path, "fsck --repair") if repair else nullcontext(),
+            folders.refusing(arguments.path),
             Folder(arguments.path, writable=repair) as folder,
         ):
             numbers = folder.files.numbers()
             with progress("checking regions", len(numbers)) as bar:
                 checked = Checker(folder, keyring, repair=repair).run(numbers, bar.advance)
     figures = _figures(arguments.path, checked, repair=repair)
-    if wants_tables(arguments):
-        _show(figures)
-    put_json(arguments, figures)
+    folders.report(arguments, figures, _show)
     if not checked.is_complete:
         return INTERRUPTED
     return PROBLEMS if checked.problems else 0

@@ -25,27 +25,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the folder. Returns the exit status."""
-    from kvtier.tools.answering import check_answers  # noqa: PLC0415 - only what was asked for
-    from kvtier.tools.cli.folders import (  # noqa: PLC0415 - heavy imports stay out of other runs
-        check_json_option,
-        put_json,
-        refusing,
-        wants_tables,
-    )
+    from kvtier.tools.cli import folders  # noqa: PLC0415 - heavy imports stay out of other runs
     from kvtier.tools.cli.terminal import progress  # noqa: PLC0415 - as above
     from kvtier_backends.disk.offline.inspection import Folder  # noqa: PLC0415 - as above
     from kvtier_backends.disk.offline.listing import list_folder  # noqa: PLC0415 - as above
 
-    check_json_option(arguments)
-    check_answers(arguments.path)
-    with refusing(arguments.path), Folder(arguments.path) as folder:
+    folders.check(arguments)
+    with folders.refusing(arguments.path), Folder(arguments.path) as folder:
         numbers = folder.files.numbers()
         with progress("looking at regions", len(numbers)) as bar:
             listing = list_folder(folder, numbers, bar.advance)
         figures = _figures(folder, listing)
-    if wants_tables(arguments):
-        _show(figures)
-    put_json(arguments, figures)
+    folders.report(arguments, figures, _show)
     return 0 if listing.is_complete else INTERRUPTED
 
 
@@ -80,7 +71,7 @@ def _figures(folder: Folder, listing: Listing) -> dict[str, Any]:
 
 
 def _show(figures: dict[str, Any]) -> None:
-    from kvtier.tools.cli.folders import age, gib, short  # noqa: PLC0415 - as in run
+    from kvtier.tools.cli.folders import KIND_COLUMNS, age, gib, kind_row  # noqa: PLC0415 - as in run
     from kvtier.tools.cli.terminal import table  # noqa: PLC0415 - as in run
 
     user = f"by {figures['in_use_by']}" if figures["in_use"] else "no"
@@ -101,14 +92,10 @@ def _show(figures: dict[str, Any]) -> None:
     )
     table(
         "Blocks by namespace",
-        ("namespace", "key", "block bytes", "blocks", "GiB", "slots", "oldest", "newest"),
+        (*KIND_COLUMNS, "slots", "oldest", "newest"),
         [
             (
-                short(row["namespace"]),
-                short(row["key_id"]),
-                f"{row['block_bytes']:,}",
-                f"{row['blocks']:,}",
-                gib(row["bytes"]),
+                *kind_row(row),
                 f"{row['slots']:,}",
                 age(row["oldest_s"]),
                 age(row["newest_s"]),

@@ -54,19 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Remove the blocks and report. Returns the exit status."""
-    from kvtier.tools.answering import check_answers  # noqa: PLC0415 - only what was asked for
-    from kvtier.tools.cli.folders import (  # noqa: PLC0415 - heavy imports stay out of other runs
-        check_json_option,
-        put_json,
-        refusing,
-        wants_tables,
-    )
+    from kvtier.tools.cli import folders  # noqa: PLC0415 - heavy imports stay out of other runs
     from kvtier_backends.disk.offline.inspection import Folder  # noqa: PLC0415 - as above
 
-    check_json_option(arguments)
     before_s = _before_s(arguments)
-    check_answers(arguments.path)
-    with refusing(arguments.path), Folder(arguments.path) as folder:
+    folders.check(arguments)
+    with folders.refusing(arguments.path), Folder(arguments.path) as folder:
         selection = _selection(folder, arguments, before_s)
         if arguments.dry_run:
             figures = _do_here(folder, selection, dry=True)
@@ -77,9 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
             asked = _ask(folder.path, selection)
             figures = asked if asked is not None else _do(folder.path, selection)
     figures = {"path": folder.path, "dry_run": bool(arguments.dry_run), **figures}
-    if wants_tables(arguments):
-        _show(figures)
-    put_json(arguments, figures)
+    folders.report(arguments, figures, _show)
     if not figures["complete"]:
         return INTERRUPTED
     return LEFT if figures["regions_failed"] or figures["error"] else 0
@@ -211,7 +202,7 @@ def _figures(
 
 
 def _show(figures: dict[str, Any]) -> None:
-    from kvtier.tools.cli.folders import gib, short  # noqa: PLC0415 - as in run
+    from kvtier.tools.cli.folders import KIND_COLUMNS, gib, kind_row  # noqa: PLC0415 - as in run
     from kvtier.tools.cli.terminal import table  # noqa: PLC0415 - as in run
 
     verb = "Would be removed" if figures["dry_run"] else "Removed"
@@ -220,20 +211,7 @@ def _show(figures: dict[str, Any]) -> None:
         return
     by = f" by {figures['removed_by']}" if figures["removed_by"] else ""
     if figures["namespaces"]:
-        table(
-            f"{verb}{by}",
-            ("namespace", "key", "block bytes", "blocks", "GiB"),
-            [
-                (
-                    short(row["namespace"]),
-                    short(row["key_id"]),
-                    f"{row['block_bytes']:,}",
-                    f"{row['blocks']:,}",
-                    gib(row["bytes"]),
-                )
-                for row in figures["namespaces"]
-            ],
-        )
+        table(f"{verb}{by}", KIND_COLUMNS, [kind_row(row) for row in figures["namespaces"]])
     size = f"{figures['blocks']:,} blocks, {gib(figures['bytes'])} GiB"
     print(f"{figures['path']}: {verb.lower()}{by}: {size}.")
     if figures["regions_failed"]:

@@ -38,33 +38,18 @@ def tables(report: Mapping[str, Any]) -> list[Table]:
 
 def _hits(report: Mapping[str, Any]) -> Table:
     requests = report["requests"]
-    rows = [
-        (
-            tier["name"],
-            f"{tier['hit_blocks']:,}",
-            f"{tier['hit_ratio']:.4f}",
-            f"{tier['hit_tokens']:,}",
-        )
-        for tier in report["tiers"]
+    tiers = report["tiers"]
+    found = [
+        (tier["name"], tier["hit_blocks"], tier["hit_ratio"], tier["hit_tokens"]) for tier in tiers
     ]
-    hit_tokens = sum(tier["hit_tokens"] for tier in report["tiers"])
-    rows.append(
-        (
-            "all hits",
-            f"{requests['hit_blocks']:,}",
-            f"{requests['hit_ratio']:.4f}",
-            f"{hit_tokens:,}",
-        )
-    )
+    hit_tokens = sum(tier["hit_tokens"] for tier in tiers)
+    found.append(("all hits", requests["hit_blocks"], requests["hit_ratio"], hit_tokens))
     missed = requests["referenced_blocks"] - requests["hit_blocks"]
-    rows.append(
-        (
-            "computed",
-            f"{missed:,}",
-            f"{1 - requests['hit_ratio']:.4f}",
-            f"{requests['computed_tokens']:,}",
-        )
-    )
+    found.append(("computed", missed, 1 - requests["hit_ratio"], requests["computed_tokens"]))
+    rows = [
+        (name, f"{blocks:,}", f"{ratio:.4f}", f"{tokens:,}")
+        for name, blocks, ratio, tokens in found
+    ]
     return Table("Where the prompts' blocks came from", ("", "blocks", "share", "tokens"), rows)
 
 

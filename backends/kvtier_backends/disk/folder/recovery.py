@@ -136,7 +136,6 @@ class Recovered(NamedTuple):
     sequences: dict[int, int]  #: of the regions that are served
     reuse_last: list[int]  #: regions to be used last, the oldest first
     highest: int  #: the greatest sequence number seen
-    incarnations: dict[int, bytes]
     key_ids: dict[int, bytes]
     counts: Counter[str]
 
@@ -228,7 +227,6 @@ class Recovery:
             {number: header.sequence for number, header in self._headers.items()},
             [number for _, number in sorted(self._reuse_last)],
             self._highest,
-            {number: header.incarnation for number, header in self._headers.items()},
             {number: header.key_id for number, header in self._headers.items()},
             self._counts,
         )
