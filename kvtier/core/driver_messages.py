@@ -42,7 +42,7 @@ class RemovePart(Message, frozen=True, gc=False):
     keys: tuple[Key, ...]
 
 
-class TellContents(Message, frozen=True, gc=False):
+class AnnounceContents(Message, frozen=True, gc=False):
     """Pass on ``keys``, or if there are none what the backend had when it was opened.
 
     Slowly, with ContentsFound: the engine takes it in besides its work.

@@ -44,7 +44,7 @@ class TierHost(Protocol):
     def wake(self) -> None:
         """Have what was posted delivered. Never waits; done once a step."""
 
-    def take(self) -> None:
+    def poll(self) -> None:
         """Hand the link what the tier has sent, if that doesn't come by itself. Never waits."""
 
     def ask_to_end(self) -> None:

@@ -286,7 +286,7 @@ class SchedulerFacade:
     def step_end(self) -> None:
         """End a step: send the step's probes and promotions, and let deadlines pass."""
         self._is_first_lookup = True
-        self._take_from_tiers()
+        self._poll_tiers()
         self._last_tick = self._clock()
         self._ask(m.StepEnd(now=self._last_tick))
         self._wake_tiers()
@@ -296,14 +296,14 @@ class SchedulerFacade:
 
         Every other call does the first as well.
         """
-        self._take_from_tiers()
+        self._poll_tiers()
         self._cell.run()
         self._wake_tiers()
         return sum(sum(link.in_flight()) for link in self._links)
 
     def has_pending_work(self) -> bool:
         """Tell whether it is worth stepping on: a tier may still end something in time."""
-        self._take_from_tiers()
+        self._poll_tiers()
         self._cell.run()
         self._wake_tiers()
         return any(link.awaited() for link in self._links)
@@ -399,7 +399,7 @@ class SchedulerFacade:
         now = self._clock()
         if now - self._last_tick >= TICK_S:
             self._last_tick = now
-            self._take_from_tiers()
+            self._poll_tiers()
             self._ask(m.Tick(now=now))
             self._wake_tiers()
 
@@ -414,17 +414,17 @@ class SchedulerFacade:
     def _begin_lookups(self) -> None:
         """Take in what tiers have sent, before a step's first lookup: it is to know what ended."""
         self._is_first_lookup = False
-        self._take_from_tiers()
+        self._poll_tiers()
 
     def _wake_tiers(self) -> None:
         """Have tiers take what was sent to them since the last time."""
         for tier in self._tiers:
             tier.wake()
 
-    def _take_from_tiers(self) -> None:
+    def _poll_tiers(self) -> None:
         """Take in what tiers have sent. Their hosts in threads post it by themselves."""
         for tier in self._tiers:
-            tier.take()
+            tier.poll()
 
     def _ask(self, message: Message) -> object:
         return self._cell.ask(self._primary, message)

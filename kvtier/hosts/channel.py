@@ -35,15 +35,15 @@ Fields: TypeAlias = dict[str, str | int | float | bool | None]
 
 _LENGTH: Final = struct.Struct("<I")
 _RECEIVE_BYTES: Final = 1 << 16
-TAKE_BYTES_MAX: Final = 1 << 18
-"""So much is taken in at a time: about 6,000 keys, a millisecond."""
+DRAIN_BYTES_MAX: Final = 1 << 18
+"""``drain`` reads at most so much: about 6,000 keys, a millisecond."""
 
 FRAME_MESSAGES_MAX: Final = 16
-"""More in a frame saves nothing, and a frame is taken in as a whole."""
+"""More in a frame saves nothing, and a frame is decoded as a whole."""
 
 
 class Setup(NamedTuple):
-    """What the process is told at its start, pickled."""
+    """What the process is given at its start, pickled."""
 
     tier: TierConfig
     context: BackendContext
@@ -51,7 +51,7 @@ class Setup(NamedTuple):
 
 
 class Begin(m.Message, frozen=True, gc=False):
-    """Open the backend and take messages."""
+    """Open the backend and accept messages."""
 
 
 class End(m.Message, frozen=True, gc=False):
@@ -135,7 +135,7 @@ class SendCount:
         self._word[0] += 1
 
     def has_grown(self) -> bool:
-        """Tell whether more was sent since the last time this said so. The engine's end only."""
+        """Tell whether more was sent since the last True. The engine's end only."""
         count = self._word[0]
         if count == self._seen:
             return False
@@ -144,7 +144,7 @@ class SendCount:
 
 
 class Channel(Generic[T]):
-    """One end of the pair. ``takes``: the union of what it is sent. One thread at a time.
+    """One end of the pair. ``receives``: the union of what it is sent. One thread at a time.
 
     ``counted`` counts what this end sends; ``watched`` is the other end's count, if it keeps one.
     """
@@ -152,7 +152,7 @@ class Channel(Generic[T]):
     def __init__(
         self,
         end: socket.socket,
-        takes: Any,  # noqa: ANN401 - a union of types
+        receives: Any,  # noqa: ANN401 - a union of types
         *,
         counted: SendCount | None = None,
         watched: SendCount | None = None,
@@ -161,13 +161,13 @@ class Channel(Generic[T]):
         self._end = end
         self._counted = counted
         self._watched = watched
-        self._is_cut_short = False  # the last take left something
+        self._is_cut_short = False  # the last drain left something
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[list[T]] = msgspec.msgpack.Decoder(list[takes])
+        self._decoder: msgspec.msgpack.Decoder[list[T]] = msgspec.msgpack.Decoder(list[receives])
         self._posted: list[m.Message] = []
-        self._going = memoryview(b"")  # what the socket has not taken yet of the last frame
+        self._going = memoryview(b"")  # what the socket has not accepted yet of the last frame
         self._came = bytearray()
-        self.is_ended = False  #: the other end is gone, and all that came from it was taken
+        self.is_ended = False  #: the other end is gone, and all that came from it was drained
 
     def fileno(self) -> int:
         """Return the socket's descriptor, to be waited for."""
@@ -193,7 +193,7 @@ class Channel(Generic[T]):
         return len(self._posted)
 
     def flush(self) -> bool:
-        """Send what was posted, as far as the socket takes it. True: nothing is left."""
+        """Send what was posted, as far as the socket accepts it. True: nothing is left."""
         while True:
             if not self._going:
                 if not self._posted:
@@ -213,10 +213,10 @@ class Channel(Generic[T]):
             if self._counted is not None:
                 self._counted.add()
 
-    def take(self) -> list[T]:
+    def drain(self) -> list[T]:
         """Return what has come, in order. Raises ``msgspec.DecodeError`` for what is no message."""
         came = self._came
-        enough = len(came) + TAKE_BYTES_MAX
+        enough = len(came) + DRAIN_BYTES_MAX
         self._is_cut_short = False
         while not self.is_ended:
             try:

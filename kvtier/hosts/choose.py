@@ -35,7 +35,7 @@ def make_host(
 
     Waits for the backend for ``start_timeout_s`` at most. If its storage can't be
     used, and ``on_unusable`` is ``start_without``, the host has no backend: once
-    started, it cuts the tier off, and takes it up as soon as it can be used.
+    started, it disables the tier, and enables it as soon as its storage can be used.
 
     A cell runs where the configuration says, else where its backend prefers;
     in a thread in any case if no other process can map the memory.

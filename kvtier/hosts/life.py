@@ -1,6 +1,6 @@
 """The life of a tier's host, as a table that both kinds of host move by.
 
-A host carries one cell after the other. While one serves, messages are taken for
+A host carries one cell after the other. While one serves, messages are accepted for
 it. When it broke, the tier is disabled, and the next cell must wait: threads of the
 broken one may still read or write slots. Once none can (the tier is *fenced*), a
 backend is made, and a new cell opens it.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class LifeState(IntEnum):
     """What becomes of a tier's cells."""
 
-    SERVING = 0  #: a cell runs, or is about to; its messages are taken
+    SERVING = 0  #: a cell runs, or is about to; its messages are accepted
     BROKEN = 1  #: the cell broke, and something of it may still touch a slot
     AWAY = 2  #: nothing of the tier can touch a slot; a backend is made, or will be
     REOPENING = 3  #: a new cell opens its backend
@@ -111,6 +111,6 @@ class Life:
         return self.state is LifeState.ENDED
 
     @property
-    def takes_messages(self) -> bool:
+    def accepts_messages(self) -> bool:
         """Whether the tier's actor is there for messages."""
         return self.state is LifeState.SERVING

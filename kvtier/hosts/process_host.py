@@ -41,7 +41,7 @@ from kvtier.hosts.channel import (
 from kvtier.hosts.life import Life, LifeEvent, LifeState
 from kvtier.hosts.restarts import RESTART_PAUSE_S, RESTART_PAUSE_S_MAX, RestartPause
 from kvtier.hosts.spawning import spawn
-from kvtier.hosts.starting import Opening, hangs, tell_unusable
+from kvtier.hosts.starting import Opening, hangs, report_unusable
 from kvtier.plugin_api.log import log
 from kvtier.plugin_api.threads import BoundedCall
 
@@ -131,7 +131,7 @@ class TierProcess(TierHost):
     def start(self) -> None:
         """Have the backend opened. Nothing here waits for that."""
         if self._life.state is LifeState.AWAY:
-            tell_unusable(self._unusable_for, self._life, self._opening, self._link)
+            report_unusable(self._unusable_for, self._life, self._opening, self._link)
         self.post(Begin())
         self.wake()
         self._watcher.start()
@@ -144,7 +144,7 @@ class TierProcess(TierHost):
         """
         with self._using:
             channel = self._channel
-            if channel is None or not self._life.takes_messages:
+            if channel is None or not self._life.accepts_messages:
                 return False
             if channel.posted >= self._messages_max:
                 return False
@@ -152,14 +152,14 @@ class TierProcess(TierHost):
         return True
 
     def wake(self) -> None:
-        """Send what was posted, as far as the socket takes it."""
+        """Send what was posted, as far as the socket accepts it."""
         channel = self._channel
         if channel is not None and not channel.is_flushed:
             with self._using:
                 if self._channel is not None:
                     self._channel.flush()
 
-    def take(self) -> None:
+    def poll(self) -> None:
         """Hand the link what the tier has sent."""
         channel = self._channel
         if channel is not None and channel.has_news:
@@ -198,7 +198,7 @@ class TierProcess(TierHost):
     def _deliver(self, channel: Channel[Any]) -> None:
         """Take in what has come. With the channel in use."""
         try:
-            for message in channel.take():
+            for message in channel.drain():
                 self._handle(message)
         except msgspec.DecodeError as error:  # its memory is damaged, or its code is another's
             self._say_broke(f"sent what is no message: {error}")
@@ -243,7 +243,7 @@ class TierProcess(TierHost):
                 return
 
     def _see_open(self) -> None:
-        """Wait until the tier says that it is open: an idle engine takes nothing from it."""
+        """Wait until the tier says that it is open: an idle engine polls nothing from it."""
         channel = self._channel
         assert channel is not None, "a process without its channel"
         while not (self._opening.is_open or channel.is_ended or self._life.ending.is_set()):
@@ -304,7 +304,7 @@ class TierProcess(TierHost):
             self._channel = child.channel
             self._life.move(LifeEvent.OPENED)
             for message in early:
-                if isinstance(message, Opened):  # said before anybody acts on it
+                if isinstance(message, Opened):  # logged before anybody acts on it
                     self._handle(message)
             self._link.post(m.TierRestarted(traits=child.ready.traits))
             for message in early:
@@ -331,12 +331,12 @@ class TierProcess(TierHost):
             if child.channel.is_ended or is_ending or time.monotonic() > deadline_s:
                 raise StoreFault("ended, or was to end, before its backend was open")
             child.channel.wait(_CLOSE_POLL_S)
-            early += child.channel.take()
+            early += child.channel.drain()
         return early
 
 
 class _Child:
-    """A process that makes the tier's backend, and then waits to be told to begin."""
+    """A process that makes the tier's backend, and then waits for ``Begin``."""
 
     ready: Ready  #: once it has
 
@@ -382,7 +382,7 @@ class _Child:
                 raise hangs(self._tier)
             if not self.channel.wait(min(left_s, _START_POLL_S)):
                 continue
-            for answer in self.channel.take():
+            for answer in self.channel.drain():
                 if isinstance(answer, Ready):
                     self.ready = answer
                     return

@@ -1,7 +1,7 @@
 """What runs in a tier's own process: one life of its cell.
 
 The engine's side is ``kvtier/hosts/process_host.py``. The process makes the backend,
-says so, and waits to be told to begin. It ends when it is told to, when its
+says so, and waits for ``Begin``. It ends when it is asked to, when its
 cell breaks, or when the engine's process is gone: it never outlives that, and
 never begins anew; its engine starts another process instead. So a cell that
 broke takes everything with it that might still touch a slot.
@@ -111,7 +111,7 @@ class Outbox:
         if self._channel.flush():
             self._is_flushing = False
             self._loop.remove_writer(self._channel)
-        else:  # the engine takes nothing for now; it does so once a step
+        else:  # the engine does not poll for now; it does so once a step
             self._loop.add_writer(self._channel, self._send)
 
 
@@ -130,7 +130,7 @@ class Inbox:
 
     def clear(self) -> None:
         """Hand the cell what has come."""
-        self.hand_in(self._channel.take())
+        self.hand_in(self._channel.drain())
         if self._channel.is_ended:
             # Nobody is left to serve, and the next engine may want the tier's place.
             os._exit(1)
@@ -182,7 +182,7 @@ def main(
             outbox,
             policy_maker(setup.tier, backend.traits),
             fallback_policy(),
-            may_tell=lambda: channel.is_flushed,
+            may_announce=lambda: channel.is_flushed,
         )
         inbox = Inbox(channel, cell)
         inbox.hand_in(others)
@@ -233,7 +233,7 @@ def _next(channel: Channel[Message]) -> list[Message]:
     """Wait for the engine's next messages. End, if it is gone."""
     while True:
         channel.wait(None)
-        messages = channel.take()
+        messages = channel.drain()
         if messages:
             return messages
         if channel.is_ended:

@@ -1,4 +1,4 @@
-"""What is said of a tier at the start: that it can be used, or why not."""
+"""Reports at the start whether a tier can be used, or why not."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from kvtier.settings.runtime_config import TierConfig
 
 
-def tell_unusable(reason: str | None, life: Life, opening: Opening, link: Mailbox) -> None:
-    """Tell the link, at the start, that the tier can't be used yet. Nothing of it runs."""
+def report_unusable(reason: str | None, life: Life, opening: Opening, link: Mailbox) -> None:
+    """Report to the link, at the start, that the tier can't be used yet. Nothing of it runs."""
     reason = reason or "it has no backend"
     opening.broke()
     life.begin_away(reason)
@@ -52,7 +52,7 @@ class Opening:
         """Say that the tier is open: where it is, what its backend has, and how long it took.
 
         ``levels``: of what the backend counts, what goes up and down. Does nothing
-        if it has been said since the tier last broke.
+        if it has been logged since the tier last broke.
         """
         if self.is_open:
             return
@@ -87,5 +87,5 @@ def with_the_way_out(trouble: StorageUnusable) -> StorageUnusable:
     """Return the refusal, with what the user may choose instead."""
     return StorageUnusable(
         f"{trouble} Or set on_unusable='start_without' for this tier: the engine then starts "
-        "without it, and takes it up as soon as it can be used."
+        "with the tier disabled, and enables it as soon as its storage can be used."
     )

@@ -15,7 +15,7 @@ from kvtier.core import messages as m
 from kvtier.core.tier_host import ABANDON_S, TierHost
 from kvtier.hosts.life import Life, LifeEvent, LifeState
 from kvtier.hosts.restarts import RESTART_PAUSE_S, RestartPause
-from kvtier.hosts.starting import Opening, hangs, tell_unusable
+from kvtier.hosts.starting import Opening, hangs, report_unusable
 from kvtier.plugin_api.log import log
 from kvtier.plugin_api.threads import BoundedCall, Waker
 from kvtier.settings.plugins import fallback_policy
@@ -70,7 +70,7 @@ class TierThread(TierHost):
         self._link = link
         self._messages_max = messages_max
         self._policy_of = policy_of
-        self._taking = threading.Lock()
+        self._lock = threading.Lock()
         self._life = Life(has_backend=True)
         self._waker = Waker()
         self._pause = RestartPause(RESTART_PAUSE_S)
@@ -118,7 +118,7 @@ class TierThread(TierHost):
     def start(self) -> None:
         """Start the thread. The backend is opened on it; nothing here waits for that."""
         if self._life.state is LifeState.AWAY:
-            tell_unusable(self._unusable_for, self._life, self._opening, self._link)
+            report_unusable(self._unusable_for, self._life, self._opening, self._link)
         self._thread.start()
 
     def post(self, message: Message) -> bool:
@@ -129,8 +129,8 @@ class TierThread(TierHost):
         """
         # Under the lock: a message must not slip in behind the clearing of a cell
         # that broke, and be carried out by the next one for slots long given away.
-        with self._taking:
-            if not self._life.takes_messages or self._cell is None:
+        with self._lock:
+            if not self._life.accepts_messages or self._cell is None:
                 return False
             if len(self._cell.arrived) >= self._messages_max:
                 return False
@@ -143,13 +143,13 @@ class TierThread(TierHost):
         if cell is not None and cell.wants_waking():
             self._waker.wake()
 
-    def take(self) -> None:
+    def poll(self) -> None:
         """Do nothing: the tier's actor posts to the link by itself."""
         return
 
     def ask_to_end(self) -> None:
         """Take nothing more, end what was begun, then end. Returns at once."""
-        with self._taking:
+        with self._lock:
             self._life.move(LifeEvent.ASKED_TO_END)
         self._waker.wake()
 
@@ -194,7 +194,7 @@ class TierThread(TierHost):
         backend = self._make_backend() if hanging is None else hanging.result()[0]
         cell = self._new_cell(backend)
         place = self._place or backend.place
-        with self._taking:
+        with self._lock:
             if self._life.move(LifeEvent.MADE) is LifeState.ENDED:
                 return False
             self._backend, self._cell, self._place = backend, cell, place
@@ -211,7 +211,7 @@ class TierThread(TierHost):
 
     def _break_down(self, error: BaseException) -> None:
         cell, reason = self._cell, reason_of(error)
-        with self._taking:
+        with self._lock:
             is_news = self._life.broke(reason)
             if cell is not None:
                 cell.arrived.clear()

@@ -81,7 +81,7 @@ def flag(about: str, *, default: bool) -> bool:
 
 
 def read_apart(default: _Any, about: str) -> _Any:
-    """Make a field whose option the class reads itself: ``read`` only takes it for known."""
+    """Make a field whose option the class reads itself: ``read`` only accepts its key."""
     return _field(about, default, None)
 
 

@@ -49,7 +49,7 @@ class Options:
         self, key: str, default: int = REQUIRED, *, minimum: int = 0, maximum: int = INTEGER_MAX
     ) -> int:
         """Return an int of ``minimum`` or more. bool and float are refused."""
-        value = self._take(key, default)
+        value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.error(key, value, "must be a whole number, without quotes")
         return self._bounded(key, value, value, minimum, maximum)
@@ -67,7 +67,7 @@ class Options:
 
         ``rounds_down``: take a float that is not whole, too.
         """
-        value = self._take(key, default)
+        value = self._get(key, default)
         size = None
         if isinstance(value, str):
             size = None if value.strip().isdecimal() else parse_size(value)
@@ -94,7 +94,7 @@ class Options:
         maximum: float = SECONDS_MAX,
     ) -> float:
         """Return a float greater than 0, or of ``minimum`` or more; at most ``maximum``."""
-        value = self._take(key, default)
+        value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(key, value, "must be a number, without quotes")
         if not (value > 0 if minimum is None else value >= minimum) or value > maximum:
@@ -104,7 +104,7 @@ class Options:
 
     def text(self, key: str, default: str = REQUIRED, *, choices: Sequence[str] = ()) -> str:
         """Return a non-empty str, one of ``choices`` if there are any."""
-        value = self._take(key, default)
+        value = self._get(key, default)
         if not isinstance(value, str) or (not value and default != ""):
             raise self.error(key, value, "must be a non-empty text")
         if len(value) > TEXT_CHARACTERS_MAX:
@@ -139,21 +139,21 @@ class Options:
 
     def flag(self, key: str, *, default: bool = REQUIRED) -> bool:
         """Return a bool; 0, 1 and "true" are refused."""
-        value = self._take(key, default)
+        value = self._get(key, default)
         if not isinstance(value, bool):
             raise self.error(key, value, "must be true or false, without quotes")
         return value
 
     def mapping(self, key: str) -> dict[str, Any]:
         """Return a mapping; a missing key is an empty one."""
-        value = self._take(key, {})
+        value = self._get(key, {})
         if not isinstance(value, dict):
             raise self.error(key, value, "must be a mapping")
         return value
 
     def mappings(self, key: str) -> list[dict[str, Any]]:
         """Return a list of mappings; a missing key is an empty list."""
-        value = self._take(key, [])
+        value = self._get(key, [])
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
             raise self.error(key, value, "must be a list of mappings, one a tier")
         return value
@@ -214,7 +214,7 @@ class Options:
             )
         return value
 
-    def _take(self, key: str, default: object) -> Any:  # noqa: ANN401 - the callers check it
+    def _get(self, key: str, default: object) -> Any:  # noqa: ANN401 - the callers check it
         self._known.add(key)
         value = self._values.get(key)
         if value is not None:

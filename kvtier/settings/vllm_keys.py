@@ -113,8 +113,8 @@ def _parameters(tree: ast.AST, class_name: str) -> frozenset[str]:
         if isinstance(node, ast.ClassDef) and node.name == class_name:
             for item in node.body:
                 if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-                    taken = [*item.args.args, *item.args.kwonlyargs]
-                    return frozenset(each.arg for each in taken) - _NOT_OPTIONS
+                    arguments = [*item.args.args, *item.args.kwonlyargs]
+                    return frozenset(each.arg for each in arguments) - _NOT_OPTIONS
     return frozenset()
 
 

@@ -58,11 +58,11 @@ class BackendDriver:
         backend: Backend,
         memory: SlotMemory,
         report: Callable[[Message], object],
-        may_tell: Callable[[], bool] = lambda: True,
+        may_announce: Callable[[], bool] = lambda: True,
     ) -> None:
-        """``report`` takes what the tier's actor is to know. ``may_tell``: the link keeps up."""
+        """``report``: sends to the tier's actor. ``may_announce``: the link keeps up."""
         self._tasks: asyncio.TaskGroup
-        self._may_tell = may_tell
+        self._may_announce = may_announce
         self._name = name
         self._backend = backend
         self._memory = memory
@@ -77,33 +77,33 @@ class BackendDriver:
 
     def receive(self, message: Message) -> None:
         """Start the part's task. Loop thread only."""
-        if isinstance(message, m.TellContents):
-            self._tasks.create_task(self.tell_contents(message.keys))
+        if isinstance(message, m.AnnounceContents):
+            self._tasks.create_task(self.announce_contents(message.keys))
             return
         if not isinstance(message, m.ProbePart | m.LoadPart | m.StorePart | m.RemovePart):
             raise InternalError(f"a driver does not understand {type(message).__name__}")
         self._tasks.create_task(self._run(message))
 
-    def tell_lost(self, keys: Sequence[bytes]) -> None:
+    def report_lost(self, keys: Sequence[bytes]) -> None:
         """Pass on that blocks are gone. Loop thread only."""
         self._untold.removed(keys)
         self._report(m.ContentsLost(keys=tuple(keys)))
 
-    async def tell_contents(self, again: tuple[bytes, ...] = ()) -> None:
+    async def announce_contents(self, again: tuple[bytes, ...] = ()) -> None:
         """Pass on what the backend has from before, slowly enough for the scheduler's steps.
 
-        Meanwhile the tier says that it lacks what it has not been told of yet.
+        Meanwhile a block that was not announced yet is a miss.
         """
-        told = 0
+        announced = 0
         for keys in _batches(again) if again else self._backend.contents():
             found = self._untold.still_there(keys)
             self._report(m.ContentsFound(found, again=bool(again)))
-            told += len(keys)
-            if told >= CONTENTS_A_PAUSE:
-                told = 0
+            announced += len(keys)
+            if announced >= CONTENTS_A_PAUSE:
+                announced = 0
                 await anyio.sleep(CONTENTS_PAUSE_S)
                 # Else answers would have to queue up behind. Nobody says when it has gone.
-                while not self._may_tell():  # noqa: ASYNC110
+                while not self._may_announce():  # noqa: ASYNC110
                     await anyio.sleep(CONTENTS_PAUSE_S)
         if not again:
             self._untold.end()

@@ -117,10 +117,10 @@ class BoundedTier(Actor):
             self.policy.post(m.Cleared())
             known = self._old.of(mark)
             if known:
-                self.driver.post(m.TellContents(known))
+                self.driver.post(m.AnnounceContents(known))
         if is_first:
             # Not before: what is of use, and what is in the way, depends on the generation.
-            self.driver.post(m.TellContents(()))
+            self.driver.post(m.AnnounceContents(()))
 
     # Invariant: a question about no block is answered like any other, at once.
 

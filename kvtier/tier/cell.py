@@ -60,16 +60,16 @@ class TierCell:
         link: Mailbox,
         make_policy: Callable[[], EvictionPolicy] | None,
         fallback_policy: Callable[[int], EvictionPolicy],
-        may_tell: Callable[[], bool] = lambda: True,
+        may_announce: Callable[[], bool] = lambda: True,
     ) -> None:
-        """``make_policy``: None if nothing is ever evicted. ``may_tell``: the link keeps up."""
+        """``make_policy``: None if nothing is ever evicted. ``may_announce``: the link keeps up."""
         self.arrived: deque[tuple[Actor | BackendDriver, Message]] = deque()
         self._is_woken = False  # and has not looked yet
         self._backend = backend
         self._is_delivering = False
         self._waking: anyio.Event  # set when there is something to deliver
         to_tier, to_driver, to_policy = (_CellMailbox(self) for _ in range(3))
-        self.driver = BackendDriver(name, backend, memory, to_tier.post, may_tell)
+        self.driver = BackendDriver(name, backend, memory, to_tier.post, may_announce)
         self._counting = Counting(name, self.driver.counters, link)
         self._tier: BoundedTier | UnboundedTier
         if make_policy is None:
@@ -117,7 +117,7 @@ class TierCell:
 
         self._waking = anyio.Event()
         loop.add_reader(waker.descriptor, woken)
-        self._backend.on_lost = self.driver.tell_lost
+        self._backend.on_lost = self.driver.report_lost
         await self._backend.open()
         opened(await self._counting.levels(self._backend.traits.levels))
         try:
@@ -189,6 +189,6 @@ def innermost(error: BaseException) -> BaseException:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why a life ended, as it is told and logged."""
+    """Return why a life ended, as it is reported and logged."""
     cause = innermost(error)
     return printable(f"{type(cause).__name__}: {cause}")

@@ -263,7 +263,7 @@ class Life:
         if self._tier.life is not self:
             return  # its coroutines are closed by the garbage collector, whenever that comes
         self._tier.copies.forget(keys)
-        self.driver.tell_lost(keys)
+        self.driver.report_lost(keys)
 
     def _report(self, message: Message) -> None:
         if self.is_ending or self._tier.life is not self:

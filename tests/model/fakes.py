@@ -130,7 +130,7 @@ class FakeDevice:
         self._at_start = list(self.blocks) if self.tier.policy is not None else []
         self.untold = []
 
-    def tell_contents(self, message: m.TellContents) -> None:
+    def announce_contents(self, message: m.AnnounceContents) -> None:
         """Tell the tier of what there was at the start, or of what it has asked for."""
         if message.keys:
             self.tier.mailbox.post(m.ContentsFound(message.keys, again=True))

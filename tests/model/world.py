@@ -339,10 +339,10 @@ class World:
                 self.leases.clear()
                 self.lease_until.clear()
             self._see_moves(message)
-        if isinstance(message, m.TellContents):
+        if isinstance(message, m.AnnounceContents):
             for device in self.devices:
                 if isinstance(device, FakeDevice) and actor is device.tier._driver.actor:
-                    device.tell_contents(message)
+                    device.announce_contents(message)
         for disk in self.disks:
             if actor is disk.tier._driver.actor and not isinstance(message, m.ProbePart):
                 disk.take(message)

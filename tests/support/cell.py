@@ -291,7 +291,7 @@ class TestTier:
         """There is no thread to wake."""
         return
 
-    def take(self) -> None:
+    def poll(self) -> None:
         """Do nothing: what is sent lies in the cell already."""
         return
 
@@ -392,7 +392,7 @@ class _Driver(Actor):
                 m.LoadPart: take,
                 m.StorePart: take,
                 m.RemovePart: take,
-                m.TellContents: lambda _: None,
+                m.AnnounceContents: lambda _: None,
             },
         )
 

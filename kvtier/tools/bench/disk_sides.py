@@ -246,7 +246,7 @@ class KVTierSide(DiskSide):
     @override
     def ended(self) -> Sequence[int]:
         numbers = []
-        self._tier.take()
+        self._tier.poll()
         for message in self._answers.take():
             if isinstance(message, m.TierBroke):
                 raise StoreFault(f"the disk tier broke: {message.reason}")
@@ -272,7 +272,7 @@ class KVTierSide(DiskSide):
 
     @override
     def counters(self) -> Mapping[str, int]:
-        self._tier.take()
+        self._tier.poll()
         return self._answers.counted
 
     @override

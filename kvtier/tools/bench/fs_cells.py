@@ -97,7 +97,7 @@ class Side:
         self._host.wake()
         left = len(parts)
         while left:
-            self._host.take()
+            self._host.poll()
             while self._arrived:
                 message = self._arrived.popleft()
                 assert isinstance(message, m.JobEnded), message

@@ -13,8 +13,8 @@ from hypothesis import given, strategies
 
 from kvtier.core import messages as m
 from kvtier.hosts.channel import (
+    DRAIN_BYTES_MAX,
     FRAME_MESSAGES_MAX,
-    TAKE_BYTES_MAX,
     Begin,
     Channel,
     End,
@@ -106,8 +106,8 @@ def test_all_messages_arrive_as_they_were_sent(there: list[Any], back: list[Any]
             for message in messages:
                 channel.post(message)
             assert channel.flush()
-        assert list(pair.tier.take()) == there
-        came = list(pair.engine.take())
+        assert list(pair.tier.drain()) == there
+        came = list(pair.engine.drain())
     assert came == back
     for message in came:
         if isinstance(message, m.JobEnded):
@@ -134,7 +134,7 @@ def test_a_frame_may_come_in_pieces(messages: list[Any], data: strategies.DataOb
         cuts = data.draw(strategies.sets(strategies.integers(1, len(raw)), max_size=9))
         for start, end in pairwise([0, *sorted(cuts), len(raw)]):
             pair.raw.send(raw[start:end])
-            came += pair.tier.take()
+            came += pair.tier.drain()
     assert came == messages
 
 
@@ -148,8 +148,8 @@ def test_what_the_socket_does_not_take_goes_later() -> None:
             pair.engine.flush()
         assert pair.engine.posted > 0
         while not pair.engine.flush():
-            came += pair.tier.take()
-        came += pair.tier.take()
+            came += pair.tier.drain()
+        came += pair.tier.drain()
     assert came == sent
 
 
@@ -161,21 +161,21 @@ def test_one_take_is_bounded(pair: Pair) -> None:
         pair.tier.flush()
     takes = []
     while not pair.tier.flush() or not takes or takes[-1]:
-        takes.append(list(pair.engine.take()))
+        takes.append(list(pair.engine.drain()))
     assert sum(map(len, takes)) == 100
-    assert max(map(len, takes)) <= TAKE_BYTES_MAX // (36 * 512) + FRAME_MESSAGES_MAX
+    assert max(map(len, takes)) <= DRAIN_BYTES_MAX // (36 * 512) + FRAME_MESSAGES_MAX
 
 
 def test_news_are_told_without_asking_the_kernel(pair: Pair) -> None:
     """Until everything has been taken: a take may leave some of what one send brought."""
     assert not pair.engine.has_news
-    for _ in range(4 * TAKE_BYTES_MAX // (36 * 512)):
+    for _ in range(4 * DRAIN_BYTES_MAX // (36 * 512)):
         pair.tier.post(m.PresenceChanged((bytes(36),) * 512, ()))
     came = 0
     while not (is_sent := pair.tier.flush()) or pair.engine.has_news:
         assert is_sent or pair.engine.has_news
-        came += len(list(pair.engine.take()))
-    assert came == 4 * TAKE_BYTES_MAX // (36 * 512)
+        came += len(list(pair.engine.drain()))
+    assert came == 4 * DRAIN_BYTES_MAX // (36 * 512)
     assert not pair.engine.has_news
 
 
@@ -183,9 +183,9 @@ def test_the_end_is_seen_after_all_that_was_sent(pair: Pair) -> None:
     pair.tier.post(Opened(levels={}))
     pair.tier.flush()
     pair.tier.close()
-    came = list(pair.engine.take())
+    came = list(pair.engine.drain())
     while not pair.engine.is_ended:
-        came += pair.engine.take()
+        came += pair.engine.drain()
     assert came == [Opened(levels={})]
     pair.engine.post(End())
     assert pair.engine.flush(), "nobody is left to wait for"
@@ -195,7 +195,7 @@ def test_the_end_is_seen_after_all_that_was_sent(pair: Pair) -> None:
 def test_what_is_no_message_is_refused(pair: Pair, body: bytes) -> None:
     pair.raw.send(len(body).to_bytes(4, "little") + body)
     with pytest.raises(msgspec.DecodeError):
-        pair.tier.take()
+        pair.tier.drain()
 
 
 def test_nothing_to_wait_for_is_not_waited_for(pair: Pair) -> None:

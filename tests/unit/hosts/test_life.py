@@ -50,7 +50,7 @@ def test_a_host_may_be_asked_to_end_in_any_state_and_takes_nothing_then(state: L
     life = life_in(state)
     life.move(LifeEvent.ASKED_TO_END)
     assert life.ending.is_set()
-    assert not life.takes_messages
+    assert not life.accepts_messages
     assert life.has_ended is (state in (LifeState.AWAY, LifeState.ENDED)), "no slot is known there"
 
 
@@ -68,5 +68,5 @@ def test_a_reason_is_news_until_the_tier_serves_again() -> None:
     assert life.broke("permission denied")
     for event in (LifeEvent.FENCED, LifeEvent.MADE, LifeEvent.OPENED):
         life.move(event)
-    assert life.takes_messages
+    assert life.accepts_messages
     assert life.broke("permission denied")

@@ -88,7 +88,7 @@ class Bench:
     def next(self) -> Any:
 
         def has_come() -> bool:
-            self.host.take()
+            self.host.poll()
             self.host.wake()
             return not self._messages.empty()
 
@@ -263,7 +263,7 @@ def test_a_stopped_process_is_not_waited_for_and_is_killed_at_the_end() -> None:
     taken = 0
     while bench.host.post(m.Probe(probe=taken, keys=keys)):
         bench.host.wake()
-        bench.host.take()
+        bench.host.poll()
         taken += 1
     assert taken >= 64
     assert bench.host.close(process_host.ABANDON_S + 0.05) is True
@@ -306,7 +306,7 @@ def test_a_process_that_sends_rubbish_is_killed_and_replaced(
         monkeypatch.setattr(process_host, "RESTART_PAUSE_S", 0.001)
         raise msgspec.DecodeError("truncated")
 
-    monkeypatch.setattr(Channel, "take", rubbish)
+    monkeypatch.setattr(Channel, "drain", rubbish)
     assert bench.host.post(m.Probe(probe=1, keys=KEYS[:1]))  # so that something comes
     assert "sent what is no message: truncated" in bench.next_of(m.TierBroke).reason
     assert isinstance(bench.next_of(m.TierFenced), m.TierFenced)
@@ -327,7 +327,7 @@ def test_its_log_lines_and_its_counts_reach_the_engine(
     with capture_logs() as lines:
         outcomes = bench.load(KEYS, tuple(range(SLOTS))).outcomes
         assert set(outcomes) == {Outcome.DAMAGED}
-        until(lambda: bench.host.take() or bench.counted.get("blocks_truncated"))
+        until(lambda: bench.host.poll() or bench.counted.get("blocks_truncated"))
     assert bench.counted["bytes_stored"] == SLOTS * BLOCK
     assert [line["kind"] for line in lines] == ["blocks_truncated"]
     assert lines[0]["log_level"] == "warning"

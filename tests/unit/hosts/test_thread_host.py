@@ -411,13 +411,15 @@ async def test_contents_are_told_only_as_fast_as_the_link_takes_them() -> None:
     told: list[Message] = []
     asked = 0
 
-    def may_tell() -> bool:
+    def may_announce() -> bool:
         nonlocal asked
         asked += 1
         assert len(told) <= asked
         return asked % 2 == 0
 
-    driver = BackendDriver("1:test", Full(), SlotMemory.anonymous(1, BLOCK), told.append, may_tell)
-    await driver.tell_contents()
+    driver = BackendDriver(
+        "1:test", Full(), SlotMemory.anonymous(1, BLOCK), told.append, may_announce
+    )
+    await driver.announce_contents()
     assert (len(told), asked) == (3, 6)
     driver.stop()

@@ -108,7 +108,7 @@ class Bench:
         found: list[Message] = []
 
         def came() -> bool:
-            self.host.take()
+            self.host.poll()
             self.host.wake()
             while self._messages and not found:
                 message = self._messages.popleft()

@@ -227,11 +227,11 @@ async def test_what_was_removed_before_it_was_told_is_not_told() -> None:
         assert shelf.all_told is not None
         shelf.all_told.set()
         driver.receive(m.RemovePart(part=1, keys=keys("ade")))
-        driver.tell_lost(keys("f"))
+        driver.report_lost(keys("f"))
     async with asyncio.TaskGroup() as tasks:
         driver.begin(tasks)
         driver.receive(m.StorePart(part=2, keys=keys("e"), slots=(0,), remove=keys("b")))
-    await driver.tell_contents()
+    await driver.announce_contents()
     found = [
         key for message in told if isinstance(message, m.ContentsFound) for key in message.keys
     ]
