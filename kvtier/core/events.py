@@ -9,6 +9,8 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvtier.plugin_api.keys import Key
 
 PRIMARY: Final = -1
@@ -29,3 +31,22 @@ class Event(NamedTuple):
     kind: EventKind
     keys: tuple[Key, ...]
     tier: int  #: the secondary tier's number, or ``PRIMARY``
+
+
+class EventLog:
+    """The events of one tier that nobody has taken yet. None if they are not collected."""
+
+    def __init__(self, tier: int, *, collects: bool) -> None:
+        self._tier = tier
+        self._collects = collects
+        self._events: list[Event] = []
+
+    def add(self, kind: EventKind, keys: Sequence[Key] = ()) -> None:
+        """Note what happened to ``keys``."""
+        if self._collects:
+            self._events.append(Event(kind, tuple(keys), self._tier))
+
+    def take(self) -> list[Event]:
+        """Return the events since the last time."""
+        events, self._events = self._events, []
+        return events

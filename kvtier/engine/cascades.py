@@ -35,7 +35,7 @@ class Cascades:
         )
         self._tier_count = len(tiers)
         self._slots = slots
-        self._parked: dict[Key, TierSet] = {}
+        self.parked: dict[Key, TierSet] = {}  #: not READY yet; where to, once they are
         self._gates = gates
 
     def send(self, batches: Mapping[int, Batch], request: RequestId, epoch: int) -> None:
@@ -47,12 +47,12 @@ class Cascades:
 
     def of_ready(self, keys: Sequence[Key], slots: Sequence[int], to: TierSet) -> dict[int, Batch]:
         """Return what to send to each tier of blocks just READY: to ``to``, and where parked."""
-        if not self._parked:
+        if not self.parked:
             whole = (list(keys), list(slots))
             return {n: whole for n in range(self._tier_count) if to & self.all_tiers & 1 << n}
         batches: dict[int, Batch] = {}
         for key, slot in zip(keys, slots, strict=True):
-            tiers = (self._parked.pop(key, 0) | to) & self.all_tiers
+            tiers = (self.parked.pop(key, 0) | to) & self.all_tiers
             for tier in range(self._tier_count):
                 if tiers >> tier & 1:
                     batch = batches.setdefault(tier, ([], []))
@@ -73,7 +73,7 @@ class Cascades:
                 ready[0].append(key)
                 ready[1].append(slot)
             else:
-                self._parked[key] = self._whole_requests
+                self.parked[key] = self._whole_requests
         if not ready[0]:
             return {}
         return {n: ready for n in range(self._tier_count) if self._whole_requests >> n & 1}
@@ -90,7 +90,7 @@ class Cascades:
 
     def forget(self, key: Key) -> None:
         """Note that the key's fill came to nothing."""
-        self._parked.pop(key, None)
+        self.parked.pop(key, None)
 
     def cut_off(self, tier: int) -> None:
         """Send nothing to the tier any more."""
@@ -99,4 +99,4 @@ class Cascades:
 
     def reset(self) -> None:
         """Forget what is parked."""
-        self._parked.clear()
+        self.parked.clear()

@@ -62,7 +62,7 @@ class Eviction:
         self._waiting: Message | None = None
         self._slots_wanted = 0
         self._victims_asked = 0
-        self._spare: frozenset[Key] = frozenset()
+        self.spare: frozenset[Key] = frozenset()  #: must stay
         # Named by the policy, and here for the time being: what can't go, and what need not yet.
         self._refused: dict[Key, None] = {}
         self._spared: dict[Key, None] = {}
@@ -76,7 +76,7 @@ class Eviction:
         self.evicted = []
         self._waiting = then
         self._slots_wanted = slots
-        self._spare = spare
+        self.spare = spare
         self._is_replaced = False
         self._ask(slots - self._slots.free_count())
 
@@ -150,7 +150,7 @@ class Eviction:
 
     def _can_go(self, key: Key) -> bool:
         slot = self._slot_of.get(key)
-        if slot is None or slot in self._slots.hits or key in self._spare:
+        if slot is None or slot in self._slots.hits or key in self.spare:
             return False
         return not self._slots.is_held(slot)
 
@@ -164,4 +164,4 @@ class Eviction:
 
     def _ask(self, missing: int) -> None:
         self._victims_asked = missing
-        self.policy.post(m.ChooseVictims(count=missing, spare=self._spare))
+        self.policy.post(m.ChooseVictims(count=missing, spare=self.spare))

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvtier.core import messages as m
 from kvtier.core.actor import Actor, Mailbox
-from kvtier.core.events import PRIMARY, Event, EventKind
+from kvtier.core.events import PRIMARY, EventKind, EventLog
 from kvtier.core.policy_actor import POLICY_TIME_S, broken_policy
 from kvtier.core.statistics import Observed, PrimaryCounts, PrimaryStatistics
+from kvtier.engine.audits import PrimaryAudit
 from kvtier.engine.cascades import Cascades
 from kvtier.engine.eviction import Eviction, StoreAfterEviction
 from kvtier.engine.gpu_loads import GpuLoads
@@ -65,8 +66,7 @@ class PrimaryTier(Actor):
         self._policies = [policy, *gates.values()]  # of eviction and of admission
         self.counts = PrimaryCounts()
         self.allocation_sizes: Observed[int] = Observed()  #: blocks wanted, one a store
-        self._collect_events = collect_events
-        self._events: list[Event] = []
+        self._events = EventLog(PRIMARY, collects=collect_events)
         self._filter = StoreFilter.if_wanted(config.store_threshold, config.max_tracker_size)
         self.slots = SlotTable(config.slot_count)
         self._promotions = Promotions(
@@ -115,7 +115,7 @@ class PrimaryTier(Actor):
             m.Tick: self._tick,
             m.Reset: self._reset,
             m.ResetFlushed: self._reset_flushed,
-            m.TakeEvents: self._take_events,
+            m.TakeEvents: lambda _: self.reply(self._events.take()),
             m.LoadSources: self._load_sources,
             m.Victims: self._victims,
             m.PolicyBroke: self._policy_broke,
@@ -146,6 +146,16 @@ class PrimaryTier(Actor):
         promotion_slots, requests = self._promotions.held_slots, len(self._requests)
         return self.slots.statistics(promotion_slots, requests, self.counts)
 
+    def audit(self) -> PrimaryAudit:
+        """Return all that is kept here, frozen. For tests and diagnosis: it costs O(n)."""
+        return PrimaryAudit(
+            self.slots.audit(),
+            self._promotions.audit(),
+            self._directory.audit(),
+            parked=frozenset(self._cascades.parked),
+            spare=self._eviction.spare,
+        )
+
     # --- room ---
 
     def _victims(self, message: m.Victims) -> None:
@@ -155,7 +165,7 @@ class PrimaryTier(Actor):
         evicted = self._eviction.evicted
         if evicted:
             self.counts.evictions += len(evicted)
-            self._emit(EventKind.REMOVED, evicted)
+            self._events.add(EventKind.REMOVED, evicted)
         self.receive(then)
 
     def _policy_broke(self, message: m.PolicyBroke) -> None:
@@ -281,7 +291,7 @@ class PrimaryTier(Actor):
         """Announce new READY blocks, and cascade them to ``cascade_to``."""
         if not keys:
             return
-        self._emit(EventKind.STORED, keys)
+        self._events.add(EventKind.STORED, keys)
         if self.links:
             batches = self._cascades.of_ready(keys, slots, cascade_to)
             self._cascades.send(batches, request, self.epoch)
@@ -461,7 +471,7 @@ class PrimaryTier(Actor):
             for link in self.links:
                 link.post(m.GenerationBegan(self.epoch, message.mark))
         self.policy.post(m.Cleared())
-        self._emit(EventKind.CLEARED, ())
+        self._events.add(EventKind.CLEARED)
         self.reply(None)
 
     def _reset_flushed(self, _message: m.ResetFlushed) -> None:
@@ -485,13 +495,3 @@ class PrimaryTier(Actor):
                 self._promotions.lost(key, slot)
                 self.slots.quarantine(slot, 1)
                 self._not_filled((key,))
-
-    # --- events ---
-
-    def _emit(self, kind: EventKind, keys: Sequence[Key]) -> None:
-        if self._collect_events:
-            self._events.append(Event(kind, tuple(keys), PRIMARY))
-
-    def _take_events(self, _message: m.TakeEvents) -> None:
-        events, self._events = self._events, []
-        self.reply(events)

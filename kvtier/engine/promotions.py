@@ -9,10 +9,11 @@ that a reserve stays for stores.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from kvtier.engine.slot_table import SlotTable
     from kvtier.plugin_api.keys import Key, RequestId
@@ -28,6 +29,17 @@ class _Leases:
     def __init__(self) -> None:
         self.slot_of: dict[Key, int] = {}
         self.until = 0.0
+
+
+@dataclass(frozen=True)
+class PromotionAudit:
+    """What is promoted for whom."""
+
+    now: float
+    held_slots: int
+    unsent: frozenset[tuple[int, int, RequestId]]  #: slot, tier, request
+    filling_for: Mapping[int, RequestId]
+    leases: Mapping[RequestId, frozenset[Key]]
 
 
 class Promotions:
@@ -151,3 +163,15 @@ class Promotions:
         self._leases.clear()
         self.held_slots = 0
         return unsent
+
+    def audit(self) -> PromotionAudit:
+        """Return all that is kept here, frozen. For tests and diagnosis: it costs O(n)."""
+        unsent = [
+            (slot, tier, request)
+            for (tier, request), (_, slots) in self._unsent.items()
+            for slot in slots
+        ]
+        leases = {request: frozenset(each.slot_of) for request, each in self._leases.items()}
+        return PromotionAudit(
+            self._now, self.held_slots, frozenset(unsent), self._filling_for.copy(), leases
+        )

@@ -13,6 +13,7 @@ garbage collector is quick about; what few slots have at a time is in dicts.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,7 +21,7 @@ from kvtier.core.statistics import PrimaryCounts, PrimaryStatistics
 from kvtier.errors import InternalError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from kvtier.plugin_api.keys import Key, RequestId
 
@@ -83,6 +84,20 @@ _FILLING: Final = int(SlotState.FILLING)
 _READY: Final = int(SlotState.READY)
 
 
+@dataclass(frozen=True)
+class SlotAudit:
+    """What every slot is used for. ``sources``: ``GPU``, or the number of the tier that fills."""
+
+    states: tuple[SlotState, ...]
+    slot_of: Mapping[Key, int]
+    free: tuple[int, ...]  #: a slot that is in it twice would be given away twice
+    sources: Mapping[int, int]
+    pins: Mapping[int, int]
+    leased: frozenset[int]
+    hits: frozenset[int]
+    quarantined: Mapping[int, int]
+
+
 class SlotTable:
     """The key, the state, the pins and the writer of every slot.
 
@@ -131,6 +146,19 @@ class SlotTable:
             promotion_slots=promotion_slots,
             requests=requests,
             counts=counts.snapshot(),
+        )
+
+    def audit(self) -> SlotAudit:
+        """Return what every slot is used for, frozen. For tests and diagnosis: it costs O(n)."""
+        return SlotAudit(
+            states=tuple(map(SlotState, self.state)),
+            slot_of=self.slot_of.copy(),
+            free=(*self._freed, *range(self._unused, self.count)),
+            sources={**dict.fromkeys(self.gpu_fills, GPU), **self.tier_fills},
+            pins=self.pins.copy(),
+            leased=frozenset(self.leased),
+            hits=frozenset(self.hits),
+            quarantined=self.quarantined.copy(),
         )
 
     # --- filling ---
@@ -275,10 +303,6 @@ class SlotTable:
         """Tell whether the slot holds readable bytes."""
         return self.state[slot] == _READY
 
-    def source_of(self, slot: int) -> int | None:
-        """Return who fills the slot: ``GPU``, a tier's number, or None for nobody. For tests."""
-        return GPU if slot in self.gpu_fills else self.tier_fills.get(slot)
-
     def are_ready(self, slots: Sequence[int]) -> bool:
         """Tell whether all hold readable bytes; one may be None: no slot."""
         if None in slots:
@@ -289,10 +313,6 @@ class SlotTable:
         """Tell whether all hold readable bytes, and none is pinned or leased."""
         nobodys = self.pins.keys().isdisjoint(slots) and self.leased.isdisjoint(slots)
         return nobodys and self.are_ready(slots)
-
-    def free_slots(self) -> Iterable[int]:
-        """Return all free slots. For tests."""
-        return [*self._freed, *range(self._unused, self.count)]
 
     def _take(self, count: int) -> list[int]:
         freed, state = self._freed, self.state

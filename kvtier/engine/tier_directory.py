@@ -12,6 +12,7 @@ that request again. So each request waits at most once for each tier, and
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
@@ -19,7 +20,7 @@ from msgspec import Struct
 from kvtier.plugin_api.keys import GROUP_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from kvtier.plugin_api.keys import Key, RequestId, TierSet
 
@@ -51,6 +52,16 @@ class _Probe(Struct, gc=False):
     pending: TierSet
     waiters: set[RequestId]
     found: TierSet = 0
+
+
+@dataclass(frozen=True)
+class DirectoryAudit:
+    """Where blocks are said to be, and who asks."""
+
+    known: Mapping[Key, TierSet]
+    waiters: Mapping[Key, frozenset[RequestId]]  #: of each key that tiers are asked for
+    unsent: frozenset[Key]
+    requests: frozenset[RequestId]
 
 
 class TierDirectory:
@@ -111,10 +122,6 @@ class TierDirectory:
             self._with_gaps.append(search)
         search.gaps.add(key[-GROUP_BYTES:])
         return ASKING
-
-    def is_probing(self, key: Key) -> bool:
-        """Tell whether tiers are being asked for the key."""
-        return key in self._probes
 
     def stop_probing(self, keys: Iterable[Key]) -> None:
         """Expect no answer for ``keys`` any more: they are being filled."""
@@ -232,6 +239,15 @@ class TierDirectory:
         for search in self._searches.values():
             search.failed.clear()
             search.asked = []
+
+    def audit(self) -> DirectoryAudit:
+        """Return all that is kept here, frozen. For tests and diagnosis: it costs O(n)."""
+        return DirectoryAudit(
+            known=self._known.copy(),
+            waiters={key: frozenset(probe.waiters) for key, probe in self._probes.items()},
+            unsent=frozenset().union(*self._unsent),
+            requests=frozenset(self._searches),
+        )
 
     def _ask(self, key: Key, search: Search, allowed: TierSet) -> None:
         request = search.request

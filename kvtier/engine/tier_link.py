@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Any
 from kvtier.core import messages as m
 from kvtier.core.actor import Actor, Mailbox
 from kvtier.core.backend_counts import BackendCounts
-from kvtier.core.events import Event, EventKind
+from kvtier.core.events import EventKind, EventLog
 from kvtier.core.generations import mark_of_name
 from kvtier.core.policy_actor import POLICY_TIME_S, broken_policy
 from kvtier.core.statistics import Observed, TierCounts, TierStatistics
+from kvtier.engine.audits import JobAudit, LinkAudit
 from kvtier.engine.circuit_breaker import Breaker, BreakerState, Work
 from kvtier.engine.in_flight import Job, Probe
 from kvtier.plugin_api.backend import Outcome
@@ -68,8 +69,8 @@ class TierLink(Actor):
         self._number = number
         self._config = config
         self._tier_config: TierConfig = config.tiers[number]
-        self._collect_events = collect_events and self._tier_config.enable_kv_events
-        self._events: list[Event] = []
+        collects = collect_events and self._tier_config.enable_kv_events
+        self._events = EventLog(number, collects=collects)
         self._breaker = Breaker(
             config.breaker_failures_max, config.breaker_pause_s, config.breaker_pause_s_max
         )
@@ -97,7 +98,7 @@ class TierLink(Actor):
             m.TouchKeys: self._used,
             m.RequestEnded: self._used,
             m.Tick: self._tick,
-            m.TakeEvents: self._take_events,
+            m.TakeEvents: lambda _: self.reply(self._events.take()),
             m.ProbeAnswer: self._probe_answer,
             m.JobEnded: self._job_ended,
             m.PresenceChanged: self._presence_changed,
@@ -118,8 +119,7 @@ class TierLink(Actor):
     def _generation_began(self, message: m.GenerationBegan) -> None:
         self._mark, self._since = message.mark, message.epoch
         self._tell_generation()
-        if self._collect_events:
-            self._events.append(Event(EventKind.CLEARED, (), self._number))
+        self._events.add(EventKind.CLEARED)
 
     def _tell_generation(self) -> None:
         """Have the tier make room. Told again with each job and probe: this may be refused."""
@@ -280,11 +280,10 @@ class TierLink(Actor):
 
     def _learned(self, added: tuple[Key, ...], removed: tuple[Key, ...]) -> None:
         self.primary.post(m.PresenceLearned(self._number, added, removed, self._since))
-        if self._collect_events:
-            if added:
-                self._events.append(Event(EventKind.STORED, added, self._number))
-            if removed:
-                self._events.append(Event(EventKind.REMOVED, removed, self._number))
+        if added:
+            self._events.add(EventKind.STORED, added)
+        if removed:
+            self._events.add(EventKind.REMOVED, removed)
 
     # --- time ---
 
@@ -370,8 +369,7 @@ class TierLink(Actor):
         self._full_until = 0.0
         self._tell_generation()
         self.primary.post(m.TierForgotten(tier=self._number))
-        if self._collect_events:
-            self._events.append(Event(EventKind.CLEARED, (), self._number))
+        self._events.add(EventKind.CLEARED)
         self._tell_usable()
 
     # --- helpers ---
@@ -449,10 +447,6 @@ class TierLink(Actor):
             self._usable = usable
             self.primary.post(m.TierUsable(tier=self._number, usable=usable))
 
-    def _take_events(self, _message: m.TakeEvents) -> None:
-        events, self._events = self._events, []
-        self.reply(events)
-
     def in_flight(self) -> tuple[int, int, int]:
         """Return the probes, promotion jobs and cascade jobs in flight."""
         loads = sum(job.is_load for job in self._jobs.values())
@@ -461,6 +455,21 @@ class TierLink(Actor):
     def awaited(self) -> int:
         """Return how many probes and jobs may still end in time."""
         return len(self._probes) + sum(not job.abandoned for job in self._jobs.values())
+
+    def audit(self) -> LinkAudit:
+        """Return what is in flight, frozen. For tests and diagnosis: it costs O(n)."""
+        jobs = {
+            number: JobAudit(job.is_load, job.abandoned, job.slots)
+            for number, job in self._jobs.items()
+        }
+        return LinkAudit(
+            self._breaker.state,
+            self._since,
+            jobs,
+            frozenset(self._probes),
+            self._cascade_slots,
+            self._abandoned_slots,
+        )
 
     def statistics(self) -> TierStatistics:
         """Return a frozen snapshot."""

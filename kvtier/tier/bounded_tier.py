@@ -25,6 +25,7 @@ from kvtier.core import messages as m
 from kvtier.core.actor import Actor, Mailbox
 from kvtier.core.generations import ORIGINAL, mark_of, marked, unmarked
 from kvtier.plugin_api.backend import Outcome
+from kvtier.tier.audit import TierAudit
 from kvtier.tier.batching import Job
 from kvtier.tier.job_runner import JobRunner, end_pieces
 from kvtier.tier.leftovers import Leftovers
@@ -95,6 +96,23 @@ class BoundedTier(Actor):
     def is_idle(self) -> bool:
         """Tell whether nothing waits and nothing is at the backend."""
         return self._jobs.is_idle() and not self._making_room
+
+    def audit(self) -> TierAudit:
+        """Return what is known of the contents, frozen. For tests and diagnosis: it costs O(n)."""
+        return TierAudit(
+            capacity=self._capacity,
+            mark=self._mark,
+            since=self._since,
+            is_told=self._is_told,
+            resident=frozenset(self._resident),
+            old=frozenset(self._old),
+            storing=dict(self._storing),
+            coming=frozenset(self._coming),
+            removing=frozenset(self._removing),
+            in_use=dict(self._in_use),
+            leftovers=frozenset(self._leftovers),
+            leftovers_are_put_off=self._leftovers.is_put_off,
+        )
 
     # --- what the link asks for ---
 

@@ -28,7 +28,7 @@ class Leftovers:
     def __init__(self) -> None:
         self._keys: dict[Key, None] = {}
         self._under_way: tuple[Key, ...] = ()
-        self._is_put_off = False  # until the next store, as a medium that fails has enough to do
+        self.is_put_off = False  #: until the next store, as a medium that fails has enough to do
 
     def __contains__(self, key: Key) -> bool:
         """Tell whether the key waits for its removal."""
@@ -47,7 +47,7 @@ class Leftovers:
         """Have these removed by the next store, which needs the room."""
         before = len(self._keys)
         self._keys.update(dict.fromkeys(keys))
-        self._is_put_off = self._is_put_off or len(self._keys) > before
+        self.is_put_off = self.is_put_off or len(self._keys) > before
 
     def wanted(self, keys: Sequence[Key]) -> None:
         """Note that these are stored now: a copy that is there may stay."""
@@ -57,14 +57,14 @@ class Leftovers:
 
     def take_put_off(self) -> tuple[Key, ...]:
         """Return a batch for a store to remove first, none if nothing was put off."""
-        if not self._is_put_off:
+        if not self.is_put_off:
             return ()
-        self._is_put_off = False
+        self.is_put_off = False
         return self._take()
 
     def begin_removal(self) -> tuple[Key, ...]:
         """Return the next batch to remove, none if it is not the time."""
-        if self._under_way or self._is_put_off or not self._keys:
+        if self._under_way or self.is_put_off or not self._keys:
             return ()
         self._under_way = self._take()
         return self._under_way

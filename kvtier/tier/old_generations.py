@@ -7,12 +7,13 @@ engine can find again goes first of all.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvtier.core.generations import is_found_again, mark_of
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable
+    from collections.abc import Container, Iterable, Iterator
 
     from kvtier.plugin_api.keys import Key
 
@@ -31,6 +32,10 @@ class OldGenerations:
     def __contains__(self, key: Key) -> bool:
         """Tell whether the block is one of them."""
         return self._count > 0 and key in self._keys_of.get(mark_of(key), ())
+
+    def __iter__(self) -> Iterator[Key]:
+        """Return all blocks."""
+        return chain.from_iterable(self._keys_of.values())
 
     def leave(self, mark: bytes, keys: set[Key]) -> None:
         """Take over all blocks of a generation that ends. The set is not the caller's any more."""

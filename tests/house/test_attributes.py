@@ -1,15 +1,16 @@
-"""Attributes are read by their names, so that mypy knows when one is gone.
+"""Attributes are read by their names, and private ones by their owners.
 
 What reads ``getattr(thing, name)`` of a name that it made up reads nothing, without a word,
-once the attribute is called something else.
+once the attribute is called something else: mypy doesn't see it.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 
 import pytest
-from sources import MODULES, tree_of
+from sources import MODULES, ROOT, tree_of
 
 AT_WORK = ("core", "engine", "hosts", "plugin_api", "runtime", "settings", "tier", "vllm")
 READ_BY_NAME = {
@@ -42,3 +43,34 @@ def test_attributes_are_read_by_names_that_mypy_sees(module: str) -> None:
     """Slot states and counters reached vLLM by names put together from others."""
     found = reads_by_name(tree_of(MODULES[module]))
     assert bool(found) is (module in READ_BY_NAME), found
+
+
+MODEL = sorted(path for path in (ROOT / "tests/model").glob("*.py") if "mutations" not in path.name)
+REACHES_INSIDE = {
+    (
+        "disk_promises.py",
+        "_readers",
+    ): "the disk's regions are no actor; a count of 0 is all they tell",
+    ("disk_promises.py", "_writers"): "as above",
+    ("disk_tier.py", "_threads"): "takes the place of the backend's threads",
+    ("disk_tier.py", "_log"): "takes the place of the driver, whose log it is",
+    ("disk_tier.py", "_upkeep"): "ends what the event loop would have ended",
+    ("disk_tier.py", "_context"): "gives credit that takes hours to earn",
+    ("known_policies.py", "_held"): "a policy need not say what it holds",
+    ("stepped_loop.py", "_run"): "asyncio's own, as an event loop has to",
+    ("stepped_loop.py", "_set_running_loop"): "as above",
+    ("world.py", "_lookups"): "puts states that check each move in the place of a list",
+    ("world.py", "_slot_state"): "as above",
+}
+
+
+def test_the_model_reads_what_actors_say_and_not_their_private_attributes() -> None:
+    """It reads ``audit()``. Mutations change what is private: that is what they are for."""
+    found = {
+        (path.name, node.attr)
+        for path in MODEL
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and re.match("_[a-z]", node.attr)
+        if ast.unparse(node.value) not in {"self", "super()"}
+    }
+    assert found == REACHES_INSIDE.keys()

@@ -104,7 +104,7 @@ class DiskPromises:
             counted = counted_by(disk.tier)
             assert counted == here, f"the tier knows {counted}, the index {here}"
             here = served_by(disk.tier)
-            thought = world.primary._directory._known
+            thought = world.primary.audit().directory.known
             known = {key for key, tiers in thought.items() if tiers >> number & 1}
             # It forgets what it could not be given, and asks again. It never knows too much.
             assert known <= here, f"the engine knows {known}, the index {here}"

@@ -121,7 +121,7 @@ class DiskRules(GpuRules):
         while inbox.waiting:
             world.cell.deliver(inbox)
         self._run_engine()
-        if world.links[number]._breaker.state is BreakerState.DISABLED:
+        if world.links[number].audit().breaker is BreakerState.DISABLED:
             chosen.begin()
             while in_one_go and not chosen.is_open:
                 chosen.work(object)

@@ -250,7 +250,7 @@ class FakeDevice:
     def _has_room_for(self, key: Key) -> bool:
         actor = self.tier.actor
         is_bounded = isinstance(actor, BoundedTier)
-        return not is_bounded or key in self.blocks or len(self.blocks) < actor._capacity
+        return not is_bounded or key in self.blocks or len(self.blocks) < actor.audit().capacity
 
     def _stored(self, part: m.StorePart, number: int, key: Key) -> Outcome:
         work = self.work_of(part)

@@ -198,15 +198,14 @@ class LookupRules(TierRules):
         assert gap is None, f"{key!r} is promoted behind {gap!r}, which may be nowhere"
         slot = world.primary.slot_of(key)
         assert slot is not None
-        source = world.slots.source_of(slot)
-        assert source is not None
+        source = world.slots.audit().sources[slot]
         assert source != GPU
         assert request.tiers >> source & 1, f"{request.name} may not be served from {source}"
         self._leased(request, key)
 
     def _leased(self, request: Request, key: Key) -> None:
         world = self.world
-        until = world.primary._promotions._now + world.config.lease_timeout_s
+        until = world.primary.audit().promotions.now + world.config.lease_timeout_s
         world.leases[key] = (request.name, until)
         world.lease_until[request.name] = until
 
@@ -214,14 +213,14 @@ class LookupRules(TierRules):
         """A promotion is refused only to keep the reserve, or where nothing can be evicted."""
         world = self.world
         most = world.slots.count - world.config.store_reserve_slots
-        if world.primary._promotions.held_slots < most:
+        if world.primary.audit().promotions.held_slots < most:
             self._assert_nothing_can_be_evicted(spare)
 
     def _assert_nothing_can_be_evicted(self, spare: Sequence[Key]) -> None:
         world = self.world
         slots = world.slots
         assert not slots.free_count(), "there are free slots"
-        for key, slot in world.primary._slot_of.items():
+        for key, slot in slots.slot_of.items():
             if slots.is_ready(slot):
                 assert slots.is_held(slot) or slot in slots.hits or key in spare, (
                     f"slot {slot} could have been evicted"

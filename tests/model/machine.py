@@ -113,15 +113,15 @@ class KVTierSpec(Promises, GpuRules, RuleBasedStateMachine):
         healthy = [
             number
             for number, link in enumerate(world.links)
-            if link._breaker.state is BreakerState.CLOSED
+            if link.audit().breaker is BreakerState.CLOSED
             and not world.runtime.tiers[number].is_full
             and not world.fenced[number]
-            and not link._jobs
+            and not link.audit().jobs
         ]
         if len(healthy) < len(world.links):
             return
         # One that the first tier has, and that no other is wrongly thought to have instead.
-        thought = world.primary._directory._known
+        thought = world.primary.audit().directory.known
         first = world.devices[0]
         known = [
             key
@@ -131,7 +131,7 @@ class KVTierSpec(Promises, GpuRules, RuleBasedStateMachine):
             and (key not in thought or thought[key] & 1)
             and (
                 self.world.shape.tiers[0].capacity is None
-                or world.name(key) in first.tier.bounded._resident
+                or world.name(key) in first.tier.bounded.audit().resident
             )
         ]
         if not known:

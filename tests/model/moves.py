@@ -1,9 +1,15 @@
-"""How the state of a key, and that of a slot, may change."""
+"""The state of a key; how it, and that of a slot, may change."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvtier.core.block_state import BlockState
 from kvtier.engine.slot_table import SLOT_TABLE, SlotState
+
+if TYPE_CHECKING:
+    from kvtier.engine.audits import PrimaryAudit
+    from kvtier.plugin_api.keys import Key
 
 KEY_MOVES = {
     (BlockState.ABSENT, BlockState.PROBING),  # a lookup missed, and a tier may have it
@@ -29,3 +35,12 @@ class CheckedStates(bytearray):
         move = (self[slot], after)
         assert move in SLOT_MOVES, f"slot {slot}: {SlotState(move[0])!r} → {SlotState(after)!r}"
         super().__setitem__(slot, after)
+
+
+def state_in(seen: PrimaryAudit, key: Key) -> BlockState:
+    """Return the key's state. It is worked out without asking the primary tier's lookups."""
+    slot = seen.slots.slot_of.get(key)
+    if slot is not None:
+        is_ready = seen.slots.states[slot] is SlotState.READY
+        return BlockState.READY if is_ready else BlockState.FILLING
+    return BlockState.PROBING if key in seen.directory.waiters else BlockState.ABSENT

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from kvtier.core import messages as m
-from kvtier.core.events import EventKind
+from kvtier.core.events import EventKind, EventLog
 from kvtier.engine import prefix_reservations
 from kvtier.engine.circuit_breaker import Breaker
 from kvtier.engine.primary_tier import PrimaryTier
@@ -278,13 +278,13 @@ def promote_behind_a_gap() -> Iterator[None]:
 @mutation
 def drop_a_removed_event() -> Iterator[None]:
     """Nobody is told of evictions."""
-    real = PrimaryTier._emit
+    real = EventLog.add
 
-    def emit(self: PrimaryTier, kind: EventKind, keys: Any) -> None:
+    def add(self: EventLog, kind: EventKind, keys: Any = ()) -> None:
         if kind is not EventKind.REMOVED:
             real(self, kind, keys)
 
-    with patch.object(PrimaryTier, "_emit", emit):
+    with patch.object(EventLog, "add", add):
         yield
 
 

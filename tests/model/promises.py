@@ -50,30 +50,22 @@ class Promises:
     @precondition(is_running)
     @invariant()
     def p1_a_slot_is_in_exactly_one_of_free_filling_ready_quarantined(self) -> None:
-        slots = self.world.slots
-        states = [SlotState(each) for each in slots.state]
-        free = Counter(slots.free_slots())
-        keys_at = Counter(self.world.primary._slot_of.values())
-        for slot, state in enumerate(states):
+        slots = self.world.slots.audit()
+        free = Counter(slots.free)
+        keys_at = Counter(slots.slot_of.values())
+        for slot, state in enumerate(slots.states):
             assert free[slot] == (state is SlotState.FREE), slot
             assert (slot in slots.quarantined) is (state is SlotState.QUARANTINED), slot
             assert keys_at[slot] == (state in {SlotState.FILLING, SlotState.READY}), slot
-            assert (slots.source_of(slot) is not None) is (state is SlotState.FILLING), slot
+            assert (slot in slots.sources) is (state is SlotState.FILLING), slot
 
     @precondition(is_running)
     @invariant()
     def p1_a_filling_slot_is_filled_by_one_named_source(self) -> None:
         world = self.world
-        unsent = {
-            (slot, tier)
-            for (tier, _), (_, batch) in world.primary._promotions._unsent.items()
-            for slot in batch
-        }
-        for slot, state in enumerate(world.slots.state):
-            if state != SlotState.FILLING:
-                continue
-            source = world.slots.source_of(slot)
-            assert source is not None
+        seen = world.primary.audit()
+        unsent = {(slot, tier) for slot, tier, _ in seen.promotions.unsent}
+        for slot, source in seen.slots.sources.items():
             if source == GPU:
                 named = sum(each.slot == slot and not each.is_stale for each in world.gpu.stores)
             else:
@@ -113,19 +105,20 @@ class Promises:
     def p3_a_slot_that_is_written_has_one_writer_and_no_reader(self) -> None:
         world = self.world
         writers, readers = world.writers(), world.readers()
+        slots = world.slots.audit()
         seen: set[int] = set()
         for (slot, source), count in writers.items():
             assert count == 1, f"slot {slot} is written {count} times by {source}"
             assert slot not in seen, f"slot {slot} has two writers"
             seen.add(slot)
             assert not readers[slot], f"slot {slot} is read and written"
-            state = SlotState(world.slots.state[slot])
+            state = slots.states[slot]
             if state is SlotState.FILLING:
-                assert world.slots.source_of(slot) == source
+                assert slots.sources[slot] == source
             else:
                 assert state is SlotState.QUARANTINED, f"{source} may write {state!r} slot {slot}"
         for slot in readers:
-            state = SlotState(world.slots.state[slot])
+            state = slots.states[slot]
             assert state in IN_USE, f"slot {slot} is read and {state!r}"
 
     # --- 4 ---
@@ -154,7 +147,7 @@ class Promises:
     @invariant()
     def p6_no_key_stays_probing_or_filling_from_a_tier_past_its_deadline(self) -> None:
         world = self.world
-        now = world.primary._promotions._now
+        now = world.primary.audit().promotions.now
         for key, since in world.pending_since.items():
             if world.states[key] is BlockState.PROBING:
                 bound = len(world.links) * world.config.tiers[0].probe_timeout_s
@@ -194,7 +187,7 @@ class Promises:
         world = self.world
         slots = world.slots
         held = len(slots.leased | slots.tier_fills.keys())
-        assert held == world.primary._promotions.held_slots
+        assert held == world.primary.audit().promotions.held_slots
         assert held <= slots.count - world.config.store_reserve_slots
 
     @precondition(is_running)
@@ -226,12 +219,11 @@ class Promises:
     @invariant()
     def p16_what_is_reserved_for_a_request_ends_with_the_decision(self) -> None:
         world = self.world
-        promotions = world.primary._promotions
-        waiting = {request for _, request in promotions._unsent}
-        for probe in world.primary._directory._probes.values():
-            waiting |= probe.waiters
+        seen = world.primary.audit()
+        waiting = {request for _, _, request in seen.promotions.unsent}
+        waiting |= frozenset().union(*seen.directory.waiters.values())
         for request in world.decided:
-            assert request not in promotions._leases, f"{request} was scheduled and has leases"
+            assert request not in seen.promotions.leases, f"{request} was scheduled and has leases"
             assert request not in waiting, f"{request} was scheduled and is waited for"
 
     # --- 14 ---
@@ -244,8 +236,8 @@ class Promises:
     def p14_a_tier_serves_its_engine_nothing_of_another_generation(self) -> None:
         world = self.world
         for tier in bounded_tiers(world):
-            actor = tier.bounded
-            assert {mark_of(key) for key in actor._resident} <= {actor._mark}, tier.name
+            seen = tier.bounded.audit()
+            assert {mark_of(key) for key in seen.resident} <= {seen.mark}, tier.name
 
     # --- what no promise names, and all of them need ---
 
@@ -255,8 +247,8 @@ class Promises:
         world = self.world
         policy = world.policy
         known, held = known_to(policy), held_by(policy)
-        assert known == set(world.primary._slot_of)
-        for key, slot in world.primary._slot_of.items():
+        assert known == set(world.slots.slot_of)
+        for key, slot in world.slots.slot_of.items():
             assert (key in held) == world.slots.is_held(slot), key
         assert held <= known
 
@@ -289,7 +281,7 @@ class Promises:
                 assert len(device.blocks) <= most
                 # Of a backend that can't count nothing is known but what it answers next.
                 if world.exact[number]:
-                    assert len(device.tier.bounded._resident) <= most
+                    assert len(device.tier.bounded.audit().resident) <= most
 
     @precondition(is_running)
     @invariant()
@@ -297,10 +289,10 @@ class Promises:
         for tier in bounded_tiers(self.world):
             is_quiet = tier.mailboxes and not any(each.waiting for each in tier.mailboxes)
             if is_quiet and tier.policy is not None:
+                seen = tier.bounded.audit()
                 known = known_to(tier.policy, self.world.committed)
-                assert known == tier.bounded._resident, (known, tier.bounded._resident)
-                held = held_by(tier.policy)
-                assert held >= set(tier.bounded._in_use) & tier.bounded._resident
+                assert known == seen.resident, (known, seen.resident)
+                assert held_by(tier.policy) >= seen.in_use.keys() & seen.resident
 
     @precondition(is_running)
     @invariant()
@@ -312,12 +304,11 @@ class Promises:
             assert jobs <= config.jobs_in_flight_max
             assert seen.probes_in_flight <= config.jobs_in_flight_max
             assert 0 <= seen.cascade_slots <= config.cascade_slots_max
-            lost = sum(
-                len(job.slots) for job in link._jobs.values() if job.abandoned and job.is_load
-            )
-            assert link._abandoned_slots == lost
-            stores = sum(len(job.slots) for job in link._jobs.values() if not job.is_load)
-            assert link._cascade_slots == stores
+            audit = link.audit()
+            under_way = audit.jobs.values()
+            lost = sum(len(job.slots) for job in under_way if job.abandoned and job.is_load)
+            assert audit.abandoned_slots == lost
+            assert audit.cascade_slots == sum(len(e.slots) for e in under_way if not e.is_load)
 
 
 def bounded_tiers(world: World) -> list[TestTier]:
@@ -327,12 +318,14 @@ def bounded_tiers(world: World) -> list[TestTier]:
 
 def served_by(tier: TestTier) -> set[Key]:
     """Return what a tier with a capacity has for its engine, by the engine's names."""
-    return set(unmarked(tier.bounded._resident, tier.bounded._mark))
+    seen = tier.bounded.audit()
+    return set(unmarked(seen.resident, seen.mark))
 
 
 def counted_by(tier: TestTier) -> set[Key]:
     """Return what a tier with a capacity knows to be in its backend."""
-    return tier.bounded._resident.union(*tier.bounded._old._keys_of.values())
+    seen = tier.bounded.audit()
+    return {*seen.resident, *seen.old}
 
 
 def assert_tiers_count_what_their_backends_have(world: World) -> None:
@@ -340,12 +333,12 @@ def assert_tiers_count_what_their_backends_have(world: World) -> None:
     for number, tier in enumerate(world.runtime.tiers):
         if world.shape.tiers[number].capacity is None or world.fenced[number]:
             continue
-        if not tier.bounded._is_told:  # which generation it serves: it has asked for nothing yet
+        seen = tier.bounded.audit()
+        if not seen.is_told:  # which generation it serves: it has asked for nothing yet
             continue
         there, counted = set(world.devices[number].blocks), counted_by(tier)
-        left = tier.bounded._leftovers
-        assert left._is_put_off or not set(left), "these could be removed now"
-        assert there <= counted | set(left), f"{tier.name} doesn't count {there - counted}"
+        assert seen.leftovers_are_put_off or not seen.leftovers, "these could be removed now"
+        assert there <= counted | seen.leftovers, f"{tier.name} doesn't count {there - counted}"
         if world.exact[number]:
             assert counted <= there, f"{tier.name} has lost {counted - there}"
 
@@ -370,21 +363,22 @@ def assert_p10_at_rest(world: World) -> None:
         assert not slots.quarantined
         assert slots.free_count() + slots.ready_count() == slots.count
         assert not held_by(world.policy)
-    promotions = world.primary._promotions
-    assert promotions.held_slots == 0
-    assert not promotions._filling_for
-    assert not promotions._leases
-    assert not world.primary._directory._searches
-    assert not world.primary._cascades._parked
+    seen = world.primary.audit()
+    assert seen.promotions.held_slots == 0
+    assert not seen.promotions.filling_for
+    assert not seen.promotions.leases
+    assert not seen.directory.requests
+    assert not seen.parked
     for key in KEYS:
         assert world.state_of(key) in {BlockState.ABSENT, BlockState.READY}, key
     for number, tier in enumerate(world.runtime.tiers):
-        is_cut_off = world.links[number]._breaker.state is BreakerState.DISABLED
+        is_cut_off = world.links[number].audit().breaker is BreakerState.DISABLED
         assert is_cut_off == world.fenced[number] or number in world.broken_links
         if not world.fenced[number]:
             assert tier.actor.is_idle()
     for tier in bounded_tiers(world):
         if not world.fenced[world.runtime.tiers.index(tier)]:
-            assert not tier.bounded._in_use
-            assert not tier.bounded._storing
-            assert not tier.bounded._removing
+            held = tier.bounded.audit()
+            assert not held.in_use
+            assert not held.storing
+            assert not held.removing

@@ -278,7 +278,7 @@ class TierRules(TimeRules):
         world = self.world
         link = world.links[number]
         inbox = world.runtime.tiers[number].inbox
-        if inbox.waiting or link._breaker.state is not BreakerState.DISABLED:
+        if inbox.waiting or link.audit().breaker is not BreakerState.DISABLED:
             return
         device = world.devices[number]
         if isinstance(device, DiskTier):

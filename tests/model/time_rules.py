@@ -25,7 +25,7 @@ class TimeRules(Rules):
         """The clock may have jumped meanwhile."""
         world = self.world
         # What the scheduler has not ended a step for is not the tier's to answer yet.
-        for key in {key for keys in world.primary._directory._unsent for key in keys}:
+        for key in world.primary.audit().directory.unsent:
             world.pending_since.pop(key, None)
         world.pass_time(seconds)
         world.in_order(schedule)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from disk_tier import BLOCK_BYTES as DISK_BLOCK_BYTES
 from disk_tier import DiskTier, plan_of
 from fakes import FakeDevice, Gpu
-from moves import KEY_MOVES, CheckedStates
+from moves import KEY_MOVES, CheckedStates, state_in
 
 from kvtier.core import messages as m
 from kvtier.core.block_state import BlockState
@@ -285,8 +285,8 @@ class World:
     def note_post(self, mailbox: TestMailbox, message: Message) -> None:
         """Note which jobs a tier may work on: from the post of the job to the post of its end."""
         if isinstance(message, m.ProbeKeys):
-            probes = self.primary._directory._probes
-            idle = [key for key in message.keys if key not in probes or not probes[key].waiters]
+            waiters = self.primary.audit().directory.waiters
+            idle = [key for key in message.keys if not waiters.get(key)]
             assert not idle, f"{idle} are asked for, and nobody waits for the answer"
         if isinstance(message, m.LoadJob | m.StoreJob):
             for tier, held in enumerate(self.runtime.tiers):
@@ -312,10 +312,10 @@ class World:
         """Count what the link must count: ends of jobs and probes that it doesn't wait for."""
         link = self.links[tier]
         if isinstance(message, m.JobEnded):
-            job = link._jobs.get(message.job)
+            job = link.audit().jobs.get(message.job)
             self.strays[tier] += job is None or job.abandoned
         elif isinstance(message, m.ProbeAnswer):
-            self.strays[tier] += message.probe not in link._probes
+            self.strays[tier] += message.probe not in link.audit().probes
 
     def _take_promotion(self, tier: int, message: Message) -> None:
         """Note what the primary tier asked of a link: each must end once."""
@@ -341,10 +341,10 @@ class World:
             self._see_moves(message)
         if isinstance(message, m.AnnounceContents):
             for device in self.devices:
-                if isinstance(device, FakeDevice) and actor is device.tier._driver.actor:
+                if isinstance(device, FakeDevice) and actor is device.tier.driver.actor:
                     device.announce_contents(message)
         for disk in self.disks:
-            if actor is disk.tier._driver.actor and not isinstance(message, m.ProbePart):
+            if actor is disk.tier.driver.actor and not isinstance(message, m.ProbePart):
                 disk.take(message)
 
     def _take_end(self, message: Message) -> None:
@@ -369,8 +369,9 @@ class World:
             del open_ones[one]
 
     def _see_moves(self, message: Message) -> None:
+        seen = self.primary.audit()
         for key in KEYS:
-            before, after = self.states[key], self.state_of(key)
+            before, after = self.states[key], state_in(seen, key)
             if before is after:
                 if after is BlockState.FILLING and isinstance(message, m.Reset):
                     raise AssertionError(f"{key!r} is FILLING after a reset")
@@ -415,7 +416,7 @@ class World:
                 continue
             for behind in request.path[request.path.index(key) + 1 :]:
                 slot = self.primary.slot_of(behind)
-                stays = behind in self.primary._eviction._spare or slot is None
+                stays = behind in self.primary.audit().spare or slot is None
                 assert stays or slots.is_held(slot) or slot in slots.hits, (
                     f"{key!r} was evicted, and not {behind!r} behind it in {request.name}"
                 )
@@ -436,11 +437,7 @@ class World:
 
     def state_of(self, key: Key) -> BlockState:
         """Return the key's state. It counts nothing and asks nobody."""
-        slot = self.primary.slot_of(key)
-        if slot is not None:
-            return BlockState.READY if self.slots.is_ready(slot) else BlockState.FILLING
-        probing = self.primary._directory.is_probing(key)
-        return BlockState.PROBING if probing else BlockState.ABSENT
+        return state_in(self.primary.audit(), key)
 
     def writers(self) -> Counter[tuple[int, int]]:
         """Return slot and source of everybody who may write: the GPU, or a tier's number."""
@@ -480,8 +477,8 @@ class World:
             and not self.dead[number]
             and not self.fenced[number]
             and number not in self.broken_links
-            and tier.bounded._is_told
-            and tier.bounded._since == self.links[number]._since
+            and tier.bounded.audit().is_told
+            and tier.bounded.audit().since == self.links[number].audit().since
             and not tier.inbox.waiting
             and not any(each.waiting for each in tier.mailboxes)
             and not any(isinstance(job, m.StoreJob) for job in self.at_tier[number].values())

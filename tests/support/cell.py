@@ -244,12 +244,12 @@ class TestTier:
         self._cell = cell
         self.inbox = cell.inbox_of(link)
         self.mailbox = cell.mailbox_elsewhere(f"tier:{self.name}")
-        self._driver = cell.mailbox_elsewhere(f"driver of {self.name}")
-        self._driver.belong_to(_Driver(self.name, self.parts))
-        self.mailboxes = [self.mailbox, self._driver]
+        self.driver = cell.mailbox_elsewhere(f"driver of {self.name}")
+        self.driver.belong_to(_Driver(self.name, self.parts))
+        self.mailboxes = [self.mailbox, self.driver]
         self.actor: BoundedTier | UnboundedTier
         if policy is None:
-            self.actor = UnboundedTier(self.name, traits, link=self.inbox, driver=self._driver)
+            self.actor = UnboundedTier(self.name, traits, link=self.inbox, driver=self.driver)
         else:
             to_policy = cell.mailbox_elsewhere(f"policy of tier:{self.name}")
             self.mailboxes.append(to_policy)
@@ -257,7 +257,7 @@ class TestTier:
                 PolicyActor(to_policy.name, policy, fallback_policy(), self.mailbox)
             )
             self.actor = BoundedTier(
-                self.name, traits, link=self.inbox, driver=self._driver, policy=to_policy
+                self.name, traits, link=self.inbox, driver=self.driver, policy=to_policy
             )
         self.mailbox.belong_to(self.actor)
         assert isinstance(link.tier, FromLink)

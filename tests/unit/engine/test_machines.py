@@ -80,7 +80,7 @@ def test_a_quarantined_slot_is_free_when_its_last_user_lets_go() -> None:
     assert slots.let_go(slot)
     assert not slots.free_count()
     assert slots.let_go(slot)
-    assert slots.free_slots() == [slot]
+    assert slots.audit().free == (slot,)
     assert not slots.let_go(slot)
 
 

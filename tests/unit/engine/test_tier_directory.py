@@ -24,14 +24,14 @@ def test_a_key_is_asked_for_at_all_tiers_at_once_and_only_once() -> None:
     assert find(found, A, "r") == ASKING
     assert found.take_unsent() == {0: [A], 1: [A]}
     assert found.take_unsent() == {}
-    assert found.is_probing(A)
+    assert A in found.audit().waiters
 
 
 def test_probing_ends_when_all_have_answered() -> None:
     found = asked()
     find(found, A, "r")
     found.answered(1, [A], [True])
-    assert found.is_probing(A)
+    assert A in found.audit().waiters
     found.answered(0, [A], [False])
     found.end_step()
     assert find(found, A, "r") == 1
@@ -115,7 +115,7 @@ def test_a_tier_that_was_given_up_owes_no_answers() -> None:
     find(found, A, "r")
     found.answered(1, [A], [False])
     found.give_up(0)
-    assert not found.is_probing(A)
+    assert A not in found.audit().waiters
     assert found.take_unsent() == {}, "nobody waits for an answer any more"
 
 
@@ -128,7 +128,7 @@ def test_what_nobody_waits_for_any_more_is_not_asked() -> None:
     find(found, B, "s")
     found.stop_waiting("r")
     assert found.take_unsent() == {0: [B], 1: [B]}
-    assert not found.is_probing(A)
+    assert A not in found.audit().waiters
     found.answered(0, [A, B], [True, True])
     found.end_step()
     assert find(found, A, "r") == ASKING, "it may ask again"
@@ -140,7 +140,7 @@ def test_a_probe_that_was_sent_may_be_joined_though_nobody_waits() -> None:
     find(found, A, "r")
     assert found.take_unsent() == {0: [A]}
     found.stop_waiting("r")
-    assert found.is_probing(A)
+    assert A in found.audit().waiters
     found.start("s", ALL)
     assert find(found, A, "s") == ASKING
     assert found.take_unsent() == {}
@@ -153,7 +153,7 @@ def test_a_reset_forgets_probes_and_ignores_their_answers() -> None:
     found = asked()
     find(found, A, "r")
     found.reset()
-    assert not found.is_probing(A)
+    assert A not in found.audit().waiters
     assert found.take_unsent() == {}
     found.answered(0, [A], [True])
     found.end_step()
@@ -164,7 +164,7 @@ def test_a_key_that_is_filled_is_probed_no_more() -> None:
     found = asked()
     find(found, A, "r")
     found.stop_probing([A])
-    assert not found.is_probing(A)
+    assert A not in found.audit().waiters
     found.answered(0, [A], [True])
 
 

@@ -1,0 +1,51 @@
+"""What each of the engine's actors keeps, as frozen, plain data: what their ``audit()`` returns.
+
+For tests and for diagnosis: the model checker's invariants are about these. Taking one costs
+time in proportion to what the actor keeps, so nothing at work does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvtier.engine.circuit_breaker import BreakerState
+    from kvtier.engine.promotions import PromotionAudit
+    from kvtier.engine.slot_table import SlotAudit
+    from kvtier.engine.tier_directory import DirectoryAudit
+    from kvtier.plugin_api.keys import Key
+
+
+@dataclass(frozen=True)
+class PrimaryAudit:
+    """The primary tier."""
+
+    slots: SlotAudit
+    promotions: PromotionAudit
+    directory: DirectoryAudit
+    parked: frozenset[Key]  #: to be cascaded once they are READY
+    spare: frozenset[Key]  #: not to be evicted for the last call that needed victims
+
+
+@dataclass(frozen=True)
+class JobAudit:
+    """A job in flight."""
+
+    is_load: bool
+    abandoned: bool
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LinkAudit:
+    """A tier's link."""
+
+    breaker: BreakerState
+    since: int
+    jobs: Mapping[int, JobAudit]
+    probes: frozenset[int]
+    cascade_slots: int
+    abandoned_slots: int
