@@ -63,6 +63,14 @@ class DiskPromises:
 
     @precondition(is_running)
     @invariant()
+    def the_index_and_the_regions_hold_their_own_invariants(self) -> None:
+        for disk in open_disks(self.world):
+            assert disk.life is not None
+            disk.life.log.index.assert_invariants()
+            disk.life.log.regions.assert_invariants()
+
+    @precondition(is_running)
+    @invariant()
     def what_is_too_old_is_swept_away(self) -> None:
         for disk in open_disks(self.world):
             ttl_s = 0 if disk.life.is_ending else disk.shape.ttl_s

@@ -219,8 +219,14 @@ class Anchor:
         """Open what the path names now, if it is the place, or may become it."""
         try:
             place = Place(self._path)
-            if stat.S_IMODE(os.fstat(place.root).st_mode) & stat.S_IWOTH:
+            root = os.fstat(place.root)
+            if stat.S_IMODE(root.st_mode) & stat.S_IWOTH:
                 self._lose("anyone may write there now")
+                return
+            # The path may have come to name another folder since it was checked.
+            is_same = self._place is not None and self._place.is_named_by(root)
+            if make and not (is_same or (self._is_deleted and root.st_dev == self._device)):
+                self._lose("another folder has taken its place")
                 return
             place.open_below(self._layout, make=make)
             if not make and place.written_ns() != self._written_ns:
@@ -235,7 +241,7 @@ class Anchor:
             return
         was_lost = self._place is None
         self._place = None if self._is_closed else place
-        self._device = os.fstat(place.root).st_dev
+        self._device = root.st_dev
         self._written_ns = place.written_ns()
         self._is_deleted = False
         if was_lost:

@@ -12,6 +12,7 @@ garbage collector but one small object a region.
 from __future__ import annotations
 
 from array import array
+from itertools import chain
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -236,6 +237,20 @@ class BlockIndex:
     def keys(self, regions: Sequence[int]) -> Iterator[list[bytes]]:
         """Yield the keys of these regions, a list a region."""
         return (self.keys_of(region) for region in regions if self._live[region])
+
+    def assert_invariants(self) -> None:
+        """Assert that words and records fit: each block has one word, and no other has any.
+
+        Looks at all blocks.
+        """
+        first = range(0, len(self._slabs) * self.slots_per_region, self.slots_per_region)
+        there = [
+            [at + slot for slot in slab.slots().tolist()] if slab is not None else []
+            for at, slab in zip(first, self._slabs, strict=True)
+        ]
+        assert [*self._live] == [*map(len, there)], "a region's count is not that of its blocks"
+        assert sorted(self.words.assert_invariants()) == [*chain(*there)], "words and blocks differ"
+        assert self._count == sum(self._live), "the count is not that of all blocks"
 
     def fill(self, hashes: NDArray[np.uint64], locations: NDArray[np.int64]) -> None:
         """Lead to blocks whose records are in their slabs; see ``Words.fill``."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -91,6 +91,7 @@ class Words:
         word = print_ << HALF_BITS | (location + 1)
         hole = print_ & HOME_MASK
         while words[hole] != word:
+            assert words[hole], "an empty word lies between a word and its home"
             hole = (hole + 1) & HOME_MASK
         at = hole
         while True:
@@ -106,6 +107,24 @@ class Words:
         words[COUNT_AT] -= 1
 
     # --- all words at once ---
+
+    def assert_invariants(self) -> Iterator[int]:
+        """Assert the invariants; yields each location that has a word. Looks at all words."""
+        for number, table in enumerate(self.tables):
+            bit = 1 << number.bit_length() - 1 if number else 0
+            if number and table is self.tables[number - bit]:
+                continue  # not yet split: it has the words of both
+            in_use = [(at, word) for at, word in enumerate(table[:TABLE_WORDS]) if word]
+            assert table[COUNT_AT] == len(in_use), "a table's count is not that of its words"
+            assert len(in_use) < TABLE_WORDS, "a table has no empty word"
+            for at, word in in_use:
+                print_ = word >> HALF_BITS
+                assert self.tables[print_ >> HOME_BITS & self.high] is table, "another table's word"
+                home = print_ & HOME_MASK
+                between = range(home, home + ((at - home) & HOME_MASK))
+                assert all(table[step & HOME_MASK] for step in between), "out of reach of its home"
+                yield (word & LOCATION_MASK) - 1
+        yield from self.over.values()
 
     def begin_for(self, hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Have as many empty tables as these keys want. There is no word yet.

@@ -123,6 +123,7 @@ class RegionOpener:
         The caller holds ``lock``.
         """
         assert self.lock.locked(), "a header is written without the lock"
+        assert not self._context.index.live(region), "a header is written over blocks"
         context = self._context
         sequence, now_s = self._regions.next_sequence(), context.now_s()
         header = new_header(
@@ -136,6 +137,7 @@ class RegionOpener:
             self._regions.note_allocated(region)
         self._header_page[:] = encode_header(header)
         problem = await context.device.write([Transfer(region, 0, [self._header_page])])
+        assert self.lock.locked(), "the lock was let go while a header was written"
         if problem is None:
             self._count_overhead(PAGE_BYTES)
         return sequence, problem

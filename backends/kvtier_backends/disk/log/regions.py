@@ -225,6 +225,7 @@ class Regions:
             raise InternalError("no region is open, or no slot is wanted")
         extent = Extent(region, self._used, min(count, self.slots - self._used))
         self._used += extent.slots
+        assert self._used <= self.slots, "more slots are allocated than there are"
         self._writers[region] += 1
         if self._used == self.slots:
             self.fill()
@@ -241,10 +242,12 @@ class Regions:
         if self._open is None and self._next is not None:
             self._open, self._next = self._next, None
             self._used = 0
+            assert self.is_at_rest(self._open), "a region is opened while it is in use"
             self._move(self._open, RegionEvent.OPENED)
 
     def written(self, extent: Extent) -> None:
         """Note that a writer has ended, well or not."""
+        assert 0 <= extent.first < extent.first + extent.slots <= self.slots, extent
         self._writers[extent.region] -= 1
         assert self._writers[extent.region] >= 0, "a writer ended twice"
 
@@ -363,6 +366,17 @@ class Regions:
     def is_at_rest(self, region: int) -> bool:
         """Tell whether the region has no block, no reader and no writer."""
         return not (self._live(region) or self._readers[region] or self._writers[region])
+
+    def assert_invariants(self) -> None:
+        """Assert that what is free, next and open is what the states say. Looks at all regions."""
+        by_state: dict[RegionState, list[int]] = {state: [] for state in RegionState}
+        for number, its_state in enumerate(self._states):
+            by_state[its_state].append(number)
+        assert sorted(self._free) == by_state[RegionState.FREE], "the free ones"
+        for state, region in ((RegionState.OPEN, self._open), (RegionState.NEXT, self._next)):
+            assert by_state[state] == ([] if region is None else [region]), state
+        waiting = by_state[RegionState.FREE] + by_state[RegionState.NEXT]
+        assert all(map(self.is_at_rest, waiting)), "a region that waits to be opened is in use"
 
     def revive(self, region: int) -> bool:
         """Give a retired region another try, unless something still holds it."""

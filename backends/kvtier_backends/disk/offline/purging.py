@@ -176,6 +176,8 @@ async def _appending_nothing(log: BlockLog, regions: int) -> AsyncIterator[None]
             # A reclaim may wait for this lock: let it go on.
             if written and not log.regions.count_in(RegionState.RECLAIMING):
                 yield
+                written = all(map(log.regions.is_written, range(regions)))
+                assert written, "a region was opened while nothing was to be appended"
                 return
         await asyncio.sleep(_POLL_S)
     raise StoreFault(f"the tier did not come to rest in {QUIET_WAIT_S_MAX:.0f} s. Try again later")

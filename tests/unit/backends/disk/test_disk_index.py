@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import itertools
 from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import pytest
@@ -16,6 +18,9 @@ from kvtier_backends.disk.log.index import SLOTS_MAX, BlockIndex, BlockRecord
 from kvtier_backends.disk.log.index_bulk import BulkLoad, Dropped
 from kvtier_backends.disk.log.index_words import COUNT_AT, HOME_BITS, HOME_MASK, TABLE_WORDS_MEAN
 from tests.support.examples import examples
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 REGIONS, SLOTS = 6, 8
 keys = strategies.binary(min_size=1, max_size=3) | strategies.binary(min_size=250, max_size=255)
@@ -138,6 +143,10 @@ class IndexSpec(RuleBasedStateMachine):
             assert self.index.digests(location, 1) == [record.digest]
 
     @invariant()
+    def words_and_records_fit(self) -> None:
+        self.index.assert_invariants()
+
+    @invariant()
     def each_region_lists_its_blocks(self) -> None:
         for region in range(REGIONS):
             there = sorted(
@@ -209,6 +218,40 @@ def test_neighbours_are_found_up_to_a_gap_another_key_and_the_end_of_their_regio
     index.remove(b"k05")
     assert index.find(stored) == [*range(5), None, *range(6, 16)]
     assert index.find([b"k04", b"k06"]) == [4, 6]
+
+
+def zero_without_moving_back(words: words_module.Words, key: bytes, location: int) -> None:
+    """Remove a word as one must not: what was walked to over it is out of reach."""
+    table = words.tables[0]
+    word = (hash(key) & words_module.LOCATION_MASK) << words_module.HALF_BITS | (location + 1)
+    table[table.index(word)] = 0
+    table[COUNT_AT] -= 1
+
+
+def forget_the_word(words: words_module.Words, key: bytes, location: int) -> None:
+    """The block goes, and its word stays."""
+
+
+def forget_the_count(words: words_module.Words, key: bytes, location: int) -> None:
+    words_module.Words.remove(words, key, location)
+    words.tables[0][COUNT_AT] += 1
+
+
+@pytest.mark.parametrize(
+    "mistake", [zero_without_moving_back, forget_the_word, forget_the_count], ids=str
+)
+def test_assertions_find_what_an_index_must_never_hold(
+    mistake: Callable[[words_module.Words, bytes, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("builtins.hash", lambda _: 1023)
+    index = BlockIndex(2, 8)
+    for location, key in enumerate([b"a", b"b", b"c"]):
+        index.insert(key, location, BlockRecord(bytes(16), 0, 0, b""))
+    index.assert_invariants()
+    monkeypatch.setattr(index.words, "remove", partial(mistake, index.words))
+    index.remove(b"a")
+    with pytest.raises(AssertionError):
+        index.assert_invariants()
 
 
 def test_a_slot_that_has_a_block_is_not_given_another() -> None:
@@ -315,6 +358,7 @@ def test_a_bulk_load_does_what_a_loop_would(
     assert bulk.finish(limit) == Dropped(beyond, expired, doubled, over)
     wanted = dict(itertools.islice(wanted.items(), over, None))
     assert len(index) == len(wanted)
+    index.assert_invariants()
     for key, (location, entry) in wanted.items():
         assert index.get(key) == location
         assert index.record(location) == (entry.digest, entry.stored_s, entry.stored_s, entry.tag)

@@ -102,6 +102,30 @@ async def test_nothing_is_written_into_a_bare_mount_point(
     assert fs.temporaries() == []
 
 
+async def test_a_folder_that_changes_while_it_is_checked_is_not_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at the path and the folders that are made there lie some calls."""
+    root = tmp_path / "kv"
+    async with open_fs(root) as fs:
+        assert await fs.store(1) is DONE
+
+        def swap(_place: place.Place, _layout: object) -> bool:
+            """The right folder's namespace is incomplete; then another folder is there."""
+            if not (tmp_path / "aside").exists():
+                root.rename(tmp_path / "aside")
+                root.mkdir(mode=0o700)
+            return False
+
+        with monkeypatch.context() as patched:
+            patched.setattr(place.Place, "stands_below", swap)
+            await expect_nothing_works(fs)
+            assert files_in(root) == []
+        root.rmdir()
+        (tmp_path / "aside").rename(root)
+        await expect_all_works(fs)
+
+
 @needs_mount
 async def test_a_bare_mount_point_with_an_older_cache_is_not_taken_for_the_mounted_one(
     mounted: Path,
