@@ -11,34 +11,34 @@ from kvtier.plugin_api.backend import Outcome  # noqa: TC001 - msgspec reads it
 from kvtier.plugin_api.keys import Key  # noqa: TC001 - msgspec decodes by them
 
 
-class ProbePart(Message, frozen=True, gc=False):
+class ProbeBatch(Message, frozen=True, gc=False):
     """Ask the backend for these keys."""
 
-    part: int
+    batch: int
     keys: tuple[Key, ...]
 
 
-class LoadPart(Message, frozen=True, gc=False):
+class LoadBatch(Message, frozen=True, gc=False):
     """Have the backend read these."""
 
-    part: int
+    batch: int
     keys: tuple[Key, ...]
     slots: tuple[int, ...]
 
 
-class StorePart(Message, frozen=True, gc=False):
+class StoreBatch(Message, frozen=True, gc=False):
     """Have the backend keep these, after it has forgotten ``remove``."""
 
-    part: int
+    batch: int
     keys: tuple[Key, ...]
     slots: tuple[int, ...]
     remove: tuple[Key, ...]
 
 
-class RemovePart(Message, frozen=True, gc=False):
+class RemoveBatch(Message, frozen=True, gc=False):
     """Have the backend forget these, whether it has them or not."""
 
-    part: int
+    batch: int
     keys: tuple[Key, ...]
 
 
@@ -67,9 +67,9 @@ class ContentsLost(Message, frozen=True, gc=False):
     keys: tuple[Key, ...]
 
 
-class PartEnded(Message, frozen=True, gc=False):
+class BatchEnded(Message, frozen=True, gc=False):
     """One outcome a key. For a probe DONE means present, for a removal gone."""
 
-    part: int
+    batch: int
     outcomes: tuple[Outcome, ...]
     seconds: float

@@ -32,13 +32,13 @@ PolicyBroke, Counted
 from __future__ import annotations
 
 from kvtier.core.driver_messages import AnnounceContents as AnnounceContents
+from kvtier.core.driver_messages import BatchEnded as BatchEnded
 from kvtier.core.driver_messages import ContentsFound as ContentsFound
 from kvtier.core.driver_messages import ContentsLost as ContentsLost
-from kvtier.core.driver_messages import LoadPart as LoadPart
-from kvtier.core.driver_messages import PartEnded as PartEnded
-from kvtier.core.driver_messages import ProbePart as ProbePart
-from kvtier.core.driver_messages import RemovePart as RemovePart
-from kvtier.core.driver_messages import StorePart as StorePart
+from kvtier.core.driver_messages import LoadBatch as LoadBatch
+from kvtier.core.driver_messages import ProbeBatch as ProbeBatch
+from kvtier.core.driver_messages import RemoveBatch as RemoveBatch
+from kvtier.core.driver_messages import StoreBatch as StoreBatch
 from kvtier.core.message import Message as Message
 from kvtier.core.message import OrderTold as OrderTold
 from kvtier.plugin_api.backend import BackendTraits, Outcome  # noqa: TC001 - msgspec decodes by them

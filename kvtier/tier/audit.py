@@ -18,7 +18,7 @@ class TierAudit:
     capacity: int
     mark: bytes
     since: int
-    is_told: bool
+    knows_generation: bool
     resident: frozenset[Key]
     old: frozenset[Key]  #: of generations that the engine is not in
     storing: Mapping[Key, int]

@@ -19,7 +19,7 @@ from kvtier.errors import InternalError, StoreFault
 from kvtier.plugin_api.backend import LoadBlock, Loaded, Outcome, StoreBlock, block_digest
 from kvtier.plugin_api.log import log, printable
 from kvtier.plugin_api.threads import DaemonThreads
-from kvtier.tier.leftovers import Untold
+from kvtier.tier.leftovers import Unannounced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -46,10 +46,10 @@ DIGEST_INLINE_BYTES_MAX: Final = 4 << 20
 
 
 class BackendDriver:
-    """Runs the backend's coroutines, one task a part, and checks what they bring.
+    """Runs the backend's coroutines, with a task for each batch, and checks what they bring.
 
-    Whatever the backend raises or answers, each part ends with one outcome a
-    block; a part whose call hangs doesn't end.
+    Whatever the backend raises or answers, each batch ends with one outcome a
+    block; a batch whose call hangs doesn't end.
     """
 
     def __init__(
@@ -68,25 +68,25 @@ class BackendDriver:
         self._memory = memory
         self._report = report
         self._digests = DaemonThreads(DIGEST_THREADS, f"kvtier-{name}-digest")
-        self._untold = Untold()
+        self._unannounced = Unannounced()
         self._raised: set[str] = set()  # kinds of exception that are in the log already
 
     def begin(self, tasks: asyncio.TaskGroup) -> None:
-        """Run parts as tasks of this group from now on."""
+        """Run batches as tasks of this group from now on."""
         self._tasks = tasks
 
     def receive(self, message: Message) -> None:
-        """Start the part's task. Loop thread only."""
+        """Start the batch's task. Loop thread only."""
         if isinstance(message, m.AnnounceContents):
             self._tasks.create_task(self.announce_contents(message.keys))
             return
-        if not isinstance(message, m.ProbePart | m.LoadPart | m.StorePart | m.RemovePart):
+        if not isinstance(message, m.ProbeBatch | m.LoadBatch | m.StoreBatch | m.RemoveBatch):
             raise InternalError(f"a driver does not understand {type(message).__name__}")
         self._tasks.create_task(self._run(message))
 
     def report_lost(self, keys: Sequence[bytes]) -> None:
         """Pass on that blocks are gone. Loop thread only."""
-        self._untold.removed(keys)
+        self._unannounced.removed(keys)
         self._report(m.ContentsLost(keys=tuple(keys)))
 
     async def announce_contents(self, again: tuple[bytes, ...] = ()) -> None:
@@ -96,7 +96,7 @@ class BackendDriver:
         """
         announced = 0
         for keys in _batches(again) if again else self._backend.contents():
-            found = self._untold.still_there(keys)
+            found = self._unannounced.still_there(keys)
             self._report(m.ContentsFound(found, again=bool(again)))
             announced += len(keys)
             if announced >= CONTENTS_A_PAUSE:
@@ -106,7 +106,7 @@ class BackendDriver:
                 while not self._may_announce():  # noqa: ASYNC110
                     await anyio.sleep(CONTENTS_PAUSE_S)
         if not again:
-            self._untold.end()
+            self._unannounced.end()
 
     def is_quiet(self) -> bool:
         """Tell whether no thread of the driver or the backend may touch a slot any more.
@@ -136,14 +136,16 @@ class BackendDriver:
         """Let the digest threads end."""
         self._digests.stop()
 
-    async def _run(self, message: m.ProbePart | m.LoadPart | m.StorePart | m.RemovePart) -> None:
+    async def _run(
+        self, message: m.ProbeBatch | m.LoadBatch | m.StoreBatch | m.RemoveBatch
+    ) -> None:
         started = time.perf_counter()
         try:
-            if isinstance(message, m.LoadPart):
+            if isinstance(message, m.LoadBatch):
                 outcomes = await self._load(message)
-            elif isinstance(message, m.StorePart):
+            elif isinstance(message, m.StoreBatch):
                 outcomes = await self._store(message)
-            elif isinstance(message, m.RemovePart):
+            elif isinstance(message, m.RemoveBatch):
                 await self._remove(message.keys)
                 outcomes = (Outcome.DONE,) * len(message.keys)
             else:
@@ -155,9 +157,9 @@ class BackendDriver:
             self._log_once(error, type(message).__name__)
             outcomes = (Outcome.FAILED,) * len(message.keys)
         seconds = time.perf_counter() - started
-        self._report(m.PartEnded(part=message.part, outcomes=outcomes, seconds=seconds))
+        self._report(m.BatchEnded(batch=message.batch, outcomes=outcomes, seconds=seconds))
 
-    async def _store(self, message: m.StorePart) -> tuple[Outcome, ...]:
+    async def _store(self, message: m.StoreBatch) -> tuple[Outcome, ...]:
         views = self._memory.views(message.slots)
 
         def with_digests() -> list[StoreBlock]:
@@ -171,14 +173,14 @@ class BackendDriver:
             await self._remove(message.remove)
         outcomes = _outcomes(await self._backend.store(blocks))
         _expect(len(outcomes), len(blocks))
-        self._untold.stored(message.keys, outcomes)
+        self._unannounced.stored(message.keys, outcomes)
         return outcomes
 
     async def _remove(self, keys: Sequence[bytes]) -> None:
-        self._untold.removed(keys)
+        self._unannounced.removed(keys)
         await self._backend.remove(keys)
 
-    async def _load(self, message: m.LoadPart) -> tuple[Outcome, ...]:
+    async def _load(self, message: m.LoadBatch) -> tuple[Outcome, ...]:
         views = self._memory.views(message.slots)
         blocks = [LoadBlock(k, v) for k, v in zip(message.keys, views, strict=True)]
         loaded = await self._backend.load(blocks)
@@ -214,7 +216,7 @@ class BackendDriver:
         kind = type(error).__name__
         if kind not in self._raised:
             self._raised.add(kind)
-            log.warning("backend raised", tier=self._name, part=what, error=f"{kind}: {error}")
+            log.warning("backend raised", tier=self._name, batch=what, error=f"{kind}: {error}")
 
 
 def _batches(keys: tuple[bytes, ...]) -> Iterator[tuple[bytes, ...]]:

@@ -1,4 +1,4 @@
-"""Cuts the jobs of a tier into parts: each is what one call of the backend handles.
+"""Cuts the jobs of a tier into batches: each is what one call of the backend handles.
 
 What waits is shared out among all calls that there may be at once, as evenly as
 can be: a large job is cut up, and small ones go together, whole.
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
     from kvtier.plugin_api.keys import Key
 
-CRUMB_BLOCKS: Final = 8
-"""A smaller part costs more than what it could save by running beside others."""
+BATCH_BLOCKS_MIN: Final = 8
+"""A smaller batch costs more than what it could save by running beside others."""
 
 
 class Job:
-    """One job; parts of it may wait, run or have ended."""
+    """One job; slices of it may wait, run or have ended."""
 
     __slots__ = (
         "id",
@@ -51,9 +51,9 @@ class Job:
         self.unended = len(message.keys)
         self.seconds = 0.0
 
-    def end(self, piece: Piece, outcomes: tuple[Outcome, ...], seconds: float) -> None:
-        """Note how one of its pieces ended, and how long the backend had it."""
-        self.outcomes[piece.start : piece.stop] = outcomes
+    def end(self, job_slice: JobSlice, outcomes: tuple[Outcome, ...], seconds: float) -> None:
+        """Note how one of its slices ended, and how long the backend had it."""
+        self.outcomes[job_slice.start : job_slice.stop] = outcomes
         self.unended -= len(outcomes)
         self.seconds += seconds
 
@@ -62,7 +62,7 @@ class Job:
         return m.JobEnded(job=self.id, outcomes=tuple(self.outcomes), seconds=self.seconds)
 
 
-class Piece(NamedTuple):
+class JobSlice(NamedTuple):
     """Neighbouring blocks of one job."""
 
     job: Job
@@ -80,24 +80,24 @@ class Piece(NamedTuple):
         return self.job.slots[self.start : self.stop]
 
 
-class Part:
+class BlockBatch:
     """Blocks of one or more jobs of one kind, or those of a probe or a removal, for one call."""
 
-    __slots__ = ("is_removal", "keys", "pieces", "probe", "remove")
+    __slots__ = ("is_removal", "keys", "probe", "remove", "slices")
 
     def __init__(self, keys: tuple[Key, ...], *, probe: int = 0, is_removal: bool = False) -> None:
         self.keys = keys
-        self.pieces: list[Piece] = []  # none: it is a removal, or the probe of that number
+        self.slices: list[JobSlice] = []  # none: it is a removal, or the probe of that number
         self.probe = probe
         self.is_removal = is_removal
         self.remove: tuple[Key, ...] = ()
 
     @classmethod
-    def of(cls, pieces: list[Piece]) -> Part:
-        """Return the part that these make up, one behind the other."""
-        part = cls(sum([piece.keys for piece in pieces], ()))
-        part.pieces = pieces
-        return part
+    def of(cls, slices: list[JobSlice]) -> BlockBatch:
+        """Return the batch that these make up, one behind the other."""
+        batch = cls(sum([job_slice.keys for job_slice in slices], ()))
+        batch.slices = slices
+        return batch
 
     def also_remove(self, keys: tuple[Key, ...]) -> None:
         """Have the backend remove these before it stores."""
@@ -106,23 +106,23 @@ class Part:
     @property
     def slots(self) -> tuple[int, ...]:
         """Where the blocks are, or are to be."""
-        return sum([piece.slots for piece in self.pieces], ())
+        return sum([job_slice.slots for job_slice in self.slices], ())
 
 
-class PartQueue:
-    """Jobs of one kind: those with blocks that are in no part yet, in the order they came."""
+class BatchQueue:
+    """Jobs of one kind: those with blocks that are in no batch yet, in the order they came."""
 
-    def __init__(self, parts_max: int, blocks_min: int, blocks_max: int) -> None:
-        """At most ``parts_max`` parts run at once, of ``blocks_min`` to ``blocks_max`` blocks.
+    def __init__(self, batches_max: int, blocks_min: int, blocks_max: int) -> None:
+        """At most ``batches_max`` batches run at once, of ``blocks_min`` to ``blocks_max`` blocks.
 
-        A part is smaller where the jobs are: those that go together go whole.
+        A batch is smaller where the jobs are: those that go together go whole.
         """
-        self.running = 0  #: parts under way
-        self._parts_max = parts_max
+        self.running = 0  #: batches under way
+        self._batches_max = batches_max
         self._blocks_min = blocks_min
         self._blocks_max = blocks_max
         self._jobs: deque[Job] = deque()
-        self._next = 0  # the first job's first block that is in no part
+        self._next = 0  # the first job's first block that is in no batch
         self._waiting = 0  # blocks
 
     def __bool__(self) -> bool:
@@ -130,59 +130,59 @@ class PartQueue:
         return bool(self._jobs)
 
     def add(self, job: Job) -> None:
-        """Have the job's blocks wait. It has some: of none, no part could be made."""
+        """Have the job's blocks wait. It has some: of none, no batch could be made."""
         assert job.keys, "a job without blocks"
         self._jobs.append(job)
         self._waiting += len(job.keys)
 
     @property
     def next_key(self) -> Key | None:
-        """The key of the first block of the next part; None if no part may begin."""
-        if not self._jobs or self.running >= self._parts_max:
+        """The key of the first block of the next batch; None if no batch may begin."""
+        if not self._jobs or self.running >= self._batches_max:
             return None
         return self._jobs[0].keys[self._next]
 
-    def start_part(self, avoid: AbstractSet[Key] = frozenset()) -> Part:
-        """Take the next part, which is under way then. There must be a ``next_key``.
+    def start_batch(self, avoid: AbstractSet[Key] = frozenset()) -> BlockBatch:
+        """Cut off the next batch, which is under way then. There must be a ``next_key``.
 
         It ends before a key that is to be avoided; the ``next_key`` must be none.
         """
         share = min(self._share(), self._blocks_max)
         left = len(self._jobs[0].keys) - self._next
-        # In equal parts, none of them smaller than its share: the last one would be a crumb.
+        # In equal batches, none of them smaller than its share: the last one would be too small.
         size = -(-left // max(left // share, -(-left // self._blocks_max)))
-        pieces = [self._take(size, avoid)]
-        blocks = pieces[0].stop - pieces[0].start
-        taken = set(pieces[0].keys)
+        slices = [self._pop_slice(size, avoid)]
+        blocks = slices[0].stop - slices[0].start
+        seen = set(slices[0].keys)
         while self._jobs and self._next == 0:
             keys = self._jobs[0].keys
             blocks += len(keys)
             # No backend is asked to store a key twice in one call.
-            if blocks > share or not (avoid.isdisjoint(keys) and taken.isdisjoint(keys)):
+            if blocks > share or not (avoid.isdisjoint(keys) and seen.isdisjoint(keys)):
                 break
-            taken.update(keys)
-            pieces.append(self._take(len(keys)))
+            seen.update(keys)
+            slices.append(self._pop_slice(len(keys)))
         self.running += 1
-        return Part.of(pieces)
+        return BlockBatch.of(slices)
 
-    def end_part(self) -> None:
-        """Note that one part less is under way."""
-        assert self.running > 0, "a part ended that had not begun"
+    def end_batch(self) -> None:
+        """Note that one batch less is under way."""
+        assert self.running > 0, "a batch ended that had not begun"
         self.running -= 1
 
     def _share(self) -> int:
-        """Return how many blocks are one part's share of what waits.
+        """Return how many blocks are one batch's share of what waits.
 
-        Towards the end, where that would be crumbs, it is shared out among those that may
-        begin now.
+        Towards the end, where that is less than ``BATCH_BLOCKS_MIN``, it is shared out among
+        those that may begin now.
         """
-        share = -(-self._waiting // self._parts_max)
-        if share < CRUMB_BLOCKS:
-            free = self._parts_max - self.running
-            share = min(CRUMB_BLOCKS, -(-self._waiting // free))
+        share = -(-self._waiting // self._batches_max)
+        if share < BATCH_BLOCKS_MIN:
+            free = self._batches_max - self.running
+            share = min(BATCH_BLOCKS_MIN, -(-self._waiting // free))
         return max(share, self._blocks_min)
 
-    def _take(self, size: int, avoid: AbstractSet[Key] = frozenset()) -> Piece:
+    def _pop_slice(self, size: int, avoid: AbstractSet[Key] = frozenset()) -> JobSlice:
         job, start = self._jobs[0], self._next
         keys = job.keys[start : start + size]
         if not avoid.isdisjoint(keys):
@@ -192,4 +192,4 @@ class PartQueue:
         if self._next == len(job.keys):
             self._jobs.popleft()
             self._next = 0
-        return Piece(job, start, start + len(keys))
+        return JobSlice(job, start, start + len(keys))

@@ -27,7 +27,7 @@ from kvtier.core.generations import ORIGINAL, mark_of, marked, unmarked
 from kvtier.plugin_api.backend import Outcome
 from kvtier.tier.audit import TierAudit
 from kvtier.tier.batching import Job
-from kvtier.tier.job_runner import JobRunner, end_pieces
+from kvtier.tier.job_runner import JobRunner, end_slices
 from kvtier.tier.leftovers import Leftovers
 from kvtier.tier.old_generations import OldGenerations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from kvtier.plugin_api.backend import BackendTraits
     from kvtier.plugin_api.keys import Key, RequestId
-    from kvtier.tier.batching import Part
+    from kvtier.tier.batching import BlockBatch
 
 ENDED_REQUESTS_MAX: Final = 1024
 """So many requests that are over are remembered: their last blocks may be stored afterwards."""
@@ -64,7 +64,7 @@ class BoundedTier(Actor):
                 m.TouchKeys: self._touch_keys,
                 m.RequestEnded: self._request_ended,
                 m.Tick: self._tick,
-                m.PartEnded: self._part_ended,
+                m.BatchEnded: self._batch_ended,
                 m.Victims: self._victims,
                 m.PolicyBroke: self._policy_broke,
                 m.ContentsFound: self._contents_found,
@@ -76,19 +76,19 @@ class BoundedTier(Actor):
         self.policy = policy
         self._mark = ORIGINAL  # of the generation that the engine is in
         self._since = 0  # the epoch in which it began
-        self._is_told = False  # whether the engine has said which one that is
+        self._knows_generation = False  # whether the engine has announced which one that is
         self._jobs = JobRunner(traits, driver)
         assert traits.capacity_blocks is not None
         self._capacity = traits.capacity_blocks
         self._resident: set[Key] = set()
         self._old = OldGenerations()
-        self._storing: Counter[Key] = Counter()  # in parts that have not ended
+        self._storing: Counter[Key] = Counter()  # in batches that have not ended
         # Invariant: _coming is what is in _storing and not in _resident.
         self._coming: set[Key] = set()
         self._removing: set[Key] = set()  # victims and leftovers that the backend may still have
         self._leftovers = Leftovers()
         self._in_use: Counter[Key] = Counter()  # held at the policy: being loaded, or just stored
-        self._making_room: deque[tuple[Part, int]] = deque()  # waiting for n victims
+        self._making_room: deque[tuple[BlockBatch, int]] = deque()  # waiting for n victims
         self._victims_asked = 0
         self._batches_found = 0
         self._ended: dict[RequestId, None] = {}  # the last of them, oldest first
@@ -103,7 +103,7 @@ class BoundedTier(Actor):
             capacity=self._capacity,
             mark=self._mark,
             since=self._since,
-            is_told=self._is_told,
+            knows_generation=self._knows_generation,
             resident=frozenset(self._resident),
             old=frozenset(self._old),
             storing=dict(self._storing),
@@ -122,9 +122,9 @@ class BoundedTier(Actor):
         It may be the same one, which the engine has left and come back to: the link
         has forgotten what there is of it.
         """
-        if since == self._since and self._is_told:
+        if since == self._since and self._knows_generation:
             return
-        is_first, self._is_told = not self._is_told, True
+        is_first, self._knows_generation = not self._knows_generation, True
         left, self._mark = self._mark, mark
         comes_anew = since != self._since
         self._since = since
@@ -157,7 +157,7 @@ class BoundedTier(Actor):
         if job.is_load:
             self._hold(job.keys)
         self._jobs.add(job)
-        self._start_parts()
+        self._start_batches()
 
     def _touch_keys(self, message: m.TouchKeys) -> None:
         keys = marked(message.keys, self._mark)
@@ -173,38 +173,38 @@ class BoundedTier(Actor):
     def _tick(self, message: m.Tick) -> None:
         self.policy.post(message)
 
-    # --- parts ---
+    # --- batches ---
 
-    def _start_parts(self) -> None:
+    def _start_batches(self) -> None:
         self._jobs.start_loads()
-        # The removal of an older copy could take the new one.
-        while (part := self._jobs.next_store(avoid=self._removing)) is not None:
-            self._make_room(part)
+        # The removal of an older copy could remove the new one.
+        while (batch := self._jobs.next_store(avoid=self._removing)) is not None:
+            self._make_room(batch)
 
-    def _part_ended(self, message: m.PartEnded) -> None:
+    def _batch_ended(self, message: m.BatchEnded) -> None:
         ended = self._jobs.end(message)
         if ended is None:
             return
-        part, outcomes = ended
-        if part.is_removal:
-            self._removing.difference_update(part.keys)
+        batch, outcomes = ended
+        if batch.is_removal:
+            self._removing.difference_update(batch.keys)
             self._leftovers.end_removal(outcomes)
             self._remove_leftovers()
-            self._start_parts()  # a store may have waited for it
+            self._start_batches()  # a store may have waited for it
             return
-        self._removing.difference_update(part.remove)
-        if part.remove:
+        self._removing.difference_update(batch.remove)
+        if batch.remove:
             if outcomes.count(Outcome.FAILED) == len(outcomes):
-                self._leave(part.remove)  # it may have failed before they were removed
+                self._leave(batch.remove)  # it may have failed before they were removed
             self._remove_leftovers()
-        for piece, ends in end_pieces(part, outcomes, message.seconds):
-            if piece.job.is_load:
-                self._note_loaded(piece.keys, ends)
+        for job_slice, ends in end_slices(batch, outcomes, message.seconds):
+            if job_slice.job.is_load:
+                self._note_loaded(job_slice.keys, ends)
             else:
-                self._note_stored(piece.job, piece.keys, ends)
-            if not piece.job.unended:
-                self._answer(piece.job)
-        self._start_parts()
+                self._note_stored(job_slice.job, job_slice.keys, ends)
+            if not job_slice.job.unended:
+                self._answer(job_slice.job)
+        self._start_batches()
 
     def _answer(self, job: Job) -> None:
         """Answer a job, now that each of its blocks has an outcome."""
@@ -218,37 +218,37 @@ class BoundedTier(Actor):
             # What a load found damaged meanwhile was lost before it was announced.
             self._announce(removed=tuple(key for key in done if key not in self._resident))
         if job.request in self._ended:
-            # The policy was told before that the request is over, and so once more.
+            # Its end was reported to the policy before, and so once more.
             self.policy.post(m.RequestEnded(request=job.request, order=None))
 
     # --- contents ---
 
-    def _make_room(self, part: Part) -> None:
-        """Have victims chosen for what doesn't fit; the part goes on in ``_victims``."""
-        self._leftovers.wanted(part.keys)
-        self._storing.update(part.keys)
-        self._coming.update(set(part.keys) - self._resident)
-        self._hold(part.keys)
+    def _make_room(self, batch: BlockBatch) -> None:
+        """Have victims chosen for what doesn't fit; the batch goes on in ``_victims``."""
+        self._leftovers.wanted(batch.keys)
+        self._storing.update(batch.keys)
+        self._coming.update(set(batch.keys) - self._resident)
+        self._hold(batch.keys)
         missing = max(0, self._used() - self._capacity)
-        part.also_remove(self._old.pop(missing, self._in_use))
-        self._removing.update(part.remove)
-        missing -= len(part.remove)
-        self._making_room.append((part, missing))
+        batch.also_remove(self._old.pop(missing, self._in_use))
+        self._removing.update(batch.remove)
+        missing -= len(batch.remove)
+        self._making_room.append((batch, missing))
         self._victims_asked += missing
-        # Asked even for none: a part must not overtake one that waits for its victims.
+        # Asked even for none: a batch must not overtake one that waits for its victims.
         self.policy.post(m.ChooseVictims(count=missing, spare=frozenset()))
 
     def _victims(self, message: m.Victims) -> None:
         # Answers come in the order of the questions: both mailboxes are queues.
-        part, asked = self._making_room.popleft()
+        batch, asked = self._making_room.popleft()
         self._victims_asked -= asked
         victims = message.keys
         if not self._in_use.keys().isdisjoint(victims):
             # The policy may have chosen before it knew what is in use now.
             in_use = [key for key in victims if key in self._in_use]
-            spared = tuple(key for key in in_use if key in self._resident)
-            if spared:
-                self.policy.post(m.Spared(keys=spared))
+            in_use_here = tuple(key for key in in_use if key in self._resident)
+            if in_use_here:
+                self.policy.post(m.Spared(keys=in_use_here))
             victims = tuple(key for key in victims if key not in self._in_use)
         if victims:
             announced = tuple(key for key in victims if key in self._resident)
@@ -256,9 +256,9 @@ class BoundedTier(Actor):
             self._announce(removed=announced)
         # They may have been chosen before a generation ended, whose blocks all go first now.
         victims += self._old.pop(self._used() - self._capacity, self._in_use)
-        part.also_remove(victims + self._leftovers.take_put_off())
-        self._removing.update(part.remove)
-        self._jobs.send_store(part)
+        batch.also_remove(victims + self._leftovers.pop_put_off())
+        self._removing.update(batch.remove)
+        self._jobs.send_store(batch)
 
     def _used(self) -> int:
         """Return how many blocks there are, or will be, once those asked for are gone."""
@@ -301,7 +301,7 @@ class BoundedTier(Actor):
         self._lose(tuple(key for key, outcome in both if outcome in gone))
 
     def _contents_found(self, message: m.ContentsFound) -> None:
-        """Take up blocks from before. Nobody knows whose they were: each batch is a run.
+        """Admit blocks from before. Nobody knows whose they were: each batch is a run.
 
         What no longer fits, since stores go on meanwhile, is removed: nobody would count it.
         """
@@ -312,7 +312,7 @@ class BoundedTier(Actor):
             fresh = self._found(message.keys)
             self._remove_leftovers()
         if fresh:
-            self._take_up(tuple(fresh))
+            self._admit_found(tuple(fresh))
 
     def _found(self, keys: Sequence[Key]) -> list[Key]:
         """Count blocks from before; return those of the engine's generation that there is room for.
@@ -339,7 +339,7 @@ class BoundedTier(Actor):
                 self._old.add((key,))
         return fresh
 
-    def _take_up(self, keys: tuple[Key, ...]) -> None:
+    def _admit_found(self, keys: tuple[Key, ...]) -> None:
         self._batches_found += 1
         request = f"found {self._batches_found}"
         self._add(keys)

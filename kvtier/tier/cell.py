@@ -133,8 +133,8 @@ class TierCell:
                 await self._backend.close()
 
     async def _serve(self, is_over: Callable[[], bool]) -> None:
-        """Deliver messages and run parts. Ends with ``_LifeEnds``, or with what broke."""
-        # asyncio's own: a task of anyio's takes four times as long to start, once a part.
+        """Deliver messages and run batches. Ends with ``_LifeEnds``, or with what broke."""
+        # asyncio's own: a task of anyio's takes four times as long to start, once a batch.
         async with asyncio.TaskGroup() as tasks:
             self.driver.begin(tasks)
             tasks.create_task(self._counting.go_on())

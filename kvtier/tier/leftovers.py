@@ -55,18 +55,18 @@ class Leftovers:
             for key in keys:
                 self._keys.pop(key, None)
 
-    def take_put_off(self) -> tuple[Key, ...]:
+    def pop_put_off(self) -> tuple[Key, ...]:
         """Return a batch for a store to remove first, none if nothing was put off."""
         if not self.is_put_off:
             return ()
         self.is_put_off = False
-        return self._take()
+        return self._pop_batch()
 
     def begin_removal(self) -> tuple[Key, ...]:
         """Return the next batch to remove, none if it is not the time."""
         if self._under_way or self.is_put_off or not self._keys:
             return ()
-        self._under_way = self._take()
+        self._under_way = self._pop_batch()
         return self._under_way
 
     def end_removal(self, outcomes: Sequence[Outcome]) -> None:
@@ -75,22 +75,22 @@ class Leftovers:
         failed = [k for k, end in zip(keys, outcomes, strict=True) if end is not Outcome.DONE]
         self.put_off(failed)
 
-    def _take(self) -> tuple[Key, ...]:
+    def _pop_batch(self) -> tuple[Key, ...]:
         keys = tuple(islice(self._keys, REMOVE_BLOCKS_MAX))
         for key in keys:
             del self._keys[key]
         return keys
 
 
-class Untold:
-    """Which blocks from before are gone before the tier was told that they are there.
+class Unannounced:
+    """Which blocks from before are gone before they were announced to the tier.
 
-    A backend may have taken down what it had when it was opened. What was
+    A backend may have listed what it had when it was opened. What was
     removed since would count as there, for ever if nobody loads it.
     """
 
     def __init__(self) -> None:
-        self._gone: set[Key] | None = set()  # None: everything has been told
+        self._gone: set[Key] | None = set()  # None: everything has been announced
 
     def removed(self, keys: Iterable[Key]) -> None:
         """Note that these are being removed, or are lost."""
@@ -104,11 +104,11 @@ class Untold:
             self._gone.difference_update(key for key, end in ends if end is Outcome.DONE)
 
     def still_there(self, keys: Sequence[Key]) -> tuple[Key, ...]:
-        """Return those that may be told as found."""
+        """Return those that may be announced."""
         if not self._gone:
             return tuple(keys)
         return tuple(key for key in keys if key not in self._gone)
 
     def end(self) -> None:
-        """Note that everything has been told."""
+        """Note that everything has been announced."""
         self._gone = None

@@ -72,8 +72,8 @@ class OldGenerations:
         """Return the blocks of one generation."""
         return tuple(self._keys_of.get(mark, ()))
 
-    def pop(self, count: int, spared: Container[Key]) -> tuple[Key, ...]:
-        """Choose and forget up to ``count`` blocks to remove, none of the ``spared``."""
+    def pop(self, count: int, excluded: Container[Key]) -> tuple[Key, ...]:
+        """Choose and forget up to ``count`` blocks to remove, none of the ``excluded``."""
         if not (count > 0 and self._count):
             return ()
         chosen: list[Key] = []
@@ -82,7 +82,7 @@ class OldGenerations:
             held = self._keys_of[mark]
             while held and len(chosen) < count:
                 key = held.pop()
-                (passed if key in spared else chosen).append(key)
+                (passed if key in excluded else chosen).append(key)
             if not held:
                 del self._keys_of[mark]
         self._count -= len(chosen) + len(passed)

@@ -20,7 +20,7 @@ from kvtier.core.actor import Actor, Mailbox
 from kvtier.core.generations import marked
 from kvtier.plugin_api.backend import Outcome
 from kvtier.tier.batching import Job
-from kvtier.tier.job_runner import JobRunner, end_pieces
+from kvtier.tier.job_runner import JobRunner, end_slices
 
 if TYPE_CHECKING:
     from kvtier.core.messages import Message
@@ -39,7 +39,7 @@ class UnboundedTier(Actor):
                 m.Probe: self._probe,
                 m.LoadJob: self._begin,
                 m.StoreJob: self._begin,
-                m.PartEnded: self._part_ended,
+                m.BatchEnded: self._batch_ended,
             },
         )
         self.link = link
@@ -64,25 +64,25 @@ class UnboundedTier(Actor):
         job = Job(message)
         if job.keys:
             self._jobs.add(job)
-            self._start_parts()
+            self._start_batches()
         else:
             self.link.post(job.ended())
 
-    def _start_parts(self) -> None:
+    def _start_batches(self) -> None:
         self._jobs.start_loads()
-        while (part := self._jobs.next_store()) is not None:
-            self._jobs.send_store(part)
+        while (batch := self._jobs.next_store()) is not None:
+            self._jobs.send_store(batch)
 
-    def _part_ended(self, message: m.PartEnded) -> None:
+    def _batch_ended(self, message: m.BatchEnded) -> None:
         ended = self._jobs.end(message)
         if ended is None:
             return
-        part, outcomes = ended
-        if not part.pieces:
+        batch, outcomes = ended
+        if not batch.slices:
             present = tuple(outcome is Outcome.DONE for outcome in outcomes)
-            self.link.post(m.ProbeAnswer(probe=part.probe, present=present))
+            self.link.post(m.ProbeAnswer(probe=batch.probe, present=present))
             return
-        for piece, _ in end_pieces(part, outcomes, message.seconds):
-            if not piece.job.unended:
-                self.link.post(piece.job.ended())
-        self._start_parts()
+        for job_slice, _ in end_slices(batch, outcomes, message.seconds):
+            if not job_slice.job.unended:
+                self.link.post(job_slice.job.ended())
+        self._start_batches()

@@ -106,7 +106,7 @@ class DiskPromises:
         world = self.world
         for disk in open_disks(world):
             number = world.devices.index(disk)
-            if not world.knows_contents(number) or disk.is_at_work() or disk.tier.parts:
+            if not world.knows_contents(number) or disk.is_at_work() or disk.tier.batches:
                 continue
             here = set(disk.blocks)
             counted = counted_by(disk.tier)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.backend import LoadBlock, StoreBlock
     from kvtier.plugin_api.keys import Key
     from kvtier_backends.disk.log.block_log import BlockLog
-    from tests.support.cell import Part, TestTier
+    from tests.support.cell import Batch, TestTier
 
 BLOCK_BYTES = 12 * PAGE_BYTES
 """A block's share of the write budget must pay for a table page, as with real blocks."""
@@ -269,10 +269,10 @@ class Life:
         if self.is_ending or self._tier.life is not self:
             return
         held = self._tier.tier
-        if isinstance(message, m.PartEnded):
+        if isinstance(message, m.BatchEnded):
             self._tier.parts_ended += 1
-            part = next(each for each in held.parts if each.part == message.part)
-            held.answer(part, message.outcomes)
+            batch = next(each for each in held.batches if each.batch == message.batch)
+            held.answer(batch, message.outcomes)
         else:
             held.mailbox.post(message)
 
@@ -402,9 +402,9 @@ class DiskTier:
         if self.lives > 1:
             self.world.serve_anew(self.world.devices.index(self))
 
-    def take(self, part: Part) -> None:
-        """Hand a part to the driver, as the tier's mailbox does."""
-        self._life.driver.receive(part)
+    def take(self, batch: Batch) -> None:
+        """Hand a batch to the driver, as the tier's mailbox does."""
+        self._life.driver.receive(batch)
         self._life.run()
 
     def move(self, number: int, piece: int) -> None:

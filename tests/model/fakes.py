@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from kvtier.core import messages as m
 from kvtier.plugin_api.backend import Outcome, block_digest
 from kvtier.tier.bounded_tier import BoundedTier
-from kvtier.tier.leftovers import Untold
+from kvtier.tier.leftovers import Unannounced
 
 if TYPE_CHECKING:
     from world import World
 
     from kvtier.plugin_api.keys import Key
-    from tests.support.cell import Part, TestTier
+    from tests.support.cell import Batch, TestTier
 
 PIECES = 3
 
@@ -93,9 +93,9 @@ class Gpu:
 
 @dataclass
 class Work:
-    """One part at a device: what has been copied so far."""
+    """One batch at a device: what has been copied so far."""
 
-    part: Part
+    batch: Batch
     buffers: list[bytearray]  # store: what was read from the slots
     digests: list[bytes]
     pieces: int = 0
@@ -108,12 +108,12 @@ class FakeDevice:
         self.world = world
         self.tier = tier
         self.blocks: dict[Key, tuple[bytes, bytes]] = {}  # key → bytes, digest
-        self.orphans: list[Part] = []  # its tier broke; the threads go on
+        self.orphans: list[Batch] = []  # its tier broke; the threads go on
         self._works: dict[int, Work] = {}
         self.blocks_max = 0  # more than the capacity after a restart with less of it
         self._at_start: list[Key] = []
         self.untold: list[Key] = []  # of what there was at the start, as it was taken down then
-        self._gone = Untold()  # the driver's own
+        self._gone = Unannounced()  # the driver's own
 
     def restart(self, *, keeps: bool, more: int) -> None:
         """Begin anew, with the blocks from before or without; so many more, if they are known."""
@@ -125,7 +125,7 @@ class FakeDevice:
             data = min(versions)
             self.blocks[key] = (data, block_digest(key, memoryview(data)))
         self.blocks_max = len(self.blocks)
-        self._gone = Untold()
+        self._gone = Unannounced()
         # Each is told twice, the second time in a batch with others: nobody promised otherwise.
         self._at_start = list(self.blocks) if self.tier.policy is not None else []
         self.untold = []
@@ -151,7 +151,7 @@ class FakeDevice:
 
     def break_down(self) -> None:
         """Go on with what it was asked for, though nobody waits for it any more."""
-        self.orphans = list(self.tier.parts)
+        self.orphans = list(self.tier.batches)
         self.untold = []
 
     def fence(self) -> None:
@@ -159,90 +159,90 @@ class FakeDevice:
         self.orphans = []
 
     def is_at_work(self) -> bool:
-        """Tell whether anything goes on here but parts."""
+        """Tell whether anything goes on here but batches."""
         return bool(self.untold)
 
     def work(self, only: type[object]) -> bool:
-        """End the oldest part of a kind. False: there is none, and nothing is left to tell."""
+        """End the oldest batch of a kind. False: there is none, and nothing is left to tell."""
         if self.untold and only is object:
             self.tell(1)
             return True
-        part = next((each for each in self.tier.parts if isinstance(each, only)), None)
-        if part is not None:
-            self.tier.answer(part, self.end(part, 0))
-        return part is not None
+        batch = next((each for each in self.tier.batches if isinstance(each, only)), None)
+        if batch is not None:
+            self.tier.answer(batch, self.end(batch, 0))
+        return batch is not None
 
-    def work_of(self, part: Part) -> Work:
-        """Begin a part, or go on with it. A store's digests are taken when it begins."""
-        work = self._works.get(part.part)
+    def work_of(self, batch: Batch) -> Work:
+        """Begin a batch, or go on with it. A store's digests are taken when it begins."""
+        work = self._works.get(batch.batch)
         if work is None:
-            work = self._works[part.part] = Work(part, [], [])
-            if isinstance(part, m.StorePart):
-                for key in part.remove:
+            work = self._works[batch.batch] = Work(batch, [], [])
+            if isinstance(batch, m.StoreBatch):
+                for key in batch.remove:
                     self.lose(key)
-                views = self.world.memory.views(part.slots)
+                views = self.world.memory.views(batch.slots)
                 work.buffers = [bytearray(len(view)) for view in views]
                 work.digests = [
-                    block_digest(key, view) for key, view in zip(part.keys, views, strict=True)
+                    block_digest(key, view) for key, view in zip(batch.keys, views, strict=True)
                 ]
         return work
 
-    def copy(self, part: Part) -> None:
-        """Move the next third of each block of a part."""
-        work = self.work_of(part)
-        if isinstance(part, m.ProbePart | m.RemovePart) or work.pieces >= PIECES:
+    def copy(self, batch: Batch) -> None:
+        """Move the next third of each block of a batch."""
+        work = self.work_of(batch)
+        if isinstance(batch, m.ProbeBatch | m.RemoveBatch) or work.pieces >= PIECES:
             return
-        for number, (key, slot) in enumerate(zip(part.keys, part.slots, strict=True)):
+        for number, (key, slot) in enumerate(zip(batch.keys, batch.slots, strict=True)):
             view = self.world.memory.view(slot)
-            if isinstance(part, m.StorePart):
+            if isinstance(batch, m.StoreBatch):
                 copy_piece(work.buffers[number], view, work.pieces)
             elif key in self.blocks:
                 copy_piece(view, self.blocks[key][0], work.pieces)
         work.pieces += 1
 
-    def copy_rest(self, part: Part) -> None:
+    def copy_rest(self, batch: Batch) -> None:
         """Move what is missing."""
-        if not isinstance(part, m.ProbePart | m.RemovePart):
-            while self.work_of(part).pieces < PIECES:
-                self.copy(part)
+        if not isinstance(batch, m.ProbeBatch | m.RemoveBatch):
+            while self.work_of(batch).pieces < PIECES:
+                self.copy(batch)
 
-    def end(self, part: Part, failing: int) -> tuple[Outcome, ...]:
+    def end(self, batch: Batch, failing: int) -> tuple[Outcome, ...]:
         """Return the outcomes; bit i of ``failing``: block i fails in the middle of the copy."""
-        if not failing or isinstance(part, m.ProbePart):
-            self.copy_rest(part)
+        if not failing or isinstance(batch, m.ProbeBatch):
+            self.copy_rest(batch)
         else:
-            self.work_of(part)
-            if ~failing & ((1 << len(part.keys)) - 1):
-                self.copy_rest(part)
+            self.work_of(batch)
+            if ~failing & ((1 << len(batch.keys)) - 1):
+                self.copy_rest(batch)
         outcomes = tuple(
-            self._fail_one(part, number, key)
+            self._fail_one(batch, number, key)
             if failing >> number & 1
-            else self._end_one(part, number, key)
-            for number, key in enumerate(part.keys)
+            else self._end_one(batch, number, key)
+            for number, key in enumerate(batch.keys)
         )
-        self._works.pop(part.part, None)
+        self._works.pop(batch.batch, None)
         return outcomes
 
-    def _fail_one(self, part: Part, number: int, key: Key) -> Outcome:
+    def _fail_one(self, batch: Batch, number: int, key: Key) -> Outcome:
         """Fail a block. What was stored of it may be there all the same: nobody can tell."""
-        if isinstance(part, m.StorePart) and self._has_room_for(key):
-            work = self.work_of(part)
+        if isinstance(batch, m.StoreBatch) and self._has_room_for(key):
+            work = self.work_of(batch)
             self.blocks.setdefault(key, (bytes(work.buffers[number]), work.digests[number]))
         return Outcome.FAILED
 
-    def _end_one(self, part: Part, number: int, key: Key) -> Outcome:
-        if isinstance(part, m.RemovePart):
+    def _end_one(self, batch: Batch, number: int, key: Key) -> Outcome:
+        if isinstance(batch, m.RemoveBatch):
             self.lose(key)
             return Outcome.DONE
-        if isinstance(part, m.ProbePart):
+        if isinstance(batch, m.ProbeBatch):
             return Outcome.DONE if key in self.blocks else Outcome.ABSENT
-        if isinstance(part, m.StorePart):
-            return self._stored(part, number, key)
+        if isinstance(batch, m.StoreBatch):
+            return self._stored(batch, number, key)
         held = self.blocks.get(key)
         if held is None:
             return Outcome.ABSENT
         # As the driver of a tier cell: what is in the slot is checked, not what was meant.
-        if block_digest(key, self.world.memory.view(part.slots[number])) != held[1]:
+        if block_digest(key, self.world.memory.view(batch.slots[number])) != held[1]:
             self.lose(key)
             return Outcome.DAMAGED
         return Outcome.DONE
@@ -252,8 +252,8 @@ class FakeDevice:
         is_bounded = isinstance(actor, BoundedTier)
         return not is_bounded or key in self.blocks or len(self.blocks) < actor.audit().capacity
 
-    def _stored(self, part: m.StorePart, number: int, key: Key) -> Outcome:
-        work = self.work_of(part)
+    def _stored(self, batch: m.StoreBatch, number: int, key: Key) -> Outcome:
+        work = self.work_of(batch)
         data = bytes(work.buffers[number])
         assert data in self.world.committed[key], f"a tier was given {data!r} for {key!r}"
         if not self._has_room_for(key):

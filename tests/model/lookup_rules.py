@@ -152,7 +152,7 @@ class LookupRules(TierRules):
             self.a_request_looks_up_its_prefix(len(world.requests) - 1, count, schedule)
             self.a_step_ends(0.01, schedule)
             for number in range(len(world.devices)):
-                self._serve(number, only=m.ProbePart)
+                self._serve(number, only=m.ProbeBatch)
 
     @is_due("unknown", 10)
     @rule(key=st.sampled_from(KEYS), schedule=SCHEDULES)

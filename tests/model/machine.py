@@ -33,8 +33,8 @@ SHAPES = st.builds(
         [
             TIERS,
             TIERS[:2],
-            (TierShape(), TierShape(capacity=5, parts_max=1)),
-            (TierShape(capacity=2, request_level=True), TierShape(parts_max=1)),
+            (TierShape(), TierShape(capacity=5, batches_max=1)),
+            (TierShape(capacity=2, request_level=True), TierShape(batches_max=1)),
             (
                 TierShape(admission="second_touch"),
                 TierShape(capacity=4, admission="predicted_reuse"),

@@ -20,9 +20,9 @@ from kvtier.engine.tier_directory import Search, TierDirectory
 from kvtier.engine.tier_link import TierLink
 from kvtier.plugin_api.backend import Outcome
 from kvtier.tier import batching, bounded_tier, unbounded_tier
-from kvtier.tier.batching import Part
+from kvtier.tier.batching import BlockBatch
 from kvtier.tier.bounded_tier import BoundedTier
-from kvtier.tier.leftovers import Leftovers, Untold
+from kvtier.tier.leftovers import Leftovers, Unannounced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -373,7 +373,7 @@ def leave_what_a_failed_call_left() -> Iterator[None]:
 @mutation
 def count_what_was_removed_before_it_was_told() -> Iterator[None]:
     """A backend's list of what it had from before is told as it was taken down."""
-    with patch.object(Untold, "removed", _nothing):
+    with patch.object(Unannounced, "removed", _nothing):
         yield
 
 
@@ -443,10 +443,10 @@ def _nothing(*_: object, **__: object) -> None:
 
 @mutation
 def mix_up_jobs_that_go_together() -> Iterator[None]:
-    """Where a part has blocks of two jobs, each block has another one's slot."""
+    """Where a batch has blocks of two jobs, each block has another one's slot."""
 
-    def slots(self: Part) -> tuple[int, ...]:
-        return sum([piece.slots for piece in reversed(self.pieces)], ())
+    def slots(self: BlockBatch) -> tuple[int, ...]:
+        return sum([job_slice.slots for job_slice in reversed(self.slices)], ())
 
-    with patch.object(Part, "slots", property(slots)):
+    with patch.object(BlockBatch, "slots", property(slots)):
         yield

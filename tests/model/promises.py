@@ -334,7 +334,7 @@ def assert_tiers_count_what_their_backends_have(world: World) -> None:
         if world.shape.tiers[number].capacity is None or world.fenced[number]:
             continue
         seen = tier.bounded.audit()
-        if not seen.is_told:  # which generation it serves: it has asked for nothing yet
+        if not seen.knows_generation:  # which generation it serves: it has asked for nothing yet
             continue
         there, counted = set(world.devices[number].blocks), counted_by(tier)
         assert seen.leftovers_are_put_off or not seen.leftovers, "these could be removed now"

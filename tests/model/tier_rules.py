@@ -19,7 +19,7 @@ from kvtier.plugin_api.backend import block_digest
 
 if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key
-    from tests.support.cell import Part, TestTier
+    from tests.support.cell import Batch, TestTier
 
 WORK_MAX = 400  # what a tier that answers everything does before the model gives up on it
 
@@ -63,7 +63,7 @@ class TierRules(TimeRules):
             self._serve(number)
 
     def _serve(self, number: int, only: type[object] = object) -> None:
-        """Let a tier work until nothing is left, or nothing but other parts."""
+        """Let a tier work until nothing is left, or nothing but other batches."""
         world = self.world
         tier = world.runtime.tiers[number]
         for _ in range(WORK_MAX):
@@ -81,46 +81,46 @@ class TierRules(TimeRules):
 
     # --- tiers, as they may be ---
 
-    @precondition(lambda self: any(self._parts(each) for each in range(len(self.world.devices))))
-    @rule(tier=PICKS, part=PICKS)
-    def a_backend_copies_a_piece(self, tier: int, part: int) -> None:
+    @precondition(lambda self: any(self._batches(each) for each in range(len(self.world.devices))))
+    @rule(tier=PICKS, batch=PICKS)
+    def a_backend_copies_a_piece(self, tier: int, batch: int) -> None:
         """Also one whose job was given up long ago, and one whose tier broke."""
-        number = pick([e for e in range(len(self.world.devices)) if self._parts(e)], tier)
-        self.world.devices[number].copy(pick(self._parts(number), part))
+        number = pick([e for e in range(len(self.world.devices)) if self._batches(e)], tier)
+        self.world.devices[number].copy(pick(self._batches(number), batch))
 
-    def _parts(self, number: int) -> list[Part]:
+    def _batches(self, number: int) -> list[Batch]:
         device = self.world.devices[number]
-        return device.tier.parts + device.orphans if isinstance(device, FakeDevice) else []
+        return device.tier.batches + device.orphans if isinstance(device, FakeDevice) else []
 
     def _fakes_at_work(self) -> list[int]:
-        """Return the tiers that have parts, and whose backend the test plays."""
+        """Return the tiers that have batches, and whose backend the test plays."""
         return [
             number
             for number, device in enumerate(self.world.devices)
-            if isinstance(device, FakeDevice) and device.tier.parts
+            if isinstance(device, FakeDevice) and device.tier.batches
         ]
 
     @precondition(lambda self: self._fakes_at_work())
-    @rule(tier=PICKS, part=PICKS, failing=st.sampled_from([0, 0, 0, 0xFF, 1, 2, 5]))
-    def a_part_ends(self, tier: int, part: int, failing: int) -> None:
+    @rule(tier=PICKS, batch=PICKS, failing=st.sampled_from([0, 0, 0, 0xFF, 1, 2, 5]))
+    def a_part_ends(self, tier: int, batch: int, failing: int) -> None:
         """It succeeds, fails, or fails in part; in any order, however late."""
         number, held = self._busy_tier(tier)
-        chosen = pick(held.parts, part)
+        chosen = pick(held.batches, batch)
         held.answer(chosen, self.world.devices[number].end(chosen, failing))
 
     @is_due("wrong", 6, lambda self: self._fakes_at_work())
-    @rule(tier=PICKS, part=PICKS, count=st.integers(0, 3), twice=st.booleans())
+    @rule(tier=PICKS, batch=PICKS, count=st.integers(0, 3), twice=st.booleans())
     def a_part_ends_with_the_wrong_number_of_answers(
-        self, tier: int, part: int, count: int, twice: bool
+        self, tier: int, batch: int, count: int, twice: bool
     ) -> None:
         """Or twice."""
         number, held = self._busy_tier(tier)
-        chosen = pick(held.parts, part)
+        chosen = pick(held.batches, batch)
         outcomes = self.world.devices[number].end(chosen, 0)
         if not twice:
             # A store may have kept its blocks, which count as failed: they are removed again.
             # What a load found damaged is gone, and the tier can't know.
-            self.world.exact[number] &= not isinstance(chosen, m.LoadPart)
+            self.world.exact[number] &= not isinstance(chosen, m.LoadBatch)
             outcomes = (outcomes * 3)[:count]
         held.answer(chosen, outcomes)
         if twice:

@@ -79,7 +79,7 @@ class TierShape:
 
     capacity: int | None = None  #: None: others may change what it holds
     request_level: bool = False
-    parts_max: int = 2
+    batches_max: int = 2
     admission: str = "all"
     disk: DiskShape | None = None  #: its backend is the real one, on a simulated disk
 
@@ -235,7 +235,7 @@ class World:
     @staticmethod
     def traits(tier: TierShape) -> BackendTraits:
         """Return what a tier of this shape tells of its backend."""
-        return BackendTraits(tier.parts_max, tier.parts_max, tier.capacity)
+        return BackendTraits(tier.batches_max, tier.batches_max, tier.capacity)
 
     def new_bytes(self, key: Key) -> bytes:
         """Return bytes for a key that nothing had before."""
@@ -344,7 +344,7 @@ class World:
                 if isinstance(device, FakeDevice) and actor is device.tier.driver.actor:
                     device.announce_contents(message)
         for disk in self.disks:
-            if actor is disk.tier.driver.actor and not isinstance(message, m.ProbePart):
+            if actor is disk.tier.driver.actor and not isinstance(message, m.ProbeBatch):
                 disk.take(message)
 
     def _take_end(self, message: Message) -> None:
@@ -477,7 +477,7 @@ class World:
             and not self.dead[number]
             and not self.fenced[number]
             and number not in self.broken_links
-            and tier.bounded.audit().is_told
+            and tier.bounded.audit().knows_generation
             and tier.bounded.audit().since == self.links[number].audit().since
             and not tier.inbox.waiting
             and not any(each.waiting for each in tier.mailboxes)
@@ -488,5 +488,5 @@ class World:
         """Tell whether the tier has something to do, or to say."""
         tier = self.runtime.tiers[number]
         boxes = [tier.inbox, *tier.mailboxes]
-        is_at_work = bool(tier.parts) or self.devices[number].is_at_work()
+        is_at_work = bool(tier.batches) or self.devices[number].is_at_work()
         return is_at_work or any(each.waiting for each in boxes)

@@ -9,7 +9,7 @@ order of posting; between mailboxes it is the test's to choose:
   mailbox from elsewhere, so an answer of a tier can arrive in the middle.
 - Between calls nothing moves unless the test calls ``deliver`` or ``settle``.
 - No tier has threads here. ``TestTier`` holds the real actors of a tier cell;
-  the test plays the driver of the backend: it sees the parts, copies bytes or
+  the test plays the driver of the backend: it sees the batches, copies bytes or
   doesn't, and answers, or never does.
 
 To check an eviction policy of your own::
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.eviction_policy import EvictionPolicy
     from kvtier.settings.runtime_config import RuntimeConfig
 
-Part: TypeAlias = m.ProbePart | m.LoadPart | m.StorePart | m.RemovePart
+Batch: TypeAlias = m.ProbeBatch | m.LoadBatch | m.StoreBatch | m.RemoveBatch
 """What a tier asks of its backend in one call."""
 
 DELIVERIES_MAX: Final = 100_000
@@ -222,7 +222,7 @@ class TestCell(EngineCell):
 class TestTier:
     """The tier side of one link: the real actors, and a driver that the test plays.
 
-    ``parts`` are what the backend was asked and has not answered, oldest
+    ``batches`` are what the backend was asked and has not answered, oldest
     first. Answer with ``answer``; not answering is a backend that hangs.
     """
 
@@ -239,13 +239,13 @@ class TestTier:
             raise InternalError("a tier has a policy if, and only if, it has a capacity")
         self.name = link.name.removeprefix("link:")
         self.is_full = False  #: the tier's mailbox takes nothing from the link
-        self.parts: list[Part] = []
+        self.batches: list[Batch] = []
         self.policy = policy
         self._cell = cell
         self.inbox = cell.inbox_of(link)
         self.mailbox = cell.mailbox_elsewhere(f"tier:{self.name}")
         self.driver = cell.mailbox_elsewhere(f"driver of {self.name}")
-        self.driver.belong_to(_Driver(self.name, self.parts))
+        self.driver.belong_to(_Driver(self.name, self.batches))
         self.mailboxes = [self.mailbox, self.driver]
         self.actor: BoundedTier | UnboundedTier
         if policy is None:
@@ -270,11 +270,11 @@ class TestTier:
         assert isinstance(self.actor, BoundedTier)
         return self.actor
 
-    def answer(self, part: Part, outcomes: Sequence[Outcome], seconds: float = 0.0) -> None:
-        """End a part, with one outcome a block; or with any others, to see what happens."""
-        if part in self.parts:
-            self.parts.remove(part)
-        ended = m.PartEnded(part=part.part, outcomes=tuple(outcomes), seconds=seconds)
+    def answer(self, batch: Batch, outcomes: Sequence[Outcome], seconds: float = 0.0) -> None:
+        """End a batch, with one outcome a block; or with any others, to see what happens."""
+        if batch in self.batches:
+            self.batches.remove(batch)
+        ended = m.BatchEnded(batch=batch.batch, outcomes=tuple(outcomes), seconds=seconds)
         self.mailbox.post(ended)
 
     def end(self) -> None:
@@ -283,7 +283,7 @@ class TestTier:
         for mailbox in self.mailboxes:
             self._cell.remove(mailbox)
         self.mailboxes.clear()
-        self.parts.clear()
+        self.batches.clear()
 
     # What the facade asks of a tier cell.
 
@@ -381,17 +381,17 @@ class _NoticeList:
 
 
 class _Driver(Actor):
-    """Where parts arrive; the test does the rest."""
+    """Where batches arrive; the test does the rest."""
 
-    def __init__(self, name: str, parts: list[Part]) -> None:
-        take = parts.append
+    def __init__(self, name: str, batches: list[Batch]) -> None:
+        take = batches.append
         super().__init__(
             f"driver of {name}",
             {
-                m.ProbePart: take,
-                m.LoadPart: take,
-                m.StorePart: take,
-                m.RemovePart: take,
+                m.ProbeBatch: take,
+                m.LoadBatch: take,
+                m.StoreBatch: take,
+                m.RemoveBatch: take,
                 m.AnnounceContents: lambda _: None,
             },
         )

@@ -31,7 +31,7 @@ CONFIG = RuntimeConfig(slot_count=8, block_bytes=8, tiers=(TIER,))
 COLLECTIONS = {"tuple": (), "list": [], "frozenset": frozenset(), "Collection": ()}
 PLAIN = {"int": 1, "str": "r", "float": 1.0, "bool": True, "RequestId": "r"}
 
-ANSWERS = (m.Victims, m.PartEnded)
+ANSWERS = (m.Victims, m.BatchEnded)
 """To a question of the actor's own: without it they mean nothing."""
 
 
@@ -63,7 +63,7 @@ def empties_of(actor: Actor) -> list[Message]:
 
 @pytest.mark.parametrize("capacity", [None, 8])
 def test_a_tier_answers_empty_jobs_and_probes_and_lives(capacity: int | None) -> None:
-    """Such a job broke its cell once: the division of no blocks into parts."""
+    """Such a job broke its cell once: the division of no blocks into batches."""
     cell = TestCell()
     engine = build_test_engine(cell, CONFIG, LRUPolicy(8))
     policy = None if capacity is None else LRUPolicy(capacity)

@@ -46,10 +46,10 @@ class Story:
         stored: list[bytes] = []
         self.runtime.cell.settle()
         tier = self.runtime.tiers[0]
-        while tier.parts:
-            part = tier.parts[0]
-            stored += part.keys
-            tier.answer(part, [Outcome.DONE] * len(part.keys))
+        while tier.batches:
+            batch = tier.batches[0]
+            stored += batch.keys
+            tier.answer(batch, [Outcome.DONE] * len(batch.keys))
             self.runtime.cell.settle()
         facade.step_end()
         return stored

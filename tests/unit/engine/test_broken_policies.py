@@ -80,8 +80,8 @@ class Story:
     def settle(self) -> None:
         (tier,) = self.runtime.tiers
         self.runtime.cell.settle()
-        while tier.parts:
-            tier.answer(tier.parts[0], [Outcome.DONE] * len(tier.parts[0].keys))
+        while tier.batches:
+            tier.answer(tier.batches[0], [Outcome.DONE] * len(tier.batches[0].keys))
             self.runtime.cell.settle()
 
     def replaced(self) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from kvtier.core.group_messages import GroupKeys
 from kvtier.plugin_api.backend import BackendTraits, Outcome
 from kvtier.policies.eviction.lru import LRUPolicy
 from tests.support import handled_once
-from tests.support.cell import Part, TestRuntime, open_test_runtime
+from tests.support.cell import Batch, TestRuntime, open_test_runtime
 
 
 class Story:
@@ -49,15 +49,15 @@ class Story:
         self.answer_all()
         self.facade.step_end()
 
-    def answer_all(self, outcome: Outcome = Outcome.DONE) -> list[Part]:
+    def answer_all(self, outcome: Outcome = Outcome.DONE) -> list[Batch]:
         """Have the backends answer all that they were asked."""
-        answered: list[Part] = []
+        answered: list[Batch] = []
         self.runtime.cell.settle()
         for tier in self.runtime.tiers:
-            while tier.parts:
-                part = tier.parts[0]
-                tier.answer(part, [outcome] * len(part.keys))
-                answered.append(part)
+            while tier.batches:
+                batch = tier.batches[0]
+                tier.answer(batch, [outcome] * len(batch.keys))
+                answered.append(batch)
                 self.runtime.cell.settle()
         return answered
 
@@ -146,13 +146,13 @@ def test_a_hung_load_is_given_up_and_its_slot_is_used_again_only_when_the_tier_l
     assert story.facade.lookup(keys[0], "r") is None
     story.facade.step_end()
     story.runtime.cell.settle()
-    (part,) = story.runtime.tiers[0].parts
+    (batch,) = story.runtime.tiers[0].batches
     story.now += 1000
     story.facade.step_end()
     assert story.facade.lookup(keys[0], "r") is False
     assert story.facade.statistics().primary.quarantined_slots == 1
     assert not story.facade.has_pending_work(), "nothing to step on for: it may never end"
-    story.runtime.tiers[0].answer(part, [Outcome.DONE])
+    story.runtime.tiers[0].answer(batch, [Outcome.DONE])
     story.runtime.cell.settle()
     assert story.facade.get_finished() == 0
     primary = story.facade.statistics().primary
@@ -231,7 +231,7 @@ def test_behind_a_block_still_being_asked_for_nothing_is_promoted() -> None:
     assert story.facade.lookup_state(known[0], "r") is BlockState.PROBING
     assert story.facade.lookup_state(other_group, "r") is BlockState.PROBING
     story.facade.step_end()
-    assert all(type(part).__name__ == "ProbePart" for part in story.answer_all(Outcome.ABSENT))
+    assert all(type(batch).__name__ == "ProbeBatch" for batch in story.answer_all(Outcome.ABSENT))
     assert story.facade.lookup(unknown, "r") is False
     assert story.facade.lookup_state(known[0], "r") is BlockState.FILLING
 
@@ -350,7 +350,7 @@ def test_a_tier_that_wants_whole_requests_gets_what_is_here_already() -> None:
     grant = story.facade.prepare_store([*keys, *keys_of(1, b"n")], "r")
     assert grant is not None
     assert grant.keys == keys_of(1, b"n")
-    assert [part.keys for part in story.answer_all()] == [tuple(keys)]
+    assert [batch.keys for batch in story.answer_all()] == [tuple(keys)]
 
 
 def test_a_block_is_stored_once_it_was_offered_often_enough() -> None:

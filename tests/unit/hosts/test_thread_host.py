@@ -65,8 +65,8 @@ class DictBackend(Backend):
 
     type_name = "dict"
 
-    def __init__(self, capacity_blocks: int | None = None, *, parts: int = 2) -> None:
-        self.traits = BackendTraits(parts, parts, capacity_blocks=capacity_blocks)
+    def __init__(self, capacity_blocks: int | None = None, *, batches: int = 2) -> None:
+        self.traits = BackendTraits(batches, batches, capacity_blocks=capacity_blocks)
         self.blocks: dict[bytes, tuple[bytes, bytes]] = {}
         self.closed = threading.Event()
 
@@ -293,7 +293,7 @@ def test_an_actor_that_raises_takes_down_its_own_tier_only(
     benches.append(bench)
     bench.store((b"a",), (0,))
     monkeypatch.setattr(
-        "kvtier.tier.unbounded_tier.UnboundedTier._start_parts",
+        "kvtier.tier.unbounded_tier.UnboundedTier._start_batches",
         lambda _self: (_ for _ in ()).throw(RuntimeError("a bug")),
     )
     assert bench.post(m.LoadJob(job=7, keys=(b"a",), slots=(1,)))

@@ -247,10 +247,10 @@ class Cell:
         """Have the backend do all it is asked for; return what that was."""
         asked = []
         self.runtime.cell.settle()
-        while self.tier.parts:
-            part = self.tier.parts[0]
-            asked.append(part.keys)
-            self.tier.answer(part, [Outcome.DONE] * len(part.keys))
+        while self.tier.batches:
+            batch = self.tier.batches[0]
+            asked.append(batch.keys)
+            self.tier.answer(batch, [Outcome.DONE] * len(batch.keys))
             self.runtime.cell.settle()
         return asked
 

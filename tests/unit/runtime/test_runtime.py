@@ -119,7 +119,7 @@ def test_a_tier_that_broke_serves_again(tmp_path: Path, monkeypatch: pytest.Monk
         raise RuntimeError("a bug")
 
     with monkeypatch.context() as patch:
-        patch.setattr(UnboundedTier, "_start_parts", broken)
+        patch.setattr(UnboundedTier, "_start_batches", broken)
         runtime.facade.reset()
         assert runtime.hits(KEYS[:1], "while it breaks") == 0
         runtime.until(lambda: runtime.facade.statistics().tiers[0].counts["broke"])

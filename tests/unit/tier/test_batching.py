@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, strategies
 
 from kvtier.core import messages as m
-from kvtier.tier.batching import Job, Part, PartQueue
+from kvtier.tier.batching import BatchQueue, BlockBatch, Job
 
 
 def keys(count: int, name: str = "k") -> tuple[bytes, ...]:
@@ -16,39 +16,39 @@ def job(*given_keys: bytes, number: int = 1) -> Job:
     return Job(m.StoreJob(job=number, request="r", keys=given_keys, slots=slots))
 
 
-def start_all(queue: PartQueue) -> list[Part]:
-    parts = []
+def start_all(queue: BatchQueue) -> list[BlockBatch]:
+    batches = []
     while queue.next_key is not None:
-        parts.append(queue.start_part())
-    return parts
+        batches.append(queue.start_batch())
+    return batches
 
 
-def sizes(parts: list[Part]) -> list[int]:
-    return [len(part.keys) for part in parts]
+def sizes(batches: list[BlockBatch]) -> list[int]:
+    return [len(batch.keys) for batch in batches]
 
 
-def run_out(queue: PartQueue) -> list[Part]:
-    """Start all parts, one whenever another ends."""
-    parts = start_all(queue)
+def run_out(queue: BatchQueue) -> list[BlockBatch]:
+    """Start all batches, one whenever another ends."""
+    batches = start_all(queue)
     while queue:
         queue.running -= 1
-        parts += start_all(queue)
-    return parts
+        batches += start_all(queue)
+    return batches
 
 
 @pytest.mark.parametrize("blocks", [1, 4, 64, 256])
 def test_a_job_is_split_over_all_threads(blocks: int) -> None:
     """vLLM gives one job to one thread: 256 blocks took four steps."""
-    queue = PartQueue(4, 1, 16)
+    queue = BatchQueue(4, 1, 16)
     queue.add(job(*keys(blocks)))
-    parts = start_all(queue)
-    assert len(parts) == min(blocks, 4)
-    assert max(sizes(parts)) == min(16, -(-blocks // 4))
+    batches = start_all(queue)
+    assert len(batches) == min(blocks, 4)
+    assert max(sizes(batches)) == min(16, -(-blocks // 4))
 
 
 def test_what_waits_behind_a_first_job_is_spread_as_well() -> None:
     """One free thread is no reason to give it all: the others will be free in a moment."""
-    queue = PartQueue(8, 1, 16)
+    queue = BatchQueue(8, 1, 16)
     queue.add(job(*keys(64)))
     assert sizes(start_all(queue)) == [8] * 8
     queue.add(job(*keys(96, "more")))
@@ -58,27 +58,27 @@ def test_what_waits_behind_a_first_job_is_spread_as_well() -> None:
 
 
 def test_a_part_is_bounded_so_that_a_load_need_not_wait_long() -> None:
-    queue = PartQueue(2, 1, 16)
+    queue = BatchQueue(2, 1, 16)
     queue.add(job(*keys(100)))
-    assert sizes(start_all(queue)) == [15, 15], "seven parts, of 16 at most"
+    assert sizes(start_all(queue)) == [15, 15], "seven batches, of 16 at most"
     queue.running -= 1
     assert sizes(start_all(queue)) == [14]
 
 
 @pytest.mark.parametrize(
-    ("blocks", "parts"), [(3, [3]), (4, [4]), (7, [7]), (10, [5, 5]), (13, [5, 4, 4])]
+    ("blocks", "batches"), [(3, [3]), (4, [4]), (7, [7]), (10, [5, 5]), (13, [5, 4, 4])]
 )
-def test_a_job_is_not_cut_finer_than_the_backend_wants(blocks: int, parts: list[int]) -> None:
-    queue = PartQueue(8, 4, 16)
+def test_a_job_is_not_cut_finer_than_the_backend_wants(blocks: int, batches: list[int]) -> None:
+    queue = BatchQueue(8, 4, 16)
     queue.add(job(*keys(blocks)))
-    assert sizes(start_all(queue)) == parts
+    assert sizes(start_all(queue)) == batches
 
 
-def busy_queue(blocks_min: int, *jobs: Job) -> PartQueue:
+def busy_queue(blocks_min: int, *jobs: Job) -> BatchQueue:
     """Return a queue in which these wait for the only thread there is."""
-    queue = PartQueue(1, blocks_min, 16)
+    queue = BatchQueue(1, blocks_min, 16)
     queue.add(job(b"before"))
-    queue.start_part()
+    queue.start_batch()
     for each in jobs:
         queue.add(each)
     queue.running -= 1
@@ -87,10 +87,10 @@ def busy_queue(blocks_min: int, *jobs: Job) -> PartQueue:
 
 def test_small_jobs_that_wait_go_together_in_order() -> None:
     queue = busy_queue(1, job(*keys(3, "a")), job(*keys(3, "b")), job(*keys(3, "c")))
-    (part,) = start_all(queue)
-    assert part.keys == keys(3, "a") + keys(3, "b") + keys(3, "c")
-    assert part.slots == (0, 1, 2) * 3
-    assert [(piece.start, piece.stop) for piece in part.pieces] == [(0, 3)] * 3
+    (batch,) = start_all(queue)
+    assert batch.keys == keys(3, "a") + keys(3, "b") + keys(3, "c")
+    assert batch.slots == (0, 1, 2) * 3
+    assert [(job_slice.start, job_slice.stop) for job_slice in batch.slices] == [(0, 3)] * 3
 
 
 def test_a_job_that_would_have_to_be_cut_for_it_does_not_go_with_others() -> None:
@@ -100,44 +100,44 @@ def test_a_job_that_would_have_to_be_cut_for_it_does_not_go_with_others() -> Non
 
 def test_a_part_has_no_key_twice() -> None:
     queue = busy_queue(1, job(b"a", b"b"), job(b"b", b"c"))
-    assert [part.keys for part in run_out(queue)] == [(b"a", b"b"), (b"b", b"c")]
+    assert [batch.keys for batch in run_out(queue)] == [(b"a", b"b"), (b"b", b"c")]
 
 
 def test_a_part_ends_before_a_key_to_be_avoided() -> None:
     queue = busy_queue(1, job(b"a", b"b"), job(b"c", b"d"))
-    assert queue.start_part(avoid={b"b"}).keys == (b"a",)
+    assert queue.start_batch(avoid={b"b"}).keys == (b"a",)
     queue.running -= 1
     assert queue.next_key == b"b"
-    assert queue.start_part(avoid={b"d"}).keys == (b"b",), "what goes with others goes whole"
+    assert queue.start_batch(avoid={b"d"}).keys == (b"b",), "what goes with others goes whole"
     queue.running -= 1
     assert queue.next_key == b"c"
 
 
 @given(
     jobs=strategies.lists(strategies.integers(1, 40), min_size=1, max_size=12),
-    parts_max=strategies.integers(1, 9),
+    batches_max=strategies.integers(1, 9),
     limits=strategies.tuples(strategies.integers(1, 20), strategies.integers(1, 20)).map(sorted),
     data=strategies.data(),
 )
 def test_every_block_is_in_one_part_in_order_and_no_part_is_too_large(
-    jobs: list[int], parts_max: int, limits: list[int], data: strategies.DataObject
+    jobs: list[int], batches_max: int, limits: list[int], data: strategies.DataObject
 ) -> None:
     blocks_min, blocks_max = limits
-    queue = PartQueue(parts_max, blocks_min, blocks_max)
+    queue = BatchQueue(batches_max, blocks_min, blocks_max)
     waiting = [job(*keys(count, f"{number}:")) for number, count in enumerate(jobs)]
-    parts: list[Part] = []
+    batches: list[BlockBatch] = []
     for each in waiting:
         queue.add(each)
         for _ in range(data.draw(strategies.integers(0, 3))):
             if queue.next_key is not None:
-                parts.append(queue.start_part())
+                batches.append(queue.start_batch())
             if queue.running and data.draw(strategies.booleans()):
                 queue.running -= 1
     queue.running = 0
-    parts += run_out(queue)
-    assert [key for part in parts for key in part.keys] == [k for j in waiting for k in j.keys]
-    assert max(sizes(parts)) <= blocks_max
-    for part in parts:
-        assert part.slots == tuple(slot for piece in part.pieces for slot in piece.slots)
+    batches += run_out(queue)
+    assert [key for batch in batches for key in batch.keys] == [k for j in waiting for k in j.keys]
+    assert max(sizes(batches)) <= blocks_max
+    for batch in batches:
+        assert batch.slots == tuple(slot for job_slice in batch.slices for slot in job_slice.slots)
     assert not queue
     assert queue.next_key is None

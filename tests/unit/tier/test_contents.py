@@ -226,17 +226,17 @@ async def test_what_was_removed_before_it_was_told_is_not_told() -> None:
         driver.begin(tasks)
         assert shelf.all_told is not None
         shelf.all_told.set()
-        driver.receive(m.RemovePart(part=1, keys=keys("ade")))
+        driver.receive(m.RemoveBatch(batch=1, keys=keys("ade")))
         driver.report_lost(keys("f"))
     async with asyncio.TaskGroup() as tasks:
         driver.begin(tasks)
-        driver.receive(m.StorePart(part=2, keys=keys("e"), slots=(0,), remove=keys("b")))
+        driver.receive(m.StoreBatch(batch=2, keys=keys("e"), slots=(0,), remove=keys("b")))
     await driver.announce_contents()
     found = [
         key for message in told if isinstance(message, m.ContentsFound) for key in message.keys
     ]
     assert set(found) == set(keys("ce"))
-    assert [message.outcomes for message in told if isinstance(message, m.PartEnded)] == [
+    assert [message.outcomes for message in told if isinstance(message, m.BatchEnded)] == [
         (DONE,) * 3,
         (DONE,),
     ]
@@ -254,5 +254,5 @@ def test_leftovers_are_removed_in_bounded_batches_one_at_a_time() -> None:
     left.end_removal((FAILED, *(DONE,) * (REMOVE_BLOCKS_MAX - 1)))
     assert left.begin_removal() == (), "what failed waits for a store"
     left.wanted([names[-1]])
-    assert left.take_put_off() == (names[-2], names[0]), "and what is stored anew stays"
-    assert left.take_put_off() == left.begin_removal() == ()
+    assert left.pop_put_off() == (names[-2], names[0]), "and what is stored anew stays"
+    assert left.pop_put_off() == left.begin_removal() == ()

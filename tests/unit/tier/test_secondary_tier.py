@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvtier.core.messages import Message
-    from tests.support.cell import Part
+    from tests.support.cell import Batch
 
 DONE, ABSENT, DAMAGED, FAILED = Outcome.DONE, Outcome.ABSENT, Outcome.DAMAGED, Outcome.FAILED
 
@@ -27,7 +27,7 @@ class Bench:
 
     def __init__(
         self,
-        parts_max: int = 4,
+        batches_max: int = 4,
         capacity: int | None = None,
         *,
         loads_min: int = 1,
@@ -38,8 +38,8 @@ class Bench:
         (self.link,) = build_test_engine(self.cell, config, LRUPolicy(8)).links
         policy = None if capacity is None else LRUPolicy(capacity)
         traits = BackendTraits(
-            parts_max,
-            parts_max,
+            batches_max,
+            batches_max,
             capacity,
             load_batch_blocks_min=loads_min,
             store_batch_blocks_min=stores_min,
@@ -70,16 +70,16 @@ class Bench:
                 actor = self.tier.actor
                 assert actor._coming == set(actor._storing) - actor._resident
 
-    def answer(self, outcome: Outcome = DONE, part: int = 0) -> m.LoadPart | m.StorePart:
-        chosen = self.tier.parts[part]
-        assert isinstance(chosen, m.LoadPart | m.StorePart)
+    def answer(self, outcome: Outcome = DONE, batch: int = 0) -> m.LoadBatch | m.StoreBatch:
+        chosen = self.tier.batches[batch]
+        assert isinstance(chosen, m.LoadBatch | m.StoreBatch)
         self.tier.answer(chosen, [outcome] * len(chosen.keys), 1.0)
         self.run()
         return chosen
 
     def keep(self, *given: bytes) -> None:
         self.store(*given)
-        while self.tier.parts:
+        while self.tier.batches:
             self.answer()
 
     def said(self) -> list[Message]:
@@ -88,8 +88,8 @@ class Bench:
         return said
 
 
-def sizes(parts: Sequence[Part]) -> list[int]:
-    return [len(part.keys) for part in parts]
+def sizes(batches: Sequence[Batch]) -> list[int]:
+    return [len(batch.keys) for batch in batches]
 
 
 def test_a_block_that_is_lost_while_it_is_stored_anew_needs_room_again() -> None:
@@ -98,7 +98,7 @@ def test_a_block_that_is_lost_while_it_is_stored_anew_needs_room_again() -> None
     bench.store(b"a")
     bench.tier.mailbox.post(m.ContentsLost(keys=(b"a",)))
     bench.store(b"c")
-    while bench.tier.parts:
+    while bench.tier.batches:
         bench.answer()
     assert bench.tier.bounded._resident == {b"a", b"c"}
     assert bench.tier.actor.is_idle()
@@ -112,41 +112,41 @@ def test_both_kinds_of_tier_understand_what_any_tier_is_sent() -> None:
 
 
 def test_loads_and_stores_are_cut_as_finely_as_the_backend_wants_each() -> None:
-    bench = Bench(parts_max=4, loads_min=2, stores_min=4)
+    bench = Bench(batches_max=4, loads_min=2, stores_min=4)
     bench.load(*keys(4, "l"))
-    assert sizes(bench.tier.parts) == [2, 2]
+    assert sizes(bench.tier.batches) == [2, 2]
     bench.store(*keys(4, "s"))
-    assert sizes(bench.tier.parts) == [2, 2, 4]
+    assert sizes(bench.tier.batches) == [2, 2, 4]
 
 
 def test_loads_and_stores_do_not_starve_each_other() -> None:
-    bench = Bench(parts_max=1)
+    bench = Bench(batches_max=1)
     bench.store(*keys(40, "s"))
     bench.load(*keys(2))
-    assert [type(part) for part in bench.tier.parts] == [m.StorePart, m.LoadPart]
+    assert [type(batch) for batch in bench.tier.batches] == [m.StoreBatch, m.LoadBatch]
 
 
 def test_the_answers_of_all_parts_are_one_answer_in_the_order_of_the_job() -> None:
-    bench = Bench(parts_max=3)
+    bench = Bench(batches_max=3)
     job = bench.load(*keys(3))
-    bench.answer(FAILED, part=2)
-    bench.answer(DONE, part=0)
+    bench.answer(FAILED, batch=2)
+    bench.answer(DONE, batch=0)
     assert bench.said() == []
-    bench.answer(ABSENT, part=0)
+    bench.answer(ABSENT, batch=0)
     assert bench.said() == [m.JobEnded(job=job, outcomes=(DONE, ABSENT, FAILED), seconds=3.0)]
     assert bench.tier.actor.is_idle()
 
 
 def test_small_stores_that_waited_go_in_one_call_and_each_job_has_its_own_answer() -> None:
-    bench = Bench(parts_max=1, capacity=8, stores_min=4)
+    bench = Bench(batches_max=1, capacity=8, stores_min=4)
     bench.store(b"a")
     second, third = bench.store(b"b", b"c"), bench.store(b"d")
     bench.answer()
     bench.said()
-    (part,) = bench.tier.parts
-    assert isinstance(part, m.StorePart)
-    assert (part.keys, part.slots) == ((b"b", b"c", b"d"), (0, 1, 0))
-    bench.tier.answer(part, [DONE, FAILED, DONE], 3.0)
+    (batch,) = bench.tier.batches
+    assert isinstance(batch, m.StoreBatch)
+    assert (batch.keys, batch.slots) == ((b"b", b"c", b"d"), (0, 1, 0))
+    bench.tier.answer(batch, [DONE, FAILED, DONE], 3.0)
     bench.run()
     assert bench.said() == [
         m.JobEnded(job=second, outcomes=(DONE, FAILED), seconds=2.0),
@@ -157,18 +157,18 @@ def test_small_stores_that_waited_go_in_one_call_and_each_job_has_its_own_answer
 
 
 def test_a_part_with_the_wrong_number_of_answers_failed() -> None:
-    bench = Bench(parts_max=1)
+    bench = Bench(batches_max=1)
     job = bench.load(*keys(2))
-    bench.tier.answer(bench.tier.parts[0], [DONE])
+    bench.tier.answer(bench.tier.batches[0], [DONE])
     bench.run()
     assert bench.said() == [m.JobEnded(job=job, outcomes=(FAILED, FAILED), seconds=0.0)]
 
 
 def test_a_part_that_ends_twice_ends_once() -> None:
-    bench = Bench(parts_max=1)
+    bench = Bench(batches_max=1)
     bench.load(*keys(1))
-    part = bench.answer()
-    bench.tier.answer(part, [DONE])
+    batch = bench.answer()
+    bench.tier.answer(batch, [DONE])
     bench.run()
     assert len(bench.said()) == 1
 
@@ -176,7 +176,7 @@ def test_a_part_that_ends_twice_ends_once() -> None:
 def test_a_probe_of_a_shared_tier_is_asked_of_the_backend() -> None:
     bench = Bench()
     bench.send(m.Probe(probe=7, keys=keys(2)))
-    bench.tier.answer(bench.tier.parts[0], [DONE, ABSENT])
+    bench.tier.answer(bench.tier.batches[0], [DONE, ABSENT])
     bench.run()
     assert bench.said() == [m.ProbeAnswer(probe=7, present=(True, False))]
 
@@ -189,55 +189,58 @@ def test_a_probe_of_a_known_tier_is_answered_without_the_backend() -> None:
     bench.keep(*keys(1))
     bench.said()
     bench.send(m.Probe(probe=7, keys=keys(2)))
-    assert bench.tier.parts == []
+    assert bench.tier.batches == []
     assert bench.said() == [m.ProbeAnswer(probe=7, present=(True, False))]
 
 
 def test_room_is_made_by_removing_tails_first_and_no_more_than_needed() -> None:
-    bench = Bench(parts_max=4, capacity=4)
+    bench = Bench(batches_max=4, capacity=4)
     bench.keep(*keys(4))
     bench.said()
     bench.store(*keys(2, "new"))
-    parts = list(bench.tier.parts)
-    removed = [key for part in parts if isinstance(part, m.StorePart) for key in part.remove]
+    batches = list(bench.tier.batches)
+    removed = [key for batch in batches if isinstance(batch, m.StoreBatch) for key in batch.remove]
     assert removed == [keys(4)[3], keys(4)[2]]
     assert [each.removed for each in bench.said()] == [(keys(4)[3],), (keys(4)[2],)]
 
 
 def test_what_is_loaded_is_not_evicted() -> None:
-    bench = Bench(parts_max=1, capacity=1)
+    bench = Bench(batches_max=1, capacity=1)
     bench.keep(b"a")
     bench.load(b"a")
     bench.store(b"b")
-    (_, store) = bench.tier.parts
-    assert isinstance(store, m.StorePart)
+    (_, store) = bench.tier.batches
+    assert isinstance(store, m.StoreBatch)
     assert store.remove == ()
 
 
 def test_what_is_stored_again_is_not_evicted_meanwhile() -> None:
     """Else its removal could overtake its store, and the tier would think that it has it."""
-    bench = Bench(parts_max=2, capacity=1)
+    bench = Bench(batches_max=2, capacity=1)
     bench.keep(b"a")
     bench.store(b"a")
     bench.store(b"b")
-    assert [part.remove for part in bench.tier.parts if isinstance(part, m.StorePart)] == [(), ()]
+    assert [batch.remove for batch in bench.tier.batches if isinstance(batch, m.StoreBatch)] == [
+        (),
+        (),
+    ]
 
 
 def test_a_store_waits_while_an_older_copy_is_being_removed() -> None:
-    bench = Bench(parts_max=2, capacity=1)
+    bench = Bench(batches_max=2, capacity=1)
     bench.keep(b"a")
     bench.store(b"b")
     bench.store(b"a")
-    (first,) = bench.tier.parts
-    assert isinstance(first, m.StorePart)
+    (first,) = bench.tier.batches
+    assert isinstance(first, m.StoreBatch)
     assert first.remove == (b"a",)
     bench.answer()
-    (second,) = bench.tier.parts
+    (second,) = bench.tier.batches
     assert second.keys == (b"a",)
 
 
 def test_a_damaged_block_is_forgotten_and_said_so() -> None:
-    bench = Bench(parts_max=1, capacity=2)
+    bench = Bench(batches_max=1, capacity=2)
     bench.keep(b"a")
     bench.said()
     bench.load(b"a")
@@ -248,7 +251,7 @@ def test_a_damaged_block_is_forgotten_and_said_so() -> None:
 
 
 def test_a_failed_load_says_nothing_of_the_copy() -> None:
-    bench = Bench(parts_max=1, capacity=2)
+    bench = Bench(batches_max=1, capacity=2)
     bench.keep(b"a")
     bench.load(b"a")
     bench.answer(FAILED)
@@ -258,23 +261,23 @@ def test_a_failed_load_says_nothing_of_the_copy() -> None:
 
 
 def test_a_failed_store_takes_no_room() -> None:
-    bench = Bench(parts_max=1, capacity=1)
+    bench = Bench(batches_max=1, capacity=1)
     bench.store(b"a")
     bench.answer(FAILED)
     bench.store(b"b")
-    removed = [part.remove for part in bench.tier.parts if isinstance(part, m.StorePart)]
+    removed = [batch.remove for batch in bench.tier.batches if isinstance(batch, m.StoreBatch)]
     assert removed == [(b"a",)], "no victim; but the backend may have what failed"
 
 
 def test_what_a_load_found_damaged_before_its_store_was_reported_is_announced_as_gone() -> None:
-    bench = Bench(parts_max=2, capacity=4)
+    bench = Bench(batches_max=2, capacity=4)
     bench.keep(b"a")
     bench.said()
     bench.store(b"a", b"b")
     bench.load(b"a")
-    store_a, store_b, load = bench.tier.parts
-    for part, outcome in ((store_a, DONE), (load, DAMAGED), (store_b, DONE)):
-        bench.tier.answer(part, [outcome])
+    store_a, store_b, load = bench.tier.batches
+    for batch, outcome in ((store_a, DONE), (load, DAMAGED), (store_b, DONE)):
+        bench.tier.answer(batch, [outcome])
         bench.run()
     kinds = [type(each) for each in bench.said()]
     assert kinds[-2:] == [m.JobEnded, m.PresenceChanged]
@@ -291,9 +294,9 @@ def test_what_a_backend_has_from_before_is_announced_and_evicted_like_the_rest()
         m.PresenceChanged(added=keys(2, "new"), removed=()),
     ]
     bench.store(b"more")
-    part = bench.tier.parts[0]
-    assert isinstance(part, m.StorePart)
-    assert part.remove == keys(2, "old")[1:]
+    batch = bench.tier.batches[0]
+    assert isinstance(batch, m.StoreBatch)
+    assert batch.remove == keys(2, "old")[1:]
 
 
 def test_no_more_is_taken_up_than_fits() -> None:
@@ -303,9 +306,9 @@ def test_no_more_is_taken_up_than_fits() -> None:
     bench.tier.mailbox.post(m.ContentsFound(keys=(*keys(2), *keys(2, "more"))))
     bench.run()
     assert bench.said() == [m.PresenceChanged(added=keys(1, "more"), removed=())]
-    (part,) = bench.tier.parts
-    assert isinstance(part, m.RemovePart)
-    assert part.keys == keys(2, "more")[1:]
+    (batch,) = bench.tier.batches
+    assert isinstance(batch, m.RemoveBatch)
+    assert batch.keys == keys(2, "more")[1:]
 
 
 def test_what_a_backend_loses_is_no_longer_announced() -> None:
