@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvtier.engine.circuit_breaker import BreakerState
+    from kvtier.engine.lookups import LookedUp
     from kvtier.engine.promotions import PromotionAudit
     from kvtier.engine.slot_table import SlotAudit
     from kvtier.engine.tier_directory import DirectoryAudit
-    from kvtier.plugin_api.keys import Key
+    from kvtier.plugin_api.keys import Key, RequestId
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class PrimaryAudit:
     slots: SlotAudit
     promotions: PromotionAudit
     directory: DirectoryAudit
+    looked_up: Mapping[RequestId, LookedUp]
     parked: frozenset[Key]  #: to be cascaded once they are READY
     spare: frozenset[Key]  #: not to be evicted for the last call that needed victims
 

@@ -9,7 +9,7 @@ message, since the facade's calls are run to quiescence one after the other.
 The policy names victims; what is evicted is never the head of a running request's
 prefix while some of its tail can go (``kvtier/engine/running_prefixes.py``).
 
-# Invariant: each answer names a block that it did not name before, or the policy is replaced.
+A policy whose answer names no block that it did not name before is replaced.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ written out where a call would read better.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvtier.core import messages as m
 from kvtier.core.block_state import BlockState
@@ -31,6 +31,13 @@ ABSENT: Final = BlockState.ABSENT
 FILLING: Final = BlockState.FILLING
 READY: Final = BlockState.READY
 _SLOT_READY: Final = int(SlotState.READY)
+
+
+class LookedUp(NamedTuple):
+    """The keys that one running request has looked up."""
+
+    hits: frozenset[Key]
+    misses: frozenset[Key]
 
 
 class Lookups:
@@ -67,6 +74,13 @@ class Lookups:
             m.Lookup: self.lookup,
             LookupAfterEviction: self.lookup_after_eviction,
             m.LookupPrefix: self.lookup_prefix,
+        }
+
+    def audit(self) -> dict[RequestId, LookedUp]:
+        """Return which keys count as what, by request. For tests and diagnosis: it costs O(n)."""
+        return {
+            name: LookedUp(frozenset(each.hits), frozenset(each.misses))
+            for name, each in self.requests.items()
         }
 
     def lookup(self, message: m.Lookup) -> None:

@@ -152,6 +152,7 @@ class PrimaryTier(Actor):
             self.slots.audit(),
             self._promotions.audit(),
             self._directory.audit(),
+            self._lookups.audit(),
             parked=frozenset(self._cascades.parked),
             spare=self._eviction.spare,
         )

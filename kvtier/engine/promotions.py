@@ -5,6 +5,9 @@ it gets a slot until the request reads it, is scheduled without it, ends, or
 lets the lease run out.
 Slots that promotions hold (being filled by a tier, or leased) are counted, so
 that a reserve stays for stores.
+
+# Invariant: a slot is in at most one promotion job of at most one link.
+#            Checked: start, _ended, p3_a_slot_that_is_written_has_one_writer_and_no_reader.
 """
 
 from __future__ import annotations
@@ -79,6 +82,7 @@ class Promotions:
 
     def start(self, key: Key, slot: int, request: RequestId, tier: int) -> None:
         """Note a promotion, to be sent with the step's others."""
+        assert slot not in self._filling_for, "two promotions fill one slot"
         self.lease(key, slot, request)
         self._filling_for[slot] = request
         keys, slots = self._unsent.setdefault((tier, request), ([], []))
@@ -111,14 +115,14 @@ class Promotions:
 
     def arrived(self, slot: int) -> RequestId:
         """Note that the slot is filled; return the request that it was filled for."""
-        request = self._filling_for.pop(slot)
+        request = self._ended(slot)
         if slot not in self._slots.leased:
             self.held_slots -= 1
         return request
 
     def lost(self, key: Key, slot: int) -> RequestId:
         """Note that the slot will not be filled; its lease ends too."""
-        request = self._filling_for.pop(slot)
+        request = self._ended(slot)
         self.held_slots -= 1
         if slot in self._slots.leased:
             self._slots.end_lease(slot)
@@ -126,6 +130,11 @@ class Promotions:
             del leases.slot_of[key]
             if not leases.slot_of:
                 del self._leases[request]
+        return request
+
+    def _ended(self, slot: int) -> RequestId:
+        request = self._filling_for.pop(slot, None)
+        assert request is not None, "a promotion ended twice, or was never begun"
         return request
 
     def end_leases(self, request: RequestId, keys: Iterable[Key] | None = None) -> Batch:

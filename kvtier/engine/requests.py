@@ -28,6 +28,7 @@ class Request:
         self.reserved: int | None = None  #: tokens of the prefix reserved for it, if any
         self.sources: dict[Key, int] = {}  #: the tier that delivered the key to it
         # Invariant: a key is in one of these from its first lookup on, and never changes sides.
+        #            Checked: count, p13_a_key_counts_once_for_a_request_as_a_hit_or_as_a_miss.
         # Whoever looks up keeps to it, in line. Else what was counted would have to be taken
         # back, and vLLM ends the engine for a counter that falls.
         self.hits: set[Key] = set()  #: keys that were READY when first looked up
@@ -42,6 +43,8 @@ class Request:
         """
         hits = len(self.hits)
         queries = hits + len(self.misses)
+        assert hits >= self._hits_counted, "a hit that was counted is none any more"
+        assert queries >= self._queries_counted, "a key that was counted was not looked up"
         counts.queries += queries - self._queries_counted
         counts.hits += hits - self._hits_counted
         self._queries_counted = queries

@@ -6,6 +6,7 @@ So the order of a request that runs is kept here, and a block of it goes only
 after all blocks behind it that can go: a victim that has any gets a stand-in.
 
 # Invariant: no block of a running request is evicted while an evictable block behind it stays.
+#            Checked: stand_in, _assert_nothing_behind_could_go.
 
 Costs: without evictions, nothing is done but keeping a reference to what a call brought.
 An eviction adds each running request's keys once to one set, and looks up its victims there.
@@ -191,6 +192,7 @@ class RunningPrefixes:
                 break
             victim = behind
             seen.add(victim)
+        assert len(seen) == 1 or can_go(victim), "what goes instead has to stay"
         return victim
 
     def _behind(self, victim: Key, can_go: Callable[[Key], bool], seen: set[Key]) -> Key | None:

@@ -1,10 +1,15 @@
 """Who uses which slot of the primary tier, and for what.
 
 # Invariant: a slot is in exactly one of free, filling, ready, quarantined.
-# Invariant: a filling slot has one source and no reader.
+#            Checked: SlotMoves, p1_a_slot_is_in_exactly_one_of_free_filling_ready_quarantined.
+# Invariant: a filling slot has one source and no reader, from when it was freed on.
+#            Checked: _free_ready, fail_fill, fill, p1_a_filling_slot_is_filled_by_one_named_source.
 # Invariant: a ready slot's pins are its GPU loads plus its cascades.
+#            Checked: unpin, p2_pins_are_gpu_loads_plus_cascades_that_read_now.
 # Invariant: a quarantined slot belongs to no key; it has at least one user that
 #            has not let go, and comes free when the last one has.
+#            Checked: quarantine, let_go,
+#            p1_a_slot_is_in_exactly_one_of_free_filling_ready_quarantined.
 
 Legal moves are the rows of ``SLOT_TABLE``; a move without a row is a bug and raises
 ``InternalError``. What all slots have is in one flat list, of small numbers, which the
@@ -186,6 +191,7 @@ class SlotTable:
 
     def fill(self, slots: Sequence[int], source: dict[int, Any]) -> None:
         """Note that bytes have arrived; ``source`` is ``gpu_fills`` or ``tier_fills``."""
+        assert self.pins.keys().isdisjoint(slots), "a slot was read while it was written"
         state = self.state
         for slot in slots:
             state[slot] = SLOT_FILLED[state[slot]]
@@ -193,6 +199,7 @@ class SlotTable:
 
     def fail_fill(self, slot: int) -> None:
         """Note that the writer failed, and has let go."""
+        assert slot not in self.pins, "a slot was read while it was written"
         self.state[slot] = SLOT_FILL_FAILED[self.state[slot]]
         self._no_longer_filling(slot)
         self._freed.append(slot)
@@ -246,6 +253,7 @@ class SlotTable:
 
     def quarantine(self, slot: int, users: int) -> None:
         """Take the slot from its key while ``users`` may still write or read it."""
+        assert users > 0, "nobody would ever let go"
         if self.state[slot] == _FILLING:
             self._no_longer_filling(slot)
         self.state[slot] = SLOT_ABANDONED[self.state[slot]]
@@ -256,6 +264,7 @@ class SlotTable:
         users = self.quarantined.get(slot)
         if users is None:
             return False
+        assert users > 0, "somebody let go twice"
         if users > 1:
             self.quarantined[slot] = users - 1
         else:
@@ -327,6 +336,7 @@ class SlotTable:
         return slots
 
     def _free_ready(self, slots: Collection[int]) -> None:
+        assert self.pins.keys().isdisjoint(slots), "a slot comes free while it is read"
         state = self.state
         for slot in slots:
             state[slot] = SLOT_EVICTED[state[slot]]

@@ -13,8 +13,7 @@ Whatever it sends has the mark of the generation that its primary tier is in
 (``kvtier/core/generations.py``); what the tier answers to things sent before is
 accounted for, and otherwise says nothing about what can be found now.
 
-# Invariant: a slot is in at most one promotion job of at most one link.
-# Invariant: an id that isn't in flight is counted and otherwise ignored.
+An answer whose id isn't in flight is counted and otherwise ignored.
 """
 
 from __future__ import annotations

@@ -71,6 +71,19 @@ def take_a_counted_hit_back() -> Iterator[None]:
         yield
 
 
+@mutation
+def count_a_miss_again_as_a_hit() -> Iterator[None]:
+    """A key that was no hit at its first lookup is one later, of the same request."""
+    begin = Request.__init__
+
+    def init(self: Request, search: Search) -> None:
+        begin(self, search)
+        self.misses = _NeverSeen()
+
+    with patch.object(Request, "__init__", init):
+        yield
+
+
 class _NeverSeen(set[bytes]):
     """Keys of which nobody finds out that they are here."""
 

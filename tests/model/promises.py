@@ -213,6 +213,18 @@ class Promises:
         assert not fell, {name: (n, now[name]) for name, n in fell.items()}
         world.counters = now
 
+    @precondition(is_running)
+    @invariant()
+    def p13_a_key_counts_once_for_a_request_as_a_hit_or_as_a_miss(self) -> None:
+        world = self.world
+        now = world.primary.audit().looked_up
+        for name, seen in now.items():
+            assert seen.hits.isdisjoint(seen.misses), name
+            before = world.looked_up.get(name)
+            assert before is None or before.hits <= seen.hits, name
+            assert before is None or before.misses <= seen.misses, name
+        world.looked_up = now
+
     # --- 16 ---
 
     @precondition(is_running)

@@ -30,10 +30,11 @@ from tests.support import handled_once
 from tests.support.cell import TestMailbox, TestTier, open_test_runtime
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvtier.core.actor import Actor
     from kvtier.core.messages import Message
+    from kvtier.engine.lookups import LookedUp
     from kvtier.plugin_api.eviction_policy import EvictionPolicy
     from kvtier.plugin_api.keys import Key
 
@@ -221,6 +222,7 @@ class World:
         }
         self.states = dict.fromkeys(KEYS, BlockState.ABSENT)
         self.counters: dict[str, int | float] = {}  # as they were last seen
+        self.looked_up: Mapping[str, LookedUp] = {}  # as they were last seen
 
         self.devices = [
             FakeDevice(self, held) if tier.disk is None else DiskTier(self, held, tier.disk)
