@@ -90,15 +90,16 @@ class Options:
         key: str,
         default: float = REQUIRED,
         *,
+        above: float = 0.0,
         minimum: float | None = None,
         maximum: float = SECONDS_MAX,
     ) -> float:
-        """Return a float greater than 0, or of ``minimum`` or more; at most ``maximum``."""
+        """Return a float greater than ``above``, or of ``minimum`` or more; at most ``maximum``."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(key, value, "must be a number, without quotes")
-        if not (value > 0 if minimum is None else value >= minimum) or value > maximum:
-            least = "above 0" if minimum is None else f"at least {minimum:g}"
+        if not (value > above if minimum is None else value >= minimum) or value > maximum:
+            least = f"above {above:g}" if minimum is None else f"at least {minimum:g}"
             raise self.error(key, value, f"must be {least} and at most {maximum:g}")
         return float(value)
 
