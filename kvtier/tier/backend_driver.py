@@ -69,6 +69,8 @@ class BackendDriver:
         self._report = report
         self._digests = DaemonThreads(DIGEST_THREADS, f"kvtier-{name}-digest")
         self._unannounced = Unannounced()
+        if backend.traits.capacity_blocks is None:
+            self._unannounced.end()  # its tier keeps no index to announce anything to
         self._raised: set[str] = set()  # kinds of exception that are in the log already
 
     def begin(self, tasks: asyncio.TaskGroup) -> None:

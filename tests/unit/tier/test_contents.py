@@ -243,6 +243,17 @@ async def test_what_was_removed_before_it_was_told_is_not_told() -> None:
     driver.stop()
 
 
+@pytest.mark.anyio
+async def test_the_driver_of_a_tier_without_a_capacity_remembers_no_lost_keys() -> None:
+    """It did, for the engine's life: each damaged block's key."""
+    shelf = Shelf("")
+    shelf.traits = BackendTraits(2, 2)
+    driver = BackendDriver("1:shelf", shelf, SlotMemory.anonymous(1, BLOCK), lambda _: True)
+    driver.report_lost(keys("abc"))
+    assert driver._unannounced.still_there(keys("abc")) == keys("abc")
+    driver.stop()
+
+
 def test_leftovers_are_removed_in_bounded_batches_one_at_a_time() -> None:
     """A million of them must not keep the backend from anything else."""
     left = Leftovers()
