@@ -61,6 +61,10 @@ class ContentsFound(Message, frozen=True, gc=False):
     again: bool = False
 
 
+class ContentsAnnounced(Message, frozen=True, gc=False):
+    """The tier knows now of all that the backend had when it was opened."""
+
+
 class ContentsLost(Message, frozen=True, gc=False):
     """The backend no longer has these, for reasons of its own."""
 

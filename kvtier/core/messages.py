@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from kvtier.core.driver_messages import AnnounceContents as AnnounceContents
 from kvtier.core.driver_messages import BatchEnded as BatchEnded
+from kvtier.core.driver_messages import ContentsAnnounced as ContentsAnnounced
 from kvtier.core.driver_messages import ContentsFound as ContentsFound
 from kvtier.core.driver_messages import ContentsLost as ContentsLost
 from kvtier.core.driver_messages import LoadBatch as LoadBatch

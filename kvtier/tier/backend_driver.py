@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from itertools import islice
+from itertools import compress, islice
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import anyio
@@ -94,7 +94,7 @@ class BackendDriver:
     async def announce_contents(self, again: tuple[bytes, ...] = ()) -> None:
         """Pass on what the backend has from before, slowly enough for the scheduler's steps.
 
-        Meanwhile a block that was not announced yet is a miss.
+        Meanwhile the tier asks the backend for what it is asked for and does not know.
         """
         announced = 0
         for keys in _batches(again) if again else self._backend.contents():
@@ -109,6 +109,7 @@ class BackendDriver:
                     await anyio.sleep(CONTENTS_PAUSE_S)
         if not again:
             self._unannounced.end()
+            self._report(m.ContentsAnnounced())
 
     def is_quiet(self) -> bool:
         """Tell whether no thread of the driver or the backend may touch a slot any more.
@@ -151,8 +152,7 @@ class BackendDriver:
                 await self._remove(message.keys)
                 outcomes = (Outcome.DONE,) * len(message.keys)
             else:
-                present = await self._backend.probe(message.keys)
-                outcomes = tuple(Outcome.DONE if each else Outcome.ABSENT for each in present)
+                outcomes = await self._probe(message.keys)
         except BaseException as error:  # a backend may raise anything
             if _is_for_us(error):
                 raise
@@ -160,6 +160,13 @@ class BackendDriver:
             outcomes = (Outcome.FAILED,) * len(message.keys)
         seconds = time.perf_counter() - started
         self._report(m.BatchEnded(batch=message.batch, outcomes=outcomes, seconds=seconds))
+
+    async def _probe(self, keys: Sequence[bytes]) -> tuple[Outcome, ...]:
+        present = tuple(await self._backend.probe(keys))
+        if not self._unannounced.is_over():
+            found = self._unannounced.still_there(tuple(compress(keys, present)))
+            self._report(m.ContentsFound(found))
+        return tuple(Outcome.DONE if each else Outcome.ABSENT for each in present)
 
     async def _store(self, message: m.StoreBatch) -> tuple[Outcome, ...]:
         views = self._memory.views(message.slots)

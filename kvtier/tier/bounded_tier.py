@@ -68,6 +68,7 @@ class BoundedTier(Actor):
                 m.Victims: self._victims,
                 m.PolicyBroke: self._policy_broke,
                 m.ContentsFound: self._contents_found,
+                m.ContentsAnnounced: self._contents_announced,
                 m.ContentsLost: self._contents_lost,
             },
         )
@@ -91,6 +92,7 @@ class BoundedTier(Actor):
         self._making_room: deque[tuple[BlockBatch, int]] = deque()  # waiting for n victims
         self._victims_asked = 0
         self._batches_found = 0
+        self._knows_all = False  # that the backend had when it was opened
         self._ended: dict[RequestId, None] = {}  # the last of them, oldest first
 
     def is_idle(self) -> bool:
@@ -145,8 +147,17 @@ class BoundedTier(Actor):
     def _probe(self, message: m.Probe) -> None:
         self._enter(message.mark, message.since)
         keys = marked(message.keys, message.mark)
+        known = tuple(key for key in keys if key in self._old)
+        if known:
+            self._admit_found(known)
+        if self._knows_all or self._resident.issuperset(keys):
+            self._answer_probe(message.probe, keys)
+        else:
+            self._jobs.probe(message.probe, keys)
+
+    def _answer_probe(self, probe: int, keys: tuple[Key, ...]) -> None:
         present = tuple(key in self._resident for key in keys)
-        self.link.post(m.ProbeAnswer(probe=message.probe, present=present))
+        self.link.post(m.ProbeAnswer(probe=probe, present=present))
 
     def _begin(self, message: m.LoadJob | m.StoreJob) -> None:
         self._enter(message.mark, message.since)
@@ -191,6 +202,9 @@ class BoundedTier(Actor):
             self._leftovers.end_removal(outcomes)
             self._remove_leftovers()
             self._start_batches()  # a store may have waited for it
+            return
+        if not batch.slices:
+            self._answer_probe(batch.probe, batch.keys)  # what it found was reported before
             return
         self._removing.difference_update(batch.remove)
         if batch.remove:
@@ -313,6 +327,9 @@ class BoundedTier(Actor):
             self._remove_leftovers()
         if fresh:
             self._admit_found(tuple(fresh))
+
+    def _contents_announced(self, _message: m.ContentsAnnounced) -> None:
+        self._knows_all = True
 
     def _found(self, keys: Sequence[Key]) -> list[Key]:
         """Count blocks from before; return those of the engine's generation that there is room for.

@@ -112,3 +112,7 @@ class Unannounced:
     def end(self) -> None:
         """Note that everything has been announced."""
         self._gone = None
+
+    def is_over(self) -> bool:
+        """Tell whether everything has been announced."""
+        return self._gone is None

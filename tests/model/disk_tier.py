@@ -402,10 +402,12 @@ class DiskTier:
         if self.lives > 1:
             self.world.serve_anew(self.world.devices.index(self))
 
-    def take(self, batch: Batch) -> None:
-        """Hand a batch to the driver, as the tier's mailbox does."""
-        self._life.driver.receive(batch)
+    def take(self, message: Batch | m.AnnounceContents) -> None:
+        """Hand a message to the driver, as the tier's mailbox does."""
+        self._life.driver.receive(message)
         self._life.run()
+
+    announce_contents = take
 
     def move(self, number: int, piece: int) -> None:
         """Move a piece of one of the calls."""

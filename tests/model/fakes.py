@@ -136,6 +136,7 @@ class FakeDevice:
             self.tier.mailbox.post(m.ContentsFound(message.keys, again=True))
         else:
             self.untold = self._at_start
+            self._tell_end()
 
     def tell(self, count: int) -> None:
         """Tell the tier of so many blocks more, and once more of the one before."""
@@ -143,6 +144,11 @@ class FakeDevice:
             found = self._gone.still_there(self.untold[:count] + self.untold[:1])
             del self.untold[:count]
             self.tier.mailbox.post(m.ContentsFound(keys=found))
+            self._tell_end()
+
+    def _tell_end(self) -> None:
+        if not self.untold:
+            self.tier.mailbox.post(m.ContentsAnnounced())
 
     def lose(self, key: Key) -> None:
         """Lose a block, and say so."""
@@ -221,6 +227,9 @@ class FakeDevice:
             for number, key in enumerate(batch.keys)
         )
         self._works.pop(batch.batch, None)
+        if isinstance(batch, m.ProbeBatch) and self.untold:
+            present = [key for key in batch.keys if key in self.blocks]
+            self.tier.mailbox.post(m.ContentsFound(self._gone.still_there(present)))
         return outcomes
 
     def _fail_one(self, batch: Batch, number: int, key: Key) -> Outcome:

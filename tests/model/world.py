@@ -229,6 +229,8 @@ class World:
             for tier, held in zip(shape.tiers, self.runtime.tiers, strict=True)
         ]
         self.disks = [each for each in self.devices if isinstance(each, DiskTier)]
+        for device in self.devices:
+            device.tier.on_announce_contents = device.announce_contents
 
         self.cell.after_delivery = self.observe
         self.cell.before_delivery = self.foresee
@@ -265,6 +267,7 @@ class World:
         held = TestTier(self.cell, self.links[number], self.traits(tier), policy)
         self.runtime.tiers[number] = held
         self.devices[number].tier = held
+        held.on_announce_contents = self.devices[number].announce_contents
         self.fenced[number] = False
         self.honest[number] = True
         self.exact[number] = True
@@ -341,13 +344,10 @@ class World:
                 self.leases.clear()
                 self.lease_until.clear()
             self._see_moves(message)
-        if isinstance(message, m.AnnounceContents):
-            for device in self.devices:
-                if isinstance(device, FakeDevice) and actor is device.tier.driver.actor:
-                    device.announce_contents(message)
-        for disk in self.disks:
-            if actor is disk.tier.driver.actor and not isinstance(message, m.ProbeBatch):
-                disk.take(message)
+        if not isinstance(message, m.AnnounceContents):
+            for disk in self.disks:
+                if actor is disk.tier.driver.actor:
+                    disk.take(message)
 
     def _take_end(self, message: Message) -> None:
         """Every job gets exactly one completion, and every slot of it is in it."""

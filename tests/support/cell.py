@@ -223,7 +223,8 @@ class TestTier:
     """The tier side of one link: the real actors, and a driver that the test plays.
 
     ``batches`` are what the backend was asked and has not answered, oldest
-    first. Answer with ``answer``; not answering is a backend that hangs.
+    first. Answer with ``answer``; not answering is a backend that hangs. It has
+    nothing from before, unless ``on_announce_contents`` says so.
     """
 
     __test__: ClassVar = False
@@ -245,7 +246,8 @@ class TestTier:
         self.inbox = cell.inbox_of(link)
         self.mailbox = cell.mailbox_elsewhere(f"tier:{self.name}")
         self.driver = cell.mailbox_elsewhere(f"driver of {self.name}")
-        self.driver.belong_to(_Driver(self.name, self.batches))
+        self.driver.belong_to(_Driver(self.name, self.batches, self._announce_contents))
+        self.on_announce_contents = self._nothing_to_announce  #: what the driver does about it
         self.mailboxes = [self.mailbox, self.driver]
         self.actor: BoundedTier | UnboundedTier
         if policy is None:
@@ -276,6 +278,12 @@ class TestTier:
             self.batches.remove(batch)
         ended = m.BatchEnded(batch=batch.batch, outcomes=tuple(outcomes), seconds=seconds)
         self.mailbox.post(ended)
+
+    def _announce_contents(self, message: m.AnnounceContents) -> None:
+        self.on_announce_contents(message)
+
+    def _nothing_to_announce(self, _message: m.AnnounceContents) -> None:
+        self.mailbox.post(m.ContentsAnnounced())
 
     def end(self) -> None:
         """Lose the cell: nothing that waits in it is delivered any more."""
@@ -383,7 +391,12 @@ class _NoticeList:
 class _Driver(Actor):
     """Where batches arrive; the test does the rest."""
 
-    def __init__(self, name: str, batches: list[Batch]) -> None:
+    def __init__(
+        self,
+        name: str,
+        batches: list[Batch],
+        announce: Callable[[m.AnnounceContents], object],
+    ) -> None:
         take = batches.append
         super().__init__(
             f"driver of {name}",
@@ -392,7 +405,7 @@ class _Driver(Actor):
                 m.LoadBatch: take,
                 m.StoreBatch: take,
                 m.RemoveBatch: take,
-                m.AnnounceContents: lambda _: None,
+                m.AnnounceContents: announce,
             },
         )
 

@@ -421,5 +421,6 @@ async def test_contents_are_told_only_as_fast_as_the_link_takes_them() -> None:
         "1:test", Full(), SlotMemory.anonymous(1, BLOCK), told.append, may_announce
     )
     await driver.announce_contents()
+    assert told.pop() == m.ContentsAnnounced()
     assert (len(told), asked) == (3, 6)
     driver.stop()

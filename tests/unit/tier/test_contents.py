@@ -254,6 +254,46 @@ async def test_the_driver_of_a_tier_without_a_capacity_remembers_no_lost_keys() 
     driver.stop()
 
 
+@pytest.mark.anyio
+async def test_what_is_asked_for_is_reported_before_the_rest() -> None:
+    """Not what has gone meanwhile, and nothing once all has been reported."""
+    shelf = Shelf("abcdef")
+    await shelf.open()
+    told: list[Any] = []
+    driver = BackendDriver("1:shelf", shelf, SlotMemory.anonymous(4, BLOCK), told.append)
+
+    async def ask(batch: int, text: str) -> list[Any]:
+        told.clear()
+        async with asyncio.TaskGroup() as tasks:
+            driver.begin(tasks)
+            driver.receive(m.ProbeBatch(batch=batch, keys=keys(text)))
+        return [each if isinstance(each, m.ContentsFound) else each.outcomes for each in told]
+
+    driver.report_lost(keys("b"))
+    assert await ask(1, "aby") == [m.ContentsFound(keys("a")), (DONE, DONE, Outcome.ABSENT)]
+    assert shelf.all_told is not None
+    shelf.all_told.set()
+    await driver.announce_contents()
+    assert isinstance(told[-1], m.ContentsAnnounced)
+    assert await ask(2, "aby") == [(DONE, DONE, Outcome.ABSENT)]
+    driver.stop()
+
+
+def test_the_first_request_after_a_restart_finds_its_blocks(
+    open_bench: Callable[[Shelf], Bench],
+) -> None:
+    """However long it takes until all blocks have been reported: here, for ever."""
+
+    class Endless(Shelf):
+        def contents(self) -> Iterator[Sequence[bytes]]:
+            while True:
+                yield keys("a") * CONTENTS_A_PAUSE
+
+    bench = open_bench(Endless("abcd"))
+    bench.cell.start()
+    assert bench.counted() == set(keys("abcd"))
+
+
 def test_leftovers_are_removed_in_bounded_batches_one_at_a_time() -> None:
     """A million of them must not keep the backend from anything else."""
     left = Leftovers()

@@ -107,7 +107,8 @@ def test_a_block_that_is_lost_while_it_is_stored_anew_needs_room_again() -> None
 def test_both_kinds_of_tier_understand_what_any_tier_is_sent() -> None:
     """What only one of them does is about victims, and about what was stored before."""
     shared, own = Bench().tier.actor.handlers, Bench(capacity=2).tier.actor.handlers
-    assert own.keys() - shared.keys() == {m.Victims, m.PolicyBroke, m.ContentsFound}
+    contents = {m.ContentsFound, m.ContentsAnnounced}
+    assert own.keys() - shared.keys() == {m.Victims, m.PolicyBroke, *contents}
     assert shared.keys() <= own.keys()
 
 
@@ -297,6 +298,42 @@ def test_what_a_backend_has_from_before_is_announced_and_evicted_like_the_rest()
     batch = bench.tier.batches[0]
     assert isinstance(batch, m.StoreBatch)
     assert batch.remove == keys(2, "old")[1:]
+
+
+def test_what_the_backend_has_not_reported_yet_is_asked_of_it() -> None:
+    """Right after a restart; a million blocks are reported within seconds, not at once."""
+    bench = Bench(capacity=4)
+    reports: list[m.AnnounceContents] = []
+    bench.tier.on_announce_contents = reports.append
+    wanted = keys(2)
+    bench.send(m.Probe(probe=1, keys=wanted))
+    (batch,) = bench.tier.batches
+    assert isinstance(batch, m.ProbeBatch)
+    bench.tier.mailbox.post(m.ContentsFound(keys=wanted[:1]))  # as the driver does
+    bench.tier.answer(batch, [DONE, Outcome.ABSENT])
+    bench.run()
+    assert bench.said() == [
+        m.PresenceChanged(added=wanted[:1], removed=()),
+        m.ProbeAnswer(probe=1, present=(True, False)),
+    ]
+    bench.send(m.Probe(probe=2, keys=wanted[:1]))
+    assert bench.tier.batches == [], "it is known by now"
+    bench.tier.mailbox.post(m.ContentsAnnounced())
+    bench.said()
+    bench.send(m.Probe(probe=3, keys=wanted))
+    assert bench.tier.batches == []
+    assert bench.said() == [m.ProbeAnswer(probe=3, present=(True, False))]
+
+
+def test_a_generation_that_is_come_back_to_is_found_by_the_first_probe() -> None:
+    """Before its blocks have been reported once more."""
+    bench = Bench(capacity=4)
+    bench.send(m.GenerationBegan(epoch=1, mark=b"new"))
+    bench.tier.mailbox.post(m.ContentsFound(keys=keys(2)))
+    bench.run()
+    bench.said()
+    bench.send(m.Probe(probe=1, keys=keys(2), since=2))
+    assert bench.said()[-1] == m.ProbeAnswer(probe=1, present=(True, True))
 
 
 def test_no_more_is_taken_up_than_fits() -> None:
