@@ -54,11 +54,13 @@ class Job:
     def end(self, job_slice: JobSlice, outcomes: tuple[Outcome, ...], seconds: float) -> None:
         """Note how one of its slices ended, and how long the backend had it."""
         self.outcomes[job_slice.start : job_slice.stop] = outcomes
+        assert self.unended >= len(outcomes), "a block of a job ended twice"
         self.unended -= len(outcomes)
         self.seconds += seconds
 
     def ended(self) -> m.JobEnded:
         """Return the answer, once each block has an outcome."""
+        assert not self.unended, "a job is answered before each of its blocks has ended"
         return m.JobEnded(job=self.id, outcomes=tuple(self.outcomes), seconds=self.seconds)
 
 

@@ -393,6 +393,7 @@ class BoundedTier(Actor):
             self._announce(removed=lost)
 
     def _add(self, keys: tuple[Key, ...]) -> None:
+        assert mark_of(keys[0]) == self._mark, "a block of another generation"
         self._resident.update(keys)
         self._old.discard(keys)
         self._coming.difference_update(keys)

@@ -297,6 +297,13 @@ class Promises:
 
     @precondition(is_running)
     @invariant()
+    def a_tier_counts_on_room_for_what_it_stores_and_does_not_have(self) -> None:
+        for tier in bounded_tiers(self.world):
+            seen = tier.bounded.audit()
+            assert seen.coming == seen.storing.keys() - seen.resident
+
+    @precondition(is_running)
+    @invariant()
     def a_tiers_policy_knows_what_is_resident(self) -> None:
         for tier in bounded_tiers(self.world):
             is_quiet = tier.mailboxes and not any(each.waiting for each in tier.mailboxes)

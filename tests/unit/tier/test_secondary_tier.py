@@ -67,8 +67,8 @@ class Bench:
         while waiting := [each for each in self.tier.mailboxes if each.waiting]:
             self.cell.deliver(waiting[0])
             if isinstance(self.tier.actor, BoundedTier):
-                actor = self.tier.actor
-                assert actor._coming == set(actor._storing) - actor._resident
+                seen = self.tier.actor.audit()
+                assert seen.coming == seen.storing.keys() - seen.resident
 
     def answer(self, outcome: Outcome = DONE, batch: int = 0) -> m.LoadBatch | m.StoreBatch:
         chosen = self.tier.batches[batch]
