@@ -1,4 +1,4 @@
-"""Soak: real threads, real files, random trouble, and every byte checked.
+"""Soak: real threads, real files, random faults, and every byte checked.
 
     python stress/soak.py --seconds 60 --seed 8841
 
@@ -183,7 +183,7 @@ class Soak:
                 raise Failure(f"the counter {name} fell from {before} to {now[name]}")
         self.counters = now
 
-    # --- the trouble ---
+    # --- the faults ---
 
     def stir(self) -> None:
         """Change what goes wrong, or do some harm once."""
@@ -311,7 +311,7 @@ def main() -> int:
         f"soak: {soak.requests} requests, {soak.stored} blocks stored, {soak.read} read and right"
     )
     for name, tier in zip(("memory", "fs", "disk"), counts, strict=True):
-        trouble = {
+        faults = {
             key: tier[key]
             for key in (
                 "damaged",
@@ -323,7 +323,7 @@ def main() -> int:
                 "broke",
             )
         }
-        print(f"soak: {name}: {trouble}")
+        print(f"soak: {name}: {faults}")
     return 0
 
 

@@ -38,7 +38,7 @@ class TierHost(Protocol):
     def post(self, message: Message) -> bool:
         """Take a message for the tier's actor; it is delivered after the next ``wake``.
 
-        False: too many wait, or the cell is ending or cut off.
+        False: too many wait, or the cell is ending or disabled.
         """
 
     def wake(self) -> None:

@@ -331,7 +331,7 @@ class TierLink(Actor):
         if self._breaker.state is not BreakerState.DISABLED:
             self.counts.broke += 1
             self.log.post(
-                m.Notice(event="tier cut off", tier=self._tier_config.name, detail=message.reason)
+                m.Notice(event="tier disabled", tier=self._tier_config.name, detail=message.reason)
             )
         self._breaker.broke()
         self._end_all_probes()
@@ -433,11 +433,7 @@ class TierLink(Actor):
         self._breaker.failed(work, self._now)
         if was is BreakerState.CLOSED and self._breaker.state is BreakerState.OPEN:
             self.counts.breaker_opened += 1
-            self.log.post(
-                m.Notice(
-                    event="tier left alone for a while", tier=self._tier_config.name, detail=how
-                )
-            )
+            self.log.post(m.Notice(event="tier bypassed", tier=self._tier_config.name, detail=how))
         self._tell_usable()
 
     def _tell_usable(self) -> None:

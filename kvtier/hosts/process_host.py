@@ -140,7 +140,7 @@ class TierProcess(TierHost):
         """Take a message for the tier's actor.
 
         It is sent with the next ``wake``. False: ``messages_max`` messages wait
-        to be sent, or the tier is ending or cut off.
+        to be sent, or the tier is ending or disabled.
         """
         with self._using:
             channel = self._channel
@@ -220,7 +220,7 @@ class TierProcess(TierHost):
         self._link.post(m.TierBroke(reason=reason))
 
     def _log_broke(self, reason: str) -> None:
-        """Write why the tier is cut off, once for each reason in a row."""
+        """Write why the tier is disabled, once for each reason in a row."""
         self._opening.broke()
         if self._life.broke(reason) and not self._life.ending.is_set():
             log.error("tier broke", tier=self.name, error=reason)

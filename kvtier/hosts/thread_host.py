@@ -125,7 +125,7 @@ class TierThread(TierHost):
         """Take a message for the tier's actor, from any thread.
 
         It is delivered after the next ``wake``. False: ``messages_max``
-        messages wait, or the cell is ending or cut off.
+        messages wait, or the cell is ending or disabled.
         """
         # Under the lock: a message must not slip in behind the clearing of a cell
         # that broke, and be carried out by the next one for slots long given away.

@@ -65,5 +65,5 @@ def test_a_tier_that_the_engine_starts_without_is_named(tmp_path: Path) -> None:
         with capture_logs() as lines, manager(secondary_tiers=[tier]):
             (line,) = (each for each in lines if each["event"] == "kvtier is ready")
         assert (line["tiers"], line["without"]) == ("1:fs", "1:fs")
-        (cut_off,) = (each for each in lines if each["event"] == "tier cut off")
-        assert root in cut_off["detail"]
+        (disabled,) = (each for each in lines if each["event"] == "tier disabled")
+        assert root in disabled["detail"]

@@ -269,7 +269,7 @@ def test_an_engine_serves_without_the_tier_that_hangs(folder: FuseFolder, cell: 
     with capture_logs() as logs:
         facade = open_runtime(config, memory, Namespace({"model": "m"}))
     (line,) = logs
-    assert (line["event"], line["tier"]) == ("tier cut off", "1:fs")
+    assert (line["event"], line["tier"]) == ("tier disabled", "1:fs")
     assert str(folder.path / "kv") in line["detail"]
     try:
         facade.on_request_started("r")
