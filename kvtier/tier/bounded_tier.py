@@ -9,9 +9,13 @@ the engine is not in is not served, and makes room first
 Keys have the mark of their generation in them on this side of the link
 (``kvtier/core/generations.py``), and not on the other.
 
-# Invariant: a key that is resident has the mark of the engine's own generation.
-# Invariant: every job that came in is answered once, whatever the backend does,
-#            unless the backend never returns.
+# Invariant: a key that is resident has the mark of the engine's own generation. Checked: _add,
+#            p14_a_tier_serves_its_engine_nothing_of_another_generation.
+# Invariant: _coming is what is in _storing and not in _resident. Checked: _used,
+#            a_tier_counts_on_room_for_what_it_stores_and_does_not_have.
+# Invariant: every job that came in is answered once, whatever the backend does, unless the
+#            backend never returns. Checked: end, ended,
+#            p8_late_doubled_and_unknown_completions_are_counted_and_otherwise_ignored.
 """
 
 from __future__ import annotations
@@ -84,7 +88,6 @@ class BoundedTier(Actor):
         self._resident: set[Key] = set()
         self._old = OldGenerations()
         self._storing: Counter[Key] = Counter()  # in batches that have not ended
-        # Invariant: _coming is what is in _storing and not in _resident.
         self._coming: set[Key] = set()
         self._removing: set[Key] = set()  # victims and leftovers that the backend may still have
         self._leftovers = Leftovers()
@@ -141,8 +144,6 @@ class BoundedTier(Actor):
         if is_first:
             # Not before: what is of use, and what is in the way, depends on the generation.
             self.driver.post(m.AnnounceContents(()))
-
-    # Invariant: a question about no block is answered like any other, at once.
 
     def _probe(self, message: m.Probe) -> None:
         self._enter(message.mark, message.since)
@@ -276,6 +277,7 @@ class BoundedTier(Actor):
 
     def _used(self) -> int:
         """Return how many blocks there are, or will be, once those asked for are gone."""
+        assert len(self._coming) <= len(self._storing)
         stored = len(self._resident) + len(self._old) + len(self._coming)
         return stored - self._victims_asked
 

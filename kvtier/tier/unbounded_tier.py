@@ -7,8 +7,9 @@ next to the driver of its backend (``kvtier/tier/job_runner.py``).
 Keys have the mark of their generation in them on this side of the link
 (``kvtier/core/generations.py``), and not on the other.
 
-# Invariant: every job that came in is answered once, whatever the backend does,
-#            unless the backend never returns.
+# Invariant: every job that came in is answered once, whatever the backend does, unless the
+#            backend never returns. Checked: end, ended,
+#            p8_late_doubled_and_unknown_completions_are_counted_and_otherwise_ignored.
 """
 
 from __future__ import annotations
@@ -52,9 +53,8 @@ class UnboundedTier(Actor):
     def _pass_over(self, _message: Message) -> None:
         """Do nothing: it is for an eviction policy, or for a tier that knows its contents."""
 
-    # Invariant: a question about no block is answered like any other, at once.
-
     def _probe(self, message: m.Probe) -> None:
+        """Have the backend asked. Asked of no block, the tier answers at once."""
         if message.keys:
             self._jobs.probe(message.probe, marked(message.keys, message.mark))
         else:
