@@ -221,7 +221,7 @@ class ChooseVictims(Message, frozen=True, gc=False):
     """Name up to ``count`` keys to evict. Answered with Victims."""
 
     count: int
-    spare: frozenset[Key]
+    excluded: frozenset[Key]
 
 
 class Victims(Message, frozen=True, gc=False):
@@ -230,8 +230,8 @@ class Victims(Message, frozen=True, gc=False):
     keys: tuple[Key, ...]
 
 
-class Spared(Message, frozen=True, gc=False):
-    """These victims were not evicted after all: take them back, as the next to go."""
+class Restored(Message, frozen=True, gc=False):
+    """These victims were not evicted after all: restore them, as the next to go."""
 
     keys: tuple[Key, ...]
 

@@ -72,7 +72,7 @@ class PolicyActor(Actor):
             m.Gone: lambda x: policy.forget(x.keys),
             m.RequestEnded: lambda x: policy.end_request(x.request, x.order),
             m.ChooseVictims: self._choose_victims,
-            m.Spared: lambda x: policy.restore(x.keys),
+            m.Restored: lambda x: policy.restore(x.keys),
             m.Tick: lambda x: policy.pass_time(x.now),
             m.Cleared: lambda _: policy.clear(),
             m.ReplacePolicy: lambda x: self._replace(x.error, x),
@@ -98,7 +98,7 @@ class PolicyActor(Actor):
             self.policy.hold(message.keys)
 
     def _choose_victims(self, message: m.ChooseVictims) -> None:
-        victims = tuple(self.policy.choose_victims(message.count, message.spare))
+        victims = tuple(self.policy.choose_victims(message.count, message.excluded))
         if any(type(key) is not bytes for key in victims):
             raise InternalError("choose_victims returned what is no key")
         self.host.post(m.Victims(keys=victims))

@@ -29,7 +29,7 @@ class PrimaryAudit:
     directory: DirectoryAudit
     looked_up: Mapping[RequestId, LookedUp]
     parked: frozenset[Key]  #: to be cascaded once they are READY
-    spare: frozenset[Key]  #: not to be evicted for the last call that needed victims
+    excluded: frozenset[Key]  #: not to be evicted for the last call that needed victims
 
 
 @dataclass(frozen=True)

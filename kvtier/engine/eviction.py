@@ -62,21 +62,21 @@ class Eviction:
         self._waiting: Message | None = None
         self._slots_wanted = 0
         self._victims_asked = 0
-        self.spare: frozenset[Key] = frozenset()  #: must stay
+        self.excluded: frozenset[Key] = frozenset()  #: must stay
         # Named by the policy, and here for the time being: what can't go, and what need not yet.
         self._refused: dict[Key, None] = {}
-        self._spared: dict[Key, None] = {}
+        self._restorable: dict[Key, None] = {}
         self._is_replaced = False
 
-    def make_room(self, slots: int, then: Message, spare: frozenset[Key] = frozenset()) -> None:
+    def make_room(self, slots: int, then: Message, excluded: frozenset[Key] = frozenset()) -> None:
         """Have ``slots`` slots made free, of which there are fewer now; ``then`` is handled next.
 
-        Whoever handles it must look how much room there is. ``spare``: keys that must stay.
+        Whoever handles it must look how much room there is. ``excluded``: keys that must stay.
         """
         self.evicted = []
         self._waiting = then
         self._slots_wanted = slots
-        self.spare = spare
+        self.excluded = excluded
         self._is_replaced = False
         self._ask(slots - self._slots.free_count())
 
@@ -100,11 +100,11 @@ class Eviction:
                 self.policy.post(m.ReplacePolicy(error=NAMES_NOTHING))
                 self._ask(missing)
                 return None
-        spared = tuple(key for key in (*self._refused, *self._spared) if key in self._slot_of)
-        if spared:
-            self.policy.post(m.Spared(keys=spared))
+        restored = tuple(key for key in (*self._refused, *self._restorable) if key in self._slot_of)
+        if restored:
+            self.policy.post(m.Restored(keys=restored))
         self._refused.clear()
-        self._spared.clear()
+        self._restorable.clear()
         then, self._waiting = self._waiting, None
         return then
 
@@ -133,8 +133,8 @@ class Eviction:
             elif key in self._slot_of:
                 self._refused[key] = None
         # Some victims stood in for others, and so went for two.
-        while self._spared and self._slots_wanted > self._slots.free_count():
-            gone.append(self._evict_behind(next(iter(self._spared))))
+        while self._restorable and self._slots_wanted > self._slots.free_count():
+            gone.append(self._evict_behind(next(iter(self._restorable))))
         named = set(victims)
         unknown = tuple(key for key in gone if key not in named)
         if unknown:
@@ -143,14 +143,14 @@ class Eviction:
     def _evict_behind(self, victim: Key) -> Key:
         """Evict the last block behind ``victim``, or itself; return which one it was."""
         key = self._prefixes.stand_in(victim, self._can_go)
-        self._spared[victim] = None
-        self._spared.pop(key, None)
+        self._restorable[victim] = None
+        self._restorable.pop(key, None)
         self._evict((key,))
         return key
 
     def _can_go(self, key: Key) -> bool:
         slot = self._slot_of.get(key)
-        if slot is None or slot in self._slots.hits or key in self.spare:
+        if slot is None or slot in self._slots.hits or key in self.excluded:
             return False
         return not self._slots.is_held(slot)
 
@@ -160,8 +160,8 @@ class Eviction:
         held = tuple(key for key, slot in slot_of.items() if is_held(slot))
         self.policy.post(m.Residents(keys=tuple(slot_of), held=held))
         self._refused.clear()
-        self._spared.clear()
+        self._restorable.clear()
 
     def _ask(self, missing: int) -> None:
         self._victims_asked = missing
-        self.policy.post(m.ChooseVictims(count=missing, spare=self.spare))
+        self.policy.post(m.ChooseVictims(count=missing, excluded=self.excluded))

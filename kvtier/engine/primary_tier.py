@@ -154,7 +154,7 @@ class PrimaryTier(Actor):
             self._directory.audit(),
             self._lookups.audit(),
             parked=frozenset(self._cascades.parked),
-            spare=self._eviction.spare,
+            excluded=self._eviction.excluded,
         )
 
     # --- room ---
@@ -221,8 +221,8 @@ class PrimaryTier(Actor):
         else:
             # Its own blocks stay: they are the heads of what is stored now.
             is_partly_here = len(wanted) < len(message.keys)
-            spare = frozenset(message.keys if is_partly_here else ())
-            self._eviction.make_room(most, StoreAfterEviction(message, wanted), spare)
+            excluded = frozenset(message.keys if is_partly_here else ())
+            self._eviction.make_room(most, StoreAfterEviction(message, wanted), excluded)
 
     def _store_after_eviction(self, message: StoreAfterEviction) -> None:
         store, wanted = message.store, message.wanted

@@ -251,7 +251,7 @@ class BoundedTier(Actor):
         self._making_room.append((batch, missing))
         self._victims_asked += missing
         # Asked even for none: a batch must not overtake one that waits for its victims.
-        self.policy.post(m.ChooseVictims(count=missing, spare=frozenset()))
+        self.policy.post(m.ChooseVictims(count=missing, excluded=frozenset()))
 
     def _victims(self, message: m.Victims) -> None:
         # Answers come in the order of the questions: both mailboxes are queues.
@@ -263,7 +263,7 @@ class BoundedTier(Actor):
             in_use = [key for key in victims if key in self._in_use]
             in_use_here = tuple(key for key in in_use if key in self._resident)
             if in_use_here:
-                self.policy.post(m.Spared(keys=in_use_here))
+                self.policy.post(m.Restored(keys=in_use_here))
             victims = tuple(key for key in victims if key not in self._in_use)
         if victims:
             announced = tuple(key for key in victims if key in self._resident)

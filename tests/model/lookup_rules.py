@@ -209,19 +209,19 @@ class LookupRules(TierRules):
         world.leases[key] = (request.name, until)
         world.lease_until[request.name] = until
 
-    def _assert_full(self, spare: Sequence[Key] = ()) -> None:
+    def _assert_full(self, excluded: Sequence[Key] = ()) -> None:
         """A promotion is refused only to keep the reserve, or where nothing can be evicted."""
         world = self.world
         most = world.slots.count - world.config.store_reserve_slots
         if world.primary.audit().promotions.held_slots < most:
-            self._assert_nothing_can_be_evicted(spare)
+            self._assert_nothing_can_be_evicted(excluded)
 
-    def _assert_nothing_can_be_evicted(self, spare: Sequence[Key]) -> None:
+    def _assert_nothing_can_be_evicted(self, excluded: Sequence[Key]) -> None:
         world = self.world
         slots = world.slots
         assert not slots.free_count(), "there are free slots"
         for key, slot in slots.slot_of.items():
             if slots.is_ready(slot):
-                assert slots.is_held(slot) or slot in slots.hits or key in spare, (
+                assert slots.is_held(slot) or slot in slots.hits or key in excluded, (
                     f"slot {slot} could have been evicted"
                 )

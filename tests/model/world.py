@@ -418,7 +418,7 @@ class World:
                 continue
             for behind in request.path[request.path.index(key) + 1 :]:
                 slot = self.primary.slot_of(behind)
-                stays = behind in self.primary.audit().spare or slot is None
+                stays = behind in self.primary.audit().excluded or slot is None
                 assert stays or slots.is_held(slot) or slot in slots.hits, (
                     f"{key!r} was evicted, and not {behind!r} behind it in {request.name}"
                 )

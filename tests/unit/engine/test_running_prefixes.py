@@ -138,7 +138,7 @@ class Engine:
     def _can_go(self, key: Key) -> bool:
         primary = self.runtime.primary
         slot = primary.slot_of(key)
-        if slot is None or slot in self.slots.hits or key in primary._eviction.spare:
+        if slot is None or slot in self.slots.hits or key in primary._eviction.excluded:
             return False
         return not self.slots.is_held(slot)
 
