@@ -1,14 +1,14 @@
-"""Mistakes that one could make in the disk tier, each as a context manager that makes it.
+"""Mistakes that one could make in the disk tier, most as one function in another's place.
 
 As in ``mutations``: each of these must be caught.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+from mutating import Mutations
 from stepped_device import SteppedDevice
 
 from kvtier_backends.disk import format as disk_format
@@ -23,22 +23,16 @@ from kvtier_backends.disk.log.regions import Budget, Regions, RegionState
 from kvtier_backends.disk.log.tables import RegionTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvtier.plugin_api.backend import Outcome
     from kvtier_backends.disk.device import Transfer
     from kvtier_backends.disk.log.index import BlockIndex
     from kvtier_backends.disk.log.regions import Extent
 
-DISK_MUTATIONS: dict[str, Any] = {}
+DISK_MUTATIONS = Mutations()
+mutation, in_place_of = DISK_MUTATIONS.add, DISK_MUTATIONS.in_place_of
 ENOUGH = 1 << 30
-
-
-def mutation(make: Callable[[], Iterator[None]]) -> Callable[[], Any]:
-    """Register a mutation under its function's name."""
-    made = contextmanager(make)
-    DISK_MUTATIONS[make.__name__] = made
-    return made
 
 
 @mutation
@@ -56,17 +50,11 @@ def drop_the_pin_of_a_region_that_is_read() -> Iterator[None]:
         yield
 
 
-@mutation
-def skip_the_checksum_of_a_table() -> Iterator[None]:
+@in_place_of(disk_format, "_check")
+def skip_the_checksum_of_a_table(real: Any, page: Any, magic: bytes) -> None:
     """A page that was torn is taken for what it says."""
-    real = disk_format._check
-
-    def check(page: Any, magic: bytes) -> None:
-        body = bytes(page[: disk_format._CHECKED_BYTES])
-        real(disk_format._with_checksum(body) if any(body) else page, magic)
-
-    with patch.object(disk_format, "_check", check):
-        yield
+    body = bytes(page[: disk_format._CHECKED_BYTES])
+    real(disk_format._with_checksum(body) if any(body) else page, magic)
 
 
 @mutation
@@ -82,61 +70,34 @@ def take_the_table_of_an_older_life_of_a_region() -> Iterator[None]:
         yield
 
 
-@mutation
-def recover_the_older_copy() -> Iterator[None]:
+@in_place_of(BulkLoad, "end_region")
+def recover_the_older_copy(real: Any, self: BulkLoad, region: int, sequence: int) -> int:
     """Of two copies of a key, the one in the region that was opened first is taken."""
-    real = BulkLoad.end_region
-
-    def end_region(self: BulkLoad, region: int, sequence: int) -> int:
-        return real(self, region, -sequence)
-
-    with patch.object(BulkLoad, "end_region", end_region):
-        yield
+    return real(self, region, -sequence)
 
 
-@mutation
-def bring_a_removed_block_back() -> Iterator[None]:
+@in_place_of(AppendBatch, "put_into")
+def bring_a_removed_block_back(self: AppendBatch, index: BlockIndex, first: int) -> None:
     """A block that is reinserted is known again, whatever became of it meanwhile."""
-
-    def put_into(self: AppendBatch, index: BlockIndex, first: int) -> None:
-        index.remove_all(self.keys)
-        insert(self, index, first)
-
-    with patch.object(AppendBatch, "put_into", put_into):
-        yield
+    index.remove_all(self.keys)
+    insert(self, index, first)
 
 
-@mutation
-def tell_nobody_what_is_lost() -> Iterator[None]:
+@in_place_of(LiveBlocks, "lose")
+def tell_nobody_what_is_lost(self: LiveBlocks, keys: Sequence[bytes], _counter: str) -> None:
     """The tier above goes on believing that the blocks are there."""
-
-    def lose(self: LiveBlocks, keys: Sequence[bytes], _counter: str) -> None:
-        self._index.remove_all(keys)
-
-    with patch.object(LiveBlocks, "lose", lose):
-        yield
+    self._index.remove_all(keys)
 
 
-@mutation
-def reinsert_without_a_budget() -> Iterator[None]:
+@in_place_of(Budget, "affords")
+def reinsert_without_a_budget(_self: Budget, _block_bytes: int, _overhead_bytes: int) -> int:
     """Whatever is in a region that is reclaimed is written once more."""
-
-    def affords(_self: Budget, _block_bytes: int, _overhead_bytes: int) -> int:
-        return ENOUGH
-
-    with patch.object(Budget, "affords", affords):
-        yield
+    return ENOUGH
 
 
-@mutation
-def keep_what_is_too_old() -> Iterator[None]:
+@in_place_of(LiveBlocks, "sweep")
+def keep_what_is_too_old(_self: LiveBlocks, _region: int) -> None:
     """The sweeper finds nothing."""
-
-    def sweep(_self: LiveBlocks, _region: int) -> None:
-        return
-
-    with patch.object(LiveBlocks, "sweep", sweep):
-        yield
 
 
 @mutation
@@ -164,26 +125,15 @@ def write_pages_of_their_own_before_the_blocks() -> Iterator[None]:
         yield
 
 
-@mutation
-def overwrite_the_only_version_of_a_table() -> Iterator[None]:
+@in_place_of(RegionTable, "_encode")
+def overwrite_the_only_version_of_a_table(real: Any, self: RegionTable, entries: Any) -> Any:
     """A page is written to where its last version is."""
-    real = RegionTable._encode
-
-    def encode(self: RegionTable, entries: Any) -> Any:
-        if self._head is not None:
-            self._next_version = self._head
-        return real(self, entries)
-
-    with patch.object(RegionTable, "_encode", encode):
-        yield
+    if self._head is not None:
+        self._next_version = self._head
+    return real(self, entries)
 
 
-@mutation
-def let_the_index_overflow() -> Iterator[None]:
+@in_place_of(BlockLog, "_room")
+def let_the_index_overflow(_self: BlockLog) -> int:
     """Nobody looks how many blocks the tier has room for."""
-
-    def room(_self: BlockLog) -> int:
-        return ENOUGH
-
-    with patch.object(BlockLog, "_room", room):
-        yield
+    return ENOUGH

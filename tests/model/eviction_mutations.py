@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from mutations import MUTATIONS as MUTATIONS
-from mutations import mutation
+from mutations import in_place_of, mutation
 
 from kvtier.core import messages as m
 from kvtier.engine.eviction import Eviction, StoreAfterEviction
@@ -55,94 +55,59 @@ class _WithoutHeld:
         return self._policy.post(message)
 
 
-@mutation
-def handle_a_store_again_once_there_is_room() -> Iterator[None]:
+@in_place_of(PrimaryTier, "_store_after_eviction")
+def handle_a_store_again_once_there_is_room(self: PrimaryTier, message: StoreAfterEviction) -> None:
     """What waited for victims is run from its start, and so notes all that it has noted twice."""
-
-    def again(self: PrimaryTier, message: StoreAfterEviction) -> None:
-        self.receive(message.store)
-
-    with patch.object(PrimaryTier, "_store_after_eviction", again):
-        yield
+    self.receive(message.store)
 
 
-@mutation
-def skip_the_lease() -> Iterator[None]:
+@in_place_of(Promotions, "start")
+def skip_the_lease(
+    real: Any, self: Promotions, key: bytes, slot: int, request: str, *rest: Any
+) -> None:
     """Promoted blocks may be evicted before they are read."""
-    real = Promotions.start
-
-    def start(self: Promotions, key: bytes, slot: int, request: str, *rest: Any) -> None:
-        real(self, key, slot, request, *rest)
-        self.end_leases(request)
-
-    with patch.object(Promotions, "start", start):
-        yield
+    real(self, key, slot, request, *rest)
+    self.end_leases(request)
 
 
-@mutation
-def skip_the_reserve() -> Iterator[None]:
+@in_place_of(Promotions, "has_room")
+def skip_the_reserve(_self: Promotions) -> bool:
     """Promotions take every slot there is."""
-
-    def has_room(_self: Promotions) -> bool:
-        return True
-
-    with patch.object(Promotions, "has_room", has_room):
-        yield
+    return True
 
 
-@mutation
-def evict_what_was_called_a_hit() -> Iterator[None]:
+@in_place_of(Eviction, "evict")
+def evict_what_was_called_a_hit(real: Any, self: Eviction, victims: Any) -> Any:
     """A lookup that says READY doesn't keep the block until the step ends."""
-    real = Eviction.evict
-
-    def evict(self: Eviction, victims: Any) -> Any:
-        slots = self._slots
-        hits, slots.hits = slots.hits, set()
-        call = real(self, victims)
-        slots.hits = hits
-        return call
-
-    with patch.object(Eviction, "evict", evict):
-        yield
+    slots = self._slots
+    hits, slots.hits = slots.hits, set()
+    call = real(self, victims)
+    slots.hits = hits
+    return call
 
 
-@mutation
-def take_the_policys_word_for_what_goes_first() -> Iterator[None]:
+@in_place_of(RunningPrefixes, "stand_in")
+def take_the_policys_word_for_what_goes_first(
+    _self: RunningPrefixes, victim: bytes, _can_go: Any
+) -> bytes:
     """A running request's head goes, whatever stands behind it."""
-
-    def stand_in(_self: RunningPrefixes, victim: bytes, _can_go: Any) -> bytes:
-        return victim
-
-    with patch.object(RunningPrefixes, "stand_in", stand_in):
-        yield
+    return victim
 
 
-@mutation
-def forget_who_else_shares_a_prefix() -> Iterator[None]:
+@in_place_of(RunningPrefixes, "end")
+def forget_who_else_shares_a_prefix(real: Any, self: RunningPrefixes, request: str) -> None:
     """When one of several requests ends, none of their blocks is looked for any more."""
-    real = RunningPrefixes.end
-
-    def end(self: RunningPrefixes, request: str) -> None:
-        real(self, request)
-        self._keys.clear()
-
-    with patch.object(RunningPrefixes, "end", end):
-        yield
+    real(self, request)
+    self._keys.clear()
 
 
-@mutation
-def forget_to_tell_the_policy_what_went_instead() -> Iterator[None]:
+@in_place_of(Eviction, "_evict_tails_of")
+def forget_to_tell_the_policy_what_went_instead(real: Any, self: Eviction, victims: Any) -> None:
     """The policy goes on counting the block that went in its victim's place."""
-    real = Eviction._evict_tails_of
-
-    def evict(self: Eviction, victims: Any) -> None:
-        policy = self.policy
-        self.policy = _Deaf()
-        real(self, victims)
-        self.policy = policy
-
-    with patch.object(Eviction, "_evict_tails_of", evict):
-        yield
+    policy = self.policy
+    self.policy = _Deaf()
+    real(self, victims)
+    self.policy = policy
 
 
 class _Deaf:
