@@ -12,7 +12,7 @@ import re
 import pytest
 from sources import MODULES, ROOT, tree_of
 
-ROOMS = ("kvtier.core.", "kvtier.engine.", "kvtier.tier.")
+ROOMS = ("kvtier.core.", "kvtier.engine.", "kvtier.tier.", "kvtier_backends.disk.")
 INVARIANT = re.compile(r"^ *# Invariant: .*(?:\n *# {4,}.*)*", re.MULTILINE)
 
 
@@ -21,7 +21,7 @@ def checks_of(tree: ast.AST) -> set[str]:
     return {
         node.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         if any(isinstance(each, ast.Assert | ast.Raise) for each in ast.walk(node))
     }
 

@@ -10,7 +10,10 @@ Within a table, collisions are resolved by linear probing. There are no tombston
 removing a word moves later ones back (Knuth, TAOCP 3, 6.4, algorithm R).
 
 # Invariant: a word is found by walking from its home, and no empty word lies between.
+#            Checked: remove, assert_invariants,
+#            the_index_and_the_regions_hold_their_own_invariants.
 # Invariant: every table has an empty word. What would fill it lies in ``over``.
+#            Checked: assert_invariants, the_index_and_the_regions_hold_their_own_invariants.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 A region's bytes are allocated before its first header is written. The next region
 gets its header while the open one still has room, so no store waits for that.
 
-# Invariant: a header is written only by whoever holds ``lock``.
+# Invariant: a header is written only by whoever holds ``lock``. Checked: write_header,
+#            what_the_index_names_is_whole_on_the_disk_unless_the_disk_lost_it.
 """
 
 from __future__ import annotations

@@ -137,6 +137,7 @@ class Reclaimer:
             # The blocks of a request lie in its order, mostly.
             by_use = sorted(locations, key=lambda at: (self._index.record(at).used_s, -at))
             locations = sorted(by_use[excess:])
+        assert len(locations) <= self._affordable(), "more is reinserted than the budget affords"
         return locations
 
     async def _reinsert(self, locations: Sequence[int]) -> bool:

@@ -6,10 +6,13 @@ region with the fewest blocks is reclaimed: its blocks are reinserted, as far
 as the budget for that goes, and the rest is dropped. One free region is kept
 back for them, so a reclaim never waits for room.
 
-# Invariant: a region is opened only when it has no block, no reader and no writer.
-# Invariant: a slot is allocated once each time its region is opened.
+# Invariant: a region is opened only when it has no block, no reader and no writer. Checked:
+#            write_header, _open_next, the_index_and_the_regions_hold_their_own_invariants.
+# Invariant: a slot is allocated once each time its region is opened. Checked: allocate, written,
+#            no_wrong_block_leaves_the_log_and_no_byte_is_written_while_it_is_read.
 # Invariant: bytes written in all <= WRITE_AMPLIFICATION_MAX x bytes of blocks stored,
-#            unless the tables alone take more.
+#            unless the tables alone take more. Checked: _choose,
+#            blocks_are_reinserted_only_as_far_as_the_budget_goes.
 """
 
 from __future__ import annotations
