@@ -215,17 +215,22 @@ def test_what_a_call_that_failed_may_have_left_is_removed(
     assert set(shelf.blocks) == bench.counted()
 
 
+async def driver_over(shelf: Shelf) -> tuple[BackendDriver, list[Any]]:
+    """Return the driver of an open shelf that holds no store up, and what it reports."""
+    await shelf.open()
+    assert shelf.all_told is not None
+    shelf.all_told.set()
+    reported: list[Any] = []
+    memory = SlotMemory.anonymous(4, BLOCK)
+    return BackendDriver("1:shelf", shelf, memory, reported.append), reported
+
+
 @pytest.mark.anyio
 async def test_what_was_removed_before_it_was_told_is_not_told() -> None:
     """A backend may have taken down what it had when it was opened."""
-    shelf = Shelf("abcdef")
-    await shelf.open()
-    told: list[Any] = []
-    driver = BackendDriver("1:shelf", shelf, SlotMemory.anonymous(4, BLOCK), told.append)
+    driver, told = await driver_over(Shelf("abcdef"))
     async with asyncio.TaskGroup() as tasks:
         driver.begin(tasks)
-        assert shelf.all_told is not None
-        shelf.all_told.set()
         driver.receive(m.RemoveBatch(batch=1, keys=keys("ade")))
         driver.report_lost(keys("f"))
     async with asyncio.TaskGroup() as tasks:
@@ -257,10 +262,7 @@ async def test_the_driver_of_a_tier_without_a_capacity_remembers_no_lost_keys() 
 @pytest.mark.anyio
 async def test_what_is_asked_for_is_reported_before_the_rest() -> None:
     """Not what has gone meanwhile, and nothing once all has been reported."""
-    shelf = Shelf("abcdef")
-    await shelf.open()
-    told: list[Any] = []
-    driver = BackendDriver("1:shelf", shelf, SlotMemory.anonymous(4, BLOCK), told.append)
+    driver, told = await driver_over(Shelf("abcdef"))
 
     async def ask(batch: int, text: str) -> list[Any]:
         told.clear()
@@ -271,8 +273,6 @@ async def test_what_is_asked_for_is_reported_before_the_rest() -> None:
 
     driver.report_lost(keys("b"))
     assert await ask(1, "aby") == [m.ContentsFound(keys("a")), (DONE, DONE, Outcome.ABSENT)]
-    assert shelf.all_told is not None
-    shelf.all_told.set()
     await driver.announce_contents()
     assert isinstance(told[-1], m.ContentsAnnounced)
     assert await ask(2, "aby") == [(DONE, DONE, Outcome.ABSENT)]
