@@ -4,66 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier import Closed, ConfigError, Misuse, RuntimeConfig, TierConfig
+from kvtier import Closed, ConfigError, Misuse, RuntimeConfig
 from kvtier.core.block_state import BlockState
 from kvtier.core.events import EventKind
 from kvtier.core.group_messages import GroupKeys
-from kvtier.plugin_api.backend import BackendTraits, Outcome
-from kvtier.policies.eviction.lru import LRUPolicy
+from kvtier.plugin_api.backend import Outcome
 from tests.support import handled_once
-from tests.support.cell import Batch, TestRuntime, open_test_runtime
-
-
-class Story:
-    """A runtime with eight slots, and one shared tier unless told otherwise."""
-
-    def __init__(self, *, slots: int = 8, tiers: int = 1, **settings: object) -> None:
-        self.now = 0.0
-        config = RuntimeConfig(
-            slot_count=slots,
-            block_bytes=16,
-            cascade_slots_fraction_max=1.0,
-            tiers=tuple(
-                TierConfig(
-                    name=f"{n}:test",
-                    type="test",
-                    offload_policy="request_level" if settings.get("whole") else "chunk_level",
-                )
-                for n in range(1, tiers + 1)
-            ),
-            **{name: value for name, value in settings.items() if name != "whole"},  # type: ignore[arg-type]
-        )
-        traits = [(BackendTraits(1, 1), None)] * tiers
-        self.runtime: TestRuntime = open_test_runtime(
-            config, LRUPolicy(slots), traits, clock=lambda: self.now
-        )
-        self.facade = self.runtime.facade
-
-    def store(self, keys: list[bytes], request: str = "writer") -> None:
-        """Store blocks as the GPU would, and let the cascades end well."""
-        self.facade.on_request_started(request)
-        grant = self.facade.prepare_store(keys, request)
-        assert grant is not None
-        self.facade.complete_store(grant.keys, request)
-        self.facade.on_request_finished(request)
-        self.answer_all()
-        self.facade.step_end()
-
-    def answer_all(self, outcome: Outcome = Outcome.DONE) -> list[Batch]:
-        """Have the backends answer all that they were asked."""
-        answered: list[Batch] = []
-        self.runtime.cell.settle()
-        for tier in self.runtime.tiers:
-            while tier.batches:
-                batch = tier.batches[0]
-                tier.answer(batch, [outcome] * len(batch.keys))
-                answered.append(batch)
-                self.runtime.cell.settle()
-        return answered
-
-
-def keys_of(count: int, prefix: bytes = b"k") -> list[bytes]:
-    return [prefix + bytes([number]) + bytes(4) for number in range(count)]
+from tests.unit.engine._story import Story, keys_of
 
 
 def test_what_was_stored_is_found_and_pinned_until_it_was_read() -> None:
@@ -200,6 +147,28 @@ def test_promoted_blocks_wait_for_their_request_until_it_reads_or_gives_up() -> 
     grant = story.facade.prepare_store(keys_of(4, b"p"), "w")
     assert grant is not None
     assert len(grant.keys) == 3, "given up: they may go"
+
+
+def test_a_lease_ends_when_its_request_begins_to_read() -> None:
+    """Promise 16: from then on the pin keeps the block, and once it is read nothing does."""
+    story = Story(slots=2, lease_timeout_s=1000.0)
+    keys = keys_of(1)
+    story.store(keys)
+    story.store(keys_of(2, b"n"), "other")
+    story.facade.on_request_started("r")
+    story.facade.lookup_prefix(keys, "r")
+    story.facade.step_end()
+    story.answer_all()
+    assert story.facade.lookup(keys[0], "r") is True
+    assert story.facade.statistics().primary.promotion_slots == 1
+    story.facade.prepare_load(keys, "r")
+    assert story.facade.statistics().primary.promotion_slots == 0
+    story.facade.complete_load(keys, "r")
+    story.facade.step_end()
+    story.facade.on_request_started("w")
+    grant = story.facade.prepare_store(keys_of(2, b"m"), "w")
+    assert grant is not None
+    assert len(grant.keys) == 2, "the request goes on, and its block may go"
 
 
 def test_a_lease_runs_out() -> None:
@@ -351,6 +320,20 @@ def test_a_tier_that_wants_whole_requests_gets_what_is_here_already() -> None:
     assert grant is not None
     assert grant.keys == keys_of(1, b"n")
     assert [batch.keys for batch in story.answer_all()] == [tuple(keys)]
+
+
+def test_a_store_does_not_evict_the_heads_that_it_was_offered_with() -> None:
+    """Of a request whose head is here, as much of the tail is stored as there is other room."""
+    story = Story(tiers=0, slots=4)
+    keys = keys_of(6)
+    story.store(keys[:3])
+    story.store(keys_of(1, b"n"), "other")
+    story.facade.on_request_started("r")
+    grant = story.facade.prepare_store(keys, "r")
+    assert grant is not None
+    assert (grant.keys, grant.evicted) == (keys[3:4], keys_of(1, b"n"))
+    assert story.runtime.primary.resident() == set(keys[:3])
+    assert story.facade.statistics().primary.counts["stores_dropped"] == 2
 
 
 def test_a_block_is_stored_once_it_was_offered_often_enough() -> None:

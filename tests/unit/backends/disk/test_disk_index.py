@@ -119,13 +119,24 @@ class IndexSpec(RuleBasedStateMachine):
         else:
             self.index.release(region)
 
-    @rule(now_s=strategies.integers(0, 99), data=strategies.data())
-    def use(self, now_s: int, data: strategies.DataObject) -> None:
+    @rule(
+        now_s=strategies.integers(0, 99), longest=strategies.integers(1, 4), data=strategies.data()
+    )
+    def use(self, now_s: int, longest: int, data: strategies.DataObject) -> None:
+        """A run of neighbours is used: all of it, and nothing before or behind it."""
         if self.model:
-            key = data.draw(strategies.sampled_from(sorted(self.model)))
-            location, record = self.model[key]
-            self.index.use(location, now_s)
-            self.model[key] = (location, record._replace(used_s=now_s))
+            key_at = {location: key for key, (location, _) in self.model.items()}
+            first = data.draw(strategies.sampled_from(sorted(key_at)))
+            region_end = (first // SLOTS + 1) * SLOTS
+            run = list(
+                itertools.takewhile(
+                    key_at.__contains__, range(first, min(first + longest, region_end))
+                )
+            )
+            self.index.use(first, now_s, len(run))
+            for location in run:
+                record = self.model[key_at[location]][1]
+                self.model[key_at[location]] = (location, record._replace(used_s=now_s))
 
     @invariant()
     def every_key_is_found_where_it_was_put_and_no_other(self) -> None:
@@ -284,6 +295,15 @@ def test_what_is_too_much_is_refused() -> None:
         BlockIndex(SLOTS_MAX, 2)
     with pytest.raises(Misuse):
         BlockIndex(2, 2).insert(bytes(256), 0, BlockRecord(bytes(16), 0, 0, b""))
+
+
+def test_a_run_of_blocks_is_used_and_no_other_block() -> None:
+    index = BlockIndex(2, 6)
+    for slot in range(6):
+        index.insert(bytes([slot]), slot, BlockRecord(bytes(16), 1, 1, b""))
+    index.use(1, 9, 3)
+    assert [index.record(slot).used_s for slot in range(6)] == [1, 9, 9, 9, 1, 1]
+    assert {index.record(slot).stored_s for slot in range(6)} == {1}
 
 
 def test_what_was_stored_before_a_time_is_listed() -> None:

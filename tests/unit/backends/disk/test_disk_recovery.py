@@ -19,6 +19,9 @@ from kvtier_backends.disk.folder.recovery import (
     page_case,
     region_case,
 )
+from kvtier_backends.disk.format import RegionHeader
+from tests.unit.backends.disk._log import GEOMETRY as LOG_GEOMETRY
+from tests.unit.backends.disk._log import Engine, fresh_disk
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,6 +104,41 @@ def test_each_kind_of_folder_is_told_from_the_others() -> None:
     assert folder_case(kinds.OTHER_VERSION, layout_fits=False).name == "folder_other_version"
     assert folder_case(None, layout_fits=False).name == "folder_other_layout"
     assert folder_case(None, layout_fits=True).name == "folder_sound"
+
+
+@pytest.mark.anyio
+async def test_the_highest_sequence_is_that_of_all_regions_served_or_not() -> None:
+    """A region that another engine left is newer than ours: the next header must be newer still.
+
+    Else its region could be taken for the older one, and its blocks for older copies, when
+    that engine's blocks are served again.
+    """
+    disk = fresh_disk()
+    ours = RegionHeader(
+        folder_id=b"f" * 16,
+        incarnation=b"i" * 16,
+        namespace=b"n" * 16,
+        key_id=fmt.NO_KEY_ID,
+        number=0,
+        sequence=3,
+        block_bytes=LOG_GEOMETRY.block_bytes,
+        stride=LOG_GEOMETRY.stride,
+        slots=LOG_GEOMETRY.slots,
+        table_pages=LOG_GEOMETRY.table_pages,
+        created_s=0,
+    )
+    left = [
+        ours,
+        replace(ours, number=1, sequence=40, namespace=b"m" * 16),
+        replace(ours, number=2, sequence=50, slots=7),
+        replace(ours, number=3, sequence=99, folder_id=b"g" * 16),  # of another folder: no matter
+    ]
+    for header in left:
+        disk.write(header.number, 0, fmt.encode_header(header))
+    disk.before.clear()
+    engine = Engine(disk)
+    await engine.begin()
+    assert engine.log.regions.next_sequence() == 51
 
 
 @given(strategies.binary(max_size=4096) | strategies.binary(min_size=4096, max_size=4096))

@@ -152,6 +152,51 @@ async def test_a_store_that_meets_no_memory_holds_on_to_nothing(
     await engine.check()
 
 
+class HeldWrites(SimulatedDevice):
+    """Writes of whole blocks wait for ``written``, if it is set."""
+
+    written: anyio.Event | None = None
+
+    async def write(self, transfers: Sequence[Transfer]) -> OSError | None:
+        if self.written is not None and transfers[0].at >= GEOMETRY.slots_at:
+            await self.written.wait()
+        return await super().write(transfers)
+
+
+async def test_a_block_written_into_a_region_that_was_retired_meanwhile_is_not_served() -> None:
+    """Its region is given back once it works again, which may be at any time: with no block."""
+    engine = Engine(fresh_disk())
+    engine.device = device = HeldWrites(engine.device.disk)
+    await engine.begin()
+    await engine.store(KEYS[: SLOTS + 1])
+    await engine.log.calls.wait_idle()
+    regions = engine.log.regions
+    region = regions.open_region
+    assert region is not None
+    device.written = anyio.Event()
+    outcomes: list[Outcome] = []
+
+    async def store() -> None:
+        outcomes.extend(await engine.store(KEYS[SLOTS + 1 : SLOTS + 3]))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(store)
+        await anyio.wait_all_tasks_blocked()
+        device.sick.add(region)
+        await engine.load(KEYS[SLOTS : SLOTS + 1])
+        for _ in range(STRIKES_MAX):
+            await engine.log.heal()
+        assert regions.state(region) is RegionState.RETIRED
+        device.sick.clear()
+        device.written.set()
+    assert outcomes == [Outcome.FAILED] * 2
+    assert not any(map(engine.log.has, KEYS[SLOTS : SLOTS + 3]))
+    engine.now += 301
+    await engine.log.heal()
+    assert regions.state(region) is RegionState.FREE
+    await engine.check()
+
+
 class BreakingDevice(SimulatedDevice):
     """The next write of a table page raises what is no ``OSError``, late."""
 
