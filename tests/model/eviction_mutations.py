@@ -70,6 +70,23 @@ def skip_the_lease(
     self.end_leases(request)
 
 
+@in_place_of(PrimaryTier, "_end_leases")
+def keep_the_lease_of_what_is_read(
+    real: Any, self: PrimaryTier, request: str, keys: Any = None
+) -> None:
+    """A request that has read its blocks keeps them until it ends."""
+    if keys is None:
+        real(self, request)
+
+
+@in_place_of(Eviction, "make_room")
+def evict_the_heads_of_what_is_stored(
+    real: Any, self: Eviction, slots: int, then: Any, _excluded: Any = ()
+) -> None:
+    """A store evicts the heads that it was offered with."""
+    real(self, slots, then)
+
+
 @in_place_of(Promotions, "has_room")
 def skip_the_reserve(_self: Promotions) -> bool:
     """Promotions take every slot there is."""

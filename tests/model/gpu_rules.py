@@ -37,6 +37,8 @@ class GpuRules(LookupRules):
         world.in_order(schedule)
         slots = world.facade.prepare_load(keys, request.name, order=self._order(request))
         assert slots == [world.primary.slot_of(key) for key in keys]
+        leases = world.primary.audit().promotions.leases.get(request.name, frozenset())
+        assert leases.isdisjoint(keys), "what a request reads is not kept for it any more"
         expected = [world.bytes_of[key] for key in keys]
         world.gpu.loads.append(GpuLoad(request.name, keys, slots, expected, world.facade.epoch))
         world.end_leases(request.name, keys)
@@ -96,6 +98,7 @@ class GpuRules(LookupRules):
         for key in grant.evicted:
             assert before[key] is BlockState.READY
             assert world.states[key] is BlockState.ABSENT
+            assert key not in keys or schedule, f"{key!r} went for a store that it was offered with"
         for key, slot in zip(grant.keys, grant.slots, strict=True):
             assert before[key] in {BlockState.ABSENT, BlockState.PROBING} or schedule
             data = world.new_bytes(key)
