@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, NamedTuple
@@ -37,6 +39,7 @@ BLOCK_BYTES: Final = 16 * 1024
 BLOCKS_MIN: Final = 64
 BLOCKS_MAX: Final = 512
 GROUP: Final = (0).to_bytes(4, "big")
+clock: Callable[[], float] = time.monotonic  #: in seconds; tests of the suite have one of their own
 CHECK_TIMEOUT_S_MAX = 60.0  # of one check; a module variable so that a slow store can raise it
 
 
@@ -49,6 +52,8 @@ class Bench(NamedTuple):
 
     backend: Backend
     slots: SlotMemory
+    lost: set[bytes]  #: the keys that it has called ``on_lost`` for
+    lost_elsewhere: set[int]  #: the threads that it did so on, but the event loop's
 
     async def store(self, blocks: Sequence[Block], *, slot: int = 0) -> list[Outcome]:
         """Store the blocks from slots on from ``slot``; refuses a wrong number of answers."""
@@ -148,13 +153,23 @@ async def opened(
     try:
         with anyio.fail_after(CHECK_TIMEOUT_S_MAX):
             backend = make(where)
+            lost: set[bytes] = set()
+            lost_elsewhere: set[int] = set()
+            here = threading.get_ident()
+
+            def on_lost(keys: Sequence[bytes]) -> None:
+                lost.update(keys)
+                lost_elsewhere.update({threading.get_ident()} - {here})
+
+            backend.on_lost = on_lost
             await backend.open()
             try:
                 if backend.traits.capacity_blocks is not None and not again:
                     left = [key for keys in backend.contents() for key in keys]
                     if left:
                         await backend.remove(left)
-                yield Bench(backend, SlotMemory.anonymous(BLOCKS_MIN, where.block_bytes))
+                slots = SlotMemory.anonymous(BLOCKS_MIN, where.block_bytes)
+                yield Bench(backend, slots, lost, lost_elsewhere)
             finally:
                 with anyio.CancelScope(shield=True), anyio.move_on_after(1.0):
                     await backend.close()

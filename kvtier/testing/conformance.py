@@ -34,16 +34,29 @@ from kvtier.testing._workbench import BackendCheck as BackendCheck
 from kvtier.testing._workbench import Bench, context, expect, new_block, new_blocks, opened
 from kvtier.testing._workbench import MakeBackend as MakeBackend
 from kvtier.testing._workbench import NotConforming as NotConforming
+from kvtier.testing.backend_books import (
+    storage_that_outlives_it_has_a_place,
+    what_is_left_after_a_restart_is_listed,
+    what_is_lost_is_told,
+)
+from kvtier.testing.backend_calls import (
+    a_cancelled_call_ends,
+    busy_threads_counts_who_may_touch_a_buffer,
+    no_call_blocks_the_event_loop,
+)
 
 
 async def check_backend(make: MakeBackend, *, persistent: bool = False) -> None:
     """Run every check; ``persistent`` adds that blocks outlive the backend.
 
-    Raises ``NotConforming`` at the first broken promise; what a backend raises
-    where it may not comes through as it is.
+    Raises ``NotConforming`` at the first broken promise, with the check's name; what a
+    backend raises where it may not comes through as it is.
     """
     for check in (*BACKEND_CHECKS, *(PERSISTENCE_CHECKS if persistent else ())):
-        await check(make)
+        try:
+            await check(make)
+        except NotConforming as broken:
+            raise NotConforming(f"{check.__name__}: {broken}") from broken
 
 
 async def blocks_come_back_byte_exact(make: MakeBackend) -> None:
@@ -405,6 +418,7 @@ def _expect_whole_or_absent(
 
 
 BACKEND_CHECKS: Final[tuple[BackendCheck, ...]] = (
+    what_is_left_after_a_restart_is_listed,  # first: so the others empty a bounded backend
     blocks_come_back_byte_exact,
     a_load_of_a_missing_key_is_absent,
     it_may_be_made_in_any_thread,
@@ -423,6 +437,11 @@ BACKEND_CHECKS: Final[tuple[BackendCheck, ...]] = (
     namespaces_do_not_mix,
     odd_block_sizes_work_or_are_refused,
     counters_are_counts,
+    a_cancelled_call_ends,
+    busy_threads_counts_who_may_touch_a_buffer,
+    no_call_blocks_the_event_loop,
+    storage_that_outlives_it_has_a_place,
+    what_is_lost_is_told,
 )
 """What every backend must pass."""
 

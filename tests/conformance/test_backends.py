@@ -31,13 +31,14 @@ from kvtier.testing import (
 )
 from kvtier_backends.fs import FsBackend
 from kvtier_backends.memory import MemoryBackend
+from tests.conformance._flawed_conduct import FLAWS
+from tests.conformance._shelves import CAPACITY_BYTES, SHELVES, Outlives
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
 pytestmark = pytest.mark.anyio
-CAPACITY_BYTES = 64 * _workbench.BLOCK_BYTES
 
 
 def memory(context: BackendContext) -> Backend:
@@ -70,35 +71,6 @@ async def test_check_backend_runs_all_checks(tmp_path: Path) -> None:
 async def test_memory_fails_the_persistence_checks() -> None:
     with pytest.raises(NotConforming):
         await check_backend(memory, persistent=True)
-
-
-SHELVES: dict[str, Any] = {}
-
-
-class Outlives(MemoryBackend):
-    """What a third party may write: bounded, and it persists. A shelf for each namespace."""
-
-    def __init__(self, context: BackendContext, *rest: Any) -> None:
-        super().__init__(context, *rest)
-        self.before: list[bytes] = []
-        self.shelf = f"{context.block_bytes} {context.namespace.facts}"
-
-    async def open(self) -> None:
-        self._kept = SHELVES.setdefault(self.shelf, {})
-        self.before = list(self._kept)
-
-    def contents(self) -> Iterable[Sequence[bytes]]:
-        for start in range(0, len(self.before), 8):
-            yield self.before[start : start + 8]
-
-    async def close(self) -> None:
-        pass
-
-
-@pytest.fixture
-def _no_shelves() -> Iterator[None]:
-    yield
-    SHELVES.clear()
 
 
 @pytest.mark.usefixtures("_no_shelves")
@@ -420,5 +392,6 @@ async def test_a_flawed_backend_fails_the_check_meant_for_it(
 
 
 def test_every_check_has_a_flaw_that_it_finds() -> None:
-    assert set(FLAWED.values()) == set(BACKEND_CHECKS)
+    found = {*FLAWED.values(), *(check for check, _ in FLAWS.values())}
+    assert found == set(BACKEND_CHECKS)
     assert set(FLAWED_SHELVES.values()) == set(PERSISTENCE_CHECKS)

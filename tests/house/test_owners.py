@@ -46,6 +46,7 @@ GIVEN = {
     "kvtier.tools.bench.disk_io: entry.user_data": "io_uring: a submission queue's entry",
     "kvtier.tools.answering: process.returncode": "subprocess: nobody waits for the process",
     "kvtier.tier.cell: self._backend.on_lost": "the backend's protocol: the runtime sets it",
+    "kvtier.testing._workbench: backend.on_lost": "as above: the suite plays the runtime",
     "kvtier_backends.memory: block.buffer": "the backend's protocol: bytes to be filled",
     "kvtier.tools.bench.sides: self.memory.buffer": "bytes to be filled",
     "kvtier.plugin_api.backend: traits.__init__": "a decorator of the class",

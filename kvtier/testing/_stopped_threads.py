@@ -1,0 +1,106 @@
+"""Stops a backend's threads in the midst of a call, at a place of the check's choosing.
+
+So a check needs no storage that hangs, and what it finds does not depend on how
+fast threads are: storage that hangs is a thread that does not go on.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, Final, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+STOPPED_S_MAX: Final = 5.0
+"""A thread may have been stopped with a lock that the event loop wants. Then it goes on by itself,
+and the check looks no further."""
+
+ALONE_LOOKS_MAX: Final = 1000
+ALONE_LOOK_S: Final = 0.001
+"""So often, and so long each time, is looked for what a thread does by itself."""
+
+WAITING_CALLS: Final = frozenset({"get", "acquire", "wait", "select", "poll", "recv", "accept"})
+"""Functions in C in which a thread waits for work."""
+
+
+class StoppedThreads:
+    """Stops the threads that are started while this is entered.
+
+    A thread is stopped where it calls a function or returns from one, by a profile
+    function. Threads that no Python code runs in are not seen, and never stopped.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._may_go_on = threading.Event()
+        self._may_go_on.set()
+        self._events_left: int | None = None
+        self._waiting_in: dict[int, str] = {}  # of each thread that was stopped: in which call
+        self._has_given_up = False
+
+    def __enter__(self) -> Self:
+        self._before = threading.getprofile()
+        threading.setprofile(self._at_event)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        threading.setprofile(self._before)
+        self.go_on()
+
+    def stop_after(self, events: int) -> None:
+        """Stop each thread at its next call or return, once there were so many of all threads."""
+        with self._lock:
+            self._waiting_in.clear()
+            self._events_left = events
+            self._may_go_on.clear()
+
+    def go_on(self) -> None:
+        """Let all threads run."""
+        with self._lock:
+            self._events_left = None
+            self._may_go_on.set()
+
+    def go_on_alone(self, until: Callable[[], bool]) -> None:
+        """Let all threads run while the caller waits, until this is so or they wait for work.
+
+        The caller is the event loop: nothing goes on that needs it.
+        """
+        self.go_on()
+        for _ in range(ALONE_LOOKS_MAX):
+            if until() or self._waiting_in.keys() <= self._idle():
+                return
+            threading.Event().wait(ALONE_LOOK_S)
+
+    @property
+    def has_stopped_one(self) -> bool:
+        """Whether a thread was stopped since ``stop_after``."""
+        return bool(self._waiting_in)
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether a thread went on by itself: nothing can be said of what was meanwhile."""
+        return self._has_given_up
+
+    def _idle(self) -> set[int]:
+        alive = {thread.ident for thread in threading.enumerate()}
+        waiting_in = self._waiting_in.copy().items()
+        return {each for each, call in waiting_in if call in WAITING_CALLS or each not in alive}
+
+    def _at_event(self, _frame: FrameType, event: str, arg: Any) -> None:  # noqa: ANN401
+        thread = threading.get_ident()
+        if thread in self._waiting_in:
+            self._waiting_in[thread] = getattr(arg, "__name__", "") if event == "c_call" else ""
+        if self._events_left is None:
+            return
+        with self._lock:
+            if self._events_left is None:
+                return
+            if self._events_left > 0:
+                self._events_left -= 1
+                return
+            self._waiting_in[thread] = ""
+        if not self._may_go_on.wait(STOPPED_S_MAX):
+            self._has_given_up = True
+            self.go_on()
