@@ -6,6 +6,7 @@
 #   make quick                 lint, types and the quick unit tests, in two minutes
 #   make test-long             what takes hours: fresh seeds for the model checker, soaks, servers
 #   make model SECONDS=600     the model checker for as long as it is told
+#   make rig MINUTES=60        vLLM's scheduler over a model that checks each read, fresh seeds
 #   make PYTHON=python3.12 ... another Python;  PIP_ARGS="..." more options for pip
 
 SHELL := /bin/bash
@@ -18,6 +19,7 @@ VENV ?= .venv
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 SECONDS ?=
+MINUTES ?= 60
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --no-input --no-deps --no-compile $(PIP_ARGS)
@@ -34,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE
 unexport PYTHONPATH PYTHONHOME
 
 .PHONY: help demo test test-long quick quick-unit lint types unit conformance model engine \
-        engine-0.32 engine-0.33 vllm-0.33 docs soak server bench-import clean
+        engine-0.32 engine-0.33 vllm-0.33 rig rig-0.32 rig-0.33 docs soak server bench-import clean
 .DEFAULT_GOAL := help
 
 help:
@@ -137,6 +139,19 @@ engine-0.32: $(VENV)/.dev
 engine-0.33: $(VENV)/.dev $(NEWER)/.made
 	KVTIER_TEST_VLLM=0.33 PYTHONPATH=$(abspath $(NEWER)) \
 	    $(PYTEST) -m "not one_release" -o cache_dir=.pytest_cache/vllm-0.33 tests/vllm
+
+# Half of the time on each release of vLLM. A seed that fails is told: --seed plays it alone.
+rig: $(VENV)/.dev $(NEWER)/.made
+	$(BIN)/python -m tests.rig --seconds $$(($(MINUTES) * 30))
+	PYTHONPATH=$(abspath $(NEWER)) $(BIN)/python -m tests.rig --seconds $$(($(MINUTES) * 30))
+
+# A few hundred scenarios, and that the rig finds what is wrong.
+rig-0.32: $(VENV)/.dev
+	KVTIER_TEST_VLLM=0.32 $(PYTEST) tests/rig
+
+rig-0.33: $(VENV)/.dev $(NEWER)/.made
+	KVTIER_TEST_VLLM=0.33 PYTHONPATH=$(abspath $(NEWER)) \
+	    $(PYTEST) -o cache_dir=.pytest_cache/vllm-0.33 tests/rig
 
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

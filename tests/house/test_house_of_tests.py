@@ -20,6 +20,7 @@ WAITS = {"wait", "join", "acquire", "get", "communicate", "fail_after", "result"
 
 MAY_READ_A_CLOCK = {
     "support/patience.py": "waits for all others",
+    "rig/__main__.py": "runs for as long as it is told",
     "model/test_model.py": "runs for as long as it is told",
     "unit/runtime/test_hanging_storage.py": "moves a clock on once something hangs",
     "unit/runtime/test_hung_backends.py": "gives up on a method that nobody calls",

@@ -1,0 +1,175 @@
+"""An engine: vLLM's own core and scheduler, kvtier behind vLLM's connector, and no model."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.v1.engine.core import EngineCore
+
+from tests.rig.device import Device
+from tests.rig.executor import RigExecutor
+from tests.rig.layers import BLOCK_TOKENS, layers
+from tests.rig.runner import World
+from tests.rig.stepped_tiers import stepped_tiers
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Iterator
+
+    from tests.rig.shape import Shape
+    from tests.rig.stepped_tiers import SteppedTiers
+
+MODEL_TOKENS_MAX = 64
+ROW_BYTES = 4096  #: vLLM rounds a slot up to pages of memory
+_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MODEL_TOKENS_MAX,
+    "vocab_size": 512,
+}
+
+
+class Engine:
+    """A running engine, and what a scenario looks at."""
+
+    def __init__(self, core: EngineCore, world: World, tiers: SteppedTiers) -> None:
+        self.core = core
+        self.scheduler: Any = core.scheduler
+        self.workers: Any = core.model_executor.workers
+        self.world = world
+        self.tiers = tiers
+        self.manager: Any = self.scheduler.connector.connector_scheduler.manager
+        self.facade: Any = self.manager.facade
+
+    def step(self) -> None:
+        """Run one step of the engine, and let the devices and tiers go on meanwhile, or not."""
+        self.core.step_fn()
+        for worker in self.workers:
+            worker.device.move()
+        self.tiers.move()
+
+    def knows_request(self, name: str) -> bool:
+        """Tell whether vLLM's scheduler, or its connector, still has a request of this id."""
+        connector = self.scheduler.connector.connector_scheduler
+        return name in self.scheduler.requests or name in connector._req_status
+
+    @property
+    def has_work(self) -> bool:
+        """Whether vLLM would call the engine again."""
+        return bool(self.scheduler.has_requests() or self.core.batch_queue)
+
+
+@contextmanager
+def engine(shape: Shape, rng: random.Random) -> Iterator[Engine]:
+    """Start an engine and shut it down."""
+    world = World()
+    with ExitStack() as stack:
+        tiers = stack.enter_context(stepped_tiers(rng, shape.tier_laziness))
+        stack.enter_context(patch.object(RigExecutor, "specs", _layers(shape), create=True))
+        devices = [Device(rng, shape.laziness)]
+        stack.enter_context(patch.object(RigExecutor, "devices", devices, create=True))
+        stack.enter_context(patch.object(RigExecutor, "world", world, create=True))
+        # It takes as long as a whole scenario.
+        stack.enter_context(patch("vllm.v1.engine.core.freeze_gc_heap"))
+        core = EngineCore(vllm_config(shape), RigExecutor, log_stats=True)
+        try:
+            yield Engine(core, world, tiers)
+        except BaseException:
+            world.has_failed = True
+            raise
+        finally:
+            try:
+                core.model_executor.shutdown()
+            finally:
+                core.scheduler.shutdown()
+
+
+def _layers(shape: Shape) -> dict[str, Any]:
+    return layers(shape.kinds, shape.layers_each)
+
+
+def vllm_config(shape: Shape) -> VllmConfig:
+    """Build what a user's options would become."""
+    row = -(-256 * shape.layers_each * shape.blocks_per_chunk // ROW_BYTES) * ROW_BYTES
+    extra = {
+        "spec_name": "KVTierOffloadingSpec",
+        "spec_module_path": "kvtier.vllm",
+        "cpu_bytes_to_use": shape.slots * row,
+        "blocks_per_chunk": shape.blocks_per_chunk,
+        "eviction_policy": shape.eviction_policy,
+        "secondary_tiers": [dict(tier) for tier in shape.tiers],
+    }
+    config = VllmConfig(
+        model_config=_model(),
+        cache_config=CacheConfig(
+            block_size=BLOCK_TOKENS,
+            enable_prefix_caching=True,
+            num_gpu_blocks_override=_blocks_least(shape) + shape.gpu_blocks,
+            mamba_cache_mode="align" if "mamba" in shape.kinds else "none",
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=shape.running_max,
+            max_num_batched_tokens=shape.batched_tokens_max,
+            max_model_len=MODEL_TOKENS_MAX,
+            is_encoder_decoder=False,
+            enable_chunked_prefill=True,
+        ),
+        parallel_config=ParallelConfig(),
+        device_config=DeviceConfig(device="cpu"),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="OffloadingConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config=extra,
+        ),
+    )
+    # vLLM has no asynchronous scheduling on the CPU; its scheduler and core do not know that.
+    config.scheduler_config.async_scheduling = shape.asynchronous
+    return config
+
+
+def _blocks_least(shape: Shape) -> int:
+    """Return how many blocks one request of full length may need, and the null block."""
+    needed = 1
+    for kind in shape.kinds:
+        tokens = MODEL_TOKENS_MAX
+        if kind.startswith("window:"):
+            in_flight = shape.batched_tokens_max * (2 if shape.asynchronous else 1)
+            tokens = min(tokens, int(kind.partition(":")[2]) - 1 + in_flight)
+        needed += 4 if kind == "mamba" else -(-tokens // BLOCK_TOKENS) + 1
+    return needed
+
+
+@cache
+def _model() -> ModelConfig:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(_MODEL))
+        config = ModelConfig(
+            model=folder,
+            tokenizer=folder,
+            skip_tokenizer_init=True,
+            dtype="float16",
+            max_model_len=MODEL_TOKENS_MAX,
+            enforce_eager=True,
+        )
+    config.model = "rig/model"
+    return config

@@ -1,0 +1,63 @@
+"""The model: what it writes for a token is a digest of all that the token's KV depends on.
+
+That is every token up to this one, the weights, and the request's salt. So KV of
+another prefix, of other weights, of another layer or of another place in a block
+is a wrong number, and so is what was never written.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+VOCABULARY = 6  #: few tokens: prompts that were drawn apart share prefixes all the same
+_MASK = (1 << 64) - 1
+_ODD = 0x9E3779B97F4A7C15
+
+
+class Prefix:
+    """The digests of one sequence of tokens, one a token. It grows."""
+
+    def __init__(self, tokens: list[int], weights: int, salt: str) -> None:
+        self.tokens = tokens
+        self._digests: list[int] = []
+        self._seed = _mixed(weights * 1_000_003 + int.from_bytes(salt.encode(), "big") + 1)
+
+    def digests(self, end: int) -> NDArray[np.uint64]:
+        """Return the digests of the first ``end`` tokens."""
+        assert end <= len(self.tokens), "a token that nobody has sampled yet"
+        for number in range(len(self._digests), end):
+            last = self._digests[-1] if number else self._seed
+            self._digests.append(_mixed(last ^ (self.tokens[number] + 1)))
+        return np.array(self._digests[:end], dtype=np.uint64)
+
+    def next_token(self) -> int:
+        """Sample what follows."""
+        return int(self.digests(len(self.tokens))[-1]) % VOCABULARY
+
+
+def written(digests: NDArray[np.uint64], salts: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return what a layer writes for tokens of these digests. ``salts``: the layer's own.
+
+    A row of ``len(salts)`` words for each token, no two of them the same.
+    """
+    words = (digests[:, None] ^ salts[None, :]) * np.uint64(_ODD)
+    return words ^ (words >> np.uint64(29))
+
+
+def salts_of(layer: str, first: int, count: int) -> NDArray[np.uint64]:
+    """Return the salts of a layer's words, from the word ``first`` of all ranks' words on."""
+    seed = int.from_bytes(layer.encode()[-6:], "big") << 12
+    return np.array([_mixed(seed + first + n) for n in range(count)], dtype=np.uint64)
+
+
+def _mixed(value: int) -> int:
+    """Mix 64 bits well (SplitMix64)."""
+    value = (value * _ODD + 1) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)

@@ -1,0 +1,58 @@
+"""The layers that a scenario's model has: one KV-cache group for each kind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+BLOCK_TOKENS = 4
+_HEADS = 2
+_HEAD_SIZE = 8
+_PAGE_BYTES = BLOCK_TOKENS * _HEADS * _HEAD_SIZE * 2 * 2  # keys and values, of two bytes
+
+
+def layers(kinds: Sequence[str], layers_each: int, ranks: int = 1) -> dict[str, KVCacheSpec]:
+    """Return the spec of each layer. Kinds: full, mla, mamba, or window:TOKENS."""
+    return {
+        f"model.layers.{number * layers_each + n}.{kind}": _spec(kind, ranks)
+        for number, kind in enumerate(kinds)
+        for n in range(layers_each)
+    }
+
+
+def _spec(kind: str, ranks: int) -> KVCacheSpec:
+    shape: dict[str, Any] = {
+        "block_size": BLOCK_TOKENS,
+        "num_kv_heads": _HEADS // ranks,
+        "head_size": _HEAD_SIZE,
+        "dtype": torch.float16,
+    }
+    if kind == "full":
+        return FullAttentionSpec(**shape)
+    if kind.startswith("window:"):
+        return SlidingWindowSpec(sliding_window=int(kind.partition(":")[2]), **shape)
+    if kind == "mla":
+        # As many bytes as the others have: vLLM wants pages of one size.
+        return MLAAttentionSpec(
+            **shape | {"num_kv_heads": 1, "head_size": _PAGE_BYTES // BLOCK_TOKENS // 2}
+        )
+    assert kind == "mamba"
+    return MambaSpec(
+        block_size=BLOCK_TOKENS,
+        shapes=((7, 4), (2, 10)),
+        dtypes=(torch.float16, torch.float32),
+        page_size_padded=_PAGE_BYTES // ranks,
+        mamba_cache_mode="align",
+    )

@@ -1,0 +1,250 @@
+"""What one rank's model runner does in a step, with the fake model in place of the real one.
+
+The order is that of vLLM's runner: stores of the last step are submitted, new blocks
+are zeroed, blocks copied, the model runs, loads are submitted. The model first reads
+all that attention would read, and compares it with what the model once wrote there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from tests.rig.fake_model import Prefix, salts_of, written
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from tests.rig.device import Device
+
+
+class WrongKV(AssertionError):
+    """Raised when attention would have read what the model never wrote there."""
+
+
+@dataclass
+class World:
+    """What all ranks share, and a scenario changes."""
+
+    weights: int = 0
+    salts: dict[str, str] = field(default_factory=dict)  #: of requests
+    tokens_checked: int = 0
+    has_failed: bool = False  #: nothing is compared any more
+
+
+@dataclass
+class _Running:
+    """One request in the persistent batch."""
+
+    name: str
+    prefix: Prefix
+    tables: list[list[int]]  #: block ids of each group
+
+    def tables_now(self) -> list[list[int]]:
+        """Return the block ids as a step that is launched now has them."""
+        return [list(table) for table in self.tables]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer's pages: (blocks, heads, tokens of a block, words)."""
+
+    name: str
+    pages: NDArray[np.uint64]
+    salts: NDArray[np.uint64]
+
+    def words(self, digests: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        _, heads, _, words = self.pages.shape
+        return written(digests, self.salts).reshape(len(digests), heads, words)
+
+
+class Runner:
+    """One rank's persistent batch and its KV caches."""
+
+    def __init__(
+        self,
+        config: Any,
+        kv_caches: Mapping[str, torch.Tensor],
+        device: Device,
+        world: World,
+        rank: int,
+    ) -> None:
+        self._device = device
+        self._world = world
+        self._requests: dict[str, _Running] = {}
+        self._groups = [
+            (
+                group.kv_cache_spec,
+                [_layer(each, kv_caches[each], rank) for each in group.layer_names],
+            )
+            for group in config.kv_cache_groups
+        ]
+
+    # --- a step, on the host ---
+
+    def step(self, scheduled: SchedulerOutput, connector: Any) -> tuple[int, ModelRunnerOutput]:
+        """Launch a step. Returns what to synchronize with before its output is read."""
+        meta = scheduled.kv_connector_metadata
+        connector.handle_preemptions(meta)
+        self._update(scheduled)
+        connector.bind_connector_metadata(meta)
+        if scheduled.has_sync_kv_loads:
+            connector.start_load_kv(None)
+        output = self._launch(scheduled)
+        launched = self._device.launched
+        if not scheduled.has_sync_kv_loads:
+            connector.start_load_kv(None)
+        connector.wait_for_save()
+        self._device.move()
+        output.kv_connector_output = _connector_output(connector, scheduled.finished_req_ids)
+        connector.clear_connector_metadata()
+        return launched, output
+
+    def _update(self, scheduled: SchedulerOutput) -> None:
+        for name in scheduled.finished_req_ids:
+            self._requests.pop(name, None)
+        for new in scheduled.scheduled_new_reqs:
+            tokens = list(new.prefill_token_ids or new.prompt_token_ids or ())
+            self._start(new.req_id, tokens, new.block_ids)
+        cached = scheduled.scheduled_cached_reqs
+        for number, name in enumerate(cached.req_ids):
+            blocks = cached.new_block_ids[number]
+            if name in cached.resumed_req_ids:
+                # A new one: a step in flight may still write to what it was.
+                self._start(name, list(cached.all_token_ids[name]), blocks)
+            elif blocks is not None:
+                for table, more in zip(self._requests[name].tables, blocks, strict=True):
+                    table.extend(more)
+
+    def _start(self, name: str, tokens: list[int], blocks: Any) -> None:
+        salt = self._world.salts.get(name, "")
+        prefix = Prefix(tokens, self._world.weights, salt)
+        self._requests[name] = _Running(name, prefix, [list(table) for table in blocks])
+
+    def _launch(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        zeroed = list(scheduled.new_block_ids_to_zero or ())
+        copies = list(scheduled.kv_cache_block_copies or ())
+        computed = {each.req_id: each.num_computed_tokens for each in scheduled.scheduled_new_reqs}
+        cached = scheduled.scheduled_cached_reqs
+        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        batch = [
+            (self._requests[name], self._requests[name].tables_now(), computed[name], count)
+            for name, count in scheduled.num_scheduled_tokens.items()
+        ]
+        sampled: list[list[int]] = [[] for _ in batch]
+
+        def run() -> None:
+            self._zero(zeroed)
+            for copy in copies:
+                self._copy_block(copy.src_block_id, copy.dst_block_id)
+            for number, (request, tables, start, count) in enumerate(batch):
+                self._read(request, tables, start)
+                end = start + count
+                self._write(request, tables, start, end)
+                if end == len(request.prefix.tokens):
+                    sampled[number].append(request.prefix.next_token())
+                    request.prefix.tokens.append(sampled[number][0])
+
+        self._device.launch(run)
+        names = [request.name for request, *_ in batch]
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: number for number, name in enumerate(names)},
+            sampled_token_ids=sampled,
+        )
+
+    # --- the model, on the device ---
+
+    def _read(self, request: _Running, tables: list[list[int]], end: int) -> None:
+        """Compare all that attention reads to compute the token ``end``."""
+        if end == 0 or self._world.has_failed:
+            return
+        digests = request.prefix.digests(end)
+        for (spec, layers), table in zip(self._groups, tables, strict=True):
+            start = 0
+            if isinstance(spec, MambaSpec):
+                start = end - 1
+            elif isinstance(spec, SlidingWindowSpec):
+                start = max(0, end - spec.sliding_window + 1)
+            places = _places(spec, table, start, end)
+            for layer in layers:
+                self._compare(request, layer, places, digests[start:end])
+
+    def _compare(
+        self,
+        request: _Running,
+        layer: _Layer,
+        places: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
+        digests: NDArray[np.uint64],
+    ) -> None:
+        tokens, blocks, offsets = places
+        found = layer.pages[blocks, :, offsets]
+        wrong = (found != layer.words(digests)).any(axis=(1, 2))
+        self._world.tokens_checked += len(tokens)
+        if wrong.any():
+            self._world.has_failed = True
+            first = int(np.argmax(wrong))
+            raise WrongKV(
+                f"request {request.name!r}, layer {layer.name}: the KV of {int(wrong.sum())} of "
+                f"{len(tokens)} tokens is not theirs, first that of token {tokens[first]}, in "
+                f"block {blocks[first]}; weights {self._world.weights}"
+            )
+
+    def _write(self, request: _Running, tables: list[list[int]], start: int, end: int) -> None:
+        digests = request.prefix.digests(end)
+        for (spec, layers), table in zip(self._groups, tables, strict=True):
+            first = end - 1 if isinstance(spec, MambaSpec) else start
+            _, blocks, offsets = _places(spec, table, first, end)
+            for layer in layers:
+                layer.pages[blocks, :, offsets] = layer.words(digests[first:end])
+
+    def _zero(self, blocks: list[int]) -> None:
+        for block in blocks:
+            for _, layers in self._groups:
+                for layer in layers:
+                    layer.pages[block] = 0
+
+    def _copy_block(self, source: int, target: int) -> None:
+        for _, layers in self._groups:
+            for layer in layers:
+                layer.pages[target] = layer.pages[source]
+
+
+def _layer(name: str, cache: torch.Tensor, rank: int) -> _Layer:
+    assert cache.stride(-1) == 1
+    pages = cache.view(torch.int64).numpy().view(np.uint64)
+    heads, words = pages.shape[1], pages.shape[3]
+    return _Layer(name, pages, salts_of(name, rank * heads * words, heads * words))
+
+
+def _places(
+    spec: Any, table: list[int], start: int, end: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return tokens, and where each one's KV is: its block, and its place in the block."""
+    tokens = np.arange(start, end)
+    blocks = np.array(table, dtype=np.int64)[tokens // spec.block_size]
+    offsets = tokens % spec.block_size
+    if isinstance(spec, MambaSpec):  # a state, of the last token
+        offsets = np.zeros_like(offsets)
+    return tokens, blocks, offsets
+
+
+def _connector_output(connector: Any, finished: set[str]) -> KVConnectorOutput:
+    output = KVConnectorOutput()
+    results = connector.get_transfer_results(finished)
+    output.finished_sending = results.finished_sending
+    output.finished_recving = results.finished_recving
+    output.failed_recving = results.failed_recving
+    output.invalid_block_ids = connector.get_block_ids_with_load_errors()
+    output.kv_connector_stats = connector.get_kv_connector_stats()
+    output.kv_cache_events = connector.get_kv_connector_kv_cache_events()
+    output.kv_connector_worker_meta = connector.build_connector_worker_meta()
+    return output

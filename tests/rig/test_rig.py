@@ -1,0 +1,50 @@
+"""vLLM's own core, scheduler and connector over kvtier, and a model that knows what it wrote.
+
+A scenario is played from its seed; a failure says which, and what was drawn from it.
+``python -m tests.rig --seed N`` plays one alone.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.rig.planted import MISTAKES
+from tests.rig.runner import WrongKV
+from tests.rig.scenario import NotAtRest, play
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+SCENARIOS = int(os.environ.get("KVTIER_RIG_SCENARIOS", "400"))
+IN_A_TEST = 50
+FOUND_WITHIN = 300  #: scenarios, by far
+
+
+@pytest.mark.parametrize("first", range(0, SCENARIOS // 2, IN_A_TEST))
+def test_attention_reads_what_the_model_wrote(first: int) -> None:
+    """The same scenarios each time."""
+    _play_all(range(first, first + IN_A_TEST))
+
+
+@pytest.mark.parametrize("number", range(SCENARIOS // 2 // IN_A_TEST))
+def test_attention_reads_what_the_model_wrote_in_fresh_scenarios(number: int) -> None:
+    """Others each time: the seed of one that fails is told."""
+    first = random.SystemRandom().randrange(1 << 40) + number
+    _play_all(range(first, first + IN_A_TEST))
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.slow
+def test_the_rig_finds_what_is_wrong(mistake: str) -> None:
+    """A rig that finds nothing shows nothing."""
+    with MISTAKES[mistake](), pytest.raises((WrongKV, NotAtRest)):
+        _play_all(range(FOUND_WITHIN))
+
+
+def _play_all(seeds: Iterable[int]) -> None:
+    for seed in seeds:
+        play(seed)
