@@ -15,6 +15,7 @@ from kvtier.settings.runtime_config import ADMIT_ALL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from importlib.metadata import EntryPoint
 
     from kvtier.plugin_api.admission_policy import AdmissionContext
     from kvtier.plugin_api.backend import BackendContext, BackendTraits
@@ -81,7 +82,7 @@ def make_policy(name: str, capacity: int) -> EvictionPolicy:
     return _policy_class(name)(capacity)
 
 
-@cache  # to look through all that is installed takes 8 ms
+@cache
 def fallback_policy() -> Callable[[int], EvictionPolicy]:
     """Return what makes the policy that takes the place of one that broke."""
     return _policy_class(FALLBACK_POLICY)
@@ -113,9 +114,10 @@ def make_admission(config: TierConfig, context: AdmissionContext) -> AdmissionPo
 
 def _find(group: str, name: str, key: str, base: type, also: Sequence[str] = ()) -> Any:  # noqa: ANN401 - a class of ``base``
     """Load the class registered as ``name``. ``also``: names to be shown as known besides."""
-    from importlib.metadata import entry_points  # noqa: PLC0415 - a fifth of the import time
-
-    known = {entry.name: entry for entry in entry_points(group=group)}
+    known = _installed(group)
+    if name not in known:  # installed since this process looked, perhaps
+        _installed.cache_clear()
+        known = _installed(group)
     entry = known.get(name)
     if entry is None and group == BACKENDS and name in NOT_YET:
         raise ConfigError(
@@ -136,3 +138,11 @@ def _find(group: str, name: str, key: str, base: type, also: Sequence[str] = ())
             f"{base.__module__}.{base.__name__}. Ask the package's author to mend it."
         )
     return found
+
+
+@cache  # to look through all that is installed takes 8 ms
+def _installed(group: str) -> dict[str, EntryPoint]:
+    """Return the entry points of a group by name."""
+    from importlib.metadata import entry_points  # noqa: PLC0415 - a fifth of the import time
+
+    return {entry.name: entry for entry in entry_points(group=group)}

@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm.utils.gc_utils import freeze_gc_heap
-
 from kvtier.tools.bench.sides import KVTIER, SIDES, VLLM, Setup, Side, vllm_policy_beside
 from kvtier.tools.bench.turns import (
     BOUND_OF,
@@ -142,7 +140,7 @@ def _build(options: Options, policy: str, tier_folder: Path | None) -> list[Side
     except BaseException:
         _close(sides)
         raise
-    freeze_gc_heap()  # as vLLM's engine core does when it has started
+    gc.freeze()  # as vLLM's engine core does when it has started; the last run has collected
     return sides
 
 

@@ -177,7 +177,7 @@ def test_every_call_is_measured_on_both_sides_and_nothing_is_left(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     threads = ending_threads()
     advanced: list[int] = []
-    options = Options(blocks=70, request_blocks=8, runs=2, with_tier=with_tier)
+    options = Options(blocks=70, request_blocks=8, runs=1, with_tier=with_tier)
     found = measure(options, "arc", lambda: advanced.append(1))
     assert len(advanced) == 1 + options.runs
     assert (found["policy"], found["vllm_policy"], found["blocks"]) == ("arc", "arc", 64)
