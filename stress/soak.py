@@ -24,6 +24,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from msgspec import to_builtins
+
 from kvtier import Namespace, RuntimeConfig, SlotMemory, open_runtime
 from kvtier.hosts import process_host
 from kvtier.hosts.process_host import TierProcess
@@ -306,7 +308,7 @@ def main() -> int:
         except Failure as failure:
             print(f"soak: FAILED with seed {seed}: {failure}", file=sys.stderr)
             return 1
-    counts = [dict(tier.counts) for tier in soak.facade.statistics().tiers]
+    counts = [to_builtins(tier.counts) for tier in soak.facade.statistics().tiers]
     print(
         f"soak: {soak.requests} requests, {soak.stored} blocks stored, {soak.read} read and right"
     )

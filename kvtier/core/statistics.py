@@ -8,10 +8,12 @@ exports them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping  # noqa: TC003 - msgspec resolves the annotations
+from copy import copy
 from typing import Final, Generic, Self, TypeVar
 
 import msgspec
+from msgspec.structs import asdict
 
 T = TypeVar("T")
 
@@ -19,80 +21,55 @@ OBSERVATIONS_MAX: Final = 10_000
 """Observations that nobody takes are dropped beyond this many, the oldest first."""
 
 
-class Counts(Mapping[str, int | float]):
-    """Counters: attributes, and a mapping by name for whoever reads them all."""
+class Counts(msgspec.Struct):
+    """Counters: attributes, so that a renamed one is an error wherever it is read."""
 
     def snapshot(self) -> Self:
         """Return the counters as they are now."""
-        taken = object.__new__(type(self))
-        vars(taken).update(vars(self))
-        return taken
-
-    def __getitem__(self, name: str) -> int | float:
-        """Return one counter."""
-        value: int | float = vars(self)[name]
-        return value
-
-    def __iter__(self) -> Iterator[str]:
-        """Return the names of all counters."""
-        return iter(vars(self))
-
-    def __len__(self) -> int:
-        """How many counters there are."""
-        return len(vars(self))
-
-    def __eq__(self, other: object) -> bool:
-        """Compare the counters. Done in each step of an engine, so without a copy."""
-        if isinstance(other, Counts):
-            return vars(self) == vars(other)
-        return super().__eq__(other)
-
-    __hash__ = None  # type: ignore[assignment] # as of all that changes
+        return copy(self)
 
 
 class PrimaryCounts(Counts):
     """Counted by the primary tier, in blocks unless the name says otherwise."""
 
-    def __init__(self) -> None:
-        # Keys looked up, once a request and key; counted when the request loads, stores or ends.
-        self.queries = 0
-        self.hits = 0  # of these, READY at once
-        self.evictions = 0
-        self.promotions_refused = 0  # lookups answered ABSENT for want of a slot
-        self.stores_skipped = 0  # below store_threshold
-        self.stores_dropped = 0  # no room
-        self.unknown_completions = 0
-        self.policies_replaced = 0  # eviction policies that raised, or were of no use
+    # Keys looked up, once a request and key; counted when the request loads, stores or ends.
+    queries: int = 0
+    hits: int = 0  # of these, READY at once
+    evictions: int = 0
+    promotions_refused: int = 0  # lookups answered ABSENT for want of a slot
+    stores_skipped: int = 0  # below store_threshold
+    stores_dropped: int = 0  # no room
+    unknown_completions: int = 0
+    policies_replaced: int = 0  # eviction policies that raised, or were of no use
 
 
 class TierCounts(Counts):
     """Counted by one tier's link, in blocks unless the name says otherwise."""
 
-    def __init__(self) -> None:
-        self.queries = 0
-        self.hits = 0
-        self.read_bytes = 0
-        self.read_seconds = 0.0
-        self.write_bytes = 0
-        self.write_seconds = 0.0
-        self.promotion_jobs = 0
-        self.promotion_jobs_failed = 0  # at least one block did not arrive
-        self.cascade_jobs = 0
-        self.cascade_jobs_failed = 0
-        self.absent = 0  # a load found nothing
-        self.damaged = 0  # a load found bytes that fail their check
-        self.failed = 0  # the medium failed, load or store
-        self.full = 0  # a store found no room
-        self.cascades_dropped = 0  # not even tried: breaker, bounds, no room lately
-        self.cascades_refused = 0  # by the tier's admission policy
-        self.promotions_dropped = 0
-        self.jobs_timed_out = 0  # jobs
-        self.probes_timed_out = 0  # probes
-        self.late_completions = 0  # jobs and probes that ended after their deadline
-        self.unknown_completions = 0  # doubled, or never asked for
-        self.policies_replaced = 0  # eviction policies that raised, in cells one after the other
-        self.breaker_opened = 0
-        self.broke = 0
+    queries: int = 0
+    hits: int = 0
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    write_bytes: int = 0
+    write_seconds: float = 0.0
+    promotion_jobs: int = 0
+    promotion_jobs_failed: int = 0  # at least one block did not arrive
+    cascade_jobs: int = 0
+    cascade_jobs_failed: int = 0
+    absent: int = 0  # a load found nothing
+    damaged: int = 0  # a load found bytes that fail their check
+    failed: int = 0  # the medium failed, load or store
+    full: int = 0  # a store found no room
+    cascades_dropped: int = 0  # not even tried: breaker, bounds, no room lately
+    cascades_refused: int = 0  # by the tier's admission policy
+    promotions_dropped: int = 0
+    jobs_timed_out: int = 0  # jobs
+    probes_timed_out: int = 0  # probes
+    late_completions: int = 0  # jobs and probes that ended after their deadline
+    unknown_completions: int = 0  # doubled, or never asked for
+    policies_replaced: int = 0  # eviction policies that raised, in cells one after the other
+    breaker_opened: int = 0
+    broke: int = 0
 
 
 class Observed(Generic[T]):
@@ -165,9 +142,9 @@ class Statistics(msgspec.Struct, frozen=True):
     def counters(self) -> dict[str, int | float]:
         """Return all that only grows, by name: what one snapshot has, no later one has less of."""
         counters: dict[str, int | float] = {"faults": self.faults}
-        counters.update((f"primary {name}", n) for name, n in self.primary.counts.items())
+        counters.update((f"primary {name}", n) for name, n in asdict(self.primary.counts).items())
         for tier in self.tiers:
-            counters.update((f"{tier.name} {name}", n) for name, n in tier.counts.items())
+            counters.update((f"{tier.name} {name}", n) for name, n in asdict(tier.counts).items())
             grows = tier.backend.keys() - tier.backend_levels
             counters.update((f"{tier.name} backend {name}", tier.backend[name]) for name in grows)
         return counters

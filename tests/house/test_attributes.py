@@ -14,7 +14,6 @@ from sources import MODULES, ROOT, tree_of
 
 AT_WORK = ("core", "engine", "hosts", "plugin_api", "runtime", "settings", "tier", "vllm")
 READ_BY_NAME = {
-    "kvtier.core.statistics": "counters are a mapping for whoever reads them all",
     "kvtier.plugin_api.eviction_policy": "policies may still define a method by its older name",
     "kvtier.plugin_api.log": "a structlog logger has a method for each level",
 }

@@ -39,7 +39,7 @@ def start(engine: Connector, *names: str) -> None:
 
 def read(engine: Connector) -> int:
     """Return how many blocks the tier has read."""
-    return int(engine.tier().counts["read_bytes"]) // int(engine.manager._memory.block_bytes)
+    return int(engine.tier().counts.read_bytes) // int(engine.manager._memory.block_bytes)
 
 
 def test_a_prompt_that_just_fits_is_served_from_head_to_tail(tiers: list[dict[str, Any]]) -> None:
@@ -116,7 +116,7 @@ def test_a_store_that_could_never_hit_takes_no_room() -> None:
         engine.store("x", range(5000, 5016))
         kept = engine.primary().ready_slots
         assert engine.store("a", PROMPTS["a"]) == 0
-        assert engine.primary().counts["stores_dropped"] == 28
+        assert engine.primary().counts.stores_dropped == 28
         assert engine.primary().ready_slots == kept, "and nothing is evicted for it"
 
 

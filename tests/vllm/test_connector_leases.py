@@ -103,6 +103,6 @@ def test_no_more_is_read_than_max_load_tokens_allows(
         served = min(cap, len(OTHER)) // BLOCK_TOKENS * BLOCK_TOKENS
         assert engine.match("other") == {"other": served}
         engine.settle()
-        read = engine.tier().counts["read_bytes"] // engine.manager._memory.block_bytes
+        read = engine.tier().counts.read_bytes // engine.manager._memory.block_bytes
         assert read == (blocks if served else 0)
-        assert engine.tier().counts["queries"] == (blocks if served else 0)
+        assert engine.tier().counts.queries == (blocks if served else 0)

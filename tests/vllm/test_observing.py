@@ -99,7 +99,7 @@ NOT_EXPORTED: set[str] = set()
 )
 def test_each_counter_reaches_vllm_once(kind: type[Counts], counters: list[Any]) -> None:
     """That each one that is read exists is mypy's to say: this, that each one is read."""
-    for name in set(kind()) - NOT_EXPORTED:
+    for name in set(kind.__struct_fields__) - NOT_EXPORTED:
         counts = kind()
         setattr(counts, name, 7)
         read = [each.metric for each in counters if each.read(counts) == 7]
@@ -111,9 +111,8 @@ def test_a_counter_that_is_not_there_is_no_attribute_of_a_snapshot_either() -> N
     counts = TierCounts()
     taken = counts.snapshot()
     counts.absent += 1
-    assert (taken.absent, taken["absent"]) == (0, 0)
+    assert taken.absent == 0
     assert taken != counts
-    assert taken == dict(taken)
     with pytest.raises(AttributeError):
         taken.missing  # type: ignore[attr-defined] # noqa: B018 - that is what is tested
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
+from msgspec import to_builtins
+
 from kvtier.tools.replay.measurements import Durations, Misread
 
 if TYPE_CHECKING:
@@ -117,10 +119,10 @@ def _primary(replayed: Replayed) -> dict[str, Any]:
         **_hits(replayed, 0),
         "capacity_blocks": statistics.slot_count,
         "resident_blocks": statistics.ready_slots,
-        "evicted_blocks": statistics.counts["evictions"],
+        "evicted_blocks": statistics.counts.evictions,
         "quarantined_slots": statistics.quarantined_slots,
         "stores_refused": replayed.measured.stores_refused,
-        "counts": dict(statistics.counts),
+        "counts": to_builtins(statistics.counts),
     }
 
 
@@ -135,7 +137,7 @@ def _secondaries(replayed: Replayed) -> list[dict[str, Any]]:
 
 
 def _secondary(statistics: TierStatistics, tier: TierMeasured) -> dict[str, Any]:
-    read, written = statistics.counts["read_bytes"], statistics.counts["write_bytes"]
+    read, written = statistics.counts.read_bytes, statistics.counts.write_bytes
     return {
         "evicted_blocks": tier.evicted_blocks,
         "promoted": _moved(read, tier.loading_s),
@@ -144,7 +146,7 @@ def _secondary(statistics: TierStatistics, tier: TierMeasured) -> dict[str, Any]
         "promotion_s": tier.promotion.summary(),
         "cascade_s": tier.cascade.summary(),
         "breaker": statistics.breaker,
-        "counts": dict(statistics.counts),
+        "counts": to_builtins(statistics.counts),
         "backend": dict(statistics.backend),
     }
 

@@ -60,7 +60,7 @@ def test_a_block_is_written_when_a_second_request_has_used_it() -> None:
     assert story.serve("first", KEYS[:3]) == []
     assert story.serve("second", KEYS[:2]) == KEYS[:2]
     assert story.serve("third", KEYS[:3]) == [KEYS[2]]
-    assert story.facade.statistics().tiers[0].counts["cascades_refused"] == 3
+    assert story.facade.statistics().tiers[0].counts.cascades_refused == 3
 
 
 def test_nothing_stays_pinned_for_what_was_refused() -> None:

@@ -88,8 +88,8 @@ class Story:
         """Return how many policies were replaced: the primary tier's, and the other's."""
         now = self.runtime.facade.statistics()
         return (
-            now.primary.counts["policies_replaced"],
-            now.tiers[0].counts["policies_replaced"],
+            now.primary.counts.policies_replaced,
+            now.tiers[0].counts.policies_replaced,
         )
 
     def assert_policies_know_what_is_there(self) -> None:

@@ -10,7 +10,7 @@ from tests.unit.engine.test_facade import Story, keys_of
 def counted(story: Story) -> tuple[float, float]:
     """Return the primary tier's queries and hits."""
     counts = story.facade.statistics().primary.counts
-    return counts["queries"], counts["hits"]
+    return counts.queries, counts.hits
 
 
 @pytest.mark.parametrize("with_prefix", [True, False])

@@ -81,7 +81,7 @@ def test_none_ends_at_the_deadline_even_if_no_step_ends() -> None:
         story.now += 0.1
     assert answers[0] is None
     assert answers[-1] is False
-    assert story.facade.statistics().tiers[0].counts["probes_timed_out"] == 1
+    assert story.facade.statistics().tiers[0].counts.probes_timed_out == 1
 
 
 def test_a_hung_load_is_given_up_and_its_slot_is_used_again_only_when_the_tier_let_go() -> None:
@@ -104,7 +104,7 @@ def test_a_hung_load_is_given_up_and_its_slot_is_used_again_only_when_the_tier_l
     assert story.facade.get_finished() == 0
     primary = story.facade.statistics().primary
     assert (primary.quarantined_slots, primary.free_slots + primary.ready_slots) == (0, 2)
-    assert story.facade.statistics().tiers[0].counts["late_completions"] == 1
+    assert story.facade.statistics().tiers[0].counts.late_completions == 1
 
 
 def test_a_prefix_larger_than_the_primary_tier_is_served_partly() -> None:
@@ -273,7 +273,7 @@ def test_the_end_of_an_older_store_of_the_same_block_leaves_the_new_one_unreadab
     story.facade.complete_store([key], "r", success=False, epoch=old.epoch)
     story.facade.complete_store([key], "r", epoch=new.epoch)
     assert story.facade.lookup(key, "r") is True
-    assert story.facade.statistics().primary.counts["unknown_completions"] == 2
+    assert story.facade.statistics().primary.counts.unknown_completions == 2
 
 
 def test_the_end_of_an_older_load_of_the_same_block_leaves_the_new_one_its_pin() -> None:
@@ -333,7 +333,7 @@ def test_a_store_does_not_evict_the_heads_that_it_was_offered_with() -> None:
     assert grant is not None
     assert (grant.keys, grant.evicted) == (keys[3:4], keys_of(1, b"n"))
     assert story.runtime.primary.resident() == set(keys[:3])
-    assert story.facade.statistics().primary.counts["stores_dropped"] == 2
+    assert story.facade.statistics().primary.counts.stores_dropped == 2
 
 
 def test_a_block_is_stored_once_it_was_offered_often_enough() -> None:
@@ -345,7 +345,7 @@ def test_a_block_is_stored_once_it_was_offered_often_enough() -> None:
     assert first is not None
     assert second is not None
     assert (first.keys, second.keys) == ([], keys)
-    assert story.facade.statistics().primary.counts["stores_skipped"] == 2
+    assert story.facade.statistics().primary.counts.stores_skipped == 2
 
 
 def test_a_failed_store_leaves_nothing_behind() -> None:
@@ -370,7 +370,7 @@ def test_completions_of_what_never_began_are_counted_and_ignored() -> None:
     story.store(keys_of(1))
     story.facade.complete_load(keys_of(1), "r")
     story.facade.complete_store(keys_of(3), "r")
-    assert story.facade.statistics().primary.counts["unknown_completions"] == 4
+    assert story.facade.statistics().primary.counts.unknown_completions == 4
 
 
 def test_a_closed_runtime_says_so() -> None:

@@ -114,7 +114,7 @@ def use(
     while hung_for < 3:
         steps += 1
         hung_for += marker.exists()
-        has_stored = facade.statistics().tiers[0].counts["write_bytes"]
+        has_stored = facade.statistics().tiers[0].counts.write_bytes
         if not hung_for and method in AT_END and has_stored:
             break
         if not hung_for:

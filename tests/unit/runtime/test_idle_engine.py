@@ -36,7 +36,7 @@ def test_the_first_probe_after_an_idle_hour_has_its_time() -> None:
                 facade.step_end()
             facade.on_request_finished(request)
             (tier,) = facade.statistics().tiers
-            assert tier.counts["probes_timed_out"] == 0, request
+            assert tier.counts.probes_timed_out == 0, request
             while facade.get_finished():
                 time.sleep(0)  # let the tier's thread answer
     finally:

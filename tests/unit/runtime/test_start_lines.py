@@ -164,7 +164,7 @@ def test_a_backend_that_hangs_when_it_is_asked_what_it_has_serves_all_the_same(
         assert "blocks" not in line
         store(facade)
         (tier,) = facade.statistics().tiers
-        assert tier.counts["cascade_jobs"] > 0
+        assert tier.counts.cascade_jobs > 0
     finally:
         go_on.set()
         assert facade.close()

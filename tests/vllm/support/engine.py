@@ -114,7 +114,7 @@ class Engine:
 
     def statistics(self) -> dict[str, Any]:
         """Return ``facade.statistics()`` as JSON values."""
-        return to_builtins(self.manager().facade.statistics(), enc_hook=dict)
+        return to_builtins(self.manager().facade.statistics())
 
     def forget(self) -> None:
         """Empty the engine's own prefix cache, and only that."""
