@@ -37,12 +37,13 @@ SOONER = {
     "bring_a_removed_block_back": 4,
     "count_what_was_removed_before_it_was_told": 2,
     "drop_the_pin_of_a_region_that_is_read": 5,
+    "forget_who_else_shares_a_prefix": 12,
     "free_a_slot_whose_fill_is_abandoned": 2,
     "ignore_the_epoch_of_a_gpu_load": 4,
     "ignore_the_epoch_of_a_promotion": 6,
     "leave_what_a_failed_call_left": 16,
     "overwrite_the_only_version_of_a_table": 5,
-    "reinsert_without_a_budget": 13,
+    "reinsert_without_a_budget": 39,
     "write_pages_of_their_own_before_the_blocks": 2,
 }
 STEPS = 60
