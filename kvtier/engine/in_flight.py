@@ -35,6 +35,16 @@ class Job:
         self.deadline = 0.0
         self.abandoned = False
 
+    def start(self, now: float, timeout_s: float) -> None:
+        """Note when it was sent, and from when on it is late. Both in seconds of the clock."""
+        self.started = now
+        self.deadline = now + timeout_s
+
+    def abandon(self) -> None:
+        """Wait for it no longer; its end is still counted."""
+        assert not self.abandoned, "a job is abandoned once"
+        self.abandoned = True
+
     @property
     def work(self) -> Work:
         """What the breaker calls it."""

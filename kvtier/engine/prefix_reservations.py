@@ -89,7 +89,7 @@ class PrefixReservations:
         request = self._requests.get(message.request)
         if request is None or request.reserved is not None:
             if request is not None and request.reserved == REFUSED:
-                request.reserved = None
+                request.end_reservation()
             self.reply(0)
             return
         try:
@@ -122,11 +122,11 @@ class PrefixReservations:
 
     def _reserve(self, prefix: Prefix | None, request: Request) -> None:
         if prefix is None:
-            request.reserved = REFUSED
+            request.reserve(REFUSED)
             self._counts.promotions_refused += 1
             self.reply(0)
             return
-        request.reserved = prefix.tokens
+        request.reserve(prefix.tokens)
         self._promote(prefix, request)
         self.reply(prefix.tokens)
 

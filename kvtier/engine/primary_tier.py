@@ -329,7 +329,7 @@ class PrimaryTier(Actor):
                 request_id = self._promotions.arrived(slot)  # the same for the whole job
                 request = self._requests.get(request_id)
                 if request is not None:
-                    request.sources[key] = message.tier
+                    request.delivered(key, message.tier)
                 arrived[0].append(key)
                 arrived[1].append(slot)
             else:
@@ -414,7 +414,7 @@ class PrimaryTier(Actor):
         self._fill_failed(*self._promotions.call_off(name))
         self._end_leases(name)
         self._directory.stop_waiting(name)
-        request.reserved = None
+        request.end_reservation()
 
     def _count_lookups(self, request_id: RequestId) -> None:
         request = self._requests.get(request_id)
@@ -454,14 +454,13 @@ class PrimaryTier(Actor):
             self.links[tier].post(m.Promote(tuple(keys), tuple(slots), self.epoch))
         for request in self._promotions.expired():
             self._end_leases(request)
-            self._requests[request].reserved = None
+            self._requests[request].end_reservation()
 
     def _reset(self, message: m.Reset) -> None:
         for slot in self._promotions.reset():
             self.slots.fail_fill(slot)
         for request in self._requests.values():
-            request.sources.clear()
-            request.reserved = None
+            request.reset()
         self.slots.reset(self._gpu_loads.reset(self._slot_of))
         self._cascades.reset()
         self._directory.reset()

@@ -36,6 +36,24 @@ class Request:
         self._queries_counted = 0
         self._hits_counted = 0
 
+    def reserve(self, tokens: int) -> None:
+        """Note that a prefix of so many tokens is reserved; ``REFUSED`` where there was no room."""
+        assert self.reserved is None, "a request reserves once until its decision has ended"
+        self.reserved = tokens
+
+    def end_reservation(self) -> None:
+        """Let it reserve again."""
+        self.reserved = None
+
+    def delivered(self, key: Key, tier: int) -> None:
+        """Note which tier delivered a key to it."""
+        self.sources[key] = tier
+
+    def reset(self) -> None:
+        """Forget what belongs to blocks from before a reset."""
+        self.sources.clear()
+        self.end_reservation()
+
     def count(self, counts: PrimaryCounts) -> None:
         """Add what was looked up since the last time, each key once a request.
 

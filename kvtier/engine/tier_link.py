@@ -193,13 +193,12 @@ class TierLink(Actor):
         if not self.tier.post(order):
             self._failed(job.work, "has a full mailbox")
             return False
-        job.started = self._now
         if job.is_load:
             self.counts.promotion_jobs += 1
-            job.deadline = self._now + self._tier_config.promote_timeout_s
+            job.start(self._now, self._tier_config.promote_timeout_s)
         else:
             self.counts.cascade_jobs += 1
-            job.deadline = self._now + self._tier_config.store_timeout_s
+            job.start(self._now, self._tier_config.store_timeout_s)
         self._jobs[job_id] = job
         return True
 
@@ -297,7 +296,7 @@ class TierLink(Actor):
             self._end_probe(probe.keys, probe.since, (False,) * len(probe.keys))
         for job in self._jobs.values():
             if not job.abandoned and self._due(job):
-                job.abandoned = True
+                job.abandon()
                 self.counts.jobs_timed_out += 1
                 self._failed(job.work, "did not end a job in time")
                 if job.is_load:
@@ -337,7 +336,7 @@ class TierLink(Actor):
         self._end_all_probes()
         for job in self._jobs.values():
             if not job.abandoned:
-                job.abandoned = True
+                job.abandon()
                 if job.is_load:
                     self._abandon(job)
         self._tell_usable()
