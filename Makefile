@@ -77,14 +77,14 @@ $(NEWER)/.made: requirements/engine-cpu-0.33.txt tests/vllm/support/other_releas
 demo: $(VENV)/.kvtier
 	$(BIN)/python -m kvtier.tools.demo
 
-# Three parts at a time, of which one mostly waits: for storage that hangs, for an engine. What
+# Four parts at a time, of which one or two wait: for storage that hangs, for an engine. What
 # fails first, then the longest first, so that none runs alone at the end; each tells what it
 # has to say at its end. vLLM 0.33 is laid out while lint and types run.
 # CI=true: a skipped test fails (tests/conftest.py).
 PARTS := vllm-0.33 lint types model engine-0.32 unit engine-0.33 server conformance soak docs
 
 test: $(VENV)/.dev
-	@env -u SECONDS CI=true $(MAKE) --no-print-directory -j3 --output-sync=recurse $(PARTS:%=part-%)
+	@env -u SECONDS CI=true $(MAKE) --no-print-directory -j4 --output-sync=recurse $(PARTS:%=part-%)
 
 part-engine-0.33: part-vllm-0.33
 part-%:
