@@ -7,6 +7,7 @@
 #   make test-long             what takes hours: fresh seeds for the model checker, soaks, servers
 #   make model SECONDS=600     the model checker for as long as it is told
 #   make rig MINUTES=60        vLLM's scheduler over a model that checks each read, fresh seeds
+#   make mutants SAMPLE=20     small changes of the code that the tests nearby must notice
 #   make PYTHON=python3.12 ... another Python;  PIP_ARGS="..." more options for pip
 
 SHELL := /bin/bash
@@ -36,7 +37,8 @@ unexport PYTHONDONTWRITEBYTECODE
 unexport PYTHONPATH PYTHONHOME
 
 .PHONY: help demo test test-long quick quick-unit lint types unit conformance model engine \
-        engine-0.32 engine-0.33 vllm-0.33 rig rig-0.32 rig-0.33 docs soak server bench-import clean
+        engine-0.32 engine-0.33 vllm-0.33 rig rig-0.32 rig-0.33 docs soak server bench-import mutants \
+        clean
 .DEFAULT_GOAL := help
 
 help:
@@ -161,6 +163,15 @@ soak: $(VENV)/.dev
 
 server: $(VENV)/.kvtier
 	@$(BIN)/python stress/server.py --minutes 1
+
+$(VENV)/.mutants: requirements/mutants.txt $(VENV)/.dev
+	$(PIP) -r requirements/mutants.txt
+	touch $@
+
+# FILES: parts of the names of files. SAMPLE=0: all mutants, which takes a day.
+mutants: $(VENV)/.mutants
+	PYTHONPATH=. $(BIN)/python -m tests.mutants.run \
+	    --sample $(or $(SAMPLE),20) --seed $(or $(SEED),1) $(FILES)
 
 bench-import: $(VENV)/.kvtier
 	$(BIN)/python -m kvtier.tools.bench.import_time

@@ -13,19 +13,20 @@ class Story:
 
     def __init__(self, *, slots: int = 8, tiers: int = 1, **settings: object) -> None:
         self.now = 0.0
+        whole = settings.pop("whole", False)
         config = RuntimeConfig(
             slot_count=slots,
             block_bytes=16,
-            cascade_slots_fraction_max=1.0,
             tiers=tuple(
                 TierConfig(
                     name=f"{n}:test",
                     type="test",
-                    offload_policy="request_level" if settings.get("whole") else "chunk_level",
+                    enable_kv_events=True,
+                    offload_policy="request_level" if whole else "chunk_level",
                 )
                 for n in range(1, tiers + 1)
             ),
-            **{name: value for name, value in settings.items() if name != "whole"},  # type: ignore[arg-type]
+            **{"cascade_slots_fraction_max": 1.0, **settings},  # type: ignore[arg-type]
         )
         traits = [(BackendTraits(1, 1), None)] * tiers
         self.runtime: TestRuntime = open_test_runtime(

@@ -1,34 +1,456 @@
-"""What a link sends to its tier, and what it does with the answers."""
+"""What a link sends to its tier, and what it does with the answers, late or wrong."""
 
 from __future__ import annotations
 
-from kvtier.plugin_api.backend import Outcome
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvtier.core import messages as m
+from kvtier.core.block_state import BlockState
+from kvtier.core.events import EventKind
+from kvtier.engine.circuit_breaker import BreakerState
+from kvtier.plugin_api.backend import BackendTraits, Outcome
 from tests.unit.engine._story import Story, keys_of
+
+if TYPE_CHECKING:
+    from kvtier.engine.tier_link import TierLink
+    from tests.support.cell import Batch, TestTier
+
+BLOCK_BYTES = 16
+FAR = 1e6
+
+
+def link_of(story: Story) -> TierLink:
+    return story.runtime.engine.links[0]
+
+
+def tier_of(story: Story) -> TestTier:
+    return story.runtime.tiers[0]
+
+
+def counts_of(story: Story) -> dict[str, int | float]:
+    return dict(story.facade.statistics().tiers[0].counts)
+
+
+def cascade(story: Story, keys: list[bytes], request: str = "w") -> None:
+    """Have the GPU store blocks; what the tier makes of them is open."""
+    story.facade.on_request_started(request)
+    grant = story.facade.prepare_store(keys, request)
+    assert grant is not None
+    story.facade.complete_store(grant.keys, request)
+
+
+def promote(story: Story, key: bytes, request: str = "r") -> None:
+    """Have a tier be asked to load a block that it has."""
+    story.facade.on_request_started(request)
+    assert story.facade.lookup_state(key, request) is BlockState.FILLING
+    story.facade.step_end()
+
+
+def story_of_a_tier(count: int = 1, **settings: object) -> tuple[Story, list[bytes]]:
+    """Return a runtime whose tier alone has some blocks."""
+    story = Story(**{"slots": 8, **settings})  # type: ignore[arg-type]
+    keys = keys_of(count)
+    story.store(keys)
+    story.store(keys_of(story.runtime.primary.slots.count, b"n"), "other")
+    return story, keys
+
+
+def pending(story: Story) -> Batch:
+    """Return what the tier's backend was asked."""
+    story.runtime.cell.settle()
+    (batch,) = tier_of(story).batches
+    return batch
+
+
+# --- storing ---
 
 
 def test_a_full_tier_is_given_nothing_to_store_for_a_while() -> None:
     """Trying each block would only cost its pin. Loads go on meanwhile."""
     story = Story(slots=8, breaker_pause_s=5.0)
-    full, later = keys_of(1, b"f"), keys_of(1, b"l")
-    facade, counts = story.facade, story.runtime.engine.links[0].counts
-    facade.on_request_started("w")
-    grant = facade.prepare_store(full, "w")
-    assert grant is not None
-    facade.complete_store(grant.keys, "w")
+    full, later, again = keys_of(1, b"f"), keys_of(1, b"l"), keys_of(1, b"a")
+    cascade(story, full)
     assert [batch.keys for batch in story.answer_all(Outcome.FULL)] == [tuple(full)]
     story.now += 4.9
-    facade.step_end()
-    grant = facade.prepare_store(later, "w")
-    assert grant is not None
-    facade.complete_store(grant.keys, "w")
+    story.facade.step_end()
+    cascade(story, later)
     assert story.answer_all() == []
-    assert counts.cascades_dropped == 1
-    assert facade.statistics().primary.pinned_slots == 0
+    assert counts_of(story)["cascades_dropped"] == 1
+    assert story.facade.statistics().primary.pinned_slots == 0
     story.now += 0.1
-    facade.step_end()
-    again = keys_of(1, b"a")
-    grant = facade.prepare_store(again, "w")
-    assert grant is not None
-    facade.complete_store(grant.keys, "w")
+    story.facade.step_end()
+    cascade(story, again)
     assert [batch.keys for batch in story.answer_all()] == [tuple(again)]
-    assert counts.cascades_dropped == 1
+    assert counts_of(story)["cascades_dropped"] == 1
+
+
+def test_a_tier_that_was_full_is_given_blocks_once_it_is_restarted() -> None:
+    story = Story(slots=8)
+    cascade(story, keys_of(1, b"f"))
+    story.answer_all(Outcome.FULL)
+    tier_of(story).inbox.post(m.TierBroke(reason="test"))
+    tier_of(story).inbox.post(m.TierFenced())
+    tier_of(story).inbox.post(m.TierRestarted())
+    story.runtime.cell.settle()
+    cascade(story, keys_of(1, b"l"))
+    assert [batch.keys for batch in story.answer_all()] == [tuple(keys_of(1, b"l"))]
+
+
+def test_a_store_is_cut_into_jobs_and_what_has_no_room_is_dropped() -> None:
+    """The share of slots that cascades may read at once is bounded."""
+    story = Story(slots=8, cascade_slots_fraction_max=0.75, job_blocks_max=4)
+    keys = keys_of(8)
+    cascade(story, keys)
+    story.runtime.cell.settle()
+    assert link_of(story).in_flight() == (0, 0, 2)
+    assert story.facade.statistics().tiers[0].cascade_slots == 6
+    assert counts_of(story)["cascades_dropped"] == 2
+    assert story.facade.statistics().primary.pinned_slots == 6
+    stored = [key for batch in story.answer_all() for key in batch.keys]
+    assert stored == keys[:6]
+    counts = counts_of(story)
+    assert counts["cascade_jobs"] == 2
+    assert (counts["write_bytes"], counts["read_bytes"]) == (6 * BLOCK_BYTES, 0)
+    assert story.facade.statistics().tiers[0].cascade_slots == 0
+    assert story.facade.statistics().primary.pinned_slots == 0
+
+
+def test_a_store_that_hangs_is_counted_at_its_deadline_and_ends_once() -> None:
+    story = Story(slots=8)
+    cascade(story, keys_of(2))
+    batch = pending(story)
+    timeout_s = link_of(story)._tier_config.store_timeout_s
+    story.now += timeout_s - 0.01
+    story.facade.step_end()
+    assert counts_of(story)["jobs_timed_out"] == 0
+    assert story.facade.has_pending_work()
+    story.now += 0.01
+    story.facade.step_end()
+    story.facade.step_end()
+    assert counts_of(story)["jobs_timed_out"] == 1
+    assert not story.facade.has_pending_work()
+    assert story.facade.statistics().primary.pinned_slots == 2, "the tier may read them yet"
+    tier_of(story).answer(batch, [Outcome.DONE] * 2)
+    story.runtime.cell.settle()
+    assert counts_of(story)["late_completions"] == 1
+    assert story.facade.statistics().primary.pinned_slots == 0
+    assert story.facade.statistics().tiers[0].cascade_slots == 0
+
+
+def test_no_more_jobs_are_in_flight_than_are_allowed() -> None:
+    story = Story(slots=8, jobs_in_flight_max=1, job_blocks_max=1)
+    cascade(story, keys_of(3))
+    assert link_of(story).in_flight() == (0, 0, 1)
+    assert counts_of(story)["cascades_dropped"] == 2
+
+
+# --- a tier that takes nothing ---
+
+
+def test_what_a_full_mailbox_refuses_ends_at_once() -> None:
+    story, (key,) = story_of_a_tier(breaker_failures_max=100)
+    tier_of(story).is_full = True
+    story.facade.on_request_started("r")
+    assert story.facade.lookup_state(key, "r") is BlockState.FILLING
+    assert story.facade.lookup_state(b"u" + bytes(5), "r") is BlockState.PROBING
+    story.facade.step_end()
+    assert story.facade.lookup_state(key, "r") is BlockState.ABSENT
+    assert story.facade.lookup_state(b"u" + bytes(5), "r") is BlockState.ABSENT
+    cascade(story, keys_of(2, b"s"))
+    counts = counts_of(story)
+    assert (counts["promotions_dropped"], counts["cascades_dropped"]) == (1, 2)
+    assert link_of(story).in_flight() == (0, 0, 0)
+    seen = story.facade.statistics()
+    assert (seen.tiers[0].cascade_slots, seen.primary.pinned_slots) == (0, 0)
+    assert seen.primary.filling_from_tiers_slots == 0
+
+
+def test_a_generation_that_a_full_mailbox_refused_is_told_with_the_next_step() -> None:
+    story = Story(on_reset="new_generation")
+    story.runtime.cell.settle()
+    tier_of(story).is_full = True
+    story.facade.reset()
+    told: list[m.Message] = []
+    story.runtime.cell.on_post = lambda _mailbox, message: told.append(message)
+    tier_of(story).is_full = False
+    story.facade.step_end()
+    story.facade.step_end()
+    began = [each for each in told if isinstance(each, m.GenerationBegan)]
+    assert [each.epoch for each in began] == [1], "once is enough"
+
+
+# --- loading ---
+
+
+def test_what_was_read_is_counted_by_blocks_and_outcomes() -> None:
+    story, keys = story_of_a_tier(4, job_blocks_max=4)
+    written = counts_of(story)["write_bytes"]
+    story.facade.on_request_started("r")
+    story.facade.lookup_prefix(keys, "r")
+    for key in keys:
+        story.facade.lookup(key, "r")
+    story.facade.step_end()
+    batch = pending(story)
+    outcomes = [Outcome.DONE, Outcome.ABSENT, Outcome.DAMAGED, Outcome.FAILED]
+    tier_of(story).answer(batch, outcomes, seconds=2.5)
+    story.runtime.cell.settle()
+    counts = counts_of(story)
+    assert counts["read_bytes"] == BLOCK_BYTES
+    assert counts["read_seconds"] == 2.5
+    assert counts["write_bytes"] == written
+    assert (counts["promotion_jobs"], counts["promotion_jobs_failed"]) == (1, 1)
+    assert counts["cascade_jobs_failed"] == 0
+    assert [counts[each] for each in ("absent", "damaged", "failed", "full")] == [1, 1, 1, 0]
+    assert (counts["queries"], counts["hits"]) == (4, 4)
+    assert link_of(story).promotion_seconds.take() == [(0.0, False)]
+
+
+def test_a_load_in_flight_holds_its_slots_and_is_worth_stepping_on() -> None:
+    story, (key,) = story_of_a_tier()
+    promote(story, key)
+    story.facade.lookup_state(b"u" + bytes(5), "r")
+    story.facade.step_end()
+    assert link_of(story).in_flight() == (1, 1, 0)
+    assert link_of(story).awaited() == 2
+    assert story.facade.has_pending_work()
+    assert story.facade.statistics().tiers[0].promotion_slots == 1
+
+
+def test_too_many_abandoned_loads_keep_a_tier_from_being_asked_for_more() -> None:
+    """Their slots are lost until the tier lets go of them."""
+    story, keys = story_of_a_tier(
+        3, abandoned_slots_fraction_max=0.1, breaker_failures_max=100, job_blocks_max=1
+    )
+    promote(story, keys[0])
+    first = pending(story)
+    story.now += FAR
+    story.facade.step_end()
+    assert link_of(story).audit().abandoned_slots == 1
+    promote(story, keys[1], "s")
+    assert story.facade.lookup_state(keys[1], "s") is BlockState.ABSENT
+    assert counts_of(story)["promotions_dropped"] == 1
+    tier_of(story).answer(first, [Outcome.DONE])
+    story.runtime.cell.settle()
+    assert link_of(story).audit().abandoned_slots == 0
+    promote(story, keys[2], "t")
+    assert link_of(story).in_flight() == (0, 1, 0)
+
+
+# --- answers ---
+
+
+def test_an_answer_that_nothing_waits_for_is_late_if_its_number_was_given_and_else_unknown() -> (
+    None
+):
+    story = Story()
+    story.store(keys_of(1))
+    inbox = tier_of(story).inbox
+    for number in (1, 0, -1, 2, 1000):
+        inbox.post(m.JobEnded(job=number, outcomes=(Outcome.DONE,), seconds=0.0))
+    inbox.post(m.ProbeAnswer(probe=1, present=(True,)))
+    story.runtime.cell.settle()
+    counts = counts_of(story)
+    assert (counts["late_completions"], counts["unknown_completions"]) == (2, 4)
+
+
+def test_a_probe_with_the_wrong_number_of_answers_is_a_failure_and_a_miss() -> None:
+    story = Story(breaker_failures_max=1)
+    story.facade.on_request_started("r")
+    (key,) = keys_of(1)
+    story.facade.lookup_state(key, "r")
+    story.facade.step_end()
+    tier_of(story).inbox.post(m.ProbeAnswer(probe=1, present=(True, True)))
+    story.runtime.cell.settle()
+    assert story.facade.lookup_state(key, "r") is BlockState.ABSENT
+    assert link_of(story).audit().breaker is BreakerState.OPEN
+
+
+def test_a_job_with_the_wrong_number_of_outcomes_has_failed() -> None:
+    story, (key,) = story_of_a_tier()
+    promote(story, key)
+    story.runtime.cell.settle()
+    (job,) = link_of(story).audit().jobs
+    tier_of(story).inbox.post(m.JobEnded(job=job, outcomes=(), seconds=0.0))
+    story.runtime.cell.settle()
+    assert story.facade.lookup_state(key, "r") is BlockState.ABSENT
+    assert counts_of(story)["failed"] == 1
+
+
+def test_how_long_a_probe_took_is_observed() -> None:
+    story = Story()
+    story.facade.on_request_started("r")
+    story.facade.lookup_state(keys_of(1)[0], "r")
+    story.facade.step_end()
+    story.now += 0.25
+    story.facade.step_end()
+    story.answer_all()
+    assert link_of(story).probe_seconds.take() == [0.25]
+
+
+# --- the breaker ---
+
+
+def test_a_sick_tier_is_bypassed_tried_after_its_pause_and_back_with_a_success() -> None:
+    story, keys = story_of_a_tier(4, breaker_failures_max=2, breaker_pause_s=10.0)
+    for number in range(2):
+        promote(story, keys[number], f"r{number}")
+        story.answer_all(Outcome.FAILED)
+    assert link_of(story).audit().breaker is BreakerState.OPEN
+    assert counts_of(story)["breaker_opened"] == 1
+    story.facade.on_request_started("bypassed")
+    assert story.facade.lookup_state(keys[2], "bypassed") is BlockState.ABSENT
+    story.now += 10.0
+    story.facade.step_end()
+    assert link_of(story).audit().breaker is BreakerState.HALF_OPEN
+    promote(story, keys[2], "tries")
+    story.answer_all()
+    assert link_of(story).audit().breaker is BreakerState.CLOSED
+    promote(story, keys[3], "goes on")
+    story.answer_all()
+    assert story.facade.lookup(keys[3], "goes on") is True
+    said = [(notice.event, notice.detail) for notice in story.runtime.cell.notices]
+    assert said == [("tier bypassed", "failed a load"), ("tier is back", "")]
+
+
+def test_a_trial_that_fails_is_no_return() -> None:
+    story, keys = story_of_a_tier(2, breaker_failures_max=1, breaker_pause_s=10.0)
+    promote(story, keys[0], "r")
+    story.answer_all(Outcome.FAILED)
+    story.now += 10.0
+    story.facade.step_end()
+    promote(story, keys[1], "tries")
+    story.answer_all(Outcome.FAILED)
+    assert link_of(story).audit().breaker is BreakerState.OPEN
+    assert counts_of(story)["breaker_opened"] == 1, "it was not closed meanwhile"
+    assert [notice.event for notice in story.runtime.cell.notices] == ["tier bypassed"]
+
+
+@pytest.mark.parametrize(
+    ("work", "detail"),
+    [
+        ("probe", "did not answer a probe in time"),
+        ("load", "did not end a job in time"),
+        ("store", "failed a store"),
+    ],
+)
+def test_the_log_says_why_a_tier_is_bypassed(work: str, detail: str) -> None:
+    story, (key,) = story_of_a_tier(breaker_failures_max=1)
+    if work == "store":
+        cascade(story, keys_of(1, b"s"))
+        story.answer_all(Outcome.FAILED)
+    else:
+        story.facade.on_request_started("r")
+        story.facade.lookup_state(key if work == "load" else b"u" + bytes(5), "r")
+        story.facade.step_end()
+        story.now += FAR
+        story.facade.step_end()
+    assert [notice.detail for notice in story.runtime.cell.notices] == [detail]
+
+
+# --- a tier that breaks ---
+
+
+def test_a_tier_that_breaks_is_disabled_and_its_loads_are_given_up() -> None:
+    story, keys = story_of_a_tier(2)
+    promote(story, keys[0])
+    story.facade.lookup_state(b"u" + bytes(5), "r")
+    story.facade.step_end()
+    cascade(story, keys_of(1, b"s"))
+    inbox = tier_of(story).inbox
+    inbox.post(m.TierBroke(reason="a bug"))
+    inbox.post(m.TierBroke(reason="again"))
+    story.runtime.cell.settle()
+    assert story.facade.lookup_state(keys[0], "r") is BlockState.ABSENT
+    assert story.facade.lookup_state(b"u" + bytes(5), "r") is BlockState.ABSENT
+    story.facade.on_request_started("later")
+    assert story.facade.lookup_state(keys[1], "later") is BlockState.ABSENT
+    assert counts_of(story)["broke"] == 1
+    said = [(notice.event, notice.detail) for notice in story.runtime.cell.notices]
+    assert said == [("tier disabled", "a bug")]
+    primary = story.facade.statistics().primary
+    assert (primary.quarantined_slots, primary.pinned_slots) == (1, 1)
+    assert not story.facade.has_pending_work()
+    inbox.post(m.TierFenced())
+    story.runtime.cell.settle()
+    primary = story.facade.statistics().primary
+    assert (primary.quarantined_slots, primary.pinned_slots) == (0, 0)
+    seen = link_of(story).audit()
+    assert (seen.abandoned_slots, seen.cascade_slots, seen.jobs) == (0, 0, {})
+
+
+def test_a_fence_ends_loads_that_nobody_has_given_up() -> None:
+    story, (key,) = story_of_a_tier()
+    promote(story, key)
+    tier_of(story).inbox.post(m.TierFenced())
+    story.runtime.cell.settle()
+    assert story.facade.lookup_state(key, "r") is BlockState.ABSENT
+    primary = story.facade.statistics().primary
+    assert (primary.quarantined_slots, primary.filling_from_tiers_slots) == (0, 0)
+    assert link_of(story).in_flight() == (0, 0, 0)
+
+
+def test_a_restarted_tier_serves_again_and_has_nothing_until_it_says_so() -> None:
+    story, (key,) = story_of_a_tier()
+    inbox = tier_of(story).inbox
+    story.facade.take_events()
+    for message in (
+        m.TierBroke(reason="x"),
+        m.TierFenced(),
+        m.TierRestarted(BackendTraits(1, 1, 7)),
+    ):
+        inbox.post(message)
+    story.runtime.cell.settle()
+    link = link_of(story)
+    assert link.tells_uses, "its new backend evicts"
+    assert link.audit().breaker is BreakerState.CLOSED
+    story.facade.on_request_started("r")
+    assert story.facade.lookup_state(key, "r") is BlockState.PROBING, "it is asked"
+    assert [each.kind for each in story.facade.take_events()] == [EventKind.CLEARED]
+
+
+def test_what_a_tier_says_of_another_generation_says_nothing_of_this_one() -> None:
+    story = Story(on_reset="new_generation", slots=4)
+    (key,) = keys_of(1)
+    story.facade.reset()
+    inbox = tier_of(story).inbox
+    inbox.post(m.PresenceChanged(added=(key,), removed=(), since=0))
+    story.runtime.cell.settle()
+    assert story.runtime.primary.audit().directory.known == {}
+    inbox.post(m.PresenceChanged(added=(key,), removed=(), since=1))
+    story.runtime.cell.settle()
+    assert set(story.runtime.primary.audit().directory.known) == {key}
+    inbox.post(m.PresenceChanged(added=(), removed=(key,), since=1))
+    story.runtime.cell.settle()
+    assert story.runtime.primary.audit().directory.known == {}
+
+
+def test_a_cascade_of_older_weights_is_dropped() -> None:
+    story = Story(on_reset="new_generation", slots=4)
+    cascade(story, keys_of(1))
+    batch = pending(story)
+    story.facade.reset()
+    story.facade.on_reset_flushed()
+    tier_of(story).answer(batch, [Outcome.DONE])
+    story.runtime.cell.settle()
+    assert story.runtime.primary.audit().directory.known == {}, "of other weights"
+    assert story.facade.statistics().primary.quarantined_slots == 0
+
+
+def test_uses_are_told_to_a_tier_that_evicts_and_to_no_other() -> None:
+    story = Story()
+    link = link_of(story)
+    told: list[type] = []
+    story.runtime.cell.on_post = lambda mailbox, message: (
+        told.append(type(message)) if mailbox is tier_of(story).mailbox else None
+    )
+    for evicts in (False, True):
+        link.tells_uses = evicts
+        story.facade.on_request_started("r")
+        story.facade.touch(keys_of(1), "r")
+        story.facade.on_request_finished("r")
+        story.now += 100.0
+        story.facade.step_end()
+        story.facade.step_end()
+        assert told == ([m.Tick, m.TouchKeys, m.RequestEnded] if evicts else [])

@@ -21,10 +21,13 @@ from kvtier_backends.disk.folder.recovery import (
 )
 from kvtier_backends.disk.format import RegionHeader
 from tests.unit.backends.disk._log import GEOMETRY as LOG_GEOMETRY
-from tests.unit.backends.disk._log import Engine, fresh_disk
+from tests.unit.backends.disk._log import KEYS, SLOTS, Engine, fresh_disk
+from tests.unit.backends.disk._simulated import SimulatedDevice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from kvtier_backends.disk.device import Transfer
 
 GEOMETRY = fmt.make_region_geometry(fmt.region_bytes_for(8, 4096), 4096)
 EXPECTED = Expected(b"f" * 16, b"n" * 16, {fmt.NO_KEY_ID}, GEOMETRY)
@@ -139,6 +142,50 @@ async def test_the_highest_sequence_is_that_of_all_regions_served_or_not() -> No
     engine = Engine(disk)
     await engine.begin()
     assert engine.log.regions.next_sequence() == 51
+
+
+@pytest.mark.anyio
+async def test_a_sound_folder_is_recovered_without_a_remark() -> None:
+    """What is counted at the start is what somebody may want to look into."""
+    disk = fresh_disk()
+    engine = Engine(disk)
+    await engine.begin()
+    assert engine.found_counts == {}
+    await engine.store(KEYS[: 3 * SLOTS])
+    await engine.log.calls.wait_idle()
+    disk.before.clear()
+    again = Engine(disk)
+    await again.begin()
+    assert again.found_counts == {"blocks_recovered": 3 * SLOTS}
+    assert all(map(again.log.has, KEYS[: 3 * SLOTS]))
+
+
+class Truncated(SimulatedDevice):
+    """The segment's file ends in the midst of a region's tables."""
+
+    async def read(self, transfers: Sequence[Transfer]) -> list[int | OSError]:
+        whole = await super().read(transfers)
+        return [
+            fmt.PAGE_BYTES if transfer.region == 0 else end
+            for transfer, end in zip(transfers, whole, strict=True)
+        ]
+
+
+@pytest.mark.anyio
+async def test_a_region_whose_tables_are_cut_off_is_counted_and_the_others_are_served() -> None:
+    disk = fresh_disk()
+    engine = Engine(disk)
+    await engine.begin()
+    await engine.store(KEYS[: 2 * SLOTS])
+    await engine.log.calls.wait_idle()
+    assert engine.log.index.live(0) == SLOTS
+    cut = {key for key in KEYS[: 2 * SLOTS] if (engine.log.index.get(key) or 0) < SLOTS}
+    disk.before.clear()
+    again = Engine(disk)
+    again.device = Truncated(disk)
+    await again.begin()
+    assert again.found_counts == {"blocks_recovered": SLOTS, "table_truncated": 1}
+    assert {key for key in KEYS[: 2 * SLOTS] if not again.log.has(key)} == cut
 
 
 @given(strategies.binary(max_size=4096) | strategies.binary(min_size=4096, max_size=4096))

@@ -1,0 +1,74 @@
+"""Which files are mutated, and which tests are near them, the quickest first."""
+
+from __future__ import annotations
+
+from typing import Final
+
+UNIT: Final = "tests/unit"
+MODEL: Final = "tests/model/test_mutations.py::test_without_a_mutation_the_same_examples_pass"
+LOG: Final = "backends/kvtier_backends/disk/log"
+DISK: Final = f"{UNIT}/backends/disk/test_disk"
+
+ENGINE: Final = (
+    f"{UNIT}/engine/test_facade.py",
+    f"{UNIT}/engine/test_resets.py",
+    f"{UNIT}/engine/test_tier_link.py",
+    f"{UNIT}/engine/test_machines.py",
+    f"{UNIT}/engine/test_counters.py",
+    f"{UNIT}/engine/test_tier_directory.py",
+    f"{UNIT}/engine/test_broken_policies.py",
+    f"{UNIT}/engine/test_admission.py",
+    f"{UNIT}/tier/test_contents.py",
+    f"{MODEL}[KVTierSpec]",
+    f"{MODEL}[KVTierCrowdAfterResetSpec]",
+)
+INDEX: Final = (
+    f"{DISK}_index.py",
+    f"{DISK}_tables.py",
+    f"{DISK}_region_faults.py",
+    f"{DISK}_backend.py",
+    f"{MODEL}[KVTierOnDiskSpec]",
+)
+THE_LOG: Final = (
+    f"{DISK}_region_faults.py",
+    f"{DISK}_calls.py",
+    f"{DISK}_backend.py",
+    f"{DISK}_encryption.py",
+    f"{DISK}_log.py",
+    f"{DISK}_bursts.py",
+    f"{MODEL}[KVTierOnDiskSpec]",
+    f"{MODEL}[KVTierOnDyingDiskSpec]",
+)
+RECOVERY: Final = (
+    f"{DISK}_recovery.py",
+    f"{DISK}_region_faults.py",
+    f"{DISK}_backend.py",
+    f"{DISK}_damage.py",
+    f"{MODEL}[KVTierOnDiskSpec]",
+)
+MANAGER: Final = (
+    "tests/vllm/test_manager.py",
+    "tests/vllm/test_interface.py",
+    "tests/vllm/test_token_order.py",
+    "tests/vllm/test_connector_leases.py",
+    "tests/vllm/test_connector_groups.py",
+    "tests/vllm/test_observing.py",
+)
+
+ROOMS: Final = {
+    "kvtier/engine/primary_tier.py": ENGINE,
+    "kvtier/engine/lookups.py": ENGINE,
+    "kvtier/engine/promotions.py": ENGINE,
+    "kvtier/engine/tier_link.py": ENGINE,
+    "kvtier/engine/slot_table.py": ENGINE,
+    f"{LOG}/index.py": INDEX,
+    f"{LOG}/index_slab.py": INDEX,
+    f"{LOG}/index_words.py": INDEX,
+    f"{LOG}/index_bulk.py": INDEX,
+    f"{LOG}/block_log.py": THE_LOG,
+    f"{LOG}/appender.py": THE_LOG,
+    f"{LOG}/reader.py": THE_LOG,
+    f"{LOG}/batches.py": THE_LOG,
+    "backends/kvtier_backends/disk/folder/recovery.py": RECOVERY,
+    "kvtier/vllm/manager.py": MANAGER,
+}

@@ -1,0 +1,120 @@
+"""What lookups answer and count, and how what they reserve ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.core.block_state import BlockState
+from kvtier.plugin_api.backend import Outcome
+from tests.unit.engine._story import Story, keys_of
+
+
+def story_of_a_tier(keys: list[bytes], **settings: object) -> Story:
+    """Return a runtime whose tier alone has some blocks."""
+    story = Story(**settings)  # type: ignore[arg-type]
+    story.store(keys)
+    story.store(keys_of(story.runtime.primary.slots.count, b"n"), "other")
+    return story
+
+
+def test_keys_are_looked_up_in_one_go_up_to_the_first_that_is_nowhere() -> None:
+    story = Story(tiers=0)
+    keys = keys_of(3)
+    story.store(keys[:1])
+    story.store(keys[2:], "later")
+    story.facade.on_request_started("r")
+    assert story.facade.lookup_states(keys, "r") == [BlockState.READY, BlockState.ABSENT]
+    assert story.facade.lookup_states(keys, "unknown") == []
+
+
+def test_nothing_that_needs_room_is_looked_up_in_one_go() -> None:
+    """The rest is asked for one by one: each may evict something."""
+    keys = keys_of(2)
+    story = story_of_a_tier(keys, slots=2)
+    story.facade.on_request_started("r")
+    assert story.facade.lookup_states(keys, "r") == []
+    assert story.facade.lookup_state(keys[0], "r") is BlockState.FILLING
+
+
+def test_a_promotion_that_the_reserve_has_no_room_for_is_refused_and_counted() -> None:
+    keys = keys_of(3)
+    story = story_of_a_tier(keys, slots=4, store_reserve_fraction=0.5)
+    facade, counts = story.facade, story.runtime.primary.counts
+    facade.on_request_started("r")
+    assert [facade.lookup_state(key, "r") for key in keys] == [
+        BlockState.FILLING,
+        BlockState.FILLING,
+        BlockState.ABSENT,
+    ]
+    assert counts.promotions_refused == 1
+    assert facade.statistics().primary.promotion_slots == 2
+
+
+def test_a_promotion_for_which_nothing_can_go_is_refused_and_counted() -> None:
+    """All slots but the reserve may be promoted to, if only there were one."""
+    (key,) = keys_of(1)
+    story = story_of_a_tier([key], slots=2)
+    facade, counts = story.facade, story.runtime.primary.counts
+    facade.on_request_started("reads")
+    held = keys_of(2, b"n")
+    assert facade.lookup_prefix(held, "reads") == 2
+    facade.prepare_load(held, "reads")
+    facade.on_request_started("r")
+    assert facade.lookup_state(key, "r") is BlockState.ABSENT
+    assert counts.promotions_refused == 1
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_was_not_sent_yet_ends_with_the_decision(is_known: bool) -> None:
+    """Promise 16: neither a probe nor a load is sent for a request that runs without it."""
+    (key,) = keys_of(1, b"k" if is_known else b"u")
+    story = story_of_a_tier(keys_of(1), slots=2)
+    facade = story.facade
+    facade.on_request_started("r")
+    state = BlockState.FILLING if is_known else BlockState.PROBING
+    assert facade.lookup_state(key, "r") is state
+    facade.on_requests_scheduled(["r", "unknown"])
+    facade.step_end()
+    assert story.answer_all() == []
+    primary = facade.statistics().primary
+    assert (primary.promotion_slots, primary.filling_from_tiers_slots) == (0, 0)
+    assert primary.free_slots + primary.ready_slots == 2
+    assert facade.lookup_state(key, "r") is state, "it may ask again"
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_load_that_fails_leaves_no_lease_and_is_not_asked_for_again(hangs: bool) -> None:
+    (key,) = keys_of(1)
+    story = story_of_a_tier([key], slots=4)
+    facade = story.facade
+    facade.on_request_started("r")
+    facade.lookup_state(key, "r")
+    facade.step_end()
+    if hangs:
+        story.runtime.cell.settle()
+        story.now += 1000.0
+        facade.step_end()
+    else:
+        story.answer_all(Outcome.ABSENT)
+    assert facade.statistics().primary.promotion_slots == 0
+    assert facade.lookup_state(key, "r") is BlockState.ABSENT
+    facade.on_request_finished("r")
+    assert story.runtime.primary.audit().promotions.leases == {}
+
+
+def test_completions_of_what_was_begun_and_what_was_not_are_told_apart() -> None:
+    story = Story(tiers=0, slots=4)
+    keys = keys_of(3)
+    story.store(keys)
+    facade, counts = story.facade, story.runtime.primary.counts
+    facade.on_request_started("r")
+    facade.lookup_prefix(keys, "r")
+    facade.prepare_load(keys[:2], "r")
+    facade.complete_load(keys, "r")
+    assert counts.unknown_completions == 1
+    assert facade.statistics().primary.pinned_slots == 0
+    grant = facade.prepare_store(keys_of(1, b"w"), "r")
+    assert grant is not None
+    facade.complete_store([*grant.keys, *keys[:2]], "r")
+    assert counts.unknown_completions == 3
+    assert facade.lookup(grant.keys[0], "r") is True
