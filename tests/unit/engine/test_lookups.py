@@ -118,3 +118,43 @@ def test_completions_of_what_was_begun_and_what_was_not_are_told_apart() -> None
     facade.complete_store([*grant.keys, *keys[:2]], "r")
     assert counts.unknown_completions == 3
     assert facade.lookup(grant.keys[0], "r") is True
+
+
+def test_what_was_not_sent_to_a_link_that_breaks_is_given_up_and_no_more() -> None:
+    keys = keys_of(2)
+    story = story_of_a_tier(keys, slots=8, tiers=2)
+    facade = story.facade
+    for name, key, tiers in (("first", keys[0], 0b01), ("second", keys[1], 0b10)):
+        facade.on_request_started(name, tiers=tiers)
+        assert facade.lookup_state(key, name) is BlockState.FILLING
+    story.runtime.cell.raises_faults = False
+    story.runtime.cell.break_down(story.runtime.engine.links[0])
+    assert facade.lookup_state(keys[0], "first") is BlockState.ABSENT
+    assert facade.statistics().primary.promotion_slots == 1
+    facade.step_end()
+    story.answer_all()
+    assert facade.lookup(keys[1], "second") is True
+
+
+def test_a_lease_that_ends_frees_nothing_that_somebody_reads() -> None:
+    """The eviction policy is told of what may go, and of nothing else."""
+    keys = keys_of(2)
+    story = story_of_a_tier(keys, slots=8)
+    facade = story.facade
+    facade.on_request_started("r")
+    for key in keys:
+        facade.lookup_state(key, "r")
+    facade.step_end()
+    story.answer_all()
+    facade.on_request_started("reads")
+    assert facade.lookup(keys[0], "reads") is True
+    facade.prepare_load(keys[:1], "reads")
+    facade.step_end()
+    policy = story.runtime.engine.policy.policy
+    assert set(policy._held) == set(keys)
+    facade.on_request_finished("r")
+    story.runtime.cell.settle()
+    assert set(policy._held) == {keys[0]}
+    facade.complete_load(keys[:1], "reads")
+    story.runtime.cell.settle()
+    assert set(policy._held) == set()

@@ -294,6 +294,9 @@ def test_what_is_too_much_is_refused() -> None:
     with pytest.raises(Misuse):
         BlockIndex(SLOTS_MAX, 2)
     with pytest.raises(Misuse):
+        BlockIndex(1, (1 << 30) + 1)  # half a word names a location
+    BlockIndex(1 << 10, 1 << 20)
+    with pytest.raises(Misuse):
         BlockIndex(2, 2).insert(bytes(256), 0, BlockRecord(bytes(16), 0, 0, b""))
 
 

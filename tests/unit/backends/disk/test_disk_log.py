@@ -222,6 +222,36 @@ async def test_an_old_block_is_absent_and_told() -> None:
     assert (await engine.load(KEYS[:1]))[0][0] is Outcome.DONE
 
 
+async def test_stores_that_overlap_keep_within_the_capacity_together() -> None:
+    """Blocks that are on their way count as if they were there."""
+    engine = Engine(fresh_disk())
+    await engine.begin()
+    await engine.store(KEYS[: CAPACITY - 6])
+    outcomes: list[Outcome] = []
+
+    async def store(first: int) -> None:
+        outcomes.extend(await engine.store(KEYS[first : first + 4]))
+
+    async with anyio.create_task_group() as tasks:
+        for first in range(CAPACITY, CAPACITY + 12, 4):
+            tasks.start_soon(store, first)
+    assert outcomes.count(Outcome.DONE) == 6
+    assert outcomes.count(Outcome.FULL) == 6
+    assert engine.count("stores_full") == 6
+    await engine.check()
+
+
+async def test_once_the_folder_has_vanished_nothing_is_there_and_stores_fail() -> None:
+    engine = Engine(fresh_disk())
+    await engine.begin()
+    await engine.store(KEYS[:3])
+    engine.log.abandon()
+    assert engine.lost == set(KEYS[:3])
+    assert [outcome for outcome, _ in await engine.load(KEYS[:1])] == [Outcome.ABSENT]
+    assert await engine.store(KEYS[:2]) == [Outcome.FAILED] * 2
+    await engine.check()
+
+
 async def test_a_cancelled_store_is_let_go_only_when_the_device_is_done_with_it() -> None:
     engine = Engine(fresh_disk())
     await engine.begin()
