@@ -5,6 +5,7 @@ A model checker that never fails proves nothing. Each of these must be caught.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -232,6 +233,15 @@ def take_back_the_gpu_slots_at_a_reset(real: Any, self: SlotTable, unsent: Any) 
 def let_a_tier_overflow(real: Any, self: BoundedTier, _message: m.Victims) -> None:
     """A tier with a capacity forgets to make room, and thinks it did."""
     real(self, m.Victims(keys=()))
+
+
+@in_place_of(BoundedTier, "_forget")
+def count_on_no_room_for_a_lost_block_that_is_stored_anew(
+    real: Any, self: BoundedTier, keys: Any
+) -> None:
+    """A block is lost while it is being stored, and the tier no longer counts on its return."""
+    with patch.object(self, "_storing", Counter()):
+        real(self, keys)
 
 
 @in_place_of(Leftovers, "add")

@@ -35,6 +35,7 @@ SHOWN_BY_A_DEATH = {
 #: Where the first seed takes long. Any catches it, sooner or later; changed rules change when.
 SOONER = {
     "bring_a_removed_block_back": 4,
+    "count_on_no_room_for_a_lost_block_that_is_stored_anew": 6,
     "count_what_was_removed_before_it_was_told": 2,
     "drop_the_pin_of_a_region_that_is_read": 5,
     "forget_who_else_shares_a_prefix": 12,
