@@ -41,10 +41,14 @@ SOONER = {
     "forget_who_else_shares_a_prefix": 12,
     "free_a_slot_whose_fill_is_abandoned": 2,
     "ignore_the_epoch_of_a_gpu_load": 4,
-    "ignore_the_epoch_of_a_promotion": 6,
-    "leave_what_a_failed_call_left": 16,
+    "ignore_the_epoch_of_a_promotion": 7,
+    "keep_what_is_too_old": 3,
+    "leave_what_a_failed_call_left": 3,
     "overwrite_the_only_version_of_a_table": 5,
+    "recover_the_older_copy": 5,
     "reinsert_without_a_budget": 39,
+    "skip_the_checksum_of_a_table": 11,
+    "tell_nobody_what_is_lost": 3,
     "write_pages_of_their_own_before_the_blocks": 2,
 }
 STEPS = 60
