@@ -20,10 +20,11 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import RequestStatus
 
 from tests.rig.device import Device
 from tests.rig.executor import RigExecutor
-from tests.rig.layers import BLOCK_TOKENS, layers
+from tests.rig.layers import BLOCK_TOKENS, PAGE_BYTES, layers
 from tests.rig.runner import World
 from tests.rig.stepped_tiers import stepped_tiers
 
@@ -61,17 +62,51 @@ class Engine:
         self.manager: Any = self.scheduler.connector.connector_scheduler.manager
         self.facade: Any = self.manager.facade
 
-    def step(self) -> None:
-        """Run one step of the engine, and let the devices and tiers go on meanwhile, or not."""
-        self.core.step_fn()
+    def step(self) -> Any:
+        """Run one step of the engine, and let the devices and tiers go on meanwhile, or not.
+
+        Returns what vLLM's front end would get.
+        """
+        outputs, _ = self.core.step_fn()
         for worker in self.workers:
             worker.device.move()
         self.tiers.move()
+        return outputs
 
     def knows_request(self, name: str) -> bool:
         """Tell whether vLLM's scheduler, or its connector, still has a request of this id."""
         connector = self.scheduler.connector.connector_scheduler
         return name in self.scheduler.requests or name in connector._req_status
+
+    def jobs(self) -> list[Any]:
+        """Return the loads and stores that vLLM's connector has under way."""
+        return list(self.scheduler.connector.connector_scheduler._jobs.values())
+
+    def told(self) -> dict[str, str]:
+        """Return what each request waits for, for people."""
+        return {
+            name: f"{each.status.name}, {each.num_computed_tokens} of {each.num_tokens} tokens"
+            for name, each in self.scheduler.requests.items()
+        }
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a request waits for blocks that are being loaded."""
+        loading = RequestStatus.WAITING_FOR_REMOTE_KVS
+        requests = self.scheduler.requests.values()
+        return any(each.status is loading or each.is_finished() for each in requests)
+
+    @property
+    def computes(self) -> bool:
+        """Whether the model works at a step whose output vLLM has not read."""
+        queue = self.core.batch_queue or ()
+        return any(scheduled.total_num_scheduled_tokens for _, scheduled, _ in queue)
+
+    @property
+    def may_be_reset(self) -> bool:
+        """Whether vLLM's connector takes a reset now: not a second one in a step."""
+        connector = self.scheduler.connector.connector_scheduler
+        return not connector._current_batch_jobs_to_flush
 
     @property
     def has_work(self) -> bool:
@@ -80,18 +115,23 @@ class Engine:
 
 
 @contextmanager
-def engine(shape: Shape, rng: random.Random) -> Iterator[Engine]:
-    """Start an engine and shut it down."""
+def engine(shape: Shape, rng: random.Random, folder: Path) -> Iterator[Engine]:
+    """Start an engine and shut it down. ``folder``: where tiers keep their files."""
     world = World()
+    executor: Any = type(
+        "Executor",
+        (RigExecutor,),
+        {
+            "specs": layers(shape.kinds, shape.layers_each, shape.ranks),
+            "devices": [Device(rng, shape.laziness) for _ in range(shape.ranks)],
+            "world": world,
+        },
+    )
     with ExitStack() as stack:
         tiers = stack.enter_context(stepped_tiers(rng, shape.tier_laziness))
-        stack.enter_context(patch.object(RigExecutor, "specs", _layers(shape), create=True))
-        devices = [Device(rng, shape.laziness)]
-        stack.enter_context(patch.object(RigExecutor, "devices", devices, create=True))
-        stack.enter_context(patch.object(RigExecutor, "world", world, create=True))
         # It takes as long as a whole scenario.
         stack.enter_context(patch("vllm.v1.engine.core.freeze_gc_heap"))
-        core = EngineCore(vllm_config(shape), RigExecutor, log_stats=True)
+        core = EngineCore(vllm_config(shape, folder), executor, log_stats=True)
         try:
             yield Engine(core, world, tiers)
         except BaseException:
@@ -104,20 +144,20 @@ def engine(shape: Shape, rng: random.Random) -> Iterator[Engine]:
                 core.scheduler.shutdown()
 
 
-def _layers(shape: Shape) -> dict[str, Any]:
-    return layers(shape.kinds, shape.layers_each)
-
-
-def vllm_config(shape: Shape) -> VllmConfig:
+def vllm_config(shape: Shape, folder: Path) -> VllmConfig:
     """Build what a user's options would become."""
-    row = -(-256 * shape.layers_each * shape.blocks_per_chunk // ROW_BYTES) * ROW_BYTES
+    row = -(-PAGE_BYTES * shape.layers_each * shape.blocks_per_chunk // ROW_BYTES) * ROW_BYTES
     extra = {
         "spec_name": "KVTierOffloadingSpec",
         "spec_module_path": "kvtier.vllm",
         "cpu_bytes_to_use": shape.slots * row,
         "blocks_per_chunk": shape.blocks_per_chunk,
         "eviction_policy": shape.eviction_policy,
-        "secondary_tiers": [dict(tier) for tier in shape.tiers],
+        "canonical_layout": shape.canonical,
+        "secondary_tiers": [
+            _placed(tier, folder / str(number)) for number, tier in enumerate(shape.tiers)
+        ],
+        **dict(shape.options),
     }
     config = VllmConfig(
         model_config=_model(),
@@ -134,7 +174,10 @@ def vllm_config(shape: Shape) -> VllmConfig:
             is_encoder_decoder=False,
             enable_chunked_prefill=True,
         ),
-        parallel_config=ParallelConfig(),
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=shape.ranks,
+            distributed_executor_backend="uni" if shape.ranks == 1 else "mp",
+        ),
         device_config=DeviceConfig(device="cpu"),
         kv_transfer_config=KVTransferConfig(
             kv_connector="OffloadingConnector",
@@ -145,6 +188,13 @@ def vllm_config(shape: Shape) -> VllmConfig:
     # vLLM has no asynchronous scheduling on the CPU; its scheduler and core do not know that.
     config.scheduler_config.async_scheduling = shape.asynchronous
     return config
+
+
+def _placed(tier: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a tier's options with the folder that it keeps its files in, if it has any."""
+    if tier["type"] == "fs":
+        return {**tier, "root_dir": str(folder)}
+    return {**tier, "path": str(folder)} if tier["type"] == "disk" else dict(tier)
 
 
 def _blocks_least(shape: Shape) -> int:

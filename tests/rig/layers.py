@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 BLOCK_TOKENS = 4
 _HEADS = 2
 _HEAD_SIZE = 8
-_PAGE_BYTES = BLOCK_TOKENS * _HEADS * _HEAD_SIZE * 2 * 2  # keys and values, of two bytes
+PAGE_BYTES = BLOCK_TOKENS * _HEADS * _HEAD_SIZE * 2 * 2  # keys and values, of two bytes
 
 
 def layers(kinds: Sequence[str], layers_each: int, ranks: int = 1) -> dict[str, KVCacheSpec]:
@@ -46,13 +46,13 @@ def _spec(kind: str, ranks: int) -> KVCacheSpec:
     if kind == "mla":
         # As many bytes as the others have: vLLM wants pages of one size.
         return MLAAttentionSpec(
-            **shape | {"num_kv_heads": 1, "head_size": _PAGE_BYTES // BLOCK_TOKENS // 2}
+            **shape | {"num_kv_heads": 1, "head_size": PAGE_BYTES // BLOCK_TOKENS // 2}
         )
     assert kind == "mamba"
     return MambaSpec(
         block_size=BLOCK_TOKENS,
-        shapes=((7, 4), (2, 10)),
+        shapes=((3, 4), (2, 8)),
         dtypes=(torch.float16, torch.float32),
-        page_size_padded=_PAGE_BYTES // ranks,
+        page_size_padded=PAGE_BYTES // ranks,
         mamba_cache_mode="align",
     )

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from kvtier.core.generations import Generations
 from kvtier.vllm import cpu_worker
 from tests.rig.device import LateWorker
 
@@ -61,6 +62,16 @@ def _result(job: int) -> Any:
     return cpu_worker.TransferResult(job, True, 1, 0.0)
 
 
+def find_what_older_weights_computed() -> Any:
+    """A reset empties the primary tier, and tiers serve what they have."""
+    return patch.object(Generations, "begin", lambda *_: None)
+
+
 MISTAKES: dict[str, Callable[[], Any]] = {
-    each.__name__: each for each in (load_from_another_slot, report_before_the_copy)
+    each.__name__: each
+    for each in (
+        load_from_another_slot,
+        report_before_the_copy,
+        find_what_older_weights_computed,
+    )
 }

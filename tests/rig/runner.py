@@ -37,7 +37,7 @@ class World:
     weights: int = 0
     salts: dict[str, str] = field(default_factory=dict)  #: of requests
     tokens_checked: int = 0
-    has_failed: bool = False  #: nothing is compared any more
+    has_failed: bool = False  #: what was launched since is of no use
 
 
 @dataclass
@@ -142,6 +142,8 @@ class Runner:
         sampled: list[list[int]] = [[] for _ in batch]
 
         def run() -> None:
+            if self._world.has_failed:
+                return
             self._zero(zeroed)
             for copy in copies:
                 self._copy_block(copy.src_block_id, copy.dst_block_id)
@@ -165,7 +167,7 @@ class Runner:
 
     def _read(self, request: _Running, tables: list[list[int]], end: int) -> None:
         """Compare all that attention reads to compute the token ``end``."""
-        if end == 0 or self._world.has_failed:
+        if end == 0:
             return
         digests = request.prefix.digests(end)
         for (spec, layers), table in zip(self._groups, tables, strict=True):

@@ -6,24 +6,21 @@ Everything in it is drawn from its seed, so the seed plays it again.
 from __future__ import annotations
 
 import random
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.sampling_params import SamplingParams
-from vllm.v1.request import Request
-
-from tests.rig.engine import MODEL_TOKENS_MAX, engine
-from tests.rig.fake_model import VOCABULARY
+from tests.rig.at_rest import Counters, NotAtRest, left_over
+from tests.rig.engine import engine
+from tests.rig.happenings import Happenings
 from tests.rig.shape import Shape, draw_shape
 
 if TYPE_CHECKING:
     from tests.rig.engine import Engine
 
 STEPS_MAX = 5_000
-
-
-class NotAtRest(AssertionError):
-    """Raised when a scenario does not end as it must."""
+SETTLING_STEPS_MAX = 2_000
 
 
 @dataclass(frozen=True)
@@ -34,30 +31,41 @@ class Played:
     tokens_checked: int
     loads: int
 
+    def __add__(self, more: Played) -> Played:
+        """Add up two."""
+        return Played(
+            self.steps + more.steps,
+            self.tokens_checked + more.tokens_checked,
+            self.loads + more.loads,
+        )
+
 
 def play(seed: int, shape: Shape | None = None) -> Played:
     """Play the scenario of a seed. Raises what went wrong, with seed and shape in a note."""
     rng = random.Random(seed)
     shape = shape or draw_shape(rng)
+    played = Played(0, 0, 0)
     try:
-        with engine(shape, rng) as running:
-            return _Scenario(running, shape, rng).play()
+        with tempfile.TemporaryDirectory(prefix="kvtier-rig-") as folder:
+            for _ in range(shape.lives):
+                with engine(shape, rng, Path(folder)) as running:
+                    played += _Scenario(running, shape, rng).play()
     except BaseException as error:
         error.add_note(f"seed {seed}: {shape}")
         raise
+    return played
 
 
 class _Scenario:
     def __init__(self, running: Engine, shape: Shape, rng: random.Random) -> None:
         self._engine = running
-        self._shape = shape
-        self._rng = rng
-        self._to_come = shape.requests
+        self._happenings = Happenings(running, shape, rng, self._step)
+        self._counters = Counters()
         self._steps = 0
 
     def play(self) -> Played:
-        while self._to_come or self._engine.has_work:
-            self._happen()
+        while self._happenings.requests_to_come or self._engine.has_work:
+            self._happenings.happen()
             self._step()
         self._settle()
         loads = sum(worker.device.copied["load"] for worker in self._engine.workers)
@@ -66,91 +74,21 @@ class _Scenario:
     def _step(self) -> None:
         self._steps += 1
         if self._steps > STEPS_MAX:
-            raise NotAtRest(f"after {STEPS_MAX} steps: {self._engine.scheduler.requests}")
-        self._engine.step()
-
-    # --- what happens between steps ---
-
-    def _happen(self) -> None:
-        rng, shape = self._rng, self._shape
-        if self._to_come and rng.random() < 0.4:
-            self._add_request()
-        if rng.random() < shape.aborts:
-            self._abort()
-        if rng.random() < shape.forgets:
-            self._engine.core.reset_prefix_cache()
-
-    def _add_request(self) -> None:
-        rng, shape = self._rng, self._shape
-        name = f"r{rng.randrange(shape.names)}"
-        if self._engine.knows_request(name):
-            return  # an id is used again, but only once vLLM has forgotten who had it
-        self._to_come -= 1
-        output = rng.randrange(1, shape.output_tokens_max + 1)
-        sampling = SamplingParams(max_tokens=output, ignore_eos=True)
-        prompt = self._prompt()[: MODEL_TOKENS_MAX - output - 1]
-        core = self._engine.core
-        core.add_request(
-            Request(name, prompt, sampling, None, block_hasher=core.request_block_hasher)
-        )
-
-    def _prompt(self) -> list[int]:
-        """Draw one that shares a prefix with others."""
-        rng = self._rng
-        family = random.Random(rng.randrange(self._shape.families))
-        length = rng.randrange(1, self._shape.prompt_tokens_max + 1)
-        prompt = [family.randrange(VOCABULARY) for _ in range(length)]
-        if rng.random() < 0.3:
-            cut = rng.randrange(length)
-            prompt[cut:] = [rng.randrange(VOCABULARY) for _ in range(length - cut)]
-        return prompt
-
-    def _abort(self) -> None:
-        names = sorted(self._engine.scheduler.requests)
-        if not names:
-            return
-        chosen = [self._rng.choice(names)]
-        if self._rng.random() < 0.5:
-            self._engine.core.abort_requests(chosen)
-        else:  # while a step runs
-            self._engine.core.aborts_queue.put_nowait(chosen)
-
-    # --- the end ---
+            raise NotAtRest(f"after {STEPS_MAX} steps there is {self._engine.told()}")
+        outputs = self._engine.step()
+        self._counters.check(self._engine.facade.statistics(), outputs)
 
     def _settle(self) -> None:
         """Step until nobody has anything to do, and check that nothing is left."""
+        self._happenings.end()
         facade = self._engine.facade
-        while facade.has_pending_work() or self._engine.has_work:
+        left: dict[str, Any] = {}
+        for _ in range(SETTLING_STEPS_MAX):
+            # An idle engine steps no more, and what hung comes back all the same.
+            facade.step_end()
             self._step()
-        left = _left(facade.statistics())
+            left = left_over(facade.statistics(), void=self._happenings.void)
+            if not (left or facade.has_pending_work() or self._engine.has_work):
+                break
         if left:
             raise NotAtRest(f"at rest there is {left}")
-
-
-def _left(now: Any) -> dict[str, Any]:
-    """Return what should be zero at rest and is not."""
-    primary = now.primary
-    told = {
-        name: getattr(primary, name)
-        for name in (
-            "requests",
-            "pinned_slots",
-            "quarantined_slots",
-            "promotion_slots",
-            "filling_from_gpu_slots",
-            "filling_from_tiers_slots",
-        )
-    }
-    told["slots lost"] = primary.slot_count - primary.free_slots - primary.ready_slots
-    told["unknown completions"] = primary.counts.unknown_completions
-    told["faults"] = now.faults
-    for tier in now.tiers:
-        for name in (
-            "probes_in_flight",
-            "promotion_jobs_in_flight",
-            "cascade_jobs_in_flight",
-            "promotion_slots",
-            "cascade_slots",
-        ):
-            told[f"{tier.name} {name}"] = getattr(tier, name)
-    return {name: value for name, value in told.items() if value}

@@ -30,6 +30,8 @@ class Shape:
     kinds: tuple[str, ...] = ("full",)  #: of KV-cache groups, see ``layers.py``
     layers_each: int = 1
     blocks_per_chunk: int = 1  #: vLLM blocks in one of kvtier's
+    ranks: int = 1  #: of tensor parallelism
+    canonical: bool = False  #: vLLM's ``canonical_layout``
     asynchronous: bool = False
     gpu_blocks: int = 10  #: more than one request of full length needs
     slots: int = 30
@@ -38,15 +40,21 @@ class Shape:
     prompt_tokens_max: int = 56
     output_tokens_max: int = 8
     requests: int = 20
+    lives: int = 1  #: engines, one after the other, over the same folders
     families: int = 4  #: of prompts that share a prefix
     laziness: float = 0.5  #: of the device's streams, see ``device.py``
     tier_laziness: float = 0.5  #: of tiers, see ``stepped_tiers.py``
     tiers: tuple[dict[str, Any], ...] = ()
     eviction_policy: str = "reuse"
     aborts: float = 0.0  #: chance a step
+    arrivals: float = 0.4  #: chance of a request a step
     forgets: float = 0.0  #: vLLM's own prefix cache is reset, and no connector
     resets: float = 0.0
     updates: float = 0.0  #: of the weights
+    late_callers: bool = False  #: completions from before a reset reach kvtier after it
+    asks: float = 0.0  #: chance of a request with parameters for the connector
+    salted: bool = False  #: some requests have a salt of their own
+    options: tuple[tuple[str, Any], ...] = ()  #: more of kvtier's and vLLM's
     names: int = 1000  #: request ids to choose from: few are used again soon
 
     def __str__(self) -> str:
@@ -62,22 +70,93 @@ class Shape:
 
 def draw_shape(rng: random.Random) -> Shape:
     """Draw a shape."""
+    kinds = rng.choice(KINDS)
+    lives = rng.choice([1, 1, 1, 2])
     return Shape(
-        kinds=rng.choice(KINDS),
+        kinds=kinds,
+        ranks=1 if "mla" in kinds else rng.choice([1, 1, 2]),
+        canonical=not {"mla", "mamba"} & set(kinds) and rng.random() < 0.3,
+        lives=lives,
         blocks_per_chunk=rng.choice([1, 1, 2, 3]),
         asynchronous=rng.choice([False, True]),
         eviction_policy=rng.choice(["lru", "lru", "s3fifo", "reuse"]),
         layers_each=rng.choice([1, 1, 2]),
-        gpu_blocks=rng.choice([0, 0, 4, 20]),
-        slots=rng.choice([1, 2, 5, 8, 13, 20, 40, 70, 100]),
+        gpu_blocks=rng.choice([0, 0, 2, 10]),
+        slots=rng.choice([1, 3, 8, 13, 20, 40, 70, 100, 100]),
         running_max=rng.choice([1, 2, 4, 8]),
         batched_tokens_max=rng.choice([8, 16, 64]),
-        requests=rng.randrange(6, 24),
-        families=rng.randrange(1, 9),
+        requests=rng.randrange(6, 24) // lives,
+        families=rng.randrange(1, 6),
         laziness=rng.choice([0.1, 0.5, 0.9]),
         tier_laziness=rng.choice([0.1, 0.5, 0.9]),
-        tiers=({"type": "memory", "capacity_bytes": 4096 * rng.choice([4, 20, 1000])},),
+        tiers=tuple(draw_tier(rng) for _ in range(rng.choice([0, 1, 1, 2]))),
         aborts=rng.choice([0.0, 0.1]),
-        forgets=rng.choice([0.0, 0.1, 0.3]),
-        names=rng.choice([3, 1000]),
+        forgets=rng.choice([0.0, 0.3]),
+        arrivals=rng.choice([0.1, 0.4]),
+        resets=rng.choice([0.0, 0.0, 0.05]),
+        updates=rng.choice([0.0, 0.0, 0.05]),
+        late_callers=rng.random() < 0.3,
+        asks=rng.choice([0.0, 0.0, 0.3]),
+        salted=rng.random() < 0.2,
+        options=draw_options(rng),
+        names=rng.choice([5, 1000]),
     )
+
+
+def draw_options(rng: random.Random) -> tuple[tuple[str, Any], ...]:
+    """Draw settings of the runtime."""
+    options: dict[str, Any] = {"breaker_pause_s": 0.02, "breaker_pause_s_max": 0.1}
+    if rng.random() < 0.1:
+        options["store_threshold"] = 2
+    if rng.random() < 0.2:
+        options["lease_timeout_s"] = 0.02
+    if rng.random() < 0.2:
+        options["job_blocks_max"] = rng.choice([1, 3])
+    if RELEASE >= (0, 33) and rng.random() < 0.3:
+        options["sync_load_budget_bytes"] = rng.choice([1 << 10, 1 << 20])
+    return tuple(options.items())
+
+
+def draw_tier(rng: random.Random) -> dict[str, Any]:
+    """Draw a tier, whose storage may fail."""
+    kind = rng.choice(["memory"] * 6 + ["fs", "disk"])
+    if kind == "fs":
+        return {"type": "fs", "cell": "thread", "direct": False}
+    if kind == "disk":
+        sizes = {"capacity_bytes": 4096 * rng.choice([100, 1000]), "region_bytes": 4096 * 8}
+        return {"type": "disk", "cell": "thread", "direct": False, **sizes}
+    tier: dict[str, Any] = {
+        "type": "memory",
+        "capacity_bytes": 4096 * rng.choice([4, 20, 1000]),
+        "eviction_policy": rng.choice(["lru", "s3fifo", "arc"]),
+    }
+    patience = rng.choice([1, 10])
+    tier |= {
+        "probe_timeout_s": 0.02 * patience,
+        "promote_timeout_s": 0.04 * patience,
+        "store_timeout_s": 0.04 * patience,
+    }
+    if rng.random() < 0.2:
+        tier["offload_policy"] = "request_level"
+    if rng.random() < 0.5:
+        tier["faults"] = {
+            operation: draw_faults(rng, operation)
+            for operation in rng.sample(["probe", "load", "store", "remove"], rng.choice([1, 2]))
+        }
+    return tier
+
+
+def draw_faults(rng: random.Random, operation: str) -> dict[str, Any]:
+    """Draw what goes wrong with one operation of a tier."""
+    kinds: list[dict[str, Any]] = [
+        {"delay_s": rng.choice([0.003, 0.03])},
+        {"delay_s": 0.5, "calls_max": 1},  # to what waits for it, it hangs
+        {"error": "drawn", "calls_max": 3},
+        {"fail_every": 3},
+        {"answers_missing": 1, "calls_max": 2},
+    ]
+    if operation == "load":
+        kinds.append({"corrupt_every": 3})
+    if operation == "store":
+        kinds.append({"full": True, "calls_max": 2})
+    return {**rng.choice(kinds), "calls_skipped": rng.choice([0, 2])}

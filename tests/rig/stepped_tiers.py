@@ -8,6 +8,7 @@ and delays pass as fast as steps do.
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import contextmanager
 from functools import cache, partial
 from importlib.metadata import entry_points
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 STEP_S = 0.001  #: how much time a step of the engine takes
 CLOSING_TURNS_MAX = 20_000
+THREADS_TURN_STEPS = 4  #: then the threads of a tier that has files get the interpreter
 _ENTRY_POINTS = cache(entry_points)
 
 
@@ -65,6 +67,11 @@ class SteppedTier(TierThread):
         self._life_task: asyncio.Task[None] | None = None
         self.tiers.hosts.append(self)
 
+    @property
+    def has_threads(self) -> bool:
+        """Whether the backend does its I/O on threads."""
+        return self._tier.type != "memory"
+
     def turn(self) -> None:
         """Let the cell go on."""
         if self._life.has_ended:
@@ -99,15 +106,19 @@ class SteppedTiers:
     def __init__(self, rng: random.Random, laziness: float) -> None:
         self.clock = Clock()
         self.hosts: list[SteppedTier] = []
+        self._steps = 0
         self._rng = rng
         self._laziness = laziness
 
     def move(self) -> None:
         """Let a step's time pass, and each tier go on for a while, or not."""
         self.clock.now += STEP_S
+        self._steps += 1
         for host in self.hosts:
             while self._rng.random() > self._laziness:
                 host.turn()
+        if self._steps % THREADS_TURN_STEPS == 0 and any(host.has_threads for host in self.hosts):
+            time.sleep(0)
 
 
 @contextmanager

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.rig.at_rest import NotAtRest
 from tests.rig.planted import MISTAKES
 from tests.rig.runner import WrongKV
-from tests.rig.scenario import NotAtRest, play
+from tests.rig.scenario import play
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
