@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import msgspec
 
 _LEFT_OF_PRIMARY = (
     "requests",
@@ -41,9 +46,9 @@ class Counters:
 
     def check(self, statistics: Any, outputs: Any) -> None:
         """Compare with the step before. ``outputs``: what the step gave vLLM's front end."""
-        now = {f"primary {name}": value for name, value in statistics.primary.counts.items()}
+        now = {f"primary {name}": value for name, value in _numbers(statistics.primary.counts)}
         for tier in statistics.tiers:
-            now |= {f"{tier.name} {name}": value for name, value in tier.counts.items()}
+            now |= {f"{tier.name} {name}": value for name, value in _numbers(tier.counts)}
         fell = {
             name: (self._before[name], value)
             for name, value in now.items()
@@ -55,6 +60,10 @@ class Counters:
         for output in (outputs or {}).values():
             stats = output.scheduler_stats
             _check_increments(stats and stats.kv_connector_stats)
+
+
+def _numbers(counts: msgspec.Struct) -> Iterator[tuple[str, float]]:
+    return ((name, getattr(counts, name)) for name in counts.__struct_fields__)
 
 
 def _check_increments(told: dict[str, Any] | None) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import inspect
+import textwrap
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import numpy as np
 
 from kvtier.core.generations import Generations
+from kvtier.engine.lookups import Lookups
+from kvtier.engine.requests import Request
 from kvtier.vllm import cpu_worker
 from tests.rig.device import LateWorker
 
@@ -62,9 +66,37 @@ def _result(job: int) -> Any:
     return cpu_worker.TransferResult(job, True, 1, 0.0)
 
 
+def _rewritten(owner: Any, name: str, old: str, new: str) -> Any:
+    """Put a function with one line of it changed in the place of another."""
+    real = getattr(owner, name)
+    source = textwrap.dedent(inspect.getsource(real))
+    assert source.count(old) == 1, f"{name} has no longer one {old!r}"
+    made: dict[str, Any] = {}
+    exec(f"from __future__ import annotations\n{source.replace(old, new)}", real.__globals__, made)
+    return patch.object(owner, name, made[name])
+
+
 def find_what_older_weights_computed() -> Any:
     """A reset empties the primary tier, and tiers serve what they have."""
     return patch.object(Generations, "begin", lambda *_: None)
+
+
+@contextmanager
+def take_back_a_hit_that_was_counted() -> Iterator[None]:
+    """A key that was a hit, was evicted and is looked up again becomes a miss."""
+    with ExitStack() as stack:
+        for name in ("lookup", "lookup_prefix"):
+            planted = _rewritten(Lookups, name, "if key not in request.hits:", "if True:")
+            stack.enter_context(planted)
+        stack.enter_context(patch.object(Request, "count", _count_both_ways))
+        yield
+
+
+def _count_both_ways(self: Request, counts: Any) -> None:
+    queries, hits = len(self.hits | self.misses), len(self.hits - self.misses)
+    counts.queries += queries - self._queries_counted
+    counts.hits += hits - self._hits_counted
+    self._queries_counted, self._hits_counted = queries, hits
 
 
 MISTAKES: dict[str, Callable[[], Any]] = {
@@ -73,5 +105,6 @@ MISTAKES: dict[str, Callable[[], Any]] = {
         load_from_another_slot,
         report_before_the_copy,
         find_what_older_weights_computed,
+        take_back_a_hit_that_was_counted,
     )
 }

@@ -95,6 +95,7 @@ class Runner:
         meta = scheduled.kv_connector_metadata
         connector.handle_preemptions(meta)
         self._update(scheduled)
+        self._prepare_blocks(scheduled)
         connector.bind_connector_metadata(meta)
         if scheduled.has_sync_kv_loads:
             connector.start_load_kv(None)
@@ -129,9 +130,20 @@ class Runner:
         prefix = Prefix(tokens, self._world.weights, salt)
         self._requests[name] = _Running(name, prefix, [list(table) for table in blocks])
 
-    def _launch(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+    def _prepare_blocks(self, scheduled: SchedulerOutput) -> None:
+        """Zero and copy blocks: before loads that the step itself reads, and before the model."""
         zeroed = list(scheduled.new_block_ids_to_zero or ())
         copies = list(scheduled.kv_cache_block_copies or ())
+
+        def run() -> None:
+            self._zero(zeroed)
+            for copy in copies:
+                self._copy_block(copy.src_block_id, copy.dst_block_id)
+
+        if zeroed or copies:
+            self._device.launch(run)
+
+    def _launch(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         computed = {each.req_id: each.num_computed_tokens for each in scheduled.scheduled_new_reqs}
         cached = scheduled.scheduled_cached_reqs
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -144,9 +156,6 @@ class Runner:
         def run() -> None:
             if self._world.has_failed:
                 return
-            self._zero(zeroed)
-            for copy in copies:
-                self._copy_block(copy.src_block_id, copy.dst_block_id)
             for number, (request, tables, start, count) in enumerate(batch):
                 self._read(request, tables, start)
                 end = start + count
