@@ -8,6 +8,7 @@
 #   make model SECONDS=600     the model checker for as long as it is told
 #   make rig MINUTES=60        vLLM's scheduler over a model that checks each read, fresh seeds
 #   make mutants SAMPLE=20     small changes of the code that the tests nearby must notice
+#   make soak MINUTES=60       a runtime under injected faults, for as long as it is told
 #   make PYTHON=python3.12 ... another Python;  PIP_ARGS="..." more options for pip
 
 SHELL := /bin/bash
@@ -20,9 +21,10 @@ VENV ?= .venv
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 SECONDS ?=
-MINUTES ?= 60
+MINUTES ?=
 
 BIN := $(VENV)/bin
+STRESS := $(BIN)/python -m stress
 PIP := $(BIN)/python -m pip install -qq --no-input --no-deps --no-compile $(PIP_ARGS)
 # How long each test took stands in build/durations/, a file for each part.
 PYTEST = $(BIN)/python -m pytest --durations=8 --durations-min=1 \
@@ -86,7 +88,7 @@ demo: $(VENV)/.kvtier
 PARTS := vllm-0.33 lint types model engine-0.32 unit engine-0.33 server conformance soak docs
 
 test: $(VENV)/.dev
-	@env -u SECONDS CI=true $(MAKE) --no-print-directory -j4 --output-sync=recurse $(PARTS:%=part-%)
+	@env -u SECONDS -u MINUTES CI=true $(MAKE) --no-print-directory -j4 --output-sync=recurse $(PARTS:%=part-%)
 
 part-engine-0.33: part-vllm-0.33
 part-%:
@@ -106,9 +108,9 @@ test-long: $(VENV)/.dev $(NEWER)/.made
 	KVTIER_TEST_TIMES=5 KVTIER_DISK_KILLS=500 KVTIER_TEST_SEED=$$seed \
 	    $(MAKE) --no-print-directory unit PYTEST_ARGS="--hypothesis-seed=$$seed $(PYTEST_ARGS)"
 	$(MAKE) --no-print-directory -j1 model SECONDS=$(or $(SECONDS),3600)
-	$(BIN)/python stress/soak.py --seconds $(or $(SECONDS),3600)
-	$(BIN)/python stress/server.py --minutes 20
-	PYTHONPATH=$(abspath $(NEWER)) $(BIN)/python stress/server.py --minutes 20
+	$(STRESS) --layer runtime --minutes $(or $(MINUTES),60)
+	$(STRESS) --layer engine --minutes 20
+	PYTHONPATH=$(abspath $(NEWER)) $(STRESS) --layer engine --minutes 20
 
 # --- its parts ---
 
@@ -144,8 +146,8 @@ engine-0.33: $(VENV)/.dev $(NEWER)/.made
 
 # Half of the time on each release of vLLM. A seed that fails is told: --seed plays it alone.
 rig: $(VENV)/.dev $(NEWER)/.made
-	$(BIN)/python -m tests.rig --seconds $$(($(MINUTES) * 30))
-	PYTHONPATH=$(abspath $(NEWER)) $(BIN)/python -m tests.rig --seconds $$(($(MINUTES) * 30))
+	$(BIN)/python -m tests.rig --seconds $$(($(or $(MINUTES),60) * 30))
+	PYTHONPATH=$(abspath $(NEWER)) $(BIN)/python -m tests.rig --seconds $$(($(or $(MINUTES),60) * 30))
 
 # A few hundred scenarios, and that the rig finds what is wrong.
 rig-0.32: $(VENV)/.dev
@@ -159,10 +161,10 @@ docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 soak: $(VENV)/.dev
-	@$(BIN)/python stress/soak.py --seconds 20
+	@$(STRESS) --layer runtime --minutes $(or $(MINUTES),0.4)
 
 server: $(VENV)/.kvtier
-	@$(BIN)/python stress/server.py --minutes 1
+	@$(STRESS) --layer engine --minutes $(or $(MINUTES),1)
 
 $(VENV)/.mutants: requirements/mutants.txt $(VENV)/.dev
 	$(PIP) -r requirements/mutants.txt

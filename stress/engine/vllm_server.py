@@ -1,4 +1,4 @@
-"""A real vLLM HTTP server in a process group of its own, on loopback, for ``server.py``."""
+"""A real vLLM HTTP server in a process group of its own, on loopback, for ``soak.py``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+
+from stress.failure import Failure
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -39,10 +41,6 @@ _FLAGS = (
     "--disable-uvicorn-access-log",
     "--enable-prompt-tokens-details",
 )
-
-
-class Failure(Exception):
-    """A promise was broken."""
 
 
 class Server:

@@ -1,36 +1,35 @@
 """Stress a real vLLM HTTP server: many clients that leave, are preempted and reset.
 
-    python stress/server.py --minutes 20 --clients 64 --seed 8841
-
 First a server without offloading answers every prompt. Then one with kvtier (a
 small DRAM, a bounded ``disk`` tier and an ``fs`` tier; a KV cache of its own so
 small that requests are preempted) serves clients that share prefixes, stream or
 not, ask for several choices, and leave at random moments, while the caches are
 reset. No request may fail, every token must be the reference's, no counter may
 fall, and the server must live. Then the clients stop: everything comes to rest,
-and the gauges of what is under way are zero.
-Exits with 1 and the seed if anything of this is not so. Needs vLLM and aiohttp.
+and the gauges of what is under way are zero. Needs vLLM and aiohttp.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
 import re
-import sys
-import tempfile
 import time
-from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from clients import Clients, Question, answer_all, make_questions
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import LlamaConfig, LlamaForCausalLM
-from vllm_server import Failure, Server, server
+
+from stress.engine.clients import Clients, Question, answer_all, make_questions
+from stress.engine.vllm_server import Server, server
+from stress.failure import Failure
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from stress.arguments import Arguments
 
 BLOCK_BYTES = 65_536  #: K and V, four layers, two heads of 32 float32, for 32 tokens
 DRAM_BLOCKS = 64
@@ -153,9 +152,7 @@ async def come_to_rest(running: Server, watch: Watch) -> None:
             raise Failure(f"not at rest after {REST_S_MAX:g} s: {left}")
 
 
-async def stress(
-    running: Server, questions: list[Question], arguments: argparse.Namespace
-) -> list[str]:
+async def stress(running: Server, questions: list[Question], arguments: Arguments) -> list[str]:
     """Run the clients, come to rest, and return what to print. Raises ``Failure``."""
     dice = random.Random(arguments.seed)
     clients = Clients(running, questions, arguments.seed)
@@ -207,7 +204,7 @@ def check_log(log: str) -> None:
             raise Failure(f"a traceback in the server's log: {each[:4000]}")
 
 
-async def run(folder: Path, arguments: argparse.Namespace) -> list[str]:
+async def run(folder: Path, arguments: Arguments) -> list[str]:
     """Do all of it. Raises ``Failure``."""
     model = make_model(folder / "model")
     questions = make_questions(arguments.seed)
@@ -268,33 +265,4 @@ def make_model(folder: Path) -> Path:
 
 def say(text: str) -> None:
     """Print at once."""
-    print(f"server: {text}", flush=True)
-
-
-def main() -> int:
-    """Run once; print the seed and what was done."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--folder", type=Path, help="keep logs and tiers there")
-    arguments = parser.parse_args()
-    if arguments.seed is None:
-        arguments.seed = random.SystemRandom().randrange(10**6)
-    say(f"seed {arguments.seed}")
-    with suppress(KeyboardInterrupt), tempfile.TemporaryDirectory(prefix="kvtier-server-") as own:
-        folder = arguments.folder or Path(own)
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            lines = asyncio.run(run(folder, arguments))
-        except Failure as failure:
-            print(f"server: FAILED with seed {arguments.seed}: {failure}", file=sys.stderr)
-            return 1
-        for line in lines:
-            say(line)
-        return 0
-    return 130
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    print(f"stress: {text}", flush=True)

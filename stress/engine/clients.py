@@ -19,10 +19,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
-from vllm_server import Failure, Server
+
+from stress.failure import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from stress.engine.vllm_server import Server
 
 VOCABULARY = 512
 DOCUMENTS = 10

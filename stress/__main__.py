@@ -1,0 +1,86 @@
+"""``python -m stress``: one run of one layer, and its verdict."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import traceback
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stress.arguments import Arguments, check_kinds, read_arguments
+from stress.failure import Failure
+from stress.plan import draw_plan
+from stress.record import Record
+from stress.verdict import print_verdict, write_report
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from stress.layer import Layer
+
+PLUGINS = Path(__file__).parent / "plugins"
+LOG_TAIL_LINES = 30
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Run once; returns the exit status."""
+    arguments = read_arguments(given)
+    sys.path.append(str(PLUGINS))
+    layer = _layer(arguments)
+    try:
+        check_kinds(arguments.faults, [kind.name for kind in layer.kinds])
+    except ValueError as problem:
+        print(f"stress: {problem}", file=sys.stderr)
+        return 2
+    wanted = arguments.faults
+    kinds = [each for each in layer.kinds if wanted is None or each.name in wanted]
+    seconds = arguments.minutes * 60
+    plan = draw_plan(arguments.seed, seconds, kinds)
+    record = Record(arguments.layer, arguments.seed, seconds)
+    print(
+        f"stress: {arguments.layer}, seed {arguments.seed}, {arguments.minutes:g} minutes, "
+        f"{len(plan.faults)} faults planned",
+        flush=True,
+    )
+    with _folder(arguments) as folder:
+        try:
+            layer.run(plan, record, folder)
+        except Failure as failure:
+            record.failure = str(failure)
+        except Exception:  # noqa: BLE001 - that nothing raises is a promise too
+            record.failure = f"raised:\n{traceback.format_exc()}"
+        if record.failure is not None:
+            _print_log(folder / "log")
+    print_verdict(record)
+    if arguments.report is not None:
+        write_report(record, arguments.report)
+    return 0 if record.failure is None else 1
+
+
+def _layer(arguments: Arguments) -> Layer:
+    """Make the layer: only what it needs is imported."""
+    made: Layer = import_module(f"stress.{arguments.layer}.layer").make_layer(arguments)
+    return made
+
+
+@contextmanager
+def _folder(arguments: Arguments) -> Iterator[Path]:
+    if arguments.folder is not None:
+        arguments.folder.mkdir(parents=True, exist_ok=True)
+        yield arguments.folder
+        return
+    with tempfile.TemporaryDirectory(prefix="kvtier-stress-") as name:
+        yield Path(name)
+
+
+def _print_log(log: Path) -> None:
+    if log.exists():
+        lines = log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        print("\n".join(["the end of the log:", *lines]), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

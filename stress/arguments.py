@@ -1,0 +1,98 @@
+"""The command line of ``python -m stress``, checked before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+LAYERS: Final = ("runtime", "filesystem", "engine")
+MINUTES_MAX: Final = 7 * 24 * 60.0
+SEEDS: Final = 10**6
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What was asked for."""
+
+    minutes: float
+    seed: int
+    layer: str
+    faults: tuple[str, ...] | None  #: kinds; None: all
+    clients: int
+    report: Path | None  #: a folder for the JSON and the page
+    folder: Path | None  #: where tiers and logs are kept afterwards
+
+
+def read_arguments(arguments: Sequence[str] | None = None) -> Arguments:
+    """Read the command line; ends the process with a message and status 2 if it is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m stress",
+        description="Soak kvtier under faults that a seed picks. Exit status 1, with the seed, "
+        "if a promise was broken.",
+    )
+    parser.add_argument("--minutes", type=_minutes, default=1.0, help="of faults; the rest beside")
+    parser.add_argument("--seed", type=_seed, default=None, help="of load and faults; else drawn")
+    parser.add_argument("--layer", choices=LAYERS, default="runtime", help="what is soaked")
+    parser.add_argument(
+        "--faults", default=None, help="kinds of faults, with commas between; or 'none'; else all"
+    )
+    parser.add_argument("--clients", type=_clients, default=64, help="of the engine layer")
+    parser.add_argument("--report", type=Path, help="write report.json and report.html there")
+    parser.add_argument("--folder", type=Path, help="an empty folder: keep logs and tiers there")
+    given = parser.parse_args(arguments)
+    seed = random.SystemRandom().randrange(SEEDS) if given.seed is None else given.seed
+    if given.folder is not None and given.folder.exists() and any(given.folder.iterdir()):
+        parser.error(f"--folder {given.folder}: it is not empty; name another")
+    return Arguments(
+        given.minutes,
+        seed,
+        given.layer,
+        _kinds(given.faults),
+        given.clients,
+        given.report,
+        given.folder,
+    )
+
+
+def check_kinds(wanted: tuple[str, ...] | None, known: Iterable[str]) -> None:
+    """Raise ``ValueError`` for a kind that the layer doesn't know."""
+    names = sorted(set(known))
+    unknown = sorted(set(wanted or ()) - set(names))
+    if unknown:
+        raise ValueError(
+            f"--faults {','.join(unknown)}: this layer has no such faults; it has "
+            f"{', '.join(names)}"
+        )
+
+
+def _kinds(text: str | None) -> tuple[str, ...] | None:
+    if text is None:
+        return None
+    return () if text == "none" else tuple(text.split(","))
+
+
+def _minutes(text: str) -> float:
+    minutes = float(text)
+    if not 0 < minutes <= MINUTES_MAX:
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0, and at most {MINUTES_MAX:g}")
+    return minutes
+
+
+def _seed(text: str) -> int:
+    seed = int(text)
+    if seed < 0:
+        raise argparse.ArgumentTypeError(f"{text}: must not be negative")
+    return seed
+
+
+def _clients(text: str) -> int:
+    clients = int(text)
+    if not 1 <= clients <= 1024:
+        raise argparse.ArgumentTypeError(f"{text}: must be from 1 to 1024")
+    return clients

@@ -1,0 +1,1 @@
+"""A whole vLLM server with kvtier in it, and clients that are impatient."""

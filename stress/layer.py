@@ -1,0 +1,27 @@
+"""What a plan's faults are done to: the one interface of the three layers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from stress.plan import Kind, Plan
+    from stress.record import Record
+
+
+class Layer(ABC):
+    """One layer. Its ``run`` does both phases: faults, and what must be so after them."""
+
+    name: ClassVar[str]
+    kinds: ClassVar[tuple[Kind, ...]]  #: the faults that it knows
+
+    @abstractmethod
+    def run(self, plan: Plan, record: Record, folder: Path) -> None:
+        """Carry out a plan in an empty folder, and fill the record.
+
+        Raises ``Failure`` when a promise was broken. Whatever happens, nothing that it
+        started is left.
+        """

@@ -1,0 +1,1 @@
+"""A runtime with its real tiers, threads and processes, over real files."""

@@ -1,0 +1,240 @@
+"""A run of a layer whose runtime is in this process: both phases, and the time axis of its plan."""
+
+from __future__ import annotations
+
+import random
+import time
+from abc import abstractmethod
+from collections import deque
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from kvtier.errors import ConfigError
+from stress.failure import Failure
+from stress.layer import Layer
+from stress.load import Counts
+from stress.log_file import log_into
+from stress.plan import Kind
+from stress.record import NOTICED
+from stress.resources import resources_now
+from stress.runtime.rest import Rest
+from stress.runtime.session import Session
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from stress.plan import Fault, Plan
+    from stress.record import Record
+
+SAMPLE_S: Final = 0.25
+RESET_FLUSHES: Final = ("unnamed", "named", "named_again")
+
+ENGINE_KINDS: Final = (
+    Kind("reset", RESET_FLUSHES, per_minute=20),
+    Kind("reopen", ("engine",), per_minute=2),
+)
+"""Done to the runtime itself: weights change, and the engine ends and starts again."""
+
+
+class InProcess(Layer):
+    """A layer whose runtime is in this process. ``world`` and ``tiers`` say over what."""
+
+    hangs_at_close: ClassVar[bool] = False  #: whether a tier may hang at close, while faults last
+
+    @abstractmethod
+    @contextmanager
+    def world(self, folder: Path, record: Record) -> Iterator[None]:
+        """Set up what the tiers stand on, until the end of the block."""
+        yield
+
+    @abstractmethod
+    def settings(self, seed: int) -> Mapping[str, Any]:
+        """Return the runtime's settings."""
+
+    @abstractmethod
+    def clock(self) -> float:
+        """Return what the scheduler takes for the time."""
+
+    @abstractmethod
+    def begin(self, fault: Fault) -> int:
+        """Do a fault, and return how many wrongs that was; those that come later are counted."""
+
+    @abstractmethod
+    def end(self, fault: Fault) -> None:
+        """Take a fault back that lasts."""
+
+    def run(self, plan: Plan, record: Record, folder: Path) -> None:
+        """Carry out a plan. Raises ``Failure``."""
+        with ExitStack() as stack:
+            stack.enter_context(log_into(folder / "log"))
+            stack.enter_context(self.world(folder, record))
+            before = resources_now()
+            run = _Run(self, plan, record)
+            stack.callback(run.clean_up)
+            run.start()
+            run.phase_one()
+            run.phase_two()
+            run.close()
+            run.nothing_is_left(before)
+
+
+class _Run:
+    """One run's state."""
+
+    def __init__(self, layer: InProcess, plan: Plan, record: Record) -> None:
+        self._layer = layer
+        self._plan = plan
+        self._record = record
+        self._counts = Counts()
+        self._dice = random.Random(f"{plan.seed}:load")
+        self._settings = layer.settings(plan.seed)
+        self._kept: list[Session] = []  # closed, and a tier of theirs hung then
+        self._under_way: list[tuple[float, float, Fault]] = []  # ends, began, what
+        self._resets = 0
+        self._noticed_before: dict[str, dict[str, int]] = {}
+        self._session = self._open()
+        self._is_open = True
+        self._began_s = time.monotonic()
+        self._next_sample_s = 0.0
+
+    def _open(self) -> Session:
+        return Session(self._settings, self._layer.clock, self._dice, self._counts)
+
+    def start(self) -> None:
+        """Serve until nothing is new any more, and begin the time axis."""
+        self._warm_up()
+        self._before = resources_now()
+        self._began_s, self._next_sample_s = time.monotonic(), 0.0
+
+    def _now_s(self) -> float:
+        return time.monotonic() - self._began_s
+
+    def _warm_up(self) -> None:
+        """Serve from each tier once, so that all is there that comes with the first use."""
+        self._next_sample_s = float("inf")
+        rest = Rest(self._session, self._record, self._sample)
+        rest.hits_are_back()
+        rest.nothing_is_held()
+        self._record.checks.clear()
+
+    # --- phase one ---
+
+    def phase_one(self) -> None:
+        """Serve requests while faults begin and end."""
+        waiting = deque(self._plan.faults)
+        while (now_s := self._now_s()) < self._plan.seconds:
+            while waiting and waiting[0].at_s <= now_s:
+                self._begin(waiting.popleft())
+            self._end_due(now_s)
+            self._session.load.step()
+            self._sample()
+        self._end_due(float("inf"))
+        self._record.faults_ended_s = self._now_s()
+
+    def _begin(self, fault: Fault) -> None:
+        began_s = self._now_s()
+        if fault.kind == "reset":
+            self._reset(fault)
+        elif fault.kind == "reopen":
+            self._reopen()
+        else:
+            self._record.injected[fault.kind] += self._layer.begin(fault)
+        if fault.for_s:
+            self._under_way.append((began_s + fault.for_s, began_s, fault))
+        else:
+            self._record.note(fault, began_s, self._now_s())
+
+    def _end_due(self, now_s: float) -> None:
+        for each in [each for each in self._under_way if each[0] <= now_s]:
+            self._under_way.remove(each)
+            _, began_s, fault = each
+            self._layer.end(fault)
+            self._record.note(fault, began_s, self._now_s())
+
+    def _reset(self, fault: Fault) -> None:
+        self._resets += 1
+        self._record.injected["reset"] += 1
+        name = None
+        if fault.target != "unnamed":
+            name = "again" if fault.target == "named_again" else f"weights-{self._resets}"
+        changes = name is not None or not self._session.keeps_on_reset
+        self._session.load.reset(name, changes_weights=changes)
+
+    def _reopen(self) -> None:
+        """End the engine and start it again, in the midst of whatever is wrong just now."""
+        self._record.injected["reopen"] += 1
+        self._close_session()
+        try:
+            self._session = self._open()
+        except ConfigError as refusal:
+            self._record.injected["refused"] += 1
+            self._end_due(float("inf"))
+            try:
+                self._session = self._open()
+            except ConfigError as again:
+                raise Failure(f"refused: {refusal}; and without faults: {again}") from again
+        self._is_open = True
+
+    def _close_session(self) -> None:
+        """Close, within its time; memory that a hung tier may still write to is kept."""
+        self._note_noticed()
+        self._session.load.flush()
+        self._is_open = False
+        if not self._session.close():
+            if not self._layer.hangs_at_close:
+                raise Failure("a tier still runs after close")
+            self._record.injected["hung at close"] += 1
+            self._kept.append(self._session)
+
+    # --- phase two ---
+
+    def phase_two(self) -> None:
+        """See that everything comes back, and that nothing is left of the faults."""
+        rest = Rest(self._session, self._record, self._sample)
+        rest.breakers_close()
+        rest.hits_are_back()
+        rest.nothing_is_held()
+        rest.resources_are_as(self._before)
+
+    def close(self) -> None:
+        """End the runtime: nothing hangs any more."""
+        self._note_noticed()
+        self._is_open = False
+        if not self._session.close():
+            raise Failure("a tier still runs after close, though nothing hangs")
+        self._record.noticed = self._noticed_before
+        self._record.seconds = self._now_s()
+
+    def nothing_is_left(self, before: Any) -> None:  # noqa: ANN401
+        """See that no thread, process or descriptor of a runtime is left."""
+        self._kept.clear()
+        del self._session
+        left: dict[str, str] = {}
+        end_s = time.monotonic() + 60.0
+        while left := resources_now().left_since(before):
+            if time.monotonic() > end_s:
+                raise Failure(f"left after close: {left}")
+            time.sleep(0.1)
+        self._record.checks["after close"] = "nothing is left"
+
+    def clean_up(self) -> None:
+        """End what still runs, after a failure."""
+        self._end_due(float("inf"))
+        if self._is_open:
+            self._is_open = False
+            self._session.facade.close()
+
+    # --- what is noted ---
+
+    def _sample(self) -> None:
+        if self._now_s() >= self._next_sample_s:
+            self._next_sample_s = self._now_s() + SAMPLE_S
+            self._record.samples.append(self._session.sample(self._now_s()))
+
+    def _note_noticed(self) -> None:
+        """Add what this runtime's tiers have noticed of the faults."""
+        for tier in self._session.statistics().tiers:
+            counts = self._noticed_before.setdefault(tier.name, dict.fromkeys(NOTICED, 0))
+            for name in NOTICED:
+                counts[name] += int(tier.counts[name])

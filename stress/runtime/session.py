@@ -1,0 +1,84 @@
+"""One runtime from its opening to its end, with the load that it serves."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier import Namespace, RuntimeConfig, SlotMemory, open_runtime
+from kvtier.core.events import PRIMARY
+from stress.checker import Checker
+from stress.contents import BLOCK_BYTES
+from stress.failure import Failure
+from stress.load import Counts, Load
+from stress.record import Sample
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Mapping
+
+    from kvtier.core.statistics import Statistics
+
+SLOTS: Final = 96
+CLOSE_S: Final = 5.0
+CLOSE_S_MAX: Final = CLOSE_S + 25.0  #: the rest is for a busy machine
+
+
+class Session:
+    """One runtime. Raises what ``open_runtime`` raises."""
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        clock: Callable[[], float],
+        dice: random.Random,
+        counts: Counts,
+    ) -> None:
+        config = RuntimeConfig.from_mapping(
+            {"close_timeout_s": CLOSE_S, **settings}, slot_count=SLOTS, block_bytes=BLOCK_BYTES
+        )
+        self.keeps_on_reset = config.keeps_on_reset
+        self.tiers = [tier.name for tier in config.tiers]
+        self.memory = SlotMemory.anonymous(SLOTS, BLOCK_BYTES)
+        try:
+            self.facade = open_runtime(
+                config, self.memory, Namespace({"soak": True}), collect_events=True, clock=clock
+            )
+        except BaseException:
+            self.memory.release()
+            raise
+        self.checker = Checker(self.memory)
+        self.load = Load(self.facade, self.memory, self.checker, dice, counts)
+
+    def statistics(self) -> Statistics:
+        """Return the runtime's."""
+        return self.facade.statistics()
+
+    def sample(self, at_s: float) -> Sample:
+        """Return this moment."""
+        now, counts = self.statistics(), self.load.counts
+        resident = self.checker.resident
+        return Sample(
+            at_s=round(at_s, 3),
+            requests=counts.requests,
+            blocks_read=counts.blocks_read,
+            blocks_stored=counts.blocks_stored,
+            lookups=counts.lookups,
+            hits=counts.hits,
+            resident={
+                "primary": len(resident[PRIMARY]),
+                **{name: len(resident.get(n, ())) for n, name in enumerate(self.tiers)},
+            },
+            breakers={tier.name: tier.breaker for tier in now.tiers},
+            quarantined=now.primary.quarantined_slots,
+        )
+
+    def close(self) -> bool:
+        """End the runtime. False: a tier hangs, and its memory must stay. Raises ``Failure``."""
+        began_s = time.monotonic()
+        is_quiet = self.facade.close()
+        if time.monotonic() - began_s > CLOSE_S_MAX:
+            raise Failure(f"close took {time.monotonic() - began_s:.1f} s")
+        if is_quiet:
+            self.memory.release()
+        return is_quiet
