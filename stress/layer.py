@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from stress.plan import Kind, Plan
+    from stress.plan import Fault, Kind, Plan
     from stress.record import Record
+
+
+class Injector(Protocol):
+    """Does some kinds of faults. One thread."""
+
+    def begin(self, fault: Fault) -> int:
+        """Do a fault; returns how many wrongs that was, without those counted as they come."""
+
+    def end(self, fault: Fault) -> None:
+        """Take a fault back that lasts."""
 
 
 class Layer(ABC):

@@ -28,7 +28,7 @@ class Resources:
     descriptors: Counter[str]  #: what they are open for → how many
     threads: Counter[str]  #: by name
     processes: Counter[str]  #: children, by what they are called
-    tier_descriptors: Counter[str]  #: child → how many descriptors it has
+    tier_descriptors: Counter[str]  #: tier's process → how many
     shared_memory: frozenset[str]  #: names of kvtier's in /dev/shm
     memory_bytes: int  #: resident
 
@@ -57,7 +57,11 @@ def resources_now() -> Resources:
         threads=Counter(_without_numbers(each.name) for each in ending_threads()),
         processes=Counter(names.values()),
         tier_descriptors=Counter(
-            {name: _descriptors_of(str(pid)).total() for pid, name in names.items()}
+            {
+                name: _descriptors_of(str(pid)).total()
+                for pid, name in names.items()
+                if name.startswith("kvtier-")
+            }
         ),
         shared_memory=frozenset(
             each.name for each in SHARED_MEMORY.iterdir() if f"kvtier-{os.getpid()}" in each.name

@@ -195,6 +195,7 @@ class _Run:
         rest.breakers_close()
         rest.hits_are_back()
         rest.nothing_is_held()
+        self._kept.clear()  # nothing hangs any more
         rest.resources_are_as(self._before)
 
     def close(self) -> None:

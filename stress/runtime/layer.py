@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from stress.layer import Injector
     from stress.plan import Fault, Kind
     from stress.record import Record
 
@@ -52,7 +53,9 @@ class RuntimeLayer(InProcess):
             (processes.kinds(()), processes.ProcessFaults()),
             (clocks.KINDS, self._clocks),
         )
-        self._who_does = {kind.name: does for kinds, does in faults for kind in kinds}
+        self._who_does: dict[str, Injector] = {
+            kind.name: does for kinds, does in faults for kind in kinds
+        }
         with quick_restarts():
             yield
 

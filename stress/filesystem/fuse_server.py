@@ -1,9 +1,8 @@
 """A filesystem that hands every call on to another folder, or hangs, or fails, as it is told.
 
-``tests/support/fuse_folder.py`` starts it as ``python -m tests.support.fuse_server SOURCE
-MOUNT``. It is told what to do in lines of JSON on its standard input, and answers each with
-one. When that ends, it is gone at once, and all calls that hang fail: nobody is left to let
-them go on.
+``fuse_folder.py`` starts it as ``python -m stress.filesystem.fuse_server SOURCE MOUNT``. It is
+told what to do in lines of JSON on its standard input, and answers each with one. When that
+ends, it is gone at once, and all calls that hang fail: nobody is left to let them go on.
 """
 
 from __future__ import annotations
@@ -17,14 +16,28 @@ import signal
 import subprocess
 import sys
 import threading
-from typing import Any, Final
+import time
+from collections import Counter
+from typing import Any, Final, NamedTuple
 
 import mfusepy
 
 HANG_S_MAX: Final = 240.0
 """So long a call hangs at most, whatever the test does: less than a test may take."""
 
+NEED_ROOM: Final = frozenset({"create", "fallocate", "mkdir", "symlink", "link", "write"})
+
 _PR_SET_PDEATHSIG: Final = 1
+
+
+class Wrong(NamedTuple):
+    """One thing that is wrong with some calls, until it is ended."""
+
+    kind: str  #: hang, fail, delay, full, lie, tear or short
+    calls: frozenset[str]  #: by libfuse's names; ``*``: all
+    error: int = 0  #: fail: the errno
+    seconds: float = 0.0  #: delay: how long
+    every: int = 1  #: only every so-manieth of these calls
 
 
 class Gate:
@@ -32,39 +45,63 @@ class Gate:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._hanging: frozenset[str] = frozenset()
-        self._failing: frozenset[str] = frozenset()
-        self._errno = 0
+        self._wrongs: dict[str, Wrong] = {}  # by the name that it was begun with
         self._waiting = 0
         self._calls = 0
+        self._done: Counter[str] = Counter()  # kind → calls that it was done to
 
     def let_through(self, call: str) -> None:
-        """Wait while such calls are to hang; raise what they are to fail with."""
+        """Wait while such calls are to hang, or to be late; raise what they are to fail with."""
         with self._changed:
             self._calls += 1
             self._waiting += 1
-            self._changed.wait_for(lambda: not _is_in(call, self._hanging), HANG_S_MAX)
+            if self._hit("hang", call):
+                self._changed.wait_for(lambda: not self._find("hang", call), HANG_S_MAX)
             self._waiting -= 1
-            if _is_in(call, self._failing):
-                raise mfusepy.FuseOSError(self._errno)
+            late = self._hit("delay", call)
+            fails = self._hit("fail", call)
+            is_full = call in NEED_ROOM and self._hit("full", call)
+        if late:
+            time.sleep(late.seconds)
+        if fails:
+            raise mfusepy.FuseOSError(fails.error)
+        if is_full:
+            raise mfusepy.FuseOSError(errno.ENOSPC)
 
-    def obey(self, order: dict[str, Any]) -> dict[str, int]:
-        """Change what becomes of calls from now on; returns how many came, and how many hang."""
+    def does(self, kind: str, call: str) -> bool:
+        """Tell whether a read or write is to lie, to be torn or to come short."""
         with self._changed:
-            if "hang" in order:
-                self._hanging = frozenset(order["hang"])
-            if "fail" in order:
-                self._failing = frozenset(order["fail"])
-                self._errno = order["errno"]
+            return self._hit(kind, call) is not None
+
+    def obey(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Change what becomes of calls from now on; returns what came, hangs, and was done."""
+        with self._changed:
+            if order.get("heal"):
+                self._wrongs.clear()
+            if "end" in order:
+                self._wrongs.pop(order["end"], None)
+            if "begin" in order:
+                wrong = Wrong(**{**order["wrong"], "calls": frozenset(order["wrong"]["calls"])})
+                self._wrongs[order["begin"]] = wrong
             self._changed.notify_all()
-            return {"calls": self._calls, "waiting": self._waiting}
+            return {"calls": self._calls, "waiting": self._waiting, "done": dict(self._done)}
+
+    def _find(self, kind: str, call: str) -> Wrong | None:
+        for wrong in self._wrongs.values():
+            if wrong.kind == kind and not wrong.calls.isdisjoint(("*", call)):
+                return wrong
+        return None
+
+    def _hit(self, kind: str, call: str) -> Wrong | None:
+        """Return what is wrong with this call, and count it."""
+        wrong = self._find(kind, call)
+        if wrong is None or self._calls % wrong.every:
+            return None
+        self._done[kind] += 1
+        return wrong
 
 
-def _is_in(call: str, calls: frozenset[str]) -> bool:
-    return "*" in calls or call in calls
-
-
-class Passthrough(mfusepy.Operations):
+class Passthrough(mfusepy.Operations):  # type: ignore[misc] # it has no types
     """Every call, done on the source folder after the gate let it through."""
 
     use_ns = True
@@ -143,7 +180,10 @@ class Passthrough(mfusepy.Operations):
         return 0
 
     def utimens(self, path: str, times: tuple[int, int] | None = None) -> int:
-        os.utime(self._at(path), ns=times, follow_symlinks=False)
+        if times is None:
+            os.utime(self._at(path), follow_symlinks=False)
+        else:
+            os.utime(self._at(path), ns=times, follow_symlinks=False)
         return 0
 
     def truncate(self, path: str, length: int, fh: int | None = None) -> int:
@@ -163,9 +203,20 @@ class Passthrough(mfusepy.Operations):
         return os.open(self._at(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC, mode)
 
     def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
-        return os.pread(fh, size, offset)
+        data = os.pread(fh, size, offset)
+        if data and self._gate.does("lie", "read"):
+            at = len(data) // 2
+            return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        if self._gate.does("short", "read"):
+            return data[: len(data) // 2]
+        return data
 
     def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
+        if self._gate.does("tear", "write"):  # and says that it was whole
+            os.pwrite(fh, data[: len(data) // 2], offset)
+            return len(data)
+        if self._gate.does("short", "write"):
+            return os.pwrite(fh, data[: len(data) // 2], offset)
         return os.pwrite(fh, data, offset)
 
     def fsync(self, path: str, datasync: int, fh: int) -> int:
@@ -195,7 +246,7 @@ def main(source: str, mount: str) -> None:
         Passthrough(source, gate),
         mount,
         foreground=True,
-        fsname="kvtier-tests",
+        fsname="kvtier-stress",
         direct_io=True,
         default_permissions=True,
         max_threads=64,

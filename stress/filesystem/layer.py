@@ -1,0 +1,88 @@
+"""The filesystem layer: the runtime's tiers over a filesystem that hangs, fails and lies.
+
+It is done to a running engine, to one that starts and to one that ends: engines end and start
+again all the time, whatever goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from stress.failure import Failure
+from stress.filesystem import faults
+from stress.filesystem.fuse_folder import why_no_fuse
+from stress.plan import Kind
+from stress.runtime import files, processes
+from stress.runtime.layer import DISK, FS, RuntimeLayer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from stress.record import Record
+
+MOUNT_S_MAX: Final = 120.0
+START_S: Final = 10.0
+"""So long a start waits for storage that hangs. A new process alone takes a second or two here."""
+
+TIERS: Final = (FS, DISK)
+
+
+class FilesystemLayer(RuntimeLayer):
+    """Two tiers over FUSE, and a memory tier that must go on all the while."""
+
+    name: ClassVar[str] = "filesystem"
+    hangs_at_close: ClassVar[bool] = True
+    kinds: ClassVar[tuple[Kind, ...]] = (
+        Kind("reset", ("unnamed", "named", "named_again"), per_minute=10),
+        Kind("reopen", ("engine",), per_minute=4),
+        Kind("harm_files", TIERS, per_minute=60),
+        Kind("kill", TIERS, per_minute=2),
+        Kind("stop", TIERS, per_minute=2, spell_s=(0.1, 3.0)),
+        *faults.KINDS,
+    )
+
+    @contextmanager
+    def world(self, folder: Path, record: Record) -> Iterator[None]:
+        """Mount the filesystem. Raises ``Failure`` where there is no FUSE."""
+        if why_no_fuse():
+            raise Failure(why_no_fuse())
+        source, mount, aside = folder / "source", folder / "mounted", folder / "aside"
+        for each in (source, mount):
+            each.mkdir(mode=0o700)
+        filesystem = faults.FilesystemFaults(source, mount, record.injected)
+        try:
+            _wait_for(filesystem)
+            with super().world(folder, record):
+                self._folders = {FS: mount / "fs", DISK: mount / "disk"}
+                # Harm is done below the mount: who looks into it would hang as well.
+                below = files.FolderFaults({FS: source / "fs", DISK: source / "disk"}, aside)
+                self._who_does = {
+                    "harm_files": below,
+                    **dict.fromkeys(("kill", "stop"), processes.ProcessFaults()),
+                    **{kind.name: filesystem for kind in faults.KINDS},
+                }
+                yield
+        finally:
+            filesystem.unmount()
+
+    def settings(self, seed: int) -> Mapping[str, Any]:
+        """Return those of the runtime layer, with a start that doesn't wait for long."""
+        settings = super().settings(seed)
+        tiers = [{**tier, "start_timeout_s": START_S} for tier in settings["secondary_tiers"]]
+        return {**settings, "secondary_tiers": tiers}
+
+
+def _wait_for(filesystem: faults.FilesystemFaults) -> None:
+    end_s = time.monotonic() + MOUNT_S_MAX
+    while not filesystem.is_ready():
+        if time.monotonic() > end_s:
+            raise Failure(f"FUSE has mounted nothing within {MOUNT_S_MAX:g} s")
+        time.sleep(0.05)
+
+
+def make_layer(_arguments: object) -> FilesystemLayer:
+    """Return the layer."""
+    return FilesystemLayer()
