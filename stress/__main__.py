@@ -14,7 +14,7 @@ from stress.arguments import Arguments, check_kinds, read_arguments
 from stress.failure import Failure
 from stress.plan import draw_plan
 from stress.record import Record
-from stress.verdict import print_verdict, write_report
+from stress.report.verdict import print_verdict, write_report
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ def main(given: Sequence[str] | None = None) -> int:
     kinds = [each for each in layer.kinds if wanted is None or each.name in wanted]
     seconds = arguments.minutes * 60
     plan = draw_plan(arguments.seed, seconds, kinds)
-    record = Record(arguments.layer, arguments.seed, seconds)
+    record = Record(arguments.layer, arguments.seed, seconds, planned_s=seconds)
     print(
         f"stress: {arguments.layer}, seed {arguments.seed}, {arguments.minutes:g} minutes, "
         f"{len(plan.faults)} faults planned",

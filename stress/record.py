@@ -59,7 +59,8 @@ class Record:
 
     layer: str
     seed: int
-    seconds: float
+    seconds: float  #: that it took, phase two included; before that, what was planned
+    planned_s: float = 0.0
     samples: list[Sample] = field(default_factory=list)
     spells: list[Done] = field(default_factory=list)
     injected: Counter[str] = field(default_factory=Counter)  #: kind → how many

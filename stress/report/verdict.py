@@ -1,10 +1,12 @@
-"""The verdict of a run: one screen, and one JSON file."""
+"""The verdict of a run: one screen, one JSON file, and one page."""
 
 from __future__ import annotations
 
 import json
 import sys
 from typing import TYPE_CHECKING
+
+from stress.report.page import page_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,6 +55,7 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 
 def write_report(record: Record, folder: Path) -> None:
-    """Write ``report.json`` into a folder, which is made."""
+    """Write ``report.json`` and ``report.html`` into a folder, which is made."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.json").write_text(json.dumps(record.as_json(), indent=1) + "\n")
+    (folder / "report.html").write_text(page_of(record))

@@ -1,0 +1,1 @@
+"""What people read of a run: one screen, one JSON file, and one page."""
