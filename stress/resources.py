@@ -18,6 +18,9 @@ from stress.runtime.processes import call_of, children
 MEMORY_GROWTH_BYTES_MAX: Final = 64 << 20
 """Caches of Python and of the C library keep some; a leak of an hour is more."""
 
+TIER_DESCRIPTORS_MORE_MAX: Final = 8
+"""A tier opens its files when it first needs them, one way or the other; a leak is more."""
+
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - looked at, not written to
 
 
@@ -35,10 +38,13 @@ class Resources:
     def left_since(self, before: Resources) -> dict[str, str]:
         """Return what there is more of than before, or less: name → in words. Memory may vary."""
         found = {}
-        for name in ("descriptors", "threads", "processes", "tier_descriptors"):
+        for name in ("descriptors", "threads", "processes"):
             was, now = vars(before)[name], vars(self)[name]
             if was != now:
                 found[name] = f"more: {dict(now - was)}, fewer: {dict(was - now)}"
+        opened = self.tier_descriptors - before.tier_descriptors
+        if any(count > TIER_DESCRIPTORS_MORE_MAX for count in opened.values()):
+            found["descriptors of tiers"] = str(dict(opened))
         if self.shared_memory - before.shared_memory:
             found["shared memory"] = str(sorted(self.shared_memory - before.shared_memory))
         grown = self.memory_bytes - before.memory_bytes

@@ -91,7 +91,7 @@ def _panel(name: str, text: str, drawn: str) -> str:
 
 def _axis(bins: Bins) -> str:
     unit, name = (60.0, "min") if bins.ends_s >= 120 else (1.0, "s")
-    marks = [f"{bins.ends_s / unit * tick / TICKS:.4g} {name}" for tick in range(TICKS + 1)]
+    marks = [f"{bins.ends_s / unit * tick / TICKS:.1f} {name}" for tick in range(TICKS + 1)]
     return f'<div class="axis">{"".join(f"<span>{mark}</span>" for mark in marks)}</div>'
 
 

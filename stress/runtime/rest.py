@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import asdict
+
 from stress.failure import Failure
 from stress.resources import Resources, resources_now
 
@@ -85,7 +87,7 @@ class Rest:
     def _tiers_in_words(self) -> str:
         return str(
             {
-                tier.name: (tier.breaker, dict(tier.counts))
+                tier.name: (tier.breaker, asdict(tier.counts))
                 for tier in self._session.statistics().tiers
             }
         )
