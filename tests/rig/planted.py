@@ -12,6 +12,7 @@ import numpy as np
 
 from kvtier.core.generations import Generations
 from kvtier.engine.lookups import Lookups
+from kvtier.engine.primary_tier import PrimaryTier
 from kvtier.engine.requests import Request
 from kvtier.vllm import cpu_worker
 from tests.rig.device import LateWorker
@@ -99,12 +100,21 @@ def _count_both_ways(self: Request, counts: Any) -> None:
     self._queries_counted, self._hits_counted = queries, hits
 
 
-MISTAKES: dict[str, Callable[[], Any]] = {
-    each.__name__: each
-    for each in (
-        load_from_another_slot,
-        report_before_the_copy,
-        find_what_older_weights_computed,
-        take_back_a_hit_that_was_counted,
+def complete_a_store_from_before_a_reset() -> Any:
+    """The block that is being stored now becomes READY unwritten."""
+    return _rewritten(PrimaryTier, "_complete_store", "message.epoch != self.epoch", "False")
+
+
+_RESETS = {"resets": 0.2, "aborts": 0.0, "arrivals": 0.4, "laziness": 0.9, "slots": 40}
+
+MISTAKES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    each.__name__: (each, focus)
+    for each, focus in (
+        (load_from_another_slot, {}),
+        (report_before_the_copy, {}),
+        (find_what_older_weights_computed, {"updates": 0.1}),
+        (take_back_a_hit_that_was_counted, {}),
+        (complete_a_store_from_before_a_reset, {**_RESETS, "late_callers": True}),
     )
 }
+"""Each mistake, and what of a shape is not drawn, so that a few scenarios are enough."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -42,10 +42,11 @@ def test_attention_reads_what_the_model_wrote_in_fresh_scenarios(number: int) ->
 @pytest.mark.slow
 def test_the_rig_finds_what_is_wrong(mistake: str) -> None:
     """A rig that finds nothing shows nothing."""
-    with MISTAKES[mistake](), pytest.raises((WrongKV, CounterFell, NotAtRest)):
-        _play_all(range(FOUND_WITHIN))
+    plant, focus = MISTAKES[mistake]
+    with plant(), pytest.raises((WrongKV, CounterFell, NotAtRest)):
+        _play_all(range(FOUND_WITHIN), **focus)
 
 
-def _play_all(seeds: Iterable[int]) -> None:
+def _play_all(seeds: Iterable[int], **focus: Any) -> None:
     for seed in seeds:
-        play(seed)
+        play(seed, **focus)
