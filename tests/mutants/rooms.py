@@ -9,10 +9,20 @@ MODEL: Final = "tests/model/test_mutations.py::test_without_a_mutation_the_same_
 LOG: Final = "backends/kvtier_backends/disk/log"
 DISK: Final = f"{UNIT}/backends/disk/test_disk"
 
+SLOW: Final = (
+    MODEL,
+    "tests/vllm/test_interface.py",
+    "tests/vllm/test_connector_leases.py",
+    "tests/vllm/test_connector_groups.py",
+    "tests/vllm/test_observing.py",
+)
+"""What takes longer than all others together: left out by `--quick`."""
+
 ENGINE: Final = (
     f"{UNIT}/engine/test_facade.py",
     f"{UNIT}/engine/test_resets.py",
     f"{UNIT}/engine/test_tier_link.py",
+    f"{UNIT}/engine/test_lookups.py",
     f"{UNIT}/engine/test_machines.py",
     f"{UNIT}/engine/test_counters.py",
     f"{UNIT}/engine/test_tier_directory.py",
@@ -48,8 +58,8 @@ RECOVERY: Final = (
 )
 MANAGER: Final = (
     "tests/vllm/test_manager.py",
-    "tests/vllm/test_interface.py",
     "tests/vllm/test_token_order.py",
+    "tests/vllm/test_interface.py",
     "tests/vllm/test_connector_leases.py",
     "tests/vllm/test_connector_groups.py",
     "tests/vllm/test_observing.py",

@@ -285,10 +285,39 @@ def test_a_decision_shows_in_other_calls_too(how: str) -> None:
             manager.prepare_store(keys("C"), asked)
         else:
             manager.on_request_finished(asked)
+            assert not manager._orders._of
         assert played.promotion_slots() == 0
         played.step()
         assert not manager._loading
         assert not manager._undecided
+
+
+def test_a_request_of_several_groups_that_had_no_room_is_promoted_once_there_is_some() -> None:
+    """It asks in each step while it waits, is refused once, and asks again in the next."""
+    with stepped(slots=6, tiers=[FS], groups=2) as played:
+        manager = played.manager
+        wanted = {
+            name: [*keys(text), *keys(text, group=1)] for name, text in (("a", "AB"), ("b", "CD"))
+        }
+        for name, order in wanted.items():
+            played.store(f"writes {name}", order)
+        evict(played)
+        asked = {name: played.start(context(name, order)) for name, order in wanted.items()}
+        found = {}
+        for _ in range(3):
+            for name, order in wanted.items():
+                found[name] = [manager.lookup(key, asked[name]) for key in order]
+            played.step()
+            played.answer()
+        assert found["a"] == [HIT] * 4
+        assert HIT not in found["b"]
+        manager.on_request_finished(asked["a"])
+        for _ in range(4):
+            last = [manager.lookup(key, asked["b"]) for key in wanted["b"]]
+            played.step()
+            played.answer()
+        assert last in ([MISS] * 4, [HIT] * 4)
+        assert last == [HIT] * 4
 
 
 # --- stores ---

@@ -14,6 +14,7 @@ from kvtier.plugin_api.backend import BackendTraits, Outcome
 from tests.unit.engine._story import Story, keys_of
 
 if TYPE_CHECKING:
+    from kvtier.core.statistics import TierCounts
     from kvtier.engine.tier_link import TierLink
     from tests.support.cell import Batch, TestTier
 
@@ -29,8 +30,8 @@ def tier_of(story: Story) -> TestTier:
     return story.runtime.tiers[0]
 
 
-def counts_of(story: Story) -> dict[str, int | float]:
-    return dict(story.facade.statistics().tiers[0].counts)
+def counts_of(story: Story) -> TierCounts:
+    return story.facade.statistics().tiers[0].counts
 
 
 def cascade(story: Story, keys: list[bytes], request: str = "w") -> None:
@@ -73,17 +74,18 @@ def test_a_full_tier_is_given_nothing_to_store_for_a_while() -> None:
     full, later, again = keys_of(1, b"f"), keys_of(1, b"l"), keys_of(1, b"a")
     cascade(story, full)
     assert [batch.keys for batch in story.answer_all(Outcome.FULL)] == [tuple(full)]
+    assert counts_of(story).full == 1
     story.now += 4.9
     story.facade.step_end()
     cascade(story, later)
     assert story.answer_all() == []
-    assert counts_of(story)["cascades_dropped"] == 1
+    assert counts_of(story).cascades_dropped == 1
     assert story.facade.statistics().primary.pinned_slots == 0
     story.now += 0.1
     story.facade.step_end()
     cascade(story, again)
     assert [batch.keys for batch in story.answer_all()] == [tuple(again)]
-    assert counts_of(story)["cascades_dropped"] == 1
+    assert counts_of(story).cascades_dropped == 1
 
 
 def test_a_tier_that_was_full_is_given_blocks_once_it_is_restarted() -> None:
@@ -106,13 +108,13 @@ def test_a_store_is_cut_into_jobs_and_what_has_no_room_is_dropped() -> None:
     story.runtime.cell.settle()
     assert link_of(story).in_flight() == (0, 0, 2)
     assert story.facade.statistics().tiers[0].cascade_slots == 6
-    assert counts_of(story)["cascades_dropped"] == 2
+    assert counts_of(story).cascades_dropped == 2
     assert story.facade.statistics().primary.pinned_slots == 6
     stored = [key for batch in story.answer_all() for key in batch.keys]
     assert stored == keys[:6]
     counts = counts_of(story)
-    assert counts["cascade_jobs"] == 2
-    assert (counts["write_bytes"], counts["read_bytes"]) == (6 * BLOCK_BYTES, 0)
+    assert counts.cascade_jobs == 2
+    assert (counts.write_bytes, counts.read_bytes) == (6 * BLOCK_BYTES, 0)
     assert story.facade.statistics().tiers[0].cascade_slots == 0
     assert story.facade.statistics().primary.pinned_slots == 0
 
@@ -124,17 +126,17 @@ def test_a_store_that_hangs_is_counted_at_its_deadline_and_ends_once() -> None:
     timeout_s = link_of(story)._tier_config.store_timeout_s
     story.now += timeout_s - 0.01
     story.facade.step_end()
-    assert counts_of(story)["jobs_timed_out"] == 0
+    assert counts_of(story).jobs_timed_out == 0
     assert story.facade.has_pending_work()
     story.now += 0.01
     story.facade.step_end()
     story.facade.step_end()
-    assert counts_of(story)["jobs_timed_out"] == 1
+    assert counts_of(story).jobs_timed_out == 1
     assert not story.facade.has_pending_work()
     assert story.facade.statistics().primary.pinned_slots == 2, "the tier may read them yet"
     tier_of(story).answer(batch, [Outcome.DONE] * 2)
     story.runtime.cell.settle()
-    assert counts_of(story)["late_completions"] == 1
+    assert counts_of(story).late_completions == 1
     assert story.facade.statistics().primary.pinned_slots == 0
     assert story.facade.statistics().tiers[0].cascade_slots == 0
 
@@ -143,7 +145,7 @@ def test_no_more_jobs_are_in_flight_than_are_allowed() -> None:
     story = Story(slots=8, jobs_in_flight_max=1, job_blocks_max=1)
     cascade(story, keys_of(3))
     assert link_of(story).in_flight() == (0, 0, 1)
-    assert counts_of(story)["cascades_dropped"] == 2
+    assert counts_of(story).cascades_dropped == 2
 
 
 # --- a tier that takes nothing ---
@@ -160,7 +162,7 @@ def test_what_a_full_mailbox_refuses_ends_at_once() -> None:
     assert story.facade.lookup_state(b"u" + bytes(5), "r") is BlockState.ABSENT
     cascade(story, keys_of(2, b"s"))
     counts = counts_of(story)
-    assert (counts["promotions_dropped"], counts["cascades_dropped"]) == (1, 2)
+    assert (counts.promotions_dropped, counts.cascades_dropped) == (1, 2)
     assert link_of(story).in_flight() == (0, 0, 0)
     seen = story.facade.statistics()
     assert (seen.tiers[0].cascade_slots, seen.primary.pinned_slots) == (0, 0)
@@ -186,7 +188,7 @@ def test_a_generation_that_a_full_mailbox_refused_is_told_with_the_next_step() -
 
 def test_what_was_read_is_counted_by_blocks_and_outcomes() -> None:
     story, keys = story_of_a_tier(4, job_blocks_max=4)
-    written = counts_of(story)["write_bytes"]
+    written = counts_of(story).write_bytes
     story.facade.on_request_started("r")
     story.facade.lookup_prefix(keys, "r")
     for key in keys:
@@ -197,13 +199,13 @@ def test_what_was_read_is_counted_by_blocks_and_outcomes() -> None:
     tier_of(story).answer(batch, outcomes, seconds=2.5)
     story.runtime.cell.settle()
     counts = counts_of(story)
-    assert counts["read_bytes"] == BLOCK_BYTES
-    assert counts["read_seconds"] == 2.5
-    assert counts["write_bytes"] == written
-    assert (counts["promotion_jobs"], counts["promotion_jobs_failed"]) == (1, 1)
-    assert counts["cascade_jobs_failed"] == 0
-    assert [counts[each] for each in ("absent", "damaged", "failed", "full")] == [1, 1, 1, 0]
-    assert (counts["queries"], counts["hits"]) == (4, 4)
+    assert counts.read_bytes == BLOCK_BYTES
+    assert counts.read_seconds == 2.5
+    assert counts.write_bytes == written
+    assert (counts.promotion_jobs, counts.promotion_jobs_failed) == (1, 1)
+    assert counts.cascade_jobs_failed == 0
+    assert (counts.absent, counts.damaged, counts.failed, counts.full) == (1, 1, 1, 0)
+    assert (counts.queries, counts.hits) == (4, 4)
     assert link_of(story).promotion_seconds.take() == [(0.0, False)]
 
 
@@ -230,7 +232,7 @@ def test_too_many_abandoned_loads_keep_a_tier_from_being_asked_for_more() -> Non
     assert link_of(story).audit().abandoned_slots == 1
     promote(story, keys[1], "s")
     assert story.facade.lookup_state(keys[1], "s") is BlockState.ABSENT
-    assert counts_of(story)["promotions_dropped"] == 1
+    assert counts_of(story).promotions_dropped == 1
     tier_of(story).answer(first, [Outcome.DONE])
     story.runtime.cell.settle()
     assert link_of(story).audit().abandoned_slots == 0
@@ -252,7 +254,7 @@ def test_an_answer_that_nothing_waits_for_is_late_if_its_number_was_given_and_el
     inbox.post(m.ProbeAnswer(probe=1, present=(True,)))
     story.runtime.cell.settle()
     counts = counts_of(story)
-    assert (counts["late_completions"], counts["unknown_completions"]) == (2, 4)
+    assert (counts.late_completions, counts.unknown_completions) == (2, 4)
 
 
 def test_a_probe_with_the_wrong_number_of_answers_is_a_failure_and_a_miss() -> None:
@@ -275,7 +277,7 @@ def test_a_job_with_the_wrong_number_of_outcomes_has_failed() -> None:
     tier_of(story).inbox.post(m.JobEnded(job=job, outcomes=(), seconds=0.0))
     story.runtime.cell.settle()
     assert story.facade.lookup_state(key, "r") is BlockState.ABSENT
-    assert counts_of(story)["failed"] == 1
+    assert counts_of(story).failed == 1
 
 
 def test_how_long_a_probe_took_is_observed() -> None:
@@ -298,7 +300,7 @@ def test_a_sick_tier_is_bypassed_tried_after_its_pause_and_back_with_a_success()
         promote(story, keys[number], f"r{number}")
         story.answer_all(Outcome.FAILED)
     assert link_of(story).audit().breaker is BreakerState.OPEN
-    assert counts_of(story)["breaker_opened"] == 1
+    assert counts_of(story).breaker_opened == 1
     story.facade.on_request_started("bypassed")
     assert story.facade.lookup_state(keys[2], "bypassed") is BlockState.ABSENT
     story.now += 10.0
@@ -323,7 +325,7 @@ def test_a_trial_that_fails_is_no_return() -> None:
     promote(story, keys[1], "tries")
     story.answer_all(Outcome.FAILED)
     assert link_of(story).audit().breaker is BreakerState.OPEN
-    assert counts_of(story)["breaker_opened"] == 1, "it was not closed meanwhile"
+    assert counts_of(story).breaker_opened == 1, "it was not closed meanwhile"
     assert [notice.event for notice in story.runtime.cell.notices] == ["tier bypassed"]
 
 
@@ -366,7 +368,7 @@ def test_a_tier_that_breaks_is_disabled_and_its_loads_are_given_up() -> None:
     assert story.facade.lookup_state(b"u" + bytes(5), "r") is BlockState.ABSENT
     story.facade.on_request_started("later")
     assert story.facade.lookup_state(keys[1], "later") is BlockState.ABSENT
-    assert counts_of(story)["broke"] == 1
+    assert counts_of(story).broke == 1
     said = [(notice.event, notice.detail) for notice in story.runtime.cell.notices]
     assert said == [("tier disabled", "a bug")]
     primary = story.facade.statistics().primary
@@ -389,6 +391,19 @@ def test_a_fence_ends_loads_that_nobody_has_given_up() -> None:
     primary = story.facade.statistics().primary
     assert (primary.quarantined_slots, primary.filling_from_tiers_slots) == (0, 0)
     assert link_of(story).in_flight() == (0, 0, 0)
+
+
+def test_a_probe_that_a_broken_tier_owes_is_a_miss_for_good() -> None:
+    """Its request is served by no tier that never said that it has the block."""
+    story = Story()
+    (key,) = keys_of(1)
+    story.facade.on_request_started("r")
+    assert story.facade.lookup_state(key, "r") is BlockState.PROBING
+    story.facade.step_end()
+    for message in (m.TierBroke(reason="x"), m.TierFenced(), m.TierRestarted()):
+        tier_of(story).inbox.post(message)
+    story.runtime.cell.settle()
+    assert story.facade.lookup_state(key, "r") is BlockState.ABSENT
 
 
 def test_a_restarted_tier_serves_again_and_has_nothing_until_it_says_so() -> None:
@@ -421,6 +436,8 @@ def test_what_a_tier_says_of_another_generation_says_nothing_of_this_one() -> No
     inbox.post(m.PresenceChanged(added=(key,), removed=(), since=1))
     story.runtime.cell.settle()
     assert set(story.runtime.primary.audit().directory.known) == {key}
+    events = [(each.tier, each.kind, each.keys) for each in story.facade.take_events()]
+    assert events[-1] == (0, EventKind.STORED, (key,))
     inbox.post(m.PresenceChanged(added=(), removed=(key,), since=1))
     story.runtime.cell.settle()
     assert story.runtime.primary.audit().directory.known == {}
