@@ -39,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 unexport PYTHONPATH PYTHONHOME
 
 .PHONY: help demo test test-long quick quick-unit lint types unit conformance model engine \
-        engine-0.32 engine-0.33 vllm-0.33 rig rig-0.32 rig-0.33 docs soak server bench-import mutants \
+        engine-0.32 engine-0.33 vllm-0.33 rig rig-0.32 rig-0.33 docs soak soak-filesystem server bench-import mutants \
         clean
 .DEFAULT_GOAL := help
 
@@ -109,6 +109,7 @@ test-long: $(VENV)/.dev $(NEWER)/.made
 	    $(MAKE) --no-print-directory unit PYTEST_ARGS="--hypothesis-seed=$$seed $(PYTEST_ARGS)"
 	$(MAKE) --no-print-directory -j1 model SECONDS=$(or $(SECONDS),3600)
 	$(STRESS) --layer runtime --minutes $(or $(MINUTES),60)
+	$(STRESS) --layer filesystem --minutes $(or $(MINUTES),60)
 	$(STRESS) --layer engine --minutes 20
 	PYTHONPATH=$(abspath $(NEWER)) $(STRESS) --layer engine --minutes 20
 
@@ -162,6 +163,10 @@ docs: $(VENV)/.dev
 
 soak: $(VENV)/.dev
 	@$(STRESS) --layer runtime --minutes $(or $(MINUTES),0.4)
+
+# Needs FUSE (apt-get install fuse3) and root.
+soak-filesystem: $(VENV)/.dev
+	@$(STRESS) --layer filesystem --minutes $(or $(MINUTES),0.5)
 
 server: $(VENV)/.kvtier
 	@$(STRESS) --layer engine --minutes $(or $(MINUTES),1)
