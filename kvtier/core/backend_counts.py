@@ -42,7 +42,7 @@ class Counting:
         self._counters = counters
         self._link = link
         self._threads = DaemonThreads(1, f"kvtier-{name}-counters")
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
         self._wanted = asyncio.Event()
 
     def want(self) -> None:
@@ -74,8 +74,8 @@ class Counting:
     async def _tell(self) -> None:
         with suppress(OSError):  # no thread can be started: the next time, maybe
             counted = await self._threads.run(self._counters)
-            if counted != self._told:
-                self._told = counted
+            if counted != self._reported:
+                self._reported = counted
                 self._link.post(m.Counted(counters=counted))
 
 
@@ -86,31 +86,31 @@ class BackendCounts:
         self.levels: frozenset[str] = frozenset()
         self.total: Mapping[str, int] = {}  #: replaced, never changed
         self._ended: dict[str, int] = {}  # counted in lives that are over
-        self._told: Mapping[str, int] = {}  # in this one
+        self._reported: Mapping[str, int] = {}  # in this one
 
     def learn_levels(self, names: frozenset[str]) -> None:
         """Learn the names of what goes up and down."""
         self.levels = names
 
-    def take(self, told: Mapping[str, int]) -> None:
+    def add(self, reported: Mapping[str, int]) -> None:
         """Take in what the backend of this life has counted so far."""
-        for name, count in self._told.items():
+        for name, count in self._reported.items():
             # A count that fell begins anew, as if with another life.
-            if name not in self.levels and told.get(name, count) < count:
+            if name not in self.levels and reported.get(name, count) < count:
                 self._ended[name] = self._ended.get(name, 0) + count
-        self._told = {**self._told, **told}
+        self._reported = {**self._reported, **reported}
         self._add_up()
 
     def begin_anew(self) -> None:
         """Note that another life begins: what goes up and down is not known of it."""
-        for name, count in self._told.items():
+        for name, count in self._reported.items():
             if name not in self.levels:
                 self._ended[name] = self._ended.get(name, 0) + count
-        self._told = {}
+        self._reported = {}
         self._add_up()
 
     def _add_up(self) -> None:
         total = dict(self._ended)
-        for name, count in self._told.items():
+        for name, count in self._reported.items():
             total[name] = count if name in self.levels else total.get(name, 0) + count
         self.total = total

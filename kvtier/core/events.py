@@ -46,7 +46,7 @@ class EventLog:
         if self._collects:
             self._events.append(Event(kind, tuple(keys), self._tier))
 
-    def take(self) -> list[Event]:
+    def drain(self) -> list[Event]:
         """Return the events since the last time."""
         events, self._events = self._events, []
         return events

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key
 
 
-class OrderTold(NamedTuple):
+class RequestOrder(NamedTuple):
     """A request's keys by token position, from number ``first`` on; those before are known."""
 
     first: int

@@ -41,7 +41,7 @@ from kvtier.core.driver_messages import ProbeBatch as ProbeBatch
 from kvtier.core.driver_messages import RemoveBatch as RemoveBatch
 from kvtier.core.driver_messages import StoreBatch as StoreBatch
 from kvtier.core.message import Message as Message
-from kvtier.core.message import OrderTold as OrderTold
+from kvtier.core.message import RequestOrder as RequestOrder
 from kvtier.plugin_api.backend import BackendTraits, Outcome  # noqa: TC001 - msgspec decodes by them
 from kvtier.plugin_api.keys import Key, RequestId, TierSet  # noqa: TC001 - as above
 
@@ -90,7 +90,7 @@ class PrepareLoad(Message, frozen=True, gc=False):
 
     keys: tuple[Key, ...]
     request: RequestId
-    order: OrderTold | None = None
+    order: RequestOrder | None = None
 
 
 class CompleteLoad(Message, frozen=True, gc=False):
@@ -107,7 +107,7 @@ class PrepareStore(Message, frozen=True, gc=False):
     keys: tuple[Key, ...]
     request: RequestId
     cuts: tuple[int, ...] | None = None  #: how many keys may be stored without the rest; None: any
-    order: OrderTold | None = None
+    order: RequestOrder | None = None
 
 
 class StoreGrant(Message, frozen=True):

@@ -79,7 +79,7 @@ class Observed(Generic[T]):
         self._waiting: deque[T] = deque(maxlen=OBSERVATIONS_MAX)
         self.add = self._waiting.append
 
-    def take(self) -> list[T]:
+    def drain(self) -> list[T]:
         """Return what was added since the last time."""
         taken = list(self._waiting)
         self._waiting.clear()

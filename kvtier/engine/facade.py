@@ -206,7 +206,7 @@ class SchedulerFacade:
     # --- GPU loads ---
 
     def prepare_load(
-        self, keys: Collection[Key], request: RequestId, *, order: m.OrderTold | None = None
+        self, keys: Collection[Key], request: RequestId, *, order: m.RequestOrder | None = None
     ) -> list[int]:
         """Pin blocks and return their slots, in order. They stay until ``complete_load``.
 
@@ -243,7 +243,7 @@ class SchedulerFacade:
         request: RequestId,
         *,
         cuts: Sequence[int] | None = None,
-        order: m.OrderTold | None = None,
+        order: m.RequestOrder | None = None,
     ) -> m.StoreGrant | None:
         """Give slots to those of ``keys`` that are new, evicting what is needed.
 
@@ -361,14 +361,14 @@ class SchedulerFacade:
         """Return the single measurements since the last call, for histograms."""
         tiers = tuple(
             TierObservations(
-                probe_seconds=link.probe_seconds.take(),
-                promotion_seconds=link.promotion_seconds.take(),
+                probe_seconds=link.probe_seconds.drain(),
+                promotion_seconds=link.promotion_seconds.drain(),
             )
             for link in self._links
         )
         return Observations(
-            allocation_sizes=self._primary.allocation_sizes.take(),
-            lookup_seconds=self._lookup_seconds.take(),
+            allocation_sizes=self._primary.allocation_sizes.drain(),
+            lookup_seconds=self._lookup_seconds.drain(),
             tiers=tiers,
         )
 

@@ -172,7 +172,7 @@ class Lookups:
         if not self._slots.free_count():
             return None
         self.directory.stop_probing((key,))
-        slot = self._slots.take_for_tier(key, tier)
+        slot = self._slots.allocate_for_tier(key, tier)
         self._promotions.start(key, slot, request.search.request, tier)
         self.policy.post(m.Admitted((key,), request.search.request, held=True))
         return FILLING

@@ -164,7 +164,7 @@ class PrefixReservations:
             slot = self._slot_of.get(key)
             if slot is None:
                 tier = self._directory.find(key, request.search)
-                slot = self._slots.take_for_tier(key, tier)
+                slot = self._slots.allocate_for_tier(key, tier)
                 self._promotions.start(key, slot, name, tier)
                 new.append(key)
             elif self._slots.is_ready(slot) and slot not in self._slots.leased:

@@ -115,7 +115,7 @@ class PrimaryTier(Actor):
             m.Tick: self._tick,
             m.Reset: self._reset,
             m.ResetFlushed: self._reset_flushed,
-            m.TakeEvents: lambda _: self.reply(self._events.take()),
+            m.TakeEvents: lambda _: self.reply(self._events.drain()),
             m.LoadSources: self._load_sources,
             m.Victims: self._victims,
             m.PolicyBroke: self._policy_broke,
@@ -238,7 +238,7 @@ class PrimaryTier(Actor):
                 self.reply(None)
                 return
             wanted = wanted[:room]
-        granted = self.slots.take_for_gpu(wanted, request)
+        granted = self.slots.allocate_for_gpu(wanted, request)
         self._directory.stop_probing(wanted)
         self.policy.post(m.Admitted(tuple(wanted), request, held=True))
         self.reply(m.StoreGrant(wanted, granted, evicted, self.epoch))
@@ -448,9 +448,9 @@ class PrimaryTier(Actor):
         # First of all: links count deadlines from the last Tick, which may be long ago.
         for link in self.links:
             link.post(m.Tick(now=now))
-        for tier, probed in self._directory.take_unsent().items():
+        for tier, probed in self._directory.pop_unsent().items():
             self.links[tier].post(m.ProbeKeys(keys=tuple(probed)))
-        for tier, (keys, slots) in self._promotions.take_unsent():
+        for tier, (keys, slots) in self._promotions.pop_unsent():
             self.links[tier].post(m.Promote(tuple(keys), tuple(slots), self.epoch))
         for request in self._promotions.expired():
             self._end_leases(request)

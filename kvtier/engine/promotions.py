@@ -89,7 +89,7 @@ class Promotions:
         keys.append(key)
         slots.append(slot)
 
-    def take_unsent(self) -> list[tuple[int, Batch]]:
+    def pop_unsent(self) -> list[tuple[int, Batch]]:
         """Return what to send to each tier, one batch a request, and forget that it is unsent."""
         unsent, self._unsent = self._unsent, {}
         return [(tier, batch) for (tier, _), batch in unsent.items()]

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from kvtier.core.messages import OrderTold
+    from kvtier.core.messages import RequestOrder
     from kvtier.plugin_api.keys import Key, RequestId
 
 UNMERGED_CHAINS_MAX: Final = 8
-"""Of a request whose order nobody told: so many calls' keys are kept as they came."""
+"""Of a request whose order nobody reported: so many calls' keys are kept as they came."""
 
 
 class _Prefix:
@@ -37,25 +37,25 @@ class _Prefix:
         self.order: list[Key] = []
         self.counted = 0  #: how many keys ``uncounted`` has returned
         self._uncounted: list[Collection[Key]] = []
-        self._chains: list[tuple[Key, ...]] | None = []  # not in ``order`` yet; None: it is told
+        self._chains: list[tuple[Key, ...]] | None = []  # not in ``order`` yet; None: it is known
         self._place: dict[Key, int] = {}  # in ``order``; made when it is needed
         self._eviction = -1
         self._cursor = -1  # in this eviction nothing behind it can go
 
     @property
-    def is_told(self) -> bool:
-        """Tell whether somebody who knows the order tells it."""
+    def is_known(self) -> bool:
+        """Tell whether somebody who knows the order has reported it."""
         return self._chains is None
 
-    def tell(self, told: OrderTold) -> None:
+    def learn(self, order: RequestOrder) -> None:
         """Take a part of the order from one who knows it."""
         if self._chains is not None:
             self._chains = None
             self.order.clear()
-        if told.first < len(self.order):
+        if order.first < len(self.order):
             self._place.clear()
-        self.order[told.first :] = told.keys
-        self._uncounted.append(told.keys)
+        self.order[order.first :] = order.keys
+        self._uncounted.append(order.keys)
 
     def follow(self, chain: tuple[Key, ...]) -> None:
         """Learn of keys that a call brought, from head to tail."""
@@ -155,14 +155,16 @@ class RunningPrefixes:
                 each.count_anew()
             self._changed = self._prefix_of.copy()
 
-    def use(self, request: RequestId, keys: tuple[Key, ...], told: OrderTold | None = None) -> None:
-        """Note that a request loads, stores or touches ``keys``; and its order, if that is told."""
+    def use(
+        self, request: RequestId, keys: tuple[Key, ...], order: RequestOrder | None = None
+    ) -> None:
+        """Note that a request loads, stores or touches ``keys``, and its order if known."""
         prefix = self._prefix_of.get(request)
         if prefix is None:
             return
-        if told is not None:
-            prefix.tell(told)
-        elif prefix.is_told:
+        if order is not None:
+            prefix.learn(order)
+        elif prefix.is_known:
             return
         else:
             prefix.follow(keys)

@@ -168,19 +168,19 @@ class SlotTable:
 
     # --- filling ---
 
-    def take_for_gpu(self, keys: Sequence[Key], request: RequestId) -> list[int]:
+    def allocate_for_gpu(self, keys: Sequence[Key], request: RequestId) -> list[int]:
         """Take a free slot for each key, that the GPU will fill for ``request``.
 
         There must be enough.
         """
-        slots = self._take(len(keys))
+        slots = self._allocate(len(keys))
         self.gpu_fills.update(dict.fromkeys(slots, request))
         self.slot_of.update(zip(keys, slots, strict=True))
         return slots
 
-    def take_for_tier(self, key: Key, tier: int) -> int:
+    def allocate_for_tier(self, key: Key, tier: int) -> int:
         """Take a free slot for a key, that ``tier`` will fill. There must be one."""
-        (slot,) = self._take(1)
+        (slot,) = self._allocate(1)
         self.tier_fills[slot] = tier
         self.slot_of[key] = slot
         return slot
@@ -325,7 +325,7 @@ class SlotTable:
         nobodys = self.pins.keys().isdisjoint(slots) and self.leased.isdisjoint(slots)
         return nobodys and self.are_ready(slots)
 
-    def _take(self, count: int) -> list[int]:
+    def _allocate(self, count: int) -> list[int]:
         freed, state = self._freed, self.state
         first = max(0, len(freed) - count)
         slots = freed[first:]

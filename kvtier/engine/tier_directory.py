@@ -202,7 +202,7 @@ class TierDirectory:
         owed = [key for key, probe in self._probes.items() if probe.pending >> tier & 1]
         self.answered(tier, owed, (False,) * len(owed))
 
-    def take_unsent(self) -> dict[int, list[Key]]:
+    def pop_unsent(self) -> dict[int, list[Key]]:
         """Return the keys to ask each tier for, and forget that they are unsent."""
         unsent: dict[int, list[Key]] = {}
         for tier, keys in enumerate(self._unsent):

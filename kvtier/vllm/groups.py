@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.base import ReqContext
 
 from kvtier.core.block_state import BlockState
 from kvtier.core.group_messages import GroupKeys
-from kvtier.core.messages import OrderTold
+from kvtier.core.messages import RequestOrder
 from kvtier.plugin_api.keys import GROUP_BYTES
 from kvtier.plugin_api.log import log
 
@@ -63,7 +63,7 @@ class TokenOrder:
         self._told_count = 0
         self._told_end = 0  # tokens
 
-    def untold(self, end_of: dict[bytes, int]) -> OrderTold | None:
+    def untold(self, end_of: dict[bytes, int]) -> RequestOrder | None:
         """Return what is new: the keys behind those told, by token; None: nothing is.
 
         All keys, where some that are new stand before one that was told.
@@ -76,7 +76,7 @@ class TokenOrder:
         if self._chunk_tokens is not None and last == len(end_of) * self._chunk_tokens:
             # No partial tail among them: they stand in order. A tenth of the time.
             self._told_count, self._told_end = len(end_of), last
-            return OrderTold(first, tuple(islice(reversed(end_of), new))[::-1])
+            return RequestOrder(first, tuple(islice(reversed(end_of), new))[::-1])
         ends = list(islice(reversed(end_of.values()), new))[::-1]
         if min(ends) < self._told_end:
             first, ends = 0, list(end_of.values())
@@ -86,7 +86,7 @@ class TokenOrder:
             keys = tuple(sorted(keys, key=end_of.__getitem__))
         self._told_count = len(end_of)
         self._told_end = in_order[-1]
-        return OrderTold(first, keys)
+        return RequestOrder(first, keys)
 
 
 class Orders:
@@ -96,7 +96,7 @@ class Orders:
         self._chunk_tokens = chunk_tokens
         self._of: dict[str, TokenOrder] = {}
 
-    def untold(self, request: str, end_of: dict[bytes, int]) -> OrderTold | None:
+    def untold(self, request: str, end_of: dict[bytes, int]) -> RequestOrder | None:
         """Return what is new in the order of a request's keys."""
         order = self._of.get(request)
         if order is None:

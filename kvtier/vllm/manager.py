@@ -54,7 +54,7 @@ if TYPE_CHECKING:
         ScheduleEndContext,
     )
 
-    from kvtier.core.messages import OrderTold, StoreGrant
+    from kvtier.core.messages import RequestOrder, StoreGrant
     from kvtier.engine.facade import SchedulerFacade
     from kvtier.plugin_api.slot_memory import SlotMemory
     from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
@@ -170,7 +170,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
             return in_token_order(positions, positions)
         return positions
 
-    def _untold(self, req_context: ReqContext) -> OrderTold | None:
+    def _untold(self, req_context: ReqContext) -> RequestOrder | None:
         """Return what is new in the order of a request's keys since this was last asked."""
         return self._orders.untold(req_context.req_id, positions_of(req_context))
 

@@ -12,7 +12,7 @@ from rules import PICKS, SCHEDULES, is_due, pick
 from world import PATHS
 
 from kvtier.core.block_state import BlockState
-from kvtier.core.messages import OrderTold
+from kvtier.core.messages import RequestOrder
 
 if TYPE_CHECKING:
     from world import Request
@@ -143,12 +143,12 @@ class GpuRules(LookupRules):
             assert world.states[key] is BlockState.ABSENT
 
     @staticmethod
-    def _order(request: Request) -> OrderTold | None:
+    def _order(request: Request) -> RequestOrder | None:
         """Tell the order of a request's keys, the first time, as vLLM's adapter does."""
         if request.is_told:
             return None
         request.is_told = True
-        return OrderTold(0, request.path)
+        return RequestOrder(0, request.path)
 
     def _stores_of_one_request(self, which: int) -> list[GpuStore]:
         stores = [each for each in self.world.gpu.stores if not each.is_stale]

@@ -18,7 +18,7 @@ def test_totals_never_fall_whatever_backends_tell(lives: list[list[dict[str, int
     shown: dict[str, int] = {}
     for life in lives:
         for told in life:
-            counts.take(told)
+            counts.add(told)
             for name, count in shown.items():
                 if name != "blocks":
                     assert counts.total[name] >= count
@@ -33,8 +33,8 @@ def test_totals_never_fall_whatever_backends_tell(lives: list[list[dict[str, int
 def test_lives_are_added_up() -> None:
     counts = BackendCounts()
     counts.levels = frozenset(["blocks"])
-    counts.take({"stored": 5, "blocks": 5})
+    counts.add({"stored": 5, "blocks": 5})
     counts.begin_anew()
-    counts.take({"stored": 7, "blocks": 2})
-    counts.take({"stored": 8, "blocks": 1, "failed": 1})
+    counts.add({"stored": 7, "blocks": 2})
+    counts.add({"stored": 8, "blocks": 1, "failed": 1})
     assert counts.total == {"stored": 13, "blocks": 1, "failed": 1}

@@ -62,7 +62,7 @@ def test_every_state_of_a_block_has_an_answer() -> None:
 
 def test_a_slot_without_such_a_reader_is_not_unpinned() -> None:
     slots = SlotTable(2)
-    (slot,) = slots.take_for_gpu([b"key"], "r")
+    (slot,) = slots.allocate_for_gpu([b"key"], "r")
     slots.fill([slot], slots.gpu_fills)
     with pytest.raises(InternalError, match="has no reader"):
         slots.unpin([slot])
@@ -70,7 +70,7 @@ def test_a_slot_without_such_a_reader_is_not_unpinned() -> None:
 
 def test_a_quarantined_slot_is_free_when_its_last_user_lets_go() -> None:
     slots = SlotTable(1)
-    (slot,) = slots.take_for_gpu([b"key"], "r")
+    (slot,) = slots.allocate_for_gpu([b"key"], "r")
     slots.fill([slot], slots.gpu_fills)
     slots.pin([slot, slot])  # two loads of the GPU, which lets go of both at once
     slots.pin([slot, slot])  # two cascades

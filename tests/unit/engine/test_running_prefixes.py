@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies
 
 from kvtier import RuntimeConfig
 from kvtier.core import messages as m
-from kvtier.core.messages import OrderTold
+from kvtier.core.messages import RequestOrder
 from kvtier.engine.running_prefixes import RunningPrefixes
 from kvtier.policies.eviction.arc import ARCPolicy
 from kvtier.policies.eviction.lru import LRUPolicy
@@ -114,7 +114,7 @@ class Engine:
         if name not in self.untold:
             return {}
         self.untold.remove(name)
-        return {"order": OrderTold(0, tuple(self.paths[name]))}
+        return {"order": RequestOrder(0, tuple(self.paths[name]))}
 
     def _knows(self, name: str, end: int, start: int = 0) -> None:
         path = self.paths[name]
@@ -227,8 +227,8 @@ def test_what_calls_bring_is_put_in_order() -> None:
     assert prefixes.begin_eviction([b"A"])
     prefix = prefixes._prefix_of["r"]
     assert prefix.order == [b"A", b"B", b"C", b"D", b"E", b"F"]
-    prefixes.use("r", (b"Z",), OrderTold(0, (b"F", b"E", b"A")))
-    prefixes.use("r", (b"Z",), OrderTold(2, (b"B",)))
+    prefixes.use("r", (b"Z",), RequestOrder(0, (b"F", b"E", b"A")))
+    prefixes.use("r", (b"Z",), RequestOrder(2, (b"B",)))
     prefixes.use("r", (b"Y",))
     assert prefixes.begin_eviction([b"E"])
     assert prefix.order == [b"F", b"E", b"B"]

@@ -22,8 +22,8 @@ def test_a_key_is_asked_for_at_all_tiers_at_once_and_only_once() -> None:
     found = asked()
     assert find(found, A, "r") == ASKING
     assert find(found, A, "r") == ASKING
-    assert found.take_unsent() == {0: [A], 1: [A]}
-    assert found.take_unsent() == {}
+    assert found.pop_unsent() == {0: [A], 1: [A]}
+    assert found.pop_unsent() == {}
     assert A in found.audit().waiters
 
 
@@ -66,7 +66,7 @@ def test_what_tiers_say_of_their_own_accord_needs_no_probe() -> None:
     assert find(found, A, "r") == 0
     found.learn(0, [], [A])
     assert find(found, A, "r") == 1
-    assert found.take_unsent() == {}
+    assert found.pop_unsent() == {}
 
 
 def test_a_request_is_served_only_from_its_own_tiers() -> None:
@@ -76,7 +76,7 @@ def test_a_request_is_served_only_from_its_own_tiers() -> None:
     found.learn(0, [A], [])
     assert find(found, A, "none") == NOWHERE
     assert find(found, A, "second") == ASKING
-    assert found.take_unsent() == {1: [A]}
+    assert found.pop_unsent() == {1: [A]}
 
 
 def test_a_tier_that_failed_a_request_is_not_asked_by_it_again() -> None:
@@ -85,7 +85,7 @@ def test_a_tier_that_failed_a_request_is_not_asked_by_it_again() -> None:
     assert find(found, A, "r") == 0
     found.failed(A, "r", 0)
     assert find(found, A, "r") == ASKING
-    assert found.take_unsent() == {1: [A]}
+    assert found.pop_unsent() == {1: [A]}
 
 
 def test_nothing_behind_a_gap_is_promoted_in_the_same_step_and_group() -> None:
@@ -116,7 +116,7 @@ def test_a_tier_that_was_given_up_owes_no_answers() -> None:
     found.answered(1, [A], [False])
     found.give_up(0)
     assert A not in found.audit().waiters
-    assert found.take_unsent() == {}, "nobody waits for an answer any more"
+    assert found.pop_unsent() == {}, "nobody waits for an answer any more"
 
 
 def test_what_nobody_waits_for_any_more_is_not_asked() -> None:
@@ -127,7 +127,7 @@ def test_what_nobody_waits_for_any_more_is_not_asked() -> None:
     find(found, B, "r")
     find(found, B, "s")
     found.stop_waiting("r")
-    assert found.take_unsent() == {0: [B], 1: [B]}
+    assert found.pop_unsent() == {0: [B], 1: [B]}
     assert A not in found.audit().waiters
     found.answered(0, [A, B], [True, True])
     found.end_step()
@@ -138,12 +138,12 @@ def test_what_nobody_waits_for_any_more_is_not_asked() -> None:
 def test_a_probe_that_was_sent_may_be_joined_though_nobody_waits() -> None:
     found = asked(tiers=1)
     find(found, A, "r")
-    assert found.take_unsent() == {0: [A]}
+    assert found.pop_unsent() == {0: [A]}
     found.stop_waiting("r")
     assert A in found.audit().waiters
     found.start("s", ALL)
     assert find(found, A, "s") == ASKING
-    assert found.take_unsent() == {}
+    assert found.pop_unsent() == {}
     found.answered(0, [A], [True])
     found.end_step()
     assert find(found, A, "s") == 0
@@ -154,7 +154,7 @@ def test_a_reset_forgets_probes_and_ignores_their_answers() -> None:
     find(found, A, "r")
     found.reset()
     assert A not in found.audit().waiters
-    assert found.take_unsent() == {}
+    assert found.pop_unsent() == {}
     found.answered(0, [A], [True])
     found.end_step()
     assert find(found, A, "r") == ASKING

@@ -206,7 +206,7 @@ def test_what_was_read_is_counted_by_blocks_and_outcomes() -> None:
     assert counts.cascade_jobs_failed == 0
     assert (counts.absent, counts.damaged, counts.failed, counts.full) == (1, 1, 1, 0)
     assert (counts.queries, counts.hits) == (4, 4)
-    assert link_of(story).promotion_seconds.take() == [(0.0, False)]
+    assert link_of(story).promotion_seconds.drain() == [(0.0, False)]
 
 
 def test_a_load_in_flight_holds_its_slots_and_is_worth_stepping_on() -> None:
@@ -288,7 +288,7 @@ def test_how_long_a_probe_took_is_observed() -> None:
     story.now += 0.25
     story.facade.step_end()
     story.answer_all()
-    assert link_of(story).probe_seconds.take() == [0.25]
+    assert link_of(story).probe_seconds.drain() == [0.25]
 
 
 # --- the breaker ---
