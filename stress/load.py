@@ -17,7 +17,7 @@ from stress.contents import CONVERSATION_BLOCKS, CONVERSATION_KEYS, content_of
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvtier.core.statistics import Statistics
     from kvtier.engine.facade import SchedulerFacade
@@ -30,6 +30,7 @@ ABORTED_FRACTION: Final = 0.003  #: of waiting requests, a step
 ENDS_EARLY_FRACTION: Final = 0.1
 CAPPED_FRACTION: Final = 0.1
 STORE_FAILS_FRACTION: Final = 0.02
+THROWN_BACK_FRACTION: Final = 0.5
 IDLE_S: Final = 0.0005
 ALL_TIERS: Final = -1
 
@@ -126,6 +127,14 @@ class Load:
             self.weights = weights or f"{self._dice.random()}"
         self._before_reset, self._copies = self._copies, []
         self._flush_step = self.counts.steps + self._dice.randrange(COPY_STEPS_MAX)
+        self._throw_back({copy.request.name: copy.request for copy in self._before_reset})
+
+    def _throw_back(self, running: Mapping[str, Request]) -> None:
+        """Have running requests look up again by their names, as a reset of vLLM's may do."""
+        for request in running.values():
+            if not request.has_ended and self._dice.random() < THROWN_BACK_FRACTION:
+                request.waited_s = 0.0
+                self._waiting.append(request)
 
     def flush(self) -> None:
         """End what the GPU did before the last reset: late, and nobody else may have noticed."""
@@ -246,7 +255,7 @@ class Load:
     def _copy_ended(self, copy: Copy) -> None:
         """End the request with its last copy."""
         copy.request.copies -= 1
-        if not copy.request.copies:
+        if not copy.request.copies and copy.request not in self._waiting:
             self._end(copy.request)
 
     def _end(self, request: Request) -> None:
