@@ -40,7 +40,7 @@ def falling_counters(patch: pytest.MonkeyPatch) -> None:
 
 def missing_events(patch: pytest.MonkeyPatch) -> None:
     """Have nothing told of what becomes resident."""
-    patch.setattr("kvtier.core.events.EventLog.take", lambda _log: [])
+    patch.setattr("kvtier.core.events.EventLog.drain", lambda _log: [])
 
 
 @pytest.mark.parametrize(
