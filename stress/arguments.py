@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-LAYERS: Final = ("runtime", "filesystem", "engine")
+LAYERS: Final = ("runtime", "filesystem", "remote", "engine")
 MINUTES_MAX: Final = 7 * 24 * 60.0
 SEEDS: Final = 10**6
 
@@ -27,6 +27,7 @@ class Arguments:
     clients: int
     report: Path | None  #: a folder for the JSON and the page
     folder: Path | None  #: where tiers and logs are kept afterwards
+    plant: str | None = None  #: a fault of kvtier's to put back
 
 
 def read_arguments(arguments: Sequence[str] | None = None) -> Arguments:
@@ -45,6 +46,11 @@ def read_arguments(arguments: Sequence[str] | None = None) -> Arguments:
     parser.add_argument("--clients", type=_clients, default=64, help="of the engine layer")
     parser.add_argument("--report", type=Path, help="write report.json and report.html there")
     parser.add_argument("--folder", type=Path, help="an empty folder: keep logs and tiers there")
+    parser.add_argument(
+        "--plant",
+        metavar="NAME",
+        help="put back a fault that kvtier once had, which the run must find; 'list' names them",
+    )
     given = parser.parse_args(arguments)
     seed = random.SystemRandom().randrange(SEEDS) if given.seed is None else given.seed
     if given.folder is not None and given.folder.exists() and any(given.folder.iterdir()):
@@ -57,6 +63,7 @@ def read_arguments(arguments: Sequence[str] | None = None) -> Arguments:
         given.clients,
         given.report,
         given.folder,
+        given.plant,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a plan's faults are done to: the one interface of the three layers."""
+"""What a plan's faults are done to: the one interface of all layers."""
 
 from __future__ import annotations
 

@@ -26,6 +26,13 @@ if TYPE_CHECKING:
 
 REQUESTS_AT_ONCE: Final = 12
 COPY_STEPS_MAX: Final = 3
+LATE_FRACTION: Final = 0.2
+LATE_STEPS_MAX: Final = 40
+"""Of copies that are late: a reset, or the end of their request, meets some under way."""
+
+FLUSH_STEPS_MAX: Final = 60
+"""What the GPU did before a reset may end late: requests that look up again store anew by then."""
+
 ABORTED_FRACTION: Final = 0.003  #: of waiting requests, a step
 ENDS_EARLY_FRACTION: Final = 0.1
 CAPPED_FRACTION: Final = 0.1
@@ -33,6 +40,9 @@ STORE_FAILS_FRACTION: Final = 0.02
 THROWN_BACK_FRACTION: Final = 0.5
 IDLE_S: Final = 0.0005
 ALL_TIERS: Final = -1
+NO_TIERS: Final = 0
+NO_TIERS_FRACTION: Final = 0.2
+"""Of requests that ask no tier, and store at once: also what they stored before a reset."""
 
 
 @dataclass
@@ -42,6 +52,7 @@ class Request:
     name: str
     keys: Sequence[bytes]
     tiers: int
+    stores: bool = True  #: what it has not found
     waited_s: float = 0.0
     copies: int = 0  #: under way
     has_ended: bool = False
@@ -126,7 +137,8 @@ class Load:
         if changes_weights:
             self.weights = weights or f"{self._dice.random()}"
         self._before_reset, self._copies = self._copies, []
-        self._flush_step = self.counts.steps + self._dice.randrange(COPY_STEPS_MAX)
+        steps_max = self._dice.choice((COPY_STEPS_MAX, FLUSH_STEPS_MAX))
+        self._flush_step = self.counts.steps + self._dice.randrange(steps_max)
         self._throw_back({copy.request.name: copy.request for copy in self._before_reset})
 
     def _throw_back(self, running: Mapping[str, Request]) -> None:
@@ -155,18 +167,20 @@ class Load:
         self._facade.on_reset_flushed()
 
     def find(self, keys: Sequence[bytes], tiers: int) -> None:
-        """Begin a request for exactly these keys, served by these tiers only."""
-        self._add(keys, tiers)
+        """Begin a request for exactly these keys, served by these tiers only. It stores nothing."""
+        self._add(keys, tiers, stores=False)
 
     # --- one request ---
 
     def _begin(self) -> None:
         keys = self._dice.choice(CONVERSATION_KEYS)
-        self._add(keys[: self._dice.randrange(1, CONVERSATION_BLOCKS)], self.tiers)
+        asks = self.tiers != ALL_TIERS or self._dice.random() > NO_TIERS_FRACTION
+        keys = keys[: self._dice.randrange(1, CONVERSATION_BLOCKS)]
+        self._add(keys, self.tiers if asks else NO_TIERS)
 
-    def _add(self, keys: Sequence[bytes], tiers: int) -> None:
+    def _add(self, keys: Sequence[bytes], tiers: int, *, stores: bool = True) -> None:
         self.counts.requests += 1
-        request = Request(f"r{self.counts.requests}", keys, tiers)
+        request = Request(f"r{self.counts.requests}", keys, tiers, stores)
         self._facade.on_request_started(request.name, tiers=tiers)
         self._waiting.append(request)
 
@@ -188,7 +202,8 @@ class Load:
         if self._dice.random() < CAPPED_FRACTION:
             hits = self._dice.randrange(hits + 1)  # as by ``max_load_tokens``, or another connector
         self._begin_load(request, request.keys[:hits])
-        self._begin_store(request, request.keys[hits:])
+        if request.stores:
+            self._begin_store(request, request.keys[hits:])
         if not request.copies or self._dice.random() < ENDS_EARLY_FRACTION:
             self._end(request)
         return True
@@ -216,7 +231,9 @@ class Load:
         *,
         is_load: bool,
     ) -> None:
-        due_step = self.counts.steps + self._dice.randrange(COPY_STEPS_MAX)
+        is_late = self._dice.random() < LATE_FRACTION
+        steps = self._dice.randrange(LATE_STEPS_MAX if is_late else COPY_STEPS_MAX)
+        due_step = self.counts.steps + steps
         request.copies += 1
         self._copies.append(Copy(request, keys, slots, epoch, self.weights, is_load, due_step))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
@@ -11,13 +12,34 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from structlog.typing import EventDict, WrappedLogger
+
+_LACK_OF_MEMORY: Final = ("MemoryError", f"[Errno {errno.ENOMEM}]")
+
+
+class Noticed:
+    """What the log said that a run must know of."""
+
+    def __init__(self) -> None:
+        self.broken_policies: list[str] = []  #: why, but for those that had no memory
+
+    def notice(self, _logger: WrappedLogger, _method: str, entry: EventDict) -> EventDict:
+        """Look at an entry, as one of structlog's processors."""
+        if str(entry["event"]).startswith("eviction policy broke"):
+            why = str(entry.get("detail"))
+            if not any(each in why for each in _LACK_OF_MEMORY):
+                self.broken_policies.append(why)
+        return entry
+
 
 @contextmanager
-def log_into(path: Path) -> Iterator[None]:
+def log_into(path: Path) -> Iterator[Noticed]:
     """Write to ``path`` until the end of the block."""
+    noticed = Noticed()
     with path.open("a", buffering=1) as file:
         structlog.configure(
             processors=[
+                noticed.notice,
                 structlog.processors.TimeStamper(fmt="%H:%M:%S.%f", utc=False),
                 structlog.processors.format_exc_info,
                 structlog.dev.ConsoleRenderer(colors=False, pad_event_to=0),
@@ -25,6 +47,6 @@ def log_into(path: Path) -> Iterator[None]:
             logger_factory=structlog.WriteLoggerFactory(file),
         )
         try:
-            yield
+            yield noticed
         finally:
             structlog.reset_defaults()

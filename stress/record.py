@@ -7,12 +7,12 @@ failed call, each lying block, each signal; *noticed* are those that kvtier's co
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from sys import getsizeof
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from stress.plan import Fault
 
 NOTICED: Final = (
@@ -27,8 +27,11 @@ NOTICED: Final = (
 )
 """Counters of a tier that tell of faults."""
 
+RATE_FROM_S: Final = 2.0
+"""What failed sooner has no rate of faults."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One moment. Counts are of the whole run so far."""
 
@@ -41,9 +44,10 @@ class Sample:
     resident: Mapping[str, int]  #: tier → blocks that events say are there
     breakers: Mapping[str, str]  #: tier → state
     quarantined: int
+    memory_bytes: int = 0  #: resident, of the process that has the runtime; 0: not looked at
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Done:
     """A spell or a single fault, as it was done."""
 
@@ -59,7 +63,7 @@ class Record:
 
     layer: str
     seed: int
-    seconds: float  #: that it took, phase two included; before that, what was planned
+    seconds: float  #: that it took, phase two included, or until it failed; before, as planned
     planned_s: float = 0.0
     samples: list[Sample] = field(default_factory=list)
     spells: list[Done] = field(default_factory=list)
@@ -79,10 +83,35 @@ class Record:
         """How many faults were injected in all."""
         return sum(self.injected.values())
 
+    def kept_bytes(self) -> int:
+        """Return about how much memory the record itself takes: it grows with the run."""
+        return sum(map(_size_of, self.samples)) + sum(map(_size_of, self.spells))
+
+    def fail(self, why: str, after_s: float) -> None:
+        """Note that a promise was broken: after the last sample, or else ``after_s``."""
+        self.failure = why
+        self.seconds = self.samples[-1].at_s if self.samples else after_s
+
+    @property
+    def injected_a_minute(self) -> float | None:
+        """How many faults a minute of those that faults lasted; None: too short to tell."""
+        lasted_s = self.faults_ended_s or self.seconds
+        if self.failure is not None:
+            lasted_s = min(lasted_s, self.seconds)
+        return self.injected_total / lasted_s * 60 if lasted_s >= RATE_FROM_S else None
+
     def as_json(self) -> dict[str, Any]:
         """Return all of it as plain values."""
         return {
             **asdict(self),
             "injected": dict(self.injected),
             "injected_total": self.injected_total,
+            "injected_a_minute": self.injected_a_minute,
         }
+
+
+def _size_of(entry: Sample | Done) -> int:
+    """Return the bytes of an entry, what its mappings hold included."""
+    values = [getattr(entry, each.name) for each in fields(entry)]
+    held = [value for each in values if isinstance(each, Mapping) for value in each.values()]
+    return sum(map(getsizeof, (entry, *values, *held)))

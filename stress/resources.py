@@ -53,18 +53,22 @@ class Resources:
         return found
 
 
-def resources_now() -> Resources:
-    """Look at this process and its children."""
+def resident_bytes() -> int:
+    """Return how much memory this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def resources_now(kept_bytes: int = 0) -> Resources:
+    """Look at this process and its children. ``kept_bytes``: memory that counts for nothing."""
     gc.collect()
     names = {pid: _name_of(pid) for pid in children()}
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
     return Resources(
-        descriptors=_descriptors_of("self"),
+        descriptors=descriptors_of("self"),
         threads=Counter(_without_numbers(each.name) for each in ending_threads()),
         processes=Counter(names.values()),
         tier_descriptors=Counter(
             {
-                name: _descriptors_of(str(pid)).total()
+                name: descriptors_of(str(pid)).total()
                 for pid, name in names.items()
                 if name.startswith("kvtier-")
             }
@@ -72,7 +76,7 @@ def resources_now() -> Resources:
         shared_memory=frozenset(
             each.name for each in SHARED_MEMORY.iterdir() if f"kvtier-{os.getpid()}" in each.name
         ),
-        memory_bytes=pages * resource.getpagesize(),
+        memory_bytes=resident_bytes() - kept_bytes,
     )
 
 
@@ -81,7 +85,8 @@ def ending_threads() -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each.name != THREAD_NAME]
 
 
-def _descriptors_of(pid: str) -> Counter[str]:
+def descriptors_of(pid: str) -> Counter[str]:
+    """Count what a process has open, by what it is; nothing once it has ended."""
     found: Counter[str] = Counter()
     with suppress(FileNotFoundError, ProcessLookupError):
         for each in Path(f"/proc/{pid}/fd").iterdir():

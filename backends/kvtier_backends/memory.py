@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import anyio
 
-from kvtier.errors import Misuse
+from kvtier.errors import Misuse, StoreFault
 from kvtier.plugin_api import option_fields as option
 from kvtier.plugin_api.backend import (
     Backend,
@@ -127,11 +127,13 @@ class MemoryBackend(Backend):
         return _end(self.faults.store, hit, outcomes)
 
     async def remove(self, keys: Sequence[bytes]) -> None:
-        """Forget the keys, except those that are to fail."""
+        """Forget the keys, except those that are to fail. Raises ``StoreFault`` for them."""
         hit = await _begin(self.faults.remove)
-        for key in keys:
-            if not _failing(self.faults.remove, key, hit):
-                self._kept.pop(key, None)
+        failing = [key for key in keys if _failing(self.faults.remove, key, hit)]
+        for key in set(keys).difference(failing):
+            self._kept.pop(key, None)
+        if failing:
+            raise StoreFault(f"{len(failing)} blocks were to stay")
 
     async def close(self) -> None:
         """Forget everything. Never waits."""

@@ -77,6 +77,20 @@ def filesystem_of(path: str) -> int:
             path = os.path.dirname(path)
 
 
+def is_elsewhere(path: str, filesystem: int | None) -> bool:
+    """Tell whether a path leads to another filesystem than the tier has used.
+
+    Raises ``OSError``.
+    """
+    return filesystem is not None and filesystem_of(path) != filesystem
+
+
+NOTHING_OF_OURS: Final = (
+    "is on another filesystem than before, and nothing of this tier is there: was its filesystem "
+    "unmounted? Mount it again; to use what is there now, start the engine again."
+)
+
+
 def world_writable(path: str = "") -> str:
     """Return the refusal of a folder that anyone may write to, with the remedy.
 

@@ -31,8 +31,11 @@ COUNT_PAUSE_S: Final = 0.1
 COUNT_PAUSE_S_MAX: Final = 1.0
 """... and so often while it doesn't."""
 
-COUNT_WAIT_S: Final = 0.2
-"""A life that ends waits so long for the last counts, and one that begins for the first."""
+FIRST_WAIT_S: Final = 5.0
+"""A life that begins waits so long for the first counts: only what hangs takes that long ..."""
+
+LAST_WAIT_S: Final = 0.2
+"""... and one that ends so long for the last ones."""
 
 
 class Counting:
@@ -60,14 +63,14 @@ class Counting:
 
     async def levels(self, names: Container[str]) -> dict[str, int]:
         """Return those of the counters that have these names; none if that takes too long."""
-        with suppress(OSError), anyio.move_on_after(COUNT_WAIT_S):
+        with suppress(OSError), anyio.move_on_after(FIRST_WAIT_S):
             counted = await self._threads.run(self._counters)
             return {name: count for name, count in counted.items() if name in names}
         return {}
 
     async def end(self) -> None:
         """Ask for the last time, and don't insist."""
-        with anyio.move_on_after(COUNT_WAIT_S):
+        with anyio.move_on_after(LAST_WAIT_S):
             await self._tell()
         self._threads.stop()
 

@@ -1,14 +1,15 @@
 """The messages between a secondary tier and the driver of its backend.
 
 Keys are the backend's here: they have the mark of their generation in them
-(``kvtier/core/generations.py``).
+(``kvtier/core/generations.py``). ``deadline``: from when on nobody waits for any of these.
 """
 
 from __future__ import annotations
 
 from kvtier.core.message import Message
 from kvtier.plugin_api.backend import Outcome  # noqa: TC001 - msgspec reads it
-from kvtier.plugin_api.keys import Key  # noqa: TC001 - msgspec decodes by them
+from kvtier.plugin_api.deadlines import NEVER
+from kvtier.plugin_api.keys import Key, RequestId  # noqa: TC001 - msgspec decodes by them
 
 
 class ProbeBatch(Message, frozen=True, gc=False):
@@ -16,23 +17,29 @@ class ProbeBatch(Message, frozen=True, gc=False):
 
     batch: int
     keys: tuple[Key, ...]
+    request: RequestId = ""  #: whose, where tiers answer it apart from others
+    deadline: float = NEVER
 
 
 class LoadBatch(Message, frozen=True, gc=False):
-    """Have the backend read these."""
+    """Have the backend read these. ``request``: of the first, of all where it goes by request."""
 
     batch: int
     keys: tuple[Key, ...]
     slots: tuple[int, ...]
+    request: RequestId = ""
+    deadline: float = NEVER
 
 
 class StoreBatch(Message, frozen=True, gc=False):
-    """Have the backend keep these, after it has forgotten ``remove``."""
+    """Have the backend keep these, after it has forgotten ``remove``. ``request``: as above."""
 
     batch: int
     keys: tuple[Key, ...]
     slots: tuple[int, ...]
     remove: tuple[Key, ...]
+    request: RequestId = ""
+    deadline: float = NEVER
 
 
 class RemoveBatch(Message, frozen=True, gc=False):

@@ -1,6 +1,7 @@
 """The event stream: what became resident where, and what went.
 
-Folding the stream of one tier gives the set of keys resident in it.
+Folding the stream of one tier gives the set of keys resident in it. What lapsed
+was never in that set.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class EventKind(IntEnum):
     STORED = 0
     REMOVED = 1
     CLEARED = 2  #: all keys of the tier are gone; ``keys`` is empty
+    LAPSED = 3  #: what was to fill the keys came to nothing, and nothing else fills them now
 
 
 class Event(NamedTuple):
@@ -37,14 +39,39 @@ class EventLog:
     """The events of one tier that nobody has taken yet. None if they are not collected."""
 
     def __init__(self, tier: int, *, collects: bool) -> None:
+        self.collects = collects
         self._tier = tier
-        self._collects = collects
         self._events: list[Event] = []
+        self._told: set[Key] | None = None
+
+    def tell_once(self) -> None:
+        """Tell only what changes what was told: of a tier that is asked the same again and again.
+
+        What it has is remembered for that, some 100 bytes a key.
+        """
+        if self.collects and self._told is None:
+            self._told = set()
 
     def add(self, kind: EventKind, keys: Sequence[Key] = ()) -> None:
         """Note what happened to ``keys``."""
-        if self._collects:
-            self._events.append(Event(kind, tuple(keys), self._tier))
+        if not self.collects:
+            return
+        if self._told is not None:
+            keys = self._news(kind, keys, self._told)
+            if not keys and kind is not EventKind.CLEARED:
+                return
+        self._events.append(Event(kind, tuple(keys), self._tier))
+
+    def _news(self, kind: EventKind, keys: Sequence[Key], told: set[Key]) -> Sequence[Key]:
+        if kind is EventKind.STORED:
+            keys = [key for key in keys if key not in told]
+            told.update(keys)
+        elif kind is EventKind.REMOVED:
+            keys = [key for key in keys if key in told]
+            told.difference_update(keys)
+        elif kind is EventKind.CLEARED:
+            told.clear()
+        return keys
 
     def drain(self) -> list[Event]:
         """Return the events since the last time."""

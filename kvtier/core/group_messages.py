@@ -37,3 +37,4 @@ class ReservePrefix(Message, frozen=True, gc=False):
 
     groups: tuple[GroupKeys, ...]
     request: RequestId
+    first_token: int | None = None  #: those before it the GPU has; None: whatever tiers have counts

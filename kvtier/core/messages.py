@@ -1,7 +1,10 @@
 """Every message that one actor sends another, on one page.
 
-(But those between a tier and its backend's driver: ``kvtier/core/driver_messages.py``; those
-that the primary tier leaves for itself while it waits for victims: ``kvtier/engine/eviction.py``.)
+(But those between a tier and its backend's driver: ``kvtier/core/driver_messages.py``; about
+requests: ``kvtier/core/request_messages.py``; about what loads cost:
+``kvtier/core/load_messages.py``; about a tier's life:
+``kvtier/core/life_messages.py``; those that the primary tier leaves for itself while
+it waits for victims: ``kvtier/engine/eviction.py``.)
 
 Messages are values: keys, slot numbers, ids, outcomes, times. Never a buffer,
 a callback or an object of the sender's, so an actor can move to another process.
@@ -20,16 +23,21 @@ message                when the mailbox is full
 Probe                  refused; the tier counts as not having the keys
 LoadJob                refused; the promotion fails at once, the slots are free
 StoreJob               refused; the blocks are not cascaded, and counted
+RequestOpened,         sent again with the next Tick
+RequestClosed,
+BlocksMissing
 TouchKeys,             dropped; the tier's eviction order is a little older
 RequestEnded, Tick
 ProbeAnswer, JobEnded, never refused: at most one for each probe and job in flight
 PresenceChanged
 TierBroke, TierFenced, never refused: one of each in a tier's life
-PolicyBroke, Counted
+PolicyBroke, PolicyReturned, Counted, ConnectionChanged
 =====================  ====================================================
 """
 
 from __future__ import annotations
+
+from typing import Literal, TypeAlias
 
 from kvtier.core.driver_messages import AnnounceContents as AnnounceContents
 from kvtier.core.driver_messages import BatchEnded as BatchEnded
@@ -40,32 +48,29 @@ from kvtier.core.driver_messages import LoadBatch as LoadBatch
 from kvtier.core.driver_messages import ProbeBatch as ProbeBatch
 from kvtier.core.driver_messages import RemoveBatch as RemoveBatch
 from kvtier.core.driver_messages import StoreBatch as StoreBatch
+from kvtier.core.life_messages import ConnectionChanged as ConnectionChanged
+from kvtier.core.life_messages import Counted as Counted
+from kvtier.core.life_messages import TierBroke as TierBroke
+from kvtier.core.life_messages import TierFenced as TierFenced
+from kvtier.core.life_messages import TierRestarted as TierRestarted
+from kvtier.core.load_messages import LoadCostLearned as LoadCostLearned
+from kvtier.core.load_messages import Place  # noqa: TC001 - msgspec decodes by it
+from kvtier.core.load_messages import StepComputed as StepComputed
 from kvtier.core.message import Message as Message
 from kvtier.core.message import RequestOrder as RequestOrder
-from kvtier.plugin_api.backend import BackendTraits, Outcome  # noqa: TC001 - msgspec decodes by them
-from kvtier.plugin_api.keys import Key, RequestId, TierSet  # noqa: TC001 - as above
+from kvtier.core.request_messages import BlocksMissing as BlocksMissing
+from kvtier.core.request_messages import BlocksWanted as BlocksWanted
+from kvtier.core.request_messages import GoesByRequest as GoesByRequest
+from kvtier.core.request_messages import RequestClosed as RequestClosed
+from kvtier.core.request_messages import RequestFinished as RequestFinished
+from kvtier.core.request_messages import RequestOpened as RequestOpened
+from kvtier.core.request_messages import RequestsScheduled as RequestsScheduled
+from kvtier.core.request_messages import RequestStarted as RequestStarted
+from kvtier.plugin_api.backend import Outcome  # noqa: TC001 - msgspec decodes by it
+from kvtier.plugin_api.deadlines import NEVER
+from kvtier.plugin_api.keys import Key, RequestId  # noqa: TC001 - as above
 
-# --- facade → primary tier: each is answered before the facade's call returns ---
-
-
-class RequestStarted(Message, frozen=True, gc=False):
-    """A request begins; only ``tiers`` may be asked for its blocks."""
-
-    request: RequestId
-    tiers: TierSet
-
-
-class RequestFinished(Message, frozen=True, gc=False):
-    """A request asks for nothing more. ``order``: all its keys, head to tail, if known."""
-
-    request: RequestId
-    order: tuple[Key, ...] | None
-
-
-class RequestsScheduled(Message, frozen=True, gc=False):
-    """It is decided what these requests load: they wait for nothing any more."""
-
-    requests: tuple[RequestId, ...]
+# --- facade → primary tier: each is handled before the facade's call returns ---
 
 
 class Lookup(Message, frozen=True, gc=False):
@@ -79,10 +84,12 @@ class LookupPrefix(Message, frozen=True, gc=False):
     """Where are these blocks? Answered with their BlockStates, from the first on.
 
     Maybe fewer: the first ABSENT is the last; what needs an eviction is to be asked for alone.
+    Given ``place``, it is decided how much of what tiers have is loaded; the rest is ABSENT.
     """
 
     keys: tuple[Key, ...]
     request: RequestId
+    place: Place | None = None
 
 
 class PrepareLoad(Message, frozen=True, gc=False):
@@ -242,6 +249,10 @@ class PolicyBroke(Message, frozen=True, gc=False):
     error: str
 
 
+class PolicyReturned(Message, frozen=True, gc=False):
+    """An eviction policy that had lacked memory is back. Answered with Residents, for it."""
+
+
 class ReplacePolicy(Message, frozen=True, gc=False):
     """What the eviction policy names is of no use. Answered with PolicyBroke."""
 
@@ -273,9 +284,13 @@ class GenerationBegan(Message, frozen=True, gc=False):
 
 
 class ProbeKeys(Message, frozen=True, gc=False):
-    """Ask whether the tier has these. Answered with ProbeEnded."""
+    """Ask whether the tier has these. Answered with ProbeEnded.
+
+    ``request``: the one that it is asked for, if tiers answer it apart from others.
+    """
 
     keys: tuple[Key, ...]
+    request: RequestId = ""
 
 
 class ProbeEnded(Message, frozen=True, gc=False):
@@ -284,14 +299,20 @@ class ProbeEnded(Message, frozen=True, gc=False):
     tier: int
     keys: tuple[Key, ...]
     present: tuple[bool, ...]
+    request: RequestId = ""
 
 
 class Promote(Message, frozen=True, gc=False):
-    """Load these blocks, all for one request, into these slots."""
+    """Load these blocks, all for one request, into these slots.
+
+    ``patience_s``: after so long the request computes them instead.
+    """
 
     keys: tuple[Key, ...]
     slots: tuple[int, ...]
     epoch: int
+    request: RequestId = ""
+    patience_s: float = NEVER
 
 
 class PromotionEnded(Message, frozen=True, gc=False):
@@ -305,7 +326,7 @@ class PromotionEnded(Message, frozen=True, gc=False):
 
 
 class PromotionAbandoned(Message, frozen=True, gc=False):
-    """The deadline passed. The tier may still write the slots."""
+    """The deadline passed, or the patience. The tier may still write the slots."""
 
     tier: int
     keys: tuple[Key, ...]
@@ -384,12 +405,17 @@ class LinkFailed(Message, frozen=True, gc=False):
     tier: int
 
 
+NoticeLevel: TypeAlias = Literal["info", "warning"]
+"""Of the log: a warning is of a fault that kvtier copes with, or of its end."""
+
+
 class Notice(Message, frozen=True, gc=False):
     """Something a person should read, once. Any actor → its cell's log."""
 
     event: str
     tier: str
     detail: str
+    level: NoticeLevel = "warning"
 
 
 # --- tier link ↔ secondary tier, from cell to cell ---
@@ -397,6 +423,7 @@ class Notice(Message, frozen=True, gc=False):
 # Whatever names blocks has the mark of their generation with it, so that no order of
 # messages, and no restart, can make the blocks of one generation those of another; and the
 # epoch in which that generation began (``since``): an engine may go back to one that has a name.
+# ``deadline``: when nobody waits for the answer any more.
 
 
 class Probe(Message, frozen=True, gc=False):
@@ -406,6 +433,8 @@ class Probe(Message, frozen=True, gc=False):
     keys: tuple[Key, ...]
     mark: bytes = b""
     since: int = 0
+    request: RequestId = ""  #: as in ProbeKeys
+    deadline: float = NEVER
 
 
 class ProbeAnswer(Message, frozen=True, gc=False):
@@ -423,6 +452,8 @@ class LoadJob(Message, frozen=True, gc=False):
     slots: tuple[int, ...]
     mark: bytes = b""
     since: int = 0
+    request: RequestId = ""
+    deadline: float = NEVER
 
 
 class StoreJob(Message, frozen=True, gc=False):
@@ -434,6 +465,7 @@ class StoreJob(Message, frozen=True, gc=False):
     slots: tuple[int, ...]
     mark: bytes = b""
     since: int = 0
+    deadline: float = NEVER
 
 
 class JobEnded(Message, frozen=True, gc=False):
@@ -452,33 +484,11 @@ class TouchKeys(Message, frozen=True, gc=False):
 
 
 class PresenceChanged(Message, frozen=True, gc=False):
-    """What a tier that knows its contents has gained and lost, in that order."""
+    """What a tier that knows its contents has gained and lost, in that order.
+
+    Another one tells of what it found to be gone.
+    """
 
     added: tuple[Key, ...]
     removed: tuple[Key, ...]
     since: int = 0
-
-
-class Counted(Message, frozen=True):
-    """What the tier's backend has counted so far in this life of its cell."""
-
-    counters: dict[str, int]
-
-
-class TierBroke(Message, frozen=True, gc=False):
-    """The tier's actor or its backend's start raised. Nothing more will come."""
-
-    reason: str
-
-
-class TierFenced(Message, frozen=True, gc=False):
-    """The tier's cell is gone, threads and all: no slot is touched by it any more."""
-
-
-class TierRestarted(Message, frozen=True, gc=False):
-    """A fresh cell serves the tier; what it knew is forgotten.
-
-    ``traits``: its backend's; None if they are as they were.
-    """
-
-    traits: BackendTraits | None = None

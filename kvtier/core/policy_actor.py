@@ -9,10 +9,14 @@ nothing for as long as its engine lives.
 The host is asked what is resident. Until it says so, whatever it had sent before
 is passed over, since that is part of what it will say; only those who wait for
 victims are remembered.
+
+A policy that raised for lack of memory is not at fault: after a while another of its kind
+takes the fallback's place, and learns what is resident in the same way.
 """
 
 from __future__ import annotations
 
+import errno
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.core import messages as m
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
     from kvtier.core.messages import Message
     from kvtier.plugin_api.eviction_policy import EvictionPolicy
 
+    _Calls = dict[type[Any], Callable[[Any], None]]
+
 
 POLICY_TIME_S: Final = 1.0
 """How often a policy is told the time, at most."""
@@ -34,11 +40,17 @@ RUN_KEYS: Final = 64
 """A policy that takes over is told of so many keys as if they were one request's."""
 
 
-def broken_policy(tier: str, broke: m.PolicyBroke) -> m.Notice:
-    """Return what a person should read of an eviction policy that was replaced."""
-    return m.Notice(
-        event="eviction policy broke, lru takes its place", tier=tier, detail=broke.error
-    )
+TICKS_WITHOUT_MEMORY: Final = 60
+"""A policy that lacked memory returns after so many ``Tick``s: a minute of use at least."""
+
+
+def new_policy(tier: str, message: m.PolicyBroke | m.PolicyReturned) -> m.Notice:
+    """Return what a person should read of an eviction policy that took another's place."""
+    if isinstance(message, m.PolicyBroke):
+        event, detail = "eviction policy broke, lru takes its place", message.error
+    else:
+        event, detail = "eviction policy is back, which had no memory", ""
+    return m.Notice(event=event, tier=tier, detail=detail)
 
 
 class PolicyActor(Actor):
@@ -58,10 +70,12 @@ class PolicyActor(Actor):
         self.policy = policy
         self._fallback = fallback
         self.host = host
+        self._kind = type(policy)
+        self._ticks_left = 0  # until another of that kind is tried; 0: none is to be
         self._waiting: list[m.ChooseVictims] = []  # for Residents
         super().__init__(name, self._guarded(self._calls()))
 
-    def _calls(self) -> dict[type[Any], Callable[[Any], None]]:
+    def _calls(self) -> _Calls:
         """Return what each message comes to, for the policy that is here now."""
         policy = self.policy
         return {
@@ -73,19 +87,18 @@ class PolicyActor(Actor):
             m.RequestEnded: lambda x: policy.end_request(x.request, x.order),
             m.ChooseVictims: self._choose_victims,
             m.Restored: lambda x: policy.restore(x.keys),
-            m.Tick: lambda x: policy.pass_time(x.now),
+            m.Tick: self._tick,
             m.Cleared: lambda _: policy.clear(),
             m.ReplacePolicy: lambda x: self._replace(x.error, x),
         }
 
-    def _guarded(
-        self, calls: dict[type[Any], Callable[[Any], None]]
-    ) -> dict[type[Any], Callable[[Any], None]]:
+    def _guarded(self, calls: _Calls) -> _Calls:
         def guard(call: Callable[[Any], None]) -> Callable[[Any], None]:
             def guarded(message: Message) -> None:
                 try:
                     call(message)
                 except Exception as error:  # noqa: BLE001 - a policy may be anybody's
+                    self._ticks_left = TICKS_WITHOUT_MEMORY if _is_lack_of_memory(error) else 0
                     self._replace(f"it raised {type(error).__name__}: {error}", message)
 
             return guarded
@@ -103,31 +116,57 @@ class PolicyActor(Actor):
             raise InternalError("choose_victims returned what is no key")
         self.host.post(m.Victims(keys=victims))
 
+    def _tick(self, message: m.Tick) -> None:
+        self.policy.pass_time(message.now)
+        if self._ticks_left:
+            self._ticks_left -= 1
+            if not self._ticks_left:
+                self._return()
+
     # --- a policy that raised, or can't be used ---
 
     def _replace(self, error: str, message: Message) -> None:
         """Put the fallback in the policy's place; it knows nothing until the host has answered."""
         broken = type(self.policy).__name__
-        self.policy = self._fallback(self.policy.capacity)
-        # Not guarded: if the fallback raises, the fault is ours.
-        self._restore_handlers(dict.fromkeys(self._calls(), lambda _: None))
-        self.handlers[m.ChooseVictims] = self._waiting.append
-        self.handlers[m.Residents] = self._residents
         if isinstance(message, m.ChooseVictims):
             self._waiting.append(message)
+        # Not guarded: if the fallback raises, the fault is ours.
+        self._begin_anew(self._fallback(self.policy.capacity), guarded=lambda calls: calls)
         self.host.post(m.PolicyBroke(error=printable(f"{broken}: {error}")))
 
-    def _residents(self, message: m.Residents) -> None:
-        self._restore_handlers(self._calls())
+    def _return(self) -> None:
+        """Put another of the policy's own kind in the place of the fallback, or try it later."""
+        try:
+            policy = self._kind(self.policy.capacity)
+        except Exception:  # noqa: BLE001 - a policy may be anybody's
+            self._ticks_left = TICKS_WITHOUT_MEMORY
+            return
+        self._begin_anew(policy, self._guarded)
+        self.host.post(m.PolicyReturned())
+
+    def _begin_anew(self, policy: EvictionPolicy, guarded: Callable[[_Calls], _Calls]) -> None:
+        """Have a policy that knows nothing. The host is to be asked what is resident."""
+        self.policy = policy
+        self._restore_handlers(dict.fromkeys(self._calls(), lambda _: None))
+        self.handlers[m.ChooseVictims] = self._waiting.append
+        self.handlers.update(guarded({m.Residents: lambda x: self._residents(x, guarded)}))
+
+    def _residents(self, message: m.Residents, guarded: Callable[[_Calls], _Calls]) -> None:
         # Nobody knows any more whose they were. What came together stands together mostly.
         for start in range(0, len(message.keys), RUN_KEYS):
             self.policy.admit(message.keys[start : start + RUN_KEYS], "", held=False)
             self.policy.end_request("", None)
         self.policy.hold(message.held)
-        waiting, self._waiting = self._waiting, []
-        for asked in waiting:
-            self._choose_victims(asked)
+        while self._waiting:
+            self._choose_victims(self._waiting[0])
+            del self._waiting[0]
+        self._restore_handlers(guarded(self._calls()))
 
-    def _restore_handlers(self, calls: dict[type[Any], Callable[[Any], None]]) -> None:
+    def _restore_handlers(self, calls: _Calls) -> None:
         self.handlers.clear()
         self.handlers.update(calls)
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    no_memory = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return no_memory or isinstance(error, MemoryError)

@@ -10,10 +10,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping  # noqa: TC003 - msgspec resolves the annotations
 from copy import copy
-from typing import Final, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, Self, TypeVar
 
 import msgspec
 from msgspec.structs import asdict
+
+from kvtier.plugin_api.backend import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 T = TypeVar("T")
 
@@ -41,6 +46,14 @@ class PrimaryCounts(Counts):
     stores_dropped: int = 0  # no room
     unknown_completions: int = 0
     policies_replaced: int = 0  # eviction policies that raised, or were of no use
+    # Decisions whether a request loads or recomputes, one a request and wait.
+    loads_decided: int = 0  # all that tiers have
+    cuts_decided: int = 0  # the head from tiers, the tail recomputed
+    recomputes_decided: int = 0  # nothing from tiers
+    explorations_decided: int = 0  # a few blocks, to learn how fast a tier is now
+    blocks_declined: int = 0  # that tiers have, as far as known, and that were recomputed
+    prefill_expected_seconds: float = 0.0  # of steps that computed prompts, one by one
+    prefill_seconds: float = 0.0  # of the same steps
 
 
 class TierCounts(Counts):
@@ -63,13 +76,37 @@ class TierCounts(Counts):
     cascades_dropped: int = 0  # not even tried: breaker, bounds, no room lately
     cascades_refused: int = 0  # by the tier's admission policy
     promotions_dropped: int = 0
+    promotions_cut: int = 0  # of requests that lost patience
+    load_expected_seconds: float = 0.0  # of promotion jobs that ended
+    load_seconds: float = 0.0  # of the same jobs, from when they were sent
     jobs_timed_out: int = 0  # jobs
     probes_timed_out: int = 0  # probes
     late_completions: int = 0  # jobs and probes that ended after their deadline
     unknown_completions: int = 0  # doubled, or never asked for
     policies_replaced: int = 0  # eviction policies that raised, in cells one after the other
     breaker_opened: int = 0
+    connections_lost: int = 0
     broke: int = 0
+
+    def count_job(
+        self, outcomes: Sequence[Outcome], block_bytes: int, seconds: float, *, is_load: bool
+    ) -> bool:
+        """Count a job that was at the backend for so long; tell whether all of it is DONE."""
+        done = outcomes.count(Outcome.DONE)
+        complete = done == len(outcomes)
+        if is_load:
+            self.read_bytes += done * block_bytes
+            self.read_seconds += seconds
+            self.promotion_jobs_failed += not complete
+        else:
+            self.write_bytes += done * block_bytes
+            self.write_seconds += seconds
+            self.cascade_jobs_failed += not complete
+        self.absent += outcomes.count(Outcome.ABSENT)
+        self.damaged += outcomes.count(Outcome.DAMAGED)
+        self.failed += outcomes.count(Outcome.FAILED)
+        self.full += outcomes.count(Outcome.FULL)
+        return complete
 
 
 class Observed(Generic[T]):
@@ -106,6 +143,7 @@ class TierStatistics(msgspec.Struct, frozen=True):
 
     name: str
     breaker: str  #: CLOSED, OPEN, HALF_OPEN or DISABLED
+    connection: str  #: CONNECTING, UP or GONE; UP if the backend needs no server
     probes_in_flight: int
     promotion_jobs_in_flight: int
     cascade_jobs_in_flight: int

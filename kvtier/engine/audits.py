@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvtier.engine.promotions import PromotionAudit
     from kvtier.engine.slot_table import SlotAudit
     from kvtier.engine.tier_directory import DirectoryAudit
+    from kvtier.plugin_api.backend import Connection
     from kvtier.plugin_api.keys import Key, RequestId
 
 
@@ -39,6 +40,7 @@ class JobAudit:
     is_load: bool
     abandoned: bool
     slots: tuple[int, ...]
+    waits_until: float  #: at the latest; later nobody waits for it
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,11 @@ class LinkAudit:
     """A tier's link."""
 
     breaker: BreakerState
+    connection: Connection
     since: int
     jobs: Mapping[int, JobAudit]
     probes: frozenset[int]
     cascade_slots: int
     abandoned_slots: int
+    load_blocks: int  #: outstanding at the tier, as estimates of loads have it
+    now: float

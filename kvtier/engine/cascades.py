@@ -92,6 +92,10 @@ class Cascades:
         """Note that the key's fill came to nothing."""
         self.parked.pop(key, None)
 
+    def leave_to_requests(self, tier: int) -> None:
+        """Offer the tier nothing of every request: it goes by request."""
+        self._whole_requests &= ~(1 << tier)
+
     def cut_off(self, tier: int) -> None:
         """Send nothing to the tier any more."""
         self.all_tiers &= ~(1 << tier)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvtier.core.messages import Message
 
 NO_REPLY: Final = object()
-"""What ``ask`` returns when the actor broke before it replied."""
+"""What ``ask`` returns when the actor had nothing to reply, or broke before it did."""
 
 
 class OwnedMailbox(Mailbox, Protocol):
@@ -59,7 +59,8 @@ class _LogMailbox:
     def post(self, message: Message) -> bool:
         """Write one notice."""
         if isinstance(message, m.Notice):
-            log.warning(message.event, tier=message.tier, detail=message.detail)
+            detail = {"detail": message.detail} if message.detail else {}
+            log.write(message.level, message.event, {"tier": message.tier, **detail})
         return True
 
 

@@ -5,8 +5,8 @@ counting and the pauses. Probes, loads and stores are counted apart, since one o
 them may work while another hangs: after ``failures_max`` failures of one kind in a
 row the breaker opens for ``pause_s``. Then it is half-open: one piece of work of
 that kind is tried, and the other kinds are let through. Any failure opens it
-again, for twice as long, up to ``pause_s_max``. A tier that broke is disabled
-until it is restarted.
+again, for twice as long, up to ``pause_s_max``. A server that is reached again ends the
+pause. A tier that broke is disabled until it is restarted.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ class BreakerEvent(IntEnum):
     FAILED = 3
     BROKE = 4
     RESTARTED = 5
+    RECONNECTED = 6
 
 
 BREAKER_TABLE: Final[Mapping[tuple[BreakerState, BreakerEvent], BreakerState]] = {
     (BreakerState.CLOSED, BreakerEvent.FAILED_TOO_OFTEN): BreakerState.OPEN,
     (BreakerState.OPEN, BreakerEvent.PAUSE_OVER): BreakerState.HALF_OPEN,
+    (BreakerState.OPEN, BreakerEvent.RECONNECTED): BreakerState.HALF_OPEN,
     (BreakerState.HALF_OPEN, BreakerEvent.SUCCEEDED): BreakerState.CLOSED,
     (BreakerState.HALF_OPEN, BreakerEvent.FAILED): BreakerState.OPEN,
     (BreakerState.CLOSED, BreakerEvent.BROKE): BreakerState.DISABLED,
@@ -105,8 +107,12 @@ class Breaker:
     def pass_time(self, now: float) -> None:
         """Begin a trial once the pause is over."""
         if self.state is BreakerState.OPEN and now >= self._open_until:
-            self._move(BreakerEvent.PAUSE_OVER)
-            self._trial_under_way = False
+            self._try(BreakerEvent.PAUSE_OVER)
+
+    def reconnected(self) -> None:
+        """Begin a trial at once: what failed was the server, and it is back."""
+        if self.state is BreakerState.OPEN:
+            self._try(BreakerEvent.RECONNECTED)
 
     def broke(self) -> None:
         """Disable the tier, for good unless it is restarted."""
@@ -118,6 +124,10 @@ class Breaker:
         self._move(BreakerEvent.RESTARTED)
         self._failures = [0] * len(Work)
         self._pause_s = self._first_pause_s
+
+    def _try(self, event: BreakerEvent) -> None:
+        self._move(event)
+        self._trial_under_way = False
 
     def _open(self, event: BreakerEvent, work: Work, now: float) -> None:
         self._move(event)

@@ -31,6 +31,7 @@ from kvtier.core.block_state import ANSWERS, BlockState
 from kvtier.core.group_messages import ReservePrefix, Survey
 from kvtier.core.messages import Lookup
 from kvtier.core.statistics import Observations, Observed, Statistics, TierObservations
+from kvtier.core.tier_host import close_tiers
 from kvtier.engine.cell import NO_REPLY, ClosedCell, EngineCell
 from kvtier.engine.lookups import ABSENT, READY
 from kvtier.errors import Misuse
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from kvtier.core.events import Event
     from kvtier.core.generations import Generations
     from kvtier.core.group_messages import GroupKeys
+    from kvtier.core.load_messages import Place
     from kvtier.core.messages import Message
     from kvtier.core.tier_host import TierHost
     from kvtier.engine.primary_tier import PrimaryTier
@@ -93,9 +95,20 @@ class SchedulerFacade:
 
     # --- requests ---
 
-    def on_request_started(self, request: RequestId, *, tiers: TierSet = ALL_TIERS) -> None:
-        """Begin a request. ``tiers``: one bit for each tier that may serve it."""
-        self._ask(m.RequestStarted(request=request, tiers=tiers))
+    def on_request_started(
+        self, request: RequestId, *, tiers: TierSet = ALL_TIERS, params: bytes = b""
+    ) -> None:
+        """Begin a request. ``tiers``: one bit for each tier that may serve it.
+
+        ``params``: for tiers that go by request, as MessagePack of a mapping; these hear of no
+        request without.
+        """
+        self._ask(m.RequestStarted(request, tiers, params))
+
+    @property
+    def goes_by_request(self) -> bool:
+        """Whether there is a tier that serves requests with parameters for it, and no others."""
+        return self._primary.by_request.tiers != 0
 
     def on_request_finished(self, request: RequestId, order: Iterable[Key] | None = None) -> None:
         """End a request: it looks up, loads and stores nothing more.
@@ -142,16 +155,44 @@ class SchedulerFacade:
         """Return True (readable), False (nowhere), or None (ask again in the next step)."""
         return _ANSWER_OF[self.lookup_state(key, request)]
 
-    def lookup_states(self, keys: Collection[Key], request: RequestId) -> list[BlockState]:
+    @property
+    def decides_loads(self) -> bool:
+        """Whether it can be decided now that a request computes what tiers have.
+
+        Then the first lookup of a request should be one of all its keys, with their ``place``.
+        """
+        return self._primary.decisions.wants_places
+
+    @property
+    def learns_from_steps(self) -> bool:
+        """Whether ``on_step_computed`` is of use."""
+        return self._primary.decisions.learns_from_steps
+
+    def on_step_computed(self, tokens: int, attention: int, seconds: float | None) -> None:
+        """Tell what the engine has computed of prompts, step by step: so its speed is learnt.
+
+        ``seconds``: since the step before; None if it had nothing to compute for some of it.
+        ``attention``: the sum over requests of ``n² + 2 n c``, for ``n`` tokens computed behind
+        ``c``. Steps that compute no prompt may be left out after two of them.
+        """
+        if self.learns_from_steps:
+            self._ask(m.StepComputed(tokens, attention, seconds))
+
+    def lookup_states(
+        self, keys: Collection[Key], request: RequestId, place: Place | None = None
+    ) -> list[BlockState]:
         """Do ``lookup_state`` for ``keys``, from head to tail, in one go: several times cheaper.
 
         Returns their states from the first on, and maybe fewer: nothing behind
         the first ABSENT is looked up, nor what ``lookup_state`` must make room for.
+
+        Given ``place``, and once for each wait of a request, it is decided how much of what
+        tiers have is worth loading: blocks that are computed sooner are ABSENT.
         """
         if self._is_first_lookup:
             self._begin_lookups()
         started = time.perf_counter()
-        states = self._ask(m.LookupPrefix(tuple(keys), request))
+        states = self._ask(m.LookupPrefix(tuple(keys), request, place))
         if states is NO_REPLY:
             return []
         found = cast("list[BlockState]", states)
@@ -181,18 +222,25 @@ class SchedulerFacade:
         and then FILLING means what it says.
         """
         if self._is_first_lookup:
-            return cast("BlockState", self._timed_lookup(Survey(key, request)))
-        state = self._cell.ask(self._primary, Survey(key, request))
+            state = self._timed_lookup(Survey(key, request))
+        else:
+            state = self._cell.ask(self._primary, Survey(key, request))
         return ABSENT if state is NO_REPLY else cast("BlockState", state)
 
-    def reserve_prefix(self, groups: Sequence[GroupKeys], request: RequestId) -> int:
+    def reserve_prefix(
+        self,
+        groups: Sequence[GroupKeys],
+        request: RequestId,
+        first_token: int | None = None,
+    ) -> int:
         """Promote and lease the blocks of the longest prefix, across groups, that has room.
 
         Returns its tokens: all blocks that it needs are READY or will be, and stay
         until the request's decision ends. 0: there is no room for any, nothing is
-        anywhere, tiers are still being asked, or a prefix was reserved before.
+        anywhere, tiers are still being asked, or a prefix was reserved before. Given
+        ``first_token``, before which the GPU has all, also: it is computed sooner.
         """
-        tokens = self._ask(ReservePrefix(groups=tuple(groups), request=request))
+        tokens = self._ask(ReservePrefix(tuple(groups), request, first_token))
         return 0 if tokens is NO_REPLY else cast("int", tokens)
 
     def load_sources(self, request: RequestId) -> Mapping[Key, int]:
@@ -306,7 +354,11 @@ class SchedulerFacade:
         self._poll_tiers()
         self._cell.run()
         self._wake_tiers()
-        return any(link.awaited() for link in self._links)
+        return any(link.serves_others or link.awaited() for link in self._links)
+
+    def evicts(self, tier: int) -> bool:
+        """Tell whether a secondary tier is bounded, and so tells of what it evicts."""
+        return self._links[tier].tells_uses
 
     def take_events(self) -> list[Event]:
         """Return what became resident or went since the last call, in order for each tier."""
@@ -382,10 +434,7 @@ class SchedulerFacade:
             return self._is_quiet
         self._closed = True
         self._cell = ClosedCell()
-        deadline = time.monotonic() + self._close_timeout_s
-        for tier in self._tiers:
-            tier.ask_to_end()
-        quiet = [tier.close(max(0.0, deadline - time.monotonic())) for tier in self._tiers]
+        quiet = close_tiers(self._tiers, self._close_timeout_s)
         for tier, is_quiet in zip(self._tiers, quiet, strict=True):
             if not is_quiet:
                 log.warning("tier hangs at close", tier=tier.name)

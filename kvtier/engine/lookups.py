@@ -18,8 +18,10 @@ from kvtier.engine.tier_directory import ASKING, NOWHERE
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from kvtier.core.load_messages import Place
     from kvtier.core.statistics import PrimaryCounts
     from kvtier.engine.eviction import Eviction
+    from kvtier.engine.load_decisions import LoadDecisions
     from kvtier.engine.promotions import Promotions
     from kvtier.engine.requests import Request
     from kvtier.engine.slot_table import SlotTable
@@ -49,7 +51,7 @@ class Lookups:
         directory: TierDirectory,
         promotions: Promotions,
         eviction: Eviction,
-        counts: PrimaryCounts,
+        decisions: LoadDecisions,
         *,
         room: int,
         reply: Callable[[object], None],
@@ -65,15 +67,18 @@ class Lookups:
         self._find = directory.find
         self._promotions = promotions
         self._eviction = eviction
-        self.counts = counts
+        self.counts: PrimaryCounts = decisions.counts
         self._room = room
+        self._decisions = decisions
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
         """Return what is done for each message that the primary tier leaves to this."""
         return {
+            **self._decisions.handlers(),
             m.Lookup: self.lookup,
             LookupAfterEviction: self.lookup_after_eviction,
             m.LookupPrefix: self.lookup_prefix,
+            m.LoadSources: self._load_sources,
         }
 
     def audit(self) -> dict[RequestId, LookedUp]:
@@ -82,6 +87,12 @@ class Lookups:
             name: LookedUp(frozenset(each.hits), frozenset(each.misses))
             for name, each in self.requests.items()
         }
+
+    def count_of(self, request_id: RequestId) -> None:
+        """Add what a request has looked up to the counts, if it runs."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            request.count(self.counts)
 
     def lookup(self, message: m.Lookup) -> None:
         """Answer with the key's state, once there is room for it where it needs some."""
@@ -141,6 +152,8 @@ class Lookups:
                 continue
             state = FILLING
             if slot is None:
+                if message.place is not None and not request.is_weighed:
+                    self._weigh(message, message.place, request, len(states))
                 found = self._go_on(self._find(key, request.search), key, request)
                 if found is None:
                     break
@@ -156,6 +169,15 @@ class Lookups:
             request.hits.update(set(hits) - request.misses)
         self._slots.note_hits(hit_slots)
         self.reply(states)
+
+    def _weigh(self, message: m.LookupPrefix, place: Place, request: Request, first: int) -> None:
+        """Decide what the request loads of the keys from the ``first`` on."""
+        start = place.first_token + first * place.chunk_tokens
+        self._decisions.weigh(message.keys[first:], request, place._replace(first_token=start))
+
+    def _load_sources(self, message: m.LoadSources) -> None:
+        request = self.requests.get(message.request)
+        self.reply({} if request is None else dict(request.sources))
 
     def _go_on(self, tier: int, key: Key, request: Request) -> BlockState | None:
         """Return the state of a key that has no slot, after what ``find`` said of it.

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kvtier.engine.eviction import Eviction
+    from kvtier.engine.load_decisions import LoadDecisions
     from kvtier.engine.lookups import Lookups
     from kvtier.engine.promotions import Promotions
     from kvtier.engine.requests import Request
@@ -42,6 +43,7 @@ class PrefixReservations:
         slots: SlotTable,
         promotions: Promotions,
         eviction: Eviction,
+        decisions: LoadDecisions,
     ) -> None:
         self.reply = lookups.reply
         self.policy = eviction.policy
@@ -51,6 +53,7 @@ class PrefixReservations:
         self._promotions = promotions
         self._eviction = eviction
         self._counts = lookups.counts
+        self._decisions = decisions
         self._requests = lookups.requests
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
@@ -97,6 +100,16 @@ class PrefixReservations:
         except Unknown:
             self.reply(0)
             return
+        if prefix is not None and message.first_token is not None and not request.is_weighed:
+            kept = self._decisions.weigh_groups(
+                message.groups, prefix.tokens, request, message.first_token
+            )
+            if kept < prefix.tokens:
+                if kept:
+                    self.reserve(message)  # what is behind the cut is nowhere now
+                else:
+                    self.reply(0)
+                return
         if prefix is not None and (slots := self._slots_for(prefix)) > self._slots.free_count():
             then = ReserveAfterEviction(message)
             self._eviction.make_room(slots, then, frozenset(prefix.keys))

@@ -20,19 +20,22 @@ from typing import TYPE_CHECKING, Any, cast
 from kvtier.core import messages as m
 from kvtier.core.actor import Actor, Mailbox
 from kvtier.core.events import PRIMARY, EventKind, EventLog
-from kvtier.core.policy_actor import POLICY_TIME_S, broken_policy
+from kvtier.core.policy_actor import POLICY_TIME_S, new_policy
 from kvtier.core.statistics import Observed, PrimaryCounts, PrimaryStatistics
 from kvtier.engine.audits import PrimaryAudit
 from kvtier.engine.cascades import Cascades
 from kvtier.engine.eviction import Eviction, StoreAfterEviction
 from kvtier.engine.gpu_loads import GpuLoads
+from kvtier.engine.load_decisions import LoadDecisions
 from kvtier.engine.lookups import Lookups
 from kvtier.engine.prefix_plan import storable
 from kvtier.engine.prefix_reservations import PrefixReservations
 from kvtier.engine.promotions import Batch, Promotions
+from kvtier.engine.request_tiers import RequestTiers
 from kvtier.engine.requests import Request
 from kvtier.engine.running_prefixes import RunningPrefixes
 from kvtier.engine.slot_table import SlotTable
+from kvtier.engine.step_requests import StepRequests
 from kvtier.engine.store_filter import StoreFilter, wanted_of
 from kvtier.engine.tier_directory import TierDirectory
 from kvtier.plugin_api.backend import Outcome
@@ -76,23 +79,28 @@ class PrimaryTier(Actor):
         self._prefixes = RunningPrefixes()
         self._eviction = Eviction(self.slots, self._prefixes, policy)
         self._directory = TierDirectory(len(config.tiers), config.known_keys_max)
+        self.decisions = LoadDecisions(
+            config, self.slots, self._directory, self._promotions, self.counts, log
+        )
         self._lookups = Lookups(
             self.slots,
             self._directory,
             self._promotions,
             self._eviction,
-            self.counts,
+            self.decisions,
             room=config.evict_batch_slots,
             reply=reply,
         )
         self._requests = self._lookups.requests
         self._reservations = PrefixReservations(
-            self._lookups, self.slots, self._promotions, self._eviction
+            self._lookups, self.slots, self._promotions, self._eviction, self.decisions
         )
+        self._step_requests = StepRequests(self._directory, self._promotions, self._requests, links)
         self._gpu_loads = GpuLoads()
         self._cascades = Cascades(
             self.slots, config.tiers, [gates.get(tier, link) for tier, link in enumerate(links)]
         )
+        self.by_request = RequestTiers(self.slots, self._cascades, links, policy)
         self.epoch = 0  #: how many resets there were
         self._since = 0  # the epoch in which the generation of weights began
         self._policy_time = 0.0  # what the policy was told last
@@ -100,6 +108,7 @@ class PrimaryTier(Actor):
 
     def _all_handlers(self) -> dict[type[Any], Callable[[Any], None]]:
         return {
+            **self._directory.handlers(),
             **self._lookups.handlers(),
             **self._reservations.handlers(),
             m.PrepareLoad: self._prepare_load,
@@ -114,20 +123,19 @@ class PrimaryTier(Actor):
             m.StepEnd: self._step_end,
             m.Tick: self._tick,
             m.Reset: self._reset,
-            m.ResetFlushed: self._reset_flushed,
-            m.TakeEvents: lambda _: self.reply(self._events.drain()),
-            m.LoadSources: self._load_sources,
+            m.ResetFlushed: lambda _: self.slots.gpu_flushed(),
+            m.TakeEvents: self._take_events,
             m.Victims: self._victims,
-            m.PolicyBroke: self._policy_broke,
-            m.ProbeEnded: lambda x: self._directory.answered(x.tier, x.keys, x.present),
+            m.PolicyBroke: self._new_policy,
+            m.PolicyReturned: self._new_policy,
+            m.GoesByRequest: self.by_request.goes_by_request,
             m.PromotionEnded: self._promotion_ended,
             m.PromotionAbandoned: self._promotion_abandoned,
             m.SlotsReleased: self._slots_released,
             m.CascadeWanted: self._cascade_wanted,
             m.CascadeEnded: self._cascade_ended,
-            m.TierUsable: lambda x: self._directory.set_usable(x.tier, usable=x.usable),
+            m.BlocksWanted: self.by_request.pin_wanted,
             m.PresenceLearned: self._presence_learned,
-            m.TierForgotten: lambda x: self._directory.forget_tier(x.tier),
             m.LinkFailed: self._link_failed,
         }
 
@@ -143,8 +151,7 @@ class PrimaryTier(Actor):
 
     def statistics(self) -> PrimaryStatistics:
         """Return a frozen snapshot."""
-        promotion_slots, requests = self._promotions.held_slots, len(self._requests)
-        return self.slots.statistics(promotion_slots, requests, self.counts)
+        return self.slots.statistics(self._promotions.held_slots, len(self._requests), self.counts)
 
     def audit(self) -> PrimaryAudit:
         """Return all that is kept here, frozen. For tests and diagnosis: it costs O(n)."""
@@ -156,6 +163,15 @@ class PrimaryTier(Actor):
             parked=frozenset(self._cascades.parked),
             excluded=self._eviction.excluded,
         )
+
+    def _take_events(self, _message: m.TakeEvents) -> None:
+        """Tell what happened; of what lapsed, only what nothing fills again."""
+        events = self._events.drain()
+        for number, event in enumerate(events):
+            if event.kind is EventKind.LAPSED:
+                gone = tuple(key for key in event.keys if key not in self._slot_of)
+                events[number] = event._replace(keys=gone)
+        self.reply(events)
 
     # --- room ---
 
@@ -169,9 +185,9 @@ class PrimaryTier(Actor):
             self._events.add(EventKind.REMOVED, evicted)
         self.receive(then)
 
-    def _policy_broke(self, message: m.PolicyBroke) -> None:
-        self.counts.policies_replaced += 1
-        self.log.post(broken_policy("0:primary", message))
+    def _new_policy(self, message: m.PolicyBroke | m.PolicyReturned) -> None:
+        self.counts.policies_replaced += isinstance(message, m.PolicyBroke)
+        self.log.post(new_policy("0:primary", message))
         self._eviction.tell_residents()
 
     # --- GPU loads ---
@@ -182,7 +198,7 @@ class PrimaryTier(Actor):
         if not self.slots.are_ready(found):
             self.reply(None)
             return
-        self._count_lookups(message.request)
+        self._lookups.count_of(message.request)
         self._prefixes.use(message.request, keys, message.order)
         self.slots.pin(found)
         self._gpu_loads.begin(message.request, keys)
@@ -201,7 +217,6 @@ class PrimaryTier(Actor):
         read = self._slots_of(ended)
         self.slots.unpin(read)
         self._unhold(ended, read)
-        self.reply(None)
 
     # --- GPU stores ---
 
@@ -211,7 +226,7 @@ class PrimaryTier(Actor):
         if not wanted:
             self.reply(m.StoreGrant([], [], [], self.epoch))
             return
-        self._count_lookups(message.request)
+        self._lookups.count_of(message.request)
         most = storable(wanted, message.keys, message.cuts, self.slots.count)
         if not most:  # not even in all slots: later is no better
             self.counts.stores_dropped += len(wanted)
@@ -239,6 +254,7 @@ class PrimaryTier(Actor):
                 return
             wanted = wanted[:room]
         granted = self.slots.allocate_for_gpu(wanted, request)
+        self.by_request.store(request, len(granted))
         self._directory.stop_probing(wanted)
         self.policy.post(m.Admitted(tuple(wanted), request, held=True))
         self.reply(m.StoreGrant(wanted, granted, evicted, self.epoch))
@@ -255,14 +271,13 @@ class PrimaryTier(Actor):
         """Note the use of blocks that are here already; some tiers want them too."""
         here = tuple(key for key in message.keys if key in self._slot_of)
         self.policy.post(m.Touched(keys=here, request=message.request))
-        batches = self._cascades.of_offered(here)
-        self._hold_and_cascade(batches, message.request)
+        whole = self._cascades.of_offered(here) | self.by_request.of_offered(here, message.request)
+        self._hold_and_cascade(whole, message.request)
 
     def _complete_store(self, message: m.CompleteStore) -> None:
         keys, fills, request = message.keys, self.slots.gpu_fills, message.request
         if message.epoch != self.epoch:  # What it wrote is in quarantine.
             self.counts.unknown_completions += len(keys)
-            self.reply(None)
             return
         slots = self._slots_of(keys)
         owners = list(map(fills.get, slots))
@@ -272,17 +287,16 @@ class PrimaryTier(Actor):
             self.counts.unknown_completions += len(message.keys) - len(keys)
         if message.success:
             self.slots.fill(slots, fills)
-            self._became_ready(keys, slots, request, self._cascades.all_tiers)
+            self._became_ready(keys, slots, request, self.by_request.takers(request))
         else:
             self._fill_failed(keys, slots)
-        self.reply(None)
+        self.by_request.stored(request, len(keys))
 
     def _touch(self, message: m.Touch) -> None:
         self._prefixes.use(message.request, message.keys)
         self.policy.post(m.Touched(keys=message.keys, request=message.request))
         for link in self.links:
             link.post(m.TouchKeys(keys=message.keys, request=message.request))
-        self.reply(None)
 
     # --- cascades ---
 
@@ -296,6 +310,7 @@ class PrimaryTier(Actor):
         if self.links:
             batches = self._cascades.of_ready(keys, slots, cascade_to)
             self._cascades.send(batches, request, self.epoch)
+            self.by_request.became_ready(keys, slots)
         self._unhold(keys, slots)
 
     def _hold_and_cascade(self, batches: Mapping[int, Batch], request: RequestId) -> None:
@@ -363,7 +378,9 @@ class PrimaryTier(Actor):
         for key in keys:
             self.slots.unbind(key)
             self._cascades.forget(key)
+            self.by_request.forget(key)
         if keys:
+            self._events.add(EventKind.LAPSED, keys)
             self.policy.post(m.Gone(keys=tuple(keys)))
 
     def _end_leases(self, request: RequestId, keys: Sequence[Key] | None = None) -> None:
@@ -385,10 +402,11 @@ class PrimaryTier(Actor):
     # --- requests ---
 
     def _request_started(self, message: m.RequestStarted) -> None:
-        search = self._directory.start(message.request, message.tiers & self._cascades.all_tiers)
+        tiers = self.by_request.start(message) & self._cascades.all_tiers
+        apart = tiers & self.by_request.tiers != 0
+        search = self._directory.start(message.request, tiers, apart=apart)
         self._requests[message.request] = Request(search)
         self._prefixes.start(message.request)
-        self.reply(None)
 
     def _request_finished(self, message: m.RequestFinished) -> None:
         request = self._requests.pop(message.request, None)
@@ -400,14 +418,12 @@ class PrimaryTier(Actor):
             ended = m.RequestEnded(request=message.request, order=message.order)
             for listener in (*self._policies, *self.links):
                 listener.post(ended)
-        self.reply(None)
+            self.by_request.end(message.request)
 
     def _requests_scheduled(self, message: m.RequestsScheduled) -> None:
         for name in message.requests:
-            request = self._requests.get(name)
-            if request is not None:
+            if (request := self._requests.get(name)) is not None:
                 self._end_reservations(name, request)
-        self.reply(None)
 
     def _end_reservations(self, name: RequestId, request: Request) -> None:
         """End what is reserved for a request that waits for nothing any more."""
@@ -416,28 +432,16 @@ class PrimaryTier(Actor):
         self._directory.stop_waiting(name)
         request.end_reservation()
 
-    def _count_lookups(self, request_id: RequestId) -> None:
-        request = self._requests.get(request_id)
-        if request is not None:
-            request.count(self.counts)
-
-    def _load_sources(self, message: m.LoadSources) -> None:
-        request = self._requests.get(message.request)
-        self.reply({} if request is None else dict(request.sources))
-
     # --- steps, time, resets ---
 
     def _step_end(self, message: m.StepEnd) -> None:
         self.slots.forget_hits()
-        self._directory.end_step()
         self._pass_time(message.now)
-        self.reply(None)
+        self._step_requests.end_step(self.epoch)
 
     def _tick(self, message: m.Tick) -> None:
-        # Where no step ever ends, what was promoted behind a gap must not wait for one.
-        self._directory.end_step()
         self._pass_time(message.now)
-        self.reply(None)
+        self._step_requests.tick(self.epoch)
 
     def _pass_time(self, now: float) -> None:
         self._promotions.pass_time(now)
@@ -448,10 +452,6 @@ class PrimaryTier(Actor):
         # First of all: links count deadlines from the last Tick, which may be long ago.
         for link in self.links:
             link.post(m.Tick(now=now))
-        for tier, probed in self._directory.pop_unsent().items():
-            self.links[tier].post(m.ProbeKeys(keys=tuple(probed)))
-        for tier, (keys, slots) in self._promotions.pop_unsent():
-            self.links[tier].post(m.Promote(tuple(keys), tuple(slots), self.epoch))
         for request in self._promotions.expired():
             self._end_leases(request)
             self._requests[request].end_reservation()
@@ -465,6 +465,7 @@ class PrimaryTier(Actor):
         self._cascades.reset()
         self._directory.reset()
         self.epoch += 1
+        self.by_request.reset(self.epoch)
         if message.mark is not None:
             self._since = self.epoch
             self._directory.forget_all()
@@ -472,11 +473,6 @@ class PrimaryTier(Actor):
                 link.post(m.GenerationBegan(self.epoch, message.mark))
         self.policy.post(m.Cleared())
         self._events.add(EventKind.CLEARED)
-        self.reply(None)
-
-    def _reset_flushed(self, _message: m.ResetFlushed) -> None:
-        self.slots.gpu_flushed()
-        self.reply(None)
 
     # --- what links say ---
 

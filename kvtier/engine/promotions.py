@@ -56,11 +56,11 @@ class Promotions:
         self._filling_for: dict[int, RequestId] = {}  # slot → the request it is for
         self._leases: dict[RequestId, _Leases] = {}
         self.held_slots = 0  #: filling from a tier, or leased
-        self._now = 0.0
+        self.now = 0.0  #: seconds of the runtime's clock, at the last Tick or end of a step
 
     def pass_time(self, now: float) -> None:
         """Learn the time, in seconds of the runtime's clock."""
-        self._now = now
+        self.now = now
 
     def has_room(self) -> bool:
         """Tell whether one more promotion leaves the reserve for stores untouched."""
@@ -68,7 +68,7 @@ class Promotions:
 
     def room(self) -> int:
         """How many slots promotions may take beside those that they hold."""
-        return max(0, self._slots_max - self.held_slots)
+        return self._slots_max - self.held_slots
 
     def lease(self, key: Key, slot: int, request: RequestId) -> None:
         """Keep a slot that nobody leases for a request."""
@@ -76,7 +76,7 @@ class Promotions:
         if leases is None:
             leases = self._leases[request] = _Leases()
         leases.slot_of[key] = slot
-        leases.until = self._now + self._lease_timeout_s
+        leases.until = self.now + self._lease_timeout_s
         self._slots.lease(slot)
         self.held_slots += 1
 
@@ -89,10 +89,17 @@ class Promotions:
         keys.append(key)
         slots.append(slot)
 
-    def pop_unsent(self) -> list[tuple[int, Batch]]:
-        """Return what to send to each tier, one batch a request, and forget that it is unsent."""
+    def pop_unsent(self) -> dict[tuple[int, RequestId], Batch]:
+        """Return what to send to each tier for each request, and forget that it is unsent."""
         unsent, self._unsent = self._unsent, {}
-        return [(tier, batch) for (tier, _), batch in unsent.items()]
+        return unsent
+
+    def unsent_counts(self) -> dict[int, int]:
+        """Return how many blocks are to be asked of each tier at the end of the step."""
+        counts: dict[int, int] = {}
+        for (tier, _), (keys, _) in self._unsent.items():
+            counts[tier] = counts.get(tier, 0) + len(keys)
+        return counts
 
     def call_off(self, request: RequestId) -> Batch:
         """Give up what was not sent yet for ``request``; the slots are no longer filling for it."""
@@ -158,7 +165,7 @@ class Promotions:
 
     def expired(self) -> list[RequestId]:
         """Return the requests whose leases have run out."""
-        now = self._now
+        now = self.now
         return [request for request, leases in self._leases.items() if now >= leases.until]
 
     def reset(self) -> list[int]:
@@ -182,5 +189,5 @@ class Promotions:
         ]
         leases = {request: frozenset(each.slot_of) for request, each in self._leases.items()}
         return PromotionAudit(
-            self._now, self.held_slots, frozenset(unsent), self._filling_for.copy(), leases
+            self.now, self.held_slots, frozenset(unsent), self._filling_for.copy(), leases
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvtier.plugin_api.deadlines import NEVER
+
 if TYPE_CHECKING:
     from kvtier.core.statistics import PrimaryCounts
     from kvtier.engine.tier_directory import Search
@@ -17,7 +19,9 @@ class Request:
         "_hits_counted",
         "_queries_counted",
         "hits",
+        "is_weighed",
         "misses",
+        "patience_s",
         "reserved",
         "search",
         "sources",
@@ -25,6 +29,8 @@ class Request:
 
     def __init__(self, search: Search) -> None:
         self.search = search
+        self.is_weighed = False  #: whether it is decided what it loads, and what it computes
+        self.patience_s = NEVER  #: how long it waits for a load
         self.reserved: int | None = None  #: tokens of the prefix reserved for it, if any
         self.sources: dict[Key, int] = {}  #: the tier that delivered the key to it
         # Invariant: a key is in one of these from its first lookup on, and never changes sides.
@@ -41,9 +47,19 @@ class Request:
         assert self.reserved is None, "a request reserves once until its decision has ended"
         self.reserved = tokens
 
+    def is_decided_for(self) -> None:
+        """Note that it is decided what it loads and what it computes, for as long as it waits."""
+        self.is_weighed = True
+
+    def wait_for_loads(self, seconds: float) -> None:
+        """Note how long it waits for a load, from when that is sent."""
+        self.patience_s = seconds
+
     def end_reservation(self) -> None:
-        """Let it reserve again."""
+        """Let it reserve again, and be decided for anew."""
         self.reserved = None
+        self.is_weighed = False
+        self.patience_s = NEVER
 
     def delivered(self, key: Key, tier: int) -> None:
         """Note which tier delivered a key to it."""

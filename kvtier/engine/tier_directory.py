@@ -5,6 +5,10 @@ Three sources, in this order: what a running request was told when it asked
 for twice by one request); what tiers said of their own accord (*known*); and
 asking them (*probes*, collected during a step and sent at its end).
 
+A probe is for all requests that want the key. Where a tier goes by request, what it
+says to one is no answer to another: a request with parameters for such a tier has
+probes of its own.
+
 A tier that failed to deliver a key to a request isn't asked for that key by
 that request again. So each request waits at most once for each tier, and
 ``lookup()``'s None ends.
@@ -13,14 +17,15 @@ that request again. So each request waits at most once for each tier, and
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import Struct
 
+from kvtier.core import messages as m
 from kvtier.plugin_api.keys import GROUP_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from kvtier.plugin_api.keys import Key, RequestId, TierSet
 
@@ -30,19 +35,46 @@ NOWHERE: Final = -1
 ASKING: Final = -2
 """Tiers are being asked."""
 
+_ALL: Final = -1  # tiers
+
 
 class Search:
     """What one running request has been told."""
 
-    __slots__ = ("asked", "failed", "gaps", "request", "tiers", "verdicts")
+    __slots__ = ("_failed", "asked", "failed", "gaps", "probes", "request", "tiers", "verdicts")
 
-    def __init__(self, request: RequestId, tiers: TierSet) -> None:
+    def __init__(self, request: RequestId, tiers: TierSet, probes: _Probes) -> None:
         self.request = request
         self.tiers = tiers  # the tiers it may be served from
+        self.probes = probes  # which it shares with others, or has to itself
         self.verdicts: dict[Key, TierSet] = {}
-        self.failed: dict[Key, TierSet] = {}
+        self.failed: dict[Key, TierSet] = {}  # those too that it declines
+        self._failed = self.failed  # without those that it declines
         self.gaps: set[bytes] = set()  # groups in which a key of this step is PROBING
         self.asked: list[Key] = []  # keys whose probes it waits for, or did
+
+    def fail(self, key: Key, bit: TierSet) -> None:
+        """Note that a tier did not deliver a key to it."""
+        self._failed[key] = self._failed.get(key, 0) | bit
+        if self.failed is not self._failed:
+            self.failed[key] = self.failed.get(key, 0) | bit
+
+    def decline(self, keys: Iterable[Key]) -> None:
+        """Have it served from no tier what it rather computes."""
+        self.failed = {**self.failed, **dict.fromkeys(keys, _ALL)}
+
+    def end_decline(self) -> None:
+        """Let it be served again what it declined."""
+        self.failed = self._failed
+
+    def declined(self) -> frozenset[Key]:
+        """Return what it declines. For tests and diagnosis."""
+        return frozenset(key for key, tiers in self.failed.items() if tiers == _ALL)
+
+    def clear(self) -> None:
+        """Forget what failed, and what was declined."""
+        self._failed.clear()
+        self.failed = self._failed
 
 
 class _Probe(Struct, gc=False):
@@ -54,6 +86,51 @@ class _Probe(Struct, gc=False):
     found: TierSet = 0
 
 
+class _Probes:
+    """What is asked for all requests together, or for one that tiers answer apart from others."""
+
+    __slots__ = ("of", "unsent")
+
+    def __init__(self, tier_count: int) -> None:
+        self.of: dict[Key, _Probe] = {}
+        self.unsent: list[list[Key]] = [[] for _ in range(tier_count)]
+
+    def stop(self, keys: Iterable[Key]) -> None:
+        """Expect no answer for ``keys`` any more."""
+        if self.of:
+            for key in keys:
+                self.of.pop(key, None)
+
+    def reset(self) -> None:
+        """Forget all; late answers will be ignored."""
+        self.of.clear()
+        self.unsent = [[] for _ in self.unsent]
+
+    def pop_unsent(self) -> dict[int, list[Key]]:
+        """Return the keys to ask each tier for, and forget that they are unsent."""
+        unsent: dict[int, list[Key]] = {}
+        for tier, keys in enumerate(self.unsent):
+            if keys:
+                self.unsent[tier] = []
+                wanted = [key for key in keys if self._is_wanted(key, 1 << tier)]
+                if wanted:
+                    unsent[tier] = wanted
+        return unsent
+
+    def _is_wanted(self, key: Key, bit: TierSet) -> bool:
+        """Tell whether a request still waits for this tier's answer; if not, expect none."""
+        probe = self.of.get(key)
+        if probe is None:
+            return False
+        if probe.waiters:
+            return True
+        probe.asked &= ~bit
+        probe.pending &= ~bit
+        if not probe.pending:
+            del self.of[key]
+        return False
+
+
 @dataclass(frozen=True)
 class DirectoryAudit:
     """Where blocks are said to be, and who asks."""
@@ -62,6 +139,7 @@ class DirectoryAudit:
     waiters: Mapping[Key, frozenset[RequestId]]  #: of each key that tiers are asked for
     unsent: frozenset[Key]
     requests: frozenset[RequestId]
+    declined: Mapping[RequestId, frozenset[Key]]  #: what requests compute rather than load
 
 
 class TierDirectory:
@@ -73,27 +151,48 @@ class TierDirectory:
         self._usable: TierSet = (1 << tier_count) - 1
         self._known: dict[Key, TierSet] = {}
         self._searches: dict[RequestId, Search] = {}
-        self._probes: dict[Key, _Probe] = {}
-        self._unsent: list[list[Key]] = [[] for _ in range(tier_count)]
+        self._shared = _Probes(tier_count)
+        self._apart: dict[RequestId, _Probes] = {}  # of requests that tiers answer apart
         self._with_gaps: list[Search] = []
 
-    def start(self, request: RequestId, tiers: TierSet) -> Search:
-        """Begin a request that may be served from ``tiers``; return what ``find`` needs."""
-        search = self._searches[request] = Search(request, tiers)
+    def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
+        """Return what is done for each message that the primary tier leaves to this."""
+        return {
+            m.ProbeEnded: lambda x: self.answered(x.tier, x.keys, x.present, x.request),
+            m.TierUsable: lambda x: self.set_usable(x.tier, usable=x.usable),
+            m.TierForgotten: lambda x: self.forget_tier(x.tier),
+        }
+
+    def start(self, request: RequestId, tiers: TierSet, *, apart: bool = False) -> Search:
+        """Begin a request that may be served from ``tiers``; return what ``find`` needs.
+
+        ``apart``: what tiers have depends on the request, so that no answer is another's too.
+        """
+        probes = self._shared
+        if apart:
+            probes = self._apart[request] = _Probes(self._tier_count)
+        search = self._searches[request] = Search(request, tiers, probes)
         return search
 
     def end(self, request: RequestId) -> None:
         """Forget what the request was told."""
         self.stop_waiting(request)
         self._searches.pop(request, None)
+        self._apart.pop(request, None)
 
     def stop_waiting(self, request: RequestId) -> None:
-        """Note that the request waits for no probe any more. What is not sent yet is not asked."""
+        """Note that the request waits for nothing any more. What is not sent yet is not asked.
+
+        What it declined to load it may load when it waits again.
+        """
         search = self._searches.get(request)
-        if search is None or not search.asked:
+        if search is None:
+            return
+        search.end_decline()
+        if not search.asked:
             return
         for key in search.asked:
-            probe = self._probes.get(key)
+            probe = search.probes.of.get(key)
             if probe is not None:
                 probe.waiters.discard(request)
         search.asked = []
@@ -123,17 +222,48 @@ class TierDirectory:
         search.gaps.add(key[-GROUP_BYTES:])
         return ASKING
 
+    def seen_at(self, key: Key, search: Search) -> int:
+        """Return the tier that ``find`` would name, or ask first, or ``NOWHERE``. Asks nobody."""
+        allowed = search.tiers & self._usable
+        if search.failed:
+            allowed &= ~search.failed.get(key, 0)
+        verdict = search.verdicts.get(key)
+        having = allowed & (self._known.get(key, 0) if verdict is None else verdict)
+        if not having and verdict is None:
+            having = allowed  # as if it were there
+        return (having & -having).bit_length() - 1 if having else NOWHERE
+
+    def decline(self, keys: Iterable[Key], search: Search) -> None:
+        """Find these nowhere for this request, until it waits for nothing any more."""
+        search.decline(keys)
+
+    def is_apart(self, request: RequestId) -> bool:
+        """Tell whether tiers answer the request apart from others."""
+        return request in self._apart
+
     def stop_probing(self, keys: Iterable[Key]) -> None:
         """Expect no answer for ``keys`` any more: they are being filled."""
-        if self._probes:
-            for key in keys:
-                self._probes.pop(key, None)
+        self._shared.stop(keys)
+        for probes in self._apart.values():
+            probes.stop(keys)
 
-    def answered(self, tier: int, keys: Sequence[Key], present: Sequence[bool]) -> None:
-        """Take one tier's answers. What nobody waits for any more is ignored."""
+    def answered(
+        self, tier: int, keys: Sequence[Key], present: Sequence[bool], request: RequestId = ""
+    ) -> None:
+        """Take one tier's answers. What nobody waits for any more is ignored.
+
+        ``request``: the one that they are for, if it is answered apart.
+        """
+        probes = self._apart.get(request) if request else self._shared
+        if probes is not None:
+            self._settle(tier, probes, keys, present)
+
+    def _settle(
+        self, tier: int, probes: _Probes, keys: Sequence[Key], present: Sequence[bool]
+    ) -> None:
         bit = 1 << tier
         for key, found in zip(keys, present, strict=True):
-            probe = self._probes.get(key)
+            probe = probes.of.get(key)
             if probe is None or not probe.pending & bit:
                 continue
             probe.pending &= ~bit
@@ -141,7 +271,7 @@ class TierDirectory:
                 probe.found |= bit
             if probe.pending and not self._is_settled(probe):
                 continue
-            del self._probes[key]
+            del probes.of[key]
             for waiter in probe.waiters:
                 search = self._searches.get(waiter)
                 if search is not None:
@@ -164,7 +294,7 @@ class TierDirectory:
         self._unlearn(key, 1 << tier)
         search = self._searches.get(request)
         if search is not None:
-            search.failed[key] = search.failed.get(key, 0) | 1 << tier
+            search.fail(key, 1 << tier)
 
     def learn(self, tier: int, added: Sequence[Key], removed: Sequence[Key]) -> None:
         """Take what a tier says of its contents, gains before losses."""
@@ -189,6 +319,10 @@ class TierDirectory:
         for key in [key for key, tiers in self._known.items() if tiers >> tier & 1]:
             self._unlearn(key, 1 << tier)
 
+    def knows(self, key: Key, tier: int) -> bool:
+        """Tell whether the tier has said that it has the key."""
+        return bool(self._known.get(key, 0) >> tier & 1)
+
     def set_usable(self, tier: int, *, usable: bool) -> None:
         """Ask the tier for nothing while it is not usable."""
         if usable:
@@ -198,33 +332,20 @@ class TierDirectory:
 
     def give_up(self, tier: int) -> None:
         """Take every answer that the tier still owes as a no: it can't be asked any more."""
-        self._unsent[tier] = []
-        owed = [key for key, probe in self._probes.items() if probe.pending >> tier & 1]
-        self.answered(tier, owed, (False,) * len(owed))
+        for probes in (self._shared, *self._apart.values()):
+            probes.unsent[tier] = []
+            owed = [key for key, probe in probes.of.items() if probe.pending >> tier & 1]
+            self._settle(tier, probes, owed, (False,) * len(owed))
 
     def pop_unsent(self) -> dict[int, list[Key]]:
-        """Return the keys to ask each tier for, and forget that they are unsent."""
-        unsent: dict[int, list[Key]] = {}
-        for tier, keys in enumerate(self._unsent):
-            if keys:
-                self._unsent[tier] = []
-                wanted = [key for key in keys if self._is_wanted(key, 1 << tier)]
-                if wanted:
-                    unsent[tier] = wanted
-        return unsent
+        """Return the keys to ask each tier for all requests, and forget that they are unsent."""
+        return self._shared.pop_unsent()
 
-    def _is_wanted(self, key: Key, bit: TierSet) -> bool:
-        """Tell whether a request still waits for this tier's answer; if not, expect none."""
-        probe = self._probes.get(key)
-        if probe is None:
-            return False
-        if probe.waiters:
-            return True
-        probe.asked &= ~bit
-        probe.pending &= ~bit
-        if not probe.pending:
-            del self._probes[key]
-        return False
+    def pop_unsent_apart(self) -> Iterator[tuple[RequestId, int, list[Key]]]:
+        """Yield what to ask each tier for one request; as above."""
+        for request, probes in self._apart.items():
+            for tier, keys in probes.pop_unsent().items():
+                yield request, tier, keys
 
     def end_step(self) -> None:
         """Let the next step promote behind this step's gaps."""
@@ -234,26 +355,33 @@ class TierDirectory:
 
     def reset(self) -> None:
         """Forget all probes; late answers will be ignored. Tiers keep what they have."""
-        self._probes.clear()
-        self._unsent = [[] for _ in self._unsent]
+        for probes in (self._shared, *self._apart.values()):
+            probes.reset()
         for search in self._searches.values():
-            search.failed.clear()
+            search.clear()
             search.asked = []
 
     def audit(self) -> DirectoryAudit:
         """Return all that is kept here, frozen. For tests and diagnosis: it costs O(n)."""
+        waiters: dict[Key, frozenset[RequestId]] = {}
+        unsent: set[Key] = set()
+        for probes in (self._shared, *self._apart.values()):
+            for key, probe in probes.of.items():
+                waiters[key] = waiters.get(key, frozenset()) | probe.waiters
+            unsent.update(*probes.unsent)
         return DirectoryAudit(
             known=self._known.copy(),
-            waiters={key: frozenset(probe.waiters) for key, probe in self._probes.items()},
-            unsent=frozenset().union(*self._unsent),
+            waiters=waiters,
+            unsent=frozenset(unsent),
             requests=frozenset(self._searches),
+            declined={name: search.declined() for name, search in self._searches.items()},
         )
 
     def _ask(self, key: Key, search: Search, allowed: TierSet) -> None:
-        request = search.request
-        probe = self._probes.get(key)
+        request, probes = search.request, search.probes
+        probe = probes.of.get(key)
         if probe is None:
-            self._probes[key] = _Probe(allowed, allowed, {request})
+            probes.of[key] = _Probe(allowed, allowed, {request})
             search.asked.append(key)
             unasked = allowed
         else:
@@ -267,7 +395,7 @@ class TierDirectory:
             probe.pending |= unasked
         for tier in range(self._tier_count):
             if unasked >> tier & 1:
-                self._unsent[tier].append(key)
+                probes.unsent[tier].append(key)
 
     def _unlearn(self, key: Key, bit: TierSet) -> None:
         tiers = self._known.get(key, 0) & ~bit

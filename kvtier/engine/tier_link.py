@@ -5,8 +5,8 @@ sick tier alone (``kvtier/engine/circuit_breaker.py``). Whatever the tier does o
 the primary tier gets exactly one answer to each thing it asked for:
 
 - a probe: ``ProbeEnded``;
-- a promotion: ``PromotionEnded``, or at the deadline ``PromotionAbandoned``
-  and later, when the tier has let go, ``SlotsReleased``;
+- a promotion: ``PromotionEnded``, or at the deadline, or when its request has lost
+  patience, ``PromotionAbandoned`` and later, when the tier has let go, ``SlotsReleased``;
 - a cascade: ``CascadeEnded``, only when the tier has let go of the slots.
 
 Whatever it sends has the mark of the generation that its primary tier is in
@@ -25,12 +25,17 @@ from kvtier.core.actor import Actor, Mailbox
 from kvtier.core.backend_counts import BackendCounts
 from kvtier.core.events import EventKind, EventLog
 from kvtier.core.generations import mark_of_name
-from kvtier.core.policy_actor import POLICY_TIME_S, broken_policy
+from kvtier.core.policy_actor import new_policy
 from kvtier.core.statistics import Observed, TierCounts, TierStatistics
-from kvtier.engine.audits import JobAudit, LinkAudit
+from kvtier.engine.audits import LinkAudit
 from kvtier.engine.circuit_breaker import Breaker, BreakerState, Work
+from kvtier.engine.connection import FadingPresence, ServerConnection
 from kvtier.engine.in_flight import Job, Probe
-from kvtier.plugin_api.backend import Outcome
+from kvtier.engine.load_times import LoadTimes
+from kvtier.engine.request_tiers import RequestRelay
+from kvtier.engine.tier_health import TierHealth
+from kvtier.engine.uses import UseRelay
+from kvtier.plugin_api.backend import Connection, Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,6 +60,7 @@ class TierLink(Actor):
         collect_events: bool,
     ) -> None:
         """``number``: the tier's. ``meet`` its backend before the first job."""
+        self._relay = RequestRelay(number, tier, primary)
         super().__init__(f"link:{config.tiers[number].name}", self._all_handlers())
         self.primary = primary
         self.tier = tier
@@ -65,6 +71,8 @@ class TierLink(Actor):
         self.probe_seconds: Observed[float] = Observed()  #: from asking until the answer
         self.promotion_seconds: Observed[tuple[float, bool]] = Observed()  #: and its success
         self.tells_uses = False  #: whether the tier evicts, and so wants to know what is used
+        self.by_request = False  #: whether what it has depends on the request
+        self.serves_others = False  #: whether it asks for blocks by itself
         self._number = number
         self._config = config
         self._tier_config: TierConfig = config.tiers[number]
@@ -73,15 +81,18 @@ class TierLink(Actor):
         self._breaker = Breaker(
             config.breaker_failures_max, config.breaker_pause_s, config.breaker_pause_s_max
         )
+        self._connection = ServerConnection(self._tier_config.name, log)
+        trust = (self._breaker, self._connection)
+        self._health = TierHealth(number, self._tier_config.name, *trust, self.counts, primary, log)
+        self._load_times = LoadTimes(number, self.counts, primary)
+        self._presence = FadingPresence(config.known_keys_max)
         self._mark = mark_of_name(config.weights_version)  # of the generation
         self._since = 0  # the epoch in which it began
         self._is_told = False  # whether the tier's cell has been told of it
-        self._usable = True
         self._full_until = 0.0
         self._jobs: dict[int, Job] = {}
         self._probes: dict[int, Probe] = {}
-        self._uses: list[m.TouchKeys | m.RequestEnded] = []  # not sent yet
-        self._tiers_time = 0.0  # what the tier was told last
+        self._uses = UseRelay(tier)
         self._cascade_slots = 0
         self._abandoned_slots = 0
         self._next_id = 0
@@ -89,6 +100,7 @@ class TierLink(Actor):
 
     def _all_handlers(self) -> dict[type[Any], Callable[[Any], None]]:
         return {
+            **self._relay.handlers(),
             m.GenerationBegan: self._generation_began,
             m.ProbeKeys: self._probe_keys,
             m.Promote: self._promote,
@@ -101,8 +113,11 @@ class TierLink(Actor):
             m.ProbeAnswer: self._probe_answer,
             m.JobEnded: self._job_ended,
             m.PresenceChanged: self._presence_changed,
+            m.BlocksWanted: lambda x: self._relay.want(x, self._since),
+            m.ConnectionChanged: self._connection_changed,
             m.Counted: lambda x: self.backend_counts.add(x.counters),
-            m.PolicyBroke: self._policy_broke,
+            m.PolicyBroke: self._new_policy,
+            m.PolicyReturned: self._new_policy,
             m.TierBroke: self._tier_broke,
             m.TierFenced: self._tier_fenced,
             m.TierRestarted: self._tier_restarted,
@@ -111,12 +126,21 @@ class TierLink(Actor):
     def meet(self, traits: BackendTraits) -> None:
         """Learn what the tier's backend is like."""
         self.tells_uses = traits.capacity_blocks is not None
+        if not self.tells_uses:
+            self._events.tell_once()
         self.backend_counts.learn_levels(traits.levels)
+        self._presence.last(traits.presence_s)
+        self._connection.meet(connects=traits.connects)
+        self.by_request, self.serves_others = traits.by_request, traits.serves_others
+        if traits.by_request:
+            self.primary.post(m.GoesByRequest(tier=self._number))
+        self._health.tell_usable()
 
     # --- what the primary tier asks for ---
 
     def _generation_began(self, message: m.GenerationBegan) -> None:
         self._mark, self._since = message.mark, message.epoch
+        self._presence.forget()
         self._tell_generation()
         self._events.add(EventKind.CLEARED)
 
@@ -125,24 +149,24 @@ class TierLink(Actor):
         self._is_told = self.tier.post(m.GenerationBegan(self._since, self._mark))
 
     def _probe_keys(self, message: m.ProbeKeys) -> None:
-        if len(self._probes) < self._config.jobs_in_flight_max and self._breaker.may_send(
-            Work.PROBE
-        ):
+        probe = Probe(message, self._since, self._now, self._tier_config.probe_timeout_s)
+        has_room = len(self._probes) < self._config.jobs_in_flight_max
+        if has_room and self._may_send(Work.PROBE):
             probe_id = self._new_id()
-            if self.tier.post(m.Probe(probe_id, message.keys, self._mark, self._since)):
-                deadline = self._now + self._tier_config.probe_timeout_s
-                probe = Probe(message.keys, self._since, self._now, deadline)
+            if self.tier.post(probe.order(probe_id, self._mark)):
                 self._probes[probe_id] = probe
                 return
-            self._failed(Work.PROBE, "has a full mailbox")
-        self._end_probe(message.keys, self._since, (False,) * len(message.keys))
+            self._health.failed(Work.PROBE, "has a full mailbox")
+        self._end_probe(probe)
 
     def _promote(self, message: m.Promote) -> None:
         # A hit is counted here and not with the probe: most are known without one.
         self.counts.queries += len(message.keys)
         self.counts.hits += len(message.keys)
-        for start in range(0, len(message.keys), self._config.job_blocks_max):
-            job = Job(message, start, start + self._config.job_blocks_max)
+        # What one request is brought may be all that it is ever brought, so it goes whole.
+        size = len(message.keys) if self.by_request else self._config.job_blocks_max
+        for start in range(0, len(message.keys), size):
+            job = Job(message, start, start + size)
             if not self._send(job):
                 self.counts.promotions_dropped += len(job.keys)
                 self._end_promotion(job, (Outcome.FAILED,) * len(job.keys))
@@ -166,6 +190,8 @@ class TierLink(Actor):
             rest = Job(message, start, len(message.keys))
             self.counts.cascades_dropped += len(rest.keys)
             self._end_cascade(rest)
+            if self.by_request:
+                self._relay.send(m.BlocksMissing(rest.request, rest.keys))
             return
 
     def _cascade_refused(self, message: m.CascadeRefused) -> None:
@@ -174,7 +200,7 @@ class TierLink(Actor):
 
     def _used(self, message: m.TouchKeys | m.RequestEnded) -> None:
         if self.tells_uses:
-            self._uses.append(message)
+            self._uses.add(message)
 
     def _send(self, job: Job) -> bool:
         """Send a job to the tier. False: the tier is sick or has too much to do."""
@@ -182,25 +208,25 @@ class TierLink(Actor):
             return False
         if job.is_load and self._abandoned_slots > self._config.abandoned_slots_max:
             return False
-        if not self._breaker.may_send(job.work):
+        if not self._may_send(job.work):
             return False
+        tier = self._tier_config
+        job.start(self._now, tier.promote_timeout_s if job.is_load else tier.store_timeout_s)
         job_id = self._new_id()
-        order: m.LoadJob | m.StoreJob
-        if job.is_load:
-            order = m.LoadJob(job_id, job.keys, job.slots, self._mark, self._since)
-        else:
-            order = m.StoreJob(job_id, job.request, job.keys, job.slots, self._mark, self._since)
+        order = job.order(job_id, self._mark, self._since)
         if not self.tier.post(order):
-            self._failed(job.work, "has a full mailbox")
+            self._health.failed(job.work, "has a full mailbox")
             return False
         if job.is_load:
             self.counts.promotion_jobs += 1
-            job.start(self._now, self._tier_config.promote_timeout_s)
+            self._load_times.sent(job)
         else:
             self.counts.cascade_jobs += 1
-            job.start(self._now, self._tier_config.store_timeout_s)
         self._jobs[job_id] = job
         return True
+
+    def _may_send(self, work: Work) -> bool:
+        return self._connection.is_up and self._breaker.may_send(work)
 
     # --- what the tier answers ---
 
@@ -211,11 +237,16 @@ class TierLink(Actor):
             return
         self.probe_seconds.add(self._now - probe.started)
         if len(message.present) != len(probe.keys):
-            self._failed(Work.PROBE, "answered a probe with the wrong number of answers")
-            self._end_probe(probe.keys, probe.since, (False,) * len(probe.keys))
+            self._health.failed(Work.PROBE, "answered a probe with the wrong number of answers")
+            self._end_probe(probe)
             return
-        self._succeeded(Work.PROBE)
-        self._end_probe(probe.keys, probe.since, message.present)
+        self._health.succeeded(Work.PROBE)
+        self._end_probe(probe, message.present)
+        by_itself = self.tells_uses or self.by_request  # bounded, and tells; or has nothing to keep
+        if self._events.collects and not by_itself and probe.since == self._since:
+            answers = list(zip(probe.keys, message.present, strict=True))
+            self._events.add(EventKind.STORED, [key for key, is_there in answers if is_there])
+            self._events.add(EventKind.REMOVED, [key for key, is_there in answers if not is_there])
 
     def _job_ended(self, message: m.JobEnded) -> None:
         job = self._jobs.pop(message.job, None)
@@ -225,17 +256,21 @@ class TierLink(Actor):
         outcomes = message.outcomes
         if len(outcomes) != len(job.keys):
             outcomes = (Outcome.FAILED,) * len(job.keys)
-        self._count_outcomes(job, outcomes, message.seconds)
+        size, seconds = self._config.block_bytes, message.seconds
+        complete = self.counts.count_job(outcomes, size, seconds, is_load=job.is_load)
+        if job.is_load:
+            self.promotion_seconds.add((self._now - job.started, complete))
+            self._load_times.ended(job, is_whole=complete)
+        if job.counts_for_its_tier and Outcome.FAILED in outcomes:
+            self._health.failed(job.work, "failed a load" if job.is_load else "failed a store")
+        elif job.counts_for_its_tier:
+            self._health.succeeded(job.work)
         if job.abandoned:
             self.counts.late_completions += 1
             if job.is_load:
                 self._abandoned_slots -= len(job.slots)
                 self.primary.post(m.SlotsReleased(slots=job.slots))
                 return
-        elif Outcome.FAILED in outcomes:
-            self._failed(job.work, "failed a load" if job.is_load else "failed a store")
-        else:
-            self._succeeded(job.work)
         if job.is_load:
             self._end_promotion(job, outcomes)
         else:
@@ -243,30 +278,11 @@ class TierLink(Actor):
             self._note_stored(job, outcomes)
             self._end_cascade(job)
 
-    def _count_outcomes(self, job: Job, outcomes: tuple[Outcome, ...], seconds: float) -> None:
-        counts = self.counts
-        done = outcomes.count(Outcome.DONE)
-        complete = done == len(outcomes)
-        moved = done * self._config.block_bytes
-        if job.is_load:
-            counts.read_bytes += moved
-            counts.read_seconds += seconds
-            counts.promotion_jobs_failed += not complete
-            self.promotion_seconds.add((self._now - job.started, complete))
-        else:
-            counts.write_bytes += moved
-            counts.write_seconds += seconds
-            counts.cascade_jobs_failed += not complete
-        counts.absent += outcomes.count(Outcome.ABSENT)
-        counts.damaged += outcomes.count(Outcome.DAMAGED)
-        counts.failed += outcomes.count(Outcome.FAILED)
-        counts.full += outcomes.count(Outcome.FULL)
-
     def _note_stored(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
         stored = tuple(
             key for key, outcome in zip(job.keys, outcomes, strict=True) if outcome is Outcome.DONE
         )
-        if stored and job.epoch >= self._since:
+        if stored and job.epoch >= self._since and not self.by_request:
             self._learned(stored, ())
         if Outcome.FULL in outcomes:
             # No room now: trying each block would only cost its pin. Loads go on.
@@ -277,8 +293,11 @@ class TierLink(Actor):
             self._learned(message.added, message.removed)
 
     def _learned(self, added: tuple[Key, ...], removed: tuple[Key, ...]) -> None:
+        if not (self._connection.is_up or self.tells_uses):
+            added = ()  # stored before the server was lost, perhaps with all it had
         self.primary.post(m.PresenceLearned(self._number, added, removed, self._since))
         if added:
+            self._presence.learn(added, self._now)
             self._events.add(EventKind.STORED, added)
         if removed:
             self._events.add(EventKind.REMOVED, removed)
@@ -287,43 +306,65 @@ class TierLink(Actor):
 
     def _tick(self, message: m.Tick) -> None:
         self._now = message.now
+        self._health.pass_time(self._now)
         if not self._is_told:
             self._tell_generation()
-        for probe_id in [each for each, probe in self._probes.items() if self._due(probe)]:
-            probe = self._probes.pop(probe_id)
+        self._give_up_what_is_due()
+        self._uses.send(self._now)
+        self._ask_again()
+        self._relay.go_on()
+        self._load_times.pass_time(self._now)
+        self._health.end_pause()
+
+    def _give_up_what_is_due(self) -> None:
+        due = [each for each, probe in self._probes.items() if probe.is_due(self._now)]
+        for probe in map(self._probes.pop, due):
             self.counts.probes_timed_out += 1
-            self._failed(Work.PROBE, "did not answer a probe in time")
-            self._end_probe(probe.keys, probe.since, (False,) * len(probe.keys))
+            self._health.failed(Work.PROBE, "did not answer a probe in time")
+            self._end_probe(probe)
         for job in self._jobs.values():
-            if not job.abandoned and self._due(job):
-                job.abandon()
+            if job.is_due(self._now):
                 self.counts.jobs_timed_out += 1
-                self._failed(job.work, "did not end a job in time")
-                if job.is_load:
-                    self._abandon(job)
-        self._tell_uses()
-        self._breaker.pass_time(self._now)
-        self._tell_usable()
+                self._health.failed(job.work, "did not end a job in time")
+                if job.is_cut:
+                    job.end_cut()
+                else:
+                    self._give_up(job)
+            elif job.has_lost_patience(self._now):  # its request computes: no failure of the tier
+                job.cut()
+                self.counts.promotions_cut += len(job.keys)
+                self._give_up(job)
 
-    def _tell_uses(self) -> None:
-        """Send on what was used. Dropped if the mailbox is full: the tier then evicts worse."""
-        if not self._uses:
-            return
-        if self._now - self._tiers_time >= POLICY_TIME_S:
-            self._tiers_time = self._now
-            self.tier.post(m.Tick(now=self._now))
-        for use in self._uses:
-            self.tier.post(use)
-        self._uses.clear()
+    def _give_up(self, job: Job) -> None:
+        if job.is_load:
+            self._load_times.given_up(job, self._now)
+        self._abandon(job)
 
-    def _due(self, work: Job | Probe) -> bool:
-        return self._now >= work.deadline
+    def _ask_again(self) -> None:
+        """Believe in nothing for too long that others may have evicted. That is no removal."""
+        faded = self._presence.pop_faded(self._now)
+        if faded:
+            self.primary.post(m.PresenceLearned(self._number, (), faded, self._since))
 
     # --- the tier's life ---
 
-    def _policy_broke(self, message: m.PolicyBroke) -> None:
-        self.counts.policies_replaced += 1
-        self.log.post(broken_policy(self._tier_config.name, message))
+    def _connection_changed(self, message: m.ConnectionChanged) -> None:
+        """Give the tier nothing while its backend has no server, and have nobody wait for it."""
+        if not self._connection.change(message.state):
+            return
+        self.counts.connections_lost += message.state is Connection.GONE
+        if self._connection.is_up:
+            self._breaker.reconnected()
+        else:
+            self._end_all_probes()
+            if not self.tells_uses:  # What comes back may have been begun anew.
+                self._events.add(EventKind.CLEARED)
+                self._forget_contents()
+        self._health.tell_usable()
+
+    def _new_policy(self, message: m.PolicyBroke | m.PolicyReturned) -> None:
+        self.counts.policies_replaced += isinstance(message, m.PolicyBroke)
+        self.log.post(new_policy(self._tier_config.name, message))
 
     def _tier_broke(self, message: m.TierBroke) -> None:
         """Cut the tier off. Its threads may still be at work, so slots stay as they are."""
@@ -335,15 +376,16 @@ class TierLink(Actor):
         self._breaker.broke()
         self._end_all_probes()
         for job in self._jobs.values():
+            job.end_cut()
             if not job.abandoned:
-                job.abandon()
-                if job.is_load:
-                    self._abandon(job)
-        self._tell_usable()
+                self._abandon(job)
+        self._health.tell_usable()
 
     def _tier_fenced(self, _message: m.TierFenced) -> None:
         """Take back every slot: nothing of the tier is left that could touch one."""
         self._breaker.broke()
+        self._connection.begin_anew()
+        self._events.add(EventKind.CLEARED)  # nothing is found in it until another cell has opened
         self._end_all_probes()
         jobs = list(self._jobs.values())
         self._jobs.clear()
@@ -356,7 +398,8 @@ class TierLink(Actor):
                 self.primary.post(m.SlotsReleased(slots=job.slots))
             else:
                 self._end_promotion(job, (Outcome.FAILED,) * len(job.keys))
-        self._tell_usable()
+        self._load_times.forget()
+        self._health.tell_usable()
 
     def _tier_restarted(self, message: m.TierRestarted) -> None:
         """Go on with a fresh cell. Only after TierFenced."""
@@ -366,9 +409,13 @@ class TierLink(Actor):
         self.backend_counts.begin_anew()
         self._full_until = 0.0
         self._tell_generation()
+        self._forget_contents()
+        self._health.tell_usable()
+
+    def _forget_contents(self) -> None:
+        """Believe in nothing that the tier had before; what is there is asked for."""
+        self._presence.forget()
         self.primary.post(m.TierForgotten(tier=self._number))
-        self._events.add(EventKind.CLEARED)
-        self._tell_usable()
 
     # --- helpers ---
 
@@ -378,68 +425,38 @@ class TierLink(Actor):
 
     def _count_stray(self, number: int) -> None:
         """Count an answer that nothing in flight belongs to: late, doubled or invented."""
-        if 0 < number <= self._next_id:
-            self.counts.late_completions += 1
-        else:
-            self.counts.unknown_completions += 1
+        was_sent = 0 < number <= self._next_id
+        self.counts.late_completions += was_sent
+        self.counts.unknown_completions += not was_sent
 
-    def _end_probe(self, keys: tuple[Key, ...], since: int, present: tuple[bool, ...]) -> None:
-        if since != self._since:  # What is there now was not asked for; nobody waits.
+    def _end_probe(self, probe: Probe, present: tuple[bool, ...] | None = None) -> None:
+        """Pass the tier's answer on. None: it gives none, and has nothing."""
+        if probe.since != self._since:  # What is there now was not asked for; nobody waits.
             return
-        self.counts.queries += len(keys) - sum(present)
-        self.primary.post(m.ProbeEnded(tier=self._number, keys=keys, present=present))
+        found = (False,) * len(probe.keys) if present is None else present
+        self.counts.queries += len(found) - sum(found)
+        self.primary.post(m.ProbeEnded(self._number, probe.keys, found, probe.request))
 
     def _end_all_probes(self) -> None:
         """Answer for a tier that will not: it has nothing of what it was asked for."""
         probes = list(self._probes.values())
         self._probes.clear()
         for probe in probes:
-            self._end_probe(probe.keys, probe.since, (False,) * len(probe.keys))
+            self._end_probe(probe)
 
     def _end_promotion(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
-        self.primary.post(
-            m.PromotionEnded(
-                tier=self._number,
-                keys=job.keys,
-                slots=job.slots,
-                outcomes=outcomes,
-                epoch=job.epoch,
-            )
-        )
+        ended = m.PromotionEnded(self._number, job.keys, job.slots, outcomes, job.epoch)
+        self.primary.post(ended)
 
     def _abandon(self, job: Job) -> None:
-        self._abandoned_slots += len(job.slots)
-        self.primary.post(
-            m.PromotionAbandoned(tier=self._number, keys=job.keys, slots=job.slots, epoch=job.epoch)
-        )
+        job.abandon()
+        if job.is_load:
+            self._abandoned_slots += len(job.slots)
+            self.primary.post(m.PromotionAbandoned(self._number, job.keys, job.slots, job.epoch))
 
     def _end_cascade(self, blocks: Job | m.Cascade | m.CascadeRefused) -> None:
-        self.primary.post(
-            m.CascadeEnded(
-                tier=self._number, keys=blocks.keys, slots=blocks.slots, epoch=blocks.epoch
-            )
-        )
-
-    def _succeeded(self, work: Work) -> None:
-        was = self._breaker.state
-        self._breaker.succeeded(work)
-        if was is BreakerState.HALF_OPEN and self._breaker.state is BreakerState.CLOSED:
-            self.log.post(m.Notice(event="tier is back", tier=self._tier_config.name, detail=""))
-        self._tell_usable()
-
-    def _failed(self, work: Work, how: str) -> None:
-        was = self._breaker.state
-        self._breaker.failed(work, self._now)
-        if was is BreakerState.CLOSED and self._breaker.state is BreakerState.OPEN:
-            self.counts.breaker_opened += 1
-            self.log.post(m.Notice(event="tier bypassed", tier=self._tier_config.name, detail=how))
-        self._tell_usable()
-
-    def _tell_usable(self) -> None:
-        usable = self._breaker.state in (BreakerState.CLOSED, BreakerState.HALF_OPEN)
-        if usable is not self._usable:
-            self._usable = usable
-            self.primary.post(m.TierUsable(tier=self._number, usable=usable))
+        ended = m.CascadeEnded(self._number, blocks.keys, blocks.slots, blocks.epoch)
+        self.primary.post(ended)
 
     def in_flight(self) -> tuple[int, int, int]:
         """Return the probes, promotion jobs and cascade jobs in flight."""
@@ -452,17 +469,17 @@ class TierLink(Actor):
 
     def audit(self) -> LinkAudit:
         """Return what is in flight, frozen. For tests and diagnosis: it costs O(n)."""
-        jobs = {
-            number: JobAudit(job.is_load, job.abandoned, job.slots)
-            for number, job in self._jobs.items()
-        }
+        jobs = {number: job.audit() for number, job in self._jobs.items()}
         return LinkAudit(
             self._breaker.state,
+            self._connection.state,
             self._since,
             jobs,
             frozenset(self._probes),
             self._cascade_slots,
             self._abandoned_slots,
+            self._load_times.outstanding,
+            self._now,
         )
 
     def statistics(self) -> TierStatistics:
@@ -471,6 +488,7 @@ class TierLink(Actor):
         return TierStatistics(
             name=self._tier_config.name,
             breaker=self._breaker.state.name,
+            connection=self._connection.state.name,
             probes_in_flight=probes,
             promotion_jobs_in_flight=loads,
             cascade_jobs_in_flight=stores,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, Type
 import msgspec
 
 from kvtier.core import messages as m
+from kvtier.errors import KVTierError
 from kvtier.plugin_api.backend import BackendTraits  # noqa: TC001 - msgspec reads it to decode a message
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Ready(m.Message, frozen=True, gc=False):
 
     traits: BackendTraits
     place: str | None
+    filesystem: int | None = None
 
 
 class Refused(m.Message, frozen=True, gc=False):
@@ -99,6 +101,9 @@ ToTier = (
     | m.StoreJob
     | m.TouchKeys
     | m.RequestEnded
+    | m.RequestOpened
+    | m.RequestClosed
+    | m.BlocksMissing
     | m.Tick
 )
 ToEngine = (
@@ -109,10 +114,17 @@ ToEngine = (
     | m.ProbeAnswer
     | m.JobEnded
     | m.PresenceChanged
+    | m.BlocksWanted
     | m.Counted
+    | m.ConnectionChanged
     | m.PolicyBroke
+    | m.PolicyReturned
     | m.TierBroke
 )
+
+
+class NoMessage(KVTierError):
+    """Raised when the other end sent what is no message: it is damaged, or of another version."""
 
 
 class SendCount:
@@ -214,7 +226,7 @@ class Channel(Generic[T]):
                 self._counted.add()
 
     def drain(self) -> list[T]:
-        """Return what has come, in order. Raises ``msgspec.DecodeError`` for what is no message."""
+        """Return what has come, in order. Raises ``NoMessage`` for what is none."""
         came = self._came
         enough = len(came) + DRAIN_BYTES_MAX
         self._is_cut_short = False
@@ -243,7 +255,10 @@ class Channel(Generic[T]):
                 start, end = at + _LENGTH.size, at + _LENGTH.size + length
                 if end > len(came):
                     break
-                messages += self._decoder.decode(whole[start:end])
+                try:
+                    messages += self._decoder.decode(whole[start:end])
+                except (ValueError, RecursionError) as error:  # no UTF-8 is no DecodeError
+                    raise NoMessage(str(error)) from error
                 at = end
         del came[:at]
         return messages

@@ -6,6 +6,7 @@ why not, whatever its storage does.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,9 +17,11 @@ from kvtier.hosts.thread_host import TierThread
 from kvtier.settings.plugins import backend_class, make_backend, policy_maker
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvtier.core.actor import Mailbox
     from kvtier.core.tier_host import TierHost
-    from kvtier.plugin_api.backend import BackendContext
+    from kvtier.plugin_api.backend import Backend, BackendContext
     from kvtier.plugin_api.slot_memory import SlotMemory
     from kvtier.settings.runtime_config import TierConfig
 
@@ -42,6 +45,7 @@ def make_host(
     """
     host: TierProcess | TierThread
     if runs_in_process(tier, memory):
+        context = replace(context, engine=None)  # it can't go there
         host = TierProcess(tier, context, memory, link, messages_max=messages_max)
     else:
         host = TierThread(
@@ -49,7 +53,7 @@ def make_host(
             memory,
             link,
             messages_max=messages_max,
-            make_backend=partial(make_backend, tier, context),
+            make_backend=_maker(tier, context),
             policy_of=partial(policy_maker, tier),
         )
     try:
@@ -67,6 +71,18 @@ def make_host(
     return host
 
 
+def _maker(tier: TierConfig, context: BackendContext) -> Callable[[], Backend]:
+    """Return what makes one backend after the other: later ones make no folder elsewhere."""
+
+    def make() -> Backend:
+        nonlocal context
+        backend = make_backend(tier, context)
+        context = replace(context, filesystem=backend.filesystem)
+        return backend
+
+    return make
+
+
 def runs_in_process(tier: TierConfig, memory: SlotMemory) -> bool:
     """Tell whether the tier gets a process of its own. Raises ``ConfigError`` if it can't."""
     if memory.descriptor is None and tier.cell == "process":
@@ -74,7 +90,13 @@ def runs_in_process(tier: TierConfig, memory: SlotMemory) -> bool:
             f"secondary tier {tier.name}: cell={tier.cell!r} needs memory that another process "
             "can map, and this is not. Remove the key, or give SlotMemory its file's descriptor."
         )
-    wanted = tier.cell or backend_class(tier.type).cell
+    backend = backend_class(tier.type)
+    wanted = tier.cell or backend.cell
+    if backend.needs_engine and wanted == "process":
+        raise ConfigError(
+            f"secondary tier {tier.name}: cell={tier.cell!r} is not for type={tier.type!r}, which "
+            "uses what only the engine's own process has. Remove the key."
+        )
     return wanted == "process" and memory.descriptor is not None
 
 

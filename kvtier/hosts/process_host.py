@@ -19,18 +19,18 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-
 from kvtier.core import messages as m
-from kvtier.core.tier_host import ABANDON_S, TierHost
+from kvtier.core.tier_host import TierHost
 from kvtier.errors import ConfigError, InternalError, StorageUnusable, StoreFault
 from kvtier.hosts.channel import (
     Begin,
     Channel,
     End,
     Logged,
+    NoMessage,
     Opened,
     Ready,
     Refused,
@@ -176,22 +176,20 @@ class TierProcess(TierHost):
                     self._channel.post(End())
         self.wake()
 
-    def close(self, timeout_s: float) -> bool:
-        """Ask the process to end, and kill it if it doesn't. False: not even that ended it."""
-        self.ask_to_end()
+    def wait_until_ended(self, timeout_s: float) -> bool:
+        """Wait so long, at most, for a process that was asked to end. False: it still runs."""
         if self._watcher.ident is None:  # it was never started
             self._watcher.start()
-        self._wait_until_gone(timeout_s - ABANDON_S)
-        if self._watcher.is_alive() and self._child is not None:
-            self._child.process.kill()
-            self._wait_until_gone(min(timeout_s, ABANDON_S))
-        return not self._watcher.is_alive()
-
-    def _wait_until_gone(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
         while self._watcher.is_alive() and time.monotonic() < deadline_s:
             self._watcher.join(_CLOSE_POLL_S)
             self.wake()  # it may not have had room for the last messages
+        return not self._watcher.is_alive()
+
+    def give_up(self) -> None:
+        """Kill the process. Returns at once."""
+        if self._child is not None:
+            self._child.process.kill()
 
     # --- what comes from the process ---
 
@@ -200,7 +198,7 @@ class TierProcess(TierHost):
         try:
             for message in channel.drain():
                 self._handle(message)
-        except msgspec.DecodeError as error:  # its memory is damaged, or its code is another's
+        except NoMessage as error:  # its memory is damaged, or its code is another's
             self._say_broke(f"sent what is no message: {error}")
             assert self._child is not None, "a message of no process"
             self._child.process.kill()
@@ -274,6 +272,8 @@ class TierProcess(TierHost):
         except BaseException:
             self._kill(child)
             raise
+        # Those that follow make no folder elsewhere.
+        self._context = replace(self._context, filesystem=child.ready.filesystem)
         return child
 
     def _kill(self, child: _Child) -> None:

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
     from kvtier.core.messages import Message
     from kvtier.hosts.channel import Fields, Level
+    from kvtier.plugin_api.backend import Backend
 
 LAST_WORDS_S: Final = 1.0
 
@@ -170,7 +171,7 @@ def main(
         is_trouble = isinstance(error, StorageUnusable)
         _answer(channel, Refused(reason=reason, is_setting=is_setting, is_trouble=is_trouble))
         return
-    _answer(channel, Ready(traits=backend.traits, place=backend.place))
+    _answer(channel, _ready(backend))
     first, *others = _next(channel)
     outbox = Outbox(channel)
     if isinstance(first, Begin):
@@ -222,6 +223,10 @@ def _end_with(engine_pid: int) -> None:
     except OSError:  # not allowed here: the channel tells in all other cases
         return
     asyncio.get_running_loop().add_reader(engine, os._exit, 1)
+
+
+def _ready(backend: Backend) -> Ready:
+    return Ready(traits=backend.traits, place=backend.place, filesystem=backend.filesystem)
 
 
 def _answer(channel: Channel[Any], message: Message) -> None:

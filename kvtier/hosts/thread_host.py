@@ -7,6 +7,7 @@ backend, once none of its threads can touch a slot any more.
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING, Final
 
 import anyio
@@ -153,25 +154,39 @@ class TierThread(TierHost):
             self._life.move(LifeEvent.ASKED_TO_END)
         self._waker.wake()
 
-    def close(self, timeout_s: float) -> bool:
-        """Ask the cell to end and wait up to ``timeout_s``. False: something still runs."""
-        self.ask_to_end()
-        # Its thread may hang in what makes a backend: that knows no slot.
-        if self._thread.ident is None or self._life.has_ended:
+    def wait_until_ended(self, timeout_s: float) -> bool:
+        """Wait so long, at most, for a tier that was asked to end. False: something still runs."""
+        if self._thread.ident is None:
+            self._discard()
             return True
-        self._thread.join(max(0.0, timeout_s - ABANDON_S))
-        if self._thread.is_alive():
-            self._abandoned = True
-            self._waker.wake()
-            self._thread.join(min(timeout_s, ABANDON_S))
+        # Its thread may hang in what makes a backend: that knows no slot.
+        if self._life.has_ended:
+            return True
+        self._thread.join(timeout_s)
         return not self._thread.is_alive() and self._life.has_ended
+
+    def give_up(self) -> None:
+        """Let go of what was begun, ended or not. Returns at once."""
+        self._abandoned = True
+        self._waker.wake()
+
+    def _discard(self) -> None:
+        """Give up a backend that was never opened."""
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            discarding = BoundedCall(backend.discard, f"kvtier-{self.name}-discard")
+            discarding.wait(ABANDON_S)  # it knows no slot
 
     # --- the thread ---
 
     def _run(self) -> None:
         self._live_on()
-        if self._cell is None or self._cell.driver.is_quiet():
-            self._life.move(LifeEvent.ALL_GONE)
+        # A call may end a little after its cell: on a slow storage that is no hanging tier.
+        while not (self._cell is None or self._cell.driver.is_quiet()):
+            if self._abandoned:
+                return
+            time.sleep(QUIET_POLL_S)
+        self._life.move(LifeEvent.ALL_GONE)
 
     def _live_on(self) -> None:
         while not self._life.ending.is_set():
@@ -195,10 +210,12 @@ class TierThread(TierHost):
         cell = self._new_cell(backend)
         place = self._place or backend.place
         with self._lock:
-            if self._life.move(LifeEvent.MADE) is LifeState.ENDED:
-                return False
-            self._backend, self._cell, self._place = backend, cell, place
-        return True
+            has_ended = self._life.move(LifeEvent.MADE) is LifeState.ENDED
+            if not has_ended:
+                self._backend, self._cell, self._place = backend, cell, place
+        if has_ended:
+            backend.discard()
+        return not has_ended
 
     async def _live(self) -> None:
         assert self._cell is not None, "a life without its cell"

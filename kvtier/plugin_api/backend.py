@@ -25,6 +25,8 @@ from kvtier.plugin_api.log import log
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from kvtier.plugin_api.keys import RequestId
+
 DIGEST_BYTES = 16
 """Length of what ``block_digest`` returns."""
 
@@ -52,10 +54,18 @@ class Outcome(IntEnum):
     """What became of one block."""
 
     DONE = 0  #: store: the tier has it. load: the bytes are in the buffer.
-    ABSENT = 1  #: load: the tier does not have it.
+    ABSENT = 1  #: load: the tier does not have it. store: it was of no use (``ServedRequest``).
     DAMAGED = 2  #: load: the copy is torn, foreign or fails its check.
     FAILED = 3  #: the medium failed; nothing is known of the copy.
     FULL = 4  #: store: no room. Nothing was kept.
+
+
+class Connection(IntEnum):
+    """How a backend stands with the server that it needs."""
+
+    UP = 0
+    CONNECTING = 1  #: not reached yet
+    GONE = 2  #: was reached, and is not any more; the backend tries again
 
 
 class StoreBlock(NamedTuple):
@@ -105,6 +115,12 @@ class BackendContext:
     tier_name: str  #: for log lines and thread names, e.g. ``"1:fs"``
     engine_pid: int = field(default_factory=os.getpid)
     """The process to name to people: a tier may run in another one, which they don't know."""
+    filesystem: int | None = None
+    """The number of the filesystem that the tier's folder was on before the tier was restarted.
+
+    A backend makes no folder on another one: the filesystem may be unmounted just now."""
+    engine: object = None
+    """What the engine gives to a backend that ``needs_engine``; None in a tier's own process."""
 
 
 _RENAMED: Final = {
@@ -156,6 +172,20 @@ class BackendTraits:
     hand-over to a thread, few enough that others need not wait for it."""
     store_batch_blocks_max: int = 16
     """The same for stores."""
+    by_request: bool = False
+    """What it has depends on the request: it is asked for those that come with parameters for it
+    (vLLM's ``kv_transfer_params``), and given their blocks, through ``begin_request``. No other
+    request hears of it, and nothing of what it has is remembered. Not with a capacity."""
+    serves_others: bool = False
+    """It asks for blocks by itself (``on_wanted``): the engine goes on stepping when it has nothing
+    to do, or nobody would hear of it."""
+    presence_s: float | None = None
+    """For how long to believe, in seconds, that a block is there once it has been stored: after
+    that the tier is asked again. For storage where others evict. None: until a load finds it gone,
+    or ``on_lost`` tells. Not with a capacity."""
+    connects: bool = False
+    """It needs a server, and reports how it stands with it (``on_connection``). Until it has, it
+    counts as ``CONNECTING``, and the engine's start waits for it: ``connect_wait_s`` at most."""
     levels: frozenset[str] = frozenset()
     """Names in ``counters`` of what goes up and down, such as what is there now. All others
     only grow, from 0 at each ``open``."""
@@ -165,22 +195,71 @@ CellKind: TypeAlias = Literal["thread", "process"]
 """What a tier's cell runs in: a thread of the engine's process, or a process of its own."""
 
 
+class ServedRequest(ABC):
+    """One running request, at a backend that goes by request. All runs on the loop's thread.
+
+    Calls overlap as those of ``Backend`` do, which says what each of them means.
+    """
+
+    @abstractmethod
+    async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        """Tell for each key whether a load is likely to find it for this request."""
+
+    @abstractmethod
+    async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
+        """Read each block into its buffer; one answer a block, in order."""
+
+    @abstractmethod
+    async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
+        """Take each block of the request; one outcome a block, in order.
+
+        Digests are empty: nothing is checked against them. ABSENT is no failure of the tier: there
+        was no use for the block.
+        """
+
+    @abstractmethod
+    def end(self) -> None:
+        """Note that the request asks for nothing more; its calls may still be under way."""
+
+    def missing(self, keys: Sequence[bytes]) -> None:  # noqa: B027 - those who want none need none
+        """Note that these blocks, which the backend wanted, are not to be had."""
+
+
 class Backend(ABC):
     """Drives one storage technology for one tier of one engine.
 
     All coroutines run on the tier cell's event loop; work that blocks belongs
     in threads (``kvtier.plugin_api.threads.DaemonThreads``). Calls overlap, up to the
     limits in ``traits``, and may meet on one key (after a reset, or from another engine).
+    ``kvtier.plugin_api.deadlines.time_left_s`` tells a call how long anybody waits for it.
     """
 
-    #: Call it on the loop's thread when blocks are gone for reasons of the backend's own, where
-    #: there is a capacity. Set before ``open``.
+    #: Call it on the loop's thread when blocks are gone for reasons of the backend's own, or of
+    #: others who use the storage. Where there is a capacity it must be called. Set before ``open``.
     on_lost: Callable[[Sequence[bytes]], None] = staticmethod(lambda _keys: None)
+
+    #: Call it on the loop's thread when the state of the connection to a server changes. While
+    #: that is not ``UP``, the tier is asked for nothing and given nothing, and no request waits for
+    #: it: ``open`` need not wait for the server. Whoever never calls it counts as ``UP``, unless
+    #: ``traits.connects``. Set before ``open``.
+    on_connection: Callable[[Connection], None] = staticmethod(lambda _state: None)
+
+    #: Call it on the loop's thread to have blocks of the engine's memory, for a request of another
+    #: engine, say. Those that are there come to ``ServedRequest.store``, and stay until it returns;
+    #: of the others ``missing`` tells. Set before ``open``, where ``traits.by_request``.
+    on_wanted: Callable[[RequestId, Sequence[bytes], ServedRequest], None] = staticmethod(
+        lambda _request, _keys, _served: None
+    )
+
+    #: Call it when the request is over: nothing that comes for it is of use any more.
+    on_wanted_no_more: Callable[[RequestId], None] = staticmethod(lambda _request: None)
 
     type_name: ClassVar[str]  #: the ``type`` in ``secondary_tiers``
     medium: ClassVar[str] = "STORAGE"  #: vLLM's word for KV events: CPU or STORAGE
     cell: ClassVar[CellKind] = "thread"
     """Where it runs best, unless the tier's configuration says otherwise."""
+    needs_engine: ClassVar[bool] = False
+    """It is part of an engine (``BackendContext.engine``), and runs in that process alone."""
     traits: BackendTraits
 
     @classmethod
@@ -206,14 +285,49 @@ class Backend(ABC):
         """
         return None
 
+    @classmethod
+    def medium_of(cls, options: Mapping[str, Any]) -> str | None:  # noqa: ARG003 - for those whose medium depends on them
+        """Return the medium of a tier with these options; None where vLLM has no word for it."""
+        return cls.medium
+
     @property
     def place(self) -> str | None:
         """The folder or address that no other tier of this engine may use too."""
         return None
 
+    @property
+    def filesystem(self) -> int | None:
+        """The number of the filesystem that the folder is on (``st_dev``), if there is a folder.
+
+        Touches no storage. A later life of the tier is told it, in its context.
+        """
+        return None
+
+    def discard(self) -> None:
+        """Release what ``from_options`` took. Called instead of ``open``. May hang.
+
+        That is where the engine does not start after all, or ends meanwhile.
+        """
+        return
+
+    def begin_request(self, request: RequestId, params: Mapping[str, Any]) -> ServedRequest:
+        """Return what serves a request with these parameters, where ``traits.by_request`` says so.
+
+        Called on the loop's thread, before anything else of the request.
+        """
+        raise NotImplementedError
+
     async def open(self) -> None:
         """Get ready. Called once, first. Raising disables the tier; the engine goes on."""
         return
+
+    async def register_memory(self, slots: memoryview) -> None:  # noqa: B027 - most need none
+        """Get ready to transfer from and to this memory, of which all buffers are part.
+
+        Called once, after ``open`` and before the first transfer, for what has to register
+        memory (RDMA). ``slots``: all of them, writable. It stays mapped until ``close`` has
+        returned and ``busy_threads`` is 0. Raising disables the tier, as in ``open``.
+        """
 
     def contents(self) -> Iterable[Sequence[bytes]]:
         """Return what a backend with a capacity has kept from before, once it is open.
@@ -242,10 +356,10 @@ class Backend(ABC):
 
     @abstractmethod
     async def remove(self, keys: Sequence[bytes]) -> None:
-        """Forget these keys. Unknown keys are no error.
+        """Forget these keys. Unknown keys are no error. Raise if any may still be there.
 
         Where there is a capacity, it is called for victims, for damaged blocks, and for
-        what a ``store`` that failed may have kept.
+        what a ``store`` that failed may have kept. If it raises, it is called again.
         """
 
     async def close(self) -> None:

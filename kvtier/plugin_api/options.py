@@ -145,9 +145,9 @@ class Options:
             raise self.error(key, value, "must be true or false, without quotes")
         return value
 
-    def mapping(self, key: str) -> dict[str, Any]:
-        """Return a mapping; a missing key is an empty one."""
-        value = self._get(key, {})
+    def mapping(self, key: str, *, required: bool = False) -> dict[str, Any]:
+        """Return a mapping; a missing key is an empty one, unless it is ``required``."""
+        value = self._get(key, REQUIRED if required else {})
         if not isinstance(value, dict):
             raise self.error(key, value, "must be a mapping")
         return value

@@ -75,7 +75,9 @@ class SlotMemory:
         except BaseException:
             os.close(descriptor)
             raise
-        weakref.finalize(memory, os.close, descriptor)
+        # Not at the process's exit, where tiers may still be started: it ends with the process.
+        finalizer = weakref.finalize(memory, os.close, descriptor)
+        finalizer.atexit = False
         return memory
 
     @classmethod

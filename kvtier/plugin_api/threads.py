@@ -46,8 +46,10 @@ class Waker:
 
     def __init__(self) -> None:
         self.descriptor: Final = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  #: for add_reader
-        # Only when nobody can wake it any more: the number might be another file's by then.
-        weakref.finalize(self, os.close, self.descriptor)
+        # Only when nobody can wake it any more: the number might be another file's by then. So not
+        # at the process's exit, where daemon threads run on: it ends with the process.
+        finalizer = weakref.finalize(self, os.close, self.descriptor)
+        finalizer.atexit = False
 
     def wake(self) -> None:
         """Wake the loop that reads the descriptor. Any thread; never waits."""

@@ -46,12 +46,14 @@ class VLLMOptions:
     )
     block_size: int | None = option.integer(
         None,
-        "tokens in one offloaded block; by default vLLM's block size. Refused: no multiple of it",
+        "tokens in one offloaded block; by default vLLM's block size. Refused: no multiple of it; "
+        "another for a model with a sliding window",
         minimum=1,
     )
     blocks_per_chunk: int = option.integer(
         1,
-        "vLLM blocks in one offloaded block; replaces `block_size`. Refused: both keys at once",
+        "vLLM blocks in one offloaded block; replaces `block_size`. Refused: both keys at once; "
+        "more than 1 for a model with a sliding window",
         minimum=1,
     )
     offload_prompt_only: bool = option.flag(
@@ -125,16 +127,17 @@ def for_vllm(extra_config: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, **option.read(VLLMOptions, Options(given, WHERE), given_only=True)}
 
 
+def for_rank(tier: Mapping[str, Any], dp_rank: int) -> dict[str, Any]:
+    """Return a tier's keys with the number of the engine in the place of ``{dp_rank}``."""
+    number = str(dp_rank)
+    return {
+        key: value.replace(RANK, number) if isinstance(value, str) else value
+        for key, value in tier.items()
+    }
+
+
 def _of_rank(extra_config: Mapping[str, Any], dp_rank: int) -> Mapping[str, Any]:
     tiers = extra_config.get("secondary_tiers")
     if not isinstance(tiers, list) or not all(isinstance(tier, dict) for tier in tiers):
         return extra_config  # whoever reads them refuses them
-    number = str(dp_rank)
-    tiers = [
-        {
-            key: value.replace(RANK, number) if isinstance(value, str) else value
-            for key, value in tier.items()
-        }
-        for tier in tiers
-    ]
-    return {**extra_config, "secondary_tiers": tiers}
+    return {**extra_config, "secondary_tiers": [for_rank(tier, dp_rank) for tier in tiers]}

@@ -39,8 +39,11 @@ ADMISSIONS: Final = "kvtier.admission_policies"
 
 FALLBACK_POLICY: Final = "lru"
 
-NOT_YET: Final = frozenset({"example", "kvcr", "obj", "p2p"})
-"""Types of vLLM's tiers that no backend is there for."""
+HOSTED: Final = frozenset({"example", "obj", "p2p"})
+"""Types of vLLM's tiers that run in kvtier as the ``tier`` of a ``"vllm"`` one."""
+
+NOT_YET: Final = frozenset({"kvcr"})
+"""Types of vLLM's tiers that kvtier can't run."""
 
 
 def make_backend(config: TierConfig, context: BackendContext) -> Backend:
@@ -119,6 +122,11 @@ def _find(group: str, name: str, key: str, base: type, also: Sequence[str] = ())
         _installed.cache_clear()
         known = _installed(group)
     entry = known.get(name)
+    if entry is None and group == BACKENDS and name in HOSTED:
+        raise ConfigError(
+            f"{key}={name!r} is a tier of vLLM's own. Put its entry into one of kvtier's: "
+            f'{{"type": "vllm", "tier": {{"type": "{name}", ...}}}}.'
+        )
     if entry is None and group == BACKENDS and name in NOT_YET:
         raise ConfigError(
             f"{key}={name!r} is a tier of vLLM's own that is not there yet in kvtier. Go on with "
@@ -131,7 +139,12 @@ def _find(group: str, name: str, key: str, base: type, also: Sequence[str] = ())
             f"{key}={shown(name)} is not installed. Known: {names}. "
             f"Choose one of these, or install the package that provides it (entry point {group})."
         )
-    found = entry.load()
+    try:
+        found = entry.load()
+    except ImportError as missing:
+        raise ConfigError(
+            f"{key}={name!r}: {entry.value!r} can't be imported ({missing}). Install what it needs."
+        ) from missing
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ConfigError(
             f"{key}={name!r}: the entry point {entry.value!r} is not a subclass of "

@@ -33,6 +33,7 @@ _NO_BACKPRESSURE: Final = (
 
 Locality: TypeAlias = Literal["LOCAL", "REMOTE"]
 OffloadPolicy: TypeAlias = Literal["chunk_level", "request_level"]
+LoadOrRecompute: TypeAlias = Literal["auto", "load"]
 OnReset: TypeAlias = Literal["new_generation", "keep"]
 OnUnusable: TypeAlias = Literal["refuse", "start_without"]
 
@@ -44,7 +45,9 @@ class TierConfig:
     name: str  #: its number from 1 and its type, e.g. ``"1:fs"``, as in vLLM's metric labels
     type: str = field(
         metadata=option.required(
-            Options.text, "the backend: `fs`, `disk`, `memory`, or a type that you have installed"
+            Options.text,
+            "the backend: `disk`, `fs`, `redis`, `s3`, `mooncake`, `vllm`, `memory`, or a type "
+            "that you have installed",
         )
     )
     options: Mapping[str, Any] = field(default_factory=dict)  #: the backend's own keys
@@ -64,8 +67,8 @@ class TierConfig:
     admission_options: Mapping[str, Any] = field(default_factory=dict)
     cell: CellKind | None = option.text(
         None,
-        "where the tier runs: in a process of its own (default of `disk` and `fs`), or in the "
-        "engine's process (default of all others)",
+        "where the tier runs: in a process of its own (default of all types but `memory` and "
+        "`vllm`), or in the engine's process",
         choices=get_args(CellKind),
     )
     probe_timeout_s: float = option.number(
@@ -83,6 +86,12 @@ class TierConfig:
         60.0,
         "how long the storage may take to answer while the engine starts; after that it counts "
         "as hung, see `on_unusable`",
+        maximum=3600.0,
+    )
+    connect_wait_s: float = option.number(
+        1.0,
+        "how long the engine's start waits until a tier that needs a server has reached it; after "
+        "that the engine starts, and the tier goes on connecting",
         maximum=3600.0,
     )
     on_unusable: OnUnusable = option.text(
@@ -190,6 +199,15 @@ class RuntimeConfig:
         1_000_000,
         "keys remembered as present in a tier, for which it need not be probed; about 170 bytes "
         "each",
+    )
+    load_or_recompute: LoadOrRecompute = option.text(
+        "load",
+        '`"load"` loads all that tiers have; `"auto"` computes what would take longer to load',
+        choices=get_args(LoadOrRecompute),
+    )
+    prefill_tokens_per_s: float | None = option.number(
+        None,
+        "how fast the engine computes prompts; without it, that is learnt from the engine's steps",
     )
     breaker_failures_max: int = option.integer(
         3, "consecutive failures that open a tier's circuit breaker", minimum=1

@@ -14,6 +14,7 @@ import anyio
 from kvtier.plugin_api.backend import (
     Backend,
     BackendContext,
+    Connection,
     LoadBlock,
     Loaded,
     Namespace,
@@ -40,6 +41,10 @@ BLOCKS_MIN: Final = 64
 BLOCKS_MAX: Final = 512
 GROUP: Final = (0).to_bytes(4, "big")
 clock: Callable[[], float] = time.monotonic  #: in seconds; tests of the suite have one of their own
+random_data: Callable[[int], bytes] = os.urandom  #: of a block; some tests have data that shrink
+CLOSE_TIMEOUT_S_MAX = 5.0
+"""Of a backend that hangs in ``close``; a busy disk needs a second or two to let its folder go."""
+
 CHECK_TIMEOUT_S_MAX = 60.0  # of one check; a module variable so that a slow store can raise it
 
 
@@ -119,7 +124,7 @@ class Block(NamedTuple):
 def new_block(size: int = BLOCK_BYTES, *, key: bytes | None = None) -> Block:
     """Return random bytes under a key that nothing has used, unless one is given."""
     key = os.urandom(32) + GROUP if key is None else key
-    data = os.urandom(size)
+    data = random_data(size)
     return Block(key, data, block_digest(key, memoryview(data)))
 
 
@@ -147,6 +152,7 @@ async def opened(
 ) -> AsyncIterator[Bench]:
     """Open a backend on ``BLOCKS_MIN`` slots, bounded in time, and close it at the end.
 
+    One that tells of a connection is used once that is up.
     Unless it is opened ``again``, a bounded one is emptied of what other checks have left.
     """
     where = context() if where is None else where
@@ -161,17 +167,26 @@ async def opened(
                 lost.update(keys)
                 lost_elsewhere.update({threading.get_ident()} - {here})
 
+            has_connection, is_up = anyio.Event(), anyio.Event()
+
+            def on_connection(state: Connection) -> None:
+                (is_up if state is Connection.UP else has_connection).set()
+
             backend.on_lost = on_lost
+            backend.on_connection = on_connection
             await backend.open()
+            slots = SlotMemory.anonymous(BLOCKS_MIN, where.block_bytes)
+            await backend.register_memory(slots.buffer)
             try:
+                if has_connection.is_set():
+                    await is_up.wait()
                 if backend.traits.capacity_blocks is not None and not again:
                     left = [key for keys in backend.contents() for key in keys]
                     if left:
                         await backend.remove(left)
-                slots = SlotMemory.anonymous(BLOCKS_MIN, where.block_bytes)
                 yield Bench(backend, slots, lost, lost_elsewhere)
             finally:
-                with anyio.CancelScope(shield=True), anyio.move_on_after(1.0):
+                with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_TIMEOUT_S_MAX):
                     await backend.close()
     except TimeoutError as error:
         raise NotConforming(f"no answer within {CHECK_TIMEOUT_S_MAX} s") from error

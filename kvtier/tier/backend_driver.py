@@ -17,9 +17,11 @@ import anyio
 from kvtier.core import messages as m
 from kvtier.errors import InternalError, StoreFault
 from kvtier.plugin_api.backend import LoadBlock, Loaded, Outcome, StoreBlock, block_digest
+from kvtier.plugin_api.deadlines import NEVER, set_deadline
 from kvtier.plugin_api.log import log, printable
 from kvtier.plugin_api.threads import DaemonThreads
 from kvtier.tier.leftovers import Unannounced
+from kvtier.tier.open_requests import OpenRequests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -71,6 +73,7 @@ class BackendDriver:
         self._unannounced = Unannounced()
         if backend.traits.capacity_blocks is None:
             self._unannounced.end()  # its tier keeps no index to announce anything to
+        self.requests = OpenRequests(backend, report, self._log_once)
         self._raised: set[str] = set()  # kinds of exception that are in the log already
 
     def begin(self, tasks: asyncio.TaskGroup) -> None:
@@ -81,6 +84,10 @@ class BackendDriver:
         """Start the batch's task. Loop thread only."""
         if isinstance(message, m.AnnounceContents):
             self._tasks.create_task(self.announce_contents(message.keys))
+            return
+        if isinstance(message, m.RequestOpened | m.RequestClosed | m.BlocksMissing):
+            # As a task: they start in their order, so that a request ends after its last call.
+            self._tasks.create_task(self.requests.receive(message))
             return
         if not isinstance(message, m.ProbeBatch | m.LoadBatch | m.StoreBatch | m.RemoveBatch):
             raise InternalError(f"a driver does not understand {type(message).__name__}")
@@ -143,6 +150,8 @@ class BackendDriver:
         self, message: m.ProbeBatch | m.LoadBatch | m.StoreBatch | m.RemoveBatch
     ) -> None:
         started = time.perf_counter()
+        if not isinstance(message, m.RemoveBatch) and message.deadline != NEVER:
+            set_deadline(message.deadline)  # this task's alone
         try:
             if isinstance(message, m.LoadBatch):
                 outcomes = await self._load(message)
@@ -152,7 +161,7 @@ class BackendDriver:
                 await self._remove(message.keys)
                 outcomes = (Outcome.DONE,) * len(message.keys)
             else:
-                outcomes = await self._probe(message.keys)
+                outcomes = await self._probe(message)
         except BaseException as error:  # a backend may raise anything
             if _is_for_us(error):
                 raise
@@ -161,8 +170,9 @@ class BackendDriver:
         seconds = time.perf_counter() - started
         self._report(m.BatchEnded(batch=message.batch, outcomes=outcomes, seconds=seconds))
 
-    async def _probe(self, keys: Sequence[bytes]) -> tuple[Outcome, ...]:
-        present = tuple(await self._backend.probe(keys))
+    async def _probe(self, message: m.ProbeBatch) -> tuple[Outcome, ...]:
+        keys = message.keys
+        present = tuple(await self.requests.serving(message.request).probe(keys))
         if not self._unannounced.is_over():
             found = self._unannounced.still_there(tuple(compress(keys, present)))
             self._report(m.ContentsFound(found))
@@ -177,10 +187,14 @@ class BackendDriver:
                 for key, view in zip(message.keys, views, strict=True)
             ]
 
-        blocks = await self._digest(len(views), with_digests)
+        if self._backend.traits.by_request:
+            both = zip(message.keys, views, strict=True)
+            blocks = [StoreBlock(key, view.toreadonly(), b"") for key, view in both]
+        else:
+            blocks = await self._digest(len(views), with_digests)
         if message.remove:
             await self._remove(message.remove)
-        outcomes = _outcomes(await self._backend.store(blocks))
+        outcomes = _outcomes(await self.requests.serving(message.request).store(blocks))
         _expect(len(outcomes), len(blocks))
         self._unannounced.stored(message.keys, outcomes)
         return outcomes
@@ -192,7 +206,7 @@ class BackendDriver:
     async def _load(self, message: m.LoadBatch) -> tuple[Outcome, ...]:
         views = self._memory.views(message.slots)
         blocks = [LoadBlock(k, v) for k, v in zip(message.keys, views, strict=True)]
-        loaded = await self._backend.load(blocks)
+        loaded = await self.requests.serving(message.request).load(blocks)
         _expect(len(loaded), len(blocks))
         accepts_unchecked = self._backend.traits.accepts_unchecked
 

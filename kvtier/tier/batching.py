@@ -17,7 +17,7 @@ from kvtier.plugin_api.backend import Outcome
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
-    from kvtier.plugin_api.keys import Key
+    from kvtier.plugin_api.keys import Key, RequestId
 
 BATCH_BLOCKS_MIN: Final = 8
 """A smaller batch costs more than what it could save by running beside others."""
@@ -27,6 +27,7 @@ class Job:
     """One job; slices of it may wait, run or have ended."""
 
     __slots__ = (
+        "deadline",
         "id",
         "is_load",
         "keys",
@@ -46,7 +47,8 @@ class Job:
         self.since = message.since
         self.keys = marked(message.keys, message.mark)  #: as the backend knows them
         self.slots = message.slots
-        self.request = "" if isinstance(message, m.LoadJob) else message.request
+        self.request = message.request
+        self.deadline = message.deadline
         self.outcomes = [Outcome.FAILED] * len(message.keys)
         self.unended = len(message.keys)
         self.seconds = 0.0
@@ -110,19 +112,33 @@ class BlockBatch:
         """Where the blocks are, or are to be."""
         return sum([job_slice.slots for job_slice in self.slices], ())
 
+    @property
+    def request(self) -> RequestId:
+        """The request of the first job; of all, if jobs go apart."""
+        return self.slices[0].job.request
+
+    @property
+    def deadline(self) -> float:
+        """When the first of the jobs is given up."""
+        return min(job_slice.job.deadline for job_slice in self.slices)
+
 
 class BatchQueue:
     """Jobs of one kind: those with blocks that are in no batch yet, in the order they came."""
 
-    def __init__(self, batches_max: int, blocks_min: int, blocks_max: int) -> None:
+    def __init__(
+        self, batches_max: int, blocks_min: int, blocks_max: int, *, apart: bool = False
+    ) -> None:
         """At most ``batches_max`` batches run at once, of ``blocks_min`` to ``blocks_max`` blocks.
 
-        A batch is smaller where the jobs are: those that go together go whole.
+        A batch is smaller where the jobs are: those that go together go whole. ``apart``: none go
+        together.
         """
         self.running = 0  #: batches under way
         self._batches_max = batches_max
         self._blocks_min = blocks_min
         self._blocks_max = blocks_max
+        self._apart = apart
         self._jobs: deque[Job] = deque()
         self._next = 0  # the first job's first block that is in no batch
         self._waiting = 0  # blocks
@@ -156,7 +172,7 @@ class BatchQueue:
         slices = [self._pop_slice(size, avoid)]
         blocks = slices[0].stop - slices[0].start
         seen = set(slices[0].keys)
-        while self._jobs and self._next == 0:
+        while self._jobs and self._next == 0 and not self._apart:
             keys = self._jobs[0].keys
             blocks += len(keys)
             # No backend is asked to store a key twice in one call.

@@ -70,7 +70,8 @@ class BoundedTier(Actor):
                 m.Tick: self._tick,
                 m.BatchEnded: self._batch_ended,
                 m.Victims: self._victims,
-                m.PolicyBroke: self._policy_broke,
+                m.PolicyBroke: self._new_policy,
+                m.PolicyReturned: self._new_policy,
                 m.ContentsFound: self._contents_found,
                 m.ContentsAnnounced: self._contents_announced,
                 m.ContentsLost: self._contents_lost,
@@ -154,7 +155,7 @@ class BoundedTier(Actor):
         if self._knows_all or self._resident.issuperset(keys):
             self._answer_probe(message.probe, keys)
         else:
-            self._jobs.probe(message.probe, keys)
+            self._jobs.probe(message.probe, keys, deadline=message.deadline)
 
     def _answer_probe(self, probe: int, keys: tuple[Key, ...]) -> None:
         present = tuple(key in self._resident for key in keys)
@@ -287,13 +288,14 @@ class BoundedTier(Actor):
             added, removed = unmarked(added, self._mark), unmarked(removed, self._mark)
             self.link.post(m.PresenceChanged(added, removed, self._since))
 
-    def _policy_broke(self, message: m.PolicyBroke) -> None:
+    def _new_policy(self, message: m.PolicyBroke | m.PolicyReturned) -> None:
         self.link.post(message)
         self.policy.post(m.Residents(keys=tuple(self._resident), held=tuple(self._in_use)))
 
     def _note_stored(self, job: Job, keys: tuple[Key, ...], outcomes: tuple[Outcome, ...]) -> None:
         done, not_done = _split(keys, outcomes)
-        self._coming.difference_update(_count_down(self._storing, keys))
+        ended = _count_down(self._storing, keys)
+        self._coming.difference_update(ended)
         fresh = tuple(dict.fromkeys(done))
         if not self._resident.isdisjoint(fresh):
             fresh = tuple(key for key in fresh if key not in self._resident)
@@ -307,14 +309,17 @@ class BoundedTier(Actor):
         if not_done:
             self._let_go(not_done)
             ends = zip(keys, outcomes, strict=True)
-            self._leave(key for key, end in ends if end is Outcome.FAILED)
+            self._leftovers.doubt(key for key, end in ends if end is Outcome.FAILED)
+        self._leave(self._leftovers.settle(ended))
 
     def _note_loaded(self, keys: tuple[Key, ...], outcomes: tuple[Outcome, ...]) -> None:
         if outcomes.count(Outcome.DONE) == len(outcomes):
             return
         gone = (Outcome.ABSENT, Outcome.DAMAGED)
-        both = zip(keys, outcomes, strict=True)
-        self._lose(tuple(key for key, outcome in both if outcome in gone))
+        ends = list(zip(keys, outcomes, strict=True))
+        self._lose(tuple(key for key, end in ends if end in gone))
+        # The driver has had them removed; whether that went well, it can't say.
+        self._leave(key for key, end in ends if end is Outcome.DAMAGED)
 
     def _contents_found(self, message: m.ContentsFound) -> None:
         """Admit blocks from before. Nobody knows whose they were: each batch is a run.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import anyio
 
+from kvtier.core import messages as m
 from kvtier.core.backend_counts import Counting
 from kvtier.core.policy_actor import PolicyActor
 from kvtier.plugin_api.log import printable
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from kvtier.core.actor import Actor, Mailbox
     from kvtier.core.messages import Message
-    from kvtier.plugin_api.backend import Backend
+    from kvtier.plugin_api.backend import Backend, Connection
     from kvtier.plugin_api.eviction_policy import EvictionPolicy
     from kvtier.plugin_api.slot_memory import SlotMemory
 
@@ -66,6 +67,8 @@ class TierCell:
         self.arrived: deque[tuple[Actor | BackendDriver, Message]] = deque()
         self._is_woken = False  # and has not looked yet
         self._backend = backend
+        self._memory = memory
+        self._link = link
         self._is_delivering = False
         self._waking: anyio.Event  # set when there is something to deliver
         to_tier, to_driver, to_policy = (_CellMailbox(self) for _ in range(3))
@@ -118,7 +121,11 @@ class TierCell:
         self._waking = anyio.Event()
         loop.add_reader(waker.descriptor, woken)
         self._backend.on_lost = self.driver.report_lost
+        self._backend.on_wanted = self.driver.requests.want
+        self._backend.on_wanted_no_more = self.driver.requests.want_no_more
+        self._backend.on_connection = self._tell_connection
         await self._backend.open()
+        await self._backend.register_memory(self._memory.buffer)
         opened(await self._counting.levels(self._backend.traits.levels))
         try:
             await self._serve(lambda: is_abandoned() or (is_ending() and self._tier.is_idle()))
@@ -131,6 +138,9 @@ class TierCell:
                 await self._counting.end()
             with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_BACKEND_S):
                 await self._backend.close()
+
+    def _tell_connection(self, state: Connection) -> None:
+        self._link.post(m.ConnectionChanged(state))
 
     async def _serve(self, is_over: Callable[[], bool]) -> None:
         """Deliver messages and run batches. Ends with ``_LifeEnds``, or with what broke."""

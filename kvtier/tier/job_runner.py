@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.core import messages as m
 from kvtier.plugin_api.backend import Outcome
+from kvtier.plugin_api.deadlines import NEVER
 from kvtier.tier.batching import BatchQueue, BlockBatch
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from kvtier.core.actor import Mailbox
     from kvtier.plugin_api.backend import BackendTraits
-    from kvtier.plugin_api.keys import Key
+    from kvtier.plugin_api.keys import Key, RequestId
     from kvtier.tier.batching import Job, JobSlice
 
 
@@ -29,11 +30,18 @@ class JobRunner:
 
     def __init__(self, traits: BackendTraits, driver: Mailbox) -> None:
         self._driver = driver
+        apart = traits.by_request
         self._loads = BatchQueue(
-            traits.load_batches_max, traits.load_batch_blocks_min, traits.load_batch_blocks_max
+            traits.load_batches_max,
+            traits.load_batch_blocks_min,
+            traits.load_batch_blocks_max,
+            apart=apart,
         )
         self._stores = BatchQueue(
-            traits.store_batches_max, traits.store_batch_blocks_min, traits.store_batch_blocks_max
+            traits.store_batches_max,
+            traits.store_batch_blocks_min,
+            traits.store_batch_blocks_max,
+            apart=apart,
         )
         self._batches: dict[int, BlockBatch] = {}
         self._next_batch = 0
@@ -51,7 +59,8 @@ class JobRunner:
         while self._loads.next_key is not None:
             batch = self._loads.start_batch()
             number = self._number(batch)
-            self._driver.post(m.LoadBatch(batch=number, keys=batch.keys, slots=batch.slots))
+            load = m.LoadBatch(number, batch.keys, batch.slots, batch.request, batch.deadline)
+            self._driver.post(load)
 
     def next_store(self, avoid: AbstractSet[Key] = frozenset()) -> BlockBatch | None:
         """Begin a store, which ``send_store`` sends; None if none may, or it is one to avoid."""
@@ -63,13 +72,18 @@ class JobRunner:
     def send_store(self, batch: BlockBatch) -> None:
         """Send the driver a store, with what it is to remove first."""
         number = self._number(batch)
-        store = m.StoreBatch(batch=number, keys=batch.keys, slots=batch.slots, remove=batch.remove)
+        store = m.StoreBatch(
+            number, batch.keys, batch.slots, batch.remove, batch.request, batch.deadline
+        )
         self._driver.post(store)
 
-    def probe(self, probe: int, keys: tuple[Key, ...]) -> None:
-        """Ask the backend which of these it has."""
+    def probe(
+        self, probe: int, keys: tuple[Key, ...], request: RequestId = "", deadline: float = NEVER
+    ) -> BlockBatch:
+        """Ask the backend which of these it has; ``request``: if it is to answer for that one."""
         batch = BlockBatch(keys, probe=probe)
-        self._driver.post(m.ProbeBatch(batch=self._number(batch), keys=keys))
+        self._driver.post(m.ProbeBatch(self._number(batch), keys, request, deadline))
+        return batch
 
     def remove(self, keys: tuple[Key, ...]) -> None:
         """Have the backend remove these, beside any store."""

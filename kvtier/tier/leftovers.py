@@ -1,9 +1,9 @@
 """What a backend with a capacity may have, and its tier doesn't count.
 
 Each such block takes room that nobody would ever free: victims are chosen among
-what is counted only. So it is removed. There are three kinds: what was found
+what is counted only. So it is removed. There are four kinds: what was found
 from before and no longer fits, what a failed store may have kept all the same,
-and victims whose removal failed.
+victims whose removal failed, and damaged blocks, of which that is not known.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Leftovers:
     def __init__(self) -> None:
         self._keys: dict[Key, None] = {}
         self._under_way: tuple[Key, ...] = ()
+        self._doubtful: set[Key] = set()  # being stored, and there already perhaps
         self.is_put_off = False  #: until the next store, as a medium that fails has enough to do
 
     def __contains__(self, key: Key) -> bool:
@@ -50,10 +51,24 @@ class Leftovers:
         self.is_put_off = self.is_put_off or len(self._keys) > before
 
     def wanted(self, keys: Sequence[Key]) -> None:
-        """Note that these are stored now: a copy that is there may stay."""
+        """Note that these are stored now: a copy that is there may stay, if that ends well."""
         if self._keys:
-            for key in keys:
-                self._keys.pop(key, None)
+            again = [key for key in keys if key in self._keys]
+            self._doubtful.update(again)
+            for key in again:
+                del self._keys[key]
+
+    def doubt(self, keys: Iterable[Key]) -> None:
+        """Note that a store of these failed, and may have kept them."""
+        self._doubtful.update(keys)
+
+    def settle(self, keys: Iterable[Key]) -> list[Key]:
+        """Return which of these may be there, now that no store of them is under way."""
+        if not self._doubtful:
+            return []
+        found = [key for key in keys if key in self._doubtful]
+        self._doubtful.difference_update(found)
+        return found
 
     def pop_put_off(self) -> tuple[Key, ...]:
         """Return a batch for a store to remove first, none if nothing was put off."""

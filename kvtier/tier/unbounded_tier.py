@@ -4,6 +4,9 @@ Others may write to its storage and delete from it, so nothing is remembered her
 each probe goes to the backend, and nothing is evicted. The actor runs in the tier cell,
 next to the driver of its backend (``kvtier/tier/job_runner.py``).
 
+A load that finds a block gone or damaged says so: a damaged one is removed. A store or a
+probe that is under way meanwhile may have seen the block before, and knows nothing of it.
+
 Keys have the mark of their generation in them on this side of the link
 (``kvtier/core/generations.py``), and not on the other.
 
@@ -14,59 +17,125 @@ Keys have the mark of their generation in them on this side of the link
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvtier.core import messages as m
 from kvtier.core.actor import Actor, Mailbox
-from kvtier.core.generations import marked
+from kvtier.core.generations import ORIGINAL, mark_of, marked, unmarked
 from kvtier.plugin_api.backend import Outcome
 from kvtier.tier.batching import Job
 from kvtier.tier.job_runner import JobRunner, end_slices
 
 if TYPE_CHECKING:
+    from collections.abc import Set as AbstractSet
+
     from kvtier.core.messages import Message
     from kvtier.plugin_api.backend import BackendTraits
+    from kvtier.plugin_api.keys import Key
+    from kvtier.tier.batching import BlockBatch
+
+    Claim: TypeAlias = Job | BlockBatch
+    """A store, or the batch of a probe: its answer says which blocks are there."""
+
+
+class Claims:
+    """The claims under way, and what was found to be gone since each of them began."""
+
+    def __init__(self) -> None:
+        self._gone: dict[Claim, set[Key]] = {}
+
+    def begin(self, claim: Claim) -> None:
+        """Look for what goes from now on."""
+        self._gone[claim] = set()
+
+    def note(self, gone: AbstractSet[Key]) -> None:
+        """Take these for gone, whatever the claims under way may say of them."""
+        for claim, keys in self._gone.items():
+            keys.update(key for key in claim.keys if key in gone)
+
+    def end(self, claim: Claim) -> AbstractSet[Key]:
+        """Return what is not there though the claim may say so."""
+        return self._gone.pop(claim)
 
 
 class UnboundedTier(Actor):
     """The tier-cell end of one tier whose backend has no capacity."""
 
     def __init__(self, name: str, traits: BackendTraits, *, link: Mailbox, driver: Mailbox) -> None:
-        others = (m.GenerationBegan, m.TouchKeys, m.RequestEnded, m.Tick, m.ContentsLost)
+        others = (m.TouchKeys, m.RequestEnded, m.Tick)
         super().__init__(
             f"tier:{name}",
             {
                 **dict.fromkeys(others, self._pass_over),
+                m.GenerationBegan: lambda x: self._enter(x.mark, x.epoch),
+                m.ContentsLost: lambda x: self._lose(frozenset(x.keys)),
                 m.Probe: self._probe,
                 m.LoadJob: self._begin,
                 m.StoreJob: self._begin,
                 m.BatchEnded: self._batch_ended,
+                m.RequestOpened: self._tell_driver,
+                m.RequestClosed: self._tell_driver,
+                m.BlocksWanted: self._blocks_wanted,
+                m.BlocksMissing: self._blocks_missing,
             },
         )
         self.link = link
+        self._driver = driver
         self._jobs = JobRunner(traits, driver)
+        self._claims = Claims()
+        self._mark = ORIGINAL  # of the generation that the engine is in
+        self._since = 0  # the epoch in which it began
 
     def is_idle(self) -> bool:
         """Tell whether nothing waits and nothing is at the backend."""
         return self._jobs.is_idle()
 
     def _pass_over(self, _message: Message) -> None:
-        """Do nothing: it is for an eviction policy, or for a tier that knows its contents."""
+        """Do nothing: it is for an eviction policy."""
+
+    def _tell_driver(self, message: Message) -> None:
+        """Pass on what the backend is to hear of requests."""
+        self._driver.post(message)
+
+    def _blocks_wanted(self, message: m.BlocksWanted) -> None:
+        """Ask for those of the engine's generation; it has no others."""
+        ours = tuple(key for key in message.keys if mark_of(key) == self._mark)
+        if ours:
+            keys = unmarked(ours, self._mark)
+            self.link.post(m.BlocksWanted(message.request, keys, self._since))
+        others = tuple(key for key in message.keys if mark_of(key) != self._mark)
+        if others:
+            self._driver.post(m.BlocksMissing(message.request, others))
+
+    def _blocks_missing(self, message: m.BlocksMissing) -> None:
+        """Pass on what does not come. Who asked in an older generation gives up by himself."""
+        if message.keys:
+            self._driver.post(m.BlocksMissing(message.request, marked(message.keys, self._mark)))
+
+    def _enter(self, mark: bytes, since: int) -> None:
+        """Note the generation that the engine is in. Each job and probe says so again."""
+        self._mark, self._since = mark, since
 
     def _probe(self, message: m.Probe) -> None:
         """Have the backend asked. Asked of no block, the tier answers at once."""
+        self._enter(message.mark, message.since)
         if message.keys:
-            self._jobs.probe(message.probe, marked(message.keys, message.mark))
+            keys = marked(message.keys, message.mark)
+            asked = self._jobs.probe(message.probe, keys, message.request, message.deadline)
+            self._claims.begin(asked)
         else:
             self.link.post(m.ProbeAnswer(probe=message.probe, present=()))
 
     def _begin(self, message: m.LoadJob | m.StoreJob) -> None:
+        self._enter(message.mark, message.since)
         job = Job(message)
-        if job.keys:
-            self._jobs.add(job)
-            self._start_batches()
-        else:
+        if not job.keys:
             self.link.post(job.ended())
+            return
+        if not job.is_load:
+            self._claims.begin(job)
+        self._jobs.add(job)
+        self._start_batches()
 
     def _start_batches(self) -> None:
         self._jobs.start_loads()
@@ -79,10 +148,44 @@ class UnboundedTier(Actor):
             return
         batch, outcomes = ended
         if not batch.slices:
-            present = tuple(outcome is Outcome.DONE for outcome in outcomes)
-            self.link.post(m.ProbeAnswer(probe=batch.probe, present=present))
+            self._answer_probe(batch, outcomes)
             return
-        for job_slice, _ in end_slices(batch, outcomes, message.seconds):
+        for job_slice, ends in end_slices(batch, outcomes, message.seconds):
+            if job_slice.job.is_load:
+                self._lose(_gone(job_slice.keys, ends))
             if not job_slice.job.unended:
-                self.link.post(job_slice.job.ended())
+                self._answer(job_slice.job)
         self._start_batches()
+
+    def _answer_probe(self, batch: BlockBatch, outcomes: tuple[Outcome, ...]) -> None:
+        gone = self._claims.end(batch)
+        present = tuple(
+            outcome is Outcome.DONE and key not in gone
+            for key, outcome in zip(batch.keys, outcomes, strict=True)
+        )
+        self.link.post(m.ProbeAnswer(probe=batch.probe, present=present))
+
+    def _answer(self, job: Job) -> None:
+        """Answer a job, now that each of its blocks has an outcome."""
+        self.link.post(job.ended())
+        if not job.is_load:
+            self._tell_gone(self._claims.end(job))
+
+    def _lose(self, gone: AbstractSet[Key]) -> None:
+        if gone:
+            self._claims.note(gone)
+            self._tell_gone(gone)
+
+    def _tell_gone(self, gone: AbstractSet[Key]) -> None:
+        """Tell the link, if they are of the engine's generation: it knows of no other's."""
+        ours = tuple(sorted(key for key in gone if mark_of(key) == self._mark))
+        if ours:
+            self.link.post(m.PresenceChanged((), unmarked(ours, self._mark), self._since))
+
+
+def _gone(keys: tuple[Key, ...], outcomes: tuple[Outcome, ...]) -> AbstractSet[Key]:
+    """Return what a load did not find, or found damaged, so that it was removed."""
+    if outcomes.count(Outcome.DONE) == len(outcomes):
+        return frozenset()
+    both = zip(keys, outcomes, strict=True)
+    return {key for key, outcome in both if outcome in (Outcome.ABSENT, Outcome.DAMAGED)}

@@ -24,6 +24,7 @@ from kvtier.plugin_api.slot_memory import machine_memory_bytes
 from kvtier.settings.extra_config import WHERE, cpu_bytes_to_use, read_settings
 from kvtier.settings.plugins import backend_class, make_admission, make_policy
 from kvtier.settings.runtime_config import ADMIT_ALL, TierConfig
+from kvtier.settings.secondary_tier import read_secondary_tier, refuse_behind_vllm
 from kvtier.settings.vllm_keys import VLLMKeys
 from kvtier.tools.answering import ANSWER_S_MAX, silent_option
 
@@ -34,6 +35,12 @@ CONNECTOR: Final = "OffloadingConnector"
 MULTI_CONNECTOR: Final = "MultiConnector"
 SPEC_NAME: Final = "KVTierOffloadingSpec"
 SPEC_MODULE_PATH: Final = "kvtier.vllm"
+VLLMS_SPEC_NAME: Final = "TieringOffloadingSpec"
+TIER_CLASS: Final = "KVTierSecondaryTier"
+READ_BY_VLLM: Final = ("type", "module_path", "backpressure")
+"""Keys of an entry with that class that vLLM takes out."""
+
+SOUND_TIER: Final = {"type": "memory", "capacity_bytes": 1}
 SHARED_MEMORY_FOLDER: Final = "/dev/shm"  # noqa: S108 - looked at, never written to
 LOOK_S_MAX: Final = 15.0
 GIB: Final = 1 << 30
@@ -74,22 +81,80 @@ def check(
         return findings
     if offloading_gib is not None:
         extra = {**extra, "cpu_bytes_to_use": offloading_gib * GIB}
-    _check_spec(extra, findings)
     _check_primary(extra, block_bytes, findings)
-    _check_keys({**extra, "secondary_tiers": None}, findings)
-    tiers = extra.get("secondary_tiers")
-    if isinstance(tiers, list) and all(isinstance(tier, dict) for tier in tiers):
-        _check_tiers(tiers, block_bytes, dp_rank, findings)
+    if _is_vllms_with_kvtier(extra):
+        _check_entries(extra["secondary_tiers"], block_bytes, dp_rank, findings)
     else:
-        _check_keys({"secondary_tiers": tiers}, findings)
-    policy = extra.get("eviction_policy")
-    if isinstance(policy, str) and policy:
-        _try(findings, lambda: make_policy(policy, 1))
+        _check_whole(extra, block_bytes, dp_rank, findings)
     if not block_bytes:
         findings.not_checked.append(
             "whether blocks fit into cpu_bytes_to_use and each tier: give --block-bytes"
         )
     return findings
+
+
+def _check_whole(
+    extra: Mapping[str, Any], block_bytes: int, dp_rank: int, findings: Findings
+) -> None:
+    """Look at all of a configuration of kvtier's own spec but its memory."""
+    _check_spec(extra, findings)
+    _check_keys({**extra, "secondary_tiers": None}, findings)
+    tiers = extra.get("secondary_tiers")
+    if isinstance(tiers, list) and all(isinstance(tier, dict) for tier in tiers):
+        configs = [_read_tier(index, tier, dp_rank, findings) for index, tier in enumerate(tiers)]
+        _check_tiers(configs, block_bytes, findings)
+    else:
+        _check_keys({"secondary_tiers": tiers}, findings)
+    policy = extra.get("eviction_policy")
+    if isinstance(policy, str) and policy:
+        _try(findings, lambda: make_policy(policy, 1))
+
+
+def _is_vllms_with_kvtier(extra: Mapping[str, Any]) -> bool:
+    """Tell whether this is for vLLM's own tiering, with a tier of kvtier's among its tiers."""
+    tiers = extra.get("secondary_tiers")
+    return (
+        extra.get("spec_name") == VLLMS_SPEC_NAME
+        and isinstance(tiers, list)
+        and any(isinstance(tier, dict) and tier.get("type") == TIER_CLASS for tier in tiers)
+    )
+
+
+def _check_entries(entries: list[Any], block_bytes: int, dp_rank: int, findings: Findings) -> None:
+    """Look at those entries of vLLM's list that are kvtier's."""
+    configs: list[TierConfig | None] = []
+    for index, entry in enumerate(entries):
+        if isinstance(entry, dict) and entry.get("type") == TIER_CLASS:
+            configs.append(_read_entry(index, entry, block_bytes, dp_rank, findings))
+        else:
+            kind = entry.get("type") if isinstance(entry, dict) else entry
+            findings.not_checked.append(f"secondary_tiers[{index}] ({shown(kind)}): it is vLLM's")
+    _check_tiers(configs, block_bytes, findings)
+    findings.not_checked.append(f"keys beside secondary_tiers: vLLM's {VLLMS_SPEC_NAME} reads them")
+
+
+def _read_entry(
+    index: int, entry: Mapping[str, Any], block_bytes: int, dp_rank: int, findings: Findings
+) -> TierConfig | None:
+    """Read an entry, and the tier in it as if it stood in kvtier's own list."""
+    if entry.get("module_path") != SPEC_MODULE_PATH:
+        findings.refuse(
+            f"secondary_tiers[{index}]: module_path={shown(entry.get('module_path'))}: vLLM would "
+            f"not find {TIER_CLASS}. Set it to {SPEC_MODULE_PATH!r}."
+        )
+    own = {key: value for key, value in entry.items() if key not in READ_BY_VLLM}
+    tier = entry.get("tier")
+    if isinstance(tier, dict):  # what is wrong in it is told below, with the tier's name
+        own["tier"] = SOUND_TIER
+
+    def read(left: Mapping[str, Any]) -> None:
+        read_secondary_tier(left, slot_count=1, block_bytes=max(1, block_bytes), dp_rank=dp_rank)
+
+    _each_refusal(own, read, findings)
+    config = _read_tier(index, tier, dp_rank, findings) if isinstance(tier, dict) else None
+    if config is not None:
+        _try(findings, lambda: refuse_behind_vllm(config))
+    return config
 
 
 def _as_vllm_completes(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -133,11 +198,11 @@ def _of_multi_connector(extra: dict[str, Any], findings: Findings) -> Mapping[st
         for entry in entries
         if isinstance(entry, dict)
         and isinstance(entry.get(WHERE), dict)
-        and entry[WHERE].get("spec_name") == SPEC_NAME
+        and (entry[WHERE].get("spec_name") == SPEC_NAME or _is_vllms_with_kvtier(entry[WHERE]))
     ]
     if len(ours) > 1:
         findings.refuse(
-            f"connectors: {len(ours)} entries of the {MULTI_CONNECTOR} use {SPEC_NAME}, and all "
+            f"connectors: {len(ours)} entries of the {MULTI_CONNECTOR} use kvtier, and all "
             "have one engine_id: put the tiers of all into the secondary_tiers of one."
         )
     if not ours:
@@ -184,12 +249,10 @@ def _check_primary(extra: Mapping[str, Any], block_bytes: int, findings: Finding
         findings.refuse(f"{named} holds no block of {block_bytes} bytes. Raise it.")
 
 
-def _check_tiers(
-    tiers: list[dict[str, Any]], block_bytes: int, dp_rank: int, findings: Findings
-) -> None:
+def _check_tiers(configs: list[TierConfig | None], block_bytes: int, findings: Findings) -> None:
+    """Look at the tiers that could be read. None has another's place."""
     owner_of: dict[str, str] = {}
-    for index, values in enumerate(tiers):
-        config = _read_tier(index, values, dp_rank, findings)
+    for config in configs:
         if config is None:
             continue
         place = _check_tier(config, block_bytes, findings)
@@ -225,11 +288,17 @@ def _check_tier(config: TierConfig, block_bytes: int, findings: Findings) -> str
 
     def look() -> None:
         context = BackendContext(block_bytes, Namespace(facts={}), config.name)
-        _each_refusal(
-            config.options,
-            lambda left: place.append(backend.check_options(left, context)),
-            findings,
-        )
+        try:
+            _each_refusal(
+                config.options,
+                lambda left: place.append(backend.check_options(left, context)),
+                findings,
+            )
+        except Exception as error:  # noqa: BLE001 - a backend may raise anything
+            findings.refuse(
+                f"secondary tier {config.name}: it can't be checked ({type(error).__name__}: "
+                f"{error}), and an engine may refuse it. Tell who wrote this type of tier."
+            )
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()

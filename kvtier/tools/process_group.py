@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
+
+from kvtier.tools.held_signals import HeldSignals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-_HELD: Final = (signal.SIGINT, signal.SIGTERM)
+    from collections.abc import Iterator, Sequence
 
 
 @contextmanager
@@ -26,33 +25,12 @@ def process_group(arguments: Sequence[str], **options: Any) -> Iterator[subproce
     Options are those of ``Popen``. Ctrl-C in a terminal reaches the calling process alone.
     Any thread may call it. Raises ``OSError`` if the program can't be started.
     """
-    with _signals_held() as let_through:
+    with HeldSignals() as signals:
         child = subprocess.Popen(arguments, start_new_session=True, **options)  # noqa: S603 - ours
         try:
-            let_through()
+            signals.let_through()
             yield child
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-
-
-@contextmanager
-def _signals_held() -> Iterator[Callable[[], None]]:
-    """Put signals off until the function that it yields is called, or the block is left."""
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None  # no signal interrupts another thread
-        return
-    held: list[int] = []
-    handlers = [signal.signal(number, lambda number, _: held.append(number)) for number in _HELD]
-
-    def let_through() -> None:
-        for number, handler in zip(_HELD, handlers, strict=True):
-            signal.signal(number, handler)
-        while held:
-            signal.raise_signal(held.pop())
-
-    try:
-        yield let_through
-    finally:
-        let_through()

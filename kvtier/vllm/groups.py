@@ -24,6 +24,8 @@ from kvtier.plugin_api.log import log
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from vllm.v1.kv_offload.base import OffloadingSpec
+
 _NO_END = 1 << 62  # of keys that vLLM gave no position: behind all others
 
 
@@ -50,6 +52,18 @@ def positions_of(req_context: ReqContext) -> dict[bytes, int]:
 def in_token_order(keys: Collection[bytes], end_of: Mapping[bytes, int]) -> list[bytes]:
     """Return keys of several groups in the order of the tokens that they end at."""
     return sorted(keys, key=lambda key: end_of.get(key, _NO_END))
+
+
+def chunks_lose_blocks(spec: OffloadingSpec) -> bool:
+    """Tell whether a chunk that vLLM offers a second time may have lost blocks meanwhile.
+
+    It does where it has several blocks and its group a sliding window; vLLM 0.32 does
+    not tell which groups have one.
+    """
+    return int(spec.blocks_per_chunk) > 1 and any(
+        getattr(group, "sliding_window_size_in_chunks", 0) is not None
+        for group in spec.config.groups
+    )
 
 
 class TokenOrder:
@@ -115,6 +129,17 @@ class Groups:
         self.chunk_tokens = chunk_tokens
         self.windows: dict[bytes, int] = {}  #: in keys, of groups where one was seen
 
+    @classmethod
+    def of(cls, spec: OffloadingSpec) -> Groups:
+        """Return the groups of an engine."""
+        blocks = int(spec.blocks_per_chunk)
+        return cls(
+            {
+                group.group_id.to_bytes(GROUP_BYTES, "big"): group.tokens_per_block * blocks
+                for group in spec.config.groups
+            }
+        )
+
     def cuts(self, keys: Sequence[bytes], end_of: Mapping[bytes, int]) -> list[int]:
         """Return how many of ``keys``, in token order, are of use without those behind them.
 
@@ -168,16 +193,24 @@ class Pass:
 
     def __init__(self, groups: Groups, end_of: Mapping[bytes, int]) -> None:
         self._groups = groups
-        self._end_of = end_of
+        self.end_of = end_of
+        self.is_told = False  #: somebody knows what the GPU has of it
         self._asked: dict[bytes, list[tuple[int, BlockState]]] = {}  # by group, in vLLM's order
         self._states: set[BlockState] = set()
 
     def note(self, key: bytes, state: BlockState) -> None:
         """Note an answer."""
-        end = self._end_of.get(key)
+        end = self.end_of.get(key)
         if end is not None:
             self._asked.setdefault(key[-GROUP_BYTES:], []).append((end, state))
             self._states.add(state)
+
+    def tell_start(self) -> int | None:
+        """Return ``start()`` once; None: it was told before."""
+        if self.is_told:
+            return None
+        self.is_told = True
+        return self.start()
 
     def waits_for_blocks(self) -> bool:
         """Tell whether vLLM waits for blocks to arrive, and no more for tiers to be asked."""
@@ -186,16 +219,16 @@ class Pass:
     def wanted(self) -> list[GroupKeys]:
         """Return what to reserve a prefix of."""
         keys: dict[bytes, list[tuple[int, bytes]]] = {}
-        for key, end in self._end_of.items():
+        for key, end in self.end_of.items():
             group = key[-GROUP_BYTES:]
             if end % self._groups.chunk_tokens.get(group, 1) == 0:  # not a partial tail
                 keys.setdefault(group, []).append((end, key))
         if keys.keys() - self._asked.keys():
             return []  # vLLM did not come to ask for all groups: it loads nothing
-        start = self._start()
+        start = self.start()
         return [self._group(group, sorted(each), start) for group, each in keys.items()]
 
-    def _start(self) -> int:
+    def start(self) -> int:
         """Return the tokens that the GPU has: those before the first key asked for."""
         return min(
             (

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from typing_extensions import override
 from vllm.v1.kv_offload.base import (
-    Locality,
     LookupResult,
-    Medium,
-    OffloadingEvent,
     OffloadingManager,
     OffloadPolicy,
     PrepareStoreOutput,
@@ -27,37 +25,44 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.core.block_state import BlockState
-from kvtier.core.events import PRIMARY, Event, EventKind
-from kvtier.plugin_api.keys import GROUP_BYTES
-from kvtier.settings.plugins import backend_class
+from kvtier.vllm.grants import OpenGrants
 from kvtier.vllm.groups import (
     Groups,
     Orders,
-    Pass,
+    chunks_lose_blocks,
     in_token_order,
     positions_of,
     warn_without_positions,
 )
+from kvtier.vllm.keys_behind import keys_behind
+from kvtier.vllm.kv_events import DESCRIBED_RESULTS, KVEvents, Place
 from kvtier.vllm.metrics import MetricsExporter
+from kvtier.vllm.passes import Passes
+from kvtier.vllm.prefill_steps import PrefillSteps
+from kvtier.vllm.request_params import packed_params
+from kvtier.vllm.resumed import ResumedRequests
+from kvtier.vllm.tier_facts import TierFacts
 from kvtier.vllm.watch import Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping
 
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
         OffloadingConnectorStats,
     )
     from vllm.v1.kv_offload.base import (
         LoadStoreSpec,
+        OffloadingEvent,
         OffloadingMetricMetadata,
         OffloadingSpec,
         ScheduleEndContext,
     )
 
-    from kvtier.core.messages import RequestOrder, StoreGrant
+    from kvtier.core.messages import RequestOrder
     from kvtier.engine.facade import SchedulerFacade
     from kvtier.plugin_api.slot_memory import SlotMemory
-    from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
+    from kvtier.settings.runtime_config import RuntimeConfig
+    from kvtier.vllm.hosted.backend import HostingEngine
     from kvtier.vllm.region import Region
 
 _MEANING: Final = {
@@ -69,23 +74,18 @@ _MEANING: Final = {
 # A tuple: hashing an enum's member for a dict costs more than the rest of a lookup.
 _RESULTS: Final = tuple(_MEANING[state] for state in BlockState)
 
+_DECIDED: Final = (BlockState.ABSENT, BlockState.READY)
+_WHOLE: Final = RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
+
 SPIN_S: Final = 0.001
 """Steps that follow one another this fast compute nothing."""
 
 SPIN_YIELD_S: Final = 0.0005
 
 _TELLS_WHEN_FLUSHED: Final = hasattr(OffloadingManager, "on_reset_flushed")
-"""vLLM 0.33 says when workers have let go of what they had at a reset; 0.32 doesn't."""
+"""vLLM 0.33 says when workers have let go of what they had at a reset; 0.32 doesn't.
 
-
-class _Tier:
-    """What vLLM wants to know of one secondary tier."""
-
-    def __init__(self, config: TierConfig) -> None:
-        self.name = config.name
-        self.medium = Medium(backend_class(config.type).medium)
-        self.locality = None if config.locality is None else Locality(config.locality)
-        self.hit_source = CacheHitSource.HOST if self.medium is Medium.CPU else CacheHitSource.DISK
+It is the sign of the release, too, for what 0.33 has mended beside."""
 
 
 class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stubs
@@ -99,30 +99,37 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         definitions: Mapping[str, OffloadingMetricMetadata],
         memory: SlotMemory,
         region: Region,
+        hosting: HostingEngine | None = None,
     ) -> None:
         warn_without_positions()
         self.facade = facade
         self._lookup_state = facade.lookup_state  # called for each key
-        self._memory = memory
-        self._region = region
+        self._memory, self._region = memory, region
         self._unlinked = False
         self._info = getattr(spec, "cpu_info", None)  # vLLM 0.33
-        self._tiers = [_Tier(tier) for tier in config.tiers]
+        self._tiers = [TierFacts(tier) for tier in config.tiers]
         self._several_groups = len(spec.config.groups) > 1
-        chunk_blocks = int(spec.blocks_per_chunk)
-        self._groups = Groups(
-            {
-                group.group_id.to_bytes(GROUP_BYTES, "big"): group.tokens_per_block * chunk_blocks
-                for group in spec.config.groups
-            }
-        )
-        self._chunk_tokens = max(1, spec.config.groups[0].tokens_per_block * chunk_blocks)
+        self._groups = Groups.of(spec)
+        chunk_tokens = spec.config.groups[0].tokens_per_block * int(spec.blocks_per_chunk)
+        self._chunk_tokens = max(1, chunk_tokens)
+        self._must_not_be_offered_again = chunks_lose_blocks(spec)
         wants_requests = any(tier.request_level for tier in config.tiers)
         self._context = RequestOffloadingContext(
             policy=OffloadPolicy.REQUEST_LEVEL if wants_requests else OffloadPolicy.CHUNK_LEVEL
         )
         self._watch = Watch()
-        self._metrics = MetricsExporter(facade, config, definitions, self._watch)
+        self._metrics = MetricsExporter(facade, config, definitions, self._watch, hosting)
+        events = spec.kv_events_config
+        self._describes = events.enable_kv_cache_events and events.self_describing_kv_events
+        self._kv_events = KVEvents(
+            [
+                Place(tier.medium, tier.locality, tier.name, partial(facade.evicts, number))
+                for number, tier in enumerate(self._tiers)
+            ],
+            self_describing=self._describes,
+        )
+        if self._describes:  # a call more for each key, which no other engine pays
+            self.lookup = self._lookup_described  # type: ignore[method-assign]
         self._is_idle = True  # no step has ended
         # A step that is scheduled has been executed when as many more have been
         # scheduled as the engine keeps in flight: two with async scheduling, one
@@ -134,12 +141,16 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._ahead: dict[bytes, LookupResult] = {}
         self._ahead_of: ReqContext | None = None
         self._sources: dict[str, Mapping[bytes, int]] = {}
+        offers_first = _TELLS_WHEN_FLUSHED
+        self._steps = PrefillSteps.of(facade, self._chunk_tokens, offers_first=offers_first)
         self._orders = Orders(None if self._several_groups else self._chunk_tokens)
-        self._granted: dict[str, list[StoreGrant]] = {}  # stores under way, by request
+        self._granted = OpenGrants()
         self._undecided: set[str] = set()  # requests that have looked up, and may wait
+        self._resumed = ResumedRequests(are_held_back=not _TELLS_WHEN_FLUSHED)
         self._loading: list[str] = []  # requests that began a load in this step
-        self._passes: dict[str, Pass] = {}  # of this step, where there are several groups
-        self._refused: set[str] = set()  # requests that a prefix had no room for in the last step
+        self._passes = Passes(facade, self._groups, self._steps)
+        self._live: set[str] = set()  # requests that vLLM has announced, and not finished
+        self._from_before: set[str] = set()  # of those, the ones that may store nothing
 
     # --- requests ---
 
@@ -151,16 +162,27 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
             for number, tier in enumerate(self._tiers)
             if allows(tier.medium, tier.locality)
         )
+        self._live.add(req_context.req_id)
+        params = req_context.kv_transfer_params
+        if params and self.facade.goes_by_request:
+            packed = packed_params(params)
+            self.facade.on_request_started(req_context.req_id, tiers=tiers, params=packed)
+            return _WHOLE  # a tier may want all of it, and says so too late for vLLM
         self.facade.on_request_started(req_context.req_id, tiers=tiers)
         return self._context
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._ahead_of = None
+        self._live.discard(req_context.req_id)
+        self._from_before.discard(req_context.req_id)
         self._sources.pop(req_context.req_id, None)
         self._undecided.discard(req_context.req_id)
-        self._refused.discard(req_context.req_id)
+        self._passes.end(req_context.req_id)
         self._orders.end(req_context.req_id)
+        self._steps.ends(req_context.req_id)
+        self._steps.is_idle(time.monotonic(), len(self._live) - len(self._undecided))
+        self._resumed.end(req_context.req_id)
         self.facade.on_request_finished(req_context.req_id, self._order(req_context))
 
     def _order(self, req_context: ReqContext) -> Collection[bytes]:
@@ -187,6 +209,13 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
             return _RESULTS[self._lookup_state(key, req_context.req_id)]
         return result
 
+    def _lookup_described(self, key: bytes, req_context: ReqContext) -> LookupResult:
+        """Stand for ``lookup`` where vLLM describes what it finds."""
+        result = KVTierManager.lookup(self, key, req_context)
+        if result in DESCRIBED_RESULTS:
+            self._kv_events.describe((key,))
+        return result
+
     def _look_ahead(self, key: bytes, req_context: ReqContext) -> None:
         """Look up all that vLLM will ask for next, in one go.
 
@@ -194,59 +223,48 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         the next step. vLLM asks from head to tail up to the first MISS, one
         request after the other.
         """
-        self._undecided.add(req_context.req_id)
-        # The first one by itself: most often it is a MISS, and there is nothing ahead.
-        first = self._lookup_state(key, req_context.req_id)
-        self._ahead = {key: _RESULTS[first]}
+        request = req_context.req_id
+        if not self._resumed.may_load(request):
+            self._ahead = dict.fromkeys([key, *positions_of(req_context)], LookupResult.RETRY)
+            self._ahead_of = req_context
+            return
+        self._note_waits(request)
+        place = self._steps.looks_up(request, key, positions_of(req_context))
         self._ahead_of = req_context
+        if place is not None and self.facade.decides_loads:
+            keys = [key, *keys_behind(key, req_context, self._chunk_tokens)]
+            states = self.facade.lookup_states(keys, request, place)
+            self._ahead = dict(zip(keys, map(_RESULTS.__getitem__, states), strict=False))
+            if states:
+                if states[0] not in _DECIDED:
+                    self._resumed.waits(request)
+                return
+        # The first one by itself: most often it is a MISS, and there is nothing ahead.
+        first = self._lookup_state(key, request)
+        self._ahead = {key: _RESULTS[first]}
         if first is BlockState.ABSENT:
             return
-        rest = self._keys_behind(key, req_context)
+        if first is not BlockState.READY:  # vLLM asks for this one whatever else it does
+            self._resumed.waits(request)
+        rest = keys_behind(key, req_context, self._chunk_tokens)
         if rest:
-            states = self.facade.lookup_states(rest, req_context.req_id)
+            states = self.facade.lookup_states(rest, request)
             self._ahead.update(zip(rest, map(_RESULTS.__getitem__, states), strict=False))
+
+    def _note_waits(self, request: str) -> None:
+        """Note that a request is scheduled for no step: it has no block on the GPU."""
+        self._undecided.add(request)
+        self._from_before.discard(request)
 
     def _lookup_in_groups(self, key: bytes, req_context: ReqContext) -> LookupResult:
         """Tell where the block is. What is promoted is decided when vLLM has asked for all."""
         request, end_of = req_context.req_id, positions_of(req_context)
-        asked = self._passes.get(request)
-        if asked is None:
-            self._undecided.add(request)
-            asked = self._passes[request] = Pass(self._groups, end_of)
-        if end_of.get(key, 1) % self._groups.chunk_tokens.get(key[-GROUP_BYTES:], 1):
-            return _RESULTS[self._lookup_state(key, request)]  # a partial tail: one block a group
-        state = self.facade.survey(key, request)
-        asked.note(key, state)
-        return _RESULTS[state]
-
-    def _reserve_prefixes(self) -> None:
-        """Promote what requests wait for that are waiting still, in vLLM's order."""
-        passes, self._passes = self._passes, {}
-        for request, asked in passes.items():
-            was_refused = request in self._refused
-            self._refused.discard(request)
-            if request not in self._undecided or not (was_refused or asked.waits_for_blocks()):
-                continue
-            if not self.facade.reserve_prefix(asked.wanted(), request) and not was_refused:
-                self._refused.add(request)
-
-    def _keys_behind(self, key: bytes, req_context: ReqContext) -> list[bytes]:
-        """Return the request's keys behind ``key``, in order; none if it is not one of them.
-
-        Those that its ``max_load_tokens`` allows: vLLM asks for no others.
-        """
-        keys = list(positions_of(req_context))
-        try:
-            first = keys.index(key)
-        except ValueError:
-            return []
-        end = None
-        params = req_context.kv_transfer_params
-        if params:
-            tokens = params.get("max_load_tokens")
-            if type(tokens) is int and tokens >= 0:  # vLLM takes nothing else for a cap
-                end = first + max(1, tokens // self._chunk_tokens)
-        return keys[first + 1 : end]
+        if request not in self._passes:
+            if not self._resumed.may_load(request):
+                return LookupResult.RETRY
+            self._note_waits(request)
+            self._passes.begin(request, end_of)
+        return _RESULTS[self._passes.look_up(key, request, end_of)]
 
     @override
     def get_load_source(self, key: bytes, req_context: ReqContext) -> CacheHitSource:
@@ -261,6 +279,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
     def prepare_load(self, keys: Collection[bytes], req_context: ReqContext) -> LoadStoreSpec:
         request = req_context.req_id
         self._loading.append(request)
+        self._passes.is_decided(request)
+        self._steps.loads(request, keys, positions_of(req_context))
         if not self._several_groups:
             loaded = self.facade.prepare_load(keys, request, order=self._untold(req_context))
             return CPULoadStoreSpec(loaded)
@@ -271,6 +291,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     @override
     def complete_load(self, keys: Collection[bytes], req_context: ReqContext) -> None:
+        self._steps.has_loaded(req_context.req_id)
         # vLLM's connector drops the completions of what was begun before a reset.
         self.facade.complete_load(keys, req_context.req_id, epoch=self.facade.epoch)
 
@@ -287,6 +308,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self, keys: Collection[bytes], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         self._ahead_of = None
+        if req_context.req_id in self._from_before:
+            return _stores_nothing()
         if req_context.req_id in self._undecided:  # resumed: no ``ScheduleEndContext`` names it
             self._note_decided((req_context.req_id,))
         cuts = None
@@ -295,13 +318,17 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
             end_of = positions_of(req_context)
             offered = ordered = in_token_order(keys, end_of)
             cuts = self._groups.cuts(ordered, end_of)
+        self._passes.is_decided(req_context.req_id)
+        self._steps.offers(req_context.req_id, offered, positions_of(req_context))
         order = self._untold(req_context)
         grant = self.facade.prepare_store(offered, req_context.req_id, cuts=cuts, order=order)
         if grant is None:
-            return None
+            return _stores_nothing() if self._must_not_be_offered_again else None
         granted, slots = grant.keys, grant.slots
         if granted:
-            self._granted.setdefault(req_context.req_id, []).append(grant)
+            self._granted.add(req_context.req_id, grant)
+            if self._describes:
+                self._kv_events.describe(granted)
         if self._several_groups:  # vLLM takes slots in the order of its offer
             slot_of = dict(zip(granted, slots, strict=True))
             granted = [key for key in keys if key in slot_of]
@@ -319,23 +346,12 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._ahead_of = None
         # As for loads: vLLM's connector drops what was begun before a reset.
         request, epoch = req_context.req_id, self.facade.epoch
-        grant = self._grant_of(keys, request)
+        grant = self._granted.pop(keys, request)
         if grant is not None:
             # From head to tail: vLLM reports them as a set.
             keys = grant.keys if len(grant.keys) == len(keys) else keys
             epoch = grant.epoch
         self.facade.complete_store(keys, request, success=success, epoch=epoch)
-
-    def _grant_of(self, keys: Collection[bytes], request: str) -> StoreGrant | None:
-        """Return the grant that a store ends with, which is under way no longer."""
-        grants = self._granted.get(request, [])
-        for index, grant in enumerate(grants):
-            if grant.keys[0] in keys:
-                del grants[index]
-                if not grants:
-                    del self._granted[request]
-                return grant
-        return None
 
     # --- steps ---
 
@@ -344,12 +360,15 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._is_idle = False
         self._ahead_of = None
         self._sources.clear()
-        self._note_decided(
-            [*context.new_req_ids, *self._loading, *(context.preempted_req_ids or ())]
+        scheduled, preempted = (
+            [*context.new_req_ids, *self._loading],
+            context.preempted_req_ids or (),
         )
+        self._note_decided([*scheduled, *preempted])
         self._loading.clear()
-        if self._passes:
-            self._reserve_prefixes()
+        if self._several_groups:
+            self._passes.reserve(self._undecided)
+        self._resumed.end_step(scheduled, preempted)
         self.facade.step_end()
         self._yield_if_spinning()
         if not self._unlinked:
@@ -377,6 +396,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         thread needs it. A step that computes takes longer than ``SPIN_S``.
         """
         now = time.monotonic()
+        self._steps.step_ends(now, len(self._live) - len(self._undecided))
         if now - self._last_step < SPIN_S and self.facade.has_pending_work():
             time.sleep(SPIN_YIELD_S)
             now = time.monotonic()
@@ -386,31 +406,20 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
     def has_pending_work(self) -> bool:
         # An engine that nobody asks anything steps once for this, and so reports its first
         # statistics: all counters are there, at 0, before any of them counts anything.
-        return self._is_idle or self._flush_steps_left > 0 or self.facade.has_pending_work()
+        self._steps.is_idle(time.monotonic(), 0)  # vLLM asks when it has no request left
+        return (
+            self._is_idle
+            or self._flush_steps_left > 0
+            or self._kv_events.is_behind()
+            or self.facade.has_pending_work()
+        )
 
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:
         return self._watch.safely("events", self._all_events) or []
 
     def _all_events(self) -> list[OffloadingEvent]:
-        return list(self._translated(self.facade.take_events()))
-
-    def _translated(self, events: Sequence[Event]) -> Iterator[OffloadingEvent]:
-        for event in events:
-            if event.kind is EventKind.CLEARED:
-                continue  # vLLM announces a reset itself
-            removed = event.kind is EventKind.REMOVED
-            if event.tier == PRIMARY:
-                yield OffloadingEvent(keys=list(event.keys), medium=Medium.CPU, removed=removed)
-            else:
-                tier = self._tiers[event.tier]
-                yield OffloadingEvent(
-                    keys=list(event.keys),
-                    medium=tier.medium,
-                    removed=removed,
-                    locality=tier.locality,
-                    ownership=tier.name,
-                )
+        return self._kv_events.take(self.facade.take_events())
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
@@ -420,13 +429,21 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     @override
     def reset_cache(self) -> None:
+        """Empty the primary tier and begin a new generation.
+
+        Requests that run now store nothing, until they are preempted. vLLM offers all
+        blocks of theirs again, also those that left a sliding window and are
+        another request's by now; and older weights computed what the others hold.
+        """
+        self._from_before = self._live.copy()
         self._ahead_of = None
         self._sources.clear()
         self.facade.reset()
+        self._watch.safely("events", lambda: self._kv_events.reset(self.facade.take_events()))
         self._undecided.clear()
+        self._resumed.emptied()
         self._passes.clear()
-        self._refused.clear()
-        self._granted.clear()  # their completions will not come any more
+        self._granted.clear()
         if not _TELLS_WHEN_FLUSHED:
             self._flush_steps_left = self._flush_steps
 
@@ -445,7 +462,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     def _labels(self) -> list[dict[str, Any]]:
         primary = {} if self._info is None else dict(self._info.as_config_info())
-        return [{**primary, "tier": "0:primary"}, *({"tier": tier.name} for tier in self._tiers)]
+        tiers = ({**self._metrics.labels(tier.name), "tier": tier.name} for tier in self._tiers)
+        return [{**primary, "tier": "0:primary"}, *tiers]
 
     @override
     def shutdown(self) -> None:
@@ -456,3 +474,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
             # A hung tier may still touch the slots. Without a name, the memory
             # goes with the process.
             self._region.try_unlink()
+
+
+def _stores_nothing() -> PrepareStoreOutput:
+    """Return what makes vLLM go on without these blocks. For None it offers them again."""
+    return PrepareStoreOutput([], CPULoadStoreSpec([]), evicted_keys=[])

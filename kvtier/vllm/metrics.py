@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 from kvtier.engine.circuit_breaker import BreakerState
+from kvtier.plugin_api.backend import Connection
 from kvtier.plugin_api.log import log
 from kvtier.vllm.watch import DROPS, Sample
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     )
     from kvtier.engine.facade import SchedulerFacade
     from kvtier.settings.runtime_config import RuntimeConfig
+    from kvtier.vllm.hosted.backend import HostingEngine
+    from kvtier.vllm.hosted.stats import HostedStats
     from kvtier.vllm.watch import Watch
 
 _Label = tuple[str, ...]
@@ -85,6 +88,18 @@ _OWN_TIER_COUNTERS: Final[Mapping[str, tuple[_ReadTier, str]]] = {
         lambda now: now.promotions_dropped,
         "Blocks not loaded from a tier that is sick or has too much to do.",
     ),
+    "kvtier:tier_promotions_cut": (
+        lambda now: now.promotions_cut,
+        "Blocks whose load took longer than computing them; their requests went on without.",
+    ),
+    "kvtier:tier_load_expected_seconds": (
+        lambda now: now.load_expected_seconds,
+        "Time that promotions were expected to take, of those that ended.",
+    ),
+    "kvtier:tier_load_seconds": (
+        lambda now: now.load_seconds,
+        "Time that the same promotions took.",
+    ),
     "kvtier:tier_jobs_timed_out": (
         lambda now: now.jobs_timed_out,
         "Jobs that had not ended at their deadline.",
@@ -95,7 +110,7 @@ _OWN_TIER_COUNTERS: Final[Mapping[str, tuple[_ReadTier, str]]] = {
     ),
     "kvtier:tier_late_completions": (
         lambda now: now.late_completions,
-        "Jobs and probes that ended after their deadline, or twice.",
+        "Jobs and probes that ended when nobody waited for them any more, or twice.",
     ),
     "kvtier:tier_unknown_completions": (
         lambda now: now.unknown_completions,
@@ -108,6 +123,10 @@ _OWN_TIER_COUNTERS: Final[Mapping[str, tuple[_ReadTier, str]]] = {
     "kvtier:tier_breaker_opened": (
         lambda now: now.breaker_opened,
         "How often a tier's circuit breaker opened, after failures in a row.",
+    ),
+    "kvtier:tier_connections_lost": (
+        lambda now: now.connections_lost,
+        "How often a tier lost the server that it needs.",
     ),
     "kvtier:tier_broke": (
         lambda now: now.broke,
@@ -128,6 +147,18 @@ _OWN_PRIMARY_COUNTERS: Final[Mapping[str, tuple[_ReadPrimary, str]]] = {
     "kvtier:primary_policies_replaced": (
         lambda now: now.policies_replaced,
         "Eviction policies that raised or named no block; lru took their place.",
+    ),
+    "kvtier:primary_blocks_declined": (
+        lambda now: now.blocks_declined,
+        "Blocks that tiers have, as far as known, and that were recomputed as that is faster.",
+    ),
+    "kvtier:prefill_expected_seconds": (
+        lambda now: now.prefill_expected_seconds,
+        "Time that steps which computed prompts were expected to take.",
+    ),
+    "kvtier:prefill_seconds": (
+        lambda now: now.prefill_seconds,
+        "Time that the same steps took.",
     ),
     "kvtier:primary_unknown_completions": (
         lambda now: now.unknown_completions,
@@ -155,6 +186,13 @@ _PRIMARY_COUNTERS: Final[Sequence[_Counter[PrimaryCounts]]] = (
     _Counter(TieringOffloadingMetrics.CHUNK_QUERIES, _PRIMARY_LABEL, lambda now: now.queries),
     _Counter(TieringOffloadingMetrics.CHUNK_HITS, _PRIMARY_LABEL, lambda now: now.hits),
 )
+_DECISIONS: Final = "kvtier:load_decisions"
+_DECISION_COUNTERS: Final[Sequence[_Counter[PrimaryCounts]]] = (
+    _Counter(_DECISIONS, ("load",), lambda now: now.loads_decided),
+    _Counter(_DECISIONS, ("cut",), lambda now: now.cuts_decided),
+    _Counter(_DECISIONS, ("recompute",), lambda now: now.recomputes_decided),
+    _Counter(_DECISIONS, ("explore",), lambda now: now.explorations_decided),
+)
 _STORES_SKIPPED: Final[_Counter[PrimaryCounts]] = _Counter(
     CPUOffloadingMetrics.STORES_SKIPPED, (), lambda now: now.stores_skipped
 )
@@ -179,22 +217,41 @@ _FAULTS: Final = "kvtier:faults"
 _DROPPED: Final = "kvtier:samples_dropped"
 _SLOTS: Final = "kvtier:primary_slots"
 _BREAKER: Final = "kvtier:tier_breaker_state"
+_CONNECTION: Final = "kvtier:tier_connection_state"
 _BACKEND: Final = "kvtier:tier_backend"
 
 
 def metric_definitions(_extra_config: Mapping[str, Any]) -> dict[str, OffloadingMetricMetadata]:
     """Return the metrics that only kvtier has, by name."""
     definitions: dict[str, OffloadingMetricMetadata] = {
+        **tier_metric_definitions(),
+        _SLOTS: OffloadingGaugeMetadata(
+            documentation="Slots of the primary tier, by state.", labelnames=("state",)
+        ),
+        _DECISIONS: OffloadingCounterMetadata(
+            documentation="Decisions whether a request loads what tiers have, by outcome.",
+            labelnames=("outcome",),
+        ),
+    }
+    for name, (_, text) in _OWN_PRIMARY_COUNTERS.items():
+        definitions[name] = OffloadingCounterMetadata(documentation=text)
+    return definitions
+
+
+def tier_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
+    """Return those of the metrics that are about tiers and not about a primary tier, by name."""
+    definitions: dict[str, OffloadingMetricMetadata] = {
         _FAULTS: OffloadingCounterMetadata(documentation="Message handlers that raised."),
         _DROPPED: OffloadingCounterMetadata(
             documentation="Parts of metrics and events that were dropped, by what was wrong.",
             labelnames=("what",),
         ),
-        _SLOTS: OffloadingGaugeMetadata(
-            documentation="Slots of the primary tier, by state.", labelnames=("state",)
-        ),
         _BREAKER: OffloadingGaugeMetadata(
             documentation="Circuit breaker: 0 closed (in use), 1 open, 2 half-open, 3 disabled.",
+            labelnames=("tier",),
+        ),
+        _CONNECTION: OffloadingGaugeMetadata(
+            documentation="Connection to a tier's server, if it has one: 0 up, 1 not yet, 2 gone.",
             labelnames=("tier",),
         ),
         _BACKEND: OffloadingGaugeMetadata(
@@ -204,8 +261,6 @@ def metric_definitions(_extra_config: Mapping[str, Any]) -> dict[str, Offloading
     }
     for name, (_, text) in _OWN_TIER_COUNTERS.items():
         definitions[name] = OffloadingCounterMetadata(documentation=text, labelnames=("tier",))
-    for name, (_, text) in _OWN_PRIMARY_COUNTERS.items():
-        definitions[name] = OffloadingCounterMetadata(documentation=text)
     return definitions
 
 
@@ -243,6 +298,54 @@ class _Counters(Generic[C]):
         self._now = now
 
 
+class TierExporter:
+    """As ``MetricsExporter``, of one tier behind vLLM's own primary tier.
+
+    What vLLM has a name for its own manager counts.
+    """
+
+    def __init__(
+        self,
+        tier: str,
+        watch: Watch,
+        hosted: HostedStats,
+        definitions: Mapping[str, OffloadingMetricMetadata],
+    ) -> None:
+        """``hosted``: what one of vLLM's tiers inside reports, with its own ``definitions``."""
+        self._tier = tier
+        self._hosted = hosted
+        self._definitions = {**definitions, **tier_metric_definitions()}
+        self._watch = watch
+        self._counters = _Counters(
+            [_Counter(name, (tier,), read) for name, (read, _) in _OWN_TIER_COUNTERS.items()]
+        )
+        self._faults = _Counters[int]([_Counter(_FAULTS, (), lambda now: now)])
+        self._drops = _Counters[Mapping[str, int]](
+            [_Counter(_DROPPED, (what,), itemgetter(what)) for what in DROPS]
+        )
+        self._breaker = self._connection = ""
+        self._backend: Mapping[str, int] | None = None
+
+    def take(self, now: TierStatistics, faults: int) -> OffloadingConnectorStats:
+        """Return what has changed since the last call."""
+        sample = Sample(self._definitions, self._watch)
+        self._counters.report(sample, now.counts)
+        self._faults.report(sample, faults)
+        if now.breaker != self._breaker:
+            self._breaker = now.breaker
+            sample.set(_BREAKER, int(BreakerState[now.breaker]), (self._tier,))
+        if now.connection != self._connection:
+            self._connection = now.connection
+            sample.set(_CONNECTION, int(Connection[now.connection]), (self._tier,))
+        if now.backend is not self._backend:
+            self._backend = now.backend
+            for what, value in now.backend.items():
+                sample.set(_BACKEND, value, (self._tier, what))
+        self._watch.safely("metrics", partial(self._hosted.report, sample))
+        self._drops.report(sample, dict(self._watch.dropped))
+        return sample.stats
+
+
 class MetricsExporter:
     """Turns what has changed since the last call into vLLM's statistics.
 
@@ -257,12 +360,15 @@ class MetricsExporter:
         config: RuntimeConfig,
         definitions: Mapping[str, OffloadingMetricMetadata],
         watch: Watch,
+        hosting: HostingEngine | None = None,
     ) -> None:
+        """``hosting``: what hosted tiers tell of themselves is there."""
         self._facade = facade
+        self._hosting = hosting
         self._definitions = definitions
         self._watch = watch
         skipped = [_STORES_SKIPPED] if config.store_threshold >= 2 else []
-        self._primary = _Counters([*_PRIMARY_COUNTERS, *skipped])
+        self._primary = _Counters([*_PRIMARY_COUNTERS, *_DECISION_COUNTERS, *skipped])
         self._tiers = [_Counters(_tier_counters(tier.name)) for tier in config.tiers]
         self._faults = _Counters[int]([_Counter(_FAULTS, (), lambda now: now)])
         self._drops = _Counters[Mapping[str, int]](
@@ -279,12 +385,21 @@ class MetricsExporter:
         A part that fails is left out, and counted.
         """
         sample = Sample(self._definitions, self._watch)
-        parts: list[Callable[[Sample], None]] = [self._take_state, self._take_observations]
+        parts: list[Callable[[Sample], None]] = [
+            self._take_state,
+            self._take_observations,
+        ]
+        if self._hosting is not None:
+            parts.append(self._hosting.stats.report)
         for part in parts:
             self._watch.safely("metrics", partial(part, sample))
         # The last, since the others add to it.
         self._watch.safely("metrics", partial(self._take_drops, sample))
         return sample.stats
+
+    def labels(self, tier: str) -> Mapping[str, Any]:
+        """Return the labels that a hosted tier gives of itself; of another, none."""
+        return {} if self._hosting is None else self._hosting.labels_of.get(tier, {})
 
     def _take_state(self, sample: Sample) -> None:
         now = self._facade.statistics()
@@ -329,6 +444,7 @@ class MetricsExporter:
         self._set(sample, names.ACTIVE_PROMOTION_JOBS, now.promotion_jobs_in_flight, label)
         self._set(sample, names.ACTIVE_CASCADE_JOBS, now.cascade_jobs_in_flight, label)
         self._set(sample, _BREAKER, int(BreakerState[now.breaker]), label)
+        self._set(sample, _CONNECTION, int(Connection[now.connection]), label)
 
     def _take_observations(self, sample: Sample) -> None:
         observations = self._facade.take_observations()

@@ -46,11 +46,12 @@ FORMAT_VERSION: Final = 1  #: raise it whenever the meaning of a row's bytes cha
 
 _MIXED_FOLDER: Final = (
     "can't be used with several workers: vLLM keeps the blocks of all tensor-parallel sizes in one "
-    "folder there, though their bytes differ. Set canonical_layout to true, or layout to 'kvtier'"
+    "folder there, though their bytes differ. Set canonical_layout to true, or use type 'fs' with "
+    "layout 'kvtier'"
 )
 _NO_FACTS: Final = (
-    "can't be used by an engine whose model could not be described; its log says why. Set layout "
-    "to 'kvtier'"
+    "can't be used by an engine whose model could not be described; its log says why. Use type "
+    "'fs' with layout 'kvtier'"
 )
 _UNDESCRIBED: Final = "undescribed"
 _REASON_CHARACTERS_MAX: Final = 1000
@@ -95,8 +96,13 @@ def publish_facts(header: RegionHeader, vllm_config: Callable[[], Any]) -> None:
     A model, or a release of vLLM, that lacks what is looked at is no reason to
     refuse the engine: it then shares blocks with nobody, and says so.
     """
+    header.publish(facts_or_reason(lambda: worker_facts(vllm_config())))
+
+
+def facts_or_reason(facts: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the facts; or, if something raises, why not, and one that no other engine has."""
     try:
-        header.publish(worker_facts(vllm_config()))
+        return facts()
     except Exception as error:  # noqa: BLE001 - whatever vLLM's objects raise
         log.error(
             "the model could not be described: its blocks are shared with no other engine, and "
@@ -104,7 +110,7 @@ def publish_facts(header: RegionHeader, vllm_config: Callable[[], Any]) -> None:
             exc_info=True,
         )
         reason = printable(f"{type(error).__name__}: {error}")[:_REASON_CHARACTERS_MAX]
-        header.publish({_UNDESCRIBED: reason, "only_this_engine": uuid4().hex})
+        return {_UNDESCRIBED: reason, "only_this_engine": uuid4().hex}
 
 
 def scheduler_facts(offloading_config: Any) -> dict[str, Any]:  # noqa: ANN401 - no stubs

@@ -36,7 +36,11 @@ def warn_of_lonely_tiers(config: RuntimeConfig, facts: Mapping[str, Any]) -> boo
     ``facts``: of the namespace. Returns whether it warned. Scheduler process.
     """
     algorithm = facts.get("worker", {}).get("block_hash", {}).get("algorithm")
-    tiers = [tier.name for tier in config.tiers if backend_class(tier.type).medium != "CPU"]
+    tiers = [
+        tier.name
+        for tier in config.tiers
+        if backend_class(tier.type).medium_of(tier.options) != "CPU"
+    ]
     if not tiers or algorithm is None or not hash_seed_is_random(str(algorithm)):
         return False
     log.warning(

@@ -33,6 +33,7 @@ from kvtier.vllm.namespace import build_namespace, publish_facts
 from kvtier.vllm.pages import HostLayout
 from kvtier.vllm.region import SHARED_MEMORY_FOLDER, HostRegion, Region, doubled_rank
 from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
+from kvtier.vllm.windows import check_windows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,12 +68,14 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
     @classmethod
     def metrics(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
         """Return all metrics that a manager may report, by name."""
+        from kvtier.vllm.hosted.stats import definitions_of  # noqa: PLC0415 - not in workers
         from kvtier.vllm.metrics import metric_definitions  # noqa: PLC0415 - not in workers
 
         definitions: dict[str, OffloadingMetricMetadata] = super().build_metric_definitions(
             _without_tiers(for_vllm(extra_config))
         )
-        return {**definitions, **metric_definitions(extra_config)}
+        hosted = definitions_of(_tiers_in(extra_config))
+        return {**hosted, **definitions, **metric_definitions(extra_config)}
 
     @classmethod  # no @override: vLLM 0.32 does not have it
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
@@ -80,8 +83,12 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
         inherited = getattr(super(), "config_info_keys", None)
         if inherited is None:
             return ()
-        keys: tuple[str, ...] = inherited(_without_tiers(for_vllm(extra_config)))
-        return keys
+        from kvtier.vllm.hosted.tier_class import info_keys_of  # noqa: PLC0415 - not in workers
+
+        keys = list(inherited(_without_tiers(for_vllm(extra_config))))
+        for tier in _tiers_in(extra_config):
+            keys += info_keys_of(tier)
+        return tuple(dict.fromkeys(keys))
 
     def __init__(self, config: OffloadingConfig) -> None:
         cpu_bytes = cpu_bytes_to_use(config.extra_config)
@@ -167,6 +174,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Map the region and return the worker that copies. Worker process, once."""
         if self._kvtier_worker is None:
+            check_windows(self.config, get_current_vllm_config)
             if _on_cpu_platform():
                 self._kvtier_worker = self._cpu_platform_worker(kv_caches)
             else:
@@ -280,3 +288,9 @@ def _on_cpu_platform() -> bool:
 def _without_tiers(extra_config: dict[str, Any]) -> dict[str, Any]:
     """Hide kvtier's tiers from vLLM, which knows other types and other keys."""
     return {**extra_config, "secondary_tiers": []}
+
+
+def _tiers_in(extra_config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tiers that can be looked at, before anything is checked."""
+    tiers = extra_config.get("secondary_tiers")
+    return [tier for tier in tiers if isinstance(tier, dict)] if isinstance(tiers, list) else []

@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Final
 import vllm
 
 from kvtier.engine.circuit_breaker import BreakerState
+from kvtier.plugin_api.backend import Connection
 from kvtier.plugin_api.log import log
 from kvtier.runtime import open_runtime
+from kvtier.vllm.hosted.backend import HostingEngine
 from kvtier.vllm.manager import KVTierManager
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from vllm.v1.kv_offload.base import OffloadingMetricMetadata, OffloadingSpec
 
+    from kvtier.core.statistics import TierStatistics
     from kvtier.engine.facade import SchedulerFacade
     from kvtier.plugin_api.backend import Namespace
     from kvtier.plugin_api.slot_memory import SlotMemory
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 
 TESTED_RELEASES: Final = ("0.32", "0.33")
 """Of vLLM: a real engine of each runs in kvtier's tests."""
+
+_CONNECT_POLL_S: Final = 0.005
 
 
 def warn_of_untested_release(installed: str) -> None:
@@ -40,6 +45,11 @@ def warn_of_untested_release(installed: str) -> None:
         )
 
 
+def warn_of_this_release() -> None:
+    """Say so if the vLLM that is installed is of no release that kvtier is tested with."""
+    warn_of_untested_release(str(vllm.__version__))
+
+
 def build_manager(
     config: RuntimeConfig,
     spec: OffloadingSpec,
@@ -51,19 +61,53 @@ def build_manager(
 ) -> KVTierManager:
     """Start the runtime for one engine. Scheduler process only."""
     began_s = time.monotonic()
-    warn_of_untested_release(str(vllm.__version__))
+    warn_of_this_release()
+    hosting = HostingEngine(spec, memory)
     facade = open_runtime(
         config,
         memory,
         namespace,
         collect_events=spec.kv_events_config.enable_kv_cache_events,
+        engine=hosting,
     )
-    manager = KVTierManager(facade, config, spec, definitions, memory, region)
-    _say_ready(facade, config, time.monotonic() - began_s)
+    manager = KVTierManager(facade, config, spec, definitions, memory, region, hosting)
+    connecting = wait_for_servers(config, lambda: _polled(facade))
+    _say_ready(facade, config, connecting, time.monotonic() - began_s)
     return manager
 
 
-def _say_ready(facade: SchedulerFacade, config: RuntimeConfig, seconds: float) -> None:
+def wait_for_servers(
+    config: RuntimeConfig, statistics: Callable[[], Sequence[TierStatistics]]
+) -> list[str]:
+    """Wait until tiers that need a server have reached it, for ``connect_wait_s`` at most.
+
+    Without, the first requests would find nothing there, and what they compute would not be
+    stored: to connect takes longer than an engine that is ready takes to be asked. Returns
+    the names of the tiers that are still connecting. ``statistics``: takes in what tiers report.
+    """
+    began_s = time.monotonic()
+    while True:
+        waited_s = time.monotonic() - began_s
+        both = list(zip(config.tiers, statistics(), strict=True))
+        connecting = [(tier, now.name) for tier, now in both if _is_connecting(now)]
+        if not any(waited_s < tier.connect_wait_s for tier, _ in connecting):
+            return [name for _, name in connecting]
+        time.sleep(_CONNECT_POLL_S)
+
+
+def _is_connecting(tier: TierStatistics) -> bool:
+    disabled = tier.breaker == BreakerState.DISABLED.name
+    return tier.connection == Connection.CONNECTING.name and not disabled
+
+
+def _polled(facade: SchedulerFacade) -> Sequence[TierStatistics]:
+    facade.get_finished()
+    return facade.statistics().tiers
+
+
+def _say_ready(
+    facade: SchedulerFacade, config: RuntimeConfig, connecting: Sequence[str], seconds: float
+) -> None:
     """Write the one line about the whole. Each tier writes its own once it is open."""
     tiers = facade.statistics().tiers
     away = [tier.name for tier in tiers if tier.breaker == BreakerState.DISABLED.name]
@@ -75,5 +119,6 @@ def _say_ready(facade: SchedulerFacade, config: RuntimeConfig, seconds: float) -
         eviction_policy=config.eviction_policy,
         tiers=", ".join(tier.name for tier in tiers) or "none",
         **({"without": ", ".join(away)} if away else {}),
+        **({"connecting": ", ".join(connecting)} if connecting else {}),
         seconds=round(seconds, 3),
     )

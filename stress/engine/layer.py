@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, ClassVar
 
-from stress.engine.soak import run
+from stress.engine.faults import KINDS
+from stress.engine.soak import soak
 from stress.layer import Layer
 
 if TYPE_CHECKING:
@@ -17,19 +18,17 @@ if TYPE_CHECKING:
 
 
 class EngineLayer(Layer):
-    """A server, and clients that are impatient. The plan has no faults for it yet."""
+    """A server whose tiers are harmed and which is restarted, and clients that are impatient."""
 
     name: ClassVar[str] = "engine"
-    kinds: ClassVar[tuple[Kind, ...]] = ()
+    kinds: ClassVar[tuple[Kind, ...]] = KINDS
 
     def __init__(self, arguments: Arguments) -> None:
-        self._arguments = arguments
+        self._clients = arguments.clients
 
     def run(self, plan: Plan, record: Record, folder: Path) -> None:
-        """Run the clients for as long as the plan lasts. Raises ``Failure``."""
-        record.faults_ended_s = plan.seconds
-        for number, line in enumerate(asyncio.run(run(folder, self._arguments)), start=1):
-            record.checks[f"line {number}"] = line
+        """Carry out a plan. Raises ``Failure``."""
+        asyncio.run(soak(plan, record, folder, self._clients))
 
 
 def make_layer(arguments: Arguments) -> EngineLayer:

@@ -17,22 +17,29 @@ import aiohttp
 from stress.failure import Failure
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Mapping, Sequence
     from pathlib import Path
 
+BLOCK_BYTES = 32_768  #: K and V, two layers, two heads of 32 float32, for 32 tokens
 BLOCK_TOKENS = 32  #: the CPU attention backend wants a multiple of 32
-GPU_BLOCKS = 70  #: so few that running requests are preempted all the time
-MODEL_TOKENS_MAX = 2048
+GPU_BLOCKS = 40  #: so few that running requests are preempted all the time
+MODEL_TOKENS_MAX = 1024
+ITS_OWN = "its own"  #: the weights that a server starts with
 START_S_MAX = 600.0
 STOP_S_MAX = 120.0
 POLL_S = 0.2
 LOG_TAIL_CHARACTERS = 8000
 _ENVIRONMENT = {
+    "KVTIER_STRESS_SERVER": "1",  # where faults are planted, if any
     "VLLM_SERVER_DEV_MODE": "1",  # /reset_prefix_cache
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    # oneDNN keeps a kernel for each size of a batch that it meets: 200 MiB in four minutes, beside
+    # which no leak can be seen. With so few kept a worker doesn't grow at all.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or it takes all cores, and waits for the busy ones
     "TOKENIZERS_PARALLELISM": "false",
 }
 _FLAGS = (
@@ -43,31 +50,102 @@ _FLAGS = (
 )
 
 
+class StartFailed(Failure):
+    """A server ended before it answered."""
+
+
 class Server:
-    """One server, and a session of connections to it."""
+    """A server that may end and be started again, and a session of connections to it."""
 
     def __init__(
-        self, url: str, session: aiohttp.ClientSession, process: subprocess.Popen[bytes], log: Path
+        self, command: Sequence[str], url: str, session: aiohttp.ClientSession, log: Path
     ) -> None:
         self.url = url
         self.session = session
-        self._process = process
+        self.is_up = asyncio.Event()  #: cleared before it is ended, set once it answers again
+        self.outages = 0  #: that have begun
+        self.resetting = asyncio.Lock()  #: held by who resets its caches or changes its weights
+        self.accepts = asyncio.Event()  #: cleared while it is paused
+        self.pauses = 0  #: that have begun
+        self.weights: list[str] = []  #: what it has computed with, the present ones last
+        self._command = command
         self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
 
-    def log(self) -> str:
-        """Return all that the server's processes have printed."""
-        return self._log.read_text(errors="replace")
+    @property
+    def pid(self) -> int:
+        """The number of its first process, and of the session that all of them are in."""
+        assert self._process is not None, "not started"
+        return self._process.pid
 
-    def assert_alive(self) -> None:
-        """Raise ``Failure`` with the end of the log if the server has ended."""
+    async def start(self) -> None:
+        """Start it, and return once it answers. Raises ``StartFailed`` if it ends before."""
+        self.weights.append(ITS_OWN)
+        with self._log.open("ab") as out:
+            self._process = subprocess.Popen(  # noqa: ASYNC220 - it returns at once
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **_ENVIRONMENT},
+                start_new_session=True,
+            )
+        async with asyncio.timeout(START_S_MAX):
+            while not await self.is_healthy():
+                self.assert_alive(StartFailed)
+                await asyncio.sleep(POLL_S)
+        self.is_up.set()
+        self.accepts.set()
+
+    def begin_pause(self) -> None:
+        """Tell everybody that from now on requests may be refused."""
+        self.pauses += 1
+        self.accepts.clear()
+
+    def begin_outage(self) -> None:
+        """Tell everybody that from now on connections may break."""
+        self.outages += 1
+        self.is_up.clear()
+
+    async def wait_until_ended(self, limit_s: float) -> int:
+        """Return the exit status. Raises ``Failure`` if it runs on."""
+        assert self._process is not None, "not started"
+        try:
+            return await asyncio.to_thread(self._process.wait, limit_s)
+        except subprocess.TimeoutExpired:
+            raise Failure(f"the server still runs {limit_s:g} s after it was to end") from None
+
+    def log(self, since: int = 0) -> str:
+        """Return what the server's processes have printed, from so many bytes on."""
+        with self._log.open("rb") as file:
+            file.seek(since)
+            return file.read().decode(errors="replace")
+
+    def log_bytes(self) -> int:
+        """Return how much they have printed so far."""
+        return self._log.stat().st_size
+
+    def assert_alive(self, failure: type[Failure] = Failure) -> None:
+        """Raise ``failure`` with the end of the log if the server has ended."""
+        assert self._process is not None, "not started"
         if self._process.poll() is not None:
             tail = self.log()[-LOG_TAIL_CHARACTERS:]
-            raise Failure(f"the server ended with status {self._process.returncode}\n{tail}")
+            raise failure(f"the server ended with status {self._process.returncode}\n{tail}")
 
-    async def text(self, path: str) -> str:
-        """GET a page."""
-        async with self.session.get(self.url + path) as answer:
-            return await answer.text()
+    async def text_between_outages(self, path: str) -> str | None:
+        """GET a page; None if the server is away, or has been meanwhile. Raises ``Failure``."""
+        outages = self.outages
+        if not self.is_up.is_set():
+            return None
+        try:
+            async with self.session.get(self.url + path) as answer:
+                text = await answer.text()
+        except aiohttp.ClientError as error:
+            if self.outages == outages:
+                self.assert_alive()
+                raise Failure(f"{path}: {error!r}") from error
+            return None
+        return text if self.outages == outages else None
 
     async def is_healthy(self) -> bool:
         """Tell whether the server answers and calls itself healthy."""
@@ -79,11 +157,16 @@ class Server:
 
     async def stop(self) -> None:
         """End it as a service manager does. Raises ``Failure`` if it does not end in time."""
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            await asyncio.to_thread(self._process.wait, STOP_S_MAX)
-        except subprocess.TimeoutExpired:
-            raise Failure(f"the server still runs {STOP_S_MAX:g} s after SIGTERM") from None
+        self.begin_outage()
+        os.kill(self.pid, signal.SIGTERM)
+        await self.wait_until_ended(STOP_S_MAX)
+
+    def kill(self) -> None:
+        """Kill all its processes, if there are any, and wait for the first."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
 
 @asynccontextmanager
@@ -93,30 +176,17 @@ async def server(
     """Start a server, without a connector if ``extra_config`` is None; it never outlives this."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with log.open("wb") as out:
-        process = subprocess.Popen(  # noqa: ASYNC220 - it returns at once
-            _command(model, port, extra_config, engine_id),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **_ENVIRONMENT},
-            start_new_session=True,
-        )
-    try:
-        # Each request has a connection of its own: a client that leaves closes it.
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        patience = aiohttp.ClientTimeout(total=None)
-        async with aiohttp.ClientSession(connector=connector, timeout=patience) as session:
-            running = Server(f"http://127.0.0.1:{port}", session, process, log)
-            async with asyncio.timeout(START_S_MAX):
-                while not await running.is_healthy():
-                    running.assert_alive()
-                    await asyncio.sleep(POLL_S)
+    # Each request has a connection of its own: a client that leaves closes it.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    patience = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=connector, timeout=patience) as session:
+        command = _command(model, port, extra_config, engine_id)
+        running = Server(command, f"http://127.0.0.1:{port}", session, log)
+        try:
+            await running.start()
             yield running
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        finally:
+            running.kill()
 
 
 def _command(

@@ -8,6 +8,7 @@ could not be ended; look at ``source``, which is an ordinary folder.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -21,6 +22,9 @@ from pathlib import Path
 from typing import Any, Final
 
 REPOSITORY: Final = Path(__file__).parents[2]
+LIBC: Final = ctypes.CDLL(None, use_errno=True)
+MS_BIND: Final = 4096  # sys/mount.h, as the next one
+MNT_DETACH: Final = 2
 CLEAN_UP_S: Final = 30.0
 """What takes longer is left behind: nothing may keep anybody from an end."""
 
@@ -43,10 +47,14 @@ class FuseFolder:
         self.path = path  #: where it is mounted
         self._device_before = path.parent.stat().st_dev
         self._telling = threading.Lock()
+        environment = {
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path]),
+            "FUSE_LIBRARY_NAME": "fuse3",  # mfusepy prefers libfuse 2, which knows other options
+        }
         self._server = subprocess.Popen(
             [sys.executable, "-m", "stress.filesystem.fuse_server", source, path],
             cwd=REPOSITORY,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])},
+            env={**os.environ, **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -65,9 +73,10 @@ class FuseFolder:
         """Have something go wrong with these calls (``Wrong`` of the server), until its ``end``."""
         self._tell(begin=name, wrong={"kind": kind, "calls": calls or ("*",), **how})
 
-    def end(self, name: str) -> None:
-        """End what was begun by this name. Calls that hang for it go on."""
-        self._tell(end=name)
+    def end(self, name: str) -> dict[str, int]:
+        """End what was begun by this name. Calls that hang for it go on. Returns as ``done``."""
+        done: dict[str, int] = self._tell(end=name)["done"]
+        return done
 
     def hang(self, *calls: str) -> None:
         """Have these calls hang, by libfuse's names (``getattr``, ``write`` ...); or all."""
@@ -117,6 +126,21 @@ class FuseFolder:
             self._server.stdin.flush()
             answer: dict[str, Any] = json.loads(self._server.stdout.readline())
         return answer
+
+
+def hold(mount: Path, elsewhere: Path) -> None:
+    """Have a filesystem's device number stay in use when it is unmounted: the next has another.
+
+    It is mounted a second time, in place of what was held before. Asks the filesystem nothing.
+    """
+    let_go(elsewhere)
+    if LIBC.mount(bytes(mount), bytes(elsewhere), None, MS_BIND, None):
+        raise OSError(ctypes.get_errno(), "cannot be mounted a second time", str(mount))
+
+
+def let_go(elsewhere: Path) -> None:
+    """Unmount what was held, if there is something."""
+    LIBC.umount2(bytes(elsewhere), MNT_DETACH)
 
 
 def _is_mounted(path: Path) -> bool:

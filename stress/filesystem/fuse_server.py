@@ -2,32 +2,57 @@
 
 ``fuse_folder.py`` starts it as ``python -m stress.filesystem.fuse_server SOURCE MOUNT``. It is
 told what to do in lines of JSON on its standard input, and answers each with one. When that
-ends, it is gone at once, and all calls that hang fail: nobody is left to let them go on.
+or the process that started it ends, it is gone at once, its mount too, and all calls that hang
+fail: nobody is left to let them go on.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import functools
 import json
 import os
-import signal
+import select
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import mfusepy
+
+from stress.supervisor import mount_source
 
 HANG_S_MAX: Final = 240.0
 """So long a call hangs at most, whatever the test does: less than a test may take."""
 
 NEED_ROOM: Final = frozenset({"create", "fallocate", "mkdir", "symlink", "link", "write"})
 
-_PR_SET_PDEATHSIG: Final = 1
+GATED: Final = (
+    "chmod",
+    "chown",
+    "create",
+    "fallocate",
+    "fsync",
+    "getattr",
+    "link",
+    "mkdir",
+    "open",
+    "read",
+    "readdir",
+    "readlink",
+    "rename",
+    "rmdir",
+    "statfs",
+    "symlink",
+    "truncate",
+    "unlink",
+    "utimens",
+    "write",
+)
+"""What waits at the gate before it is done, by libfuse's names: all but ``release``."""
 
 
 class Wrong(NamedTuple):
@@ -35,41 +60,51 @@ class Wrong(NamedTuple):
 
     kind: str  #: hang, fail, delay, full, lie, tear or short
     calls: frozenset[str]  #: by libfuse's names; ``*``: all
-    error: int = 0  #: fail: the errno
+    error: int = 0  #: fail, full: the errno
     seconds: float = 0.0  #: delay: how long
     every: int = 1  #: only every so-manieth of these calls
 
 
 class Gate:
-    """What becomes of the calls. Any thread."""
+    """What becomes of the calls. Any thread. A call that nothing is wrong with takes no lock."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._wrongs: dict[str, Wrong] = {}  # by the name that it was begun with
+        self._of: dict[str, tuple[Wrong, ...]] = {}  # by call, made from these when it first comes
         self._waiting = 0
-        self._calls = 0
+        self._calls = 0  # about: counted without the lock
         self._done: Counter[str] = Counter()  # kind → calls that it was done to
 
     def let_through(self, call: str) -> None:
         """Wait while such calls are to hang, or to be late; raise what they are to fail with."""
+        self._calls += 1
+        if not self._wrong_with(call):
+            return
         with self._changed:
-            self._calls += 1
-            self._waiting += 1
             if self._hit("hang", call):
+                self._waiting += 1
                 self._changed.wait_for(lambda: not self._find("hang", call), HANG_S_MAX)
-            self._waiting -= 1
+                self._waiting -= 1
             late = self._hit("delay", call)
             fails = self._hit("fail", call)
-            is_full = call in NEED_ROOM and self._hit("full", call)
+            full = self._hit("full", call) if call in NEED_ROOM else None
         if late:
             time.sleep(late.seconds)
         if fails:
             raise mfusepy.FuseOSError(fails.error)
-        if is_full:
-            raise mfusepy.FuseOSError(errno.ENOSPC)
+        if full:
+            raise mfusepy.FuseOSError(full.error)
+
+    def count(self, kind: str) -> None:
+        """Count what went wrong with a call by itself."""
+        with self._changed:
+            self._done[kind] += 1
 
     def does(self, kind: str, call: str) -> bool:
         """Tell whether a read or write is to lie, to be torn or to come short."""
+        if not self._wrong_with(call):
+            return False
         with self._changed:
             return self._hit(kind, call) is not None
 
@@ -83,22 +118,33 @@ class Gate:
             if "begin" in order:
                 wrong = Wrong(**{**order["wrong"], "calls": frozenset(order["wrong"]["calls"])})
                 self._wrongs[order["begin"]] = wrong
+            self._of = {}
             self._changed.notify_all()
             return {"calls": self._calls, "waiting": self._waiting, "done": dict(self._done)}
 
+    def _wrong_with(self, call: str) -> tuple[Wrong, ...]:
+        """Return all that is wrong with such calls now."""
+        found = self._of.get(call)
+        if found is None:
+            with self._changed:
+                wrongs = self._wrongs.values()
+                found = tuple(each for each in wrongs if not each.calls.isdisjoint(("*", call)))
+                self._of[call] = found
+        return found
+
     def _find(self, kind: str, call: str) -> Wrong | None:
-        for wrong in self._wrongs.values():
-            if wrong.kind == kind and not wrong.calls.isdisjoint(("*", call)):
+        for wrong in self._wrong_with(call):
+            if wrong.kind == kind:
                 return wrong
         return None
 
     def _hit(self, kind: str, call: str) -> Wrong | None:
         """Return what is wrong with this call, and count it."""
-        wrong = self._find(kind, call)
-        if wrong is None or self._calls % wrong.every:
-            return None
-        self._done[kind] += 1
-        return wrong
+        for wrong in self._wrong_with(call):
+            if wrong.kind == kind and self._calls % wrong.every == 0:
+                self._done[kind] += 1
+                return wrong
+        return None
 
 
 class Passthrough(mfusepy.Operations):  # type: ignore[misc] # it has no types
@@ -109,16 +155,21 @@ class Passthrough(mfusepy.Operations):  # type: ignore[misc] # it has no types
     def __init__(self, source: str, gate: Gate) -> None:
         self._source = source
         self._gate = gate
+        for name in GATED:
+            setattr(self, name, self._gated(name, getattr(self, name)))
 
-    def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
-        if name.startswith(("_", "init", "use_ns")) or not callable(found):
-            return found
+    def _gated(self, name: str, call: Any) -> Any:
+        let_through = self._gate.let_through
 
-        @functools.wraps(found)
-        def gated(*arguments: Any, **options: Any) -> Any:
-            self._gate.let_through(name)
-            return found(*arguments, **options)
+        @functools.wraps(call)
+        def gated(*arguments: Any) -> Any:
+            let_through(name)
+            try:
+                return call(*arguments)
+            except OSError as problem:
+                if problem.errno == errno.ENOSPC:  # the source folder's own
+                    self._gate.count("no_room")
+                raise
 
         return gated
 
@@ -224,13 +275,28 @@ class Passthrough(mfusepy.Operations):  # type: ignore[misc] # it has no types
         return 0
 
     def release(self, path: str, fh: int) -> int:
-        os.close(fh)
+        """Close, whatever is wrong: a descriptor is not to be lost to a call that fails."""
+        try:
+            self._gate.let_through("release")
+        finally:
+            os.close(fh)
         return 0
 
 
 def _obey_standard_input(gate: Gate, mount: str) -> None:
     for line in sys.stdin:
         print(json.dumps(gate.obey(json.loads(line))), flush=True)
+    _end(mount)
+
+
+def _end_with(parent_pid: int, mount: str) -> None:
+    """End when another process does: one that hangs in a call here may hold the pipe open."""
+    with suppress(ProcessLookupError):
+        select.select([os.pidfd_open(parent_pid)], [], [])
+    _end(mount)
+
+
+def _end(mount: str) -> None:
     # Detached first: afterwards the kernel answers what still hangs with an error.
     subprocess.run(["fusermount3", "-uz", mount], check=False, capture_output=True)
     os._exit(0)
@@ -238,15 +304,15 @@ def _obey_standard_input(gate: Gate, mount: str) -> None:
 
 def main(source: str, mount: str) -> None:
     """Serve until standard input ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     gate = Gate()
-    threading.Thread(target=_obey_standard_input, args=(gate, mount), daemon=True).start()
+    for ends, given in ((_obey_standard_input, gate), (_end_with, os.getppid())):
+        threading.Thread(target=ends, args=(given, mount), daemon=True).start()
     # A call that hangs keeps its thread: enough of them that others still come through.
     mfusepy.FUSE(
         Passthrough(source, gate),
         mount,
         foreground=True,
-        fsname="kvtier-stress",
+        fsname=mount_source(os.getppid()),
         direct_io=True,
         default_permissions=True,
         max_threads=64,

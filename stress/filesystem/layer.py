@@ -15,13 +15,16 @@ from stress.filesystem import faults
 from stress.filesystem.fuse_folder import why_no_fuse
 from stress.plan import Kind
 from stress.runtime import files, processes
-from stress.runtime.layer import DISK, FS, RuntimeLayer
+from stress.runtime.layer import DISK, FS, RuntimeLayer, Swept
+from stress.runtime.residency import Residency
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from stress.plan import Fault
     from stress.record import Record
+    from stress.runtime.session import Session
 
 MOUNT_S_MAX: Final = 120.0
 START_S: Final = 20.0
@@ -29,6 +32,8 @@ START_S: Final = 20.0
 busy machine ten."""
 
 TIERS: Final = (FS, DISK)
+KNOWN_BY: Final = frozenset({"superblock"})
+"""Under another device number, a folder without it is somebody else's, until an engine starts."""
 
 
 class FilesystemLayer(RuntimeLayer):
@@ -53,13 +58,18 @@ class FilesystemLayer(RuntimeLayer):
         source, mount, aside = folder / "source", folder / "mounted", folder / "aside"
         for each in (source, mount):
             each.mkdir(mode=0o700)
-        filesystem = faults.FilesystemFaults(source, mount, record.injected)
+        self._filesystem = filesystem = faults.FilesystemFaults(
+            source, mount, record.injected, TIERS
+        )
         try:
             _wait_for(filesystem)
             with super().world(folder, record):
                 self._folders = {FS: mount / "fs", DISK: mount / "disk"}
+                self.sweeping = Swept(source / "fs")
+                self.residency = Residency(source / "fs", folder)
                 # Harm is done below the mount: who looks into it would hang as well.
-                below = files.FolderFaults({FS: source / "fs", DISK: source / "disk"}, aside)
+                folders = {FS: source / "fs", DISK: source / "disk"}
+                below = files.FolderFaults(folders, aside, spared=KNOWN_BY)
                 self._who_does = {
                     "harm_files": below,
                     **dict.fromkeys(("kill", "stop"), processes.ProcessFaults()),
@@ -68,6 +78,15 @@ class FilesystemLayer(RuntimeLayer):
                 yield
         finally:
             filesystem.unmount()
+
+    def may_begin(self, fault: Fault, session: Session) -> bool:
+        """Tell whether a fault may begin: an engine that starts knows no filesystem from before.
+
+        Over a bare mount point it would make its folders there, as it should.
+        """
+        if fault.kind == "fs_vanish":
+            return session.opened.issuperset(session.tiers)
+        return fault.kind != "reopen" or not self._filesystem.is_away
 
     def settings(self, seed: int) -> Mapping[str, Any]:
         """Return those of the runtime layer, with a start that doesn't wait for long."""

@@ -37,18 +37,23 @@ def page_of(record: Record) -> str:
 def _verdict(record: Record) -> str:
     failed = record.failure is not None
     word = "FAILED" if failed else "PASSED"
-    minutes = max(record.faults_ended_s / 60, 1e-9)
     command = (
         f"python -m stress --layer {record.layer} --seed {record.seed} "
         f"--minutes {record.planned_s / 60:g}"
     )
-    rate = f"{record.injected_total:,} faults, {record.injected_total / minutes:,.0f} a minute"
     why = f"<pre>{escape(record.failure or '')}</pre>" if failed else ""
     return (
         f'<p class="verdict {word.lower()}"><strong>{word}</strong> '
-        f"{rate}, in {record.seconds / 60:.1f} minutes</p>{why}"
+        f"{faults_of(record)}, in {record.seconds / 60:.1f} minutes</p>{why}"
         f"<p><code>{escape(command)}</code></p>"
     )
+
+
+def faults_of(record: Record) -> str:
+    """Return how many faults there were, in words."""
+    rate = record.injected_a_minute
+    much = "" if rate is None else f", {rate:,.0f} a minute"
+    return f"{record.injected_total:,} faults injected{much}"
 
 
 def _graphs(bins: Bins, ended: float) -> str:

@@ -6,7 +6,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from stress.report.page import page_of
+from stress.report.page import faults_of, page_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,12 +17,8 @@ if TYPE_CHECKING:
 
 def print_verdict(record: Record) -> None:
     """Print all that one has to know, on one screen."""
-    minutes = max(record.faults_ended_s, 1e-9) / 60
     last = record.samples[-1] if record.samples else None
-    print(
-        f"faults    {record.injected_total:,} injected, {record.injected_total / minutes:,.0f} a "
-        f"minute: {_counts(record.injected)}"
-    )
+    print(f"faults    {faults_of(record)}: {_counts(record.injected)}")
     if last is not None:
         ratio = last.hits / last.lookups if last.lookups else 0.0
         print(
@@ -40,14 +36,10 @@ def print_verdict(record: Record) -> None:
     else:
         sys.stdout.flush()
         print(
-            f"FAILED    {record.layer}, seed {record.seed}, after {_failed_at(record):.1f} s: "
+            f"FAILED    {record.layer}, seed {record.seed}, after {record.seconds:.1f} s: "
             f"{record.failure}",
             file=sys.stderr,
         )
-
-
-def _failed_at(record: Record) -> float:
-    return record.samples[-1].at_s if record.samples else 0.0
 
 
 def _counts(counts: Mapping[str, int]) -> str:

@@ -12,6 +12,7 @@ import struct
 import time
 import weakref
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -24,7 +25,7 @@ from kvtier_backends.faults import FaultScript, OperationFaults
 from kvtier_backends.memory import MemoryBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from kvtier.plugin_api.backend import BackendContext, LoadBlock, Loaded, Outcome, StoreBlock
     from kvtier_backends.disk.disk_options import DiskOptions
@@ -35,6 +36,10 @@ HANG_POLL_S: Final = 0.02
 _SECONDS: Final = struct.Struct("d")
 CLOCK_FILE: Final = "KVTIER_STRESS_CLOCK"
 """The environment variable with the name of a file: by how many seconds wall clocks are wrong."""
+
+
+KEYS_FOLDER: Final = "KVTIER_STRESS_KEYS"
+"""The environment variable with the folder in which a ``disk`` tier tells its keys."""
 
 
 @dataclass
@@ -119,6 +124,28 @@ class SoakedDisk(DiskBackend):
     ) -> None:
         _wrong_by()
         super().__init__(context, claim, verdict, given, clock=wrong_time)
+
+    async def tick(self) -> None:
+        """Keep up, and tell which blocks there are when a soak asks."""
+        await super().tick()
+        write_keys(self.contents())
+
+
+def write_keys(keys: Iterable[Sequence[bytes]]) -> None:
+    """Write down which blocks a ``disk`` tier has, if that is asked for and was not done yet."""
+    with suppress(OSError):
+        wanted, answer = keys_files(Path(os.environ[KEYS_FOLDER]))
+        nonce = wanted.read_text()
+        if not answer.exists() or not answer.read_text().startswith(f"{nonce}\n"):
+            lines = [nonce, *(key.hex() for batch in keys for key in batch)]
+            new = answer.with_suffix(".new")
+            new.write_text("".join(f"{line}\n" for line in lines))
+            new.replace(answer)
+
+
+def keys_files(folder: Path) -> tuple[Path, Path]:
+    """Return the file that asks for a ``disk`` tier's keys, and the one with the answer."""
+    return folder / "keys-wanted", folder / "keys"
 
 
 def set_wrong_by(file: Path, seconds: float) -> None:

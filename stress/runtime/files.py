@@ -12,11 +12,13 @@ from stress.plan import Kind
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from stress.plan import Fault
 
 FILES_AT_ONCE: Final = 25
+FEW_FILES: Final = 8
+GONE_OF_FEW_FRACTION: Final = 0.002
 SPECIAL_AT_ONCE: Final = 3
 NAMESPACE_FILE: Final = "config.json"  #: without it a folder is somebody else's, and refused
 
@@ -36,19 +38,26 @@ def kinds(tiers: Sequence[str]) -> tuple[Kind, ...]:
 class FolderFaults:
     """Does them, and takes them back. One thread."""
 
-    def __init__(self, folders: Mapping[str, Path], aside: Path) -> None:
-        """``aside``: an empty folder for what is moved away, on the same filesystem."""
+    def __init__(
+        self, folders: Mapping[str, Path], aside: Path, spared: frozenset[str] = frozenset()
+    ) -> None:
+        """``aside``: an empty folder for what is moved away, on the same filesystem.
+
+        ``spared``: the names of files that no harm is done to.
+        """
         self._folders = folders
         self._aside = aside
+        self._spared = spared | {NAMESPACE_FILE}
         self._moved: dict[str, tuple[str, Path]] = {}  # target → the fault, where its folder is
         self._moves = 0
         self._special: dict[str, list[Path]] = {}  # fault → what it has put there
+        self._special_and_away: dict[str, list[Path]] = {}  # target → of faults that have ended
 
     def begin(self, fault: Fault) -> int:
         """Do a fault; returns how many wrongs that was."""
         folder = self._folders[fault.target]
         if fault.kind == "harm_files":
-            return harm_some_files(folder, fault.dice)
+            return harm_some_files(folder, fault.dice, self._spared)
         if fault.kind == "special_files":
             return self._put_special_files(fault)
         if fault.target in self._moved or not folder.is_dir() or folder.is_symlink():
@@ -62,7 +71,8 @@ class FolderFaults:
                 return 1
             self._moved[fault.target] = (fault.seed, away)
             if fault.kind == "replace_folder":
-                _replace(folder, away, fault.dice)
+                with suppress(OSError):  # the tier was quicker, or the disk is full: so much came
+                    _replace(folder, away, fault.dice)
             return 1
         return 0
 
@@ -70,21 +80,29 @@ class FolderFaults:
         """Take special files away; or put the folder back to where it was.
 
         What has come there instead goes aside. kvtier takes neither away: it refuses them.
+        But a tier that was started meanwhile may have begun anew: its folder stays.
         """
-        for path in self._special.pop(fault.seed, ()):
-            _take_away(path)
+        special = self._special.pop(fault.seed, [])
+        _take_away(special)
+        if fault.target in self._moved:  # some may be where the folder is now
+            self._special_and_away.setdefault(fault.target, []).extend(special)
         away = None
         if self._moved.get(fault.target, ("", None))[0] == fault.seed:
             _, away = self._moved.pop(fault.target)
         if away is None:
             return
         folder = self._folders[fault.target]
+        special = self._special_and_away.pop(fault.target, [])
+        if _has_settled(folder, away):
+            return
         with suppress(FileNotFoundError):
             folder.rename(away.with_name(f"{away.name}-instead"))
         away.rename(folder)
+        _take_away(special)
 
     def _put_special_files(self, fault: Fault) -> int:
-        chosen = some_files(self._folders[fault.target], fault.dice, SPECIAL_AT_ONCE)
+        folder = self._folders[fault.target]
+        chosen = some_files(folder, fault.dice, SPECIAL_AT_ONCE, self._spared)
         for path in chosen:
             self._special.setdefault(fault.seed, []).append(path)
             with suppress(OSError):  # the tier was quicker
@@ -92,13 +110,23 @@ class FolderFaults:
         return len(chosen)
 
 
-def _take_away(path: Path) -> None:
+def _has_settled(folder: Path, away: Path) -> bool:
+    """Tell whether a tier has begun anew: by what it is known by, it would refuse the old one."""
+    for found in folder.glob(f"*/{NAMESPACE_FILE}"):
+        before = away / found.relative_to(folder)
+        if not before.exists() or before.stat().st_mtime_ns != found.stat().st_mtime_ns:
+            return True
+    return False
+
+
+def _take_away(paths: Iterable[Path]) -> None:
     """Remove what is no file."""
-    with suppress(OSError):
-        if path.is_dir() and not path.is_symlink():
-            path.rmdir()
-        elif not path.is_file() or path.is_symlink():
-            path.unlink()
+    for path in paths:
+        with suppress(OSError):
+            if path.is_dir() and not path.is_symlink():
+                path.rmdir()
+            elif not path.is_file() or path.is_symlink():
+                path.unlink()
 
 
 def _replace(folder: Path, away: Path, dice: random.Random) -> None:
@@ -120,17 +148,22 @@ def _special_files(folder: str, names: list[str]) -> list[str]:
     return [name for name, path in paths if not (os.path.isfile(path) or os.path.isdir(path))]  # noqa: PTH112, PTH113
 
 
-def harm_some_files(folder: Path, dice: random.Random) -> int:
-    """Damage, cut or delete some of the files in a folder; returns how many."""
+def harm_some_files(folder: Path, dice: random.Random, spared: frozenset[str]) -> int:
+    """Damage, cut or delete some of the files in a folder; returns how many.
+
+    Where there are a few only, one of them is all that a tier has: they are damaged mostly.
+    """
     harmed = 0
-    for path in some_files(folder, dice, FILES_AT_ONCE):
+    chosen = some_files(folder, dice, FILES_AT_ONCE, spared)
+    has_many = len(set(chosen)) > FEW_FILES
+    for path in chosen:
         with suppress(OSError):  # the tier was quicker
-            _harm(path, dice)
+            _harm(path, dice, gone=2 / 3 if has_many else GONE_OF_FEW_FRACTION)
             harmed += 1
     return harmed
 
 
-def some_files(folder: Path, dice: random.Random, count: int) -> list[Path]:
+def some_files(folder: Path, dice: random.Random, count: int, spared: frozenset[str]) -> list[Path]:
     """Walk down to ``count`` files at random; fewer are returned where the walk ended nowhere.
 
     To look at all that there is would take longer than what is to be harmed.
@@ -144,17 +177,18 @@ def some_files(folder: Path, dice: random.Random, count: int) -> list[Path]:
                 if not os.path.isdir(place):  # noqa: PTH112 - as above
                     break
         path = Path(place)
-        if path.is_file() and path.name != NAMESPACE_FILE:
+        # What is not finished yet begins with the name that it will have.
+        if path.is_file() and not path.name.startswith(tuple(spared)):
             found.append(path)
     return found
 
 
-def _harm(path: Path, dice: random.Random) -> None:
-    """Do one of three things to a file."""
-    kind = dice.randrange(3)
-    if kind == 0:
+def _harm(path: Path, dice: random.Random, gone: float) -> None:
+    """Damage a file somewhere; or delete or cut it, so often as ``gone`` says."""
+    kind = dice.random()
+    if kind < gone / 2:
         path.unlink()
-    elif kind == 1:
+    elif kind < gone:
         os.truncate(path, dice.randrange(path.stat().st_size + 1))
     else:
         with path.open("r+b") as file:

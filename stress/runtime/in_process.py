@@ -21,13 +21,17 @@ from stress.record import NOTICED
 from stress.resources import resources_now
 from stress.runtime.rest import Rest
 from stress.runtime.session import Session
+from stress.runtime.use import note_use
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from stress.log_file import Noticed
     from stress.plan import Fault, Plan
     from stress.record import Record
+    from stress.runtime.residency import Residency
+    from stress.runtime.rest import Sweeping
 
 SAMPLE_S: Final = 0.25
 FAULTS_A_STEP_MAX: Final = 3
@@ -47,6 +51,10 @@ class InProcess(Layer):
 
     hangs_at_close: ClassVar[bool] = False  #: whether a tier may hang at close, while faults last
 
+    sweeping: Sweeping | None = None  #: set by ``world``, if there is such a tier
+
+    residency: Residency | None = None  #: likewise
+
     @abstractmethod
     @contextmanager
     def world(self, folder: Path, record: Record) -> Iterator[None]:
@@ -61,6 +69,10 @@ class InProcess(Layer):
     def clock(self) -> float:
         """Return what the scheduler takes for the time."""
 
+    def may_begin(self, _fault: Fault, _session: Session) -> bool:
+        """Tell whether a fault may begin just now; it is left out otherwise."""
+        return True
+
     @abstractmethod
     def begin(self, fault: Fault) -> int:
         """Do a fault, and return how many wrongs that was; those that come later are counted."""
@@ -72,10 +84,10 @@ class InProcess(Layer):
     def run(self, plan: Plan, record: Record, folder: Path) -> None:
         """Carry out a plan. Raises ``Failure``."""
         with ExitStack() as stack:
-            stack.enter_context(log_into(folder / "log"))
+            noticed = stack.enter_context(log_into(folder / "log"))
             stack.enter_context(self.world(folder, record))
             before = resources_now()
-            run = _Run(self, plan, record)
+            run = _Run(self, plan, record, noticed)
             stack.callback(run.clean_up)
             run.start()
             run.phase_one()
@@ -87,10 +99,11 @@ class InProcess(Layer):
 class _Run:
     """One run's state."""
 
-    def __init__(self, layer: InProcess, plan: Plan, record: Record) -> None:
+    def __init__(self, layer: InProcess, plan: Plan, record: Record, noticed: Noticed) -> None:
         self._layer = layer
         self._plan = plan
         self._record = record
+        self._noticed = noticed
         self._counts = Counts()
         self._dice = random.Random(f"{plan.seed}:load")
         self._settings = layer.settings(plan.seed)
@@ -104,7 +117,7 @@ class _Run:
         self._next_sample_s = 0.0
 
     def _open(self) -> Session:
-        return Session(self._settings, self._layer.clock, self._dice, self._counts)
+        return Session(self._settings, self._layer.clock, self._dice, self._counts, self._noticed)
 
     def start(self) -> None:
         """Serve until nothing is new any more, and begin the time axis."""
@@ -128,6 +141,7 @@ class _Run:
     def phase_one(self) -> None:
         """Serve requests while faults begin and end."""
         waiting = deque(self._plan.faults)
+        served_before = self._counts.served_by.copy()
         while (now_s := self._now_s()) < self._plan.seconds:
             for _ in range(FAULTS_A_STEP_MAX):
                 if waiting and waiting[0].at_s <= now_s:
@@ -137,8 +151,12 @@ class _Run:
             self._sample()
         self._end_due(float("inf"))
         self._record.faults_ended_s = self._now_s()
+        served = self._counts.served_by - served_before
+        note_use(self._record, self._session.tiers, served)
 
     def _begin(self, fault: Fault) -> None:
+        if not self._layer.may_begin(fault, self._session):
+            return
         began_s = self._now_s()
         if fault.kind == "reset":
             self._reset(fault)
@@ -199,10 +217,17 @@ class _Run:
         """See that everything comes back, and that nothing is left of the faults."""
         rest = Rest(self._session, self._record, self._sample)
         rest.breakers_close()
+        sweeping = self._layer.sweeping
+        if sweeping is not None:
+            rest.restart_twice(sweeping)
         rest.hits_are_back()
         rest.nothing_is_held()
+        if sweeping is not None:
+            rest.leftovers_go(sweeping)
+        if self._layer.residency is not None:
+            rest.events_fold(self._layer.residency)
         self._kept.clear()  # nothing hangs any more
-        rest.resources_are_as(self._before)
+        rest.resources_are_as(self._before, self._record.kept_bytes())
 
     def close(self) -> None:
         """End the runtime: nothing hangs any more."""
@@ -219,7 +244,8 @@ class _Run:
         del self._session
         left: dict[str, str] = {}
         end_s = time.monotonic() + 60.0
-        while left := resources_now().left_since(before):
+        kept_bytes = self._record.kept_bytes()
+        while left := resources_now(kept_bytes).left_since(before):
             if time.monotonic() > end_s:
                 raise Failure(f"left after close: {left}")
             time.sleep(0.1)

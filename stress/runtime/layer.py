@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import os
+import signal
+from contextlib import contextmanager, suppress
+from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+from kvtier_backends.fs.temporary import MARKERS_NAME, parse_temporary_untrusted
 from stress.contents import BLOCK_BYTES
 from stress.runtime import clocks, files, memory_faults, processes
 from stress.runtime.in_process import ENGINE_KINDS, InProcess
 from stress.runtime.quick_restarts import quick_restarts
+from stress.runtime.residency import Residency
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from stress.layer import Injector
@@ -56,6 +61,8 @@ class RuntimeLayer(InProcess):
         self._who_does: dict[str, Injector] = {
             kind.name: does for kinds, does in faults for kind in kinds
         }
+        self.sweeping = Swept(self._folders[FS])
+        self.residency = Residency(self._folders[FS], folder)
         with quick_restarts():
             yield
 
@@ -101,6 +108,40 @@ class RuntimeLayer(InProcess):
     def end(self, fault: Fault) -> None:
         """Take a fault back."""
         self._who_does[fault.kind].end(fault)
+
+
+class Swept:
+    """The ``fs`` tier, as one that sweeps what its killed writers left."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def kill(self) -> Sequence[int]:
+        """Kill its processes; returns them."""
+        pids = self.processes()
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return pids
+
+    def leave_unfinished(self) -> None:
+        """Put a temporary file into some fan-out folder, by the name of each writer there is."""
+        for marker in list(self._folder.glob(f"*/{MARKERS_NAME}/*")):
+            for fan_out in islice(marker.parents[1].glob("???/??"), 1):
+                (fan_out / f"unfinished.{marker.name}-0.tmp").touch()
+
+    def processes(self) -> Sequence[int]:
+        """Return its processes."""
+        return processes.tier_processes(FS)
+
+    def leftovers(self) -> Sequence[str]:
+        """Return the names of blocks that are only written so far, by whoever."""
+        return [
+            name
+            for _, _, names in os.walk(self._folder)
+            for name in names
+            if parse_temporary_untrusted(name) is not None
+        ]
 
 
 def make_layer(_arguments: object) -> RuntimeLayer:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from stress.plan import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from stress.plan import Fault
 
@@ -33,15 +33,19 @@ def kinds(tiers: Sequence[str]) -> tuple[Kind, ...]:
 
 
 class ProcessFaults:
-    """Does them, and takes them back. One thread."""
+    """Does them, and takes them back. One thread.
 
-    def __init__(self) -> None:
+    ``find``: names the processes of a tier that there are just now.
+    """
+
+    def __init__(self, find: Callable[[str], Sequence[int]] | None = None) -> None:
+        self._find = find or tier_processes
         self._stopped: dict[str, list[int]] = {}  # fault → processes
         self._restore: dict[str, tuple[int, int, tuple[int, int]]] = {}  # fault → pid, limit, usual
 
     def begin(self, fault: Fault) -> int:
         """Do a fault; returns to how many processes: a tier has none while it is restarted."""
-        pids = tier_processes(fault.target)
+        pids = self._find(fault.target)
         return sum(self._begin_one(fault, pid) for pid in pids)
 
     def _begin_one(self, fault: Fault, pid: int) -> bool:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from msgspec.structs import asdict
 
+from kvtier.core.events import PRIMARY
 from stress.failure import Failure
 from stress.resources import Resources, resources_now
+from stress.runtime.residency import FS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from stress.record import Record
+    from stress.runtime.residency import Residency
     from stress.runtime.session import Session
 
 RECOVERY_S_MAX: Final = 60.0
@@ -23,6 +26,26 @@ SERVED_BLOCKS_MIN: Final = 8
 BUSY_FACTOR: Final = 4.0
 """A machine that others use too may take longer: waiting ends after so many times the limit,
 and what counts is the time in which steps were short (``Checker.step_s``)."""
+
+
+LOOK_S: Final = 0.25
+"""To look through all folders takes a while."""
+
+
+class Sweeping(Protocol):
+    """A layer with a tier that sweeps what its killed writers left."""
+
+    def kill(self) -> Sequence[int]:
+        """Kill the processes of that tier; returns them."""
+
+    def leave_unfinished(self) -> None:
+        """Put a temporary file there as the tier's process leaves one that is killed."""
+
+    def processes(self) -> Sequence[int]:
+        """Return those that there are now."""
+
+    def leftovers(self) -> Sequence[str]:
+        """Return the names of temporary files."""
 
 
 class Rest:
@@ -35,14 +58,7 @@ class Rest:
 
     def breakers_close(self) -> None:
         """Serve requests until all tiers are given work again."""
-
-        def closed() -> bool:
-            return all(tier.breaker == "CLOSED" for tier in self._session.statistics().tiers)
-
-        def tell() -> str:
-            return str({tier.name: tier.breaker for tier in self._session.statistics().tiers})
-
-        took_s = self._step_until(closed, "breakers stay open", tell)
+        took_s = self._step_until(self._are_closed, "breakers stay open", self._breakers_in_words)
         self._checks["breakers"] = f"closed after {took_s:.1f} s"
 
     def hits_are_back(self) -> None:
@@ -72,17 +88,90 @@ class Rest:
         took_s = self._step_until(is_quiet, "not at rest", self._primary_in_words, requests_max=0)
         self._checks["slots"] = f"all free or ready after {took_s:.1f} s"
 
-    def resources_are_as(self, before: Resources) -> None:
-        """Compare what the process holds with what it held before the faults."""
+    def restart_twice(self, layer: Sweeping) -> None:
+        """Kill a tier and see it back, twice: each start sweeps what dead writers have left.
+
+        They are known by their markers. If harm took that of the last process, the first start
+        makes one, and the second start finds it.
+        """
+        for start in range(2):
+            if start:
+                layer.leave_unfinished()
+            killed = set(layer.kill())
+
+            def is_back(killed: set[int] = killed) -> bool:
+                return killed.isdisjoint(layer.processes()) and self._are_closed()
+
+            self._step_until(is_back, "a killed tier stays away", self._breakers_in_words)
+
+    def leftovers_go(self, layer: Sweeping) -> None:
+        """See that no temporary file is left, now that nothing is stored."""
+        left: Sequence[str] = ()
+        looked_s = 0.0
+
+        def swept() -> bool:
+            nonlocal left, looked_s
+            if time.monotonic() - looked_s > LOOK_S:
+                left, looked_s = layer.leftovers(), time.monotonic()
+                return not left
+            return False
+
+        self._step_until(swept, "temporary files are left", lambda: str(left[:3]), requests_max=0)
+        self._checks["leftovers"] = "what killed writers left is swept"
+
+    def events_fold(self, residency: Residency) -> None:
+        """See that events tell what tiers have, now that nothing is under way."""
+        differs: str | None = None
+        looked_s = 0.0
+
+        def same() -> bool:
+            nonlocal differs, looked_s
+            if time.monotonic() - looked_s > 4 * LOOK_S:
+                told, mark = self._session.checker.resident, self._session.mark
+                found = residency.difference(told, mark)
+                looked_s = time.monotonic()
+                if found is not None:
+                    differs = found
+                    residency.ask()  # in case that it was told only now
+                return found == ""
+            return False
+
+        damaged = self._find_damaged(residency)
+        residency.ask()
+        self._step_until(same, "events tell what tiers don't have", lambda: f"{differs}", 0)
+        what = "fold to what memory and disk have; fs has what is told"
+        self._checks["events"] = f"{what}, without {damaged} damaged blocks"
+
+    def _find_damaged(self, residency: Residency) -> int:
+        """Have ``fs`` come upon damaged blocks, which it removes; returns how many there are."""
+        load, resident = self._session.load, self._session.checker.resident
+        damaged = residency.damage(resident.get(FS, set()) - resident[PRIMARY], self._session.mark)
+        for key in damaged:
+            load.find((key,), 1 << FS)
+        what = "damaged blocks are waited for"
+        self._step_until(load.is_idle, what, self._tiers_in_words, requests_max=0)
+        return len(damaged)
+
+    def resources_are_as(self, before: Resources, kept_bytes: int) -> None:
+        """Compare what the process holds with what it held before the faults.
+
+        ``kept_bytes``: memory that the run's own record takes.
+        """
         left: dict[str, str] = {}
 
         def same() -> bool:
             nonlocal left
-            left = resources_now().left_since(before)
+            left = resources_now(kept_bytes).left_since(before)
             return not left
 
         self._step_until(same, "not as before the faults", lambda: str(left), requests_max=0)
         self._checks["resources"] = "descriptors, threads, processes and memory are as before"
+
+    def _are_closed(self) -> bool:
+        return all(tier.breaker == "CLOSED" for tier in self._session.statistics().tiers)
+
+    def _breakers_in_words(self) -> str:
+        return str({tier.name: tier.breaker for tier in self._session.statistics().tiers})
 
     def _tiers_in_words(self) -> str:
         return str(

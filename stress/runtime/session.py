@@ -12,12 +12,14 @@ from stress.contents import BLOCK_BYTES
 from stress.failure import Failure
 from stress.load import Counts, Load
 from stress.record import Sample
+from stress.resources import resident_bytes
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Mapping
 
     from kvtier.core.statistics import Statistics
+    from stress.log_file import Noticed
 
 SLOTS: Final = 96
 CLOSE_S: Final = 5.0
@@ -33,12 +35,14 @@ class Session:
         clock: Callable[[], float],
         dice: random.Random,
         counts: Counts,
+        noticed: Noticed,
     ) -> None:
         config = RuntimeConfig.from_mapping(
             {"close_timeout_s": CLOSE_S, **settings}, slot_count=SLOTS, block_bytes=BLOCK_BYTES
         )
         self.keeps_on_reset = config.keeps_on_reset
         self.tiers = [tier.name for tier in config.tiers]
+        self.opened: set[str] = set()  #: tiers that a sample has found open, once at least
         self.memory = SlotMemory.anonymous(SLOTS, BLOCK_BYTES)
         try:
             self.facade = open_runtime(
@@ -47,8 +51,14 @@ class Session:
         except BaseException:
             self.memory.release()
             raise
-        self.checker = Checker(self.memory)
+        self.checker = Checker(self.memory, noticed)
         self.load = Load(self.facade, self.memory, self.checker, dice, counts)
+
+    @property
+    def mark(self) -> bytes:
+        """What marks the keys of the weights that the engine has now, in tiers."""
+        mark: bytes = self.facade._generations.mark  # noqa: SLF001 - nobody else needs to know it
+        return mark
 
     def statistics(self) -> Statistics:
         """Return the runtime's."""
@@ -57,6 +67,7 @@ class Session:
     def sample(self, at_s: float) -> Sample:
         """Return this moment."""
         now, counts = self.statistics(), self.load.counts
+        self.opened |= {tier.name for tier in now.tiers if tier.breaker != "DISABLED"}
         resident = self.checker.resident
         return Sample(
             at_s=round(at_s, 3),
@@ -71,6 +82,7 @@ class Session:
             },
             breakers={tier.name: tier.breaker for tier in now.tiers},
             quarantined=now.primary.quarantined_slots,
+            memory_bytes=resident_bytes(),
         )
 
     def close(self) -> bool:

@@ -50,6 +50,13 @@ def fs(root: Path, layout: str, context: BackendContext) -> Backend:
     return FsBackend.from_options(options, context)
 
 
+def bounded_fs(root: Path, context: BackendContext) -> Backend:
+    """Room for 256 blocks, whatever their size: with a trailer, and padded."""
+    capacity = 256 * (2 * 4096 + context.block_bytes)
+    options = {"root_dir": str(root / "kv"), "capacity_bytes": capacity, "n_read_threads": 4}
+    return FsBackend.from_options(options, context)
+
+
 @pytest.mark.parametrize("check", BACKEND_CHECKS, ids=lambda check: check.__name__)
 async def test_memory_keeps_the_contract(check: BackendCheck) -> None:
     await check(memory)
@@ -61,6 +68,13 @@ async def test_memory_keeps_the_contract(check: BackendCheck) -> None:
 )
 async def test_fs_keeps_the_contract(check: BackendCheck, layout: str, tmp_path: Path) -> None:
     await check(partial(fs, tmp_path, layout))
+
+
+@pytest.mark.parametrize(
+    "check", BACKEND_CHECKS + PERSISTENCE_CHECKS, ids=lambda check: check.__name__
+)
+async def test_fs_with_a_capacity_keeps_the_contract(check: BackendCheck, tmp_path: Path) -> None:
+    await check(partial(bounded_fs, tmp_path))
 
 
 async def test_check_backend_runs_all_checks(tmp_path: Path) -> None:

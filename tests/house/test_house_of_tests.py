@@ -22,6 +22,7 @@ MAY_READ_A_CLOCK = {
     "support/patience.py": "waits for all others",
     "rig/__main__.py": "runs for as long as it is told",
     "model/test_model.py": "runs for as long as it is told",
+    "mutants/hangs.py": "ends a mutant that runs far longer than the code does",
     "unit/runtime/test_hanging_storage.py": "moves a clock on once something hangs",
     "unit/runtime/test_hung_backends.py": "gives up on a method that nobody calls",
     "vllm/support/engine.py": "notes how long a round took, for people",

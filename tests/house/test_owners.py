@@ -12,7 +12,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ACTORS = ("kvtier.core.", "kvtier.engine.", "kvtier.tier.", "kvtier.hosts.", "kvtier.runtime")
-CONTRACT = {"self._backend.on_lost"}
+CONTRACT = {
+    "self._backend.on_lost",
+    "self._backend.on_wanted",
+    "self._backend.on_wanted_no_more",
+    "self._backend.on_connection",
+}
 """What the protocol says that the runtime sets."""
 
 
@@ -46,9 +51,21 @@ GIVEN = {
     "kvtier.tools.bench.disk_io: entry.user_data": "io_uring: a submission queue's entry",
     "kvtier.tools.answering: process.returncode": "subprocess: nobody waits for the process",
     "kvtier.tier.cell: self._backend.on_lost": "the backend's protocol: the runtime sets it",
+    "kvtier.tier.cell: self._backend.on_wanted": "as above",
+    "kvtier.tier.cell: self._backend.on_wanted_no_more": "as above",
+    "kvtier.tier.cell: self._backend.on_connection": "as above",
     "kvtier.testing._workbench: backend.on_lost": "as above: the suite plays the runtime",
+    "kvtier_backends.redis.client: made.ssl_context": "the client library: one for all connections",
+    "kvtier.testing._workbench: backend.on_connection": "as above",
+    "kvtier.tools.bench.backend_sides: self._backend.on_connection": "as above: the benchmark does",
+    "kvtier.tools.bench.plain_mooncake: self._placement.replica_num": "Mooncake's own settings",
+    "kvtier_backends.mooncake.client: self._pinned.with_hard_pin": "Mooncake's own settings",
+    "kvtier_backends.mooncake.client: self._placement.replica_num": "as above",
+    "kvtier_backends.mooncake.client: self._placement.soft_pin_action": "as above",
     "kvtier_backends.memory: block.buffer": "the backend's protocol: bytes to be filled",
     "kvtier.tools.bench.sides: self.memory.buffer": "bytes to be filled",
+    "kvtier.plugin_api.slot_memory: finalizer.atexit": "weakref: not at the process's exit",
+    "kvtier.plugin_api.threads: finalizer.atexit": "as above",
     "kvtier.plugin_api.backend: traits.__init__": "a decorator of the class",
     "kvtier.plugin_api.options: error.key": "an exception, annotated where it is raised",
 }

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from hypothesis.stateful import invariant, precondition
 from promises import counted_by, is_running, served_by
+from settled import knows_contents
 
 from kvtier_backends.disk.backend import SWEEPS_PER_TTL, TICK_S
 from kvtier_backends.disk.log.regions import WRITE_AMPLIFICATION_MAX, RegionState
@@ -106,7 +107,7 @@ class DiskPromises:
         world = self.world
         for disk in open_disks(world):
             number = world.devices.index(disk)
-            if not world.knows_contents(number) or disk.is_at_work() or disk.tier.batches:
+            if not knows_contents(world, number) or disk.is_at_work() or disk.tier.batches:
                 continue
             here = set(disk.blocks)
             counted = counted_by(disk.tier)

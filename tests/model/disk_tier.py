@@ -63,6 +63,10 @@ class _Folder:
     def stands(self) -> bool:
         return True
 
+    def is_in(self, _path: str) -> bool:
+        """Files at its path are not its own: it has none, and so no superblock to look after."""
+        return False
+
     def release(self) -> None:
         """There is no lock."""
 

@@ -110,6 +110,8 @@ class FakeDevice:
         self.blocks: dict[Key, tuple[bytes, bytes]] = {}  # key → bytes, digest
         self.orphans: list[Batch] = []  # its tier broke; the threads go on
         self._works: dict[int, Work] = {}
+        self.stuck: set[Key] = set()  # damaged, and their removal is to fail
+        self.taken: set[Key] = set()  # removed by others, and not loaded in vain since
         self.blocks_max = 0  # more than the capacity after a restart with less of it
         self._at_start: list[Key] = []
         self.untold: list[Key] = []  # of what there was at the start, as it was taken down then
@@ -233,7 +235,12 @@ class FakeDevice:
         return outcomes
 
     def _fail_one(self, batch: Batch, number: int, key: Key) -> Outcome:
-        """Fail a block. What was stored of it may be there all the same: nobody can tell."""
+        """Fail a block. What was stored of it may be there all the same: nobody can tell.
+
+        Or there was no room for it, and what was there before stays.
+        """
+        if isinstance(batch, m.StoreBatch) and number % 2:
+            return Outcome.FULL
         if isinstance(batch, m.StoreBatch) and self._has_room_for(key):
             work = self.work_of(batch)
             self.blocks.setdefault(key, (bytes(work.buffers[number]), work.digests[number]))
@@ -247,12 +254,15 @@ class FakeDevice:
             return Outcome.DONE if key in self.blocks else Outcome.ABSENT
         if isinstance(batch, m.StoreBatch):
             return self._stored(batch, number, key)
+        self.taken.discard(key)  # now the tier knows
         held = self.blocks.get(key)
         if held is None:
             return Outcome.ABSENT
         # As the driver of a tier cell: what is in the slot is checked, not what was meant.
         if block_digest(key, self.world.memory.view(batch.slots[number])) != held[1]:
-            self.lose(key)
+            if key not in self.stuck:
+                self.lose(key)
+            self.stuck.discard(key)
             return Outcome.DAMAGED
         return Outcome.DONE
 

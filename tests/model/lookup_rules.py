@@ -18,6 +18,7 @@ from kvtier.engine.slot_table import GPU
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvtier.core.load_messages import Place
     from kvtier.plugin_api.keys import Key
 
 
@@ -93,14 +94,8 @@ class LookupRules(TierRules):
         """As vLLM's adapter does: it ends at the first block that is nowhere, or earlier."""
         request = self._request(which)
         world = self.world
-        world.in_order(schedule)
-        before = dict(world.states)
         refused = world.primary.counts.promotions_refused
-        keys = request.path[:count]
-        states = world.facade.lookup_states(keys, request.name)
-        assert BlockState.ABSENT not in states[:-1]
-        for key, state in zip(keys, states, strict=False):
-            self._note_answer(request, key, before[key], state)
+        self._look_up_prefix(request, count, schedule)
         if world.primary.counts.promotions_refused > refused and not schedule:
             self._assert_full()
 
@@ -124,18 +119,8 @@ class LookupRules(TierRules):
         world.in_order(schedule)
         for key in request.path:
             assert world.facade.survey(key, request.name) is not None
-        world.decided.discard(request.name)
         before = {key for key in KEYS if world.primary.slot_of(key) is not None}
-        leased = set(world.slots.leased)
-        tokens = world.facade.reserve_prefix(groups, request.name)
-        needed = (
-            {key for group in groups for key in group.needed(tokens) or ()} if tokens else set()
-        )
-        for key in needed:
-            slot = world.primary.slot_of(key)
-            assert slot is not None, f"{key!r} is needed for {tokens} tokens, and not promoted"
-            if slot not in leased and slot in world.slots.leased:
-                self._leased(request, key)
+        tokens, needed = self._reserve_prefix(request, groups)
         for key in set(KEYS) - before - needed:
             assert world.primary.slot_of(key) is None, f"{key!r} is of no use to {tokens} tokens"
 
@@ -167,6 +152,36 @@ class LookupRules(TierRules):
             assert said is False
         if before is BlockState.READY:
             assert said is True
+
+    def _look_up_prefix(
+        self, request: Request, count: int, schedule: bytes, place: Place | None = None
+    ) -> None:
+        world = self.world
+        world.in_order(schedule)
+        before = dict(world.states)
+        keys = request.path[:count]
+        states = world.facade.lookup_states(keys, request.name, place)
+        assert BlockState.ABSENT not in states[:-1]
+        for key, state in zip(keys, states, strict=False):
+            self._note_answer(request, key, before[key], state)
+
+    def _reserve_prefix(
+        self, request: Request, groups: Sequence[GroupKeys], first_token: int | None = None
+    ) -> tuple[int, set[Key]]:
+        """Return the tokens of the prefix that was reserved, and the keys that it needs."""
+        world = self.world
+        world.decided.discard(request.name)
+        leased = set(world.slots.leased)
+        tokens = world.facade.reserve_prefix(groups, request.name, first_token)
+        needed = (
+            {key for group in groups for key in group.needed(tokens) or ()} if tokens else set()
+        )
+        for key in needed:
+            slot = world.primary.slot_of(key)
+            assert slot is not None, f"{key!r} is needed for {tokens} tokens, and not promoted"
+            if slot not in leased and slot in world.slots.leased:
+                self._leased(request, key)
+        return tokens, needed
 
     def _look_up(self, request: Request, key: Key, schedule: bytes = b"") -> BlockState:
         world = self.world

@@ -14,7 +14,7 @@ from mutating import Mutations
 
 from kvtier.core import messages as m
 from kvtier.core.events import EventKind, EventLog
-from kvtier.engine import prefix_reservations
+from kvtier.engine import in_flight, prefix_reservations, tier_directory
 from kvtier.engine.circuit_breaker import Breaker
 from kvtier.engine.primary_tier import PrimaryTier
 from kvtier.engine.requests import Request
@@ -26,6 +26,7 @@ from kvtier.tier import batching, bounded_tier, unbounded_tier
 from kvtier.tier.batching import BlockBatch
 from kvtier.tier.bounded_tier import BoundedTier
 from kvtier.tier.leftovers import Leftovers, Unannounced
+from kvtier.tier.unbounded_tier import UnboundedTier
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,16 +106,16 @@ def free_a_slot_whose_fill_is_abandoned(self: PrimaryTier, message: m.PromotionA
         self._not_filled(message.keys)
 
 
-@in_place_of(TierLink, "_due")
-def forget_the_deadline_of_promotions(self: TierLink, work: Any) -> bool:
+@in_place_of(in_flight.Job, "is_due")
+def forget_the_deadline_of_promotions(real: Any, self: in_flight.Job, now: float) -> bool:
     """A load that hangs is waited for."""
-    return not getattr(work, "is_load", False) and self._now >= work.deadline
+    return not self.is_load and bool(real(self, now))
 
 
-@in_place_of(TierLink, "_due")
-def forget_the_deadline_of_probes(self: TierLink, work: Any) -> bool:
+@in_place_of(in_flight.Probe, "is_due")
+def forget_the_deadline_of_probes(_self: in_flight.Probe, _now: float) -> bool:
     """A probe that hangs is waited for."""
-    return hasattr(work, "is_load") and bool(self._now >= work.deadline)
+    return False
 
 
 @in_place_of(TierLink, "_job_ended")
@@ -171,7 +172,7 @@ def keep_the_leases_of_a_scheduled_request(
     self.reply(None)
 
 
-@in_place_of(TierDirectory, "_is_wanted")
+@in_place_of(tier_directory._Probes, "_is_wanted")
 def ask_for_what_nobody_waits_for(*_: object) -> bool:
     """Probes are sent for requests that have been scheduled, or are over."""
     return True
@@ -254,6 +255,13 @@ def leave_what_a_failed_call_left(*_: object, **__: object) -> None:
     """A store that failed is taken to have kept nothing, a removal to have removed all."""
 
 
+@in_place_of(BoundedTier, "_note_loaded")
+def take_damaged_blocks_for_removed(real: Any, self: BoundedTier, *ended: Any) -> None:
+    """That the driver removes them may fail: a copy takes room that nobody frees."""
+    with patch.object(self, "_leave", lambda _: None):
+        real(self, *ended)
+
+
 @in_place_of(Unannounced, "removed")
 def count_what_was_removed_before_it_was_told(*_: object, **__: object) -> None:
     """A backend's list of what it had from before is told as it was taken down."""
@@ -281,6 +289,11 @@ def serve_what_a_tier_has_of_another_generation(
     """A tier that is restarted takes all that it finds for the engine's own."""
     with patch.object(bounded_tier, "mark_of", lambda _key: self._mark):
         return real(self, keys)
+
+
+@in_place_of(UnboundedTier, "_tell_gone")
+def tell_nobody_what_a_shared_tier_has_not(*_: object, **__: object) -> None:
+    """A router is told of a block that a load found damaged, and that was removed."""
 
 
 @in_place_of(TierLink, "_count_stray")

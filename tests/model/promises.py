@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from hypothesis.stateful import invariant, precondition
 from known_policies import held_by, known_to
+from settled import knows_contents, knows_losses, there_or_taken
 from world import KEYS
 
 from kvtier.core.block_state import BlockState
@@ -176,8 +177,10 @@ class Promises:
         world.drain_events()
         assert world.folded[PRIMARY] == world.primary.resident()
         for number, tier in enumerate(world.runtime.tiers):
-            if world.knows_contents(number):
+            if knows_contents(world, number):
                 assert world.folded[number] == served_by(tier), tier.name
+            elif knows_losses(world, number):
+                assert world.folded[number] <= there_or_taken(world, number), tier.name
 
     # --- 11 ---
 
@@ -328,6 +331,22 @@ class Promises:
             lost = sum(len(job.slots) for job in under_way if job.abandoned and job.is_load)
             assert audit.abandoned_slots == lost
             assert audit.cascade_slots == sum(len(e.slots) for e in under_way if not e.is_load)
+
+    @precondition(is_running)
+    @invariant()
+    def load_times_count_what_is_in_flight(self) -> None:
+        for link in self.world.links:
+            seen = link.audit()
+            in_flight = sum(len(job.slots) for job in seen.jobs.values() if job.is_load)
+            assert seen.load_blocks == in_flight
+
+    @precondition(is_running)
+    @invariant()
+    def p6_nobody_waits_for_a_load_beyond_its_patience(self) -> None:
+        for link in self.world.links:
+            seen = link.audit()
+            for job in seen.jobs.values():
+                assert job.abandoned or seen.now < job.waits_until
 
 
 def bounded_tiers(world: World) -> list[TestTier]:

@@ -188,20 +188,23 @@ class TierRules(TimeRules):
         marks = [world.mark, ORIGINAL, mark_of_name("a"), mark_of_name("b")]
         (name,) = marked((key,), pick(marks, weights))
         shared = [each for each, shape in enumerate(world.shape.tiers) if shape.capacity is None]
-        blocks = world.devices[pick(shared, tier)].blocks
+        device = world.devices[pick(shared, tier)]
         if appears:
             data = world.new_bytes(key)
             world.committed[name].add(data)
-            blocks[name] = (data, block_digest(name, memoryview(data)))
-        else:
-            blocks.pop(name, None)
+            device.blocks[name] = (data, block_digest(name, memoryview(data)))
+        elif device.blocks.pop(name, None):
+            device.taken.add(name)
 
     @is_due("rot", 8, lambda self: any(each.blocks for each in self.world.devices))
     @rule(tier=PICKS, which=PICKS)
     def a_copy_rots(self, tier: int, which: int) -> None:
-        """A block that fails its check is a miss."""
+        """A block that fails its check is a miss. Its first removal may fail."""
         device = pick([each for each in self.world.devices if each.blocks], tier)
-        device.damage(pick(list(device.blocks), which))
+        name = pick(list(device.blocks), which)
+        device.damage(name)
+        if which % 2 and isinstance(device, FakeDevice):
+            device.stuck.add(name)
 
     # --- the life of a tier ---
 

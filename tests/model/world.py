@@ -100,6 +100,7 @@ class Shape:
     store_reserve_fraction: float = 1 / 16
     on_reset: str = "keep"
     weights_version: str = ""
+    prefill_tokens_per_s: float | None = None
 
     @property
     def block_bytes(self) -> int:
@@ -161,6 +162,8 @@ class World:
             breaker_failures_max=shape.breaker_failures_max,
             breaker_pause_s=1.0,
             breaker_pause_s_max=4.0,
+            load_or_recompute="auto",
+            prefill_tokens_per_s=shape.prefill_tokens_per_s,
         )
         self.memory = SlotMemory.anonymous(shape.slot_count, shape.block_bytes)
         self.runtime = open_test_runtime(
@@ -467,24 +470,8 @@ class World:
                 resident.update(event.keys)
             elif event.kind is EventKind.REMOVED:
                 resident.difference_update(event.keys)
-            else:
+            elif event.kind is EventKind.CLEARED:
                 resident.clear()
-
-    def knows_contents(self, number: int) -> bool:
-        """Tell whether the tier's contents are known, and all it had to say has arrived."""
-        tier = self.runtime.tiers[number]
-        return (
-            self.shape.tiers[number].capacity is not None
-            and self.honest[number]
-            and not self.dead[number]
-            and not self.fenced[number]
-            and number not in self.broken_links
-            and tier.bounded.audit().knows_generation
-            and tier.bounded.audit().since == self.links[number].audit().since
-            and not tier.inbox.waiting
-            and not any(each.waiting for each in tier.mailboxes)
-            and not any(isinstance(job, m.StoreJob) for job in self.at_tier[number].values())
-        )
 
     def is_busy(self, number: int) -> bool:
         """Tell whether the tier has something to do, or to say."""

@@ -1,7 +1,7 @@
 """The small changes that are made, one at a time: cosmic-ray's, and two that it lacks.
 
-Left out is what no test need see: annotations, docstrings, assertions (they diagnose, and
-safeguard nothing; so does ``strict=True``), imports, and what a log line says.
+Left out is what no test need see: annotations, decorators, docstrings, assertions (they diagnose,
+and safeguard nothing; so does ``strict=True``), imports, and what a log line says.
 """
 
 from __future__ import annotations
@@ -160,6 +160,8 @@ def _excluded(tree: ast.Module) -> list[tuple[Position, Position]]:
             every = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
             nodes += [node.returns, *(each.annotation for each in every), *node.decorator_list]
             nodes += [each for each in node.body if node.name in UNSEEN]
+        elif isinstance(node, ast.ClassDef):
+            nodes += node.decorator_list
         elif isinstance(node, ast.AnnAssign):
             nodes.append(node.annotation)
         elif isinstance(node, ast.keyword) and node.arg == "strict":

@@ -2,9 +2,10 @@
 
     make mutants SAMPLE=40 SEED=1 FILES="lookups promotions"
 
-Each mutant is a process that is forked once the heavy imports are made, so it costs what its
-tests cost. ``SAMPLE`` mutants of each file are drawn by ``SEED``; 0 takes them all. Which tests
-are near a file says ``rooms.py``; which survivors are none says ``explained.txt``.
+Each mutant is a process that is forked once the tests are collected, so it costs what its tests
+cost up to the first that fails (``in_place.py``); what runs at import costs the imports as well.
+``SAMPLE`` mutants of each file are drawn by ``SEED``; 0 takes them all. Which tests are near a
+file says ``rooms.py``; which survivors are none says ``explained.txt``.
 """
 
 from __future__ import annotations
@@ -18,31 +19,38 @@ import json
 import os
 import random
 import resource
-import select
 import signal
 import sys
-import traceback
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.mutants.in_place import (
+    AT_IMPORT,
+    MEMORY_BYTES_MAX,
+    OPTIONS,
+    exit_with,
+    killed_by,
+    verdicts,
+    wait,
+    write_to,
+)
 from tests.mutants.operators import Mutant, difference, mutants_of, read
 from tests.mutants.rooms import ROOMS, SLOW
+from tests.mutants.scores import Score, reasons_of, table
+from tests.mutants.watch import Watch, what_was_told
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
+    from tests.mutants.in_place import Verdict
+
 ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = ROOT / "build" / "mutants"
-EXPLAINED = Path(__file__).with_name("explained.txt")
 CPU_S_MAX = 240
 WALL_S_MAX = 1200
-MEMORY_BYTES_MAX = 6 << 30
-PYTEST_OPTIONS = ("-x", "-q", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-seed=1")
-PYTEST_OPTIONS += ("-W", "ignore::pytest.PytestAssertRewriteWarning")
 PRELOADED = ("pytest", "hypothesis.stateful", "numpy", "anyio.pytest_plugin", "msgspec")
 PRELOADED_TOO = ("structlog", "xxhash", "asyncio", "pytest_timeout", "_hypothesis_pytestplugin")
 PRELOADED_FOR_VLLM = ("vllm.v1.kv_offload.base", "vllm.v1.core.sched.scheduler")
@@ -70,49 +78,34 @@ def module_of(file: str) -> str:
     return file.removeprefix("backends/").removesuffix(".py").replace("/", ".")
 
 
-def test(file: str, source: str, tests: Sequence[str], log: Path) -> str:
-    """Run the tests on a mutant in a process of its own. Returns what killed it, or "survived"."""
+def test(file: str, source: str, tests: Sequence[str], log: Path) -> Verdict:
+    """Run the tests on a mutant in a process of its own, which imports it as it is."""
     gc.freeze()
+    told = os.memfd_create("told")
     child = os.fork()
     if not child:
-        _run_tests(file, source, tests, log)
-    ended = os.pidfd_open(child)
-    in_time, _, _ = select.select([ended], [], [], WALL_S_MAX)
-    os.close(ended)
+        exit_with(lambda: _run_tests(file, source, tests, log, told))
+    in_time = wait(child, WALL_S_MAX)
     with suppress(ProcessLookupError):  # what it has left behind
         os.killpg(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    if not in_time:
-        return "no end"
-    code = os.waitstatus_to_exitcode(status)
-    if code == 0:
-        return "survived"
-    return {1: "tests", 2: "import"}.get(code, f"exit {code}")
+    failed = what_was_told(told).failed
+    return {"killed_by": killed_by(status, in_time=in_time), "test": " ".join(failed[:1])}
 
 
-def _run_tests(file: str, source: str, tests: Sequence[str], log: Path) -> None:
+def _run_tests(file: str, source: str, tests: Sequence[str], log: Path, told: int) -> int:
     os.setpgid(0, 0)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    write_to(log)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S_MAX, CPU_S_MAX))
     if "vllm" not in file:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX))
     sys.meta_path.insert(0, MutatedFinder(module_of(file), ROOT / file, source))
-    code = 3
-    try:
-        import pytest
-        from hypothesis.internal.conjecture.engine import ConjectureRunner
+    import pytest
+    from hypothesis.internal.conjecture.engine import ConjectureRunner
 
-        # That a property fails is all that is asked.
-        ConjectureRunner.shrink_interesting_examples = lambda _self: None
-        code = int(pytest.main([*PYTEST_OPTIONS, *tests]))
-    except BaseException:  # noqa: BLE001 - it must not go on as the driver
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    # That a property fails is all that is asked.
+    ConjectureRunner.shrink_interesting_examples = lambda _self: None
+    return int(pytest.main([*OPTIONS, *tests], plugins=[Watch(told)]))
 
 
 def compiles(source: str) -> bool:
@@ -122,28 +115,6 @@ def compiles(source: str) -> bool:
     except SyntaxError:
         return False
     return True
-
-
-def check_that_tests_pass(files: Sequence[str], *, quick: bool) -> None:
-    """Run the tests of each room without a change: else they would kill every mutant."""
-    OUTPUT.mkdir(parents=True, exist_ok=True)
-    log = OUTPUT / "without_a_change.log"
-    for room in {ROOMS[file] for file in files}:
-        file = next(each for each in files if ROOMS[each] == room)
-        tests = tests_near(file, quick=quick)
-        killed_by = test(file, read(ROOT / file), tests, log)
-        if killed_by != "survived":
-            sys.exit(f"{file}: its tests fail without a change ({killed_by})\n{read(log)}")
-
-
-def explained() -> dict[tuple[str, str], str]:
-    """Return the reason of each survivor that is none, by file and difference."""
-    found = {}
-    for line in read(EXPLAINED).splitlines():
-        if line and not line.startswith("#"):
-            file, changed, reason = line.split(" | ")
-            found[file, changed] = reason
-    return found
 
 
 def chosen(file: str, sample: int, seed: int) -> tuple[list[Mutant], int]:
@@ -156,35 +127,55 @@ def chosen(file: str, sample: int, seed: int) -> tuple[list[Mutant], int]:
 
 
 def tests_near(file: str, *, quick: bool) -> list[str]:
-    """Return the tests to run on mutants of a file. ``quick``: without the slow ones."""
-    return [test for test in ROOMS[file] if not (quick and test.startswith(SLOW))]
+    """Return what to tell pytest for mutants of a file. ``quick``: without the slow tests."""
+    if not quick:
+        return list(ROOMS[file])
+    tests = [test for test in ROOMS[file] if not test.startswith(SLOW)]
+    return [*tests, *(f"--deselect={test}" for test in SLOW if test.partition("::")[0] in tests)]
 
 
 def run_file(file: str, sample: int, seed: int, *, quick: bool) -> Iterator[dict[str, Any]]:
-    """Try the mutants of one file; those that an earlier run has tried are not tried again."""
+    """Try the mutants of one file; those that an earlier run has found are not tried again."""
     OUTPUT.mkdir(parents=True, exist_ok=True)
     results = OUTPUT / f"{module_of(file)}.jsonl"
     original = read(ROOT / file)
-    tests = tests_near(file, quick=quick)
-    known = {}
-    if results.exists():
-        known = {
-            tuple(each["mutant"]): each for each in map(json.loads, read(results).splitlines())
-        }
-    log = OUTPUT / f"{module_of(file)}.log"
-    mutants, _ = chosen(file, sample, seed)
-    for mutant in mutants:
-        result = known.get((mutant.operator, mutant.occurrence, mutant.line))
+    known = found_before(file, results)
+    waiting: dict[Mutant, tuple[str, str]] = {}
+    for mutant in chosen(file, sample, seed)[0]:
         source = mutant.source(original)
         if not compiles(source):
             continue
         changed = " ".join(difference(original, source))
-        if result is None or result["changed"] != changed or result["killed_by"] == "survived":
-            killed_by = test(file, source, tests, log)
-            result = {"mutant": mutant, "changed": changed, "killed_by": killed_by}
-            with results.open("a", encoding="utf-8") as out:
-                out.write(json.dumps(result) + "\n")
+        if (mutant, changed) in known:
+            yield known[mutant, changed]
+        else:
+            waiting[mutant] = source, changed
+    tests = tests_near(file, quick=quick)
+    log = OUTPUT / f"{module_of(file)}.log"
+    sources = [source for source, _ in waiting.values()]
+    tried = verdicts(module_of(file), original, sources, tests, log) if sources else ()
+    for (mutant, (source, changed)), verdict in zip(waiting.items(), tried, strict=True):
+        is_tried = verdict["killed_by"] != AT_IMPORT
+        result = {
+            "mutant": mutant,
+            "changed": changed,
+            **(verdict if is_tried else test(file, source, tests, log)),
+        }
+        with results.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(result) + "\n")
         yield result
+
+
+def found_before(file: str, results: Path) -> dict[tuple[Mutant, str], dict[str, Any]]:
+    """Return what earlier runs have found. Survivors are tried again, unless they are explained."""
+    every = map(json.loads, read(results).splitlines()) if results.exists() else ()
+    found = {(Mutant(*each["mutant"]), each["changed"]): each for each in every}
+    reasons = reasons_of(file)
+    return {
+        (mutant, changed): each
+        for (mutant, changed), each in found.items()
+        if each["killed_by"] != "survived" or changed in reasons
+    }
 
 
 def preload(*, with_vllm: bool) -> None:
@@ -196,23 +187,6 @@ def preload(*, with_vllm: bool) -> None:
     assert not ours, f"imported before it was mutated: {ours}"
 
 
-def report(file: str, tried: list[dict[str, Any]], there: int) -> tuple[int, int, int]:
-    """Print the score of a file and its survivors. Returns killed, explained and tried."""
-    reasons = explained()
-    survivors = [each for each in tried if each["killed_by"] == "survived"]
-    open_ones = [each for each in survivors if (file, each["changed"]) not in reasons]
-    killed = len(tried) - len(survivors)
-    kinds = dict(Counter(each["killed_by"] for each in tried))
-    print(  # each file as it is done
-        f"{file}: {killed} of {len(tried)} killed (of {there} there are), "
-        f"{len(survivors) - len(open_ones)} explained, {len(open_ones)} not; {kinds}",
-        flush=True,
-    )
-    for each in open_ones:
-        print(f"    line {each['mutant'][2]}, {each['mutant'][0]}: {each['changed']}")
-    return killed, len(survivors) - len(open_ones), len(tried)
-
-
 def main() -> None:
     """Run all files, or those whose names are given."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants.run")
@@ -220,25 +194,18 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=40, help="mutants of each file; 0: all")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="without the slow tests")
-    parser.add_argument("--unchecked", action="store_true", help="take it that the tests pass")
     given = parser.parse_args()
     files = [file for file in ROOMS if not given.files or any(part in file for part in given.files)]
     os.chdir(ROOT)
     preload(with_vllm=any("vllm" in file for file in files))
-    if not given.unchecked:
-        check_that_tests_pass(files, quick=given.quick)
-    killed = reasons = tried = 0
+    scores = []
     for file in files:
         _, there = chosen(file, given.sample, given.seed)
-        results = list(run_file(file, given.sample, given.seed, quick=given.quick))
-        scores = report(file, results, there)
-        killed, reasons, tried = (
-            a + b for a, b in zip((killed, reasons, tried), scores, strict=True)
-        )
-    score = 100 * killed / max(1, tried - reasons)
-    print(f"seed {given.seed}: {killed} of {tried} killed, {reasons} explained")
-    print(f"score, without those explained: {score:.1f} %")
-    sys.exit(score < 90)
+        score = Score.of(file, list(run_file(file, given.sample, given.seed, quick=given.quick)))
+        print(score.said(there), flush=True)  # each file as it is done
+        scores.append(score)
+    print(table(scores))
+    sys.exit(Score.of_all(scores).percent < 90)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import msgspec
 
 _LEFT_OF_PRIMARY = (
     "requests",
@@ -42,28 +38,27 @@ class Counters:
     """Watches that counters only grow: kvtier's own, and what reaches vLLM of them."""
 
     def __init__(self) -> None:
-        self._before: dict[str, float] = {}
+        self._before: dict[str, tuple[float, ...]] = {}
 
     def check(self, statistics: Any, outputs: Any) -> None:
         """Compare with the step before. ``outputs``: what the step gave vLLM's front end."""
-        now = {f"primary {name}": value for name, value in _numbers(statistics.primary.counts)}
+        self._check("primary", statistics.primary.counts)
         for tier in statistics.tiers:
-            now |= {f"{tier.name} {name}": value for name, value in _numbers(tier.counts)}
-        fell = {
-            name: (self._before[name], value)
-            for name, value in now.items()
-            if value < self._before.get(name, 0)
-        }
-        if fell:
-            raise CounterFell(f"(before, now): {fell}")
-        self._before = now
+            self._check(tier.name, tier.counts)
         for output in (outputs or {}).values():
             stats = output.scheduler_stats
             _check_increments(stats and stats.kv_connector_stats)
 
-
-def _numbers(counts: msgspec.Struct) -> Iterator[tuple[str, float]]:
-    return ((name, getattr(counts, name)) for name in counts.__struct_fields__)
+    def _check(self, whose: str, counts: msgspec.Struct) -> None:
+        now = msgspec.structs.astuple(counts)
+        before = self._before.get(whose, (0,) * len(now))
+        if now == before:
+            return
+        names = counts.__struct_fields__
+        fell = [each for each in zip(names, before, now, strict=True) if each[2] < each[1]]
+        if fell:
+            raise CounterFell(f"{whose} (before, now): {fell}")
+        self._before[whose] = now
 
 
 def _check_increments(told: dict[str, Any] | None) -> None:

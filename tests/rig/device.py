@@ -12,11 +12,17 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from vllm.v1.kv_offload.base import OffloadingWorker
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from tests.rig.slot_watch import SlotWatch
 
 
 @dataclass
@@ -38,6 +44,29 @@ class Device:
         self.copied = {"store": 0, "load": 0}
         self._streams: dict[str, deque[_Copy]] = {"store": deque(), "load": deque()}
 
+    # --- where its memory is, and how it is reached: a CUDA device has other answers ---
+
+    place = torch.device("cpu")
+
+    def pages(self, cache: torch.Tensor) -> Any:
+        """Return a layer's KV as words of 64 bits."""
+        return cache.view(torch.int64).numpy().view(np.uint64)
+
+    def put(self, values: NDArray[Any]) -> Any:
+        """Return what the host has computed, for work that is launched."""
+        return values
+
+    def look(self, wrong: Any, refuse: Callable[[NDArray[Any]], None]) -> None:
+        """Call ``refuse`` once the device has found something wrong: here, at once."""
+        if wrong.any():
+            refuse(wrong)
+
+    def late(self, worker: OffloadingWorker, watch: SlotWatch) -> OffloadingWorker:
+        """Return the worker, with its copies on this device's streams. ``watch`` sees each."""
+        return LateWorker(worker, self, watch)
+
+    # --- what is launched ---
+
     def launch(self, run: Callable[[], None]) -> int:
         """Queue work on the compute stream; return how much has been queued there so far."""
         self._compute.append(run)
@@ -50,6 +79,8 @@ class Device:
 
     def move(self) -> None:
         """Let each stream run for a while, or not."""
+        if not (self._compute or any(self._streams.values())):
+            return
         names = ["compute", *self._streams]
         self._rng.shuffle(names)
         for name in names:
@@ -95,15 +126,19 @@ class Device:
 class LateWorker(OffloadingWorker):
     """kvtier's own worker, on a device's streams: it is asked to copy when its turn has come."""
 
-    def __init__(self, real: Any, device: Device) -> None:
+    def __init__(self, real: Any, device: Device, watch: SlotWatch) -> None:
         self.real = real
         self._device = device
+        self._watch = watch
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         """Queue a copy to the host."""
-        self._device.copy(
-            "store", job_id, lambda: self.real.submit_store(job_id, src_spec, dst_spec)
-        )
+
+        def copy() -> None:
+            self._watch.gpu_copies("store", dst_spec.block_ids)
+            self.real.submit_store(job_id, src_spec, dst_spec)
+
+        self._device.copy("store", job_id, copy)
         return True
 
     def submit_load(
@@ -115,7 +150,12 @@ class LateWorker(OffloadingWorker):
     ) -> bool:
         """Queue a copy from the host."""
         del expedited
-        self._device.copy("load", job_id, lambda: self.real.submit_load(job_id, src_spec, dst_spec))
+
+        def copy() -> None:
+            self._watch.gpu_copies("load", src_spec.block_ids)
+            self.real.submit_load(job_id, src_spec, dst_spec)
+
+        self._device.copy("load", job_id, copy)
         return True
 
     def get_finished(self) -> list[Any]:

@@ -13,18 +13,22 @@ from unittest.mock import patch
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
+from kvtier.vllm.region_header import HEADER_BYTES
 from tests.rig.device import Device
 from tests.rig.executor import RigExecutor
 from tests.rig.layers import BLOCK_TOKENS, PAGE_BYTES, layers
+from tests.rig.listening import Listener
 from tests.rig.runner import World
 from tests.rig.stepped_tiers import stepped_tiers
 
@@ -36,6 +40,10 @@ if TYPE_CHECKING:
     from tests.rig.stepped_tiers import SteppedTiers
 
 MODEL_TOKENS_MAX = 64
+STANDSTILL_STEPS = 100  #: that compute nothing: more than what a load may take
+#: Of devices and tiers in a step that computes nothing: most would wait. In the tenth of a row
+#: all that is quick is over, and what is left is a deadline.
+MOVES_WHILE_IDLE = (3,) * 10 + (20,)
 ROW_BYTES = 4096  #: vLLM rounds a slot up to pages of memory
 _MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -50,28 +58,56 @@ _MODEL = {
 }
 
 
+class EngineEnded(Exception):
+    """Raised when vLLM or kvtier has failed an assertion of its own."""
+
+
 class Engine:
     """A running engine, and what a scenario looks at."""
 
-    def __init__(self, core: EngineCore, world: World, tiers: SteppedTiers) -> None:
+    def __init__(self, core: EngineCore, world: World, tiers: SteppedTiers, shape: Shape) -> None:
         self.core = core
+        self._steps_idle = 0
         self.scheduler: Any = core.scheduler
         self.workers: Any = core.model_executor.workers
         self.world = world
         self.tiers = tiers
         self.manager: Any = self.scheduler.connector.connector_scheduler.manager
         self.facade: Any = self.manager.facade
+        world.slot_watch.slots = self.facade._primary.slots
+        self.listener = Listener(shape, self.scheduler) if shape.events else None
 
     def step(self) -> Any:
         """Run one step of the engine, and let the devices and tiers go on meanwhile, or not.
 
         Returns what vLLM's front end would get.
         """
-        outputs, _ = self.core.step_fn()
-        for worker in self.workers:
-            worker.device.move()
-        self.tiers.move()
+        before = self.world.steps_computed
+        try:
+            outputs, _ = self.core.step_fn()
+        except AssertionError as error:
+            if type(error) is AssertionError:  # and none of the rig's own
+                raise EngineEnded("an assertion would have ended the engine") from error
+            raise
+        computed = self.world.steps_computed > before
+        self._steps_idle = 0 if computed else self._steps_idle + 1
+        if self._steps_idle > STANDSTILL_STEPS:
+            self._end_standstill()
+        for _ in range(1 if computed else MOVES_WHILE_IDLE[min(self._steps_idle, 10)]):
+            for worker in self.workers:
+                worker.device.move()
+            self.tiers.move(patiently=not computed)
+            self.world.slot_watch.tiers_work()
         return outputs
+
+    def _end_standstill(self) -> None:
+        """Abort one of several requests that have loaded and wait for each other's GPU blocks.
+
+        vLLM finds no way out of that, and kvtier has no part in it: it has nothing to do.
+        """
+        holding = list(self.scheduler.kv_holding_waiting)
+        if len(holding) > 1 and not self.jobs() and not self.facade.has_pending_work():
+            self.core.abort_requests([holding[0].request_id])
 
     def knows_request(self, name: str) -> bool:
         """Tell whether vLLM's scheduler, or its connector, still has a request of this id."""
@@ -123,19 +159,20 @@ def engine(shape: Shape, rng: random.Random, folder: Path) -> Iterator[Engine]:
         (RigExecutor,),
         {
             "specs": layers(shape.kinds, shape.layers_each, shape.ranks),
-            "devices": [Device(rng, shape.laziness) for _ in range(shape.ranks)],
+            "devices": [_device(rng, shape.laziness) for _ in range(shape.ranks)],
             "world": world,
         },
     )
     with ExitStack() as stack:
-        tiers = stack.enter_context(stepped_tiers(rng, shape.tier_laziness))
+        tiers = stack.enter_context(stepped_tiers(rng, shape.tier_laziness, world.slot_watch))
         # It takes as long as a whole scenario.
         stack.enter_context(patch("vllm.v1.engine.core.freeze_gc_heap"))
         core = EngineCore(vllm_config(shape, folder), executor, log_stats=True)
         try:
-            yield Engine(core, world, tiers)
+            yield Engine(core, world, tiers, shape)
         except BaseException:
             world.has_failed = True
+            world.slot_watch.slots = None
             raise
         finally:
             try:
@@ -150,12 +187,17 @@ def vllm_config(shape: Shape, folder: Path) -> VllmConfig:
     extra = {
         "spec_name": "KVTierOffloadingSpec",
         "spec_module_path": "kvtier.vllm",
-        "cpu_bytes_to_use": shape.slots * row,
+        "cpu_bytes_to_use": (shape.slots + _header_rows(row)) * row,
         "blocks_per_chunk": shape.blocks_per_chunk,
         "eviction_policy": shape.eviction_policy,
+        "load_or_recompute": "auto" if shape.decides else "load",
         "canonical_layout": shape.canonical,
+        "on_reset": "keep" if shape.keeps and not shape.updates else "new_generation",
+        "offload_prompt_only": shape.prompts_only,
+        "self_describing_kv_events": shape.events,
         "secondary_tiers": [
-            _placed(tier, folder / str(number)) for number, tier in enumerate(shape.tiers)
+            _placed(tier, folder / str(number)) | {"enable_kv_events": shape.events}
+            for number, tier in enumerate(shape.tiers)
         ],
         **dict(shape.options),
     }
@@ -178,7 +220,8 @@ def vllm_config(shape: Shape, folder: Path) -> VllmConfig:
             tensor_parallel_size=shape.ranks,
             distributed_executor_backend="uni" if shape.ranks == 1 else "mp",
         ),
-        device_config=DeviceConfig(device="cpu"),
+        device_config=DeviceConfig(device=current_platform.device_type),
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=shape.events, publisher="null"),
         kv_transfer_config=KVTransferConfig(
             kv_connector="OffloadingConnector",
             kv_role="kv_both",
@@ -188,6 +231,19 @@ def vllm_config(shape: Shape, folder: Path) -> VllmConfig:
     # vLLM has no asynchronous scheduling on the CPU; its scheduler and core do not know that.
     config.scheduler_config.async_scheduling = shape.asynchronous
     return config
+
+
+def _device(rng: random.Random, laziness: float) -> Device:
+    if current_platform.is_cpu():
+        return Device(rng, laziness)
+    from tests.rig.cuda_device import CudaDevice
+
+    return CudaDevice(rng, laziness)
+
+
+def _header_rows(row: int) -> int:
+    """Return how many rows of vLLM's own region kvtier takes for its header."""
+    return 0 if current_platform.is_cpu() else -(-HEADER_BYTES // row)
 
 
 def _placed(tier: dict[str, Any], folder: Path) -> dict[str, Any]:

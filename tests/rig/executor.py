@@ -8,17 +8,16 @@ worker, whose copies a ``Device`` makes late.
 from __future__ import annotations
 
 import copy
+import pickle
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from tests.rig.device import Device, LateWorker
 from tests.rig.runner import Runner, World
 
 if TYPE_CHECKING:
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import ModelRunnerOutput
+
+    from tests.rig.device import Device
 
 MEMORY_BYTES = 1 << 30  #: far more than a scenario may use: its shape says how many blocks
 
@@ -67,7 +68,7 @@ class RigWorker:
     def initialize_from_config(self, configs: list[KVCacheConfig]) -> None:
         config = configs[self._rank]
         layout = self._config.cache_config.get_resolved_kv_cache_layout()
-        caches = allocate_kv_cache(config, torch.device("cpu"), layout)
+        caches = allocate_kv_cache(config, self.device.place, layout)
         self._runner = Runner(config, caches, self.device, self._world, self._rank)
         with set_current_vllm_config(self._config):
             self.connector: Any = KVConnectorFactory.create_connector(
@@ -75,7 +76,7 @@ class RigWorker:
             )
             self.connector.register_kv_caches(caches)
         side = self.connector.connector_worker
-        side.worker = LateWorker(side.worker, self.device)
+        side.worker = self.device.late(side.worker, self._world.slot_watch)
 
     def execute_model(self, scheduled: SchedulerOutput) -> Callable[[], Any]:
         launched, output = self._runner.step(scheduled, self.connector)
@@ -153,7 +154,12 @@ class RigExecutor(Executor):
         return self._gather("sample_tokens", grammar_output, non_block=non_block)
 
     def _gather(self, method: str, argument: Any, *, non_block: bool) -> Any:
-        reads = self.collective_rpc(method, args=(argument,))
+        if len(self.workers) == 1:
+            reads = self.collective_rpc(method, args=(argument,))
+        else:
+            # Each rank's process gets its own: vLLM's connector takes jobs out of what it gets.
+            sent = pickle.dumps(argument)
+            reads = [getattr(each, method)(pickle.loads(sent)) for each in self.workers]
 
         def read() -> ModelRunnerOutput | None:
             outputs = [each() for each in reads]

@@ -1,13 +1,13 @@
 """The model: what it writes for a token is a digest of all that the token's KV depends on.
 
-That is every token up to this one, the weights, and the request's salt. So KV of
+That is every token up to this one, the weights, and the request's adapter and salt. So KV of
 another prefix, of other weights, of another layer or of another place in a block
 is a wrong number, and so is what was never written.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -19,13 +19,23 @@ _MASK = (1 << 64) - 1
 _ODD = 0x9E3779B97F4A7C15
 
 
+class Asked(NamedTuple):
+    """What else a request was asked with: KV depends on all but ``sample``."""
+
+    salt: str = ""
+    adapter: int = 0  #: of LoRA; 0: none
+    sample: int = 0  #: which of several of one prompt
+
+
 class Prefix:
     """The digests of one sequence of tokens, one a token. It grows."""
 
-    def __init__(self, tokens: list[int], weights: int, salt: str) -> None:
+    def __init__(self, tokens: list[int], weights: int, asked: Asked) -> None:
         self.tokens = tokens
         self._digests: list[int] = []
-        self._seed = _mixed(weights * 1_000_003 + int.from_bytes(salt.encode(), "big") + 1)
+        salt = int.from_bytes(asked.salt.encode(), "big")
+        self._seed = _mixed((weights * 1_009 + asked.adapter) * 1_000_003 + salt + 1)
+        self._sample = asked.sample
 
     def digests(self, end: int) -> NDArray[np.uint64]:
         """Return the digests of the first ``end`` tokens."""
@@ -37,7 +47,7 @@ class Prefix:
 
     def next_token(self) -> int:
         """Sample what follows."""
-        return int(self.digests(len(self.tokens))[-1]) % VOCABULARY
+        return (int(self.digests(len(self.tokens))[-1]) >> 8 * self._sample) % VOCABULARY
 
 
 def written(digests: NDArray[np.uint64], salts: NDArray[np.uint64]) -> NDArray[np.uint64]:

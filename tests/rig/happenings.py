@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request
 
 from tests.rig.engine import MODEL_TOKENS_MAX
-from tests.rig.fake_model import VOCABULARY
+from tests.rig.fake_model import VOCABULARY, Asked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from collections.abc import Set as AbstractSet
 
     from tests.rig.engine import Engine
     from tests.rig.shape import Shape
+
+
+class CompletionCounted(AssertionError):
+    """Raised when what was begun before a reset ends what began after it."""
+
+
+@dataclass(frozen=True)
+class _FromBefore:
+    """The end of a load or store that was begun before a reset."""
+
+    request: str
+    keys: AbstractSet[bytes]
+    is_store: bool
+    complete: Callable[[], None]
 
 
 class Happenings:
@@ -32,23 +50,26 @@ class Happenings:
         self._step = step
         self.requests_to_come = shape.requests
         self.void = 0  #: blocks of completions from before a reset
-        self._from_before: list[Callable[[], None]] = []
+        self._from_before: list[_FromBefore] = []
 
     def happen(self) -> None:
         """Let some things happen, or none."""
         shape, happens = self._shape, self._happens
-        if self.requests_to_come and happens(shape.arrivals):
+        arrivals = shape.arrivals if self._engine.has_work else max(0.5, shape.arrivals)
+        if self.requests_to_come and happens(arrivals):
             self._add_request()
         if happens(shape.aborts):
             self._abort()
         if happens(shape.forgets):
-            self._engine.core.reset_prefix_cache()
+            self._forget()
         if happens(shape.resets):
             self._reset()
         if happens(shape.updates):
             self._pause_and_reset(new_weights=happens(0.7))
-        while self._from_before and happens(0.3):
-            self._from_before.pop(0)()
+        while self._from_before and (
+            self._would_be_taken_for_another() or happens(shape.late_callers)
+        ):
+            self._complete_from_before()
 
     def _happens(self, chance: float) -> bool:
         return self._rng.random() < chance
@@ -58,25 +79,37 @@ class Happenings:
     def _add_request(self) -> None:
         rng, shape = self._rng, self._shape
         name = f"r{rng.randrange(shape.names)}"
-        if self._engine.knows_request(name):
+        # As vLLM calls the requests that it makes of one that wants several samples.
+        names = [f"{number}_{name}" for number in range(rng.randint(1, shape.samples_max))]
+        if any(self._engine.knows_request(each) for each in names):
             return  # an id is used again, but only once vLLM has forgotten who had it
         self.requests_to_come -= 1
         output = rng.randrange(1, shape.output_tokens_max + 1)
         sampling = SamplingParams(max_tokens=output, ignore_eos=True)
         sampling.extra_args = {"kv_transfer_params": self._transfer_params()}
         salt = rng.choice(["", "salt"]) if shape.salted else ""
-        self._engine.world.salts[name] = salt
-        core = self._engine.core
-        core.add_request(
-            Request(
-                name,
-                self._prompt()[: MODEL_TOKENS_MAX - output - 1],
-                sampling,
-                None,
-                cache_salt=salt or None,
-                block_hasher=core.request_block_hasher,
-            )
+        adapter = rng.randint(0, shape.adapters)
+        prompt = self._prompt()[: MODEL_TOKENS_MAX - output - 1]
+        for number, each in enumerate(names):
+            self._engine.world.asked[each] = Asked(salt, adapter, number)
+            self._start_request(each, prompt, sampling, salt, adapter)
+
+    def _start_request(
+        self, name: str, prompt: list[int], sampling: SamplingParams, salt: str, adapter: int
+    ) -> None:
+        core, listener = self._engine.core, self._engine.listener
+        request = Request(
+            name,
+            prompt,
+            sampling,
+            None,
+            lora_request=LoRARequest(f"adapter-{adapter}", adapter, "nowhere") if adapter else None,
+            cache_salt=salt or None,
+            block_hasher=core.request_block_hasher,
         )
+        core.add_request(request)
+        if listener is not None:
+            listener.meet(request)
 
     def _transfer_params(self) -> dict[str, Any] | None:
         """Draw what a client may ask of the connector for one request."""
@@ -115,6 +148,12 @@ class Happenings:
 
     # --- resets ---
 
+    def _forget(self) -> None:
+        """Reset vLLM's own cache. What it throws back, it may find in the connector at once."""
+        throws_back = self._shape.throws_back and self._engine.may_be_reset
+        with suppress(RuntimeError):  # vLLM refuses, once they are thrown back, while any loads
+            self._engine.core.reset_prefix_cache(reset_running_requests=throws_back)
+
     def _reset(self) -> None:
         """Reset the connector as it is, with loads and stores under way."""
         if self._engine.may_be_reset:
@@ -150,16 +189,38 @@ class Happenings:
 
         vLLM's connector drops such completions; another caller of the facade need not.
         """
-        if not self._shape.late_callers:
+        if not self._shape.late_callers:  # a chance: how late they are
             return
         facade = self._engine.facade
         epoch = facade.epoch
         for job in self._engine.jobs():
             complete = facade.complete_store if job.is_store else facade.complete_load
-            self._from_before.append(partial(complete, sorted(job.keys), job.req_id, epoch=epoch))
-            self.void += len(job.keys)
+            void = partial(complete, sorted(job.keys), job.req_id, epoch=epoch)
+            self._from_before.append(_FromBefore(job.req_id, job.keys, job.is_store, void))
+
+    def _would_be_taken_for_another(self) -> bool:
+        """Tell whether the next one comes while the same request has the like under way."""
+        next_one = self._from_before[0]
+        return any(
+            job.req_id == next_one.request
+            and job.is_store == next_one.is_store
+            and job.keys & next_one.keys
+            for job in self._engine.jobs()
+        )
+
+    def _complete_from_before(self) -> None:
+        """Have kvtier ignore a completion, and count it."""
+        next_one = self._from_before.pop(0)
+        next_one.complete()
+        self.void += len(next_one.keys)
+        counted = self._engine.facade.statistics().primary.counts.unknown_completions
+        if counted != self.void:
+            raise CompletionCounted(
+                f"{next_one} is from before a reset: {self.void} blocks are to be ignored so far, "
+                f"{counted} were"
+            )
 
     def end(self) -> None:
         """Let happen what is still to come."""
         while self._from_before:
-            self._from_before.pop(0)()
+            self._complete_from_before()

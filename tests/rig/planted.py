@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import numpy as np
+from vllm.v1.core import kv_cache_utils
 
 from kvtier.core.generations import Generations
 from kvtier.engine.lookups import Lookups
 from kvtier.engine.primary_tier import PrimaryTier
 from kvtier.engine.requests import Request
+from kvtier.engine.slot_table import SlotTable
 from kvtier.vllm import cpu_worker
+from kvtier.vllm.kv_events import KVEvents
+from kvtier.vllm.resumed import ResumedRequests
 from tests.rig.device import LateWorker
+from tests.rig.shape import RELEASE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -105,16 +110,163 @@ def complete_a_store_from_before_a_reset() -> Any:
     return _rewritten(PrimaryTier, "_complete_store", "message.epoch != self.epoch", "False")
 
 
-_RESETS = {"resets": 0.2, "aborts": 0.0, "arrivals": 0.4, "laziness": 0.9, "slots": 40}
+def complete_a_load_from_before_a_reset() -> Any:
+    """The load that the request does now loses its pin."""
+    return _rewritten(PrimaryTier, "_complete_load", "message.epoch == self.epoch", "True")
 
-MISTAKES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-    each.__name__: (each, focus)
-    for each, focus in (
-        (load_from_another_slot, {}),
-        (report_before_the_copy, {}),
-        (find_what_older_weights_computed, {"updates": 0.1}),
-        (take_back_a_hit_that_was_counted, {}),
-        (complete_a_store_from_before_a_reset, {**_RESETS, "late_callers": True}),
+
+def accept_a_promotion_from_before_a_reset() -> Any:
+    """What a tier read before the reset fills a slot that is nobody's."""
+    return _rewritten(PrimaryTier, "_promotion_ended", "message.epoch != self.epoch", "False")
+
+
+def use_slots_at_once_after_a_reset() -> Any:
+    """Workers still copy to and from slots that were in use at the reset."""
+    return _rewritten(
+        PrimaryTier,
+        "_reset",
+        "self._cascades.reset()",
+        "self._cascades.reset(); self.slots.gpu_flushed()",
+    )
+
+
+def let_all_adapters_share_blocks() -> Any:
+    """vLLM names a block by its tokens and salt alone."""
+    return patch.object(kv_cache_utils, "_gen_lora_extra_hash_keys", lambda _: [])
+
+
+def pin_a_block_for_one_of_two_readers() -> Any:
+    """The first of two samples of a prompt that has loaded its blocks lets go of them for both."""
+
+    def pin(self: SlotTable, slots: Any) -> None:
+        self.pins.update(dict.fromkeys(slots, 1))
+
+    def unpin(self: SlotTable, slots: Any) -> None:
+        for slot in slots:
+            self.pins.pop(slot, None)
+
+    planted = ExitStack()
+    planted.enter_context(patch.object(SlotTable, "pin", pin))
+    planted.enter_context(patch.object(SlotTable, "unpin", unpin))
+    return planted
+
+
+def tell_nobody_what_is_gone() -> Any:
+    """Routers go on to send requests for it."""
+    return _rewritten(
+        KVEvents,
+        "_removed",
+        "for key in keys:\n        del",
+        "return\n    for key in keys:\n        del",
+    )
+
+
+def announce_only_the_first_block_of_several() -> Any:
+    """Routers never learn of the rest."""
+    return _rewritten(
+        KVEvents,
+        "_stored",
+        "self._emit_stored(number, keys)",
+        "self._emit_stored(number, keys[:1])",
+    )
+
+
+def remove_at_once_what_routers_have_and_what_they_have_not() -> Any:
+    """Where two tiers have one medium, Dynamo ends a removal at what the other's has removed."""
+    return _rewritten(
+        KVEvents, "_take_back", "apart = elsewhere.union(gone)", "apart, gone = elsewhere, []"
+    )
+
+
+def load_at_once_for_who_was_thrown_back() -> Any:
+    """vLLM's connector ends the engine over it."""
+    return patch.object(ResumedRequests, "may_load", lambda _self, _request: True)
+
+
+_RESETS = {
+    "resets": 0.1,
+    "updates": 0.0,
+    "aborts": 0.0,
+    "arrivals": 0.4,
+    "laziness": 0.9,
+    "slots": 40,
+    "gpu_blocks": 0,
+    "running_max": 8,
+    "names": 3,
+    "families": 1,
+    "late_callers": 0.1,
+}
+_TIER = {"type": "memory", "capacity_bytes": 4096 * 1000}
+_EVICTIONS = {
+    "kinds": ("full",),
+    "ranks": 1,
+    "canonical": False,
+    "tiers": (_TIER,),
+    "tier_laziness": 0.9,
+    "slots": 8,
+    "gpu_blocks": 0,
+    "running_max": 8,
+    "batched_tokens_max": 64,
+    "requests": 40,
+    "families": 2,
+    "forgets": 0.1,
+    "updates": 0.05,
+}
+_LOADS = {
+    **_RESETS,
+    "asynchronous": False,
+    "batched_tokens_max": 64,
+    "requests": 40,
+    "names": 2,
+    "keeps": True,
+    "tiers": (_TIER,),
+    "tier_laziness": 0.1,
+    "forgets": 0.3,
+    "late_callers": 0.01,
+}
+_PROMOTIONS = {
+    "resets": 0.05,
+    "updates": 0.0,
+    "keeps": True,
+    "tiers": (_TIER,),
+    "slots": 13,
+    "tier_laziness": 0.9,
+    "gpu_blocks": 0,
+    "families": 2,
+}
+_SAMPLES = {"slots": 20, "gpu_blocks": 0, "families": 2, "samples_max": 3, "laziness": 0.9}
+_EVENTS = {
+    "kinds": ("full",),
+    "blocks_per_chunk": 1,
+    "events": True,
+    "forgets": 0.0,
+    "slots": 20,
+    "tiers": (_TIER,),
+}
+ENDS_OVER_LOADS = RELEASE < (0, 33)  #: vLLM, of requests that are thrown back in the same step
+_THROWN_BACK = {"throws_back": True, "forgets": 0.2, "slots": 40, "tiers": (), "resets": 0.0}
+_WITHDRAWN = {**_EVENTS, "resets": 0.1, "arrivals": 0.4, "slots": 8}
+
+MISTAKES: dict[str, tuple[Callable[[], Any], dict[str, Any], int]] = {
+    each.__name__: (each, {"throws_back": False, **focus}, first)
+    for each, focus, first in (
+        (load_from_another_slot, {}, 1),
+        (report_before_the_copy, {}, 12),
+        (find_what_older_weights_computed, {"updates": 0.1}, 14),
+        (take_back_a_hit_that_was_counted, _EVICTIONS, 0),
+        (complete_a_store_from_before_a_reset, _RESETS, 0),
+        (complete_a_load_from_before_a_reset, _LOADS, 0),
+        (accept_a_promotion_from_before_a_reset, _PROMOTIONS, 0),
+        (use_slots_at_once_after_a_reset, _RESETS, 0),
+        (let_all_adapters_share_blocks, {"adapters": 2, "families": 1}, 1),
+        (pin_a_block_for_one_of_two_readers, _SAMPLES, 2),
+        (tell_nobody_what_is_gone, _EVENTS, 2),
+        (announce_only_the_first_block_of_several, _EVENTS, 0),
+        (remove_at_once_what_routers_have_and_what_they_have_not, _WITHDRAWN, 0),
+        *([(load_at_once_for_who_was_thrown_back, _THROWN_BACK, 0)] if ENDS_OVER_LOADS else []),
     )
 }
-"""Each mistake, and what of a shape is not drawn, so that a few scenarios are enough."""
+"""Each mistake, what of a shape is not drawn, and the first seed of those that are played.
+
+The next of them that shows the mistake differs from run to run: the order of sets does.
+"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import warnings
@@ -20,3 +21,6 @@ with warnings.catch_warnings():
     import kvtier.vllm  # noqa: F401 - imported for that alone
 
 logging.getLogger("vllm").setLevel(logging.CRITICAL)
+# What is imported stays: without this the garbage collector walks all of it, time and again.
+gc.collect()
+gc.freeze()

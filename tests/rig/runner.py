@@ -11,15 +11,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from tests.rig.fake_model import Prefix, salts_of, written
+from tests.rig.fake_model import Asked, Prefix, salts_of, written
+from tests.rig.slot_watch import SlotWatch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import torch
     from numpy.typing import NDArray
     from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -35,8 +36,10 @@ class World:
     """What all ranks share, and a scenario changes."""
 
     weights: int = 0
-    salts: dict[str, str] = field(default_factory=dict)  #: of requests
+    asked: dict[str, Asked] = field(default_factory=dict)  #: by request
     tokens_checked: int = 0
+    steps_computed: int = 0  #: launched, of all ranks
+    slot_watch: SlotWatch = field(default_factory=SlotWatch)
     has_failed: bool = False  #: what was launched since is of no use
 
 
@@ -55,10 +58,10 @@ class _Running:
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer's pages: (blocks, heads, tokens of a block, words)."""
+    """One layer's pages: (blocks, heads, tokens of a block, words), where the device has them."""
 
     name: str
-    pages: NDArray[np.uint64]
+    pages: Any
     salts: NDArray[np.uint64]
 
     def words(self, digests: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -83,7 +86,7 @@ class Runner:
         self._groups = [
             (
                 group.kv_cache_spec,
-                [_layer(each, kv_caches[each], rank) for each in group.layer_names],
+                [_layer(each, device.pages(kv_caches[each]), rank) for each in group.layer_names],
             )
             for group in config.kv_cache_groups
         ]
@@ -126,8 +129,7 @@ class Runner:
                     table.extend(more)
 
     def _start(self, name: str, tokens: list[int], blocks: Any) -> None:
-        salt = self._world.salts.get(name, "")
-        prefix = Prefix(tokens, self._world.weights, salt)
+        prefix = Prefix(tokens, self._world.weights, self._world.asked.get(name, Asked()))
         self._requests[name] = _Running(name, prefix, [list(table) for table in blocks])
 
     def _prepare_blocks(self, scheduled: SchedulerOutput) -> None:
@@ -165,6 +167,7 @@ class Runner:
                     request.prefix.tokens.append(sampled[number][0])
 
         self._device.launch(run)
+        self._world.steps_computed += bool(batch)
         names = [request.name for request, *_ in batch]
         return ModelRunnerOutput(
             req_ids=names,
@@ -197,25 +200,32 @@ class Runner:
         digests: NDArray[np.uint64],
     ) -> None:
         tokens, blocks, offsets = places
-        found = layer.pages[blocks, :, offsets]
-        wrong = (found != layer.words(digests)).any(axis=(1, 2))
+        put = self._device.put
+        found = layer.pages[put(blocks), :, put(offsets)]
         self._world.tokens_checked += len(tokens)
-        if wrong.any():
+
+        def refuse(wrong: NDArray[np.bool_]) -> None:
+            if self._world.has_failed:
+                return
             self._world.has_failed = True
             first = int(np.argmax(wrong))
             raise WrongKV(
                 f"request {request.name!r}, layer {layer.name}: the KV of {int(wrong.sum())} of "
                 f"{len(tokens)} tokens is not theirs, first that of token {tokens[first]}, in "
-                f"block {blocks[first]}; weights {self._world.weights}"
+                f"block {blocks[first]}; weights {weights}"
             )
 
+        weights = self._world.weights
+        wrong = (found != put(layer.words(digests))).any(axis=(1, 2))
+        self._device.look(wrong, refuse)
+
     def _write(self, request: _Running, tables: list[list[int]], start: int, end: int) -> None:
-        digests = request.prefix.digests(end)
+        digests, put = request.prefix.digests(end), self._device.put
         for (spec, layers), table in zip(self._groups, tables, strict=True):
             first = end - 1 if isinstance(spec, MambaSpec) else start
             _, blocks, offsets = _places(spec, table, first, end)
             for layer in layers:
-                layer.pages[blocks, :, offsets] = layer.words(digests[first:end])
+                layer.pages[put(blocks), :, put(offsets)] = put(layer.words(digests[first:end]))
 
     def _zero(self, blocks: list[int]) -> None:
         for block in blocks:
@@ -229,9 +239,7 @@ class Runner:
                 layer.pages[target] = layer.pages[source]
 
 
-def _layer(name: str, cache: torch.Tensor, rank: int) -> _Layer:
-    assert cache.stride(-1) == 1
-    pages = cache.view(torch.int64).numpy().view(np.uint64)
+def _layer(name: str, pages: Any, rank: int) -> _Layer:
     heads, words = pages.shape[1], pages.shape[3]
     return _Layer(name, pages, salts_of(name, rank * heads * words, heads * words))
 

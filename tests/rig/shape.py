@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -49,11 +49,18 @@ class Shape:
     aborts: float = 0.0  #: chance a step
     arrivals: float = 0.4  #: chance of a request a step
     forgets: float = 0.0  #: vLLM's own prefix cache is reset, and no connector
+    throws_back: bool = False  #: and running requests with it
     resets: float = 0.0
     updates: float = 0.0  #: of the weights
-    late_callers: bool = False  #: completions from before a reset reach kvtier after it
+    keeps: bool = False  #: ``on_reset: "keep"``, where the weights stay
+    late_callers: float = 0.0  #: chance a step that a completion from before a reset comes
     asks: float = 0.0  #: chance of a request with parameters for the connector
     salted: bool = False  #: some requests have a salt of their own
+    adapters: int = 0  #: of LoRA, of which a request may have one
+    samples_max: int = 1  #: of one prompt: vLLM makes a request of each
+    prompts_only: bool = True  #: no KV of outputs is offloaded
+    decides: bool = False  #: ``load_or_recompute: "auto"``
+    events: bool = False  #: routers listen, see ``listening.py``
     options: tuple[tuple[str, Any], ...] = ()  #: more of kvtier's and vLLM's
     names: int = 1000  #: request ids to choose from: few are used again soon
 
@@ -72,12 +79,16 @@ def draw_shape(rng: random.Random) -> Shape:
     """Draw a shape."""
     kinds = rng.choice(KINDS)
     lives = rng.choice([1, 1, 1, 2])
-    return Shape(
+    samples_max = rng.choice([1, 1, 3])
+    shape = Shape(
         kinds=kinds,
         ranks=1 if "mla" in kinds else rng.choice([1, 1, 2]),
         canonical=not {"mla", "mamba"} & set(kinds) and rng.random() < 0.3,
         lives=lives,
-        blocks_per_chunk=rng.choice([1, 1, 2, 3]),
+        # With a window, vLLM's connector stores chunks of several blocks with holes: it takes a
+        # block that another request shares for one that has left the window. kvtier refuses such
+        # an engine (kvtier/vllm/windows.py).
+        blocks_per_chunk=min(rng.choice([1, 1, 2, 3]), 1 if "window" in str(kinds) else 3),
         asynchronous=rng.choice([False, True]),
         eviction_policy=rng.choice(["lru", "lru", "s3fifo", "reuse"]),
         layers_each=rng.choice([1, 1, 2]),
@@ -85,22 +96,30 @@ def draw_shape(rng: random.Random) -> Shape:
         slots=rng.choice([1, 3, 8, 13, 20, 40, 70, 100, 100]),
         running_max=rng.choice([1, 2, 4, 8]),
         batched_tokens_max=rng.choice([8, 16, 64]),
-        requests=rng.randrange(6, 24) // lives,
+        requests=rng.randrange(5, 18) // (lives * (samples_max + 1) // 2),
         families=rng.randrange(1, 6),
         laziness=rng.choice([0.1, 0.5, 0.9]),
         tier_laziness=rng.choice([0.1, 0.5, 0.9]),
         tiers=tuple(draw_tier(rng) for _ in range(rng.choice([0, 1, 1, 2]))),
         aborts=rng.choice([0.0, 0.1]),
-        forgets=rng.choice([0.0, 0.3]),
+        forgets=rng.choice([0.0, 0.1, 0.3, 0.3]),
         arrivals=rng.choice([0.1, 0.4]),
         resets=rng.choice([0.0, 0.0, 0.05]),
         updates=rng.choice([0.0, 0.0, 0.05]),
-        late_callers=rng.random() < 0.3,
+        keeps=rng.random() < 0.3,
+        late_callers=rng.choice([0.0, 0.0, 0.05, 0.3]),
         asks=rng.choice([0.0, 0.0, 0.3]),
         salted=rng.random() < 0.2,
+        adapters=rng.choice([0, 0, 0, 2]),
+        samples_max=samples_max,
+        prompts_only=rng.random() < 0.5,
+        events=kinds[0] in ("full", "mla") and rng.random() < 0.3,
         options=draw_options(rng),
         names=rng.choice([5, 1000]),
     )
+    shape = replace(shape, throws_back=shape.names == 5, decides=rng.random() < 0.5)
+    # Where chunks share hashes routers have too little to go by: docs/how-to/behind-llm-d.md.
+    return shape if shape.blocks_per_chunk == 1 else replace(shape, events=False)
 
 
 def draw_options(rng: random.Random) -> tuple[tuple[str, Any], ...]:

@@ -7,44 +7,41 @@ A scenario is played from its seed; a failure says which, and what was drawn fro
 from __future__ import annotations
 
 import os
-import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.rig.at_rest import CounterFell, NotAtRest
+from tests.rig.engine import EngineEnded
+from tests.rig.happenings import CompletionCounted
 from tests.rig.planted import MISTAKES
 from tests.rig.runner import WrongKV
 from tests.rig.scenario import play
+from tests.rig.slot_watch import SlotMisused
+from tests.support.examples import SEED, TIMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-SCENARIOS = int(os.environ.get("KVTIER_RIG_SCENARIOS", "400"))
+SCENARIOS = int(os.environ.get("KVTIER_RIG_SCENARIOS", "500")) * TIMES
 IN_A_TEST = 50
 FOUND_WITHIN = 300  #: scenarios, by far
+FOUND = (WrongKV, SlotMisused, CompletionCounted, CounterFell, NotAtRest, EngineEnded)
 
 
-@pytest.mark.parametrize("first", range(0, SCENARIOS // 2, IN_A_TEST))
+@pytest.mark.parametrize("first", range(0, SCENARIOS, IN_A_TEST))
 def test_attention_reads_what_the_model_wrote(first: int) -> None:
-    """The same scenarios each time."""
-    _play_all(range(first, first + IN_A_TEST))
-
-
-@pytest.mark.parametrize("number", range(SCENARIOS // 2 // IN_A_TEST))
-def test_attention_reads_what_the_model_wrote_in_fresh_scenarios(number: int) -> None:
-    """Others each time: the seed of one that fails is told."""
-    first = random.SystemRandom().randrange(1 << 40) + number
+    """The same scenarios each time: ``make rig`` and ``make test-long`` play others."""
+    first += SEED * SCENARIOS
     _play_all(range(first, first + IN_A_TEST))
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.slow
 def test_the_rig_finds_what_is_wrong(mistake: str) -> None:
     """A rig that finds nothing shows nothing."""
-    plant, focus = MISTAKES[mistake]
-    with plant(), pytest.raises((WrongKV, CounterFell, NotAtRest)):
-        _play_all(range(FOUND_WITHIN), **focus)
+    plant, focus, first = MISTAKES[mistake]
+    with plant(), pytest.raises(FOUND):
+        _play_all(range(first, first + FOUND_WITHIN), **focus)
 
 
 def _play_all(seeds: Iterable[int], **focus: Any) -> None:

@@ -307,7 +307,7 @@ class TestTier:
         """There is no thread to end."""
         return
 
-    def close(self, _timeout_s: float) -> bool:
+    def wait_until_ended(self, _timeout_s: float) -> bool:
         """There is no thread to wait for."""
         return True
 

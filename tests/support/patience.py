@@ -13,6 +13,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+import anyio.to_thread
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -31,3 +33,12 @@ def until(done: Callable[[], object], tell: Callable[[], Any] = lambda: "") -> N
     while not done():
         assert time.monotonic() < deadline_s, tell() or "it never came to pass"
         pause()
+
+
+async def until_true(done: Callable[[], object], tell: Callable[[], Any] = lambda: "") -> None:
+    """Wait for what happens on the event loop or elsewhere, as ``until`` does."""
+    for _ in range(100_000):
+        if done():
+            return
+        await anyio.to_thread.run_sync(pause)
+    raise AssertionError(tell() or "it never came to pass")

@@ -9,7 +9,7 @@ import vllm
 
 from kvtier.errors import ConfigError
 from kvtier.settings.extra_config import read_settings
-from kvtier.settings.plugins import NOT_YET
+from kvtier.settings.plugins import HOSTED, NOT_YET
 from kvtier.settings.vllm_keys import keys_of_connector, keys_of_tier
 
 PACKAGE = str(Path(vllm.__file__).parent)
@@ -31,7 +31,7 @@ def test_every_option_of_vllms_fs_tier_is_one_of_ours() -> None:
     assert options <= ours
 
 
-def test_every_tier_type_of_this_vllm_is_ours_or_named_as_not_there() -> None:
+def test_every_tier_type_of_this_vllm_is_ours_or_hosted_or_named_as_not_there() -> None:
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
-    assert set(SecondaryTierFactory._registry) <= {"fs", *NOT_YET}
+    assert set(SecondaryTierFactory._registry) == {"fs", *HOSTED, *NOT_YET}

@@ -30,6 +30,7 @@ from kvtier.engine.primary_tier import PrimaryTier
 from kvtier.engine.tier_link import TierLink
 from kvtier.settings.extra_config import read_settings
 from kvtier.vllm import KVTierOffloadingSpec, metrics
+from kvtier.vllm.kv_events import KVEvents
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.metrics import MetricsExporter
 from kvtier.vllm.watch import DROPS, Sample, Watch
@@ -88,7 +89,11 @@ class FrontEnd:
 # --- what is counted is exported ---
 
 
-PRIMARY_COUNTERS = [*metrics._PRIMARY_COUNTERS, metrics._STORES_SKIPPED]
+PRIMARY_COUNTERS = [
+    *metrics._PRIMARY_COUNTERS,
+    *metrics._DECISION_COUNTERS,
+    metrics._STORES_SKIPPED,
+]
 NOT_EXPORTED: set[str] = set()
 """Counters that vLLM is not told on purpose."""
 
@@ -167,7 +172,7 @@ PARTS = [
     *methods(MetricsExporter),
     *methods(metrics._Counters),
     *methods(Sample),
-    (KVTierManager, "_translated"),
+    *((KVEvents, name) for name in ("take", "_note", "_announce_waiting", "_forget_undescribed")),
     (KVTierManager, "_all_events"),
     (KVTierManager, "_labels"),
     (SchedulerFacade, "statistics"),
@@ -230,7 +235,7 @@ class History:
         nothing = dict.fromkeys(
             set(PrimaryStatistics.__struct_fields__) - {"slot_count", "counts"}, 0
         )
-        known = {"name", "breaker", "counts", "backend", "backend_levels"}
+        known = {"name", "breaker", "connection", "counts", "backend", "backend_levels"}
         idle = dict.fromkeys(set(TierStatistics.__struct_fields__) - known, 0)
         return Statistics(
             primary=PrimaryStatistics(slot_count=8, counts=self.primary.snapshot(), **nothing),
@@ -238,6 +243,7 @@ class History:
                 TierStatistics(
                     name=tier.name,
                     breaker="CLOSED",
+                    connection="UP",
                     counts=counts.snapshot(),
                     backend=dict(backend),
                     **idle,

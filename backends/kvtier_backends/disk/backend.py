@@ -38,6 +38,7 @@ from kvtier_backends.disk.folder.claim import (
     not_ours,
     plan_folder,
     read_superblock,
+    refuse_bare_mount_point,
 )
 from kvtier_backends.disk.folder.opening import (
     Verdict,
@@ -46,6 +47,7 @@ from kvtier_backends.disk.folder.opening import (
     prepare_folder,
 )
 from kvtier_backends.disk.folder.recovery import Expected, Recovery
+from kvtier_backends.disk.folder.superblock_copy import SuperblockCopy
 from kvtier_backends.disk.format import (
     NO_KEY_ID,
     TAG_BYTES,
@@ -60,7 +62,7 @@ from kvtier_backends.disk.log.index import BlockIndex
 from kvtier_backends.disk.log.index_bulk import BulkLoad
 from kvtier_backends.disk.log.regions import Budget, Regions, RegionState
 from kvtier_backends.disk.log.tables import Identity
-from kvtier_backends.disk.offline.inspection import user_of
+from kvtier_backends.disk.offline.inspection import fault_of_use
 from kvtier_backends.disk.offline.purge_requests import answer_requests
 from kvtier_backends.disk.opened_files import NotAFile
 from kvtier_backends.incidents import IncidentLog, TierCounters
@@ -145,7 +147,7 @@ class DiskBackend(Backend):
         self._plan = verdict.plan
         self._path = claim.path
         self._filesystem = filesystem_of(claim.path)
-        self._folder_id = b""
+        self._superblock: SuperblockCopy | None = None
         self._ttl_s = given.ttl_s
         self._io_depth = given.io_depth
         # Blocks that are no whole pages can't be moved by O_DIRECT from where they are.
@@ -173,6 +175,7 @@ class DiskBackend(Backend):
         def refuse(remedy: str) -> ConfigError:
             return ConfigError(f"{reader.where}: path={shown(options['path'])} {remedy}")
 
+        refuse_bare_mount_point(given.path, context.filesystem, refuse)
         claim = Claim(given.path, refuse, context.engine_pid)
         try:
             verdict = judge_folder(
@@ -198,10 +201,7 @@ class DiskBackend(Backend):
     def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> str:
         """Check the options, and look at the folder and who uses it."""
         reader, given = read_options(options, context)
-        fault = fault_of_folder(given.path)
-        user = user_of(given.path) if fault is None else None
-        if user is not None:
-            fault = f"is in use by {user}: stop that first, or name another folder."
+        fault = fault_of_folder(given.path) or fault_of_use(given.path)
         if fault is not None:
             raise ConfigError(f"{reader.where}: path={shown(options['path'])} {fault}")
         if context.block_bytes:
@@ -220,6 +220,11 @@ class DiskBackend(Backend):
     def place(self) -> str:
         """The folder, with links resolved."""
         return os.path.realpath(self._path)
+
+    @property
+    def filesystem(self) -> int:
+        """The one that the folder was on when it was claimed."""
+        return self._filesystem
 
     async def open(self) -> None:
         """Recover what the folder holds. Raises ``OSError``; the folder is let go then."""
@@ -313,7 +318,7 @@ class DiskBackend(Backend):
         """Open the folder, and keep the newest ``blocks_max`` blocks of what it holds."""
         plan, geometry = verdict.plan, verdict.plan.geometry
         superblock, counts = await self._threads.run(partial(prepare_folder, self._path, verdict))
-        self._folder_id = superblock.folder_id
+        self._superblock = SuperblockCopy(self._claim, superblock)
         device = FileDevice(
             Segments(self._path, geometry.region_bytes, plan.segment_regions),
             direct=self._direct,
@@ -333,7 +338,11 @@ class DiskBackend(Backend):
         bulk = BulkLoad(index, time_s(self._clock()), self._ttl_s)
         recovery = Recovery(device, expected, self._threads, bulk)
         # In a folder that begins anew is nothing to look at, however large it may become.
-        found = await recovery.run(plan.regions if verdict.superblock else 0, blocks_max)
+        try:
+            found = await recovery.run(plan.regions if verdict.superblock else 0, blocks_max)
+        except BaseException:
+            device.close()
+            raise
         regions.recover(found.sequences, found.reuse_last, found.highest, found.key_ids)
         for name, count in (*counts.items(), *found.counts.items()):
             self._counters.add(name, count)
@@ -410,9 +419,19 @@ class DiskBackend(Backend):
             return
         if self._healing is None or self._healing.done():  # it may hang, and the rest goes on
             self._healing = log.calls.start(self._heal(log))
+        await self._keep_superblock()
         if self._ttl_s:
             await self._sweep(log)
         await answer_requests(log, self._plan.regions, self._path, self._threads)
+
+    async def _keep_superblock(self) -> None:
+        """Write the superblock again if it was harmed: the folder is known by it."""
+        assert self._superblock is not None, "a log without a superblock"
+        try:
+            if await self._threads.run(self._superblock.restore):
+                self._incidents.report("store", "superblock_restored", "it was gone or damaged")
+        except OSError as problem:  # the next round tries again
+            self._incidents.report("store", "upkeep_failed", problem)
 
     async def _heal(self, log: BlockLog) -> None:
         try:
@@ -446,7 +465,8 @@ class DiskBackend(Backend):
         if filesystem_of(self._path) == self._filesystem:
             return True
         try:
-            return read_superblock(self._path).folder_id == self._folder_id
+            assert self._superblock is not None, "a folder vanished that was never opened"
+            return read_superblock(self._path).folder_id == self._superblock.folder_id
         except PageRefused:
             return False
 
@@ -455,13 +475,16 @@ class DiskBackend(Backend):
         with suppress(ConfigError, OSError):
             if not await self._threads.run(self._is_our_place):
                 return
-            claim = await self._threads.run(
+            self._claim = await self._threads.run(
                 partial(Claim, self._path, ConfigError, self._claim.user_pid)
             )
-            self._claim = claim
-            verdict = await self._threads.run(
-                partial(judge_returned_folder, self._path, self._plan)
-            )
-            self._log = await self._begin(verdict, 0)
-            self._filesystem = await self._threads.run(partial(filesystem_of, self._path))
+            try:
+                self._filesystem = await self._threads.run(partial(filesystem_of, self._path))
+                verdict = await self._threads.run(
+                    partial(judge_returned_folder, self._path, self._plan)
+                )
+                self._log = await self._begin(verdict, 0)
+            except BaseException:
+                self._claim.release()  # or it would be in the next round's way
+                raise
             self._counters.add("folder_came_back")

@@ -22,8 +22,6 @@ cut: the digest tells.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import struct
 from dataclasses import dataclass
 from enum import Enum
@@ -35,17 +33,18 @@ import xxhash
 
 from kvtier.errors import Misuse, StoreFault
 from kvtier.plugin_api.backend import DIGEST_BYTES
+from kvtier_backends.encryption.cipher import TAG_BYTES as TAG_BYTES
+from kvtier_backends.encryption.keys import KEY_ID_BYTES
 from kvtier_backends.posix import PAGE_BYTES as PAGE_BYTES
 from kvtier_backends.posix import padded_bytes
+from kvtier_backends.shared.namespaces import namespace_digest as namespace_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from kvtier.plugin_api.backend import BackendContext
 
 FORMAT_VERSION: Final = 1
-ID_BYTES: Final = 16
-TAG_BYTES: Final = 32
+ID_BYTES: Final = KEY_ID_BYTES
 KEY_BYTES_MAX: Final = 255
 KEY_BYTES_PLANNED: Final = 68
 """Tables are laid out for keys of up to this length; longer ones fill a region's table early."""
@@ -197,13 +196,6 @@ def _table_pages(slots: int, tag_bytes: int, own_page_slots: int) -> int:
     """
     per_page = records_max(KEY_BYTES_PLANNED, tag_bytes)
     return -(-slots // per_page) + 1 + slots // own_page_slots
-
-
-def namespace_digest(context: BackendContext) -> bytes:
-    """Return 16 bytes that stand for everything that changes the bytes of a block."""
-    facts = {"block_bytes": context.block_bytes, "facts": dict(context.namespace.facts)}
-    canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.blake2b(canonical.encode(), digest_size=ID_BYTES).digest()
 
 
 @cache

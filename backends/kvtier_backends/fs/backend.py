@@ -28,22 +28,41 @@ from kvtier.plugin_api.backend import (
 from kvtier.plugin_api.log import log
 from kvtier.plugin_api.options import Options
 from kvtier.plugin_api.threads import DaemonThreads
+from kvtier_backends.fs.bound.announced import Announced
+from kvtier_backends.fs.bound.grants import NoGrant
+from kvtier_backends.fs.bound.keeper import Keeper
 from kvtier_backends.fs.files import BlockFiles
 from kvtier_backends.fs.folder import (
     FolderRefusal,
     prepare_namespace,
     prepare_root,
     probe_direct,
+    refuse_bare_mount_point,
 )
+from kvtier_backends.fs.forms import make_form
 from kvtier_backends.fs.layout import make_layout
+from kvtier_backends.fs.trailer import TRAILER_BYTES
 from kvtier_backends.incidents import IncidentLog, TierCounters
-from kvtier_backends.posix import fault_of_folder
+from kvtier_backends.posix import fault_of_folder, padded_bytes
+from kvtier_backends.shared.record_trailer import Form
+from kvtier_backends.shared.records import (
+    AUTH_KEY_ENV,
+    AUTH_KEY_FILE,
+    COMPRESSION_OPTION,
+    ENCRYPTION_KEY_ENV,
+    ENCRYPTION_KEY_FILE,
+    make_records,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kvtier_backends.fs.layout import Layout
     from kvtier_backends.fs.place import Place
+    from kvtier_backends.shared.records import Records
+
+CAPACITY_BLOCKS_MIN = 64
+"""A bound of fewer blocks is refused: grants would be of single blocks, and few."""
 
 _PROBE_THREADS = 2
 _CLOSE_TIMEOUT_S_MAX = 1.0
@@ -57,8 +76,10 @@ class FsBackend(Backend):
 
     Options: ``root_dir`` (a folder, made if missing), ``layout`` (``kvtier`` or
     ``vllm``), ``unchecked`` (``accept`` or ``refuse`` files without a trailer;
-    by default only layout ``vllm`` accepts), ``n_read_threads``,
-    ``n_write_threads`` (16 each) and ``direct`` (O_DIRECT where it works; true).
+    by default only layout ``vllm`` accepts), ``capacity_bytes`` (what the folder may hold;
+    ``bound/`` keeps to it), ``n_read_threads``, ``n_write_threads`` (16 each), ``direct``
+    (O_DIRECT where it works; true), and those of ``kvtier_backends/shared/records.py``:
+    compression, and keys that sign or encrypt.
 
     A cancelled call leaves its thread at work until it ends by itself: the
     buffers of a cancelled load may still be written to, by a hung medium much
@@ -70,31 +91,35 @@ class FsBackend(Backend):
     cell: ClassVar[CellKind] = "process"
     """A network filesystem's call may hang for good: its process can't end, the engine's can."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the options, by name
         self,
         layout: Layout,
         place: Place,
-        context: BackendContext,
+        records: Records,
         *,
         read_threads: int,
         write_threads: int,
         direct: bool,
         accept_unchecked: bool,
+        capacity_bytes: int | None = None,
     ) -> None:
         self.traits = BackendTraits(
             load_batches_max=read_threads,
             store_batches_max=write_threads,
             capacity_blocks=None,
             accepts_unchecked=accept_unchecked,
+            levels=frozenset({"folder_bytes", "folder_blocks"}),
         )
-        name = context.tier_name
+        name = records.context.tier_name
         self._root = place.path
+        self._filesystem = os.fstat(place.root).st_dev
         self._counters = TierCounters()
         self._incidents = IncidentLog("fs", name, place.path, self._counters)
+        self._records = records
         self._files = BlockFiles(
             layout,
             place,
-            context.block_bytes,
+            make_form(records),
             self._counters,
             self._incidents,
             direct=direct,
@@ -107,14 +132,19 @@ class FsBackend(Backend):
         self._stores_lock = threading.Lock()
         self._stores_running = 0
         self._tier_name = name
+        self._layout = layout
+        self._announced = Announced(layout)
+        self._keeper = self._make_keeper(capacity_bytes)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], context: BackendContext) -> FsBackend:
         """Check the options and get the folders ready, or refuse them with a ``ConfigError``."""
-        given = _read(options, context)
+        given, records = _read(options, context)
         root = given.root_dir
-        layout = make_layout(given.layout, root, context)
+        layout = make_layout(given.layout, root, records.context)
         refusal = FolderRefusal(context.tier_name, options["root_dir"])
+        _check_capacity(given, options, context)
+        refuse_bare_mount_point(layout, context.filesystem, refusal)
         place = prepare_root(root, refusal)
         prepare_namespace(place, layout, refusal)
         direct_works = probe_direct(place, refusal, wanted=given.direct)
@@ -127,17 +157,20 @@ class FsBackend(Backend):
         return cls(
             layout,
             place,
-            context,
+            records,
             read_threads=given.n_read_threads,
             write_threads=given.n_write_threads,
             direct=direct_works,
             accept_unchecked=given.accept_unchecked,
+            capacity_bytes=given.capacity_bytes,
         )
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> str:
         """Check the options, and look at the folder as it is."""
-        root = _read(options, context).root_dir
+        given, _ = _read(options, context)
+        _check_capacity(given, options, context)
+        root = given.root_dir
         fault = fault_of_folder(root)
         if fault is not None:
             raise FolderRefusal(context.tier_name, options["root_dir"]).error(fault)
@@ -148,21 +181,52 @@ class FsBackend(Backend):
         """The folder, with links resolved."""
         return os.path.realpath(self._root)
 
+    @property
+    def filesystem(self) -> int:
+        """The one that the folder was on when it was opened."""
+        return self._filesystem
+
     async def open(self) -> None:
         """Leave a marker, and start to sweep what dead engines left unfinished, if any did."""
         await self._writers.run(self._announce)
+        if self._keeper is not None:
+            self._keeper.start()
 
     async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
         """Look each file up. A file of the wrong size counts as missing."""
-        return await self._probers.run(partial(_each, self._files.exists, keys))
+        look = partial(_each, self._files.exists, keys)
+        if self._keeper is None:
+            return await self._probers.run(look)
+        with self._announced.asked(keys):
+            there = await self._probers.run(look)
+            both = list(zip(keys, there, strict=True))  # the tier above announces the answers
+            self._announced.add(key for key, is_there in both if is_there)
+            self._announced.forget(key for key, is_there in both if not is_there)
+        return there
 
     async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
         """Read the blocks one after the other, in one thread."""
-        return await self._readers.run(partial(_each, self._files.load, blocks))
+        answers = await self._readers.run(partial(_each, self._files.load, blocks))
+        if self._keeper is not None:
+            gone = (block.key for block, one in zip(blocks, answers, strict=True) if _is_gone(one))
+            self._announced.forget(gone)  # the tier above says so itself
+        return answers
 
     async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
         """Write the blocks one after the other, in one thread."""
-        return await self._writers.run(partial(self._store_all, blocks))
+        if self._keeper is None:
+            return await self._writers.run(partial(self._store_all, blocks))
+        outcomes: list[Outcome] = []
+        while len(outcomes) < len(blocks):
+            rest = blocks[len(outcomes) :]
+            outcomes += await self._writers.run(partial(self._store_all, rest))
+            missing = len(blocks) - len(outcomes)
+            if missing and not await self._keeper.wait_for_room(missing):
+                self._counters.add("stores_not_granted", missing)
+                outcomes += [Outcome.FULL] * missing
+        both = zip(blocks, outcomes, strict=True)
+        self._announced.add(block.key for block, end in both if end is Outcome.DONE)
+        return outcomes
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         """Remove the files of these keys."""
@@ -178,7 +242,11 @@ class FsBackend(Backend):
         if idle:
             # Otherwise a thread may hang in a store; the marker has its leavings swept later.
             with move_on_after(_CLOSE_TIMEOUT_S_MAX):
+                if self._keeper is not None:
+                    await self._keeper.stop()
                 await self._writers.run(self._files.sign_off)
+        if self._keeper is not None:
+            self._keeper.discard()
         for threads in (self._readers, self._writers, self._probers):
             threads.stop()
 
@@ -187,8 +255,41 @@ class FsBackend(Backend):
         return self._readers.busy() + self._writers.busy()
 
     def counters(self) -> Mapping[str, int]:
-        """Return counts of what went wrong, by kind; kinds that never did are left out."""
-        return self._counters.counts()
+        """Return counts of what went wrong, by kind; kinds that never did are left out.
+
+        With a capacity also how many blocks were evicted, and on the engine that cleans what the
+        folder holds.
+        """
+        counts = {**self._counters.counts(), **self._records.counts()}
+        if self._keeper is not None:
+            counts.update(self._keeper.levels())
+        return counts
+
+    def _make_keeper(self, capacity: int | None) -> Keeper | None:
+        if capacity is None:
+            return None
+        keeper = Keeper(
+            self._layout,
+            self._files.file_bytes,
+            capacity,
+            self._files.current_place,
+            self._removed,
+            self._counters,
+            self._incidents,
+            tier_name=self._tier_name,
+        )
+        self._files.keep_within_bound(keeper)
+        return keeper
+
+    async def _removed(self, names: Sequence[str]) -> None:
+        """Report those as lost that this engine has announced and that are gone indeed."""
+        keys = self._announced.of(names)
+        if keys:
+            there = await self._probers.run(partial(_each, self._files.exists, keys))
+            lost = [key for key, is_there in zip(keys, there, strict=True) if not is_there]
+            self._announced.forget(lost)
+            if lost:
+                self.on_lost(lost)
 
     def _announce(self) -> None:
         dead = self._files.announce()
@@ -204,11 +305,16 @@ class FsBackend(Backend):
     def _store_all(self, blocks: Sequence[StoreBlock]) -> list[Outcome]:
         with self._stores_lock:
             self._stores_running += 1
+        outcomes: list[Outcome] = []
         try:
-            return [self._files.store(block) for block in blocks]
+            for block in blocks:
+                outcomes.append(self._files.store(block))  # noqa: PERF401 - those before NoGrant
+        except NoGrant:
+            pass  # no room for the others, yet
         finally:
             with self._stores_lock:
                 self._stores_running -= 1
+        return outcomes
 
 
 @dataclass(frozen=True)
@@ -231,9 +337,20 @@ class FsOptions:
         "treats it as a miss (default otherwise)",
         choices=("accept", "refuse"),
     )
+    capacity_bytes: int | None = option.size(
+        None,
+        "what the folder may hold, in all namespaces, whoever shares it: least recently used "
+        "blocks are evicted. Give all engines the same. Without it, nothing is evicted",
+        minimum=1,
+    )
     n_read_threads: int = option.integer(16, "threads that read", minimum=1, maximum=1024)
     n_write_threads: int = option.integer(16, "threads that write", minimum=1, maximum=1024)
     direct: bool = option.flag("use O_DIRECT where the filesystem supports it", default=True)
+    compression: str | None = COMPRESSION_OPTION()
+    auth_key_file: str | None = AUTH_KEY_FILE()
+    auth_key_env: str | None = AUTH_KEY_ENV()
+    encryption_key_file: str | None = ENCRYPTION_KEY_FILE()
+    encryption_key_env: str | None = ENCRYPTION_KEY_ENV()
 
     @property
     def accept_unchecked(self) -> bool:
@@ -241,12 +358,50 @@ class FsOptions:
         return self.unchecked == "accept" if self.unchecked else self.layout == "vllm"
 
 
-def _read(options: Mapping[str, Any], context: BackendContext) -> FsOptions:
-    """Read the options. Raises ``ConfigError``."""
+def _read(options: Mapping[str, Any], context: BackendContext) -> tuple[FsOptions, Records]:
+    """Read the options, and the keys that they name. Raises ``ConfigError``."""
     reader = Options(options, f"secondary tier {context.tier_name}")
     given = FsOptions(**option.read(FsOptions, reader))
+    records = make_records(reader, context)
     reader.finish()
-    return given
+    if records.form is not Form.PLAIN:
+        _refuse_beside(reader, given, "keys", "what the keys of this tier sign or encrypt")
+    if records.are_compressed:
+        _refuse_beside(reader, given, "compression", "compressed blocks")
+    return given, records
+
+
+def _refuse_beside(reader: Options, given: FsOptions, what: str, stored: str) -> None:
+    """Refuse layouts and files that keys or compression have no place in."""
+    if given.layout == "vllm":
+        raise reader.error(
+            "layout",
+            given.layout,
+            f"has no room for {stored}: vLLM would neither write nor read it. Set layout to "
+            f'"kvtier", or remove the {what}',
+        )
+    if given.accept_unchecked:
+        raise reader.error(
+            "unchecked",
+            given.unchecked,
+            f"would serve files that are not {stored}. Remove it, or the {what}",
+        )
+
+
+def _check_capacity(given: FsOptions, options: Mapping[str, Any], context: BackendContext) -> None:
+    """Refuse a capacity of so few blocks that engines would take turns. Raises ``ConfigError``."""
+    least = CAPACITY_BLOCKS_MIN * (padded_bytes(context.block_bytes) + TRAILER_BYTES)
+    if given.capacity_bytes is not None and given.capacity_bytes < least:
+        raise Options(options, f"secondary tier {context.tier_name}").error(
+            "capacity_bytes",
+            given.capacity_bytes,
+            f"is less than {CAPACITY_BLOCKS_MIN} blocks, with which the engines would wait for one "
+            f"another. Give at least {least}",
+        )
+
+
+def _is_gone(loaded: Loaded) -> bool:
+    return loaded.outcome in (Outcome.ABSENT, Outcome.DAMAGED)
 
 
 def _each(call: Callable[[Item], Answer], items: Sequence[Item]) -> list[Answer]:

@@ -1,7 +1,7 @@
 """Reads and writes one block file at a time, and never raises for a sick medium.
 
-Everything here blocks and is meant for a tier's threads. A block goes to and
-from the slot itself: one ``pwritev`` or ``preadv`` moves the slot and the
+Everything here blocks and is meant for a tier's threads. A block that is not
+encrypted goes to and from the slot itself: one ``pwritev`` or ``preadv`` moves the slot and the
 trailer page together, so there is no copy in between. Nothing is synced: a
 cache may forget on a crash, and a torn file is told by its size or trailer.
 """
@@ -14,12 +14,14 @@ import mmap
 import os
 import stat
 import threading
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import Misuse
 from kvtier.plugin_api.backend import LoadBlock, Loaded, Outcome, StoreBlock
+from kvtier_backends.fs.bound.grants import NoGrant, Stage
 from kvtier_backends.fs.folder import write_config
+from kvtier_backends.fs.forms import BlockRefused
 from kvtier_backends.fs.place import FOLDER_FLAGS, Anchor, PlaceLost
 from kvtier_backends.fs.special import SpecialFile, refuse_special_file, special_file
 from kvtier_backends.fs.temporary import (
@@ -30,17 +32,14 @@ from kvtier_backends.fs.temporary import (
     temporary_path,
     this_writer,
 )
-from kvtier_backends.fs.trailer import (
-    TRAILER_BYTES,
-    TrailerDamaged,
-    decode_trailer_untrusted,
-    encode_trailer,
-)
+from kvtier_backends.fs.trailer import TRAILER_BYTES, TrailerDamaged
 from kvtier_backends.posix import GONE, NO_ROOM, O_DIRECT, padded_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvtier_backends.fs.bound.keeper import Keeper
+    from kvtier_backends.fs.forms import PlainForm, RecordForm
     from kvtier_backends.fs.layout import Layout
     from kvtier_backends.fs.place import Place
     from kvtier_backends.incidents import IncidentLog, TierCounters
@@ -85,7 +84,7 @@ class BlockFiles:
         self,
         layout: Layout,
         place: Place,
-        block_bytes: int,
+        form: PlainForm | RecordForm,
         counters: TierCounters,
         incidents: IncidentLog,
         *,
@@ -93,9 +92,11 @@ class BlockFiles:
         accept_unchecked: bool,
     ) -> None:
         """``place``: the layout's folders, opened."""
+        self._keeper: Keeper | None = None
         self._anchor = Anchor(layout, place, self._settle, self._report_returned)
         self._layout = layout
-        self._block_bytes = block_bytes
+        self._form = form
+        self._block_bytes = block_bytes = form.block_bytes
         self._trailer_at = padded_bytes(block_bytes)
         self._file_bytes = self._trailer_at + TRAILER_BYTES
         self._counters = counters
@@ -106,6 +107,14 @@ class BlockFiles:
         self._direct = O_DIRECT if direct and self._trailer_at == block_bytes else 0
         self._accept_unchecked = accept_unchecked
         self._pages = _Pages(self._trailer_at - block_bytes)
+
+    def keep_within_bound(self, keeper: Keeper) -> None:
+        """Store only what the keeper has room for, and tell it of uses. Called before all else."""
+        self._keeper = keeper
+
+    def current_place(self) -> Place:
+        """Return the place, to be kept while it is used. Raises ``PlaceLost``. Touches storage."""
+        return self._anchor.current()
 
     def announce(self) -> list[str]:
         """Leave this process's marker; return the names of dead writers' markers."""
@@ -129,6 +138,11 @@ class BlockFiles:
                 self._counters.add("temporaries_swept")
             if keep_on():  # Otherwise the next engine sees the markers and goes on.
                 remove_markers(place.base, dead)
+
+    @property
+    def file_bytes(self) -> int:
+        """How large a block's file is: at most, where blocks are compressed."""
+        return self._file_bytes
 
     def exists(self, key: bytes) -> bool:
         """Tell whether a load is likely to bring the block."""
@@ -159,14 +173,21 @@ class BlockFiles:
             if odd is None:
                 self._discard(name, block.key)
             return Loaded(Outcome.DAMAGED)
+        except BlockRefused as problem:
+            self._report("load", "blocks_damaged", problem, block.key)
+            return Loaded(Outcome.DAMAGED)
         except OSError as problem:
             return self._load_failed(name, block.key, problem)
         if loaded.outcome is Outcome.DONE:
             self._incidents.success("load")
+            self._note_use(name)
         return loaded
 
     def store(self, block: StoreBlock) -> Outcome:
-        """Write one block, unless a whole file is there already."""
+        """Write one block, unless a whole file is there already.
+
+        Raises ``NoGrant`` where the folder has a bound, and there is no room just now.
+        """
         if block.buffer.nbytes != self._block_bytes:
             raise Misuse(
                 f"a buffer of {block.buffer.nbytes} bytes is no block of {self._block_bytes}. "
@@ -176,13 +197,17 @@ class BlockFiles:
         try:
             place = self._anchor.current()
             if self._is_stored(place, name):
+                self._note_use(name)
                 return Outcome.DONE
             first, second, last = name.split("/")
             folder = self._open_fan_out(place, first, second)
             try:
-                self._put(folder, last, block)
+                with self._stage(folder, name) as stage:
+                    self._put(folder, last, block, stage)
             finally:
                 os.close(folder)
+        except NoGrant:
+            raise
         except OSError as problem:
             full = problem.errno in NO_ROOM
             self._report("store", "stores_full" if full else "stores_failed", problem, block.key)
@@ -219,7 +244,16 @@ class BlockFiles:
         self._incidents.report("load", "folder_returned", "the folder is there again, and is used")
 
     def _is_whole(self, size: int) -> bool:
-        return size == self._file_bytes or (self._accept_unchecked and size == self._block_bytes)
+        return (
+            size == self._file_bytes
+            or (self._accept_unchecked and size == self._block_bytes)
+            or self._is_compressed(size)
+        )
+
+    def _is_compressed(self, size: int) -> bool:
+        """Tell whether a file of this size may hold a compressed block and its trailer."""
+        payload_bytes = size - TRAILER_BYTES
+        return size <= self._block_bytes and self._form.is_payload_length(payload_bytes)
 
     def _is_stored(self, place: Place, name: str) -> bool:
         try:
@@ -231,15 +265,19 @@ class BlockFiles:
         return self._is_whole(status.st_size)
 
     def _read(self, place: Place, name: str, block: LoadBlock) -> Loaded:
-        buffers = [block.buffer, *self._pages.views]
+        room = self._form.room_for(block.buffer)
+        payload, page = room, self._pages.trailer
         descriptor = os.open(name, _READ_FLAGS | self._direct, dir_fd=place.blocks)
         try:
-            count = self._transfer(os.preadv, descriptor, buffers)
-            if count != self._file_bytes:
+            count = self._transfer(os.preadv, descriptor, [room, *self._pages.views])
+            if self._is_compressed(count) and os.fstat(descriptor).st_size == count:
+                payload, page = room[: count - TRAILER_BYTES], room[count - TRAILER_BYTES : count]
+            elif count != self._file_bytes:
                 return self._read_short(descriptor, name, count)
         finally:
             os.close(descriptor)
-        digest = decode_trailer_untrusted(self._pages.trailer, block.key, self._block_bytes)
+        digest = self._form.decode_untrusted(block, payload, page)
+        self._form.give_back(room)
         return Loaded(Outcome.DONE, digest)
 
     def _read_short(self, descriptor: int, path: str, count: int) -> Loaded:
@@ -277,30 +315,46 @@ class BlockFiles:
                 return special_file(mode, name)
         return None
 
-    def _put(self, folder: int, name: str, block: StoreBlock) -> None:
-        """Write a block beside its place in the open folder, and put it there in one step."""
+    def _note_use(self, name: str) -> None:
+        if self._keeper is not None:
+            self._keeper.note_use(name)
+
+    def _stage(self, folder: int, name: str) -> AbstractContextManager[Stage]:
+        """Give where a block is written first: beside its place, or where the bound counts it."""
+        return nullcontext(Stage(folder)) if self._keeper is None else self._keeper.stage(name)
+
+    def _put(self, folder: int, name: str, block: StoreBlock, stage: Stage) -> None:
+        """Write a block where the stage is, and put it into the open folder in one step."""
         temporary = temporary_path(name, self._signature)
         try:
-            self._write(folder, temporary, block)
-            os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+            size = self._write(stage.folder, temporary, block)
+            stage.begin_renaming(size)
+            os.rename(temporary, name, src_dir_fd=stage.folder, dst_dir_fd=folder)
         except OSError:
-            with suppress(OSError):
-                os.unlink(temporary, dir_fd=folder)
+            try:
+                os.unlink(temporary, dir_fd=stage.folder)
+            except OSError as problem:
+                if problem.errno not in GONE:
+                    stage.note_left()
             raise
 
-    def _write(self, folder: int, temporary: str, block: StoreBlock) -> None:
-        trailer = encode_trailer(block.key, self._block_bytes, block.digest)
-        self._pages.trailer[:] = trailer
-        buffers = [block.buffer, *self._pages.views]
+    def _write(self, folder: int, temporary: str, block: StoreBlock) -> int:
+        """Write a block's file, and return its size."""
+        payload = self._form.encode(block, self._pages.trailer)
+        is_whole = payload.nbytes == self._block_bytes  # a compressed one needs no padding
+        buffers = [payload, *(self._pages.views if is_whole else [self._pages.trailer])]
+        size = sum(buffer.nbytes for buffer in buffers)
         mode = self._layout.file_mode
         descriptor = os.open(temporary, _WRITE_FLAGS | self._direct, mode, dir_fd=folder)
         try:
             count = self._transfer(os.pwritev, descriptor, buffers)
         finally:
             os.close(descriptor)
-        if count != self._file_bytes:
+        self._form.give_back(payload)
+        if count != size:
             # A write stops short when the room does, and says nothing.
-            raise OSError(errno.ENOSPC, f"wrote {count} of {self._file_bytes} bytes", temporary)
+            raise OSError(errno.ENOSPC, f"wrote {count} of {size} bytes", temporary)
+        return size
 
     def _open_fan_out(self, place: Place, first: str, second: str) -> int:
         """Open the folder of a block, and make it if it is missing. No link is followed."""

@@ -7,20 +7,33 @@ import mmap
 import os
 import stat
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from kvtier.errors import ConfigError, NamespaceMismatch
 from kvtier.plugin_api.options import shown
 from kvtier_backends.fs.place import CONFIG_NAME, Place
 from kvtier_backends.fs.special import refuse_special_file
-from kvtier_backends.posix import NO_ROOM, NOT_A_FOLDER, O_DIRECT, make_folders, world_writable
+from kvtier_backends.fs.temporary import temporary_path, this_writer
+from kvtier_backends.posix import (
+    NO_ROOM,
+    NOT_A_FOLDER,
+    NOTHING_OF_OURS,
+    O_DIRECT,
+    is_elsewhere,
+    make_folders,
+    world_writable,
+)
+from kvtier_backends.shared.namespaces import (
+    DESCRIPTION_BYTES_MAX,
+    DescriptionDamaged,
+    first_difference,
+    parse_description_untrusted,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvtier_backends.fs.layout import Layout
-
-_CONFIG_BYTES_MAX: Final = 1 << 20
 
 
 class FolderRefusal:
@@ -40,6 +53,18 @@ class FolderRefusal:
 
     def _text(self) -> str:
         return f"secondary tier {self._tier_name}: root_dir={shown(self._root)}"
+
+
+def refuse_bare_mount_point(layout: Layout, filesystem: int | None, refusal: FolderRefusal) -> None:
+    """Refuse what a tier that is restarted finds on another filesystem, if it is not its own.
+
+    ``filesystem``: the number of the one that it has used; None at an engine's start.
+    """
+    try:
+        if is_elsewhere(layout.base, filesystem) and not os.path.lexists(layout.config_path):
+            raise refusal.error(NOTHING_OF_OURS)
+    except OSError as problem:
+        raise refusal.error(f"cannot be looked at ({problem.strerror}).") from problem
 
 
 def prepare_root(root: str, refusal: FolderRefusal) -> Place:
@@ -77,7 +102,7 @@ def prepare_namespace(place: Place, layout: Layout, refusal: FolderRefusal) -> N
 
 def write_config(base: int, layout: Layout) -> None:
     """Write ``config.json`` in one step, in the form vLLM gives its own. Raises ``OSError``."""
-    temporary = f"{CONFIG_NAME}.{os.urandom(8).hex()}.tmp"
+    temporary = temporary_path(CONFIG_NAME, this_writer())
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(temporary, flags, layout.file_mode, dir_fd=base)
     try:
@@ -95,7 +120,7 @@ def probe_direct(place: Place, refusal: FolderRefusal, *, wanted: bool) -> bool:
 
     A full disk is no refusal: what it holds can still be served.
     """
-    name = f".probe.{os.urandom(8).hex()}.tmp"
+    name = temporary_path(".probe", this_writer())
     flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         for extra in (O_DIRECT, 0) if wanted and O_DIRECT else (0,):
@@ -141,14 +166,11 @@ def _read_config_untrusted(base: int, path: str, refusal: FolderRefusal) -> dict
         descriptor = os.open(CONFIG_NAME, flags, dir_fd=base)
         try:
             refuse_special_file(descriptor, path)
-            raw = os.read(descriptor, _CONFIG_BYTES_MAX)
+            raw = os.read(descriptor, DESCRIPTION_BYTES_MAX)
         finally:
             os.close(descriptor)
-        found = json.loads(raw)
-        if isinstance(found, dict):
-            return found
-        reason = "it is not a mapping"
-    except (OSError, ValueError, RecursionError) as problem:
+        return parse_description_untrusted(raw)
+    except (OSError, DescriptionDamaged) as problem:
         reason = str(problem)
     raise refusal.error(
         f"has an unreadable {path} ({reason}). If the blocks beside it may go, remove its "
@@ -157,24 +179,10 @@ def _read_config_untrusted(base: int, path: str, refusal: FolderRefusal) -> dict
 
 
 def _compare(found: Mapping[str, Any], layout: Layout, refusal: FolderRefusal) -> None:
-    difference = _first_difference(found, layout.config)
+    difference = first_difference(found, layout.config)
     if difference is not None:
         name, there, here = difference
         raise refusal.mismatch(
             f"holds other blocks: in {layout.config_path}, {name} is {there!r}, and this engine "
             f"has {here!r}. Name another root_dir, or remove that folder."
         )
-
-
-def _first_difference(
-    found: Mapping[str, Any], wanted: Mapping[str, Any]
-) -> tuple[str, object, object] | None:
-    for name in sorted({*found, *wanted}):
-        there, here = found.get(name, "(missing)"), wanted.get(name, "(missing)")
-        if isinstance(there, dict) and isinstance(here, dict):
-            inner = _first_difference(there, here)
-            if inner is not None:
-                return f"{name}.{inner[0]}", inner[1], inner[2]
-        elif there != here or type(there) is not type(here):
-            return name, there, here
-    return None

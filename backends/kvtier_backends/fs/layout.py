@@ -10,12 +10,11 @@ digest stands for, so that a clash or a mix-up is seen and not served.
 from __future__ import annotations
 
 import hashlib
-import json
-import re
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from kvtier.errors import ConfigError, Misuse
+from kvtier_backends.shared.namespaces import as_json, describe, digest_of, namespace_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,9 +22,9 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.backend import BackendContext
 
 FORMAT_VERSION: Final = 1
-_DIGEST_HEX_DIGITS: Final = 12
+KVTIER_SUFFIX: Final = ".kv"
+VLLM_SUFFIX: Final = ".bin"
 _GROUP_BYTES: Final = 4
-_NAME_CHARACTERS_MAX: Final = 64
 _KEY_IN_NAME_BYTES_MAX: Final = 64  # file names end at 255 characters, temporary suffix included
 
 
@@ -58,6 +57,10 @@ class Layout(ABC):
         Raises ``Misuse`` for a key that has no place.
         """
 
+    @abstractmethod
+    def key_of_untrusted(self, name: str) -> bytes | None:
+        """Return the key of a file, named as ``name`` does; None if the name does not tell."""
+
 
 class KvtierLayout(Layout):
     """kvtier's own folders, for this user alone."""
@@ -66,16 +69,8 @@ class KvtierLayout(Layout):
     file_mode = 0o600
 
     def __init__(self, root: str, context: BackendContext) -> None:
-        facts = _as_json(context.namespace.facts)
-        name = str(facts.get("model_name") or facts.get("model") or "model")
-        base = f"{_safe_name(name)}_{_digest(facts)}"
-        config = {
-            "format": "kvtier-fs",
-            "format_version": FORMAT_VERSION,
-            "block_bytes": context.block_bytes,
-            "facts": facts,
-        }
-        super().__init__(root, base, base, config)
+        base = namespace_name(context)
+        super().__init__(root, base, base, describe("kvtier-fs", FORMAT_VERSION, context))
 
     def name(self, key: bytes) -> str:
         """Return the file of ``key``; a long key is filed under its hash."""
@@ -86,6 +81,10 @@ class KvtierLayout(Layout):
             name = hashlib.blake2b(key, digest_size=_KEY_IN_NAME_BYTES_MAX).hexdigest()
         fan = name.ljust(5, "_")
         return f"{fan[:3]}/{fan[3:5]}/{name}.kv"
+
+    def key_of_untrusted(self, name: str) -> bytes | None:
+        """Return the key of a file; None for one that may be filed under its hash."""
+        return key_of_file_untrusted(name) if name.endswith(KVTIER_SUFFIX) else None
 
 
 class VllmLayout(Layout):
@@ -101,9 +100,9 @@ class VllmLayout(Layout):
                 "needs vLLM's own folder fields, and this engine gave none. Set layout to 'kvtier'"
             )
             raise ConfigError(f"secondary tier {context.tier_name}: layout='vllm' {refusal}.")
-        fields = _as_json(namespace.vllm_fields)
+        fields = as_json(namespace.vllm_fields)
         model = str(fields["model_name"]).replace("/", "_")
-        base = f"{model}_{_digest(fields)}"
+        base = f"{model}_{digest_of(fields)}"
         super().__init__(root, base, f"{base}_r{namespace.vllm_rank}", fields)
 
     def name(self, key: bytes) -> str:
@@ -117,22 +116,34 @@ class VllmLayout(Layout):
         group = int.from_bytes(key[-_GROUP_BYTES:], "big")
         return f"{name[:3]}/{name[3:5]}_g{group}/{name}.bin"
 
+    def key_of_untrusted(self, name: str) -> bytes | None:
+        """Return the key of a file."""
+        return key_of_file_untrusted(name) if name.endswith(VLLM_SUFFIX) else None
+
+
+def key_of_file_untrusted(name: str) -> bytes | None:
+    """Return the key of a file of either layout, named below its namespace's folder.
+
+    None if the name does not tell it: it is a long key's hash, or none of these.
+    """
+    folder, _, last = name.rpartition("/")
+    if last.endswith(KVTIER_SUFFIX):
+        key = _bytes_of_hex(last.removesuffix(KVTIER_SUFFIX))
+        return key if key and len(key) < _KEY_IN_NAME_BYTES_MAX else None
+    group = folder.rpartition("_g")[2]
+    block_hash = _bytes_of_hex(last.removesuffix(VLLM_SUFFIX))
+    if not block_hash or not group.isdecimal() or int(group) >> 8 * _GROUP_BYTES:
+        return None
+    return block_hash + int(group).to_bytes(_GROUP_BYTES, "big")
+
+
+def _bytes_of_hex(text: str) -> bytes | None:
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        return None
+
 
 def make_layout(name: str, root: str, context: BackendContext) -> Layout:
     """Build the layout called ``name``, ``kvtier`` or ``vllm``, below ``root``."""
     return VllmLayout(root, context) if name == "vllm" else KvtierLayout(root, context)
-
-
-def _as_json(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts as they come back from a file (tuples become lists)."""
-    values: dict[str, Any] = json.loads(json.dumps(dict(facts), allow_nan=False))
-    return values
-
-
-def _digest(facts: Mapping[str, Any]) -> str:
-    canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()[:_DIGEST_HEX_DIGITS]
-
-
-def _safe_name(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip(".")[:_NAME_CHARACTERS_MAX] or "model"

@@ -97,10 +97,10 @@ def dead_markers(base: int, me: Writer) -> list[str]:
     """Return the names of the markers of writers that write no more."""
     dead = []
     with suppress(OSError), _markers(base) as folder:
-        for entry in _entries(folder):
-            writer = parse_writer_untrusted(entry.name)
-            if writer is not None and writer.is_dead(me, _age_s(entry.name, folder)):
-                dead.append(entry.name)
+        for name in _names(folder):
+            writer = parse_writer_untrusted(name)
+            if writer is not None and writer.is_dead(me, _age_s(name, folder)):
+                dead.append(name)
     return dead
 
 
@@ -110,18 +110,18 @@ def sweep(folder: int, me: Writer, keep_on: Callable[[], bool]) -> Iterator[str]
     Walks all fan-out folders, so it belongs in a thread of its own; ends early
     once ``keep_on()`` is false. What cannot be listed or removed is left, and no link followed.
     """
-    for entry in _entries(folder):
+    for name, is_folder in _names(folder).items():
         if not keep_on():
             return
-        if entry.is_dir(follow_symlinks=False):
-            with suppress(OSError), _opened(entry.name, folder) as below:
+        if is_folder:
+            with suppress(OSError), _opened(name, folder) as below:
                 yield from sweep(below, me, keep_on)
             continue
-        writer = parse_temporary_untrusted(entry.name)
-        if writer is not None and writer.is_dead(me, _age_s(entry.name, folder)):
+        writer = parse_temporary_untrusted(name)
+        if writer is not None and writer.is_dead(me, _age_s(name, folder)):
             with suppress(OSError):
-                os.unlink(entry.name, dir_fd=folder)
-                yield entry.name
+                os.unlink(name, dir_fd=folder)
+                yield name
 
 
 @contextmanager
@@ -137,15 +137,27 @@ def _markers(base: int) -> AbstractContextManager[int]:
     return _opened(MARKERS_NAME, base)
 
 
-def _entries(folder: int) -> list[os.DirEntry[str]]:
+def _names(folder: int) -> dict[str, bool]:
+    """Return the names in an open folder, and of each whether it is a folder itself.
+
+    A filesystem that lists names alone (FUSE, some network filesystems) is asked for the type of
+    each, by the descriptor of the listing: so while that is open.
+    """
     try:
         with (
             _opened(".", folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) as listed,
             os.scandir(listed) as entries,
         ):
-            return list(entries)
+            return {entry.name: _is_folder(entry) for entry in entries}
     except OSError:
-        return []
+        return {}
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir(follow_symlinks=False)
+    except OSError:
+        return False
 
 
 def _age_s(name: str, folder: int) -> float:

@@ -6,14 +6,18 @@ import os
 import platform
 from importlib.metadata import version
 
-import vllm
-
 
 def about() -> dict[str, str | int]:
-    """Return versions and the machine's kind."""
+    """Return versions, vLLM's too, and the machine's kind."""
+    import vllm  # noqa: PLC0415 - not every benchmark has it
+
+    return {**about_machine(), "vllm_version": str(vllm.__version__)}
+
+
+def about_machine() -> dict[str, str | int]:
+    """Return what a benchmark without vLLM runs on."""
     return {
         "kvtier_version": version("kvtier"),
-        "vllm_version": str(vllm.__version__),
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count() or 0,

@@ -33,6 +33,7 @@ from kvtier.tools.bench.disk_page_cache import drop, resident_bytes
 from kvtier.tools.bench.disk_raw import RAW, RawSide
 from kvtier.tools.bench.disk_sides import ENCRYPTED, DiskSetup, DiskSide, Job, KVTierSide, VLLMSide
 from kvtier.tools.bench.sides import KVTIER, VLLM, make_keys
+from kvtier.tools.held_signals import HeldSignals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -151,11 +152,12 @@ def _open_bed(options: Options, block_bytes: int) -> Iterator[_Bed]:
         )
         sides: list[DiskSide] = []
         stack.callback(_close, sides)
-        sides += [VLLMSide(setup)]
-        sides += [KVTierSide(setup)]
-        if options.encrypted:
-            sides += [KVTierSide(setup, _make_key_file(folder))]
-        sides += [RawSide(setup)]
+        with HeldSignals():  # so that a side that has been made is in the list
+            sides += [VLLMSide(setup)]
+            sides += [KVTierSide(setup)]
+            if options.encrypted:
+                sides += [KVTierSide(setup, _make_key_file(folder))]
+            sides += [RawSide(setup)]
         bed = _Bed(options, setup, sides, job_blocks)
         freeze_gc_heap()  # as vLLM's engine core does when it has started
         stack.callback(gc.unfreeze)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvtier.errors import Misuse
 from kvtier.plugin_api.sizes import read_bytes
 from kvtier.tools.bench.about import about
+from kvtier.tools.bench.asked import asked_folder, check_pages
 from kvtier.tools.bench.disk import KINDS, Measured, Options, blocks_of_a_job, measure
 from kvtier.tools.bench.disk_figures import cpu_s_per_gb, gb_per_s, job_ms, pauses_ms, ratios
 from kvtier.tools.bench.disk_sides import CAPACITY_LEGS
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-PAGE_BYTES: Final = 4096
 THREADS_MIN: Final = 2  #: vLLM's tier wants one at least that reads, and one that writes
 SHOWN_AS: Final = {VLLM: "vLLM fs", KVTIER: "kvtier disk"}
 NOTHING: Final = "-"
@@ -31,9 +31,7 @@ NOTHING: Final = "-"
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print the tables, write the file."""
     block_sizes, leg_bytes = _sizes(arguments)
-    place = Path(arguments.path or tempfile.gettempdir())
-    if not place.is_dir():
-        raise Misuse(f"--path {place} is no folder. Make it first, on the disk to be measured.")
+    place = asked_folder(arguments.path)
     if arguments.threads < THREADS_MIN:
         raise Misuse(f"--threads {arguments.threads} must be at least {THREADS_MIN}.")
     report: dict[str, Any] = {**about(), "sizes": []}
@@ -66,8 +64,7 @@ def _sizes(arguments: argparse.Namespace) -> tuple[list[int], int]:
     if not sizes:
         raise Misuse("--block-bytes names no size. Give one at least, e.g. 64KiB.")
     for size in sizes:
-        if size < PAGE_BYTES or size % PAGE_BYTES:
-            raise Misuse(f"--block-bytes {size} must be a multiple of {PAGE_BYTES}, for O_DIRECT.")
+        check_pages(size)
         if leg_bytes < blocks_of_a_job(size) * size:
             raise Misuse(
                 f"--bytes {leg_bytes} is less than one job of {blocks_of_a_job(size)} blocks of "

@@ -10,7 +10,7 @@ from kvtier.tools.bench.disk import KINDS, LOAD, STORE
 from kvtier.tools.bench.disk_fio import FIO
 from kvtier.tools.bench.disk_raw import RAW
 from kvtier.tools.bench.disk_sides import ENCRYPTED
-from kvtier.tools.bench.ops import percentile
+from kvtier.tools.bench.percentile import percentile
 from kvtier.tools.bench.sides import KVTIER, VLLM
 
 if TYPE_CHECKING:

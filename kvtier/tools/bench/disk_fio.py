@@ -83,7 +83,7 @@ class Fio:
         text = _output(arguments, self.folder)
         try:
             report: dict[str, Any] = json.loads(text[text.index("{") :])["jobs"][0]
-        except (ValueError, LookupError) as problem:
+        except (ValueError, LookupError, RecursionError) as problem:
             raise FioFailed(f"fio's report can't be read: {text[:_LOG_CHARACTERS]}") from problem
         return report
 

@@ -13,6 +13,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.errors import InternalError
+from kvtier.tools.held_signals import HeldSignals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,33 +42,38 @@ def play(
     in_flight: int,
     busy: bool,
 ) -> Leg:
-    """Give ``submit``, one of the side's, all jobs, and keep ``in_flight`` of them under way."""
+    """Give ``submit``, one of the side's, all jobs, and keep ``in_flight`` of them under way.
+
+    Ctrl-C interrupts it between two calls of the side, which takes locks inside.
+    """
     waiting = deque(jobs)
     started: dict[int, float] = {}
     job_seconds = []
     longest = 0.0
     cpu = side.cpu_seconds()
     begin = last = time.perf_counter()
-    while waiting or started:
-        ended = side.ended()
-        seen = time.perf_counter()
-        job_seconds += [seen - started.pop(number) for number in ended]
-        room = in_flight - len(started)
-        # A busy scheduler submits what one step brings, not everything at once.
-        for _ in range(min(room, len(waiting), 1 if busy else room)):
-            job = waiting.popleft()
-            started[job.number] = time.perf_counter()
-            submit(job)
-        side.end_step()
-        if busy:
-            _compute()
-        elif started:
-            time.sleep(IDLE_POLL_S)
-        now = time.perf_counter()
-        longest = max(longest, now - last)
-        last = now
-        if now - begin > LEG_TIMEOUT_S:
-            raise InternalError(f"{side.name}: a leg took over {LEG_TIMEOUT_S:.0f} s")
+    with HeldSignals() as signals:
+        while waiting or started:
+            signals.check()
+            ended = side.ended()
+            seen = time.perf_counter()
+            job_seconds += [seen - started.pop(number) for number in ended]
+            room = in_flight - len(started)
+            # A busy scheduler submits what one step brings, not everything at once.
+            for _ in range(min(room, len(waiting), 1 if busy else room)):
+                job = waiting.popleft()
+                started[job.number] = time.perf_counter()
+                submit(job)
+            side.end_step()
+            if busy:
+                _compute()
+            elif started:
+                time.sleep(IDLE_POLL_S)
+            now = time.perf_counter()
+            longest = max(longest, now - last)
+            last = now
+            if now - begin > LEG_TIMEOUT_S:
+                raise InternalError(f"{side.name}: a leg took over {LEG_TIMEOUT_S:.0f} s")
     return Leg(last - begin, job_seconds, longest, side.cpu_seconds() - cpu)
 
 

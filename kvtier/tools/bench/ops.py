@@ -9,7 +9,6 @@ which evicts. The ratio of each call is one of medians from the same run.
 from __future__ import annotations
 
 import gc
-import math
 import random
 import statistics
 import tempfile
@@ -17,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from kvtier.tools.bench.percentile import percentile
 from kvtier.tools.bench.sides import KVTIER, SIDES, VLLM, Setup, Side, vllm_policy_beside
 from kvtier.tools.bench.turns import (
     BOUND_OF,
@@ -26,9 +26,10 @@ from kvtier.tools.bench.turns import (
     Player,
     Stopwatch,
 )
+from kvtier.tools.held_signals import HeldSignals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 BLOCK_BYTES: Final = 4096
 """Of each slot. No byte of it is touched without a tier; a tier's files want whole pages."""
@@ -49,6 +50,7 @@ class Options:
     request_blocks: int
     runs: int
     with_tier: bool = False
+    self_describing: bool = False  #: KV events carry tokens and parents
     samples: int | None = None  #: requests of each kind whose calls are timed; None: all that fit
 
     @property
@@ -77,41 +79,48 @@ def measure(options: Options, policy: str, on_run: Callable[[], object]) -> dict
 
 
 def play(options: Options, policy: str) -> Watches:
-    """Play one run on fresh managers and return what each side's calls took."""
+    """Play one run on fresh managers and return what each side's calls took.
+
+    Ctrl-C interrupts it between two requests: managers take locks inside.
+    """
     watches = {name: Stopwatch() for name in SIDES}
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder, HeldSignals() as signals:
         place = Path(folder)
         if not options.with_tier:
-            _play_probes(options, policy, place, watches)
+            _play_probes(options, policy, place, watches, signals)
         sides = _build(options, policy, place if options.with_tier else None)
         try:
-            _play_requests(options, sides, watches)
+            _play_requests(options, sides, watches, signals)
         finally:
             _close(sides)
     return watches
 
 
-def _play_requests(options: Options, sides: Sequence[Side], watches: Watches) -> None:
+def _play_requests(
+    options: Options, sides: Sequence[Side], watches: Watches, signals: HeldSignals
+) -> None:
     players = [Player(side, watches[side.name]) for side in sides]
     count = options.request_blocks
     stored = options.requests
     samples = options.samples or stored
     loads = random.Random(_SEED).choices(range(stored), k=samples)  # noqa: S311 - not for secrets
     for number in range(stored):
-        for player in _alternating(players, number):
+        for player in _alternating(players, number, signals):
             if number < stored - samples:
                 player.fill(number * count, count)
             else:
                 player.store(number * count, count)
     for number, request in enumerate(loads):
-        for player in _alternating(players, number):
+        for player in _alternating(players, number, signals):
             player.load(request * count, count)
     for number in range(stored, stored + samples):
-        for player in _alternating(players, number):
+        for player in _alternating(players, number, signals):
             player.store(number * count, count, evicting=True)
 
 
-def _play_probes(options: Options, policy: str, folder: Path, watches: Watches) -> None:
+def _play_probes(
+    options: Options, policy: str, folder: Path, watches: Watches, signals: HeldSignals
+) -> None:
     """Add lookups that ask a tier: a run without tiers has none. Nothing is stored."""
     few = replace(options, blocks=options.request_blocks)
     sides = _build(few, policy, folder)
@@ -119,7 +128,7 @@ def _play_probes(options: Options, policy: str, folder: Path, watches: Watches) 
         probes = {side.name: Stopwatch() for side in sides}
         players = [Player(side, probes[side.name]) for side in sides]
         for number in range(_PROBED_REQUESTS):
-            for player in _alternating(players, number):
+            for player in _alternating(players, number, signals):
                 player.ask(number * options.request_blocks, options.request_blocks)
     finally:
         _close(sides)
@@ -128,12 +137,21 @@ def _play_probes(options: Options, policy: str, folder: Path, watches: Watches) 
             watches[name].take_over(call, watch)
 
 
-def _alternating(players: Sequence[Player], number: int) -> Sequence[Player]:
-    return players if number % 2 else players[::-1]
+def _alternating(players: Sequence[Player], number: int, signals: HeldSignals) -> Iterator[Player]:
+    """Yield the players for one request each, and let a signal through after each."""
+    for player in players if number % 2 else players[::-1]:
+        yield player
+        signals.check()
 
 
 def _build(options: Options, policy: str, tier_folder: Path | None) -> list[Side]:
-    setup = Setup(options.requests * options.request_blocks, BLOCK_BYTES, policy, tier_folder)
+    setup = Setup(
+        options.requests * options.request_blocks,
+        BLOCK_BYTES,
+        policy,
+        tier_folder,
+        self_describing=options.self_describing,
+    )
     sides: list[Side] = []
     try:
         sides += [Side(name, setup) for name in SIDES]
@@ -173,9 +191,3 @@ def figures(name: str, runs: Sequence[Watches]) -> dict[str, Any]:
         "bound": bound,
         "holds": None if bound is None else ratio <= bound,
     }
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value that at least ``percent`` of all do not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]

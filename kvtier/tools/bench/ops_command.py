@@ -32,6 +32,7 @@ def run(arguments: argparse.Namespace) -> None:
         request_blocks=min(arguments.request_blocks, arguments.blocks),
         runs=arguments.runs,
         with_tier=bool(arguments.secondary_tiers),
+        self_describing=arguments.self_describing_events,
     )
     sizes = _sizes(arguments.scale)
     report: dict[str, Any] = {**about(), "options": asdict(options), "policies": [], "scale": []}

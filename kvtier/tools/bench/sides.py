@@ -72,6 +72,7 @@ class Setup:
     policy: str
     tier_folder: Path | None = None
     tier_type: str = "fs"  #: of kvtier's side; vLLM has no other for a folder
+    self_describing: bool = False  #: KV events; vLLM's part of that is in its connector
 
 
 def kvtier_tier(tier_type: str, folder: Path) -> dict[str, Any]:
@@ -123,7 +124,7 @@ def _kvtier_manager(setup: Setup) -> Any:  # noqa: ANN401 - as vLLM's
     return KVTierManager(
         facade,
         config,
-        cast("Any", offloading_spec()),
+        cast("Any", offloading_spec(self_describing=setup.self_describing)),
         KVTierOffloadingSpec.metrics({}),
         region.memory,
         cast("Any", region),
@@ -174,8 +175,11 @@ class _PrivateRegion:
         """Do nothing: the memory goes with the last view of it."""
 
 
-def offloading_spec() -> SimpleNamespace:
-    """Return what both managers and vLLM's fs tier read of an ``OffloadingSpec``."""
+def offloading_spec(*, self_describing: bool = False) -> SimpleNamespace:
+    """Return what both managers and vLLM's fs tier read of an ``OffloadingSpec``.
+
+    ``self_describing``: whether KV events are to carry tokens and parents.
+    """
     parallel = SimpleNamespace(
         rank=0,
         world_size=1,
@@ -199,5 +203,7 @@ def offloading_spec() -> SimpleNamespace:
         config=config,
         blocks_per_chunk=1,
         extra_config={},
-        kv_events_config=SimpleNamespace(enable_kv_cache_events=True),
+        kv_events_config=SimpleNamespace(
+            enable_kv_cache_events=True, self_describing_kv_events=self_describing
+        ),
     )

@@ -21,6 +21,7 @@ from vllm.v1.kv_offload.base import LookupResult
 from kvtier.errors import InternalError
 from kvtier.tools.bench.sides import SIDES, Setup, Side, make_context, make_keys
 from kvtier.tools.bench.turns import Player, Stopwatch
+from kvtier.tools.held_signals import HeldSignals
 
 BLOCKS: Final = 256
 BLOCK_BYTES: Final = 64 << 10
@@ -37,9 +38,10 @@ def measure_steps(
 ) -> dict[str, dict[str, int]]:
     """Return the steps of each case for each side; ``tier_type`` is that of kvtier's tier."""
     found: dict[str, dict[str, int]] = {KNOWN: {}, RESTARTED: {}}
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder, HeldSignals() as signals:
         setup = Setup(2 * blocks, block_bytes, "lru", Path(folder), tier_type)
         for name in SIDES:
+            signals.check()  # not within a manager, which takes locks
             side = Side(name, setup)
             try:
                 Player(side, Stopwatch()).fill(0, blocks)

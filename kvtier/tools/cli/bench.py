@@ -1,8 +1,11 @@
-"""Measure kvtier beside vLLM's own tiering, on this machine, in one go.
+"""Measure kvtier beside vLLM's own tiering, or beside client libraries, in one go.
 
 ``ops`` times each call on the scheduler thread: both managers in one process,
 on the same keys. ``engine`` runs the real vLLM engine on the CPU with either.
 ``disk`` measures the disk tier beside vLLM's fs tier, and beside the bare disk.
+``backends`` measures redis, s3, mooncake and fs tiers beside the plain client library
+on the same server, and ``compression`` what compressing blocks gains. ``start`` measures what an
+engine's start waits for. These three need no vLLM.
 Machines are shared and noisy: quote the ratios, never a time by itself.
 """
 
@@ -12,13 +15,15 @@ import importlib.util
 import os
 import signal
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from kvtier.errors import Misuse
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
+
+_WITHOUT_VLLM: Final = ("backends", "compression", "start")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +34,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_disk_arguments(
         kinds.add_parser("disk", help="the disk tier beside vLLM's fs tier, and the bare disk")
     )
+    _add_start_arguments(kinds.add_parser("start", help="what a start waits for kvtier"))
+    _add_backends_arguments(
+        kinds.add_parser("backends", help="tiers for shared storage, beside plain client libraries")
+    )
+    _add_compression_arguments(
+        kinds.add_parser("compression", help="what compressing blocks gains, and costs")
+    )
+
+
+def _add_compression_arguments(compression: argparse.ArgumentParser) -> None:
+    compression.add_argument(
+        "--folder",
+        metavar="PATH",
+        help="root_dir of an fs tier, without compression or encryption, with blocks of the model "
+        "that is asked about. By default, made-up keys and values in bfloat16 are compressed",
+    )
+    compression.add_argument(
+        "--blocks",
+        type=int,
+        default=24,
+        help="blocks that are compressed (default: %(default)s)",
+    )
+    compression.add_argument(
+        "--block-bytes",
+        metavar="SIZE",
+        default="1MiB",
+        help="size of the made-up blocks (default: %(default)s)",
+    )
+    compression.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help="number of runs; figures are their medians (default: %(default)s)",
+    )
+    compression.add_argument("--json", metavar="FILE", help="write all figures to FILE, as JSON")
 
 
 def _add_ops_arguments(ops: argparse.ArgumentParser) -> None:
@@ -58,6 +98,11 @@ def _add_ops_arguments(ops: argparse.ArgumentParser) -> None:
         choices=(0, 1),
         default=0,
         help="1 gives both sides an fs tier, which is idle while calls are timed (default: 0)",
+    )
+    ops.add_argument(
+        "--self-describing-events",
+        action="store_true",
+        help="measure kvtier as with vLLM's self_describing_kv_events",
     )
     ops.add_argument(
         "--scale",
@@ -134,6 +179,77 @@ def _add_disk_arguments(disk: argparse.ArgumentParser) -> None:
     disk.add_argument("--json", metavar="FILE", help="write all figures to FILE, as JSON")
 
 
+def _add_start_arguments(start: argparse.ArgumentParser) -> None:
+    start.add_argument(
+        "--path",
+        metavar="FOLDER",
+        help="a folder on the disk to be measured (default: the one for temporary files)",
+    )
+    start.add_argument(
+        "--blocks",
+        type=int,
+        default=1_000_000,
+        help="blocks in the folder of the disk tier (default: %(default)s)",
+    )
+    start.add_argument(
+        "--block-bytes", metavar="SIZE", default="4KiB", help="(default: %(default)s)"
+    )
+    start.add_argument(
+        "--runs",
+        type=int,
+        default=5,
+        help="number of starts; figures are their medians (default: %(default)s)",
+    )
+    start.add_argument(
+        "--region",
+        metavar="SIZE",
+        help="measure host memory of this size instead, as an engine on the CPU makes it",
+    )
+    start.add_argument("--json", metavar="FILE", help="write all figures to FILE, as JSON")
+
+
+def _add_backends_arguments(backends: argparse.ArgumentParser) -> None:
+    backends.add_argument(
+        "--tier",
+        metavar="JSON",
+        action="append",
+        required=True,
+        help="an entry of secondary_tiers whose server runs: redis, s3, mooncake or fs. What is "
+        "stored has names of its own and is removed. Repeat it for several",
+    )
+    backends.add_argument(
+        "--block-bytes",
+        metavar="SIZES",
+        default="64KiB,1MiB",
+        help="block sizes, measured one after the other (default: %(default)s)",
+    )
+    backends.add_argument(
+        "--bytes",
+        metavar="SIZE",
+        default="256MiB",
+        help="bytes that each side moves in one leg, all of which the server has room for "
+        "(default: %(default)s)",
+    )
+    backends.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help="number of runs; figures are their medians (default: %(default)s)",
+    )
+    backends.add_argument(
+        "--protection",
+        action="store_true",
+        help="measure signed and encrypted blocks as well, with random keys",
+    )
+    backends.add_argument(
+        "--compression",
+        action="store_true",
+        help="measure compressed blocks as well; all sides then move bytes that shrink as keys and "
+        "values of a model in bfloat16 do",
+    )
+    backends.add_argument("--json", metavar="FILE", help="write all figures to FILE, as JSON")
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run the benchmark that was asked for; 0 if it could be run, whatever it found."""
     _check(arguments)
@@ -149,6 +265,18 @@ def run(arguments: argparse.Namespace) -> int:
             from kvtier.tools.bench import disk_command  # noqa: PLC0415 - imports vllm
 
             disk_command.run(arguments)
+        elif arguments.bench == "backends":
+            from kvtier.tools.bench import backends_command  # noqa: PLC0415 - only what is asked for
+
+            backends_command.run(arguments)
+        elif arguments.bench == "start":
+            from kvtier.tools.bench import start_command  # noqa: PLC0415 - only what is asked for
+
+            start_command.run(arguments)
+        elif arguments.bench == "compression":
+            from kvtier.tools.bench import compression_command  # noqa: PLC0415 - as above
+
+            compression_command.run(arguments)
         else:
             from kvtier.tools.bench import engine_command  # noqa: PLC0415 - imports vllm
 
@@ -173,7 +301,8 @@ def _check(arguments: argparse.Namespace) -> None:
         from kvtier.tools.replay.pictures import check_can_draw  # noqa: PLC0415 - as above
 
         check_can_draw()
-    if importlib.util.find_spec("vllm") is None:
+    needs_vllm = arguments.bench not in _WITHOUT_VLLM or getattr(arguments, "region", None)
+    if needs_vllm and importlib.util.find_spec("vllm") is None:
         raise Misuse(
             "this compares kvtier with vLLM, which is not installed. Install it with: "
             "pip install 'vllm>=0.32,<0.34'. Without a GPU, in kvtier's clone: "

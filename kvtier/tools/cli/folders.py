@@ -13,6 +13,7 @@ from kvtier.tools.cli.terminal import check_can_write, write_json
 from kvtier_backends.disk.folder.claim import Claim
 from kvtier_backends.disk.format import NO_KEY_ID
 from kvtier_backends.disk.offline.inspection import refusal, user_of
+from kvtier_backends.fs.offline.inspection import is_fs_folder as is_fs_folder
 
 if TYPE_CHECKING:
     import argparse

@@ -1,4 +1,4 @@
-"""Verify a disk tier's folder: every header, every table, and every block's checksum.
+"""Verify the folder of a disk or an fs tier: every header, every table, every block's checksum.
 
 With --repair, what is unsound is dropped, so that nothing of it is found again.
 The exit status is 0 if all is sound, 1 if there were problems, repaired or not,
@@ -17,8 +17,8 @@ from kvtier.tools.cli.options import add_folder_options
 if TYPE_CHECKING:
     import argparse
 
-    from kvtier_backends.disk.encryption.cipher import Keyring
     from kvtier_backends.disk.offline.fsck import Checked
+    from kvtier_backends.encryption.keys import Keyring
 
 PROBLEMS: Final = 1
 ROWS_MAX: Final = 50
@@ -30,12 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repair",
         action="store_true",
-        help="drop what is unsound; no engine may be using the folder",
+        help="drop what is unsound; no engine may be using a disk tier's folder",
     )
     parser.add_argument(
         "--encryption-key-file",
         metavar="FILE",
-        help="the tier's encryption keys; without them, encrypted blocks are not verified",
+        help="the disk tier's encryption keys; without them, encrypted blocks are not verified",
     )
 
 
@@ -50,6 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     from kvtier_backends.disk.offline.inspection import Folder, FolderDamaged  # noqa: PLC0415 - as above
 
     folders.check(arguments)
+    if folders.is_fs_folder(arguments.path):
+        return _check_fs(arguments)
     keyring = _keys(arguments.encryption_key_file)
     repair = bool(arguments.repair)
     checked: Checked
@@ -74,18 +76,30 @@ def run(arguments: argparse.Namespace) -> int:
     return PROBLEMS if checked.problems else 0
 
 
+def _check_fs(arguments: argparse.Namespace) -> int:
+    from kvtier.errors import ConfigError  # noqa: PLC0415 - as in run
+    from kvtier.tools.cli import fs_folders  # noqa: PLC0415 - as in run
+
+    if arguments.encryption_key_file is not None:
+        raise ConfigError(
+            f"--encryption-key-file is for the folder of a disk tier, and {arguments.path} is that "
+            "of an fs tier. Leave it out."
+        )
+    return fs_folders.fsck(arguments)
+
+
 def _keys(path: str | None) -> Keyring | None:
     """Return the keys in a file. Raises ``ConfigError``."""
     if path is None:
         return None
     from kvtier.errors import ConfigError  # noqa: PLC0415 - as in run
-    from kvtier_backends.disk.encryption.cipher import parse_keys_untrusted  # noqa: PLC0415 - as in run
-    from kvtier_backends.disk.encryption.encrypted_log import read_key_file  # noqa: PLC0415 - as in run
+    from kvtier_backends.encryption.keys import parse_keys_untrusted  # noqa: PLC0415 - as in run
+    from kvtier_backends.shared.secret_file import read_secret_file  # noqa: PLC0415 - as in run
 
     try:
         import cryptography  # noqa: F401, PLC0415 - an extra
 
-        return parse_keys_untrusted(read_key_file(path))
+        return parse_keys_untrusted(read_secret_file(path))
     except ImportError:
         raise ConfigError(
             "--encryption-key-file needs the package cryptography. "

@@ -1,6 +1,6 @@
-"""Show what a disk tier's folder holds: namespaces, blocks, bytes and ages.
+"""Show what the folder of a disk or an fs tier holds: namespaces, blocks, bytes and ages.
 
-Nothing is changed, and an engine may be using the folder. What counts is what
+Nothing is changed, and engines may be using the folder. What counts is what
 an engine would find at its start.
 """
 
@@ -31,6 +31,10 @@ def run(arguments: argparse.Namespace) -> int:
     from kvtier_backends.disk.offline.listing import list_folder  # noqa: PLC0415 - as above
 
     folders.check(arguments)
+    if folders.is_fs_folder(arguments.path):
+        from kvtier.tools.cli import fs_folders  # noqa: PLC0415 - as above
+
+        return fs_folders.ls(arguments)
     with folders.refusing(arguments.path), Folder(arguments.path) as folder:
         numbers = folder.files.numbers()
         with progress("looking at regions", len(numbers)) as bar:

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 COMMANDS: Final = {
     "check": "tell what an engine would refuse in a configuration",
-    "bench": "measure kvtier beside vLLM's own tiering",
-    "fsck": "verify a disk tier's folder, and drop what is unsound",
-    "ls": "show what a disk tier's folder holds",
-    "purge": "remove blocks from a disk tier's folder",
+    "bench": "measure kvtier beside vLLM's own tiering, or beside client libraries",
+    "evict": "keep the folder of an fs tier within a size",
+    "fsck": "verify a tier's folder, and drop what is unsound",
+    "ls": "show what a tier's folder holds",
+    "purge": "remove blocks from a tier's folder",
     "replay": "play a trace of requests through the runtime, or through policies only",
     "size": "recommend how large each tier should be",
 }

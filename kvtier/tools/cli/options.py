@@ -35,8 +35,17 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_folder_options(parser: argparse.ArgumentParser) -> None:
-    """Add which folder of a disk tier to work on, and where to write what was found."""
-    parser.add_argument("path", metavar="PATH", help="the folder: the disk tier's path")
+    """Add which folder of a tier to work on, and where to write what was found."""
+    _add_folder(parser, "the folder: the disk tier's path, or the fs tier's root_dir")
+
+
+def add_fs_folder_options(parser: argparse.ArgumentParser) -> None:
+    """Add which folder of an fs tier to work on, and where to write what was found."""
+    _add_folder(parser, "the folder: the root_dir of an fs tier, kvtier's or vLLM's")
+
+
+def _add_folder(parser: argparse.ArgumentParser, about: str) -> None:
+    parser.add_argument("path", metavar="PATH", help=about)
     parser.add_argument(
         "--json",
         metavar="FILE",

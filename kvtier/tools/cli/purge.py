@@ -1,7 +1,7 @@
-"""Remove blocks from a disk tier's folder: by age, by namespace, or all of them.
+"""Remove blocks from the folder of a disk or an fs tier: by age, by namespace, or all of them.
 
 They are not found again, and their bytes are taken off the disk. If an engine is
-using the folder, it is asked to do it. On a terminal, --all asks first. The exit
+using a disk tier's folder, it is asked to do it. On a terminal, --all asks first. The exit
 status is 0 if all that was selected is gone, 1 if not, and 2 if the folder or an
 option was refused.
 """
@@ -59,6 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     before_s = _before_s(arguments)
     folders.check(arguments)
+    if folders.is_fs_folder(arguments.path):
+        return _purge_fs(arguments, before_s)
     with folders.refusing(arguments.path), Folder(arguments.path) as folder:
         selection = _selection(folder, arguments, before_s)
         if arguments.dry_run:
@@ -76,6 +78,16 @@ def run(arguments: argparse.Namespace) -> int:
     return LEFT if figures["regions_failed"] or figures["error"] else 0
 
 
+def _purge_fs(arguments: argparse.Namespace, before_s: int) -> int:
+    from kvtier.tools.cli import fs_folders  # noqa: PLC0415 - as in run
+
+    is_asked = arguments.all and not (arguments.yes or arguments.dry_run) and sys.stdin.isatty()
+    if is_asked and not _says_yes(fs_folders.question(arguments)):
+        print(f"{arguments.path}: nothing was removed.")
+        return LEFT
+    return fs_folders.purge(arguments, before_s)
+
+
 def _is_sure(folder: Folder, selection: Selection, arguments: argparse.Namespace) -> bool:
     """Ask before everything goes, if there is somebody to ask."""
     from kvtier.tools.cli.folders import gib  # noqa: PLC0415 - as in run
@@ -90,6 +102,10 @@ def _is_sure(folder: Folder, selection: Selection, arguments: argparse.Namespace
         f"Remove everything from {folder.path}{used}: {there['blocks']:,} blocks, "
         f"{gib(there['bytes'])} GiB, {len(there['namespaces'])} namespaces? [y/N] "
     )
+    return _says_yes(question)
+
+
+def _says_yes(question: str) -> bool:
     print(question, end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 

@@ -129,8 +129,8 @@ class Player:
         while played and self._facade.has_pending_work() and not should_stop():
             self._end_step()
             self._clock.pass_time(None, tiers_work=True)
+        self._end_step()  # the last answer may have come when it was asked whether there is work
         self._observe()
-        self._look_at(self._facade.statistics())
         return played
 
     # --- one step ---
@@ -345,7 +345,7 @@ class Player:
             elif kind is EventKind.REMOVED:
                 resident.difference_update(keys)
                 self.measured.tiers[tier].evicted_blocks += len(keys)
-            else:
+            elif kind is EventKind.CLEARED:
                 resident.clear()
 
     def _look_at(self, statistics: Statistics) -> None:

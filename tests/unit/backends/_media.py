@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,3 +54,27 @@ def start_python(*arguments: str | Path, **options: Any) -> subprocess.Popen[str
     environment = {**os.environ, "PYTHONPATH": paths}
     command = [sys.executable, *arguments]
     return subprocess.Popen(command, cwd=REPOSITORY, env=environment, text=True, **options)
+
+
+def open_files() -> list[int]:
+    """Return the descriptors that this process has open."""
+    return [int(each.name) for each in Path("/proc/self/fd").iterdir()]
+
+
+@contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    """Let this process open so many files more, and then none."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = max(open_files()) + 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    taken = []
+    with suppress(OSError):
+        while True:
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + count, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for each in taken:
+            os.close(each)

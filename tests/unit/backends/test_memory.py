@@ -123,10 +123,11 @@ async def test_a_hang_ends_with_cancellation_and_nothing_else(fault: dict[str, o
     assert await outcomes(backend, KEYS) == [Outcome.DONE] * 6
 
 
-async def test_a_remove_that_fails_leaves_the_block() -> None:
+async def test_a_remove_that_fails_leaves_the_block_and_says_so() -> None:
     backend = make({"remove": {"fail_keys": KEYS[0].hex()}})
     await store(backend, KEYS[:2])
-    await backend.remove(KEYS[:2])
+    with pytest.raises(StoreFault):
+        await backend.remove(KEYS[:2])
     assert await backend.probe(KEYS[:2]) == [True, False]
 
 

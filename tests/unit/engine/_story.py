@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvtier import RuntimeConfig, TierConfig
 from kvtier.plugin_api.backend import BackendTraits, Outcome
 from kvtier.policies.eviction.lru import LRUPolicy
@@ -11,9 +13,11 @@ from tests.support.cell import Batch, TestRuntime, open_test_runtime
 class Story:
     """A runtime with eight slots, and one shared tier unless told otherwise."""
 
-    def __init__(self, *, slots: int = 8, tiers: int = 1, **settings: object) -> None:
+    def __init__(self, *, slots: int = 8, tiers: int = 1, **settings: Any) -> None:
+        """``policy`` and ``whole`` (tiers want whole requests), or fields of ``RuntimeConfig``."""
         self.now = 0.0
         whole = settings.pop("whole", False)
+        policy = settings.pop("policy", LRUPolicy)
         config = RuntimeConfig(
             slot_count=slots,
             block_bytes=16,
@@ -26,11 +30,11 @@ class Story:
                 )
                 for n in range(1, tiers + 1)
             ),
-            **{"cascade_slots_fraction_max": 1.0, **settings},  # type: ignore[arg-type]
+            **{"cascade_slots_fraction_max": 1.0, **settings},
         )
         traits = [(BackendTraits(1, 1), None)] * tiers
         self.runtime: TestRuntime = open_test_runtime(
-            config, LRUPolicy(slots), traits, clock=lambda: self.now
+            config, policy(slots), traits, clock=lambda: self.now
         )
         self.facade = self.runtime.facade
 

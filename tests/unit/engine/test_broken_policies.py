@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, strategies
 
 from kvtier import RuntimeConfig, TierConfig
+from kvtier.core.policy_actor import TICKS_WITHOUT_MEMORY
 from kvtier.plugin_api.backend import BackendTraits, Outcome
 from kvtier.plugin_api.eviction_policy import EvictionPolicy
 from kvtier.policies.eviction.lru import LRUPolicy
@@ -171,6 +173,79 @@ def test_a_store_that_finds_only_what_is_in_use_replaces_no_policy() -> None:
     facade.step_end()
     assert facade.prepare_store([b"a", b"b"], "stores").keys == [b"a", b"b"]
     assert story.replaced() == (0, 0)
+
+
+def short_of_memory(method: str, calls: range, error: Exception) -> type[LRUPolicy]:
+    """Return a policy that can't do this, for some of all calls that there are."""
+    numbers = itertools.count()
+
+    def call(self: LRUPolicy, *arguments: Any, **options: Any) -> Any:
+        if next(numbers) in calls:
+            raise error
+        return getattr(LRUPolicy, method)(self, *arguments, **options)
+
+    return type("ShortOfMemory", (LRUPolicy,), {method: call})
+
+
+NO_MEMORY = MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=["MemoryError", "ENOMEM"])
+@pytest.mark.parametrize("where", ["primary", "tier"])
+def test_a_policy_that_lacked_memory_for_a_moment_returns(where: str, error: Exception) -> None:
+    """It stayed lru until its tier was started again: for the primary tier, until the end."""
+    policy = short_of_memory("admit", range(2, 3), error)
+    story = Story(policy, LRUPolicy) if where == "primary" else Story(LRUPolicy, policy)
+
+    def kind() -> type[EvictionPolicy]:
+        (tier,) = story.runtime.tiers
+        actor = story.runtime.engine.policy if where == "primary" else tier.bounded.policy.actor
+        return type(actor.policy)
+
+    for number in range(5):
+        story.serve(4 * number, 4)
+    assert kind() is LRUPolicy
+    for number in range(5, 5 + TICKS_WITHOUT_MEMORY):
+        assert story.serve(4 * number, 4) == 4
+        story.assert_policies_know_what_is_there()
+    assert kind() is policy
+    assert [story.serve(1000 + 4 * number, 4) for number in range(4)] == [4] * 4
+    story.assert_policies_know_what_is_there()
+    assert sum(story.replaced()) == 1
+    said = [each.event for each in story.runtime.cell.notices if "eviction" in each.event]
+    assert said == [
+        "eviction policy broke, lru takes its place",
+        "eviction policy is back, which had no memory",
+    ]
+
+
+@pytest.mark.parametrize("method", ["__init__", "admit", "hold", "choose_victims"])
+def test_a_policy_that_lacks_memory_again_is_tried_again(method: str) -> None:
+    """Also in the midst of its return, when it is told what is resident."""
+    policy = short_of_memory("admit", range(2, 3), MemoryError())
+    story = Story(policy, LRUPolicy)
+    tries = []
+
+    def call(self: LRUPolicy, *arguments: Any, **options: Any) -> Any:
+        tries.append(method)
+        if len(tries) < 3:
+            raise MemoryError
+        return getattr(LRUPolicy, method)(self, *arguments, **options)
+
+    setattr(policy, method, call)
+    for number in range(4 * TICKS_WITHOUT_MEMORY):
+        assert story.serve(4 * number, 4) == 4
+        story.assert_policies_know_what_is_there()
+    assert len(tries) >= 3
+    assert type(story.runtime.engine.policy.policy) is policy
+
+
+def test_a_policy_that_raised_for_another_reason_does_not_return() -> None:
+    """It would raise again, and whoever reads the log should know which one is at work."""
+    story = Story(breaking("admit", 2), LRUPolicy)
+    for number in range(2 * TICKS_WITHOUT_MEMORY):
+        assert story.serve(4 * number, 4) == 4
+    assert type(story.runtime.engine.policy.policy) is LRUPolicy
 
 
 @given(

@@ -336,6 +336,16 @@ def test_a_store_does_not_evict_the_heads_that_it_was_offered_with() -> None:
     assert story.facade.statistics().primary.counts.stores_dropped == 2
 
 
+def test_a_store_that_no_memory_of_this_size_has_room_for_is_granted_nothing() -> None:
+    """It is no refusal, after which vLLM would offer the same again in each step."""
+    story = Story(tiers=0, slots=1)
+    story.facade.on_request_started("r")
+    grant = story.facade.prepare_store(keys_of(2), "r", cuts=[2])
+    assert grant is not None
+    assert grant.keys == grant.slots == grant.evicted == []
+    assert story.facade.statistics().primary.counts.stores_dropped == 2
+
+
 def test_a_block_is_stored_once_it_was_offered_often_enough() -> None:
     story = Story(tiers=0, store_threshold=2)
     keys = keys_of(2)
@@ -387,6 +397,8 @@ def test_a_primary_tier_that_breaks_turns_into_misses() -> None:
     story.store(keys_of(1))
     story.runtime.cell.raises_faults = False
     story.runtime.cell.break_down(story.runtime.primary)
+    for _ in range(2):  # the first lookup of a step is another one
+        assert story.facade.survey(keys_of(1)[0], "r") is BlockState.ABSENT
     assert story.facade.lookup(keys_of(1)[0], "r") is False
     assert story.facade.prepare_store(keys_of(2), "r") is None
     story.facade.complete_store(keys_of(1), "r")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier.core.block_state import BlockState
+from kvtier.core.messages import LoadBatch
 from kvtier.plugin_api.backend import Outcome
 from tests.unit.engine._story import Story, keys_of
 
@@ -130,7 +131,8 @@ def test_what_was_not_sent_to_a_link_that_breaks_is_given_up_and_no_more() -> No
     story.runtime.cell.raises_faults = False
     story.runtime.cell.break_down(story.runtime.engine.links[0])
     assert facade.lookup_state(keys[0], "first") is BlockState.ABSENT
-    assert facade.statistics().primary.promotion_slots == 1
+    primary = facade.statistics().primary
+    assert (primary.promotion_slots, primary.quarantined_slots) == (1, 0), "nothing writes there"
     facade.step_end()
     story.answer_all()
     assert facade.lookup(keys[1], "second") is True
@@ -158,3 +160,109 @@ def test_a_lease_that_ends_frees_nothing_that_somebody_reads() -> None:
     facade.complete_load(keys[:1], "reads")
     story.runtime.cell.settle()
     assert set(policy._held) == set()
+
+
+def test_a_hit_that_was_looked_up_by_itself_holds_until_the_step_ends() -> None:
+    """Promise 5 again: the store of another request in the same step takes another block."""
+    story = Story(tiers=0, slots=2)
+    old, young = keys_of(2)
+    story.store([old], "first")
+    story.store([young], "second")
+    facade = story.facade
+    facade.on_request_started("r")
+    assert facade.lookup(old, "r") is True
+    facade.on_request_started("w")
+    grant = facade.prepare_store(keys_of(2, b"w"), "w")
+    assert grant is not None
+    assert grant.evicted == [young]
+    assert len(facade.prepare_load([old], "r")) == 1
+
+
+def test_a_request_that_never_began_is_told_what_is_here_and_asks_no_tier() -> None:
+    story = story_of_a_tier(keys_of(1), slots=4)
+    facade = story.facade
+    facade.on_request_started("w")
+    grant = facade.prepare_store(keys_of(1, b"w"), "w")
+    assert grant is not None
+    assert facade.lookup_state(grant.keys[0], "unknown") is BlockState.FILLING
+    facade.complete_store(grant.keys, "w")
+    story.answer_all()
+    assert facade.lookup_state(grant.keys[0], "unknown") is BlockState.READY
+    assert facade.lookup_state(keys_of(1)[0], "unknown") is BlockState.ABSENT
+    facade.step_end()
+    assert story.answer_all() == []
+
+
+def test_keys_looked_up_in_one_go_have_the_states_that_each_has_by_itself() -> None:
+    story = Story(slots=8)
+    facade = story.facade
+    stored, written, unknown = keys_of(2), keys_of(1, b"w"), keys_of(1, b"u")
+    story.store(stored)
+    facade.on_request_started("w")
+    grant = facade.prepare_store(written, "w")
+    assert grant is not None
+    facade.on_request_started("r")
+    assert facade.lookup_states([*stored, *written, *unknown], "r") == [
+        BlockState.READY,
+        BlockState.READY,
+        BlockState.FILLING,
+        BlockState.PROBING,
+    ]
+
+
+def test_where_no_step_ends_what_is_behind_a_gap_is_promoted_all_the_same() -> None:
+    """Promise 6: a caller that only looks up gets an answer in time, too."""
+    (known,) = keys_of(1)
+    (unknown,) = keys_of(1, b"u")
+    story = story_of_a_tier([known], slots=4)
+    facade = story.facade
+    facade.on_request_started("r")
+    assert facade.lookup_state(unknown, "r") is BlockState.PROBING
+    assert facade.lookup_state(known, "r") is BlockState.PROBING, "not before the one before it"
+    for _ in range(2):
+        story.now += 1.0
+        assert facade.lookup_state(unknown, "r") is BlockState.PROBING
+    story.answer_all(Outcome.ABSENT)
+    assert facade.lookup_state(unknown, "r") is BlockState.ABSENT
+    story.now += 1.0
+    assert facade.lookup_state(known, "r") is BlockState.FILLING
+
+
+def test_what_a_slow_step_asks_for_goes_together() -> None:
+    """A tier may bring a request no more than what it is asked for first."""
+    story = Story()
+    keys = keys_of(3)
+    story.facade.step_end()
+    story.facade.on_request_started("r")
+    for _ in range(2):  # it asks what is there, and then for that
+        story.now += 1.0  # since the step before
+        assert story.facade.lookup(keys[0], "r") is None
+        story.facade.lookup_states(keys[1:], "r")
+        story.facade.step_end()
+        (batch,) = story.answer_all()
+        assert len(batch.keys) == 3
+    assert story.facade.lookup_prefix(keys, "r") == 3
+
+
+def test_a_block_that_is_promoted_meanwhile_is_asked_of_no_tier() -> None:
+    """One request may only use a tier of which nothing is known; another had no need to ask."""
+    story = Story(slots=2, tiers=2)
+    facade, runtime = story.facade, story.runtime
+    (key,) = keys_of(1)
+    facade.on_request_started("w")
+    grant = facade.prepare_store([key], "w")
+    assert grant is not None
+    facade.complete_store(grant.keys, "w")
+    facade.on_request_finished("w")
+    runtime.cell.settle()
+    for tier, outcome in zip(runtime.tiers, (Outcome.DONE, Outcome.FAILED), strict=True):
+        tier.answer(tier.batches[0], [outcome])
+    runtime.cell.settle()
+    story.store(keys_of(2, b"n"), "other")
+    facade.on_request_started("second", tiers=0b10)
+    assert facade.lookup_state(key, "second") is BlockState.PROBING
+    facade.on_request_started("any")
+    assert facade.lookup_state(key, "any") is BlockState.FILLING
+    facade.step_end()
+    assert [type(batch) for batch in story.answer_all()] == [LoadBatch]
+    assert facade.lookup(key, "any") is True

@@ -51,3 +51,32 @@ def test_a_reset_forgets_where_a_requests_blocks_came_from() -> None:
     facade.complete_store(grant.keys, "r", epoch=grant.epoch)
     assert facade.lookup(key, "r") is True
     assert facade.load_sources("r") == {}, "the GPU brought it"
+
+
+def test_a_hit_from_before_a_reset_protects_nothing_after_it() -> None:
+    """Its slot belongs to another block now, which may go in the same step."""
+    story = Story(tiers=0, slots=1)
+    first, second, third = keys_of(3)
+    story.store([first])
+    facade = story.facade
+    facade.on_request_started("r")
+    assert facade.lookup(first, "r") is True
+    facade.reset()
+    for key in (second, third):
+        grant = facade.prepare_store([key], "r")
+        assert grant is not None, "a block that nobody looked up has to go"
+        facade.complete_store(grant.keys, "r")
+    assert facade.lookup(third, "r") is True
+
+
+def test_a_reset_forgets_what_was_to_be_given_on_once_it_is_filled() -> None:
+    """Else a tier would be given the block of that name that it has just brought itself."""
+    story = Story(slots=2, whole=True)
+    (key,) = keys_of(1)
+    facade = story.facade
+    facade.on_request_started("w")
+    assert facade.prepare_store([key], "w") is not None
+    facade.on_request_started("r")
+    facade.prepare_store([key], "r")
+    facade.reset()
+    assert story.runtime.primary.audit().parked == frozenset()

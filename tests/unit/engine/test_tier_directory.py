@@ -183,3 +183,48 @@ def test_a_restarted_tier_is_known_to_have_nothing() -> None:
     found.forget_tier(0)
     assert find(found, B, "r") == 1
     assert find(found, A, "r") == ASKING
+
+
+def test_a_request_that_tiers_answer_apart_asks_for_itself_and_tells_nobody() -> None:
+    found = asked()
+    found.start("own", ALL, apart=True)
+    assert (find(found, A, "r"), find(found, A, "own")) == (ASKING, ASKING)
+    assert found.pop_unsent() == {0: [A], 1: [A]}
+    assert list(found.pop_unsent_apart()) == [("own", 0, [A]), ("own", 1, [A])]
+    for tier in (0, 1):
+        found.answered(tier, [A], [tier == 1], "own")
+    found.end_step()
+    assert find(found, A, "own") == 1
+    assert find(found, A, "r") == ASKING
+    for tier in (0, 1):
+        found.answered(tier, [A], [False])
+    found.end_step()
+    assert (find(found, A, "own"), find(found, A, "r")) == (1, NOWHERE)
+
+
+def test_answers_for_a_request_that_is_over_are_ignored() -> None:
+    found = asked()
+    found.start("own", ALL, apart=True)
+    find(found, A, "own")
+    found.end("own")
+    assert list(found.pop_unsent_apart()) == []
+    found.answered(0, [A], [True], "own")
+    assert found.audit().waiters == {}
+
+
+def test_a_tier_that_is_given_up_owes_nothing_to_such_a_request_either() -> None:
+    found = asked(tiers=1)
+    found.start("own", ALL, apart=True)
+    find(found, A, "own")
+    found.give_up(0)
+    found.end_step()
+    assert find(found, A, "own") == NOWHERE
+
+
+def test_what_is_being_filled_is_asked_for_by_nobody() -> None:
+    found = asked()
+    found.start("own", ALL, apart=True)
+    for request in ("r", "own"):
+        find(found, A, request)
+    found.stop_probing([A])
+    assert (found.pop_unsent(), list(found.pop_unsent_apart())) == ({}, [])

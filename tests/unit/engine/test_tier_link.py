@@ -258,14 +258,15 @@ def test_an_answer_that_nothing_waits_for_is_late_if_its_number_was_given_and_el
 
 
 def test_a_probe_with_the_wrong_number_of_answers_is_a_failure_and_a_miss() -> None:
-    story = Story(breaker_failures_max=1)
+    story = Story(breaker_failures_max=2)
     story.facade.on_request_started("r")
-    (key,) = keys_of(1)
-    story.facade.lookup_state(key, "r")
-    story.facade.step_end()
-    tier_of(story).inbox.post(m.ProbeAnswer(probe=1, present=(True, True)))
-    story.runtime.cell.settle()
-    assert story.facade.lookup_state(key, "r") is BlockState.ABSENT
+    for number, key in enumerate(keys_of(2), 1):
+        assert link_of(story).audit().breaker is BreakerState.CLOSED
+        story.facade.lookup_state(key, "r")
+        story.facade.step_end()
+        tier_of(story).inbox.post(m.ProbeAnswer(probe=number, present=(True, True)))
+        story.runtime.cell.settle()
+        assert story.facade.lookup_state(key, "r") is BlockState.ABSENT
     assert link_of(story).audit().breaker is BreakerState.OPEN
 
 
@@ -391,6 +392,7 @@ def test_a_fence_ends_loads_that_nobody_has_given_up() -> None:
     primary = story.facade.statistics().primary
     assert (primary.quarantined_slots, primary.filling_from_tiers_slots) == (0, 0)
     assert link_of(story).in_flight() == (0, 0, 0)
+    assert link_of(story).audit().breaker is BreakerState.DISABLED
 
 
 def test_a_probe_that_a_broken_tier_owes_is_a_miss_for_good() -> None:
@@ -423,6 +425,20 @@ def test_a_restarted_tier_serves_again_and_has_nothing_until_it_says_so() -> Non
     story.facade.on_request_started("r")
     assert story.facade.lookup_state(key, "r") is BlockState.PROBING, "it is asked"
     assert [each.kind for each in story.facade.take_events()] == [EventKind.CLEARED]
+
+
+def test_what_a_probe_finds_in_an_unbounded_tier_is_told() -> None:
+    """Others may have stored it, or this engine before a restart: no list of it comes."""
+    story = Story(slots=4)
+    here, away = keys_of(2)
+    story.facade.on_request_started("r")
+    for key in (here, away):
+        story.facade.lookup_state(key, "r")
+    story.facade.step_end()
+    tier_of(story).inbox.post(m.ProbeAnswer(probe=1, present=(True, False)))
+    story.runtime.cell.settle()
+    events = [(each.tier, each.kind, each.keys) for each in story.facade.take_events()]
+    assert events == [(0, EventKind.STORED, (here,))]
 
 
 def test_what_a_tier_says_of_another_generation_says_nothing_of_this_one() -> None:

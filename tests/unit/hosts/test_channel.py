@@ -7,11 +7,13 @@ import socket
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self, get_args
 
-import msgspec
 import pytest
 from hypothesis import given, strategies
 
+from kvtier import RuntimeConfig
+from kvtier.core import driver_messages
 from kvtier.core import messages as m
+from kvtier.engine.tier_link import TierLink
 from kvtier.hosts.channel import (
     DRAIN_BYTES_MAX,
     FRAME_MESSAGES_MAX,
@@ -20,6 +22,7 @@ from kvtier.hosts.channel import (
     End,
     Level,
     Logged,
+    NoMessage,
     Opened,
     Ready,
     Refused,
@@ -27,7 +30,10 @@ from kvtier.hosts.channel import (
     ToEngine,
     ToTier,
 )
-from kvtier.plugin_api.backend import BackendTraits, Outcome
+from kvtier.plugin_api.backend import BackendTraits, Connection, Outcome
+from kvtier.plugin_api.deadlines import NEVER
+from kvtier.tier.bounded_tier import BoundedTier
+from kvtier.tier.unbounded_tier import UnboundedTier
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,15 +44,19 @@ SLOTS = strategies.lists(NUMBERS, max_size=8).map(tuple)
 OUTCOMES = strategies.lists(strategies.sampled_from(Outcome), max_size=8).map(tuple)
 TEXTS = strategies.text(strategies.characters(exclude_categories=["Cs"]), max_size=20)
 SECONDS = strategies.floats(0, 1e9)
+POLICYS = (m.Victims, m.PolicyBroke, m.PolicyReturned)
 
 TO_TIER = strategies.one_of(
     strategies.builds(Begin),
     strategies.builds(End),
-    strategies.builds(m.Probe, NUMBERS, KEYS),
+    strategies.builds(m.Probe, NUMBERS, KEYS, deadline=SECONDS | strategies.just(NEVER)),
     strategies.builds(m.LoadJob, NUMBERS, KEYS, SLOTS),
     strategies.builds(m.StoreJob, NUMBERS, TEXTS, KEYS, SLOTS),
     strategies.builds(m.TouchKeys, KEYS, TEXTS),
     strategies.builds(m.RequestEnded, TEXTS, strategies.none() | KEYS),
+    strategies.builds(m.RequestOpened, TEXTS, strategies.binary(max_size=20)),
+    strategies.builds(m.RequestClosed, TEXTS),
+    strategies.builds(m.BlocksMissing, TEXTS, KEYS),
     strategies.builds(m.Tick, SECONDS),
 )
 TO_ENGINE = strategies.one_of(
@@ -67,6 +77,8 @@ TO_ENGINE = strategies.one_of(
     ),
     strategies.builds(m.JobEnded, NUMBERS, OUTCOMES, SECONDS),
     strategies.builds(m.PresenceChanged, KEYS, KEYS),
+    strategies.builds(m.BlocksWanted, TEXTS, KEYS, NUMBERS),
+    strategies.builds(m.ConnectionChanged, strategies.sampled_from(Connection)),
     strategies.builds(m.TierBroke, TEXTS),
 )
 
@@ -114,13 +126,43 @@ def test_all_messages_arrive_as_they_were_sent(there: list[Any], back: list[Any]
             assert all(type(outcome) is Outcome for outcome in message.outcomes)
 
 
-def test_every_message_between_cells_may_cross() -> None:
-    """What a link and a tier say to one another is on one page; none may be forgotten here."""
-    between = {
-        *(m.Probe, m.LoadJob, m.StoreJob, m.TouchKeys, m.RequestEnded, m.Tick),
-        *(m.ProbeAnswer, m.JobEnded, m.PresenceChanged, m.TierBroke),
+def test_every_message_from_a_link_may_cross() -> None:
+    """That is: what a tier understands, and is not told in its own cell."""
+    nowhere: Any = None
+    of_the_driver = (each for each in vars(driver_messages).values() if isinstance(each, type))
+    own = {*of_the_driver, *POLICYS, m.BlocksWanted}
+    bounded, unbounded = BackendTraits(1, 1, capacity_blocks=1), BackendTraits(1, 1)
+    understood = {
+        *BoundedTier("t", bounded, link=nowhere, driver=nowhere, policy=nowhere).handlers,
+        *UnboundedTier("t", unbounded, link=nowhere, driver=nowhere).handlers,
     }
-    assert between <= {*ToTier.__args__, *ToEngine.__args__}
+    assert understood - own <= {*ToTier.__args__}
+
+
+def test_every_message_to_a_link_may_cross() -> None:
+    """That is: what a link understands, and is told by no actor of the engine, nor by the host."""
+    nowhere: Any = None
+    config = RuntimeConfig.from_mapping(
+        {"secondary_tiers": [{"type": "memory", "capacity_bytes": 64}]},
+        slot_count=8,
+        block_bytes=64,
+    )
+    link = TierLink(
+        0,
+        config,
+        tier=nowhere,
+        primary=nowhere,
+        log=nowhere,
+        reply=nowhere,
+        collect_events=False,
+    )
+    from_the_primary_tier = {
+        *(m.GenerationBegan, m.ProbeKeys, m.Promote, m.Cascade, m.CascadeRefused, m.TakeEvents),
+        *(m.RequestOpened, m.RequestClosed, m.BlocksMissing),
+        *(m.TouchKeys, m.RequestEnded, m.Tick),
+    }
+    from_the_host = {m.TierFenced, m.TierRestarted}
+    assert {*link.handlers} - from_the_primary_tier - from_the_host <= {*ToEngine.__args__}
 
 
 @given(strategies.lists(TO_TIER, min_size=1, max_size=4), strategies.data())
@@ -191,10 +233,16 @@ def test_the_end_is_seen_after_all_that_was_sent(pair: Pair) -> None:
     assert pair.engine.flush(), "nobody is left to wait for"
 
 
-@pytest.mark.parametrize("body", [b"", b"\x91\xc0", b"\x93\x01\x02", b"\xff" * 9])
+NO_TEXT = b"\x91\x93\xacRequestEnded\xa1\x9c\xc0"  # of a request named by a byte that is no UTF-8
+DEEP = b"\x91" * 10_000
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"\x91\xc0", b"\x93\x01\x02", b"\xff" * 9, NO_TEXT, DEEP], ids=range(6)
+)
 def test_what_is_no_message_is_refused(pair: Pair, body: bytes) -> None:
     pair.raw.send(len(body).to_bytes(4, "little") + body)
-    with pytest.raises(msgspec.DecodeError):
+    with pytest.raises(NoMessage):
         pair.tier.drain()
 
 

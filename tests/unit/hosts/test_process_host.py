@@ -16,14 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import pytest
 from structlog.testing import capture_logs
 
 from kvtier.core import messages as m
+from kvtier.core.tier_host import ABANDON_S
 from kvtier.errors import ConfigError
 from kvtier.hosts import process_host
-from kvtier.hosts.channel import Channel
+from kvtier.hosts.channel import Channel, NoMessage
 from kvtier.hosts.choose import make_host
 from kvtier.hosts.process_host import TierProcess
 from kvtier.hosts.thread_host import TierThread
@@ -266,7 +266,7 @@ def test_a_stopped_process_is_not_waited_for_and_is_killed_at_the_end() -> None:
         bench.host.poll()
         taken += 1
     assert taken >= 64
-    assert bench.host.close(process_host.ABANDON_S + 0.05) is True
+    assert bench.host.close(ABANDON_S + 0.05) is True
     assert has_ended(bench.pid)
 
 
@@ -304,7 +304,7 @@ def test_a_process_that_sends_rubbish_is_killed_and_replaced(
     def rubbish(_channel: Channel[Any]) -> list[Any]:
         monkeypatch.undo()
         monkeypatch.setattr(process_host, "RESTART_PAUSE_S", 0.001)
-        raise msgspec.DecodeError("truncated")
+        raise NoMessage("truncated")
 
     monkeypatch.setattr(Channel, "drain", rubbish)
     assert bench.host.post(m.Probe(probe=1, keys=KEYS[:1]))  # so that something comes
@@ -437,7 +437,7 @@ def test_a_new_process_that_speaks_another_language_is_tried_again(
     def wait_until_ready(child: Any, ending: Any) -> Any:
         tried.append(child.process.pid)
         if len(tried) < 3:
-            raise msgspec.ValidationError("Invalid value 'Ready2'")
+            raise NoMessage("Invalid value 'Ready2'")
         return real(child, ending)
 
     monkeypatch.setattr(process_host._Child, "wait_until_ready", wait_until_ready)

@@ -14,6 +14,7 @@ import anyio
 import pytest
 
 from kvtier.core import messages as m
+from kvtier.core import tier_host
 from kvtier.hosts import thread_host
 from kvtier.hosts.thread_host import TierThread
 from kvtier.plugin_api.backend import (
@@ -133,14 +134,17 @@ class Bench:
 
     def load(self, keys: tuple[bytes, ...], slots: tuple[int, ...], job: int = 2) -> Any:
         assert self.post(m.LoadJob(job=job, keys=keys, slots=slots))
-        return self.link.next()
+        ended = self.link.next()
+        if isinstance(ended, m.PresenceChanged):  # first what the load has found to be gone
+            ended = self.link.next()
+        return ended
 
 
 @pytest.fixture(autouse=True)
 def _quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thread_host, "RESTART_PAUSE_S", 0.001)
     monkeypatch.setattr(thread_host, "QUIET_POLL_S", 0.001)
-    monkeypatch.setattr(thread_host, "ABANDON_S", 0.05)
+    monkeypatch.setattr(tier_host, "ABANDON_S", 0.05)
 
 
 @pytest.fixture
@@ -251,6 +255,33 @@ def test_close_does_not_wait_for_a_hung_tier_and_says_that_memory_is_in_use() ->
     assert bench.cell.close(0.01) is False
 
 
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_backend_of_an_engine_that_does_not_start_is_discarded(
+    monkeypatch: pytest.MonkeyPatch, *, hangs: bool
+) -> None:
+    """A tier of vLLM's kept its port, so that a second try to start found it taken."""
+    monkeypatch.setattr(thread_host, "ABANDON_S", 0.01 if hangs else PATIENCE_S)
+    discarded, goes_on = threading.Event(), threading.Event()
+
+    class Taken(DictBackend):
+        def discard(self) -> None:
+            discarded.set()
+            if hangs:
+                goes_on.wait()
+
+    cell = TierThread(
+        TierConfig("1:test", "test"),
+        SlotMemory.anonymous(8, BLOCK),
+        LinkEnd(),
+        messages_max=16,
+        make_backend=Taken,
+    )
+    cell.make()
+    assert cell.close(0.0) is True
+    assert discarded.wait(PATIENCE_S)
+    goes_on.set()
+
+
 def test_close_ends_what_was_begun() -> None:
     """A store that was taken is carried out, so that a restart finds it."""
     backend = DictBackend()
@@ -263,6 +294,23 @@ def test_close_ends_what_was_begun() -> None:
     assert len(backend.blocks) == 8
     assert backend.closed.is_set()
     assert not bench.post(m.Probe(probe=1, keys=(b"a",)))
+
+
+def test_close_waits_for_a_call_that_ends_after_its_backend() -> None:
+    """A marker that a slow disk took a second to remove made a closed tier one that hangs."""
+
+    class EndsLate(DictBackend):
+        looks = 0
+
+        def busy_threads(self) -> int:
+            self.looks += self.closed.is_set()
+            return int(self.looks < 3)
+
+    backend = EndsLate()
+    bench = Bench(backend)
+    assert bench.store((b"a",), (0,)).outcomes == (Outcome.DONE,)
+    assert bench.cell.close(PATIENCE_S) is True
+    assert backend.looks == 3
 
 
 class OpensLater(DictBackend):
@@ -347,7 +395,7 @@ class Speechless(DictBackend):
 def test_a_backend_that_cannot_say_how_it_is_has_no_counts_and_may_be_busy() -> None:
     bench = Bench(Speechless())
     assert bench.store((b"a",), (0,)).outcomes == (Outcome.DONE,)
-    assert bench.cell.close(PATIENCE_S) is False, "nobody knows whether it still writes to a slot"
+    assert bench.cell.close(0.05) is False, "nobody knows whether it still writes to a slot"
     assert bench.link.counted.empty()
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -12,6 +15,29 @@ import pytest
 from kvtier.plugin_api.threads import DaemonThreads
 
 pytestmark = pytest.mark.anyio
+
+AT_EXIT = """
+import atexit, os
+from kvtier.plugin_api.slot_memory import SlotMemory
+from kvtier.plugin_api.threads import Waker
+
+descriptors = []
+atexit.register(lambda: print(*map(os.fstat, descriptors)))  # runs after what is registered later
+waker, memory = Waker(), SlotMemory.anonymous(1, 4096)
+descriptors += [waker.descriptor, memory.descriptor]
+"""
+
+
+def test_what_daemon_threads_use_stays_open_at_the_process_s_exit() -> None:
+    """They run on there, and the numbers might be another file's."""
+    run = subprocess.run(
+        [sys.executable, "-c", AT_EXIT],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert run.stdout.count("os.stat_result") == 2, run.stderr
 
 
 async def test_each_caller_gets_what_its_call_returned_or_raised() -> None:

@@ -67,6 +67,8 @@ def victim_by_looking_at_every_node(policy: ReusePolicy, exclude: set[bytes]) ->
     def index(cohort: int) -> float:
         if cohort == policy._cohorts.restored:
             return -1.0
+        if policy._floor.follows_lru:
+            return tree.used[oldest[cohort]]
         return policy._model.index_of(cohort, policy._now - tree.used[oldest[cohort]])
 
     if not oldest:
@@ -128,6 +130,7 @@ STEPS = strategies.one_of(
         strategies.just("choose"), strategies.integers(0, 8), strategies.sets(KEYS, max_size=4)
     ),
     strategies.tuples(strategies.just("restore"), strategies.integers(1, 4)),
+    strategies.tuples(strategies.just("follow"), strategies.booleans()),
     strategies.tuples(strategies.just("time"), strategies.floats(0.0, 300.0)),
     strategies.tuples(strategies.just("clear")),
 )
@@ -142,6 +145,7 @@ class World:
         self.held: set[bytes] = set()
         self.now = 0.0
         self.served = 0
+        self.follows_lru = False
 
     def step(self, verb: str, *given_) -> None:  # noqa: C901 - one branch for each verb
         policy = self.policy
@@ -179,6 +183,8 @@ class World:
             policy.restore(chosen)
             assert policy.choose_victims(len(chosen), frozenset()) == chosen
             self.resident -= set(chosen)
+        elif verb == "follow":
+            self.follows_lru = given_[0]
         elif verb == "time":
             self.now += given_[0]
             policy.pass_time(self.now)
@@ -190,7 +196,8 @@ class World:
     def choose(self, count: int, exclude: set[bytes]) -> None:
         policy = self.policy
         policy._looked_at = -1.0  # as if time had passed: the model knows no stale index
-        slow = copy.deepcopy(policy)
+        policy._floor.follows_lru = self.follows_lru
+        slow = copy.deepcopy(policy, {id(policy._floor): policy._floor})
         slow._paths._tree = slow._tree
         may_go = self.resident - self.held - exclude
         chosen = policy.choose_victims(count, exclude)
@@ -456,6 +463,16 @@ def test_without_a_clock_time_is_counted_in_blocks() -> None:
     policy.pass_time(7.0)
     assert policy._now == 7.0
     assert set(policy._tree.used) == {7.0}, "times on another scale say nothing"
+
+
+def test_requests_within_a_second_have_an_order() -> None:
+    policy = ReusePolicy(16)
+    policy.pass_time(5.0)
+    for name in "abc":
+        serve(policy, name, name)
+    tree = policy._tree
+    used = [tree.used[tree.node_of[key(name)]] for name in "abc"]
+    assert 5.0 <= used[0] < used[1] < used[2] < 6.0
 
 
 def test_after_clear_nothing_is_known_or_held() -> None:

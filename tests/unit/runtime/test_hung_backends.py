@@ -12,10 +12,11 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from kvtier import Namespace, RuntimeConfig, SlotMemory, open_runtime
-from kvtier.plugin_api.backend import Backend
+from kvtier.plugin_api.backend import Backend, ServedRequest
 from tests.support.patience import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -27,15 +28,25 @@ pytestmark = pytest.mark.slow
 
 BLOCK = 4096
 SLOTS = 8
-AT_START = {"from_options", "place"}  #: before any cell runs
+AT_START = {"from_options", "place", "filesystem", "discard"}  #: before any cell runs
 HANGING = sorted(
     name
     for name, member in vars(Backend).items()
     if not name.startswith("_") and (callable(member) or isinstance(member, property))
 )
-METHODS = [name for name in HANGING if name not in AT_START and name != "on_lost"]
+CALLED_BY_THE_BACKEND = {"on_connection", "on_lost", "on_wanted", "on_wanted_no_more"}
+METHODS = [name for name in HANGING if name not in AT_START | CALLED_BY_THE_BACKEND]
+OF_A_REQUEST = sorted(
+    name
+    for name, member in vars(ServedRequest).items()
+    if not name.startswith("_") and callable(member)
+)
 AT_END = {"close", "busy_threads"}
-CASES = [(name, cell) for name in METHODS for cell in ("thread", "process")]
+CASES = [
+    (name, cell)
+    for name in [*METHODS, *(f"request.{name}" for name in OF_A_REQUEST)]
+    for cell in ("thread", "process")
+]
 CASES.remove(("busy_threads", "process"))  # not asked: the process's end is the fence
 
 MODULE = '''
@@ -44,6 +55,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+from kvtier.plugin_api.backend import ServedRequest
 from kvtier_backends.memory import MemoryBackend
 
 LOCK = threading.Lock()
@@ -62,7 +74,15 @@ class Hung(MemoryBackend):
         made.hangs_in, made.marker = hangs_in, marker
         if hangs_in == "probe":  # asked only where others may change what is there
             made.traits = replace(made.traits, capacity_blocks=None)
+        if "request" in hangs_in:
+            made.traits = replace(made.traits, capacity_blocks=None, by_request=True)
         return made
+
+    def begin_request(self, request, params):
+        served = Served()
+        served.backend = self
+        self.on_wanted(request, [b"absent".ljust(32)], served)
+        return served
 
     def wait_for_ever(self, name):
         with LOCK:
@@ -71,8 +91,30 @@ class Hung(MemoryBackend):
                 threading.Event().wait()
 
 
-def locked(name):
-    real = getattr(MemoryBackend, name)
+class Served(ServedRequest):
+    """A request, to which the blocks of all the others are served."""
+
+    async def probe(self, keys):
+        return await self.backend.probe(keys)
+
+    async def load(self, blocks):
+        return await self.backend.load(blocks)
+
+    async def store(self, blocks):
+        return await self.backend.store(blocks)
+
+    def end(self):
+        pass
+
+    def missing(self, keys):
+        pass
+
+    def wait_for_ever(self, name):
+        self.backend.wait_for_ever("request." + name)
+
+
+def lock(owner, name):
+    real = getattr(owner, name)
     if inspect.iscoroutinefunction(real):
 
         async def method(self, *arguments):
@@ -84,11 +126,13 @@ def locked(name):
             self.wait_for_ever(name)
             return real(self, *arguments)
 
-    return method
+    setattr(owner, name, method)
 
 
 for name in METHODS:
-    setattr(Hung, name, locked(name))
+    lock(Hung, name)
+for name in OF_A_REQUEST:
+    lock(Served, name)
 '''
 
 
@@ -98,7 +142,9 @@ def _hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = tmp_path / "site"
     info = site / "hung_backend-1.dist-info"
     info.mkdir(parents=True)
-    (site / "hung_backend.py").write_text(f"METHODS = {METHODS!r}\n{MODULE}")
+    (site / "hung_backend.py").write_text(
+        f"METHODS = {METHODS!r}\nOF_A_REQUEST = {OF_A_REQUEST!r}\n{MODULE}"
+    )
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hung-backend\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[kvtier.backends]\nhung = hung_backend:Hung\n")
     monkeypatch.syspath_prepend(str(site))
@@ -119,7 +165,7 @@ def use(
             break
         if not hung_for:
             request, keys = f"r{steps}", [b"%032d" % (3 * (steps % 5) + n) for n in range(3)]
-            facade.on_request_started(request)
+            facade.on_request_started(request, params=msgspec.msgpack.encode({"for": "all"}))
             while facade.lookup_prefix(keys, request) is None:
                 facade.step_end()
                 time.sleep(0)
@@ -174,7 +220,10 @@ def test_a_backend_that_hangs_with_its_lock_holds_up_no_facade_call(
         "store_timeout_s": 0.05,
     }
     config = RuntimeConfig.from_mapping(
-        {"secondary_tiers": [tier], "close_timeout_s": 1.0}, slot_count=SLOTS, block_bytes=BLOCK
+        # Time to come to what hangs at the end; elsewhere all of it is waited for.
+        {"secondary_tiers": [tier], "close_timeout_s": 10.0 if method == "close" else 1.0},
+        slot_count=SLOTS,
+        block_bytes=BLOCK,
     )
     memory = SlotMemory.anonymous(SLOTS, BLOCK)
     facade = open_runtime(config, memory, Namespace({"m": 1}), collect_events=True)

@@ -27,7 +27,7 @@ KEYS = [bytes([number]) * 32 + bytes(4) for number in range(SLOTS)]
 class Runtime:
     """A runtime over one ``fs`` tier, and what a scheduler and its GPU would do with it."""
 
-    def __init__(self, root: Path, **settings: object) -> None:
+    def __init__(self, root: Path, *, collect_events: bool = False, **settings: object) -> None:
         config = RuntimeConfig.from_mapping(
             {
                 "cascade_slots_fraction_max": 1.0,
@@ -46,7 +46,9 @@ class Runtime:
             block_bytes=BLOCK_BYTES,
         )
         self.memory = SlotMemory.anonymous(SLOTS, BLOCK_BYTES)
-        self.facade: SchedulerFacade = open_runtime(config, self.memory, Namespace({"model": "m"}))
+        self.facade: SchedulerFacade = open_runtime(
+            config, self.memory, Namespace({"model": "m"}), collect_events=collect_events
+        )
 
     def until(self, done: Callable[[], object]) -> None:
         """Step until ``done()``; threads of tiers run between the steps."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from structlog.testing import capture_logs
 
+from kvtier.core import backend_counts
 from kvtier.hosts import process_host, thread_host
 from kvtier.plugin_api.backend import Namespace
 from kvtier.plugin_api.slot_memory import SlotMemory
@@ -158,6 +159,7 @@ def test_a_backend_that_hangs_when_it_is_asked_what_it_has_serves_all_the_same(
         return {"blocks": 7}
 
     monkeypatch.setattr(MemoryBackend, "counters", counters)
+    monkeypatch.setattr(backend_counts, "FIRST_WAIT_S", 0.01)
     facade = start({"type": "memory", "capacity_bytes": 4 * BLOCK, "cell": "thread"})
     try:
         (line,) = wait_for(lines, "tier is open")

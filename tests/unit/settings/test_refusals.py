@@ -212,7 +212,8 @@ def test_a_bad_value_of_the_runtime_is_named_with_the_remedy(
             {"type": "memory", "admission": {"policy": "all", "treshold": 0.5}},
             ("admission", "'treshold'", "0.5"),
         ),
-        ({"type": "obj"}, ("'obj'", "vLLM", "not there yet")),
+        ({"type": "kvcr"}, ("'kvcr'", "vLLM", "not there yet")),
+        ({"type": "obj"}, ("'obj'", "vLLM", '{"type": "vllm", "tier": {"type": "obj"')),
     ],
 )
 def test_a_bad_value_of_a_tier_is_named_with_the_remedy(

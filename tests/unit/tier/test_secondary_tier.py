@@ -108,8 +108,10 @@ def test_both_kinds_of_tier_understand_what_any_tier_is_sent() -> None:
     """What only one of them does is about victims, and about what was stored before."""
     shared, own = Bench().tier.actor.handlers, Bench(capacity=2).tier.actor.handlers
     contents = {m.ContentsFound, m.ContentsAnnounced}
-    assert own.keys() - shared.keys() == {m.Victims, m.PolicyBroke, *contents}
-    assert shared.keys() <= own.keys()
+    assert own.keys() - shared.keys() == {m.Victims, m.PolicyBroke, m.PolicyReturned, *contents}
+    # A tier that goes by requests has no capacity.
+    of_requests = {m.RequestOpened, m.RequestClosed, m.BlocksWanted, m.BlocksMissing}
+    assert shared.keys() - of_requests <= own.keys()
 
 
 def test_loads_and_stores_are_cut_as_finely_as_the_backend_wants_each() -> None:
@@ -134,7 +136,9 @@ def test_the_answers_of_all_parts_are_one_answer_in_the_order_of_the_job() -> No
     bench.answer(DONE, batch=0)
     assert bench.said() == []
     bench.answer(ABSENT, batch=0)
-    assert bench.said() == [m.JobEnded(job=job, outcomes=(DONE, ABSENT, FAILED), seconds=3.0)]
+    gone, answer = bench.said()
+    assert gone == m.PresenceChanged((), keys(3)[1:2])
+    assert answer == m.JobEnded(job=job, outcomes=(DONE, ABSENT, FAILED), seconds=3.0)
     assert bench.tier.actor.is_idle()
 
 

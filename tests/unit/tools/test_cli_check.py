@@ -11,6 +11,7 @@ import pytest
 
 from kvtier.tools.cli.exit_status import BAD_INPUT
 from kvtier.tools.cli.main import main
+from kvtier_backends.memory import MemoryBackend
 from tests.unit.backends.disk._disk import open_disk
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def test_all_that_is_wrong_is_said_at_once(check: Check, tmp_path: Path) -> None
         ("4:fs and 5:disk", "a place of its own"),
         ("11:disk", "capacity_bytes='1KiB'", "has no room"),
         ("6:memory", f"{1 << 60}"),
-        ("'obj'", "not there yet"),
+        ("'obj'", "Put its entry into one of kvtier's"),
         ("8:disk", "encryption_key_file='/missing'"),
         ("9:fs", "admission", "'x'"),
         ("10:fs", "root_dir is missing"),
@@ -145,6 +146,55 @@ def test_all_that_is_wrong_is_said_at_once(check: Check, tmp_path: Path) -> None
         ("cpu_bytes_to_use", "bytes of memory that there are"),
     ):
         assert any(all(part in text for part in parts) for text in refused), (parts, refused)
+
+
+def test_keys_that_an_engine_would_refuse_are_refused(check: Check, tmp_path: Path) -> None:
+    keys, public = tmp_path / "keys", tmp_path / "public"
+    for path, mode in ((keys, 0o600), (public, 0o644)):
+        path.write_text("11" * 32)
+        path.chmod(mode)
+    fs = {"type": "fs", "root_dir": str(tmp_path / "kv")}
+    refused = check.refused(
+        {**fs, "auth_key_file": "/missing"},
+        {**fs, "auth_key_file": str(public)},
+        {**fs, "encryption_key_env": "11" * 32},
+        {**fs, "auth_key_file": str(keys), "encryption_key_file": str(keys)},
+        {**fs, "auth_key_file": str(keys), "layout": "vllm"},
+    )
+    for parts in (
+        ("1:fs", "auth_key_file='/missing'"),
+        ("2:fs", "chmod 600"),
+        ("3:fs", "encryption_key_env='...'"),
+        ("4:fs", "auth_key_file", "Remove it"),
+        ("5:fs", "layout='vllm'", "remove the keys"),
+    ):
+        assert any(all(part in text for part in parts) for text in refused), (parts, refused)
+    assert not any("11" * 32 in text for text in refused)
+
+
+async def test_a_disk_folder_with_something_else_in_the_place_of_its_lock_is_refused(
+    check: Check, tmp_path: Path
+) -> None:
+    """It was said to be fine, with a traceback beside."""
+    path = tmp_path / "kv"
+    tier = {"type": "disk", "path": str(path), "capacity_bytes": "16MiB"}
+    async with open_disk(path):
+        pass
+    (path / "lock").unlink()
+    (path / "lock").symlink_to(tmp_path / "elsewhere")
+    (text,) = check.refused(tier)
+    assert "lock is a link, not a file" in text
+
+
+def test_a_tier_whose_own_check_raises_is_not_said_to_be_fine(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raises(*_: object) -> None:
+        raise OSError(5, "of the third party's")
+
+    monkeypatch.setattr(MemoryBackend, "check_options", raises)
+    (text,) = check.refused({"type": "memory", "capacity_bytes": 4096})
+    assert "can't be checked (OSError: [Errno 5] of the third party's)" in text
 
 
 async def test_a_disk_folder_that_an_engine_uses_is_named_with_its_user(
@@ -181,6 +231,64 @@ def test_what_keeps_vllm_from_using_kvtier_is_found(
     (text,) = check(sound, status=1)["refused"]
     for part in parts:
         assert part in text
+
+
+@pytest.fixture
+def vllms_own(tmp_path: Path) -> dict[str, Any]:
+    """Return a configuration of vLLM's own tiering, with a tier of kvtier's in it."""
+    disk = {"type": "disk", "path": str(tmp_path / "{dp_rank}"), "capacity_bytes": "16MiB"}
+    entry = {"type": "KVTierSecondaryTier", "module_path": "kvtier.vllm", "tier": disk}
+    tiers = [{"type": "fs", "root_dir": "/kv"}, {**entry, "backpressure": {}, "on_reset": "keep"}]
+    extra = {"cpu_bytes_to_use": 1 << 20, "secondary_tiers": tiers}
+    return {"spec_name": "TieringOffloadingSpec", **extra}
+
+
+def test_a_tier_of_kvtiers_in_vllms_own_tiering_is_looked_at(
+    check: Check, vllms_own: dict[str, Any], tmp_path: Path
+) -> None:
+    for config in (
+        vllms_own,
+        {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": vllms_own,
+        },
+    ):
+        found = check(config, "--dp-rank", "3", status=0)
+        assert found["tiers"] == [f"2:disk at {tmp_path}/3"]
+        assert found["not_checked"][0] == "secondary_tiers[0] ('fs'): it is vLLM's"
+    del vllms_own["secondary_tiers"][1]  # and kvtier is not used at all
+    assert "vLLM would not use kvtier" in check(vllms_own, status=1)["refused"][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (lambda e: e.update(module_path="kvtier"), ("module_path='kvtier'", "'kvtier.vllm'")),
+        (lambda e: e.pop("tier"), ("tier is missing",)),
+        (lambda e: e.update(tier=3), ("tier=3",)),
+        (lambda e: e.update(on_rest="keep"), ("'on_rest'", "did you mean 'on_reset'")),
+        (lambda e: e.update(eviction_policy="lru"), ("eviction_policy", "vLLM's here")),
+        (lambda e: e.update(staging_bytes=4095), ("staging_bytes=4095", "4096")),
+        (lambda e: e["tier"].update(admission="x"), ("admission='x'", "vLLM's own tiering")),
+        (lambda e: e["tier"].pop("capacity_bytes"), ("2:disk", "capacity_bytes")),
+        (lambda e: e["tier"].update(path="/proc/version/x"), ("2:disk", "/proc/version/x")),
+        (lambda e: e["tier"].update(type="dsk"), ("type='dsk' is not installed",)),
+    ],
+)
+def test_what_is_wrong_with_it_is_found(
+    change: Callable[[dict[str, Any]], object], parts: tuple[str, ...], check: Check, vllms_own: Any
+) -> None:
+    change(vllms_own["secondary_tiers"][1])
+    refused = check(vllms_own, "--block-bytes", "4KiB", status=1)["refused"]
+    assert any(all(part in text for part in parts) for text in refused), refused
+
+
+def test_two_entries_of_vllms_list_at_one_place_are_refused(check: Check, vllms_own: Any) -> None:
+    tiers = vllms_own["secondary_tiers"]
+    tiers.append(tiers[1])
+    (text,) = check(vllms_own, status=1)["refused"]
+    assert "2:disk and 3:disk both use" in text
 
 
 def test_the_size_that_vllm_is_given_takes_the_place_of_the_key(check: Check, sound: Any) -> None:

@@ -114,6 +114,7 @@ def test_a_command_that_cannot_show_what_it_finds_says_so_before_its_work(
         "bench": ["bench", "ops"],
         "size": ["size", "--model", "/missing", "--trace", "/missing"],
         "purge": ["purge", "/missing", "--all"],
+        "evict": ["evict", "/missing", "--capacity", "1GB"],
     }
     assert main(given.get(command, [command, "/missing"])) == BAD_INPUT
     assert "pip install rich" in capsys.readouterr().err

@@ -34,8 +34,13 @@ class Bench:
         self._regions_before = set(regions())
 
     def wait(self) -> int:
-        """Wait for the end and return the exit status."""
-        return self.process.wait(PATIENCE_S)
+        """Wait for the end and return the exit status. If it hangs, say where."""
+        try:
+            return self.process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGABRT)  # faulthandler: all threads' stacks
+            self.process.wait(PATIENCE_S)
+            raise AssertionError(f"it hangs: {self.log()}") from None
 
     def log(self) -> str:
         """Return all that it has printed."""
@@ -84,7 +89,7 @@ def start_bench(tmp_path: Path, *options: str) -> Iterator[Bench]:
     folder, log_path, mark = tmp_path / "temporary", tmp_path / "log", str(uuid.uuid4())
     folder.mkdir()
     command = [sys.executable, "-W", "ignore", "-m", "kvtier.tools.cli.main", "bench", *options]
-    environment = child_environment({"TMPDIR": str(folder), MARK: mark})
+    environment = child_environment({"TMPDIR": str(folder), "PYTHONFAULTHANDLER": "1", MARK: mark})
     with (
         log_path.open("wb") as log,
         process_group(command, stdout=log, stderr=subprocess.STDOUT, env=environment) as process,

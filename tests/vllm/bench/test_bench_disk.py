@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import shutil
+import signal
 import threading
 import warnings
 from typing import TYPE_CHECKING
@@ -173,6 +174,20 @@ def test_a_busy_thread_submits_one_job_an_iteration(setup: DiskSetup) -> None:
     play(busy, busy.store, jobs(size=2), in_flight=3, busy=True)
     assert max(idle.submitted_in_step) == 3
     assert max(busy.submitted_in_step) == 1
+
+
+def test_ctrl_c_does_not_strike_within_a_side(setup: DiskSetup) -> None:
+    """There it could keep a lock of vLLM's pool taken for ever; nobody could close it then."""
+
+    class InterruptedSide(SlowSide):
+        def store(self, job: Job) -> None:
+            signal.raise_signal(signal.SIGINT)
+            super().store(job)
+
+    side = InterruptedSide(setup)
+    with pytest.raises(KeyboardInterrupt):
+        play(side, side.store, jobs(size=2), in_flight=3, busy=True)
+    assert side.under_way == [jobs(size=2)[0].number]
 
 
 def measured(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import tempfile
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # as in conftest.py
     from vllm.v1.kv_offload.base import LookupResult
 
-    from kvtier.tools.bench.ops import BLOCK_BYTES, Options, figures, measure, percentile
+    from kvtier.tools.bench.ops import BLOCK_BYTES, Options, figures, measure
+    from kvtier.tools.bench.percentile import percentile
     from kvtier.tools.bench.sides import KVTIER, SIDES, VLLM, Setup, Side, make_keys
     from kvtier.tools.bench.turns import (
         BOUND_OF,
@@ -65,6 +67,22 @@ def watches(kvtier_ns: list[float], vllm_ns: list[float], call: str) -> dict[str
     found[KVTIER].ns[call] = kvtier_ns
     found[VLLM].ns[call] = vllm_ns
     return found
+
+
+def test_ctrl_c_does_not_strike_within_a_manager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There it could keep a lock of vLLM's tier taken for ever."""
+    filled: list[str] = []
+    fill = Player.fill
+
+    def interrupted(player: Player, first: int, count: int) -> None:
+        signal.raise_signal(signal.SIGINT)
+        fill(player, first, count)
+        filled.append(player.side.name)
+
+    monkeypatch.setattr(Player, "fill", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        measure(Options(blocks=16, request_blocks=8, runs=1, samples=1), "lru", lambda: None)
+    assert len(filled) == 1
 
 
 def test_the_ratio_is_that_of_both_sides_medians() -> None:

@@ -55,6 +55,13 @@ def test_good_configuration_is_taken(tmp_path: Path) -> None:
         assert built.facade.statistics().tiers[0].name == "1:fs"
 
 
+def test_compression_is_refused_for_another_type_than_bfloat16(tmp_path: Path) -> None:
+    assert CONFIG.model.dtype == "float16"
+    text = refusal(secondary_tiers=[tier(tmp_path / "kv", compression="bitplane-zstd")])
+    for word in ("compression='bitplane-zstd'", "float16", "Remove it"):
+        assert word in text
+
+
 @pytest.mark.parametrize(
     ("extra_config", "key", "value", "remedy"),
     [

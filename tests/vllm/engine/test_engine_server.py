@@ -6,7 +6,6 @@ import json
 import os
 import runpy
 import signal
-import socket
 import sys
 import urllib.error
 import urllib.request
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier.tools.process_group import process_group
 from tests.support.patience import PATIENCE_S, until
+from tests.support.server_program import free_port
 from tests.vllm.support.children import Child, child_environment, start_scenario
 from tests.vllm.support.engine import flat_metrics, kvtier_config
 from tests.vllm.support.play import ours_in_shm, own_id, prompts_of, whole_blocks
@@ -130,8 +130,7 @@ def server(
 
     ``is_program`` has it start as users start it, which takes half a minute.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     transfer = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",

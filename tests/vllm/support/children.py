@@ -101,12 +101,12 @@ class Child:
         return path.read_text()
 
     def log(self) -> str:
-        """Return the end of its log."""
-        return self._log.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:]
+        """Return its log."""
+        return self._log.read_text(errors="replace")
 
     def error(self, what: str) -> ScenarioError:
         """Return the error with the end of the child's log."""
-        return ScenarioError(f"{self._name}: {what}\n{self.log()}")
+        return ScenarioError(f"{self._name}: {what}\n{self.log()[-LOG_TAIL_CHARACTERS:]}")
 
 
 @contextmanager

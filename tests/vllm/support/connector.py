@@ -64,6 +64,8 @@ class Connector:
         self._windows = windows
         self._next_block = 1
         self._finished: set[str] = set()
+        self.on_step: Callable[[Sequence[str]], None] = lambda _: None
+        """Called at the end of each step with the requests that were scheduled in it."""
 
     # --- what a scheduler does in a step ---
 
@@ -92,8 +94,17 @@ class Connector:
         allocated = KVCacheBlocks(tuple(blocks))
         self.real.update_state_after_alloc(self.requests[name], allocated, tokens)
 
-    def end_step(self, schedule: Sequence[str] = (), *, resumed: Sequence[str] = ()) -> Any:
-        """End a step in which these requests compute all their tokens; return its metadata."""
+    def end_step(
+        self,
+        schedule: Sequence[str] = (),
+        *,
+        resumed: Sequence[str] = (),
+        preempted: Sequence[str] = (),
+    ) -> Any:
+        """End a step in which these requests compute all their tokens; return its metadata.
+
+        ``preempted``: those that were thrown back since the last step.
+        """
         new = [name for name in schedule if name not in resumed]
         scheduled = {name: self.requests[name].num_tokens for name in schedule}
         meta = self.real.build_connector_meta(
@@ -107,10 +118,11 @@ class Connector:
                 num_common_prefix_blocks=[0] * len(self._windows),
                 finished_req_ids=self._finished,
                 free_encoder_mm_hashes=[],
-                **_fields_without_default(),
+                **{**_fields_without_default(), "preempted_req_ids": set(preempted)},
             )
         )
         self._finished = set()
+        self.on_step(schedule)
         return meta
 
     def complete(self, *metas: Any) -> None:
@@ -201,16 +213,27 @@ class Connector:
 
 @contextmanager
 def connector(
-    *, slots: int, windows: Sequence[int | None] = (None,), **extra_config: Any
+    *,
+    slots: int,
+    windows: Sequence[int | None] = (None,),
+    chunk_blocks: int = 1,
+    kv_events: bool = False,
+    **extra_config: Any,
 ) -> Iterator[Connector]:
-    """Build a connector over a manager with so many slots; shut all down."""
+    """Build a connector over a manager with so many slots; shut all down.
+
+    ``chunk_blocks``: vLLM blocks in a block of ours.
+    """
     config = replace(
         CONFIG,
+        enable_kv_cache_events=kv_events,
         groups=tuple(_group(number, window) for number, window in enumerate(windows)),
         worker_kv_bytes_per_block=BLOCK_BYTES,
-        cache=replace(CONFIG.cache, tokens_per_hash=BLOCK_TOKENS),
+        cache=replace(CONFIG.cache, tokens_per_hash=BLOCK_TOKENS, blocks_per_chunk=chunk_blocks),
         engine_id=f"test-connector-{uuid.uuid4()}",
-        extra_config=kvtier_config(cpu_bytes_to_use=slots * BLOCK_BYTES, **extra_config),
+        extra_config=kvtier_config(
+            cpu_bytes_to_use=slots * chunk_blocks * BLOCK_BYTES, **extra_config
+        ),
     )
     spec = KVTierOffloadingSpec(config)
     assert spec.slot_count == slots

@@ -18,10 +18,12 @@ from tests.support.patience import PATIENCE_S
 from tests.vllm.support.models import VOCABULARY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 BLOCK_TOKENS = 32  #: the CPU attention backend wants a multiple of 32
-PATIENT = dict.fromkeys(("probe_timeout_s", "promote_timeout_s", "store_timeout_s"), PATIENCE_S)
+PATIENT = dict.fromkeys(
+    ("probe_timeout_s", "promote_timeout_s", "store_timeout_s", "connect_wait_s"), PATIENCE_S
+)
 METRICS = ("vllm:kv_offload", "kvtier:", "vllm:num_preemptions")
 
 
@@ -39,6 +41,7 @@ class Round:
     cached: list[int]  #: tokens of each prompt that were not computed (``num_cached_tokens``)
     seconds: float
     first_token_s: list[float] = field(default_factory=list)
+    transfer_params: list[Any] = field(default_factory=list)  #: what a connector gave back
 
     def as_json(self) -> dict[str, Any]:
         """Return the JSON form that scenarios hand back."""
@@ -55,13 +58,19 @@ class Engine:
         self,
         prompts: list[list[int]],
         max_tokens: int = 8,
-        transfer_params: Mapping[str, Any] | None = None,
+        transfer_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     ) -> Round:
-        """Generate greedily from every prompt, all submitted at once."""
+        """Generate greedily from every prompt, all submitted at once.
+
+        ``transfer_params``: of all requests, or of each.
+        """
         started_s = time.monotonic()
+        each = isinstance(transfer_params, list)
         outputs = self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],
-            greedy(max_tokens, transfer_params),
+            [greedy(max_tokens, params) for params in transfer_params]
+            if each
+            else greedy(max_tokens, transfer_params),
             use_tqdm=False,
         )
         return Round(
@@ -71,6 +80,7 @@ class Engine:
             first_token_s=[
                 output.metrics.first_token_latency for output in outputs if output.metrics
             ],
+            transfer_params=[output.kv_transfer_params for output in outputs],
         )
 
     def run_one_by_one(
@@ -86,6 +96,7 @@ class Engine:
             cached=[entry.cached[0] for entry in rounds],
             seconds=sum(entry.seconds for entry in rounds),
             first_token_s=[value for entry in rounds for value in entry.first_token_s],
+            transfer_params=[entry.transfer_params[0] for entry in rounds],
         )
 
     def step(self, count: int = 1) -> None:
@@ -125,8 +136,9 @@ class Engine:
         return self.llm.llm_engine.engine_core.engine_core
 
     def connector(self) -> Any:
-        """Return the scheduler's side of the connector (in-process engines only)."""
-        return self.core().scheduler.get_kv_connector()
+        """Return the scheduler's side of kvtier's connector (in-process engines only)."""
+        connector = self.core().scheduler.get_kv_connector()
+        return getattr(connector, "sub_connectors", [connector])[-1]
 
     def manager(self) -> Any:
         """Return the offloading manager (in-process engines only)."""
@@ -177,9 +189,12 @@ def engine(
     extra_config: Mapping[str, Any] | None,
     *,
     blocks: int = 70,
+    before: Sequence[Mapping[str, Any]] = (),
     **settings: Any,
 ) -> Iterator[Engine]:
     """Start an engine and shut it down. ``extra_config`` None runs without a connector.
+
+    ``before``: other connectors, which a ``MultiConnector`` asks before kvtier's.
 
     ``blocks`` is the engine's own KV cache in blocks of 32 tokens: small, so that
     the prefix cache forgets and hits must come from the tiers.
@@ -189,11 +204,20 @@ def engine(
 
     if extra_config is not None:
         engine_id = settings.pop("engine_id", None)
+        ours = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": dict(extra_config),
+        }
+        if before:
+            ours = {
+                "kv_connector": "MultiConnector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"connectors": [*before, ours]},
+            }
         settings["kv_transfer_config"] = KVTransferConfig(
-            kv_connector="OffloadingConnector",
-            kv_role="kv_both",
-            kv_connector_extra_config=dict(extra_config),
-            **({} if engine_id is None else {"engine_id": engine_id}),
+            **ours, **({} if engine_id is None else {"engine_id": engine_id})
         )
     llm = LLM(
         model=model,
@@ -220,7 +244,8 @@ def kvtier_config(**options: Any) -> dict[str, Any]:
     """Return the two lines that choose kvtier, and the given keys.
 
     Tiers that are given no deadlines get patient ones: beside other work, a sound
-    tier would miss those that serve users best, and be a miss to the engine.
+    tier would miss those that serve users best, and be a miss to the engine. What tiers
+    have is loaded: whether that is faster on a busy machine is not for a test to say.
     """
     tiers = options.get("secondary_tiers")
     if isinstance(tiers, list):

@@ -21,11 +21,11 @@ _SHAPE: dict[str, Any] = {
 }
 
 
-def make_llama(folder: Path) -> Path:
+def make_llama(folder: Path, **shape: Any) -> Path:
     """Write a Llama of 4 layers with random weights: one KV-cache group."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return _save(LlamaForCausalLM, LlamaConfig(**_SHAPE), folder)
+    return _save(LlamaForCausalLM, LlamaConfig(**_SHAPE | shape), folder)
 
 
 def make_gemma(folder: Path) -> Path:

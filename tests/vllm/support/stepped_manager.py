@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from tests.support.cell import Batch
 
 CHUNK_TOKENS = 32
+FS = {"type": "fs", "root_dir": "/nowhere"}
+MEMORY = {"type": "memory", "capacity_bytes": 1 << 20}
 
 
 def keys(text: str, group: int = 0) -> list[bytes]:
@@ -47,11 +49,19 @@ class SteppedManager:
     """What vLLM's connector does with a manager, and what tiers answer."""
 
     def __init__(
-        self, slots: int, tiers: Sequence[dict[str, Any]], groups: int, pp_size: int, **extra: Any
+        self,
+        slots: int,
+        tiers: Sequence[dict[str, Any]],
+        groups: int,
+        pp_size: int,
+        chunk_blocks: int,
+        **extra: Any,
     ) -> None:
         self.now = 0.0
         extra_config = kvtier_config(secondary_tiers=list(tiers), **extra)
         group = CONFIG.groups[0]
+        if hasattr(group, "sliding_window_size_in_chunks"):  # vLLM 0.33
+            group = replace(group, sliding_window_size_in_chunks=1)
         spec = KVTierOffloadingSpec(
             replace(
                 CONFIG,
@@ -59,6 +69,7 @@ class SteppedManager:
                 extra_config=extra_config,
                 groups=tuple(replace(group, group_id=number) for number in range(groups)),
                 parallel=replace(CONFIG.parallel, pp_size=pp_size),
+                cache=replace(CONFIG.cache, blocks_per_chunk=chunk_blocks),
             )
         )
         config = read_settings(extra_config, slot_count=slots, block_bytes=4096)
@@ -96,6 +107,11 @@ class SteppedManager:
         self.manager.on_request_finished(made)
         self.answer()
         self.step()
+
+    def evict(self) -> None:
+        """Store as many other blocks as there are slots: tiers alone have those of before."""
+        slots = self.runtime.primary.slots.count
+        self.store("other", [bytes([200 + n]) * 32 + bytes(4) for n in range(slots)])
 
     def step(self, new: Collection[str] = (), preempted: Collection[str] = ()) -> None:
         """End a step in which these requests run for the first time, or are preempted."""
@@ -135,10 +151,11 @@ def stepped(
     tiers: Sequence[dict[str, Any]] = (),
     groups: int = 1,
     pp_size: int = 1,
+    chunk_blocks: int = 1,
     **extra: Any,
 ) -> Iterator[SteppedManager]:
     """Build a manager; shut it down."""
-    made = SteppedManager(slots, tiers, groups, pp_size, **extra)
+    made = SteppedManager(slots, tiers, groups, pp_size, chunk_blocks, **extra)
     try:
         yield made
     finally:

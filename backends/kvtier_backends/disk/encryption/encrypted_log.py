@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from kvtier.errors import ConfigError, StoreFault
+from kvtier.errors import StoreFault
 from kvtier.plugin_api.backend import LoadBlock, Loaded, Outcome, StoreBlock
 from kvtier.plugin_api.threads import DaemonThreads
-from kvtier_backends.disk.encryption.cipher import (
-    BlockCipher,
-    EncryptedBlock,
-    Keyring,
-    parse_keys_untrusted,
-)
 from kvtier_backends.disk.format import namespace_digest
+from kvtier_backends.encryption.cipher import BlockCipher, EncryptedBlock
+from kvtier_backends.encryption.keys import (
+    ENCRYPTION_KEY,
+    read_keyring,
+    refuse_missing_package,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,8 +28,6 @@ T = TypeVar("T")
 
 ENCRYPTION_THREADS: Final = 2
 """Encryption runs without the GIL, at a few GB/s a thread."""
-
-_KEY_FILE_BYTES_MAX: Final = 1 << 16
 
 
 class EncryptedLog:
@@ -101,43 +98,11 @@ class EncryptedLog:
 
 def make_encrypted_log(reader: Options, context: BackendContext) -> EncryptedLog | None:
     """Read the keys that the options name, if they name any. Raises ``ConfigError``."""
-    has_file, has_name = reader.has("encryption_key_file"), reader.has("encryption_key_env")
-    if not (has_file or has_name):
+    keyring = read_keyring(reader, ENCRYPTION_KEY)
+    if keyring is None:
         return None
-    if has_file and has_name:
-        raise reader.error(
-            "encryption_key_env", "...", "excludes encryption_key_file; give one of them"
-        )
-    option = "encryption_key_file" if has_file else "encryption_key_env"
-    named = reader.text(option)
-    path = reader.path(option) if has_file else ""
     try:
-        text = read_key_file(path) if has_file else os.environ.get(named, "")
-        keyring = parse_keys_untrusted(text)
-    except (OSError, ValueError) as problem:
-        reason = getattr(problem, "strerror", None) or str(problem)
-        raise reader.error(
-            option, named, f"gives no keys ({reason}); put 64 hex digits a key there, one a line"
-        ) from None
-    return EncryptedLog(_make_cipher(keyring, reader, option, context), context.tier_name)
-
-
-def _make_cipher(
-    keyring: Keyring, reader: Options, option: str, context: BackendContext
-) -> BlockCipher:
-    try:
-        return BlockCipher(keyring, namespace_digest(context), context.block_bytes)
+        cipher = BlockCipher(keyring, namespace_digest(context), context.block_bytes)
     except ImportError:
-        raise reader.error(
-            option, "...", "needs a package: pip install 'cryptography>=47'"
-        ) from None
-
-
-def read_key_file(path: str) -> str:
-    """Return a key file's text. Raises ``OSError`` or ``ValueError``."""
-    # O_NONBLOCK: a FIFO must not keep the engine from starting.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
-        if os.fstat(descriptor).st_mode & 0o077:
-            raise ConfigError("others may read it: run chmod 600 on it")
-        return file.read(_KEY_FILE_BYTES_MAX).decode("ascii")
+        raise refuse_missing_package(reader, ENCRYPTION_KEY) from None
+    return EncryptedLog(cipher, context.tier_name)

@@ -7,6 +7,7 @@ page, so that one flipped bit does not cost the folder) and the segment files.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -30,7 +31,13 @@ from kvtier_backends.disk.format import (
     time_s,
 )
 from kvtier_backends.disk.opened_files import NotAFile, open_file, remove_whatever
-from kvtier_backends.posix import NOT_A_FOLDER, make_folders, world_writable
+from kvtier_backends.posix import (
+    NOT_A_FOLDER,
+    NOTHING_OF_OURS,
+    is_elsewhere,
+    make_folders,
+    world_writable,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,7 +67,7 @@ has put its memory away. An engine that starts just then must not be refused.
 """
 
 _LOCK_POLL_S: Final = 0.02
-_SUPERBLOCK_NAME: Final = "superblock"
+SUPERBLOCK_NAME: Final = "superblock"
 _SEGMENT_PATTERN: Final = re.compile(r"segment-(\d{5})\.kv")
 
 
@@ -154,10 +161,12 @@ class Claim:
 
         Raises ``OSError`` where the medium does not say: that is no sign that it is gone.
         """
-        if self._descriptor is None:
-            return False
+        return self._descriptor is not None and self.is_in(self.path)
+
+    def is_in(self, folder: str) -> bool:
+        """Tell whether the lock lies in this folder. Raises ``OSError`` as ``stands`` does."""
         try:
-            there = os.lstat(f"{self.path}/{LOCK_NAME}")
+            there = os.lstat(f"{folder}/{LOCK_NAME}")
         except (FileNotFoundError, NotADirectoryError):
             return False
         return (there.st_dev, there.st_ino) == self._identity
@@ -186,6 +195,23 @@ class Claim:
         return descriptor
 
 
+def refuse_bare_mount_point(
+    path: str, filesystem: int | None, refuse: Callable[[str], ConfigError]
+) -> None:
+    """Refuse what a tier that is restarted finds on another filesystem, if it is no tier's folder.
+
+    ``filesystem``: the number of the one that it has used; None at an engine's start. Raises
+    ``ConfigError``.
+    """
+    try:
+        if is_elsewhere(path, filesystem):
+            read_superblock(path)
+    except PageRefused as nothing:
+        raise refuse(NOTHING_OF_OURS) from nothing
+    except OSError as problem:
+        raise refuse(f"cannot be looked at ({problem.strerror}).") from problem
+
+
 def not_ours(problem: NotAFile) -> str:
     """Return what to say of a folder that has something else in the place of a file of ours."""
     return (
@@ -211,7 +237,7 @@ def _lock(descriptor: int) -> bool:
 def read_superblock(path: str) -> Superblock:
     """Return the first sound copy in the folder. Raises ``PageRefused`` or ``OSError``."""
     try:
-        descriptor = open_file(f"{path}/{_SUPERBLOCK_NAME}", os.O_RDONLY)
+        descriptor = open_file(f"{path}/{SUPERBLOCK_NAME}", os.O_RDONLY)
     except FileNotFoundError:
         raise PageRefused(Refusal.BLANK, "there is none") from None
     try:
@@ -225,16 +251,22 @@ def read_superblock(path: str) -> Superblock:
 
 
 def write_superblock(path: str, superblock: Superblock) -> None:
-    """Put a superblock in the place of any older one, in one step. Raises ``OSError``."""
-    temporary = f"{path}/{_SUPERBLOCK_NAME}.new"
+    """Put a superblock in the place of any older one, in one step. Raises ``OSError``.
+
+    It is read first: one that storage has torn takes no sound one's place.
+    """
+    temporary = f"{path}/{SUPERBLOCK_NAME}.new"
     remove_whatever(temporary)
-    descriptor = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    raw = encode_superblock(superblock) * 2
+    descriptor = open_file(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
-        os.write(descriptor, encode_superblock(superblock) * 2)
+        os.write(descriptor, raw)
         os.fsync(descriptor)
+        if os.pread(descriptor, len(raw) + 1, 0) != raw:
+            raise OSError(errno.EIO, "it reads otherwise than it was written", temporary)
     finally:
         os.close(descriptor)
-    os.replace(temporary, f"{path}/{_SUPERBLOCK_NAME}")
+    os.replace(temporary, f"{path}/{SUPERBLOCK_NAME}")
 
 
 def new_superblock(plan: Plan) -> Superblock:

@@ -8,7 +8,9 @@ to its home or right behind its predecessor.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
     from kvtier_backends.disk.format import TablePage
     from kvtier_backends.disk.log.index import BlockIndex
+
+_LAYOUT_OF: Final = attrgetter("key_width", "tag_bytes")  # of a page's records
 
 
 class Dropped(NamedTuple):
@@ -42,7 +46,7 @@ class BulkLoad:
         self._now_s = now_s
         self._stored_s_min = now_s - ttl_s if ttl_s else 0
         self._regions: list[tuple[int, NDArray[np.uint64], NDArray[np.int64]]] = []
-        self._pages: list[tuple[tuple[int, int], list[memoryview]]] = []
+        self._pages: list[TablePage] = []
         self._beyond = 0
         self._expired = 0
 
@@ -51,20 +55,21 @@ class BulkLoad:
 
         A later page's entries replace those before.
         """
-        layout = (table.key_width, table.tag_bytes)
-        if not self._pages or self._pages[-1][0] != layout:
-            self._pages.append((layout, []))
-        self._pages[-1][1].append(table.records)
+        self._pages.append(table)
 
     def end_region(self, region: int, sequence: int) -> int:
         """End a region, whose pages are those since the last call; returns how many blocks it has.
 
         No two regions may have one sequence.
         """
-        for (key_width, tag_bytes), pages in self._pages:
-            if key_width:
-                records = np.frombuffer(b"".join(pages), dtype=record_dtype(key_width, tag_bytes))
-                self._add_records(region, key_width, records, encrypted=tag_bytes > 0)
+        for (key_width, tag_bytes), same in groupby(self._pages, _LAYOUT_OF):
+            pages = list(same)
+            if (tag_bytes > 0) is not self.index.encrypted:
+                self._beyond += sum(page.entries for page in pages)
+            elif key_width:
+                joined = b"".join([page.records for page in pages])
+                records = np.frombuffer(joined, dtype=record_dtype(key_width, tag_bytes))
+                self._add_records(region, key_width, records)
         self._pages.clear()
         slab = self.index.slab(region, 1)
         self._expired += slab.expire(self._stored_s_min)
@@ -74,13 +79,10 @@ class BulkLoad:
         self._regions.append((sequence, hashes.view(np.uint64), locations))
         return len(slots)
 
-    def _add_records(
-        self, region: int, key_width: int, records: NDArray[Any], *, encrypted: bool
-    ) -> None:
+    def _add_records(self, region: int, key_width: int, records: NDArray[Any]) -> None:
         index = self.index
         sound = records["slot"] < index.slots_per_region
         sound &= (records["length"] > 0) & (records["length"] <= key_width)
-        sound &= encrypted == index.encrypted
         if not sound.all():
             self._beyond += len(records) - int(sound.sum())
             records = records[sound]

@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.plugin_api.backend import Outcome, block_digest
 from kvtier_backends.disk.device import SEGMENT_NAME
-from kvtier_backends.disk.encryption.cipher import BlockCipher, EncryptedBlock
 from kvtier_backends.disk.folder.claim import segment_numbers, write_superblock
 from kvtier_backends.disk.folder.recovery import UNREMARKABLE
 from kvtier_backends.disk.format import NO_KEY_ID, TAG_BYTES
 from kvtier_backends.disk.offline.inspection import damaged_copies, user_of
 from kvtier_backends.disk.offline.scrubbing import scrub_region
+from kvtier_backends.encryption.cipher import BlockCipher, EncryptedBlock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from kvtier_backends.disk.encryption.cipher import Keyring
     from kvtier_backends.disk.folder.users import User
     from kvtier_backends.disk.format import Entry, RegionHeader
     from kvtier_backends.disk.offline.inspection import Folder, RegionReport
+    from kvtier_backends.encryption.keys import Keyring
 
 READ_BYTES_MAX: Final = 8 << 20
 SLOTS_SHOWN: Final = 8

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvtier.errors import ConfigError
 from kvtier_backends.disk.device import Segments
 from kvtier_backends.disk.folder.claim import (
+    not_ours,
     read_superblock,
     segment_numbers,
 )
@@ -37,7 +38,7 @@ from kvtier_backends.disk.format import (
     entries_untrusted,
 )
 from kvtier_backends.disk.offline.region_files import RegionFiles
-from kvtier_backends.disk.opened_files import open_file
+from kvtier_backends.disk.opened_files import NotAFile, open_file
 
 if TYPE_CHECKING:
     from typing import Self
@@ -195,6 +196,19 @@ def user_of(path: str) -> User | None:
         return None
     finally:
         os.close(descriptor)
+
+
+def fault_of_use(path: str) -> str | None:
+    """Return what keeps an engine from claiming the folder now, for a refusal."""
+    try:
+        user = user_of(path)
+    except NotAFile as problem:
+        return not_ours(problem)
+    except OSError as problem:
+        return f"cannot be read ({problem.strerror}). Give this user the right to, or name another."
+    return (
+        None if user is None else f"is in use by {user}: stop that first, or name another folder."
+    )
 
 
 def refusal(path: str, problem: OSError) -> ConfigError:

@@ -89,9 +89,15 @@ def ask_engine(
         _write(request, asked)
         while True:
             used = user_of(path) is not None  # before the look for an answer
+            is_there = os.path.lexists(answer)
             found = _read_untrusted(answer, _Answer)
             if found is not None:
                 return _rows_of(found)
+            if is_there:  # whole, since it is renamed to its name, and damaged
+                raise NotAnswered(
+                    f"{path}: the answer of {user_of(path)} is damaged. kvtier ls shows what is "
+                    "left."
+                )
             if not used:
                 return None
             if os.path.lexists(request) and time.time() > until_s:
@@ -205,5 +211,5 @@ def _read_untrusted(path: str, kind: type[_T]) -> _T | None:
             return None
         try:
             return msgspec.json.decode(file.read(_FILE_BYTES_MAX), type=kind)
-        except (OSError, msgspec.DecodeError):
+        except (OSError, ValueError, RecursionError):  # no UTF-8 is no DecodeError
             return None

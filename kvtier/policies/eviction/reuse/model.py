@@ -30,8 +30,11 @@ from kvtier.policies.eviction.reuse.cohorts import Cohorts
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-AGE_BINS: Final = 34
+AGE_BINS: Final = 40
 """Up to 2 ** 16.5 units: a day in seconds, 90 turnovers in 1024ths of one."""
+
+BINS_FROM: Final = 0.125
+"""Units: a small tier turns over within seconds, and agents return within seconds."""
 
 GUESS_VOTES: Final = 8.0
 """A guess weighs as much as this many votes at risk: enough to tame a bin's noise."""
@@ -67,6 +70,7 @@ if TYPE_CHECKING:
 
 def age_bin(age: float) -> int:
     """Return the bin of an age."""
+    age /= BINS_FROM
     return 0 if age <= 1.0 else min(AGE_BINS - 1, int(2.0 * log2(age)) + 1)
 
 
@@ -106,7 +110,8 @@ class ReuseModel:
 
     def index_at(self, ages: Floats) -> Floats:
         """Return the index of each cohort at an age of its own."""
-        at = np.minimum(2.0 * np.log2(np.maximum(ages, 2.0**-0.5)) + 1.0, AGE_BINS - 1.001)
+        at = 2.0 * np.log2(np.maximum(ages / BINS_FROM, 2.0**-0.5)) + 1.0
+        at = np.minimum(at, AGE_BINS - 1.001)
         bins = at.astype(np.int64)
         part = at - bins
         index = self._index
@@ -116,7 +121,7 @@ class ReuseModel:
 
     def index_of(self, cohort: int, age: float) -> float:
         """Return the index of one cohort at an age."""
-        at = min(2.0 * log2(max(age, 2.0**-0.5)) + 1.0, AGE_BINS - 1.001)
+        at = min(2.0 * log2(max(age / BINS_FROM, 2.0**-0.5)) + 1.0, AGE_BINS - 1.001)
         low = int(at)
         index = self._index[cohort]
         return float(index[low] + (at - low) * (index[low + 1] - index[low]))
@@ -170,7 +175,7 @@ class ReuseModel:
 
         A vote can have been seen at an age only if it entered that long ago.
         """
-        taken_at = np.searchsorted(self._snapshot_times, now - _STARTS, side="right")
+        taken_at = np.searchsorted(self._snapshot_times, now - _STARTS * BINS_FROM, side="right")
         none = np.zeros_like(entered)
         old_enough = np.array(
             [self._snapshots[at - 1] if at else none for at in taken_at.tolist()]

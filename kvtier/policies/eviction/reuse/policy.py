@@ -13,6 +13,9 @@ cohorts it is the one with the lowest Gittins index at its age. So a victim
 costs no search: one lookup in an array of a few hundred cohorts for each node,
 and nodes are stretches of many blocks.
 
+A prediction can be wrong: ``floor`` watches what LRU would have hit, and where that is
+more, the oldest of those nodes goes, whatever its index.
+
 Time is the runtime's clock where there is one. Otherwise it is the number of
 admitted blocks, in 1024ths of the capacity.
 """
@@ -25,6 +28,7 @@ import numpy as np
 
 from kvtier.plugin_api.eviction_policy import EvictionPolicy
 from kvtier.plugin_api.keys import GROUP_BYTES
+from kvtier.policies.eviction.reuse.floor import Floor
 from kvtier.policies.eviction.reuse.ghosts import Ghosts
 from kvtier.policies.eviction.reuse.model import ReuseModel
 from kvtier.policies.eviction.reuse.paths import Paths
@@ -35,11 +39,21 @@ if TYPE_CHECKING:
 
     from kvtier.plugin_api.keys import Key, RequestId
 
-LEARN_REQUESTS: Final = 512
+LEARN_REQUESTS: Final = 64
 """The model is worked out anew after this many requests, or half as many as it has seen."""
 
-LOOK_UNITS: Final = 1.0
-"""Ages of the oldest nodes are looked at again after this time, a tick of the runtime's."""
+LEARN_SHARE: Final = 32
+"""Later it is after one request for so many that it has seen: what is well known stays."""
+
+LEARN_REQUESTS_MIN: Final = 8
+
+LEARN_REQUESTS_MAX: Final = 512
+
+TICK_WEIGHT: Final = 0.1
+"""Of the last tick in the mean of requests a tick."""
+
+LOOK_UNITS: Final = 0.25
+"""Ages of the oldest nodes are looked at again after this time."""
 
 LOOK_BLOCKS: Final = 512
 """The same without a clock, in admitted blocks: a look costs as much as some dozen of them."""
@@ -80,6 +94,7 @@ class ReusePolicy(EvictionPolicy):
         self._model = ReuseModel()
         self._cohorts = self._model.cohorts
         self._ghosts = Ghosts(capacity)
+        self._floor = Floor(capacity)
         self._start()
 
     def _start(self) -> None:
@@ -92,8 +107,12 @@ class ReusePolicy(EvictionPolicy):
         self._has_clock = False
         self._now = 0.0
         self._requests = 0
+        self._tick = 0.0  # when the clock was last told
+        self._ended_since = 0  # requests
+        self._ended_per_tick = 1.0  # a running mean
         self._learn_at = 16
         self._looked_at = -1.0
+        self._follows_lru = False
         self._index = np.full(self._cohorts.count, np.inf)
 
     # --- what the policy learns of ---
@@ -142,6 +161,7 @@ class ReusePolicy(EvictionPolicy):
     def forget(self, keys: Sequence[Key]) -> None:
         """See ``EvictionPolicy.forget``. Nobody chose them, so they leave no ghosts."""
         self._tree.remove(keys)
+        self._floor.forget(keys)
         self._held.difference_update(keys)
 
     def end_request(self, request: RequestId, order: Sequence[Key] | None) -> None:
@@ -149,6 +169,8 @@ class ReusePolicy(EvictionPolicy):
         running = self._running.pop(request, None)
         ended = None
         if order:
+            is_here = self._tree.node_of.__contains__
+            self._floor.end_request(request, order, self._was_here, is_here)
             self._use_order(request, order)
         elif running is not None:
             ended = self._ended.get(request)
@@ -156,10 +178,18 @@ class ReusePolicy(EvictionPolicy):
                 for chain in _chains(ended.order):
                     self._paths.complete(chain, ended.cohorts[chain[0][-GROUP_BYTES:]])
         if running is not None:
+            if not order:
+                for node in running.brought.values():
+                    self._floor.store(self._tree.keys_of(node), request)
             self._stop(running, count_uses=order is None and ended is None)
         self._requests += 1
         if not self._has_clock:
             self._learn()
+        else:
+            self._ended_since += 1
+            self._set_now(
+                self._tick + self._ended_since / (self._ended_since + self._ended_per_tick)
+            )
 
     def pass_time(self, now: float) -> None:
         """See ``EvictionPolicy.pass_time``. The first time replaces the count of blocks."""
@@ -169,6 +199,10 @@ class ReusePolicy(EvictionPolicy):
             self._ghosts.clear()
             self._tree.set_used(now)
             self._looked_at = -1.0
+        more = self._ended_since - self._ended_per_tick
+        self._ended_per_tick = max(1.0, self._ended_per_tick + TICK_WEIGHT * more)
+        self._ended_since = 0
+        self._tick = now
         self._set_now(now)
         self._learn()
 
@@ -176,8 +210,10 @@ class ReusePolicy(EvictionPolicy):
         """See ``EvictionPolicy.clear``. What was learnt of gaps and chances stays."""
         has_clock, now = self._has_clock, self._now
         self._ghosts.clear()
+        self._floor.clear()
         self._start()
         self._has_clock = has_clock
+        self._tick = now
         self._set_now(now)
 
     def __len__(self) -> int:
@@ -267,10 +303,17 @@ class ReusePolicy(EvictionPolicy):
         Where there is a clock it is done about once a second, not on a request's time.
         """
         if self._requests >= self._learn_at:
-            self._learn_at = self._requests + min(LEARN_REQUESTS, self._requests // 2)
+            seen = self._requests
+            often = min(LEARN_REQUESTS_MAX, max(LEARN_REQUESTS, seen // LEARN_SHARE))
+            self._learn_at = seen + min(often, max(LEARN_REQUESTS_MIN, seen // 2))
             self._model.refresh(self._now)
         elif self._model.work():
             self._looked_at = -1.0
+
+    def _was_here(self, key: Key) -> bool:
+        """Tell whether a request that uses the key found it resident, and did not bring it."""
+        node = self._tree.node_of.get(key)
+        return node is not None and not self._tree.is_open(node)
 
     # --- requests that run ---
 
@@ -297,6 +340,9 @@ class ReusePolicy(EvictionPolicy):
     def _look(self) -> None:
         """Work out the index of the oldest node of each cohort, if time has passed."""
         step = LOOK_UNITS if self._has_clock else LOOK_BLOCKS * 1024.0 / self.capacity
+        if self._follows_lru != self._floor.follows_lru:
+            self._follows_lru = self._floor.follows_lru
+            self._looked_at = -1.0
         if 0.0 <= self._now - self._looked_at < step and self._looked_at >= 0.0:
             return
         tree = self._tree
@@ -304,14 +350,18 @@ class ReusePolicy(EvictionPolicy):
         first = np.frombuffer(tree.first_of, dtype=np.int32)
         self._index = np.full(len(first), np.inf)
         if tree.used:
-            ages = self._now - np.frombuffer(tree.used)[first]
-            np.copyto(self._index, self._model.index_at(ages), where=first != NO_NODE)
+            used = np.frombuffer(tree.used)[first]
+            index = used if self._follows_lru else self._model.index_at(self._now - used)
+            np.copyto(self._index, index, where=first != NO_NODE)
             if first[self._cohorts.restored] != NO_NODE:
                 self._index[self._cohorts.restored] = RESTORED_INDEX
         tree.changed.clear()
 
     def _most_dispensable(self) -> int:
-        """Return the node with the lowest index, of those that are the oldest of a cohort."""
+        """Return the node with the lowest index, of those that are the oldest of a cohort.
+
+        Where LRU is followed the index is the last use: queues stand in that order.
+        """
         tree, index = self._tree, self._index
         for cohort in tree.changed:
             node = tree.first_of[cohort]
@@ -319,6 +369,8 @@ class ReusePolicy(EvictionPolicy):
                 index[cohort] = np.inf
             elif cohort == self._cohorts.restored:
                 index[cohort] = RESTORED_INDEX
+            elif self._follows_lru:
+                index[cohort] = tree.used[node]
             else:
                 index[cohort] = self._model.index_of(cohort, self._now - tree.used[node])
         tree.changed.clear()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,8 +12,17 @@ from hypothesis import given, settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvtier.errors import InternalError, Misuse
-from kvtier_backends.disk.format import Entry, TableWriter, decode_table_untrusted
+from kvtier_backends.disk.folder.capacity import INDEX_BYTES_PER_BLOCK
+from kvtier_backends.disk.format import (
+    TAG_BYTES,
+    Entry,
+    TablePage,
+    TableWriter,
+    decode_table_untrusted,
+    record_struct,
+)
 from kvtier_backends.disk.log import index as index_module
+from kvtier_backends.disk.log import index_bulk as bulk_module
 from kvtier_backends.disk.log import index_words as words_module
 from kvtier_backends.disk.log.index import SLOTS_MAX, BlockIndex, BlockRecord
 from kvtier_backends.disk.log.index_bulk import BulkLoad, Dropped
@@ -212,8 +222,51 @@ def test_an_index_grows_with_what_is_stored_and_finds_all_of_it() -> None:
     assert index.find(numbered) == list(range(20_000))
     assert len(index.remove_all(numbered[::2])) == 10_000
     assert index.find(numbered) == [None if at % 2 == 0 else at for at in range(20_000)]
+    assert not index.words.over, "by chance, a table is hardly ever full"
     each_once = {id(table): table for table in index.words.tables}
     assert sum(table[COUNT_AT] for table in each_once.values()) == 10_000
+
+
+def test_a_table_that_is_too_full_keeps_an_empty_word_and_all_of_its_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A walk ends at an empty word. One for a key that is not there would go on for ever."""
+    for module in (index_module, bulk_module, words_module):  # one table for all, and many homes
+        monkeypatch.setattr(module, "hash", lambda key: int.from_bytes(key) % 1024, raising=False)
+    given = [number.to_bytes(2) for number in range(1024)]
+    index = BlockIndex(1, 1024)
+    assert put_all(index, 0, given) == 1024
+    index.assert_invariants()
+    assert index.find([*given, b"\4\0"]) == [*range(1024), None]
+
+    index = BlockIndex(1, 1024)
+    assert bulk_load(index, given) == Dropped(0, 0, 0, 0)
+    index.assert_invariants()
+    assert index.find([*given, b"\4\0"]) == [*range(1024), None]
+    assert len(index.remove_all(given)) == 1024
+    index.assert_invariants()
+
+
+def test_a_bulk_load_of_many_tables_is_found_again_also_when_the_index_grows() -> None:
+    numbered = [number.to_bytes(2) for number in range(3 * TABLE_WORDS_MEAN)]
+    index = BlockIndex(3, 1024)
+    assert bulk_load(index, numbered) == Dropped(0, 0, 0, 0)
+    assert len(index.words.tables) > 2
+    index.assert_invariants()
+    assert index.find([*numbered, b"never"]) == [*range(len(numbered)), None]
+    more = [number.to_bytes(3) for number in range(1024)]
+    assert put_all(index, 2048, more) == 1024
+    index.assert_invariants()
+    assert index.find([*numbered, *more]) == [*range(len(numbered)), *range(2048, 3072)]
+
+
+def test_an_index_takes_no_more_memory_a_block_than_is_planned_for_it() -> None:
+    index = BlockIndex(1, 1 << 14)
+    assert put_all(index, 0, [number.to_bytes(36) for number in range(1 << 14)]) == 1 << 14
+    slab = index.slab(0, 36)
+    columns = [slab.keys, slab.lengths, slab.digests, slab.tags, slab.stored_s, slab.used_s]
+    tables = {id(table): table for table in index.words.tables}.values()
+    assert sum(map(sys.getsizeof, [*columns, *tables])) <= INDEX_BYTES_PER_BLOCK << 14
 
 
 def test_neighbours_are_found_up_to_a_gap_another_key_and_the_end_of_their_region() -> None:
@@ -229,6 +282,71 @@ def test_neighbours_are_found_up_to_a_gap_another_key_and_the_end_of_their_regio
     index.remove(b"k05")
     assert index.find(stored) == [*range(5), None, *range(6, 16)]
     assert index.find([b"k04", b"k06"]) == [4, 6]
+
+
+def bulk_load(index: BlockIndex, given: list[bytes]) -> Dropped:
+    """Load a fresh index with keys, which lie one behind the other from its first slot on."""
+    bulk = BulkLoad(index, 1, 0)
+    slots = index.slots_per_region
+    for region, start in enumerate(range(0, len(given), slots)):
+        here = enumerate(given[start : start + slots])
+        entries = [Entry(slot, 1, key, bytes(16), b"") for slot, key in here]
+        writer = TableWriter(bytes(16), 0)
+        while added := writer.add(entries):
+            del entries[:added]
+            bulk.add_page(decode_table_untrusted(writer.encode(), bytes(16)))
+            writer.start_page()
+        bulk.end_region(region, region + 1)
+    return bulk.finish(len(given))
+
+
+def put_all(index: BlockIndex, first: int, given: list[bytes]) -> int:
+    count = len(given)
+    columns = [bytes(16)] * count, [b""] * count, [7] * count, [9] * count
+    return index.insert_run(first, given, *columns)
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["in its table", "its table is full"])
+def test_a_key_that_is_there_already_keeps_its_place_and_the_new_one_stays_empty(
+    monkeypatch: pytest.MonkeyPatch, *, is_full: bool
+) -> None:
+    """Two blocks of one key would be counted twice, and the second be read for the first."""
+    if is_full:
+        monkeypatch.setattr(words_module, "TABLE_WORDS_MAX", 1)
+    index = BlockIndex(2, 8)
+    assert put_all(index, 0, [b"a", b"b", b"c"]) == 3
+    assert put_all(index, 8, [b"d", b"b", b"c", b"e"]) == 2
+    assert index.find([b"a", b"b", b"c", b"d", b"e"]) == [0, 1, 2, 8, 11]
+    assert len(index) == 5
+    assert [index.live(0), index.live(1)] == [3, 2]
+    assert list(index.slots_of(1)) == [0, 3]
+    assert index.key_at(9) is None
+    assert put_all(index, 9, [b"f", b"g"]) == 2
+    index.assert_invariants()
+    assert index.remove_all([b"b", b"never", b"e"]) == [b"b", b"e"]
+    assert index.find([b"b", b"c", b"e"]) == [None, 2, None]
+
+
+def test_a_region_that_has_no_block_any_more_gives_its_memory_back() -> None:
+    """An index takes memory for what is stored, and not for what was once."""
+    index = BlockIndex(2, 8)
+    put_all(index, 0, [b"a"])
+    before = index.slab(0, 1)
+    with pytest.raises(InternalError):
+        index.release(0)
+    assert index.slab(0, 1) is before
+    index.remove(b"a")
+    index.release(0)
+    assert index.slab(0, 1) is not before
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_neighbours_with_keys_of_different_lengths_are_found_to_the_last(count: int) -> None:
+    index = BlockIndex(2, 4)
+    given = [b"a", b"bb", b"ccc", b"d"][:count]
+    put_all(index, 4, given)
+    assert index.find(given) == list(range(4, 4 + count))
+    assert index.find([*given, b"e"]) == [*range(4, 4 + count), None]
 
 
 def zero_without_moving_back(words: words_module.Words, key: bytes, location: int) -> None:
@@ -315,6 +433,30 @@ def test_what_was_stored_before_a_time_is_listed() -> None:
         index.insert(bytes([number]), 4 + number, BlockRecord(bytes(16), number, 0, b""))
     assert index.stored_before(1, 2) == [b"\0", b"\1"]
     assert index.stored_before(0, 2) == []
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["in the clear", "encrypted"])
+def test_a_bulk_load_leaves_out_what_no_region_of_this_layout_can_hold(*, encrypted: bool) -> None:
+    """Pages have checksums, but who wrote them may have had another layout in mind."""
+    index = BlockIndex(2, SLOTS, encrypted=encrypted)
+    bulk = BulkLoad(index, 9, 0)
+
+    def add_page(tag_bytes: int, *given: tuple[int, int, bytes]) -> None:
+        pack = record_struct(2, tag_bytes).pack
+        packed = b"".join(
+            pack(slot, 1, length, b"d" * 16, b"t" * tag_bytes, key) for slot, length, key in given
+        )
+        bulk.add_page(TablePage(1, len(given), 2, tag_bytes, memoryview(packed)))
+
+    tag_bytes = TAG_BYTES * encrypted
+    add_page(tag_bytes, (0, 2, b"aa"), (1, 0, b"bb"), (2, 3, b"cc"), (SLOTS, 2, b"dd"))
+    add_page(TAG_BYTES - tag_bytes, (3, 2, b"ee"))
+    add_page(tag_bytes, (SLOTS - 1, 1, b"ff"))
+    assert bulk.end_region(1, 1) == 2
+    assert bulk.finish(99) == Dropped(beyond=4, expired=0, doubled=0, over=0)
+    assert index.keys_of(1) == [b"aa", b"f"]
+    assert index.find([b"aa", b"f"]) == [SLOTS, 2 * SLOTS - 1]
+    index.assert_invariants()
 
 
 tables = (

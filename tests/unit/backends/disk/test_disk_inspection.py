@@ -13,12 +13,12 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.disk import format as fmt
-from kvtier_backends.disk.encryption.cipher import Keyring, parse_keys_untrusted
 from kvtier_backends.disk.offline import inspection
 from kvtier_backends.disk.offline.fsck import Checked, Checker, folder_damaged
 from kvtier_backends.disk.offline.inspection import Folder, FolderDamaged, user_of
 from kvtier_backends.disk.offline.listing import Holding, Listing, list_folder
 from kvtier_backends.disk.offline.region_files import RegionFiles
+from kvtier_backends.encryption.keys import Keyring, parse_keys_untrusted
 from tests.unit.backends.disk._disk import (
     BLOCK_BYTES,
     CONTEXT,

@@ -9,9 +9,11 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from kvtier.plugin_api.backend import Outcome
+from kvtier.errors import Misuse
+from kvtier.plugin_api.backend import Outcome, StoreBlock
 from kvtier_backends.disk.format import PAGE_BYTES
-from kvtier_backends.disk.log.regions import RegionState
+from kvtier_backends.disk.log.batches import Reinsertion
+from kvtier_backends.disk.log.regions import KEPT_BACK_REGIONS, RegionState
 from tests.unit.backends.disk._log import (
     BLOCK_BYTES,
     CAPACITY,
@@ -339,6 +341,47 @@ async def test_the_next_region_is_opened_before_a_store_needs_it() -> None:
     await engine.check()
 
 
+async def test_no_region_is_reclaimed_while_the_next_one_is_open_already() -> None:
+    """The longer a reclaim waits, the fewer blocks it has to write twice."""
+    engine = Engine(fresh_disk())
+    await engine.begin()
+    regions = engine.log.regions
+
+    async def store_one_by_one(keys: Sequence[bytes]) -> None:
+        for key in keys:
+            assert await engine.store([key]) == [Outcome.DONE]
+            await engine.log.calls.wait_idle()
+
+    await store_one_by_one(KEYS[:SLOTS])
+    engine.log.remove(KEYS[:SLOTS])  # a victim that costs nothing
+    await store_one_by_one(KEYS[SLOTS : (REGIONS - 2) * SLOTS - 1])
+    assert (regions.room, regions.has_next, regions.free_count) == (1, True, KEPT_BACK_REGIONS)
+    assert engine.count("regions_reclaimed") == 0
+    engine.log.remove(KEYS[SLOTS : 2 * SLOTS])  # within the capacity
+    await store_one_by_one(KEYS[:SLOTS])
+    assert engine.count("regions_reclaimed") == 1
+    await engine.check()
+
+
+async def test_a_key_or_buffer_that_is_no_blocks_writes_nothing_and_takes_no_slot() -> None:
+    engine = Engine(fresh_disk())
+    engine.device = device = CountingDevice(engine.device.disk)
+    await engine.begin()
+    await engine.store(KEYS[:1])
+    await engine.log.calls.wait_idle()
+    device.writes.clear()
+    room = engine.log.regions.room
+    good = StoreBlock(KEYS[1], memoryview(bytes(BLOCK_BYTES)), bytes(16))
+    mistakes = [good._replace(key=key) for key in (b"", bytes(256))]
+    for mistake in [*mistakes, good._replace(buffer=memoryview(bytes(BLOCK_BYTES + 1)))]:
+        with pytest.raises(Misuse):
+            await engine.log.store([good, mistake])
+    assert not device.writes
+    assert engine.log.regions.room == room
+    assert not engine.log.has(KEYS[1])
+    await engine.check()
+
+
 async def test_the_entries_of_many_blocks_go_behind_them_in_one_call() -> None:
     engine = Engine(fresh_disk())
     engine.device = device = CountingDevice(engine.device.disk)
@@ -361,22 +404,50 @@ async def test_the_entries_of_many_blocks_go_behind_them_in_one_call() -> None:
         assert again.log.has(key)
 
 
+async def open_all_regions(engine: Engine) -> None:
+    """Open one region after the other, until one is next and none is free any more."""
+    log = engine.log
+    await log.calls.wait_idle()
+    while log.regions.free_count:
+        if log.regions.has_next:
+            log.regions.fill()
+        region = log.regions.next_to_open(for_reinsertion=True)
+        assert region is not None
+        async with log.opening:
+            assert await log._opener.open(region) is None
+    assert (log.regions.room, log.regions.has_next) == (SLOTS, True)
+
+
 async def test_room_for_reinserted_blocks_is_taken_by_nobody_else() -> None:
     engine = Engine(fresh_disk())
     await engine.begin()
-    log = engine.log
-    while log.regions.free_count or log.regions.has_next or log.regions.room < SLOTS:
-        region = log.regions.next_to_open(for_reinsertion=True)
-        if region is None:
-            break
-        async with log.opening:
-            await log._opener.open(region)
-        while log.regions.has_next and log.regions.room:
-            log.regions.fill()
-    assert (log.regions.room, log.regions.free_count, log.regions.has_next) == (SLOTS, 0, False)
-    appender = log._appender
+    await open_all_regions(engine)
+    appender = engine.log._appender
     appender.reserve(SLOTS - 2)
+    assert appender._room(for_reinsertion=False) == SLOTS, "they have room in the next region"
+    engine.log.regions.fill()
     assert appender._room(for_reinsertion=False) == 2
     assert appender._room(for_reinsertion=True) == SLOTS
+    appender.reserve(SLOTS + 1)  # others have taken some since
+    assert appender._room(for_reinsertion=False) == 0
     appender.reserve(0)
     assert appender._room(for_reinsertion=False) == SLOTS
+
+
+async def test_blocks_that_find_no_room_to_be_reinserted_are_full_and_stay_where_they_are() -> None:
+    engine = Engine(fresh_disk())
+    await engine.begin()
+    await engine.store(KEYS[:2])
+    index, regions = engine.log.index, engine.log.regions
+    await open_all_regions(engine)
+    regions.fill()
+    regions.allocate(SLOTS - 1)  # by a store that goes on
+    items = []
+    for at, key in enumerate(KEYS[:2]):
+        buffer = memoryview(data_of(key, 0))
+        items.append(Reinsertion(key, buffer, index.record(at), at))
+    assert index.find(KEYS[:2]) == [0, 1]
+    assert await engine.log._appender.reinsert(items) == [Outcome.DONE, Outcome.FULL]
+    assert index.find(KEYS[:2]) == [REGIONS * SLOTS - 1, 1]
+    for key in KEYS[:2]:
+        assert await engine.load([key]) == [(Outcome.DONE, data_of(key, 0))]

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import socket
+import threading
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -21,7 +22,14 @@ from kvtier_backends.disk.folder.claim import read_superblock
 from kvtier_backends.disk.format import PAGE_BYTES, decode_header_untrusted, encode_header
 from kvtier_backends.disk.offline.inspection import Folder, user_of
 from tests.support.patience import PATIENCE_S
-from tests.unit.backends._media import mount, needs_mount, tmpfs, unmount
+from tests.unit.backends._media import (
+    descriptors_left,
+    mount,
+    needs_mount,
+    open_files,
+    tmpfs,
+    unmount,
+)
 from tests.unit.backends.disk._disk import key_of, make_disk, open_disk
 
 if TYPE_CHECKING:
@@ -103,6 +111,34 @@ async def test_reads_that_fail_for_a_moment_at_the_start_cost_no_block(
     monkeypatch.setattr(recovery, "READ_AGAIN_PAUSE_S", 0.0)
     async with open_disk(tmp_path / "kv") as disk:
         assert await disk.found(range(100)) == list(range(100))
+
+
+# --- a folder that comes back while there is no descriptor ---
+
+
+@pytest.mark.parametrize("is_new", [False, True], ids=["as it was", "made anew"])
+@pytest.mark.parametrize("count", range(5))
+async def test_a_folder_that_could_not_be_opened_is_used_once_it_can(
+    count: int, is_new: bool, tmp_path: Path
+) -> None:
+    """Whichever file can't be opened. The tier's own claim on it was in its way then."""
+    async with open_disk(tmp_path / "kv") as disk:
+        await disk.store(*range(20))
+        (tmp_path / "kv").rename(tmp_path / "away")
+        await disk.backend.tick()
+        if not is_new:
+            (tmp_path / "away").rename(tmp_path / "kv")
+        files, threads = len(open_files()), threading.active_count()
+        for _ in range(3):
+            with descriptors_left(count):
+                await disk.backend.tick()
+        if disk.count("folder_came_back") == 0:
+            assert len(open_files()) <= files
+            assert threading.active_count() <= threads
+        await disk.backend.tick()
+        assert disk.count("folder_came_back") == 1
+        assert await disk.store(50) == [Outcome.DONE]
+        assert await disk.load(50) == [Outcome.DONE]
 
 
 # --- a folder that was mounted anew ---

@@ -10,7 +10,9 @@ import os
 import stat
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,9 +36,6 @@ from tests.unit.backends.disk._disk import (
     make_disk,
     open_disk,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.anyio
 OWN, OTHER = fmt.namespace_digest(CONTEXT), fmt.namespace_digest(OTHER_CONTEXT)
@@ -361,13 +360,15 @@ async def test_requests_that_make_no_sense_are_thrown_away(
             write(path / f"purge-{place:032x}.json", json.dumps(request))
         write(path / f"purge-{100:032x}.json", "{" * 100_000)
         write(path / f"purge-{101:032x}.json", json.dumps(good), mode=0o666)
+        (path / f"purge-{105:032x}.json").write_bytes(b'{"before_s": "\x9c')
+        (path / f"purge-{105:032x}.json").chmod(0o600)
         (path / f"purge-{102:032x}.json").symlink_to(path / "elsewhere")
         os.mkfifo(path / f"purge-{103:032x}.json")
         write(path / "purge-me.json", json.dumps(good))
         await disk.backend.tick()
         assert [file.name for file in path.glob("purge-*")] == ["purge-me.json"]
         answers = list(path.glob("purged-*"))
-        assert len(answers) == len(bad) + 4, "whoever asked must not wait for ever"
+        assert len(answers) == len(bad) + 5, "whoever asked must not wait for ever"
         for void in answers:
             assert "came too late" in json.loads(void.read_text())["error"]
             void.unlink()
@@ -417,6 +418,25 @@ async def test_an_engine_that_ends_instead_of_answering_is_no_error(tmp_path: Pa
     await backend.close()
     assert await asking is None
     assert list(path.glob("*purge*")) == []
+
+
+@pytest.mark.parametrize("text", [b"\x9c", b'{"error": "\x9c"}', b"[" * 60_000, b"{}", b""])
+async def test_a_damaged_answer_is_said_at_once(
+    text: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kv"
+    backend = make_disk(path)
+
+    def damaged(_self: object, _path: str, *_rest: object) -> None:
+        mark = Path(_path).name.removeprefix("purge-")
+        (path / f"purged-{mark}").write_bytes(text)
+        (path / f"purged-{mark}").chmod(0o600)
+
+    monkeypatch.setattr(purge_requests, "_write", partial(damaged, None))
+    with pytest.raises(NotAnswered, match=r"the answer of .* is damaged"):
+        await ask(path, ALL)
+    assert list(path.glob("purged-*")) == []
+    await backend.close()
 
 
 async def test_an_answer_that_never_comes_is_not_waited_for(

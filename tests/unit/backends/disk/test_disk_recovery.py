@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given, strategies
 
+from kvtier.plugin_api.threads import DaemonThreads
 from kvtier_backends.disk import format as fmt
+from kvtier_backends.disk.folder import recovery
 from kvtier_backends.disk.folder.recovery import (
     FOLDER_CASES,
     PAGE_CASES,
@@ -20,8 +22,10 @@ from kvtier_backends.disk.folder.recovery import (
     region_case,
 )
 from kvtier_backends.disk.format import RegionHeader
+from kvtier_backends.disk.log.index import BlockIndex
+from kvtier_backends.disk.log.index_bulk import BulkLoad
+from tests.unit.backends.disk._log import CAPACITY, KEYS, REGIONS, SLOTS, Engine, fresh_disk
 from tests.unit.backends.disk._log import GEOMETRY as LOG_GEOMETRY
-from tests.unit.backends.disk._log import KEYS, SLOTS, Engine, fresh_disk
 from tests.unit.backends.disk._simulated import SimulatedDevice
 
 if TYPE_CHECKING:
@@ -109,6 +113,52 @@ def test_each_kind_of_folder_is_told_from_the_others() -> None:
     assert folder_case(None, layout_fits=True).name == "folder_sound"
 
 
+OURS = RegionHeader(
+    folder_id=b"f" * 16,
+    incarnation=b"i" * 16,
+    namespace=b"n" * 16,
+    key_id=fmt.NO_KEY_ID,
+    number=0,
+    sequence=3,
+    block_bytes=LOG_GEOMETRY.block_bytes,
+    stride=LOG_GEOMETRY.stride,
+    slots=LOG_GEOMETRY.slots,
+    table_pages=LOG_GEOMETRY.table_pages,
+    created_s=0,
+)
+"""The header of a region that the engine of ``_log.py`` would have written."""
+
+
+async def recover(
+    device: SimulatedDevice, namespace: bytes
+) -> tuple[recovery.Recovered, BlockIndex]:
+    """Return what an engine of that namespace finds, and the index of it."""
+    threads = DaemonThreads(1, "test")
+    index = BlockIndex(REGIONS, SLOTS)
+    expected = Expected(b"f" * 16, namespace, {fmt.NO_KEY_ID}, LOG_GEOMETRY)
+    reading = recovery.Recovery(device, expected, threads, BulkLoad(index, 1000, 0))
+    found = await reading.run(REGIONS, CAPACITY)
+    threads.stop()
+    return found, index
+
+
+@pytest.mark.anyio
+async def test_a_regions_blocks_are_those_of_its_namespace_alone() -> None:
+    """To an engine of another one they are worse than nothing; to ours no region is a free one."""
+    disk = fresh_disk()
+    engine = Engine(disk)
+    await engine.begin()
+    await engine.store(KEYS[: 2 * SLOTS])
+    await engine.log.calls.wait_idle()
+    disk.before.clear()
+    found, index = await recover(SimulatedDevice(disk), b"n" * 16)
+    assert (set(found.sequences), len(index)) == ({0, 1}, 2 * SLOTS)
+    found, index = await recover(SimulatedDevice(disk), b"m" * 16)
+    assert (found.sequences, len(index)) == ({}, 0)
+    assert found.counts == {"region_foreign": 2}
+    assert found.reuse_last == [0, 1]
+
+
 @pytest.mark.anyio
 async def test_the_highest_sequence_is_that_of_all_regions_served_or_not() -> None:
     """A region that another engine left is newer than ours: the next header must be newer still.
@@ -117,24 +167,11 @@ async def test_the_highest_sequence_is_that_of_all_regions_served_or_not() -> No
     that engine's blocks are served again.
     """
     disk = fresh_disk()
-    ours = RegionHeader(
-        folder_id=b"f" * 16,
-        incarnation=b"i" * 16,
-        namespace=b"n" * 16,
-        key_id=fmt.NO_KEY_ID,
-        number=0,
-        sequence=3,
-        block_bytes=LOG_GEOMETRY.block_bytes,
-        stride=LOG_GEOMETRY.stride,
-        slots=LOG_GEOMETRY.slots,
-        table_pages=LOG_GEOMETRY.table_pages,
-        created_s=0,
-    )
     left = [
-        ours,
-        replace(ours, number=1, sequence=40, namespace=b"m" * 16),
-        replace(ours, number=2, sequence=50, slots=7),
-        replace(ours, number=3, sequence=99, folder_id=b"g" * 16),  # of another folder: no matter
+        OURS,
+        replace(OURS, number=1, sequence=40, namespace=b"m" * 16),
+        replace(OURS, number=2, sequence=50, slots=7),
+        replace(OURS, number=3, sequence=99, folder_id=b"g" * 16),  # of another folder: no matter
     ]
     for header in left:
         disk.write(header.number, 0, fmt.encode_header(header))
@@ -142,6 +179,27 @@ async def test_the_highest_sequence_is_that_of_all_regions_served_or_not() -> No
     engine = Engine(disk)
     await engine.begin()
     assert engine.log.regions.next_sequence() == 51
+
+
+@pytest.mark.anyio
+async def test_what_may_be_of_use_to_others_is_overwritten_last_and_the_oldest_of_it_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What could not be read goes before all of it: nobody knows that it is of any use."""
+    monkeypatch.setattr(recovery, "READ_AGAIN_PAUSE_S", 0.0)
+    disk = fresh_disk()
+    for header in (
+        replace(OURS, number=1, sequence=40, namespace=b"m" * 16),
+        replace(OURS, number=2, sequence=20, namespace=b"m" * 16),
+        replace(OURS, number=4, sequence=30, key_id=b"k" * 16),
+    ):
+        disk.write(header.number, 0, fmt.encode_header(header))
+    device = SimulatedDevice(disk)
+    device.sick.add(5)
+    found, _ = await recover(device, b"n" * 16)
+    assert found.reuse_last == [5, 2, 4, 1]
+    assert (found.sequences, found.highest) == ({}, 40)
+    assert found.counts == {"region_foreign": 2, "region_unknown_key": 1, "region_unreadable": 1}
 
 
 @pytest.mark.anyio
@@ -161,12 +219,14 @@ async def test_a_sound_folder_is_recovered_without_a_remark() -> None:
 
 
 class Truncated(SimulatedDevice):
-    """The segment's file ends in the midst of a region's tables."""
+    """The segment's file ends in the midst of the first region."""
+
+    end = fmt.PAGE_BYTES
 
     async def read(self, transfers: Sequence[Transfer]) -> list[int | OSError]:
         whole = await super().read(transfers)
         return [
-            fmt.PAGE_BYTES if transfer.region == 0 else end
+            self.end if transfer.region == 0 else end
             for transfer, end in zip(transfers, whole, strict=True)
         ]
 
@@ -186,6 +246,23 @@ async def test_a_region_whose_tables_are_cut_off_is_counted_and_the_others_are_s
     await again.begin()
     assert again.found_counts == {"blocks_recovered": SLOTS, "table_truncated": 1}
     assert {key for key in KEYS[: 2 * SLOTS] if not again.log.has(key)} == cut
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("end", "counts"), [(0, {}), (100, {"region_unreadable": 1})])
+async def test_a_header_that_is_cut_off_is_counted_unless_its_file_never_got_so_far(
+    end: int, counts: dict[str, int]
+) -> None:
+    disk = fresh_disk()
+    engine = Engine(disk)
+    await engine.begin()
+    await engine.store(KEYS[: 2 * SLOTS])
+    await engine.log.calls.wait_idle()
+    again = Engine(disk)
+    again.device = device = Truncated(disk)
+    device.end = end
+    await again.begin()
+    assert again.found_counts == {"blocks_recovered": SLOTS, **counts}
 
 
 @given(strategies.binary(max_size=4096) | strategies.binary(min_size=4096, max_size=4096))

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 from typing import TYPE_CHECKING
 
 import anyio
 import anyio.lowlevel
 import pytest
+from structlog.testing import capture_logs
 
 from kvtier.plugin_api.backend import Outcome
+from kvtier_backends.disk.folder import recovery
 from kvtier_backends.disk.log.region_faults import STRIKES_MAX
 from kvtier_backends.disk.log.regions import RegionState
 from kvtier_backends.disk.log.tables import PagePool
 from tests.support.patience import PATIENCE_S
 from tests.unit.backends.disk._log import (
+    BLOCK_BYTES,
     CAPACITY,
     GEOMETRY,
     KEYS,
@@ -235,7 +239,10 @@ async def test_a_table_write_that_breaks_lets_those_who_wait_behind_it_go() -> N
     await engine.check()
 
 
-async def test_regions_that_cannot_be_read_at_the_start_are_counted() -> None:
+async def test_regions_that_cannot_be_read_at_the_start_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recovery, "READ_AGAIN_PAUSE_S", 0.0)
     engine = Engine(fresh_disk())
     await engine.begin()
     await engine.store(KEYS[: 2 * SLOTS])
@@ -245,3 +252,71 @@ async def test_regions_that_cannot_be_read_at_the_start_are_counted() -> None:
     await again.begin()
     assert again.found_counts["region_unreadable"] == 1
     assert again.found_counts["blocks_recovered"] == SLOTS
+
+
+class ShortReads(SimulatedDevice):
+    """A segment's file ends before its blocks, while ``cuts``: so many bytes of each are there."""
+
+    cuts = False
+    bytes_there = 0
+
+    async def read(self, transfers: Sequence[Transfer]) -> list[int | OSError]:
+        ends = await super().read(transfers)
+        return [self.bytes_there] * len(ends) if self.cuts else ends
+
+
+async def test_a_file_that_is_too_short_is_logged_once_until_a_load_succeeds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(fresh_disk())
+    engine.device = device = ShortReads(engine.device.disk)
+    await engine.begin()
+    await engine.store(KEYS[:2])
+    monkeypatch.setattr("kvtier_backends.incidents.EPISODE_S_MIN", 0.0)
+    logged = []
+    for cuts in (True, True, False, True):
+        device.cuts = cuts
+        with capture_logs() as logs:
+            await engine.load(KEYS[:2])
+        logged.append([entry["kind"] for entry in logs])
+    assert logged == [["blocks_truncated"], [], [], ["blocks_truncated"]]
+    assert engine.count("blocks_truncated") == 6
+
+
+async def test_of_a_file_that_is_too_short_the_blocks_before_its_end_are_served() -> None:
+    engine = Engine(fresh_disk())
+    engine.device = device = ShortReads(engine.device.disk)
+    await engine.begin()
+    await engine.store(KEYS[:4])
+    device.cuts, device.bytes_there = True, 4 * BLOCK_BYTES - 1
+    loaded = await engine.load(KEYS[:4])
+    assert [outcome for outcome, _ in loaded] == [Outcome.DONE] * 3 + [Outcome.DAMAGED]
+    assert engine.count("blocks_truncated") == 1
+
+
+class ReadOnly(SimulatedDevice):
+    """Refuses every write, while ``is_read_only``."""
+
+    is_read_only = False
+
+    async def write(self, transfers: Sequence[Transfer]) -> OSError | None:
+        if self.is_read_only:
+            return OSError(errno.EROFS, "read-only")
+        return await super().write(transfers)
+
+
+async def test_stores_that_fail_are_logged_once_until_a_store_succeeds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(fresh_disk())
+    engine.device = device = ReadOnly(engine.device.disk)
+    await engine.begin()
+    monkeypatch.setattr("kvtier_backends.incidents.EPISODE_S_MIN", 0.0)
+    logged = []
+    for key, is_read_only in zip(KEYS, (True, True, False, True), strict=False):
+        device.is_read_only = is_read_only
+        with capture_logs() as logs:
+            await engine.store([key])
+        logged.append([entry["kind"] for entry in logs])
+    assert logged == [["stores_failed"], [], [], ["stores_failed"]]
+    assert engine.count("stores_failed") == 3

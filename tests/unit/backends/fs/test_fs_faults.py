@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.fs import temporary
 from kvtier_backends.fs.temporary import Writer, parse_temporary_untrusted, this_writer
+from tests.support.fuse_folder import FuseFolder, needs_fuse
 from tests.support.patience import PATIENCE_S
 from tests.unit.backends._media import mount, needs_mount, start_python, tmpfs
 from tests.unit.backends.fs._fs import make_fs, open_fs
@@ -147,6 +149,30 @@ async def test_only_dead_writers_temporaries_are_swept(tmp_path: Path) -> None:
         assert foreign.exists()
         assert await fs.load(1) is Outcome.DONE
         assert fs.count("temporaries_swept") == 3
+
+
+@needs_fuse
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_filesystem_that_lists_names_alone_is_swept_too(tmp_path: Path, fails: bool) -> None:
+    """Each name's type is asked for; where that fails, the file is left to the next sweep."""
+    source, path = tmp_path / "source", tmp_path / "mounted"
+    for each in (source, path, source / "fan-out"):
+        each.mkdir(mode=0o700)
+    me = this_writer()
+    dead = Path(temporary.temporary_path("block", me._replace(started=me.started - 1))).name
+    (source / "fan-out" / dead).write_bytes(b"half")
+    fuse = FuseFolder(source, path)
+    try:
+        fuse.wait_until_mounted()
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        if fails:
+            fuse.fail("getattr", error=errno.EIO)
+        swept = list(temporary.sweep(folder, me, lambda: True))
+        os.close(folder)
+    finally:
+        fuse.vanish()
+    assert swept == ([] if fails else [dead])
+    assert (source / "fan-out" / dead).exists() == fails
 
 
 async def test_without_a_dead_writer_nothing_is_walked(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -14,6 +16,7 @@ from kvtier.errors import ConfigError, Misuse, NamespaceMismatch
 from kvtier.plugin_api.backend import BackendContext, Namespace
 from kvtier_backends.fs import FsBackend
 from kvtier_backends.fs.layout import make_layout
+from kvtier_backends.fs.temporary import parse_temporary_untrusted, this_writer
 from tests.unit.backends.fs._fs import CONTEXT, key_of, make_fs, open_fs
 
 OTHER_FACTS = {"model_name": "org/m", "dtype": "fp8"}
@@ -35,6 +38,24 @@ def test_a_root_that_cannot_be_made_is_refused() -> None:
     text = refusal("/proc/kvtier")
     assert "root_dir='/proc/kvtier'" in text
     assert "Create it" in text
+
+
+def test_what_a_start_leaves_when_it_is_killed_is_swept_one_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its names say who wrote it, as those of unfinished blocks do."""
+    with monkeypatch.context() as killed:
+        killed.setattr(os, "unlink", lambda *_, **__: None)
+        make_fs(tmp_path / "probed")
+        killed.setattr(os, "replace", refuse_to)
+        refusal(tmp_path / "configured")
+    left = [path.name for path in tmp_path.rglob("*.tmp")]
+    assert len(left) == 2
+    assert {parse_temporary_untrusted(name) for name in left} == {this_writer()}
+
+
+def refuse_to(*_: object, **__: object) -> NoReturn:
+    raise PermissionError(errno.EPERM, "not now", "config.json")
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o702])

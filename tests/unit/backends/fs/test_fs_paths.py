@@ -21,7 +21,7 @@ MAY_NAME_PATHS = {
     "Anchor._check": "what the path names now",
     "Anchor._path_is_gone": "a root that was deleted on the same filesystem",
     "prepare_root": "the root, at the start",
-    "_entries": "an open descriptor",
+    "_names": "an open descriptor",
     "FsBackend.check_options": "the root, before anything is there",
 }
 

@@ -17,7 +17,14 @@ from structlog.testing import capture_logs
 from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.fs import place
 from tests.support.fuse_folder import FuseFolder, needs_fuse
-from tests.unit.backends._media import mount, needs_mount, tmpfs, unmount
+from tests.unit.backends._media import (
+    descriptors_left,
+    mount,
+    needs_mount,
+    open_files,
+    tmpfs,
+    unmount,
+)
 from tests.unit.backends.fs._fs import key_of, make_fs, open_fs
 
 if TYPE_CHECKING:
@@ -263,6 +270,30 @@ async def test_a_folder_that_was_moved_away_and_made_anew_is_another(tmp_path: P
         (tmp_path / "kv").mkdir(mode=0o700)
         await expect_nothing_works(fs)
         assert files_in(tmp_path / "kv") == []
+
+
+@pytest.mark.parametrize("state", ["moved", "deleted", "there"])
+@pytest.mark.parametrize("count", range(5))
+async def test_a_folder_that_could_not_be_opened_is_used_once_it_can(
+    count: int, state: str, tmp_path: Path
+) -> None:
+    """Whichever file or folder can't be opened."""
+    async with open_fs(tmp_path / "kv") as fs:
+        assert await fs.store(1) is DONE
+        if state == "moved":
+            (tmp_path / "kv").rename(tmp_path / "moved")
+            await expect_nothing_works(fs)
+            (tmp_path / "moved").rename(tmp_path / "kv")
+        elif state == "deleted":
+            shutil.rmtree(tmp_path / "kv")
+        files = len(open_files())
+        for number in range(2, 5):
+            with descriptors_left(count):
+                await fs.store(number)
+                await fs.load(1)
+        assert len(open_files()) <= files + 4  # the root, and those below it
+        assert await fs.store(1) is DONE
+        await expect_all_works(fs)
 
 
 @pytest.mark.parametrize("what", ["the root", "what is in it", "the blocks"])

@@ -1,0 +1,1 @@
+"""What keeps others from reading blocks, and from planting any: secret keys, and their use."""

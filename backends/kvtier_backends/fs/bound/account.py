@@ -1,0 +1,136 @@
+"""What the folder may hold at most, as the cleaner knows it: see the package for the theory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvtier_backends.fs.bound.manifest import Manifest
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvtier_backends.fs.bound.records import Array
+
+
+@dataclass
+class Scanned:
+    """What a scan has found."""
+
+    known: Array
+    others: int  #: bytes of files that are no blocks: unfinished ones, foreign ones
+
+
+@dataclass
+class Account:
+    """The bytes of one term. All sizes are bytes."""
+
+    capacity: int
+    manifest: Manifest = field(default_factory=Manifest)
+    granted: int = 0
+    others: int = 0
+    epoch: int = 1
+    is_counted: bool = False  #: a scan has ended in this term
+    unknown: float = float("inf")  #: before that: what may be there beside the manifest
+    ghosts: int = 0  #: known blocks that were not there, since the last scan
+    unsaved: int = 0  #: blocks that were stored or removed, since the manifest was copied
+
+    def __post_init__(self) -> None:
+        self._lost = 0  # since the last scan began, or before
+        self._lost_before = 0
+        self._changes: list[tuple[Array, int] | NDArray[np.uint64]] | None = None
+        self._stored_since: list[NDArray[np.uint64]] | None = None  # an eviction began
+
+    @property
+    def bound(self) -> float:
+        """What the folder holds at most, with all that is granted."""
+        rest = self.others if self.is_counted else self.unknown
+        return self.manifest.bytes + self.granted + self.lost + rest
+
+    @property
+    def lost(self) -> int:
+        """What grants that were revoked may have stored: the next scan finds it."""
+        return self._lost + self._lost_before
+
+    def begin_from(self, manifest: Manifest, epoch: int, *, holds: bool) -> None:
+        """Begin with an older term's manifest. ``holds``: and with its promise."""
+        self.manifest = manifest
+        self.epoch = max(self.epoch, epoch + 1)
+        if holds:
+            self.unknown = max(0, self.capacity - manifest.bytes)
+
+    def grant(self, size: int) -> None:
+        """Count a grant, before it is made."""
+        self.granted += size
+
+    def settle(self, size: int, stored: Array) -> None:
+        """Take a grant's receipt."""
+        self.granted -= size
+        twice = self.manifest.add(stored, self.epoch)
+        self.unsaved += len(stored)
+        if self._stored_since is not None:
+            self._stored_since.append(stored["block"])
+        if not self.is_counted:
+            self.unknown += twice  # one that is known may be gone, and another one is there
+        self._note((stored, self.epoch))
+
+    def lose(self, size: int) -> None:
+        """Note that a grant was revoked, and removed."""
+        self.granted -= size
+        self._lost += size
+
+    def touch(self, used: Array) -> None:
+        """Note uses."""
+        self.manifest.touch(used["block"], self.epoch)
+
+    def saved(self) -> None:
+        """Note that the manifest was copied."""
+        self.unsaved = 0
+
+    def eviction_begins(self) -> None:
+        """Note what is stored from now on: that may be there, though the eviction removed it."""
+        self._stored_since = []
+
+    def removed(self, numbers: NDArray[np.uint64], removed_bytes: int) -> None:
+        """Forget what an eviction found to be gone. ``removed_bytes``: of files that it removed."""
+        if self._stored_since:
+            numbers = np.setdiff1d(numbers, np.concatenate(self._stored_since))
+        self._stored_since = None
+        not_there = max(0, self.manifest.remove(numbers) - removed_bytes)
+        self.ghosts += not_there
+        self.unsaved += len(numbers)
+        if not self.is_counted:
+            self.unknown += not_there
+        self._note(numbers)
+
+    def scan_begins(self) -> None:
+        """Note all changes from now on: the scan may have seen what was before, or not."""
+        self._changes = []
+        self._lost_before, self._lost = self.lost, 0
+
+    def scan_failed(self) -> None:
+        """Go on with what is known."""
+        self._changes = None
+
+    def scan_ended(self, scanned: Scanned) -> None:
+        """Begin anew with what was found, and with all changes since the scan began."""
+        fresh = Manifest(scanned.known)
+        fresh.with_epochs_of(self.manifest)
+        for change in self._changes or ():
+            if isinstance(change, tuple):
+                fresh.add(*change)
+            else:
+                fresh.remove(change)
+        self.manifest = fresh
+        self.others = scanned.others
+        self.unknown = 0
+        self.ghosts = 0
+        self.is_counted = True
+        self._lost_before = 0
+        self._changes = None
+
+    def _note(self, change: tuple[Array, int] | NDArray[np.uint64]) -> None:
+        if self._changes is not None:
+            self._changes.append(change)

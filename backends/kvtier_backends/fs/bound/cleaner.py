@@ -1,0 +1,344 @@
+"""The cleaner's side of the protocol: it takes a term, keeps the account, grants and evicts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from kvtier_backends.fs.bound.account import Account, Scanned
+from kvtier_backends.fs.bound.folders import clear, ensure_folder
+from kvtier_backends.fs.bound.issuing import Issuer
+from kvtier_backends.fs.bound.manifest import Manifest
+from kvtier_backends.fs.bound.names import (
+    LEASE,
+    MANIFEST,
+    TERMS,
+    USES,
+    term_name,
+    term_numbers,
+)
+from kvtier_backends.fs.bound.records import (
+    BLOCKS,
+    KNOWN,
+    Lease,
+    ManifestHead,
+    RecordDamaged,
+    decode_array_untrusted,
+    decode_untrusted,
+    encode,
+    encode_array,
+)
+from kvtier_backends.fs.bound.removals import Removals
+from kvtier_backends.posix import NO_ROOM
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvtier_backends.fs.bound.eviction import Evicted
+    from kvtier_backends.fs.bound.folders import Folder
+    from kvtier_backends.fs.bound.records import Array
+    from kvtier_backends.fs.bound.timing import Timing
+
+VICTIMS_MAX = 8192
+"""Of one eviction. Slow storage ends it sooner: ``Timing.evict_s``."""
+
+FULL_SHARE = 1024
+"""One part in so many of the capacity is evicted at once while the filesystem is full."""
+
+UNSAVED_SHARE = 64
+"""After one change for so many blocks the manifest is saved: whoever leads next goes on with that,
+and tries in vain to remove what has gone since."""
+
+
+class Hands(Protocol):
+    """What the cleaner has done to block files."""
+
+    def begin_evict(self, victims: Array) -> None:
+        """Begin to remove these blocks. Any eviction before is given up."""
+
+    def evicted(self) -> Evicted | None:
+        """Return what became of them when it has ended, once."""
+
+    def begin_scan(self, epoch: int, duty: float) -> None:
+        """Begin to look for all blocks, for this part of the time. Any scan before is given up."""
+
+    def scanned(self) -> Scanned | OSError | None:
+        """Return what the scan has found, once."""
+
+
+class Cleaner:
+    """One engine's tier, as one that may lead. ``round`` runs in one task."""
+
+    def __init__(
+        self,
+        name: str,
+        capacity: int,
+        hands: Hands,
+        timing: Timing,
+        now: Callable[[], float],
+        is_gone: Callable[[str], bool],
+        *,
+        others_store: bool = False,
+    ) -> None:
+        """``is_gone``: tells of a writer whether its process is known to have ended.
+
+        ``others_store``: who takes no grants, such as vLLM itself: the folder is scanned often.
+        """
+        self._name = name
+        self._capacity = capacity
+        self._hands = hands
+        self._timing = timing
+        self._now = now
+        self._is_gone = is_gone
+        self._others_store = others_store
+        self.term: Folder | None = None
+        self.number = 0
+        self.account = Account(capacity)
+        self.evicted_blocks = 0
+        self._evict_failed: OSError | None = None
+        self._is_evicting = False
+        self._is_stuck = False  #: the last eviction found nothing that it could remove
+        self.leads_beside: int | None = None  #: the capacity of another one that leads, if not ours
+        self._issuer = Issuer(self.account, timing, now, is_gone)
+        self._removals = Removals()
+        self._is_fenced = False
+        self._lease_count = 0
+        self._watched: tuple[int, Lease | None] | None = None
+        self._watched_s = now()
+        self._epoch_s = self._saved_s = now()
+        self._scan_began_s: float | None = None
+        self._scan_ended_s = float("-inf")
+        self._scan_took_s = 0.0
+
+    @property
+    def leads(self) -> bool:
+        """Tell whether this is the cleaner, as far as it knows."""
+        return self.term is not None
+
+    def pop_failure(self) -> OSError | None:
+        """Return why a block could not be removed, once."""
+        failure, self._evict_failed = self._evict_failed, None
+        return failure
+
+    async def round(self, space: Folder) -> bool:
+        """Do what is due. Returns whether there is more to do at once. Raises ``OSError``."""
+        terms = await ensure_folder(space, TERMS)
+        if self.term is not None and self.number != await _newest(terms):
+            self.step_down()  # even if whoever made it died then: writers look there
+        if self.term is None:
+            await self._watch(terms)
+        if self.term is None:
+            return False
+        try:
+            return await self._lead(space, terms, self.term)
+        except FileNotFoundError:
+            if self.number != await _newest(terms):
+                self.step_down()  # another one leads: what we held is void
+                return False
+            raise
+
+    async def release(self, space: Folder) -> None:
+        """Let another one lead at once. Raises ``OSError``."""
+        if self.term is not None:
+            if self._is_fenced:
+                await self._take_evicted(space)
+                await self._save(space)
+            await self._renew(self.term, released=True)
+            self.step_down()
+
+    # --- who leads ---
+
+    async def _watch(self, terms: Folder) -> None:
+        """Make a term if nobody leads: the lease has stood still long enough by our own clock."""
+        number = await _newest(terms)
+        lease = await _lease_untrusted(terms, number) if number else None
+        if number and self._watched != (number, lease):
+            self._watched, self._watched_s = (number, lease), self._now()
+            other = None if lease is None else lease.capacity
+            self.leads_beside = other if other != self._capacity else None
+        is_released = lease is not None and (lease.released or self._is_gone(lease.holder))
+        is_expired = self._now() - self._watched_s >= self._timing.lease_s
+        if not number or is_released or is_expired:
+            await self._take(terms, number + 1)
+
+    async def _take(self, terms: Folder, number: int) -> None:
+        try:
+            term = await terms.make_folder(term_name(number))
+        except FileExistsError:
+            return
+        # Whoever was stopped before ``mkdir`` may have made a term that was over long ago.
+        if await _newest(terms) != number:
+            await terms.remove_folder(term_name(number))
+            return
+        self.term, self.number = term, number
+        self._lease_count = 0
+        self._is_fenced = False
+        self._is_evicting = self._is_stuck = False
+        self.leads_beside = None
+        self.account = Account(self._capacity)
+        self._issuer = Issuer(self.account, self._timing, self._now, self._is_gone)
+        self._scan_began_s = None
+        self._scan_ended_s = float("-inf")
+
+    def step_down(self) -> None:
+        """Lead no more. What was granted is void with the next term."""
+        self.term = None
+        self._watched = None
+        self._watched_s = self._now()
+
+    async def _renew(self, term: Folder, *, released: bool = False) -> None:
+        self._lease_count += 1
+        lease = Lease(self._lease_count, self._name, self._capacity, released)
+        await term.write(LEASE, encode(lease))
+
+    # --- leading ---
+
+    async def _lead(self, space: Folder, terms: Folder, term: Folder) -> bool:
+        try:
+            await self._renew(term)
+        except OSError as problem:
+            if problem.errno in NO_ROOM:
+                await self._make_room(space)
+            raise
+        if not self._is_fenced:
+            await self._fence(space, terms)
+        account = self.account
+        if self._now() - self._epoch_s >= self._timing.epoch_s:
+            self._epoch_s = self._now()
+            account.epoch += 1
+        await self._take_evicted(space)
+        names = await term.names()
+        await self._issuer.settle(term, names)
+        await self._merge_uses(term, names)
+        self._scan()
+        is_behind = self._evict()
+        is_wanting = await self._issuer.issue(term)
+        is_stale = account.unsaved * UNSAVED_SHARE > len(account.manifest)
+        pause_s = self._timing.idle_s if is_stale else self._timing.save_s
+        if self._now() - self._saved_s >= pause_s:
+            await self._save(space)
+        return is_behind or is_wanting
+
+    async def _fence(self, space: Folder, terms: Folder) -> None:
+        """End all terms before this one; go on with their manifest."""
+        for number in term_numbers(await terms.names()):
+            if number < self.number:
+                await clear(terms, term_name(number))
+        await self._removals.begin(space, self.number)
+        await self._load(space)
+        self._is_fenced = True
+        self._saved_s = self._epoch_s = self._now()
+
+    async def _load(self, space: Folder) -> None:
+        try:
+            known, raw = decode_array_untrusted(await space.read(MANIFEST), KNOWN)
+            head = decode_untrusted(raw, ManifestHead)
+        except (FileNotFoundError, RecordDamaged):
+            return
+        holds = head.holds and head.capacity <= self._capacity and not self._others_store
+        self.account.begin_from(Manifest(known.copy()), head.epoch, holds=holds)
+
+    async def _save(self, space: Folder) -> None:
+        account = self.account
+        self._saved_s = self._now()
+        account.saved()
+        holds = account.bound <= self._capacity and not self._others_store
+        head = encode(ManifestHead(self._capacity, account.epoch, holds))
+        await space.write(MANIFEST, encode_array(account.manifest.entries, head))
+
+    async def _merge_uses(self, term: Folder, names: list[str]) -> None:
+        for name in names:
+            if name.startswith(USES):
+                try:
+                    used, _ = decode_array_untrusted(await term.read(name), BLOCKS)
+                except RecordDamaged:
+                    pass
+                else:
+                    self.account.touch(used)
+                await term.remove(name)
+
+    def _scan(self) -> None:
+        """Take what a scan has found, or begin one if it is time."""
+        now = self._now()
+        if self._scan_began_s is not None:
+            found = self._hands.scanned()
+            if found is None:
+                return
+            self._scan_took_s, self._scan_ended_s = now - self._scan_began_s, now
+            self._scan_began_s = None
+            if isinstance(found, OSError):
+                self.account.scan_failed()
+                raise found
+            self.account.scan_ended(found)
+            self._saved_s = float("-inf")  # at once: whoever comes after need not scan first
+            return
+        timing = self._timing
+        since = now - self._scan_ended_s
+        account = self.account
+        doubt = account.lost + account.ghosts
+        soon = not account.is_counted or doubt * 256 > self._capacity or self._others_store
+        pause = timing.rescan_s if not soon else self._scan_took_s / timing.scan_share_max
+        if since >= max(pause, timing.idle_s):
+            account.scan_begins()
+            self._scan_began_s = now
+            self._hands.begin_scan(account.epoch, self._duty())
+
+    def _duty(self) -> float:
+        """Return for which part of the time to scan: engines store meanwhile, or wait for it."""
+        is_known = self.account.manifest.bytes * 2 > self._capacity
+        return self._timing.scan_duty if is_known else 1.0
+
+    def _evict(self) -> bool:
+        """Have removed what is over the capacity, what the next grants need, and as much ahead.
+
+        Grants and the lease do not wait for it. Returns whether there is more to do.
+        """
+        needed = self._issuer.needed()
+        over = self.account.bound + needed - self._capacity
+        if over <= 0 or over == float("inf"):  # nothing is known yet: the scan tells
+            return False
+        self._begin_evicting(int(over) + needed)
+        return self._is_evicting and not self._is_stuck
+
+    async def _make_room(self, space: Folder) -> None:
+        """Evict a little: the filesystem is full, though the folder may be within its bound.
+
+        Not even the lease can be written, and nothing else would make room.
+        """
+        await self._take_evicted(space)
+        self._begin_evicting(self._capacity // FULL_SHARE)
+
+    def _begin_evicting(self, size: int) -> None:
+        """Begin to remove so many bytes of blocks, unless some are being removed."""
+        if self._is_evicting:
+            return
+        victims = self.account.manifest.oldest(size, VICTIMS_MAX)
+        self._is_evicting = bool(len(victims))
+        if self._is_evicting:
+            self.account.eviction_begins()
+            self._hands.begin_evict(victims)
+
+    async def _take_evicted(self, space: Folder) -> None:
+        """Take what an eviction has done that began in an earlier round."""
+        evicted = self._hands.evicted() if self._is_evicting else None
+        if evicted is None:
+            return
+        self._is_evicting = False
+        self._is_stuck = not evicted.numbers
+        self.account.removed(np.array(evicted.numbers, np.uint64), evicted.bytes)
+        self.evicted_blocks += len(evicted.names)
+        self._evict_failed = evicted.failed
+        await self._removals.announce(space, evicted.names)
+
+
+async def _newest(terms: Folder) -> int:
+    return max(term_numbers(await terms.names()), default=0)
+
+
+async def _lease_untrusted(terms: Folder, number: int) -> Lease | None:
+    try:
+        term = await terms.open_folder(term_name(number))
+        return decode_untrusted(await term.read(LEASE), Lease)
+    except (FileNotFoundError, RecordDamaged):
+        return None

@@ -1,0 +1,155 @@
+"""Removes block files, and scans for them: the cleaner's hands, in a thread.
+
+Everything here blocks, and works below the open root. A leaf is listed to find a file by its
+number, for the manifest has no names. Folders stay: a writer may be about to use one.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from kvtier_backends.fs.bound.account import Scanned
+from kvtier_backends.fs.bound.names import (
+    SPACE,
+    block_number,
+    leaf_folder,
+    leaf_number,
+    namespace_number,
+)
+from kvtier_backends.fs.bound.records import KNOWN
+from kvtier_backends.posix import GONE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvtier_backends.fs.bound.records import Array
+
+BLOCK_SUFFIXES: Final = (".kv", ".bin")
+_DEPTH: Final = 3  #: of block files below the root: namespace, two folders
+_LIST_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_CLOSED: Final = "the scan was given up"
+
+
+class ScanGivenUp(OSError):
+    """Raised where a scan is of no use any more."""
+
+
+@dataclass
+class Evicted:
+    """What became of the blocks that were to go."""
+
+    numbers: list[int] = field(default_factory=list)  #: all that are gone, by us or before
+    names: list[str] = field(default_factory=list)  #: below the root, of what was removed
+    bytes: int = 0  #: that were removed
+    failed: OSError | None = None
+
+
+def evict(root: int, victims: Array, keep_on: Callable[[], bool] = lambda: True) -> Evicted:
+    """Remove these blocks. What cannot be removed is left, and ``failed`` says why.
+
+    Once ``keep_on()`` is false, the rest is left: storage may be slow.
+    """
+    evicted = Evicted()
+    namespaces: dict[int, list[str]] = {}
+    with suppress(OSError):
+        for name in _list(root):
+            namespaces.setdefault(namespace_number(name), []).append(name)
+    for victim in victims:
+        if not keep_on():
+            break
+        number = int(victim["block"])
+        namespace, folder = leaf_folder(int(victim["leaf"]))
+        try:
+            for name in namespaces.get(namespace, ()):
+                _evict_one(root, f"{name}/{folder}", number, evicted)
+            evicted.numbers.append(number)
+        except OSError as problem:
+            evicted.failed = problem
+    return evicted
+
+
+def _evict_one(root: int, path: str, number: int, evicted: Evicted) -> None:
+    blocks_name, _, folder = path.partition("/")
+    try:
+        with _opened(path, root) as leaf:
+            for name in os.listdir(leaf):
+                if block_number(blocks_name, f"{folder}/{name}") == number:
+                    status = os.stat(name, dir_fd=leaf, follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode):
+                        os.unlink(name, dir_fd=leaf)
+                        evicted.bytes += status.st_size
+                        evicted.names.append(f"{path}/{name}")
+    except OSError as problem:
+        if problem.errno not in GONE:
+            raise
+
+
+def scan(root: int, epoch: int, epoch_s: float, keep_on: Callable[[], bool]) -> Scanned:
+    """Find all files below the root. Raises ``OSError``: a count that is not whole is none.
+
+    Blocks that nobody has said anything of yet get an epoch by the times of their files, compared
+    with one another only.
+    """
+    found: list[tuple[int, int, int]] = []
+    times: list[float] = []
+    others = 0
+    for path, status in walk_files(root, "", 0, keep_on):
+        blocks_name, _, name = path.partition("/")
+        leaf = leaf_number(blocks_name, name.rpartition("/")[0])
+        if leaf is None or not name.endswith(BLOCK_SUFFIXES):
+            others += status.st_size
+            continue
+        found.append((block_number(blocks_name, name), leaf, status.st_size))
+        times.append(max(status.st_mtime, status.st_atime))
+    known = np.zeros(len(found), KNOWN)
+    if found:
+        known["block"], known["leaf"], known["size"] = np.array(found, np.uint64).T
+        age = (max(times) - np.array(times)) / epoch_s
+        known["epoch"] = np.maximum(0, epoch - np.minimum(age, epoch)).astype(np.uint32)
+    return Scanned(known, others)
+
+
+def walk_files(
+    folder: int, path: str, depth: int, keep_on: Callable[[], bool]
+) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the files below an open folder, except for those of the protocol."""
+    with _opened(path or ".", folder) as opened, os.scandir(opened) as entries:
+        names = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        for name, is_folder in names:
+            below = f"{path}/{name}" if path else name
+            if is_folder:
+                if not keep_on():
+                    raise ScanGivenUp(_CLOSED)
+                if below != SPACE:
+                    with suppress(FileNotFoundError):
+                        yield from walk_files(folder, below, depth + 1, keep_on)
+                continue
+            with suppress(FileNotFoundError):
+                status = os.stat(name, dir_fd=opened, follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode) and not _is_ours(name, depth):
+                    yield below, status
+
+
+def _is_ours(name: str, depth: int) -> bool:
+    """Tell whether a file is none of the blocks' bytes: a description, a marker."""
+    return depth < _DEPTH and not name.endswith((*BLOCK_SUFFIXES, ".tmp"))
+
+
+@contextmanager
+def _opened(path: str, folder: int) -> Iterator[int]:
+    descriptor = os.open(path, _LIST_FLAGS, dir_fd=folder)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _list(folder: int) -> list[str]:
+    with _opened(".", folder) as opened:
+        return os.listdir(opened)

@@ -1,0 +1,382 @@
+"""Runs both sides of the protocol for one engine's tier, on its event loop.
+
+A folder that is full, fails or hangs costs stores: they get no room. Nothing else waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import secrets
+import threading
+import time
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from kvtier.plugin_api.deadlines import time_left_s
+from kvtier.plugin_api.log import log
+from kvtier_backends.fs.bound.cleaner import Cleaner
+from kvtier_backends.fs.bound.eviction import Evicted, evict, scan
+from kvtier_backends.fs.bound.folders import ensure_folder
+from kvtier_backends.fs.bound.grants import NoGrant, Stage
+from kvtier_backends.fs.bound.names import SPACE, locate
+from kvtier_backends.fs.bound.pace import Pace
+from kvtier_backends.fs.bound.removals import RemovalsReader
+from kvtier_backends.fs.bound.small_files import DaemonExecutor, SmallFiles
+from kvtier_backends.fs.bound.timing import Timing
+from kvtier_backends.fs.bound.writer import Writer
+from kvtier_backends.fs.layout import VllmLayout
+from kvtier_backends.fs.temporary import parse_writer_untrusted, this_writer
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+    from kvtier_backends.fs.bound.account import Scanned
+    from kvtier_backends.fs.bound.folders import Folder
+    from kvtier_backends.fs.bound.records import Array
+    from kvtier_backends.fs.layout import Layout
+    from kvtier_backends.fs.place import Place
+    from kvtier_backends.incidents import IncidentLog, TierCounters
+
+ROOM_WAIT_S_MAX: Final = 1.0
+"""A store waits so long for a grant: it takes some rounds until the first one is there."""
+
+ROUND_ENDS_S_MAX: Final = 0.5
+"""A round under way gets so long to end when the tier is closed."""
+
+_EVICTING_THREADS: Final = 8
+_THREADS: Final = 4 + _EVICTING_THREADS
+_GRANT_GONE: Final = frozenset({errno.ENOENT, errno.ESTALE})
+_MARK_BYTES: Final = 4
+
+Answer = TypeVar("Answer")
+
+
+class ThreadHands:
+    """Evicts and scans in threads, below a root that stays open meanwhile."""
+
+    def __init__(self, executor: DaemonExecutor, timing: Timing, name: str) -> None:
+        self.root: SmallFiles | None = None
+        self._executor = executor
+        self._timing = timing
+        self._name = name
+        self._found: Scanned | OSError | None = None
+        self._scan = 0
+        self._evicting: asyncio.Future[list[Evicted]] | None = None
+        self._eviction = 0
+
+    def begin_evict(self, victims: Array) -> None:
+        """Begin to remove these blocks, in several threads: where nothing is cached, each waits."""
+        root = self._root()
+        loop = asyncio.get_running_loop()
+        self._eviction += 1
+        number, end_s = self._eviction, time.monotonic() + self._timing.evict_s
+
+        def keep_on() -> bool:
+            return self._eviction == number and time.monotonic() < end_s
+
+        def work(part: Array) -> Evicted:
+            return evict(root.descriptor, part, keep_on)
+
+        parts = (victims[part::_EVICTING_THREADS] for part in range(_EVICTING_THREADS))
+        calls = (loop.run_in_executor(self._executor, work, part) for part in parts)
+        self._evicting = asyncio.gather(*calls)
+
+    def evicted(self) -> Evicted | None:
+        """Return what became of them when it has ended, once."""
+        if self._evicting is None or not self._evicting.done():
+            return None
+        done, self._evicting = self._evicting.result(), None
+        return Evicted(
+            [number for each in done for number in each.numbers],
+            [name for each in done for name in each.names],
+            sum(each.bytes for each in done),
+            next((each.failed for each in done if each.failed is not None), None),
+        )
+
+    async def wait_evicted(self) -> None:
+        """Wait until no block is being removed. The caller limits the time."""
+        if self._evicting is not None:
+            await asyncio.wait({self._evicting})
+
+    def begin_scan(self, epoch: int, duty: float) -> None:
+        """Begin to look for all blocks, in a thread of its own."""
+        self._scan += 1
+        self._found = None
+        work = partial(self._run_scan, self._scan, self._root(), epoch, duty)
+        try:
+            threading.Thread(target=work, name=f"{self._name}-scan", daemon=True).start()
+        except RuntimeError:
+            self._found = OSError(errno.EAGAIN, "no thread can be started")
+
+    def scanned(self) -> Scanned | OSError | None:
+        """Return what the scan has found, once."""
+        found, self._found = self._found, None
+        return found
+
+    def give_up(self) -> None:
+        """End a scan and an eviction under way: soon, what was removed by then is known."""
+        self._scan += 1
+        self._eviction += 1
+
+    def _run_scan(self, number: int, root: SmallFiles, epoch: int, duty: float) -> None:
+        found: Scanned | OSError
+        pace = Pace(duty)
+
+        def keep_on() -> bool:
+            pace.rest()
+            return self._scan == number
+
+        try:
+            found = scan(root.descriptor, epoch, self._timing.epoch_s, keep_on)
+        except OSError as problem:
+            found = problem
+        if self._scan == number:
+            self._found = found
+
+    def _root(self) -> SmallFiles:
+        if self.root is None:
+            raise FileNotFoundError(errno.ENOENT, "the folder is not open")
+        return self.root
+
+
+class Keeper:
+    """Keeps one tier's folder within its capacity, together with all others who use it.
+
+    ``stage`` and the notes are for any thread, everything else for the loop's.
+    """
+
+    def __init__(  # noqa: PLR0913 - what it stands between
+        self,
+        layout: Layout,
+        file_bytes: int,
+        capacity: int,
+        current_place: Callable[[], Place],
+        on_removed: Callable[[Sequence[str]], Awaitable[None]],
+        counters: TierCounters,
+        incidents: IncidentLog,
+        *,
+        tier_name: str,
+        timing: Timing | None = None,
+    ) -> None:
+        """``on_removed``: hears names of block files that were evicted, as the layout has them."""
+        self._timing = timing or Timing()
+        self._blocks_name = layout.blocks_name
+        self._file_bytes = file_bytes
+        self._capacity = capacity
+        self._current_place = current_place
+        self._on_removed = on_removed
+        self._counters = counters
+        self._incidents = incidents
+        self._folder_mode = layout.folder_mode
+        self._tier_name = tier_name
+        self._executor = DaemonExecutor(_THREADS, f"{tier_name}-space")
+        self._hands = ThreadHands(self._executor, self._timing, tier_name)
+        self._me = this_writer()
+        name = f"{self._me}-{secrets.token_hex(_MARK_BYTES)}"
+        self._writer = Writer(name, file_bytes, self._timing, time.monotonic)
+        self.cleaner = Cleaner(
+            name,
+            capacity,
+            self._hands,
+            self._timing,
+            time.monotonic,
+            self._is_gone,
+            others_store=isinstance(layout, VllmLayout),
+        )
+        self._removals = RemovalsReader()
+        self._read_s = float("-inf")
+        self._place: Place | None = None
+        self._space: Folder | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._wake: asyncio.Event | None = None
+        self._is_stopping = False
+        self._round_ended: asyncio.Condition | None = None
+        self._warned_of: int | None = None
+
+    # --- any thread ---
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[Stage]:
+        """Give the open folder in which a block's file is to be written, before it is renamed.
+
+        Raises ``NoGrant`` if nothing may be stored just now.
+        """
+        location = locate(self._blocks_name, name)
+        if location is None:
+            raise NoGrant
+        grants = self._writer.grants
+        grant = grants.begin(self._file_bytes)
+        stage = Stage(grant.folder.descriptor)
+        try:
+            yield stage
+        except BaseException as problem:
+            is_gone = isinstance(problem, OSError) and problem.errno in _GRANT_GONE
+            if is_gone and not _is_there(stage.folder):
+                grants.lose(grant)
+                raise NoGrant from problem
+            if stage.size is not None:
+                grants.end(grant, location, stage.size, self._file_bytes - stage.size)
+            else:
+                grants.give_up(grant, 0 if stage.is_left else self._file_bytes)
+            raise
+        size = self._file_bytes if stage.size is None else stage.size
+        grants.end(grant, location, size, self._file_bytes - size)
+
+    def note_use(self, name: str) -> None:
+        """Note that a block was loaded, or found to be there."""
+        location = locate(self._blocks_name, name)
+        if location is not None:
+            self._writer.uses.note(location)
+
+    # --- the loop's thread ---
+
+    def start(self) -> None:
+        """Begin to take part."""
+        self._wake = asyncio.Event()
+        self._round_ended = asyncio.Condition()
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def wait_for_room(self, blocks: int) -> bool:
+        """Ask for room for so many blocks, and wait for that of one, as long as a store may."""
+        grants = self._writer.grants
+        if self._round_ended is None or self._wake is None:
+            return False
+        with suppress(TimeoutError):
+            async with (
+                asyncio.timeout(min(ROOM_WAIT_S_MAX, time_left_s() / 2)),
+                self._round_ended,
+            ):
+                while not grants.left(self._file_bytes):
+                    grants.ask(blocks * self._file_bytes)  # each round says it again
+                    self._wake.set()
+                    await self._round_ended.wait()
+        return grants.left(self._file_bytes) > 0
+
+    async def stop(self) -> None:
+        """Take part no more: hand back what was granted. The caller limits the time."""
+        self._is_stopping = True
+        if self._task is not None and self._wake is not None:
+            self._wake.set()
+            # A call that is cancelled may leave a file open: let the round end, if it does soon.
+            await asyncio.wait({self._task}, timeout=ROUND_ENDS_S_MAX)
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+        self._hands.give_up()
+        with suppress(OSError):
+            if self._space is not None:
+                await self._hands.wait_evicted()
+                await self._writer.sign_off()
+                await self.cleaner.release(self._space)
+
+    def discard(self) -> None:
+        """Take part no more, and let the threads end. Never waits."""
+        if self._task is not None:
+            self._task.cancel()
+        self._hands.give_up()
+        self._executor.shutdown()
+
+    def levels(self) -> dict[str, int]:
+        """Return what goes up and down, and is known to the cleaner only."""
+        account = self.cleaner.account
+        if not self.cleaner.leads or not account.is_counted:
+            return {}
+        return {
+            "folder_bytes": account.manifest.bytes + account.others,
+            "folder_blocks": len(account.manifest),
+        }
+
+    async def _run(self) -> None:
+        assert self._wake is not None, "started on a loop"
+        assert self._round_ended is not None, "started on a loop"
+        while not self._is_stopping:
+            self._wake.clear()
+            is_busy = False
+            try:
+                async with asyncio.timeout(self._timing.hang_s):
+                    is_busy = await self._round()
+            except TimeoutError:
+                problem = f"no answer within {self._timing.hang_s:g} s"
+                self._incidents.report("store", "space_failed", problem)
+            except OSError as problem:
+                self._incidents.report("store", "space_failed", problem)
+            except Exception as problem:  # noqa: BLE001 - stores would get no room for ever
+                self.cleaner.step_down()
+                self._incidents.report("store", "space_failed", repr(problem))
+            async with self._round_ended:
+                self._round_ended.notify_all()
+            if self._is_stopping:
+                return
+            pause_s = self._timing.busy_s if is_busy else self._timing.idle_s
+            await asyncio.sleep(self._timing.busy_s)  # no more rounds than that, whoever wakes it
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, pause_s - self._timing.busy_s)):
+                    await self._wake.wait()
+
+    async def _round(self) -> bool:
+        """Do one round of both sides. Raises ``OSError``."""
+        space = await self._open_space()
+        before = self.cleaner.evicted_blocks
+        try:
+            is_behind = await self.cleaner.round(space)
+        finally:
+            if self.cleaner.evicted_blocks > before:
+                self._counters.add("blocks_evicted", self.cleaner.evicted_blocks - before)
+        failure = self.cleaner.pop_failure()
+        if failure is not None:
+            self._incidents.report("store", "evictions_failed", failure)
+        self._warn_of_another(self.cleaner.leads_beside)
+        is_storing = await self._writer.round(space)
+        await self._read_removals(space)
+        return is_behind or is_storing
+
+    def _warn_of_another(self, capacity: int | None) -> None:
+        if capacity is not None and capacity != self._warned_of:
+            log.warning(
+                "fs tier: the engine that cleans the folder has another capacity_bytes, which "
+                "holds; give all engines the same",
+                tier=self._tier_name,
+                here=self._capacity,
+                there=capacity,
+            )
+        self._warned_of = capacity
+
+    async def _open_space(self) -> Folder:
+        """Open the protocol's folder, anew if the root is another one. Raises ``OSError``."""
+        loop = asyncio.get_running_loop()
+        place = await loop.run_in_executor(self._executor, self._current_place)
+        if place is not self._place or self._space is None or not _is_there(self._space.descriptor):
+            self._hands.give_up()
+            self._hands.root = SmallFiles(os.dup(place.root), self._executor, self._folder_mode)
+            self.cleaner.step_down()
+            self._writer.leave()
+            self._space = await ensure_folder(self._hands.root, SPACE)
+            self._place = place
+        return self._space
+
+    async def _read_removals(self, space: Folder) -> None:
+        if time.monotonic() - self._read_s < self._timing.idle_s:
+            return
+        self._read_s = time.monotonic()
+        start = f"{self._blocks_name}/"
+        removed = await self._removals.new(space)
+        ours = [name.removeprefix(start) for name in removed if name.startswith(start)]
+        if ours:
+            await self._on_removed(ours)
+
+    def _is_gone(self, name: str) -> bool:
+        """Tell whether a writer's process is known to have ended: one of this machine."""
+        writer = parse_writer_untrusted(name.rpartition("-")[0])
+        return writer is not None and writer.is_dead(self._me, 0.0)
+
+
+def _is_there(folder: int) -> bool:
+    """Tell whether an open folder has not been removed."""
+    try:
+        return os.fstat(folder).st_nlink > 0
+    except OSError:
+        return False

@@ -1,0 +1,88 @@
+"""Tells all engines which blocks were evicted: the names of their files, in numbered files.
+
+The cleaner writes them and removes old ones; every engine reads those that it has not seen yet.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from kvtier_backends.fs.bound.folders import ensure_folder
+from kvtier_backends.fs.bound.names import REMOVED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtier_backends.fs.bound.folders import Folder
+
+FILES_MAX: Final = 1024
+"""Kept for engines that are slow to read them: they read once a second."""
+
+UNANNOUNCED_MAX: Final = 1 << 14
+"""Names kept while the folder takes no files. The oldest are forgotten."""
+
+_NAME = re.compile(r"[0-9]{10}-[0-9]{10}")
+
+
+class Removals:
+    """The cleaner's side."""
+
+    def __init__(self) -> None:
+        self._term = 0
+        self._number = 0
+        self._kept: list[str] = []
+        self._unannounced: deque[str] = deque(maxlen=UNANNOUNCED_MAX)
+
+    async def begin(self, space: Folder, term: int, number: int = 0) -> None:
+        """Begin a term; the first file has the number after this one. Raises ``OSError``."""
+        folder = await ensure_folder(space, REMOVED)
+        self._term, self._number = term, number
+        self._kept = sorted(filter(_NAME.fullmatch, await folder.names()))
+
+    async def announce(self, space: Folder, names: Sequence[str]) -> None:
+        """Name what was removed. Raises ``OSError``: then it is named the next time."""
+        self._unannounced.extend(names)
+        if not self._unannounced:
+            return
+        folder = await ensure_folder(space, REMOVED)
+        self._number += 1
+        name = f"{self._term:010d}-{self._number:010d}"
+        await folder.write(name, "\n".join(self._unannounced).encode())
+        self._unannounced.clear()
+        self._kept.append(name)
+        while len(self._kept) > FILES_MAX:
+            with suppress(FileNotFoundError):
+                await folder.remove(self._kept[0])
+            del self._kept[0]
+
+
+class RemovalsReader:
+    """An engine's side."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] | None = None
+
+    async def new(self, space: Folder) -> list[str]:
+        """Return the names of block files that were removed since the last time.
+
+        Raises ``OSError``. What was removed before the first time is of no interest.
+        """
+        try:
+            folder = await space.open_folder(REMOVED)
+        except FileNotFoundError:
+            self._seen = self._seen or set()
+            return []
+        there = set(filter(_NAME.fullmatch, await folder.names()))
+        if self._seen is None:
+            self._seen = there
+            return []
+        removed: list[str] = []
+        for name in sorted(there - self._seen):
+            with suppress(FileNotFoundError):
+                removed += (await folder.read(name)).decode(errors="replace").splitlines()
+            self._seen.add(name)
+        self._seen &= there
+        return removed

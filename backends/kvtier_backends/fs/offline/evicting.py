@@ -1,0 +1,122 @@
+"""Brings a folder within a bound once: for folders that nobody cleans, such as vLLM's own.
+
+It takes part in nothing and waits for nobody: engines that keep to a bound of their own find some
+blocks gone, as after any removal, and hear of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import stat
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kvtier.plugin_api.threads import BoundedCall
+from kvtier_backends.fs.bound.eviction import evict, scan
+from kvtier_backends.fs.bound.manifest import Manifest
+from kvtier_backends.fs.bound.names import MANIFEST, SPACE
+from kvtier_backends.fs.bound.records import (
+    KNOWN,
+    SMALL_FILE_BYTES_MAX,
+    ManifestHead,
+    RecordDamaged,
+    decode_array_untrusted,
+    decode_untrusted,
+)
+from kvtier_backends.fs.bound.removals import Removals
+from kvtier_backends.fs.bound.small_files import DaemonExecutor, SmallFiles
+from kvtier_backends.fs.bound.timing import Timing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvtier_backends.fs.offline.inspection import FsFolder
+
+_VICTIMS_AT_ONCE: Final = 1024
+_ANSWER_S_MAX: Final = 20.0
+_NUMBERS: Final = 10**10
+_EPOCHS_WITHOUT_USES: Final = 1 << 30
+
+
+@dataclass
+class Eviction:
+    """What was there, and what was removed. Sizes are bytes."""
+
+    blocks: int = 0
+    bytes: int = 0
+    others: int = 0  #: bytes of files that are no blocks
+    removed_blocks: int = 0
+    removed_bytes: int = 0
+    failed: int = 0  #: blocks that could not be removed
+    reason: str = ""  #: why, of the last one
+    is_complete: bool = True
+
+    @property
+    def left(self) -> int:
+        """What is there afterwards."""
+        return self.bytes + self.others - self.removed_bytes
+
+
+def evict_to(folder: FsFolder, capacity: int, advance: Callable[[int], None]) -> Eviction:
+    """Remove the least recently used blocks until the folder holds no more than ``capacity``.
+
+    What engines have said of uses counts; otherwise the times of the files do. ``advance`` is
+    told how many blocks went. Raises ``OSError``; Ctrl-C leaves the rest as it is.
+    """
+    uses = _known_uses(folder)
+    epoch = _EPOCHS_WITHOUT_USES if uses is None else int(uses.entries["epoch"].max(initial=0))
+    scanned = scan(folder.root, epoch, Timing().epoch_s, lambda: True)
+    manifest = Manifest(scanned.known)
+    if uses is not None:
+        manifest.with_epochs_of(uses)
+    done = Eviction(len(manifest), manifest.bytes, scanned.others)
+    over = done.left - capacity
+    victims = manifest.oldest(over, len(manifest)) if over > 0 else manifest.entries[:0]
+    try:
+        for start in range(0, len(victims), _VICTIMS_AT_ONCE):
+            batch = victims[start : start + _VICTIMS_AT_ONCE]
+            evicted = evict(folder.root, batch)
+            done.removed_blocks += len(evicted.names)
+            done.removed_bytes += evicted.bytes
+            done.failed += len(batch) - len(evicted.numbers)
+            if evicted.failed is not None:
+                done.reason = evicted.failed.strerror or str(evicted.failed)
+            announce(folder, evicted.names)
+            advance(len(batch))
+    except KeyboardInterrupt:
+        done.is_complete = False
+    return done
+
+
+def announce(folder: FsFolder, names: Sequence[str]) -> None:
+    """Tell engines that have a bound which block files are gone. Raises nothing."""
+    if names and os.path.isdir(f"{folder.path}/{SPACE}"):
+        call = BoundedCall(lambda: asyncio.run(_announce(folder, names)), "announce")
+        with suppress(OSError):
+            if call.wait(_ANSWER_S_MAX):
+                call.result()
+
+
+async def _announce(folder: FsFolder, names: Sequence[str]) -> None:
+    executor = DaemonExecutor(1, "announce")
+    try:
+        mode = stat.S_IMODE(os.fstat(folder.root).st_mode) & 0o755
+        space = await SmallFiles(os.dup(folder.root), executor, mode).open_folder(SPACE)
+        removals = Removals()
+        await removals.begin(space, 0, secrets.randbelow(_NUMBERS))
+        await removals.announce(space, names)
+    finally:
+        executor.shutdown()
+
+
+def _known_uses(folder: FsFolder) -> Manifest | None:
+    """Return the manifest of the last cleaner, None if there is none that can be read."""
+    with suppress(OSError, RecordDamaged):
+        with open(f"{folder.path}/{SPACE}/{MANIFEST}", "rb") as file:
+            known, head = decode_array_untrusted(file.read(SMALL_FILE_BYTES_MAX), KNOWN)
+        decode_untrusted(head, ManifestHead)
+        return Manifest(known.copy())
+    return None

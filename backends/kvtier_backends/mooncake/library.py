@@ -1,0 +1,140 @@
+"""Mooncake's own client library: how it is loaded, what of it is used, and what it answers.
+
+The library is native code. A call of a client that was closed, or is being closed,
+ends the process; ``client.py`` rules that out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtier.errors import ConfigError
+    from kvtier.plugin_api.options import Options
+
+DEBIAN_PACKAGES: Final = "libibverbs1 libcurl4 libnuma1"
+
+TRANSFER_S_MAX: Final = 60.0
+"""So long the library waits for a transfer. Then it reports a failure, and the transfer goes on."""
+
+_SETUP_TRIES: Final = "2"  # each takes seconds where the master does not answer, 20 by default
+
+
+class Code(IntEnum):
+    """What the library answers for one object; 0 and above is success."""
+
+    NO_SEGMENT = -101
+    NO_ROOM = -200
+    BAD_PARAMETERS = -600  #: also: the object is longer than the buffers
+    NOT_READY = -703  #: somebody is still storing it
+    NOT_FOUND = -704
+    EXISTS = -705
+    LEASE_EXPIRED = -707  #: it was loaded, but the store may have replaced it meanwhile
+    REPLICA_NOT_FOUND = -710
+    REPLICA_IS_GONE = -712
+    TRANSFER_FAILED = -800  #: also: the object is shorter than the buffers
+    RPC_FAILED = -900  #: the master did not answer
+    RPC_TIMED_OUT = -901
+
+
+ABSENT_CODES: Final = frozenset(
+    {Code.NOT_READY, Code.NOT_FOUND, Code.REPLICA_NOT_FOUND, Code.REPLICA_IS_GONE}
+)
+FULL_CODES: Final = frozenset({Code.NO_SEGMENT, Code.NO_ROOM})
+MASTER_CODES: Final = frozenset({Code.RPC_FAILED, Code.RPC_TIMED_OUT})
+
+
+class NativeStore(Protocol):
+    """What is used of the library's ``MooncakeDistributedStore``. All but two let go of the GIL."""
+
+    def setup(self, local_hostname: str, *args: object, **named: object) -> int:
+        """Connect to the master. Holds the GIL, for seconds if the master does not answer."""
+
+    def close(self) -> int:
+        """End all that runs. Holds the GIL, for about a second."""
+
+    def health_check(self) -> int:
+        """Return 0 if the last heartbeat reached the master. Asks nobody; safe after ``close``."""
+
+    def register_buffer(self, buffer_ptr: int, size: int) -> int:
+        """Make memory known to the transport."""
+
+    def batch_put_from_multi_buffers(
+        self,
+        keys: Sequence[str],
+        all_buffer_ptrs: Sequence[Sequence[int]],
+        all_sizes: Sequence[Sequence[int]],
+        config: object,
+    ) -> list[int]:
+        """Store objects, each gathered from several buffers."""
+
+    def batch_get_into_multi_buffers(
+        self,
+        keys: Sequence[str],
+        all_buffer_ptrs: Sequence[Sequence[int]],
+        all_sizes: Sequence[Sequence[int]],
+    ) -> list[int]:
+        """Load objects, each scattered into several buffers. Returns lengths."""
+
+    def batch_get_into(
+        self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
+    ) -> list[int]:
+        """Load objects, each into a buffer that may be longer. Returns lengths."""
+
+    def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
+        """Tell of each object whether it is there: 1, 0, or an error."""
+
+    def batch_remove(self, keys: Sequence[str], force: bool) -> list[int]:  # noqa: FBT001 - the library's
+        """Remove objects; forced, even while a lease on them lasts."""
+
+    def get_size(self, key: str) -> int:
+        """Return an object's length."""
+
+
+def load_library(reader: Options) -> Any:  # noqa: ANN401 - a module without types
+    """Return the library. Raises ``ConfigError`` if it, or what it is linked to, is missing."""
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # it reads this once, while it is imported
+    try:
+        return importlib.import_module("mooncake.store")
+    except ModuleNotFoundError:
+        raise _refusal(
+            reader,
+            "needs Mooncake's client, which is not installed. Install the extra `mooncake`: "
+            "pip install '.[mooncake]'",
+        ) from None
+    except ImportError as problem:
+        raise _refusal(
+            reader,
+            f"needs libraries that Mooncake's client is linked to ({problem}). On Debian and "
+            f"Ubuntu: apt-get install {DEBIAN_PACKAGES}",
+        ) from None
+
+
+def set_environment(timeout_s: float) -> None:
+    """Set how long the library waits, where nobody has set it."""
+    milliseconds = str(max(1, int(timeout_s * 1000)))
+    for name, value in (
+        ("MC_RPC_TIMEOUT_MS", milliseconds),
+        ("MC_RPC_CONNECT_TIMEOUT_MS", milliseconds),
+        ("MC_TCP_STATUS_TIMEOUT_SEC", str(max(1, int(timeout_s)))),
+        ("MC_TCP_PROGRESS_TIMEOUT_SEC", str(max(1, int(timeout_s)))),
+        ("MC_STORE_CLIENT_SETUP_RETRIES", _SETUP_TRIES),
+    ):
+        os.environ.setdefault(name, value)
+
+
+def told(code: int) -> str:
+    """Return what a code means, for people."""
+    try:
+        return f"{Code(code).name.lower().replace('_', ' ')} ({code})"
+    except ValueError:
+        return f"code {code}"
+
+
+def _refusal(reader: Options, remedy: str) -> ConfigError:
+    return reader.error("type", "mooncake", remedy)

@@ -1,0 +1,143 @@
+"""The options of the ``mooncake`` tier, read. Nothing is touched."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from kvtier.plugin_api import option_fields as option
+from kvtier.plugin_api.options import Options
+from kvtier_backends.shared.records import (
+    AUTH_KEY_ENV,
+    AUTH_KEY_FILE,
+    COMPRESSION_OPTION,
+    ENCRYPTION_KEY_ENV,
+    ENCRYPTION_KEY_FILE,
+    make_records,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvtier.plugin_api.backend import BackendContext
+    from kvtier_backends.shared.records import Records
+
+_PREFIX: Final = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*", re.ASCII)
+_ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/\s]+):([0-9]{1,5})", re.ASCII)
+
+
+@dataclass(frozen=True)
+class MooncakeOptions:
+    """The options, read."""
+
+    master: str = field(
+        metadata=option.required(
+            Options.text, 'the address of the master, such as `"10.0.0.1:50051"`'
+        )
+    )
+    local_hostname: str | None = option.text(
+        None,
+        "the address, or name, by which other clients reach this engine, with or without a port; "
+        "if not given, the address that the master is reached from",
+    )
+    metadata_server: str = option.text(
+        "P2PHANDSHAKE",
+        "where clients find each other: by asking each other, or an address such as "
+        '`"http://10.0.0.1:8080/metadata"`',
+    )
+    protocol: Literal["tcp", "rdma"] = option.text(
+        "tcp", "how blocks are moved", choices=("tcp", "rdma")
+    )
+    device: str | None = option.text(
+        None,
+        "the RDMA devices, with commas between; if not given, all that are found. Refused: with "
+        "`tcp`",
+    )
+    segment_bytes: int = option.size(
+        0,
+        "memory that this engine gives to the store, beside its primary tier; its blocks are lost "
+        "when the engine ends. Refused: too small for one block",
+    )
+    local_buffer_bytes: int = option.size(
+        16 << 20, "memory that the client stages transfers in where it cannot do without"
+    )
+    ssd_offload_path: str | None = option.text(
+        None,
+        "a folder of this host, to which the store moves blocks of `segment_bytes` when it is "
+        "full; the master must run with `--enable_offload`. Refused: without `segment_bytes`",
+    )
+    key_prefix: str = option.text(
+        "kvtier",
+        "what all names in the store begin with. Refused: other characters than letters, digits, "
+        "dots, dashes, underscores and slashes between them",
+    )
+    presence_s: float = option.number(
+        30.0, "how long a block that was stored or found is believed to be there"
+    )
+    replicas: int = option.integer(
+        1, "copies of each block, each in another segment", minimum=1, maximum=64
+    )
+    soft_pin: bool = option.flag(
+        "have the store evict these blocks after those that are not pinned", default=False
+    )
+    timeout_s: float = option.number(
+        5.0,
+        "how long the client waits for the master, and for the next byte from another client, "
+        "unless `MC_RPC_TIMEOUT_MS`, `MC_RPC_CONNECT_TIMEOUT_MS`, `MC_TCP_STATUS_TIMEOUT_SEC` or "
+        "`MC_TCP_PROGRESS_TIMEOUT_SEC` say otherwise",
+        maximum=600.0,
+    )
+    n_read_threads: int = option.integer(4, "concurrent loads", minimum=1, maximum=256)
+    n_write_threads: int = option.integer(2, "concurrent stores", minimum=1, maximum=256)
+    compression: str | None = COMPRESSION_OPTION()
+    auth_key_file: str | None = AUTH_KEY_FILE()
+    auth_key_env: str | None = AUTH_KEY_ENV()
+    encryption_key_file: str | None = ENCRYPTION_KEY_FILE()
+    encryption_key_env: str | None = ENCRYPTION_KEY_ENV()
+
+    @property
+    def master_address(self) -> tuple[str, int]:
+        """Host and port of the master."""
+        host, _, port = self.master.rpartition(":")
+        return host.strip("[]"), int(port)
+
+    @property
+    def place(self) -> str:
+        """What no other tier of the engine may use, too."""
+        return f"mooncake://{self.master}/{self.key_prefix}"
+
+
+def read_options(
+    options: Mapping[str, Any], context: BackendContext
+) -> tuple[Options, MooncakeOptions, Records]:
+    """Read the options, and how blocks are protected. Raises ``ConfigError``."""
+    reader = Options(options, f"secondary tier {context.tier_name}")
+    given = MooncakeOptions(**option.read(MooncakeOptions, reader))
+    records = make_records(reader, context)
+    reader.finish()
+    address = _ADDRESS.fullmatch(given.master)
+    if address is None or not 0 < int(address[2]) < 1 << 16:
+        raise reader.error("master", given.master, "must be a host and a port, as in host:50051")
+    if not _PREFIX.fullmatch(given.key_prefix):
+        raise reader.error(
+            "key_prefix",
+            given.key_prefix,
+            "must be letters, digits, dots, dashes and underscores, with slashes between them",
+        )
+    if given.device is not None and given.protocol != "rdma":
+        raise reader.error("device", given.device, 'is for RDMA: remove it, or set protocol="rdma"')
+    if given.ssd_offload_path is not None and given.segment_bytes == 0:
+        raise reader.error(
+            "ssd_offload_path",
+            given.ssd_offload_path,
+            "has nothing to move there: the store moves what lies in this engine's segment_bytes. "
+            "Set them, or remove it",
+        )
+    if 0 < given.segment_bytes < context.block_bytes:
+        raise reader.error(
+            "segment_bytes",
+            given.segment_bytes,
+            f"has no room for one block of {context.block_bytes} bytes; raise it, or set 0",
+        )
+    return reader, given, records

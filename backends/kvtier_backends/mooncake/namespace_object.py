@@ -1,0 +1,80 @@
+"""The description of a namespace, as an object beside its blocks: written once, then compared."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kvtier.errors import StoreFault
+from kvtier_backends.mooncake.client import Parts
+from kvtier_backends.mooncake.library import ABSENT_CODES, MASTER_CODES, told
+from kvtier_backends.mooncake.registered import DESCRIPTION_ROOM_BYTES, address_of
+from kvtier_backends.shared.description import OwnDescription
+
+if TYPE_CHECKING:
+    from kvtier.plugin_api.backend import BackendContext
+    from kvtier_backends.mooncake.client import StoreClient
+    from kvtier_backends.mooncake.registered import RegisteredMemory
+
+FORMAT_NAME: Final = "kvtier mooncake"
+FORMAT_VERSION: Final = 1
+OBJECT_NAME: Final = "namespace.json"
+
+
+class NamespaceObject:
+    """The description of one engine's namespace in a store."""
+
+    def __init__(self, prefix: str, context: BackendContext, memory: RegisteredMemory) -> None:
+        """``prefix``: what the names of all its objects begin with."""
+        self._name = prefix + OBJECT_NAME
+        self._own = OwnDescription(
+            self._name, FORMAT_NAME, FORMAT_VERSION, context, option="key_prefix"
+        )
+        self._room = memory.description_room
+        self._is_settled = False
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the last comparison found it there, or wrote it."""
+        return self._is_settled
+
+    def compare(self, client: StoreClient) -> None:
+        """Write it if it is not there, and compare it if it is.
+
+        Raises ``OtherNamespace`` if the two differ, and ``StoreFault`` if the master does not
+        answer. One that can't be read, because its owner has died, say, is no reason against
+        the store: the name of each block has the facts in it, too.
+        """
+        self._is_settled = False
+        found = self._read(client)
+        if found is None:
+            self._is_settled = self._write(client)
+            return
+        self._own.refuse_other_untrusted(found)
+        self._is_settled = True
+
+    def _read(self, client: StoreClient) -> memoryview | None:
+        size = client.size(self._name)
+        _refuse_lost_master(size)
+        if size in ABSENT_CODES:
+            return None
+        if size < 0 or size > DESCRIPTION_ROOM_BYTES:
+            raise self._own.no_description(f"{size} bytes")
+        room = self._room[:size]
+        (code,) = client.get(Parts([(self._name, [address_of(room)], [size])]))
+        _refuse_lost_master(code)
+        return room if code == size else None
+
+    def _write(self, client: StoreClient) -> bool:
+        if len(self._own.text) > DESCRIPTION_ROOM_BYTES:
+            return True  # for people only: the names of blocks tell namespaces apart
+        room = self._room[: len(self._own.text)]
+        room[:] = self._own.text
+        part = (self._name, [address_of(room)], [len(room)])
+        (code,) = client.put(Parts([part]), is_pinned=True)
+        _refuse_lost_master(code)
+        return code == 0
+
+
+def _refuse_lost_master(code: int) -> None:
+    if code in MASTER_CODES:
+        raise StoreFault(f"the master of the store did not answer: {told(code)}")

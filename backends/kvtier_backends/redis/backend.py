@@ -1,0 +1,263 @@
+"""The ``redis`` tier's driver: blocks in the memory of Redis or Valkey servers.
+
+Everything runs on the event loop: a call is one batch of commands at each server that has a part
+of its blocks. Blocks go from the slot to the socket, and from the socket to the slot. The layers
+are ``backend``, ``batches``, ``pool`` and ``resp``; ``watch`` keeps the connection, beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from kvtier.errors import StoreFault
+from kvtier.plugin_api.backend import (
+    Backend,
+    BackendContext,
+    BackendTraits,
+    CellKind,
+    LoadBlock,
+    Loaded,
+    Outcome,
+    StoreBlock,
+)
+from kvtier_backends.incidents import IncidentLog, TierCounters
+from kvtier_backends.redis.batches import BatchRunner, error_code
+from kvtier_backends.redis.client import Client
+from kvtier_backends.redis.description import Description
+from kvtier_backends.redis.pool import ConnectionPool
+from kvtier_backends.redis.redirections import UNSETTLED
+from kvtier_backends.redis.redis_options import read_options
+from kvtier_backends.redis.resp import TRAILER_BYTES_MAX, Command, Kind, packed
+from kvtier_backends.redis.watch import ConnectionWatch
+from kvtier_backends.shared.record_threads import RecordThreads, StoredRecord
+from kvtier_backends.shared.records import make_records
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from kvtier.plugin_api.options import Options
+    from kvtier_backends.redis.redis_options import RedisOptions
+    from kvtier_backends.shared.records import Record, Records
+
+VALUE_BYTES_MAX: Final = 512 << 20
+"""What a server takes as one value, unless it is told otherwise (``proto-max-bulk-len``)."""
+
+_KEY_BYTES_MAX: Final = 92
+_SOUND: Final = (Outcome.DONE, Outcome.ABSENT)
+
+
+class RedisBackend(Backend):
+    """Keeps each block as one value, ``<key_prefix>:<namespace>:<key in hex>``.
+
+    The servers evict by themselves (``maxmemory``), so that a block which was stored may be gone.
+    A call that is cancelled, or that runs out of time, closes its connection at once.
+    """
+
+    type_name: ClassVar[str] = "redis"
+    medium: ClassVar[str] = "STORAGE"
+    cell: ClassVar[CellKind] = "process"
+    """A block takes many turns of the event loop, and for each of them a busy scheduler in the
+    same process would keep Python's lock for up to 5 ms."""
+
+    def __init__(self, given: RedisOptions, client: Client, records: Records) -> None:
+        name = records.context.tier_name
+        self.traits = BackendTraits(
+            load_batches_max=given.connections_max,
+            store_batches_max=given.connections_max // 2,  # so that loads have the other half
+            presence_s=given.believed_s,
+            connects=True,
+        )
+        assert records.trailer_bytes(bytes(_KEY_BYTES_MAX)) <= TRAILER_BYTES_MAX
+        self._given = given
+        self._records = records
+        self._record_threads = RecordThreads(records, name)
+        self._description = Description(given.key_prefix, records.context)
+        self._counters = TierCounters()
+        self._incidents = IncidentLog("redis", name, given.place, self._counters)
+        self._pool = ConnectionPool(client, given.connections_max, self._connection_lost)
+        self._watch = ConnectionWatch(
+            client, given, self._description, name, self._counters, self._pool.keep_only
+        )
+        self._batches = BatchRunner(self._pool, self._watch, given.call_timeout_s)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], context: BackendContext) -> RedisBackend:
+        """Check the options. Waits for no server. Raises ``ConfigError``."""
+        return cls(*_read(options, context))
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> str:
+        """Check the options, the files that they name, and that the library is there."""
+        return _read(options, context)[0].place
+
+    @property
+    def place(self) -> str:
+        """The servers, the database and the prefix."""
+        return self._given.place
+
+    async def open(self) -> None:
+        """Begin to connect."""
+        self._watch.start(self.on_connection)
+
+    async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        """Ask for each key. Raises ``StoreFault`` if no server answers."""
+        commands = self._commands(b"EXISTS", keys)
+        problem = await self._batches.run(commands)
+        replies = [command.reply for _, command in commands]
+        if problem is not None and not any(replies):
+            raise problem
+        return [
+            reply is not None and (reply.kind, reply.text) == (Kind.DONE, "1") for reply in replies
+        ]
+
+    async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
+        """Read each block into its buffer."""
+        fetches = [self._fetch(block) for block in blocks]
+        problem = await self._batches.run([(fetch.name, fetch.command) for fetch in fetches])
+        loaded = await self._loaded(fetches, problem)
+        for fetch in fetches:
+            self._records.give_back(fetch.payload)
+        if all(each.outcome in _SOUND for each in loaded):
+            self._incidents.success("load")
+        return loaded
+
+    async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
+        """Write each block from its buffer."""
+        records = await self._record_threads.encode_all(blocks)
+        commands = [self._set(block, record) for block, record in zip(blocks, records, strict=True)]
+        problem = await self._batches.run(commands)
+        for record in records:
+            self._records.give_back(record.payload)
+        outcomes = [self._stored(command, problem) for _, command in commands]
+        if all(outcome in _SOUND for outcome in outcomes):
+            self._incidents.success("store")
+        return outcomes
+
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        """Remove the blocks. Raises ``StoreFault`` if any may still be there."""
+        commands = self._commands(b"UNLINK", keys)
+        problem = await self._batches.run(commands)
+        for _, command in commands:
+            reply = command.reply
+            if reply is not None and reply.kind is not Kind.DONE:
+                problem = problem or StoreFault(f"UNLINK: {reply.text}")
+        if problem is not None:
+            raise problem
+
+    async def close(self) -> None:
+        """Close all connections."""
+        self._pool.close()
+        await self._watch.stop()
+        self._record_threads.stop()
+
+    def busy_threads(self) -> int:
+        """Count the threads that sign, verify, encrypt or decrypt blocks: nothing else has any."""
+        return self._record_threads.busy()
+
+    def counters(self) -> Mapping[str, int]:
+        """Return counts of what went wrong, by kind; kinds that never did are left out."""
+        return {**self._counters.counts(), **self._records.counts()}
+
+    def _connection_lost(self) -> None:
+        self._counters.add("connections_lost")
+        self._watch.doubt()
+
+    def _commands(self, verb: bytes, keys: Sequence[bytes]) -> list[tuple[bytes, Command]]:
+        names = map(self._description.name_of, keys)
+        return [(name, Command((packed(verb, name),))) for name in names]
+
+    def _fetch(self, block: LoadBlock) -> _Fetch:
+        name = self._description.name_of(block.key)
+        payload = self._records.room_for(block.buffer)
+        trailer_bytes = self._records.trailer_bytes(block.key)
+        command = Command(
+            (packed(b"GET", name),), payload, trailer_bytes, self._records.is_payload_length
+        )
+        return _Fetch(name, block, payload, command)
+
+    def _set(self, block: StoreBlock, record: Record) -> tuple[bytes, Command]:
+        name = self._description.name_of(block.key)
+        payload, trailer = record
+        size = len(payload) + len(trailer)
+        ttl = (b"EX", b"%d" % self._given.ttl_s) if self._given.ttl_s else ()
+        # A value is the last but with a ttl: what is before and behind it is packed here.
+        head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (3 + len(ttl), len(name), name, size)
+        tail = b"".join(b"\r\n$%d\r\n%s" % (len(word), word) for word in ttl)
+        return name, Command((head, payload, trailer + tail + b"\r\n"))
+
+    async def _loaded(self, fetches: Sequence[_Fetch], problem: StoreFault | None) -> list[Loaded]:
+        """Bring what has come into the buffers, and say what became of each block."""
+        arrived = [
+            StoredRecord(
+                fetch.block.key,
+                fetch.payload[: reply.payload_bytes],
+                reply.trailer,
+                fetch.block.buffer,
+            )
+            for fetch in fetches
+            if (reply := fetch.command.reply) is not None and reply.kind is Kind.BLOCK
+        ]
+        decoded = iter(await self._record_threads.decode_all(arrived))
+        return [self._answer(fetch, decoded, problem) for fetch in fetches]
+
+    def _answer(
+        self, fetch: _Fetch, decoded: Iterator[Loaded], problem: StoreFault | None
+    ) -> Loaded:
+        reply = fetch.command.reply
+        if reply is None:
+            self._incidents.report("load", "loads_failed", problem)
+            return Loaded(Outcome.FAILED)
+        if reply.kind is Kind.MISSING or error_code(reply) in UNSETTLED:
+            return Loaded(Outcome.ABSENT)
+        if reply.kind is Kind.ERROR and error_code(reply) != "WRONGTYPE":
+            self._incidents.report("load", "loads_failed", StoreFault(reply.text))
+            return Loaded(Outcome.FAILED)
+        loaded = next(decoded) if reply.kind is Kind.BLOCK else Loaded(Outcome.DAMAGED)
+        if loaded.outcome is Outcome.DAMAGED:
+            reason = "it is not what was stored under this name"
+            self._incidents.report("load", "blocks_damaged", reason, path=fetch.name.decode())
+        return loaded
+
+    def _stored(self, command: Command, problem: StoreFault | None) -> Outcome:
+        reply = command.reply
+        if reply is not None and reply.kind is Kind.DONE:
+            return Outcome.DONE
+        if reply is not None and error_code(reply) == "OOM":
+            self._incidents.report("store", "stores_full", reply.text)
+            return Outcome.FULL
+        reason = problem if reply is None else StoreFault(reply.text)
+        self._incidents.report("store", "stores_failed", reason)
+        return Outcome.FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetch:
+    """A block to load, what it is called, and what asks for it."""
+
+    name: bytes
+    block: LoadBlock
+    payload: memoryview  #: where it is read to
+    command: Command
+
+
+def _read(
+    options: Mapping[str, Any], context: BackendContext
+) -> tuple[RedisOptions, Client, Records]:
+    """Read the options. Raises ``ConfigError``."""
+    reader, given = read_options(options, context)
+    records = make_records(reader, context)
+    reader.finish()
+    _refuse_large_blocks(reader, records, context)
+    return given, Client(given, reader), records
+
+
+def _refuse_large_blocks(reader: Options, records: Records, context: BackendContext) -> None:
+    size = records.record_bytes(bytes(_KEY_BYTES_MAX))
+    if size > VALUE_BYTES_MAX:
+        raise reader.error(
+            "type",
+            "redis",
+            f"takes values of {VALUE_BYTES_MAX} bytes at most, and a block of "
+            f"{context.block_bytes} bytes needs {size}. Lower block_size, or choose another tier",
+        )

@@ -1,0 +1,109 @@
+"""Runs one call's commands: each at the server that has the block, all within the call's time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from kvtier.errors import StoreFault
+from kvtier.plugin_api.deadlines import time_left_s
+from kvtier_backends.redis.redirections import HOPS_MAX, Target, redirected
+from kvtier_backends.redis.resp import Command, Kind, Reply
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvtier_backends.redis.pool import ConnectionPool
+    from kvtier_backends.redis.topology import Topology
+    from kvtier_backends.redis.watch import ConnectionWatch
+
+_DOUBTFUL: frozenset[str] = frozenset(
+    ["MOVED", "CLUSTERDOWN", "MASTERDOWN", "READONLY", "LOADING", "NOAUTH"]
+)
+"""Errors that tell of another state of the servers than the tier thinks."""
+
+
+class BatchRunner:
+    """Runs batches over the pool's connections. Loop thread only."""
+
+    def __init__(self, pool: ConnectionPool, watch: ConnectionWatch, call_timeout_s: float) -> None:
+        self._pool = pool
+        self._watch = watch
+        self._call_timeout_s = call_timeout_s
+
+    async def run(self, commands: Sequence[tuple[bytes, Command]]) -> StoreFault | None:
+        """Run commands, each with its block's name; what has come is in ``Command.reply``.
+
+        Returns why a reply is missing, if one is. When it has returned, or was cancelled, nothing
+        reads or writes a buffer of the commands any more.
+        """
+        problems: list[StoreFault] = []
+        limit_s = min(time_left_s(), self._call_timeout_s)
+        if not commands:
+            return None
+        if not limit_s:
+            return StoreFault("there was no time left")
+        try:
+            async with asyncio.timeout(limit_s):
+                topology = await self._watch.topology()
+                at = self._by_target(topology, commands, problems)
+                await self._run_all(at, problems)
+                for _ in range(HOPS_MAX - 1 if topology.is_cluster else 0):
+                    at = redirected(at)
+                    await self._run_all(at, problems)
+        except TimeoutError:
+            self._watch.doubt()
+            problems.append(StoreFault("no answer in time"))
+        except StoreFault as problem:
+            problems.append(problem)
+        return problems[0] if problems else None
+
+    def _by_target(
+        self,
+        topology: Topology,
+        commands: Sequence[tuple[bytes, Command]],
+        problems: list[StoreFault],
+    ) -> dict[Target, list[Command]]:
+        at: dict[Target, list[Command]] = defaultdict(list)
+        for name, command in commands:
+            address = topology.server_of(name)
+            if address is not None:
+                at[Target(address)].append(command)
+            elif not problems:
+                problems.append(StoreFault("no node of the cluster is in charge of a block"))
+                self._watch.doubt()
+        return at
+
+    async def _run_all(
+        self, at: Mapping[Target, list[Command]], problems: list[StoreFault]
+    ) -> None:
+        if len(at) == 1:
+            ((target, only),) = at.items()
+            await self._run_at(target, only, problems)
+        elif at:
+            async with asyncio.TaskGroup() as group:
+                for target, some in at.items():
+                    group.create_task(self._run_at(target, some, problems))
+
+    async def _run_at(
+        self, target: Target, commands: list[Command], problems: list[StoreFault]
+    ) -> None:
+        try:
+            async with self._pool.lend(target.address) as connection:
+                await connection.run(target.framed(commands))
+        except StoreFault as problem:
+            self._watch.doubt()
+            problems.append(problem)
+        if any(map(_is_doubtful, commands)):
+            self._watch.doubt()
+
+
+def _is_doubtful(command: Command) -> bool:
+    reply = command.reply
+    return reply is not None and reply.kind is Kind.ERROR and error_code(reply) in _DOUBTFUL
+
+
+def error_code(reply: Reply) -> str:
+    """Return the word that an error begins with, such as ``OOM``."""
+    return reply.text.partition(" ")[0]

@@ -1,0 +1,67 @@
+"""The description of the namespace, which lies beside its blocks in plain words.
+
+Names of blocks hold a digest of all that the description says. So a description that differs means
+that two namespaces have one digest, or that somebody else wrote there: nothing is served then.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kvtier.errors import StoreFault
+from kvtier_backends.redis.client import ServerRefused
+from kvtier_backends.redis.redirections import UNSETTLED
+from kvtier_backends.shared.description import OwnDescription
+from kvtier_backends.shared.namespaces import namespace_name
+
+if TYPE_CHECKING:
+    from kvtier.plugin_api.backend import BackendContext
+    from kvtier_backends.redis.addresses import Address
+    from kvtier_backends.redis.client import Client
+    from kvtier_backends.redis.topology import Topology
+
+FORMAT_VERSION: Final = 1
+
+
+class Description:
+    """The description of the engine's own namespace, and the names of all that it stores."""
+
+    def __init__(self, key_prefix: str, context: BackendContext) -> None:
+        self._stem = f"{key_prefix}:{namespace_name(context)}:".encode()
+        self.name = self._stem + b"description"
+        self._own = OwnDescription(
+            self.name.decode(), "kvtier-redis", FORMAT_VERSION, context, "key_prefix"
+        )
+
+    def name_of(self, key: bytes) -> bytes:
+        """Return what a block is called."""
+        return self._stem + key.hex().encode()
+
+    async def compare(self, client: Client, topology: Topology) -> Address:
+        """Write the description if there is none, and compare it. Returns where it is.
+
+        Raises ``OtherNamespace``, and ``StoreFault`` where the server can't be used.
+        """
+        address = topology.server_of(self.name)
+        if address is None:
+            raise StoreFault("no node of the cluster is in charge of the description")
+        try:
+            await self._compare_at(client, address)
+        except ServerRefused as refused:
+            # Its hash slot is moving. The next check will find it: the names of blocks tell
+            # namespaces apart, too.
+            if not topology.is_cluster or refused.kind not in UNSETTLED:
+                raise
+        return address
+
+    async def _compare_at(self, client: Client, address: Address) -> None:
+        async with client.asking(address) as ask:
+            try:
+                await ask("SET", self.name, self._own.text, "NX")
+            except ServerRefused as refused:
+                # A server that is full, or a user who may only read, still has blocks to serve.
+                if refused.kind not in ("OutOfMemoryError", "NoPermissionError"):
+                    raise
+            found = await ask("GET", self.name)
+        if found is not None:
+            self._own.refuse_other_untrusted(found)

@@ -1,0 +1,87 @@
+"""Connections that are kept, so many to each server and no more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from kvtier.errors import StoreFault
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Collection
+
+    from kvtier_backends.redis.addresses import Address
+    from kvtier_backends.redis.client import Client
+    from kvtier_backends.redis.resp import Connection
+
+
+class ConnectionPool:
+    """Lends connections. Whoever waits for one has a limit of his own. Loop thread only."""
+
+    def __init__(self, client: Client, connections_max: int, on_lost: Callable[[], None]) -> None:
+        """``on_lost``: called when a server ends a connection."""
+        self._client = client
+        self._on_lost = on_lost
+        self._idle: dict[Address, list[Connection]] = defaultdict(list)
+        self._lent: set[Connection] = set()
+        self._slots: dict[Address, asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(connections_max)
+        )
+        self._is_closed = False
+
+    @asynccontextmanager
+    async def lend(self, address: Address) -> AsyncIterator[Connection]:
+        """Lend a connection. One whose batch did not end, for whatever reason, is closed at once.
+
+        So are the idle ones beside it: a network that silently forgot this connection forgot those
+        too, and each of them would cost a call all its time. Raises ``StoreFault`` if the server
+        can't be reached.
+        """
+        async with self._slots[address]:
+            if self._is_closed:
+                raise StoreFault("the tier is closed")
+            connection = self._idle_one(address)
+            if connection is None:
+                connection = await self._client.connect(address, self._lost)
+            self._lent.add(connection)
+            try:
+                yield connection
+            finally:
+                self._lent.discard(connection)
+                if connection.is_usable and not self._is_closed:
+                    self._idle[address].append(connection)
+                else:
+                    connection.abort()
+                    self._close_idle(address)
+
+    def keep_only(self, addresses: Collection[Address]) -> None:
+        """Close the idle connections to all other servers."""
+        for address in [each for each in self._idle if each not in addresses]:
+            self._close_idle(address)
+
+    def close(self) -> None:
+        """Close all connections; calls that use them end. Closing twice is no error."""
+        self._is_closed = True
+        self.keep_only(())
+        for connection in self._lent:
+            connection.abort()
+
+    def _close_idle(self, address: Address) -> None:
+        for connection in self._idle.pop(address, []):
+            connection.abort()
+
+    def _idle_one(self, address: Address) -> Connection | None:
+        idle = self._idle[address]
+        while idle:
+            connection = idle.pop()
+            if connection.is_usable:
+                return connection
+        return None
+
+    def _lost(self, connection: Connection) -> None:
+        for idle in self._idle.values():
+            if connection in idle:
+                idle.remove(connection)
+        self._on_lost()

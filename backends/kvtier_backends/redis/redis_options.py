@@ -1,0 +1,161 @@
+"""The options of the ``redis`` tier, read. Nothing is touched but the files that they name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from kvtier.plugin_api import option_fields as option
+from kvtier.plugin_api.options import Options
+from kvtier_backends.redis.addresses import PORT, SENTINEL_PORT, Servers, parse_url
+from kvtier_backends.redis.credentials import Credentials, read_credentials
+from kvtier_backends.shared.records import (
+    AUTH_KEY_ENV,
+    AUTH_KEY_FILE,
+    COMPRESSION_OPTION,
+    ENCRYPTION_KEY_ENV,
+    ENCRYPTION_KEY_FILE,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvtier.plugin_api.backend import BackendContext
+
+_PREFIX: Final = re.compile(r"[A-Za-z0-9._:-]+")
+_FILES: Final = ("tls_ca_file", "tls_cert_file", "tls_key_file")
+
+
+@dataclass(frozen=True)
+class RedisOptions:
+    """The options, read."""
+
+    url: str = field(
+        metadata=option.required(
+            Options.text,
+            "`redis://host:port`, `rediss://` for TLS, or `unix:///path` of a socket. Several "
+            "nodes of a cluster, or several sentinels: `redis://host1:port,host2:port`. Refused: a "
+            "user or password in it; anything behind the port",
+        )
+    )
+    mode: Literal["standalone", "cluster", "sentinel"] = option.text(
+        "standalone",
+        "what `url` names: one server, nodes of a cluster, or sentinels",
+        choices=("standalone", "cluster", "sentinel"),
+    )
+    sentinel_master: str | None = option.text(
+        None, "the name by which the sentinels know the servers; needed with `sentinel` only"
+    )
+    sentinel_auth: bool = option.flag(
+        "log in to the sentinels as well, as to the servers", default=False
+    )
+    db: int = option.integer(
+        0, "number of the database. Refused: another than 0 in a cluster", maximum=65535
+    )
+    key_prefix: str = option.text(
+        "kvtier",
+        "beginning of the name of everything that the tier stores. Refused: other characters than "
+        "letters, digits and `._:-`",
+    )
+    username: str | None = option.text(
+        None, "the ACL user; by default that of the server's `requirepass`"
+    )
+    password_file: str | None = option.read_apart(None, "a file of mode 0600 with the password")
+    password_env: str | None = option.read_apart(
+        None, "the environment variable that holds the password instead. Refused: both options"
+    )
+    tls_ca_file: str | None = option.read_apart(
+        None, "certificates (PEM) to trust besides the system's"
+    )
+    tls_cert_file: str | None = option.read_apart(
+        None, "the tier's own certificate (PEM), for servers that ask for one"
+    )
+    tls_key_file: str | None = option.read_apart(None, "the key of `tls_cert_file` (PEM)")
+    tls_check_hostname: bool = option.flag(
+        "refuse a server whose certificate has another name than the one that it was reached by",
+        default=True,
+    )
+    ttl_s: int = option.integer(
+        0, "seconds after which the server drops a block; 0: never", maximum=1 << 31
+    )
+    presence_s: float = option.number(
+        60.0,
+        "for how long a block that was stored or found is believed to be there, since the server "
+        "may evict it",
+    )
+    connections_max: int = option.integer(
+        8, "connections to each server; half of them, at most, store", minimum=2, maximum=1024
+    )
+    connect_timeout_s: float = option.number(2.0, "how long connecting may take", maximum=3600.0)
+    call_timeout_s: float = option.number(
+        10.0,
+        "how long one call may take, the wait for a connection included; the tier's own timeouts "
+        "may end it earlier",
+        maximum=3600.0,
+    )
+    compression: str | None = COMPRESSION_OPTION()
+    auth_key_file: str | None = AUTH_KEY_FILE()
+    auth_key_env: str | None = AUTH_KEY_ENV()
+    encryption_key_file: str | None = ENCRYPTION_KEY_FILE()
+    encryption_key_env: str | None = ENCRYPTION_KEY_ENV()
+    servers: Servers = field(kw_only=True)
+    credentials: Credentials = field(kw_only=True)
+
+    @property
+    def believed_s(self) -> float:
+        """For how long to believe that a block is there."""
+        return min(self.presence_s, float(self.ttl_s)) if self.ttl_s else self.presence_s
+
+    @property
+    def place(self) -> str:
+        """What two tiers may not have in common."""
+        name = f"/{self.sentinel_master}" if self.sentinel_master else ""
+        return f"{self.servers}{name}/{self.db}/{self.key_prefix}"
+
+
+def read_options(
+    options: Mapping[str, Any], context: BackendContext
+) -> tuple[Options, RedisOptions]:
+    """Read the options and the password. Raises ``ConfigError``; others may read more of them."""
+    reader = Options(options, f"secondary tier {context.tier_name}")
+    values = option.read(RedisOptions, reader)
+    values |= {key: reader.path(key) for key in _FILES if reader.has(key)}
+    port = SENTINEL_PORT if values["mode"] == "sentinel" else PORT
+    given = RedisOptions(
+        **values,
+        servers=parse_url(values["url"], reader.where, port),
+        credentials=read_credentials(reader, values["username"]),
+    )
+    _refuse_what_does_not_fit(reader, given)
+    return reader, given
+
+
+def _refuse_what_does_not_fit(reader: Options, given: RedisOptions) -> None:
+    """Raises ``ConfigError`` for options that are sound alone, but not together."""
+    is_sentinel = given.mode == "sentinel"
+    if is_sentinel and not given.sentinel_master:
+        raise reader.error("mode", given.mode, "needs sentinel_master. Set it")
+    if given.sentinel_master and not is_sentinel:
+        remedy = "is for mode 'sentinel' alone. Set mode, or remove it"
+        raise reader.error("sentinel_master", given.sentinel_master, remedy)
+    if given.mode == "standalone" and len(given.servers.addresses) > 1:
+        remedy = "names several servers. Set mode to 'cluster' or 'sentinel', or name one"
+        raise reader.error("url", given.url, remedy)
+    if given.mode != "standalone" and given.servers.addresses[0].path:
+        raise reader.error("url", given.url, "is a socket, which needs mode 'standalone'")
+    if given.mode == "cluster" and given.db:
+        raise reader.error("db", given.db, "does not exist in a cluster. Remove it")
+    if not _PREFIX.fullmatch(given.key_prefix):
+        # A brace would make a hash tag, which puts all blocks on one node of a cluster.
+        remedy = "may hold letters, digits and ._:- only. Change it"
+        raise reader.error("key_prefix", given.key_prefix, remedy)
+    for key in _FILES:
+        if reader.has(key) and not given.servers.is_tls:
+            raise reader.error(key, getattr(given, key), "needs a url that begins with rediss://")
+    if (given.tls_cert_file is None) != (given.tls_key_file is None):
+        key = "tls_cert_file" if given.tls_key_file is None else "tls_key_file"
+        remedy = (
+            "needs tls_key_file too" if given.tls_key_file is None else "needs tls_cert_file too"
+        )
+        raise reader.error(key, getattr(given, key), f"{remedy}. Give both or none")

@@ -1,0 +1,312 @@
+"""Batches of commands over one connection, in the protocol of Redis (RESP 2).
+
+A batch is written at once and its replies are read in order. A block is read from the
+socket into its slot: client libraries read it into a buffer, make ``bytes`` of it, and leave it
+to the caller to copy those.
+
+A batch that does not end well leaves the connection in an unknown state: whoever ran it calls
+``abort``, after which nothing reads or writes any buffer of the batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
+
+from kvtier.errors import StoreFault
+from kvtier_backends.redis.socket_writer import SocketWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+SCRATCH_BYTES: Final = 4096
+"""Where lines and trailers are read to. What of a block comes with them is copied."""
+
+TRAILER_BYTES_MAX: Final = SCRATCH_BYTES // 2
+_DISCARD_BYTES: Final = 1 << 16
+_LINE_END: Final = b"\r\n"
+
+
+class ConnectionLost(StoreFault):
+    """Raised when the connection ends, or brings what is no reply. The batch may have been done."""
+
+
+class Kind(Enum):
+    """What a reply is."""
+
+    DONE = auto()  #: ``text`` is what the server says, or the number that it gives
+    ERROR = auto()  #: ``text`` is the server's
+    MISSING = auto()
+    BLOCK = auto()  #: its payload begins ``into``, and its trailer is in ``trailer``
+    OTHER_LENGTH = auto()  #: something else than a block of this length
+
+
+class Reply(NamedTuple):
+    """What the server answered to one command."""
+
+    kind: Kind
+    text: str = ""
+    trailer: bytes = b""
+    payload_bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Command:
+    """One command, and its reply once it has come."""
+
+    parts: tuple[bytes | memoryview, ...]
+    into: memoryview | None = None  #: where the payload of a block goes
+    trailer_bytes: int = 0  #: how much comes behind it
+    is_payload_length: Callable[[int], bool] | None = None  #: None: it is as long as ``into``
+    reply: Reply | None = None
+
+    def forget_reply(self) -> None:
+        """Get ready to be sent once more, to another server."""
+        self.reply = None
+
+    def expects(self, size: int) -> bool:
+        """Tell whether a payload of this length may come."""
+        if self.into is None or not 0 <= size <= len(self.into):
+            return False
+        if self.is_payload_length is None:
+            return size == len(self.into)
+        return self.is_payload_length(size)
+
+
+class _Reading(Enum):
+    LINE = auto()
+    PAYLOAD = auto()
+    TRAILER = auto()
+    DISCARD = auto()
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One connection that is logged in. One batch at a time; loop thread only."""
+
+    def __init__(
+        self, on_lost: Callable[[Connection], None], on_end: Callable[[], None] = lambda: None
+    ) -> None:
+        """``on_lost``: called when it ends, unless it was closed here. ``on_end``: in any case."""
+        self._on_lost = on_lost
+        self._on_end = on_end
+        self._transport: asyncio.Transport
+        self._writer: SocketWriter
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._start = self._end = 0  # what in ``_scratch`` is unread
+        self._reading = _Reading.LINE
+        self._left = memoryview(b"")  # of the payload, what has not come yet
+        self._payload_bytes = 0
+        self._discard_bytes = 0
+        self._waiting: deque[Command] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_paused = False
+        self._lost: str | None = None
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a batch may be run on it."""
+        return self._lost is None and not self._waiting
+
+    async def run(self, commands: Sequence[Command]) -> None:
+        """Send the commands and wait for their replies. Raises ``ConnectionLost``."""
+        self._waiting.extend(commands)
+        parts = deque(part for command in commands for part in command.parts)
+        while parts:
+            self._check()
+            try:
+                self._writer.write_some(parts)
+            except OSError as problem:
+                raise ConnectionLost(str(problem)) from None
+            while self._is_paused:
+                await self._wait()
+        while self._waiting:
+            await self._wait()
+        self._check()
+
+    def abort(self) -> None:
+        """End the connection at once. Nothing touches a buffer of its batch any more."""
+        if self._lost is None:
+            self._lost = "it was closed"
+        self._forget()
+        self._wake()
+        self._transport.abort()
+        self._on_end()
+
+    # --- asyncio's side ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take over a connection."""
+        self._transport = cast("asyncio.Transport", transport)
+        self._writer = SocketWriter(self._transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the batch."""
+        if self._lost is None:
+            self._lose("the server closed it" if exc is None else str(exc))
+            self._on_lost(self)
+        self._on_end()
+
+    def pause_writing(self) -> None:
+        """Let the batch wait until the socket has taken what was written."""
+        self._is_paused = True
+
+    def resume_writing(self) -> None:
+        """Let the batch go on."""
+        self._is_paused = False
+        self._wake()
+
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's
+        """Return where the next bytes go: to the slot, if nothing else can come."""
+        if self._reading is _Reading.PAYLOAD:
+            return self._left
+        if self._reading is _Reading.DISCARD and self._discard_bytes > SCRATCH_BYTES:
+            return memoryview(bytearray(min(self._discard_bytes, _DISCARD_BYTES)))
+        return self._scratch[self._end :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Take in what has come."""
+        if self._lost is not None:
+            return
+        if self._reading is _Reading.PAYLOAD:
+            self._left = self._left[nbytes:]
+        elif self._reading is _Reading.DISCARD and self._discard_bytes > SCRATCH_BYTES:
+            self._discard_bytes -= nbytes
+        else:
+            self._end += nbytes
+        try:
+            while self._step():
+                pass
+        except ValueError as problem:
+            self._lose(f"it brought no reply: {problem}")
+            self._transport.abort()
+            self._on_lost(self)
+        self._tidy()
+
+    # --- replies ---
+
+    def _step(self) -> bool:
+        """Take in a part of a reply. False: the rest has not come."""
+        if self._reading is _Reading.LINE:
+            return self._take_line()
+        if self._reading is _Reading.PAYLOAD:
+            return self._take_payload()
+        if self._reading is _Reading.TRAILER:
+            return self._take_trailer()
+        return self._take_discarded()
+
+    def _take_line(self) -> bool:
+        unread = bytes(self._scratch[self._start : self._end])
+        line, found, _ = unread.partition(_LINE_END)
+        if not found:
+            if len(unread) == SCRATCH_BYTES:
+                raise ValueError("a line is too long")
+            return False
+        if not self._waiting:
+            raise ValueError("nobody asked")
+        self._start += len(line) + len(_LINE_END)
+        kind, rest = line[:1], line[1:]
+        if kind in (b"+", b":"):
+            self._replied(Reply(Kind.DONE, rest.decode("ascii", "replace")))
+        elif kind == b"-":
+            self._replied(Reply(Kind.ERROR, rest.decode("utf-8", "backslashreplace")))
+        elif kind == b"$":
+            self._begin_bulk(int(rest))
+        else:
+            raise ValueError(f"it begins with {kind!r}")
+        return True
+
+    def _begin_bulk(self, length: int) -> None:
+        command = self._waiting[0]
+        if length < 0:
+            self._replied(Reply(Kind.MISSING))
+        elif not command.expects(length - command.trailer_bytes):
+            self._reading = _Reading.DISCARD
+            self._discard_bytes = length + len(_LINE_END)
+        else:
+            assert command.into is not None
+            self._reading = _Reading.PAYLOAD
+            self._payload_bytes = length - command.trailer_bytes
+            self._left = command.into[: self._payload_bytes]
+
+    def _take_payload(self) -> bool:
+        size = min(len(self._left), self._end - self._start)
+        if size:
+            self._left[:size] = self._scratch[self._start : self._start + size]
+            self._left = self._left[size:]
+            self._start += size
+        if len(self._left):
+            return False
+        self._reading = _Reading.TRAILER
+        return True
+
+    def _take_trailer(self) -> bool:
+        end = self._start + self._waiting[0].trailer_bytes
+        if self._end < end + len(_LINE_END):
+            return False
+        trailer = bytes(self._scratch[self._start : end])
+        if bytes(self._scratch[end : end + len(_LINE_END)]) != _LINE_END:
+            raise ValueError("a block does not end where it should")
+        self._start = end + len(_LINE_END)
+        self._replied(Reply(Kind.BLOCK, trailer=trailer, payload_bytes=self._payload_bytes))
+        return True
+
+    def _take_discarded(self) -> bool:
+        size = min(self._discard_bytes, self._end - self._start)
+        self._discard_bytes -= size
+        self._start += size
+        if self._discard_bytes:
+            return False
+        self._replied(Reply(Kind.OTHER_LENGTH))
+        return True
+
+    def _replied(self, reply: Reply) -> None:
+        self._reading = _Reading.LINE
+        self._waiting.popleft().reply = reply
+        if not self._waiting:
+            self._wake()
+
+    def _tidy(self) -> None:
+        """Make room in the scratch buffer."""
+        unread = bytes(self._scratch[self._start : self._end])
+        self._scratch[: len(unread)] = unread
+        self._start, self._end = 0, len(unread)
+
+    # --- waiting ---
+
+    async def _wait(self) -> None:
+        self._check()
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _check(self) -> None:
+        if self._lost is not None:
+            raise ConnectionLost(self._lost)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _lose(self, reason: str) -> None:
+        self._lost = reason
+        self._forget()
+        self._wake()
+
+    def _forget(self) -> None:
+        """Let go of the batch and its buffers."""
+        self._waiting.clear()
+        self._reading = _Reading.LINE
+        self._left = memoryview(b"")
+        self._start = self._end = 0
+
+
+def packed(*words: bytes) -> bytes:
+    """Return a command of short words, as it is sent."""
+    return b"*%d\r\n" % len(words) + b"".join(
+        b"$%d\r\n%s\r\n" % (len(each), each) for each in words
+    )

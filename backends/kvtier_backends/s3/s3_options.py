@@ -1,0 +1,251 @@
+"""The options of an ``s3`` tier, the address that they name, and the credentials that they find.
+
+No refusal, log line or repr holds a credential: a URL that may hold one is refused unseen.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import SplitResult, urlsplit
+
+from kvtier.plugin_api import option_fields as option
+from kvtier.plugin_api.options import Options, refusal
+from kvtier_backends.shared.records import (
+    AUTH_KEY_ENV,
+    AUTH_KEY_FILE,
+    COMPRESSION_OPTION,
+    ENCRYPTION_KEY_ENV,
+    ENCRYPTION_KEY_FILE,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvtier.plugin_api.backend import BackendContext
+
+SCHEMES: Final = ("s3", "gs", "az")
+PREFIX_CHARACTERS_MAX: Final = 512
+"""A name in S3 may have 1,024 bytes; what kvtier puts behind the prefix has under 300."""
+
+_BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{2,221}")
+_SEGMENT: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+_OF_S3_ALONE: Final = (
+    "region",
+    "access_key_env",
+    "secret_key_env",
+    "session_token_env",
+    "virtual_hosted_style",
+    "unsigned_payload",
+)
+
+
+@dataclass(frozen=True)
+class S3Options:
+    """The options, read."""
+
+    url: str = field(
+        metadata=option.required(
+            Options.text,
+            "where the blocks are: `s3://bucket/prefix`, `gs://bucket/prefix` or "
+            "`az://container/prefix`. Refused: with credentials, a port or a query in it",
+        )
+    )
+    endpoint: str | None = option.text(
+        None,
+        "the address of a server that is not the provider's own, such as "
+        "`https://rgw.example:7480`. Refused: with credentials in it; `http://` without "
+        "`allow_http`",
+    )
+    region: str | None = option.text(
+        None, "the region to sign for; else `AWS_REGION`, else `us-east-1`. `s3://` only"
+    )
+    access_key_env: str | None = option.text(
+        None,
+        "the environment variable that holds the access key's id. Without it, credentials come "
+        "from the usual variables, or from the instance",
+    )
+    secret_key_env: str | None = option.text(
+        None, "the environment variable that holds the secret key"
+    )
+    session_token_env: str | None = option.text(
+        None, "the environment variable that holds the session token of temporary credentials"
+    )
+    virtual_hosted_style: bool = option.flag(
+        "send requests to `bucket.host` instead of `host/bucket`. `s3://` only", default=False
+    )
+    allow_http: bool = option.flag(
+        "accept an `http://` endpoint: whoever is on the network can read and change blocks",
+        default=False,
+    )
+    unsigned_payload: bool = option.flag(
+        "leave the bodies of stores out of the signature, which saves a SHA-256 of each block; "
+        "best with `https://`. `s3://` only",
+        default=False,
+    )
+    requests_max: int = option.integer(
+        16,
+        "requests at once; fewer for a while after the server asks for that",
+        minimum=1,
+        maximum=1024,
+    )
+    request_timeout_s: float = option.number(
+        10.0, "how long one block may take, attempts that are repeated included", maximum=3600.0
+    )
+    presence_s: float = option.number(
+        600.0, "how long a block counts as present before the server is asked again"
+    )
+    compression: str | None = COMPRESSION_OPTION()
+    auth_key_file: str | None = AUTH_KEY_FILE()
+    auth_key_env: str | None = AUTH_KEY_ENV()
+    encryption_key_file: str | None = ENCRYPTION_KEY_FILE()
+    encryption_key_env: str | None = ENCRYPTION_KEY_ENV()
+
+
+class Address(NamedTuple):
+    """Where the blocks of a tier are. Holds no credential."""
+
+    scheme: str
+    bucket: str
+    prefix: str  #: without slashes at its ends
+    endpoint: str | None  #: ``scheme://host:port``, in lower case
+
+    def __str__(self) -> str:
+        """Return the URL in the one way to write it, and the server if it is not the usual one."""
+        url = f"{self.scheme}://{self.bucket}"
+        if self.prefix:
+            url += f"/{self.prefix}"
+        return f"{url} at {self.endpoint}" if self.endpoint else url
+
+    def below(self, *names: str) -> str:
+        """Return the name of an object."""
+        return "/".join([self.prefix, *names] if self.prefix else names)
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """An access key that the options name. Its repr shows none of it."""
+
+    access_key: str = field(repr=False)
+    secret_key: str = field(repr=False)
+    session_token: str | None = field(repr=False, default=None)
+
+
+def read_options(options: Mapping[str, Any], context: BackendContext) -> tuple[S3Options, Options]:
+    """Read the options, and return them with the reader for those of others.
+
+    Raises ``ConfigError``. The caller calls ``finish``.
+    """
+    reader = Options(options, f"secondary tier {context.tier_name}")
+    given = S3Options(**option.read(S3Options, reader))
+    for key in _OF_S3_ALONE:
+        if reader.has(key) and given.url.startswith(("gs://", "az://")):
+            raise reader.error(
+                key,
+                options[key],
+                "is for s3:// only. Remove it: gs:// and az:// take credentials from the "
+                "environment (GOOGLE_APPLICATION_CREDENTIALS; AZURE_STORAGE_ACCOUNT_NAME and "
+                "AZURE_STORAGE_ACCOUNT_KEY), or from the instance",
+            )
+    return given, reader
+
+
+def address_of(given: S3Options, reader: Options) -> Address:
+    """Return where the blocks are. Raises ``ConfigError``."""
+    parts = _split(reader, "url", given.url)
+    prefix = parts.path.strip("/")
+    if parts.scheme not in SCHEMES:
+        raise reader.error("url", given.url, "must begin with s3://, gs:// or az://")
+    if parts.netloc != parts.hostname or _BUCKET.fullmatch(parts.netloc) is None:
+        raise reader.error(
+            "url",
+            given.url,
+            "names no bucket. Write s3://bucket/prefix, the bucket in lower case, and the server "
+            "as `endpoint`",
+        )
+    if len(prefix) > PREFIX_CHARACTERS_MAX or not all(
+        map(_SEGMENT.fullmatch, prefix.split("/") if prefix else [])
+    ):
+        raise reader.error(
+            "url",
+            given.url,
+            f"has a prefix that is not of letters, digits, dots, dashes and underscores, or of "
+            f"more than {PREFIX_CHARACTERS_MAX} characters. Choose another",
+        )
+    return Address(parts.scheme, parts.netloc, prefix, _endpoint_of(given, reader))
+
+
+def credentials_of(given: S3Options, reader: Options) -> Credentials | None:
+    """Return the credentials that the options name; None: those that the library finds.
+
+    Raises ``ConfigError`` if only one is named, or if a variable is not set.
+    """
+    if given.access_key_env is None and given.secret_key_env is None:
+        if given.session_token_env is not None:
+            raise reader.error(
+                "session_token_env",
+                given.session_token_env,
+                "is of no use alone. Name access_key_env and secret_key_env, too",
+            )
+        return None
+    for key in ("access_key_env", "secret_key_env"):
+        if getattr(given, key) is None:
+            raise refusal(key, f"{reader.where}: {key} is missing. Set it beside the other one.")
+    token = given.session_token_env
+    return Credentials(
+        _variable(reader, "access_key_env", given.access_key_env or ""),
+        _variable(reader, "secret_key_env", given.secret_key_env or ""),
+        None if token is None else _variable(reader, "session_token_env", token),
+    )
+
+
+def _endpoint_of(given: S3Options, reader: Options) -> str | None:
+    if given.endpoint is None:
+        return None
+    parts = _split(reader, "endpoint", given.endpoint)
+    try:
+        is_whole = parts.hostname is not None and parts.port != 0
+    except ValueError:
+        is_whole = False
+    if parts.scheme not in ("http", "https") or not is_whole or parts.path.strip("/"):
+        raise reader.error(
+            "endpoint", given.endpoint, "must be https://host or https://host:port, and no more"
+        )
+    if parts.scheme == "http" and not given.allow_http:
+        raise reader.error(
+            "endpoint",
+            given.endpoint,
+            "is not encrypted: blocks can be read and changed on their way. Write https://, or "
+            'set "allow_http": true',
+        )
+    return f"{parts.scheme}://{parts.netloc.lower()}"
+
+
+def _split(reader: Options, key: str, url: str) -> SplitResult:
+    """Split a URL. One that may hold a credential, or none at all, is refused without being shown.
+
+    Raises ``ConfigError``.
+    """
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise refusal(key, f"{reader.where}: {key} is no URL. Write s3://bucket/prefix.") from None
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise refusal(
+            key,
+            f"{reader.where}: {key} holds a user, a password or a query, which may be a "
+            "credential and is not shown here. Remove it, and name the environment variables of "
+            "the credentials in access_key_env and secret_key_env.",
+        )
+    return parts
+
+
+def _variable(reader: Options, key: str, name: str) -> str:
+    value = os.environ.get(name)
+    if not value:
+        raise reader.error(
+            key, name, "names an environment variable that is not set. Set it for the engine"
+        )
+    return value

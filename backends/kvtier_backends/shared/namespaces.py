@@ -1,0 +1,103 @@
+"""The name of everything that changes the bytes of a block, and its description in plain words.
+
+The name is part of every block's name in storage that is shared. The description lies beside
+the blocks, so that a clash or a mix-up is seen and not served.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from kvtier.errors import StoreFault
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvtier.plugin_api.backend import BackendContext
+
+DESCRIPTION_BYTES_MAX: Final = 1 << 20
+NAMESPACE_DIGEST_BYTES: Final = 16
+_DIGEST_HEX_DIGITS: Final = 12
+_NAME_CHARACTERS_MAX: Final = 64
+
+
+class Difference(NamedTuple):
+    """The first thing in which a description differs from the engine's own."""
+
+    name: str
+    there: object
+    here: object
+
+
+class DescriptionDamaged(StoreFault):
+    """Raised for a description that is none. The text says why."""
+
+
+def describe(format_name: str, version: int, context: BackendContext) -> dict[str, Any]:
+    """Return the description: JSON values, as they come back from storage."""
+    return {
+        "format": format_name,
+        "format_version": version,
+        "block_bytes": context.block_bytes,
+        "facts": as_json(context.namespace.facts),
+    }
+
+
+def namespace_digest(context: BackendContext) -> bytes:
+    """Return 16 bytes that stand for everything that changes the bytes of a block."""
+    facts = {"block_bytes": context.block_bytes, "facts": dict(context.namespace.facts)}
+    canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.blake2b(canonical.encode(), digest_size=NAMESPACE_DIGEST_BYTES).digest()
+
+
+def namespace_name(context: BackendContext) -> str:
+    """Return the name: of the model, for people, and of all facts, for safety.
+
+    Letters, digits, dots, dashes and underscores, at most 77 of them.
+    """
+    facts = as_json(context.namespace.facts)
+    model = str(facts.get("model_name") or facts.get("model") or "model")
+    return f"{_safe_name(model)}_{digest_of(facts)}"
+
+
+def parse_description_untrusted(raw: bytes | memoryview) -> dict[str, Any]:
+    """Return the mapping that was written. Raises ``DescriptionDamaged`` and nothing else."""
+    try:
+        found = json.loads(bytes(raw))
+    except (ValueError, RecursionError) as problem:
+        raise DescriptionDamaged(str(problem)) from None
+    if not isinstance(found, dict):
+        raise DescriptionDamaged("it is not a mapping")
+    return found
+
+
+def first_difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Difference | None:
+    """Return where two descriptions differ; None if they don't."""
+    for name in sorted({*found, *wanted}):
+        there, here = found.get(name, "(missing)"), wanted.get(name, "(missing)")
+        if isinstance(there, dict) and isinstance(here, dict):
+            inner = first_difference(there, here)
+            if inner is not None:
+                return Difference(f"{name}.{inner.name}", inner.there, inner.here)
+        elif there != here or type(there) is not type(here):
+            return Difference(name, there, here)
+    return None
+
+
+def as_json(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts as they come back from a file (tuples become lists)."""
+    values: dict[str, Any] = json.loads(json.dumps(dict(facts), allow_nan=False))
+    return values
+
+
+def digest_of(facts: Mapping[str, Any]) -> str:
+    """Return 12 hex digits that stand for these JSON values."""
+    canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:_DIGEST_HEX_DIGITS]
+
+
+def _safe_name(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip(".")[:_NAME_CHARACTERS_MAX] or "model"

@@ -1,0 +1,84 @@
+"""Messages about requests: from the facade, and to tiers that go by request.
+
+Such a tier (``BackendTraits.by_request``) is asked for what one request may have, and given what
+that request stores. It hears of requests that come with parameters for it, and of no others.
+"""
+
+from __future__ import annotations
+
+from kvtier.core.message import Message
+from kvtier.plugin_api.keys import Key, RequestId, TierSet  # noqa: TC001 - msgspec decodes by them
+
+# --- facade → primary tier ---
+
+
+class RequestStarted(Message, frozen=True, gc=False):
+    """A request begins; only ``tiers`` may be asked for its blocks.
+
+    ``params``: for tiers that go by request, as MessagePack; empty: those don't hear of it.
+    """
+
+    request: RequestId
+    tiers: TierSet
+    params: bytes = b""
+
+
+class RequestFinished(Message, frozen=True, gc=False):
+    """A request asks for nothing more. ``order``: all its keys, head to tail, if known."""
+
+    request: RequestId
+    order: tuple[Key, ...] | None
+
+
+class RequestsScheduled(Message, frozen=True, gc=False):
+    """It is decided what these requests load: they wait for nothing any more."""
+
+    requests: tuple[RequestId, ...]
+
+
+# --- primary tier → links → tiers → backends ---
+
+
+class RequestOpened(Message, frozen=True, gc=False):
+    """A request runs that has ``params`` (MessagePack) for tiers that go by request.
+
+    Before all else of the request.
+    """
+
+    request: RequestId
+    params: bytes
+
+
+class RequestClosed(Message, frozen=True, gc=False):
+    """Nothing more comes of a request that was opened."""
+
+    request: RequestId
+
+
+class GoesByRequest(Message, frozen=True, gc=False):
+    """The tier serves requests that have parameters for it, and no others. Link → primary tier."""
+
+    tier: int
+
+
+# --- blocks that a backend wants, for a request of another engine's ---
+
+
+class BlocksWanted(Message, frozen=True, gc=False):
+    """A backend wants these for ``request``, which is of its own. Tier → link → primary tier.
+
+    What is READY comes as a StoreJob of that request, so that it stays while it is read; of the
+    others BlocksMissing tells. ``since``: the epoch in which the generation of the keys began.
+    """
+
+    request: RequestId
+    keys: tuple[Key, ...]
+    since: int = 0
+    tier: int = -1  #: which, from its link on
+
+
+class BlocksMissing(Message, frozen=True, gc=False):
+    """These will not come for ``request``. By the way back, to the backend."""
+
+    request: RequestId
+    keys: tuple[Key, ...]

@@ -1,0 +1,56 @@
+"""Tells an outlier from a change, for estimates that are learnt while things change.
+
+An observation that is far from what was expected is one of two things. An outlier
+must move the estimate little: it is bounded to ``FACTOR_MAX`` times the expectation. A
+change must be followed at once: ``OBSERVATIONS`` of them in a row, all on the same side and
+far off, are one, and then all that was learnt before is worth nothing. Where hardly
+anything was learnt lately, one of them is enough.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+FAR: Final = 2.0
+"""A factor between what was expected and what was seen, either way."""
+
+FACTOR_MAX: Final = 4.0
+"""How far off an outlier counts as at most, either way."""
+
+OBSERVATIONS: Final = 3
+
+SUPPORT_MIN: Final = 1.0
+"""With less than the weight of one observation behind it, an expectation is not defended."""
+
+
+class ChangeDetector:
+    """Looks at one kind of observation. Holds those in a row that may be a change."""
+
+    def __init__(self) -> None:
+        self._suspects: list[tuple[tuple[float, ...], float]] = []
+        self._are_above = False
+
+    def changed(
+        self, at: tuple[float, ...], seen: float, expected: float, support: float
+    ) -> list[tuple[tuple[float, ...], float]]:
+        """Return the observations to begin anew with if this shows a change, else nothing.
+
+        ``at``: where it was made; ``support``: how much weight is behind the expectation.
+        """
+        is_above = seen > expected
+        if 1 / FAR <= seen / expected <= FAR:
+            self._suspects.clear()
+            return []
+        if is_above is not self._are_above:
+            self._suspects.clear()
+        self._are_above = is_above
+        self._suspects.append((at, seen))
+        if len(self._suspects) < OBSERVATIONS and support >= SUPPORT_MIN:
+            return []
+        suspects, self._suspects = self._suspects, []
+        return suspects
+
+
+def bounded(seen: float, expected: float) -> float:
+    """Return what an outlier counts as."""
+    return min(max(seen, expected / FACTOR_MAX), expected * FACTOR_MAX)

@@ -1,0 +1,275 @@
+"""Whether a request loads what tiers have of its prefix, or computes it.
+
+Part of the primary tier's actor. A decision is taken once for each request and wait, when
+the first of its blocks would be asked for at a tier, and before anything is asked,
+allocated or evicted for it. From then on tiers count as not having the blocks
+behind the cut (``Search.declined``), so that lookups go on as always.
+
+Unless both sides are known, a request loads: what computing takes is learnt from the
+engine's steps (``kvtier/engine/prefill_speed.py``), what loading takes from each link's jobs
+(``kvtier/engine/transfer_estimate.py``).
+
+A tier that is declined tells nothing new of itself. So now and then a request loads the
+first few blocks all the same, and waits for them for no longer than a small share of what
+it has to compute anyway. That is done at growing intervals while it tells the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier.core import messages as m
+from kvtier.engine.load_decision import FREE, Rates, Run, best_cut
+from kvtier.engine.prefill_speed import PrefillSpeed
+from kvtier.engine.prefix_choice import best_prefix
+from kvtier.engine.tier_directory import NOWHERE
+from kvtier.plugin_api.deadlines import NEVER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvtier.core.actor import Mailbox
+    from kvtier.core.group_messages import GroupKeys
+    from kvtier.core.load_messages import LoadCost, Place
+    from kvtier.core.statistics import PrimaryCounts
+    from kvtier.engine.load_decision import Cut
+    from kvtier.engine.promotions import Promotions
+    from kvtier.engine.requests import Request
+    from kvtier.engine.slot_table import SlotTable
+    from kvtier.engine.tier_directory import TierDirectory
+    from kvtier.plugin_api.keys import Key
+    from kvtier.settings.runtime_config import RuntimeConfig
+
+SPREADS: Final = 3.0
+"""A load that takes so many spreads longer than expected is stalled."""
+
+EXPLORED_BLOCKS_MAX: Final = 16
+EXPLORING_SHARE: Final = 0.05
+"""Of what a request has to compute: it waits no longer for blocks that only show how fast a
+tier is now."""
+
+EXPLORING_FIRST_S: Final = 1.0
+EXPLORING_LAST_S: Final = 60.0
+NOTICE_S: Final = 10.0
+"""Of one tier a change of mind is logged no more often."""
+
+
+class _Mind:
+    """What was decided of one tier lately."""
+
+    __slots__ = ("declines", "explore_at", "interval_s", "noticed_at")
+
+    def __init__(self) -> None:
+        self.declines = False
+        self.explore_at = 0.0
+        self.interval_s = EXPLORING_FIRST_S
+        self.noticed_at = -NOTICE_S
+
+
+class LoadDecisions:
+    """Knows what loads and computing take, and decides."""
+
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        slots: SlotTable,
+        directory: TierDirectory,
+        promotions: Promotions,
+        counts: PrimaryCounts,
+        log: Mailbox,
+    ) -> None:
+        self._slot_of = slots.slot_of
+        self._directory = directory
+        self._promotions = promotions
+        self.counts = counts
+        self._log = log
+        self._names = [tier.name for tier in config.tiers]
+        self._is_on = config.load_or_recompute == "auto" and bool(config.tiers)
+        self._speed = PrefillSpeed(config.prefill_tokens_per_s)
+        self._costs: dict[int, LoadCost] = {}
+        self._minds = [_Mind() for _ in config.tiers]
+
+    def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
+        """Return what is done for each message that the primary tier leaves to this."""
+        return {m.LoadCostLearned: self._cost_learned, m.StepComputed: self._step_computed}
+
+    @property
+    def wants_places(self) -> bool:
+        """Whether there is anything to decide now, so that lookups should tell their place."""
+        return bool(self._costs) and self._speed.is_known
+
+    @property
+    def learns_from_steps(self) -> bool:
+        """Whether the engine's steps are of any use here."""
+        return self._is_on
+
+    def rates(self) -> Rates | None:
+        """Return what computing takes, as far as known."""
+        rates = self._speed.rates()
+        return None if rates is None else Rates(*rates)
+
+    def costs(self) -> dict[int, LoadCost]:
+        """Return what loads take, by tier, with what is about to be sent in this step."""
+        unsent = self._promotions.unsent_counts()
+        return {
+            tier: cost._replace(outstanding=cost.outstanding + unsent.get(tier, 0))
+            for tier, cost in self._costs.items()
+        }
+
+    def weigh(self, keys: Sequence[Key], request: Request, place: Place) -> None:
+        """Decide how much of these keys, from the first on, the request loads."""
+        rates = self.rates()
+        if rates is None or not self._costs:
+            return
+        request.is_decided_for()
+        if self._directory.is_apart(request.search.request):
+            return  # It came with parameters for a tier: somebody else has decided.
+        runs = self._runs(keys, request)
+        cut = best_cut(runs, self.costs(), place, rates)
+        if cut.all_blocks:
+            kept = self._decided(runs, cut, request)
+            end = sum(run.length for run in runs)
+            self._decline(keys[kept:end], request)
+
+    def weigh_groups(
+        self, groups: Sequence[GroupKeys], tokens: int, request: Request, first_token: int
+    ) -> int:
+        """Decide how much of a prefix of several KV-cache groups is loaded; return its tokens."""
+        rates = self.rates()
+        if rates is None or not self._costs:
+            return tokens
+        request.is_decided_for()
+        if self._directory.is_apart(request.search.request):
+            return tokens
+        search = request.search
+
+        def where(key: Key) -> int:
+            return FREE if key in self._slot_of else self._directory.seen_at(key, search)
+
+        cut = best_prefix(groups, tokens, where, self.costs(), (first_token, rates))
+        if not cut.all_blocks:
+            return tokens
+        runs = [Run(where(key), 1) for group in groups for key in group.needed(tokens) or ()]
+        kept = self._decided(runs, cut, request)
+        if kept and not cut.keys:  # to learn how fast the tier is: of one group no part is of use
+            return tokens
+        if cut.keys < tokens:
+            behind = [
+                key
+                for group in groups
+                for key, end in zip(group.keys, group.ends, strict=True)
+                if end > cut.keys
+            ]
+            self._decline(behind, request)
+        return cut.keys
+
+    def _decided(self, runs: Sequence[Run], cut: Cut, request: Request) -> int:
+        """Take note of a decision; return how many keys are kept, which may be others."""
+        tier = next(run.where for run in runs if run.where != FREE)
+        request.wait_for_loads(max(cut.saved_s, cut.load_s * (1 + SPREADS * self._spread(runs))))
+        counts = self.counts
+        if cut.blocks == cut.all_blocks:
+            counts.loads_decided += 1
+        elif cut.blocks:
+            counts.cuts_decided += 1
+        else:
+            kept = self._explore(tier, runs, cut, request)
+            if kept:
+                counts.explorations_decided += 1
+                return kept
+            counts.recomputes_decided += 1
+        self._note(tier, cut)
+        return cut.keys
+
+    def _decline(self, keys: Sequence[Key], request: Request) -> None:
+        declined = [key for key in keys if key not in self._slot_of]
+        self.counts.blocks_declined += len(declined)
+        self._directory.decline(declined, request.search)
+
+    def _runs(self, keys: Sequence[Key], request: Request) -> list[Run]:
+        """Return where the keys are, up to the first that is nowhere."""
+        runs: list[Run] = []
+        slot_of, seen_at = self._slot_of, self._directory.seen_at
+        where, count = FREE, 0
+        for key in keys:
+            at = FREE if key in slot_of else seen_at(key, request.search)
+            if at == where:
+                count += 1
+                continue
+            if count:
+                runs.append(Run(where, count))
+            if at == NOWHERE:
+                return runs
+            where, count = at, 1
+        if count:
+            runs.append(Run(where, count))
+        return runs
+
+    def _spread(self, runs: Sequence[Run]) -> float:
+        return max(
+            (self._costs[run.where].spread for run in runs if run.where in self._costs),
+            default=0.0,
+        )
+
+    # --- exploring ---
+
+    def _explore(self, tier: int, runs: Sequence[Run], cut: Cut, request: Request) -> int:
+        """Return how many keys to keep so that a tier which is declined shows what it does now."""
+        mind, now = self._minds[tier], self._promotions.now
+        if not mind.declines:
+            mind.explore_at = now + EXPLORING_FIRST_S
+            mind.interval_s = EXPLORING_FIRST_S
+            return 0
+        if now < mind.explore_at:
+            return 0
+        mind.interval_s = min(2 * mind.interval_s, EXPLORING_LAST_S)
+        mind.explore_at = now + mind.interval_s
+        request.wait_for_loads(EXPLORING_SHARE * cut.compute_s)
+        kept = 0
+        for run in runs:
+            if run.where != FREE:
+                return kept + min(run.length, EXPLORED_BLOCKS_MAX)
+            kept += run.length
+        return 0
+
+    def _note(self, tier: int, cut: Cut) -> None:
+        """Log a change of mind about a tier, for good or bad."""
+        mind, now = self._minds[tier], self._promotions.now
+        declines = not cut.blocks
+        if declines is mind.declines:
+            return
+        mind.declines = declines
+        if now - mind.noticed_at < NOTICE_S:
+            return
+        mind.noticed_at = now
+        event = (
+            "blocks are recomputed rather than loaded" if declines else "blocks are loaded again"
+        )
+        detail = (
+            f"loading {cut.all_blocks} takes about {cut.all_load_s:.2g} s, "
+            f"computing them {cut.compute_s:.2g} s"
+        )
+        self._log.post(m.Notice(event, self._names[tier], detail, level="info"))
+
+    # --- what is learnt ---
+
+    def _cost_learned(self, message: m.LoadCostLearned) -> None:
+        if not self._is_on:
+            return
+        if message.cost is None:
+            self._costs.pop(message.tier, None)
+        else:
+            self._costs[message.tier] = message.cost
+
+    def _step_computed(self, message: m.StepComputed) -> None:
+        if not self._is_on:
+            return
+        foretold = self._speed.step(message.tokens, message.attention, message.seconds)
+        if foretold is not None:
+            self.counts.prefill_expected_seconds += foretold.expected_s
+            self.counts.prefill_seconds += foretold.seconds
+
+
+def patience_of(request: Request | None) -> float:
+    """Return how long a request waits for its loads, in seconds from when they are sent."""
+    return NEVER if request is None else request.patience_s

@@ -1,0 +1,98 @@
+"""Where to cut a prefix of several KV-cache groups: see ``kvtier/engine/load_decision.py``.
+
+A prefix of so many tokens needs blocks of all groups up to there: with full attention all of
+them, with a window the last ones. Cuts are tried where a group's blocks change
+from one place to another, and the whole.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kvtier.engine.load_decision import FREE, Cut, loads_s
+from kvtier.engine.tier_directory import NOWHERE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from kvtier.core.group_messages import GroupKeys
+    from kvtier.core.load_messages import LoadCost
+    from kvtier.engine.load_decision import Rates
+    from kvtier.plugin_api.keys import Key
+
+CUTS_MAX: Final = 16
+"""Places to cut at that are tried; of more, the last ones."""
+
+
+def best_prefix(
+    groups: Sequence[GroupKeys],
+    tokens: int,
+    where: Callable[[Key], int],
+    costs: Mapping[int, LoadCost],
+    computing: tuple[int, Rates],
+) -> Cut:
+    """Return the best cut of a prefix of ``tokens``; its ``keys`` are tokens, 0 for none.
+
+    ``where``: the tier that has a block, or ``FREE``. ``computing``: how many tokens the GPU has
+    already, and what others take.
+    """
+    first_token, rates = computing
+    ends = [first_token]
+    loads = [(0.0, 0)]
+    for end in (*_changes(groups, tokens, where)[-CUTS_MAX:], tokens):
+        load = _load(groups, end, where, costs)
+        if load is not None:
+            ends.append(end)
+            loads.append(load)
+    seconds = [
+        load_s + rates.seconds(end, tokens) for end, (load_s, _) in zip(ends, loads, strict=True)
+    ]
+    best = min(range(len(ends)), key=lambda number: (seconds[number], -number))
+    load_s, blocks = loads[best]
+    return Cut(
+        ends[best] if best else 0,
+        blocks,
+        load_s,
+        rates.seconds(first_token, ends[best]),
+        loads[-1][1],
+        loads[-1][0],
+        rates.seconds(first_token, tokens),
+    )
+
+
+def _changes(groups: Sequence[GroupKeys], tokens: int, where: Callable[[Key], int]) -> list[int]:
+    """Return the tokens before which a group without a window changes from place to place."""
+    found: set[int] = set()
+    for group in groups:
+        if group.window is None:
+            places = [where(key) for key in group.keys]
+            found.update(
+                end
+                for end, here, there in zip(group.ends, places, places[1:], strict=False)
+                if here != there and end < tokens
+            )
+    return sorted(found)
+
+
+def _load(
+    groups: Sequence[GroupKeys],
+    tokens: int,
+    where: Callable[[Key], int],
+    costs: Mapping[int, LoadCost],
+) -> tuple[float, int] | None:
+    """Return what loading a prefix takes, and how many blocks of it are in tiers.
+
+    None: not all that it needs is anywhere.
+    """
+    counts: dict[int, int] = {}
+    for group in groups:
+        needed = group.needed(tokens)
+        if needed is None:
+            return None
+        for key in needed:
+            tier = where(key)
+            if tier == NOWHERE:
+                return None
+            if tier != FREE:
+                counts[tier] = counts.get(tier, 0) + 1
+    return loads_s(counts, costs), sum(counts.values())

@@ -1,0 +1,199 @@
+"""What tiers that go by request are told, and given.
+
+Such a tier hears of requests that come with parameters for it, and of no others. It is asked for
+what one request may have, and takes what that request stores: all its blocks, those too that were
+here before. Blocks that are still being filled follow once they are READY.
+
+Of a request's end it hears after the last of these.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from msgspec import structs
+
+from kvtier.core import messages as m
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from kvtier.core.actor import Mailbox
+    from kvtier.engine.cascades import Cascades
+    from kvtier.engine.promotions import Batch
+    from kvtier.engine.slot_table import SlotTable
+    from kvtier.plugin_api.keys import Key, RequestId, TierSet
+
+    OfRequests: TypeAlias = m.RequestOpened | m.RequestClosed | m.BlocksMissing
+
+
+class _Open:
+    """A request that tiers have heard of. ``unready``: blocks of it that are still to follow."""
+
+    __slots__ = ("is_over", "unready")
+
+    def __init__(self) -> None:
+        self.unready = 0
+        self.is_over = False
+
+
+class RequestTiers:
+    """Part of the primary tier's actor: knows which requests go to which of these tiers."""
+
+    def __init__(
+        self, slots: SlotTable, cascades: Cascades, links: Sequence[Mailbox], policy: Mailbox
+    ) -> None:
+        self.tiers: TierSet = 0  #: those that go by request
+        self._slots = slots
+        self._cascades = cascades
+        self._links = links
+        self._policy = policy
+        self._epoch = 0
+        self._open: dict[RequestId, _Open] = {}
+        self._awaited: dict[Key, list[RequestId]] = {}  # offered by these, filled for another
+
+    def goes_by_request(self, message: m.GoesByRequest) -> None:
+        """Tell this tier of requests from now on, and give it nothing but theirs."""
+        self.tiers |= 1 << message.tier
+        self._cascades.leave_to_requests(message.tier)
+
+    def start(self, message: m.RequestStarted) -> TierSet:
+        """Begin a request; return the tiers that may be asked for its blocks."""
+        if not self.tiers:
+            return message.tiers
+        if not message.params:
+            return message.tiers & ~self.tiers
+        self._open[message.request] = _Open()
+        self._tell(m.RequestOpened(message.request, message.params))
+        return message.tiers
+
+    def end(self, request: RequestId) -> None:
+        """Note that the request is over; tiers hear of it when nothing of it is to follow."""
+        each = self._open.get(request)
+        if each is not None:
+            each.is_over = True
+            self._follow(request, 0)
+
+    def takers(self, request: RequestId) -> TierSet:
+        """Return the tiers that take what the request stores."""
+        taking = self._cascades.all_tiers
+        return taking if request in self._open else taking & ~self.tiers
+
+    def store(self, request: RequestId, blocks: int) -> None:
+        """Note that the GPU writes blocks for the request."""
+        self._follow(request, blocks)
+
+    def stored(self, request: RequestId, blocks: int) -> None:
+        """Note that it has written them, or failed to."""
+        self._follow(request, -blocks)
+
+    def of_offered(self, keys: Iterable[Key], request: RequestId) -> dict[int, Batch]:
+        """Return what to send to each tier of what is here already; what is not READY follows."""
+        if request not in self._open:
+            return {}
+        ready: Batch = ([], [])
+        for key in keys:
+            slot = self._slots.slot_of[key]
+            if self._slots.is_ready(slot):
+                ready[0].append(key)
+                ready[1].append(slot)
+            elif self._slots.gpu_fills.get(slot) != request:  # its own go to all who take them
+                self._awaited.setdefault(key, []).append(request)
+                self._follow(request, 1)
+        return self._to_each(ready)
+
+    def became_ready(self, keys: Sequence[Key], slots: Sequence[int]) -> None:
+        """Send on what requests have waited for."""
+        if not self._awaited:
+            return
+        for key, slot in zip(keys, slots, strict=True):
+            for request in self._awaited.pop(key, ()):
+                self._cascades.send(self._to_each(([key], [slot])), request, self._epoch)
+                self._follow(request, -1)
+
+    def pin_wanted(self, message: m.BlocksWanted) -> None:
+        """Pin what is READY for another engine's request, and send it; tell what is not."""
+        keys: list[Key] = []
+        slots: list[int] = []
+        for key in message.keys:
+            slot = self._slots.slot_of.get(key)
+            if slot is not None and self._slots.is_ready(slot):
+                keys.append(key)
+                slots.append(slot)
+        link = self._links[message.tier]
+        if keys:
+            self._slots.pin(slots)
+            self._policy.post(m.Held(keys=tuple(keys)))
+            link.post(m.Cascade(message.request, tuple(keys), tuple(slots), self._epoch))
+        there = set(keys)
+        missing = tuple(key for key in message.keys if key not in there)
+        if missing:
+            link.post(m.BlocksMissing(message.request, missing))
+
+    def forget(self, key: Key) -> None:
+        """Note that the key's fill came to nothing."""
+        for request in self._awaited.pop(key, ()):
+            self._follow(request, -1)
+
+    def reset(self, epoch: int) -> None:
+        """Wait for no block any more: what was being filled is void, in the new epoch."""
+        self._epoch = epoch
+        self._awaited.clear()
+        for request, each in list(self._open.items()):
+            each.unready = 0
+            self._follow(request, 0)
+
+    def _to_each(self, batch: Batch) -> dict[int, Batch]:
+        if not batch[0]:
+            return {}
+        taking = self.tiers & self._cascades.all_tiers
+        return {tier: batch for tier in range(taking.bit_length()) if taking >> tier & 1}
+
+    def _follow(self, request: RequestId, blocks: int) -> None:
+        """Count blocks of the request that are still to follow."""
+        each = self._open.get(request)
+        if each is None:
+            return
+        each.unready += blocks
+        assert each.unready >= 0, "a block followed that nobody waited for"
+        if each.is_over and not each.unready:
+            del self._open[request]
+            self._tell(m.RequestClosed(request))
+
+    def _tell(self, message: m.RequestOpened | m.RequestClosed) -> None:
+        for tier, link in enumerate(self._links):
+            if self.tiers >> tier & 1:
+                link.post(message)
+
+
+class RequestRelay:
+    """Part of a link: passes on what its tier is to hear of requests, in order."""
+
+    def __init__(self, number: int, tier: Mailbox, primary: Mailbox) -> None:
+        """``number``: the tier's."""
+        self._number = number
+        self._tier = tier
+        self._primary = primary
+        self._unsent: deque[OfRequests] = deque()  # its mailbox was full
+
+    def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
+        """Return what is done for each message that the link leaves to this."""
+        return dict.fromkeys((m.RequestOpened, m.RequestClosed, m.BlocksMissing), self.send)
+
+    def send(self, message: OfRequests) -> None:
+        """Have the tier told, as soon as its mailbox has room."""
+        self._unsent.append(message)
+        self.go_on()
+
+    def want(self, message: m.BlocksWanted, since: int) -> None:
+        """Pass on what the tier wants, if that is of the generation that began at ``since``."""
+        if message.since == since:
+            self._primary.post(structs.replace(message, tier=self._number))
+        else:
+            self.send(m.BlocksMissing(message.request, message.keys))
+
+    def go_on(self) -> None:
+        """Send what has not been taken yet."""
+        while self._unsent and self._tier.post(self._unsent[0]):
+            self._unsent.popleft()

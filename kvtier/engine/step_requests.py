@@ -1,0 +1,59 @@
+"""What a step asks of the secondary tiers: probes and promotions, sent together when it ends.
+
+A tier is then asked once for all that a request needs of it. For one that goes by request that
+may be the only time: vLLM's ``p2p`` brings a request what it asks for first, and nothing after.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvtier.core import messages as m
+from kvtier.engine.load_decisions import patience_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvtier.core.actor import Mailbox
+    from kvtier.engine.promotions import Promotions
+    from kvtier.engine.requests import Request
+    from kvtier.engine.tier_directory import TierDirectory
+    from kvtier.plugin_api.keys import RequestId
+
+
+class StepRequests:
+    """Part of the primary tier's actor: sends its links what lookups have asked for."""
+
+    def __init__(
+        self,
+        directory: TierDirectory,
+        promotions: Promotions,
+        requests: Mapping[RequestId, Request],
+        links: Sequence[Mailbox],
+    ) -> None:
+        self._directory = directory
+        self._promotions = promotions
+        self._requests = requests
+        self._links = links
+        self._ticks = 0  # since a step ended
+
+    def end_step(self, epoch: int) -> None:
+        """Send what the step has asked for, and end what held for the step."""
+        self._ticks = 0
+        self._send(epoch)
+
+    def tick(self, epoch: int) -> None:
+        """Do the same if the step goes on for long: it may be that none ever ends."""
+        self._ticks += 1
+        if self._ticks > 1:
+            self._send(epoch)
+
+    def _send(self, epoch: int) -> None:
+        self._directory.end_step()
+        for tier, probed in self._directory.pop_unsent().items():
+            self._links[tier].post(m.ProbeKeys(keys=tuple(probed)))
+        for name, tier, probed in self._directory.pop_unsent_apart():
+            self._links[tier].post(m.ProbeKeys(tuple(probed), name))
+        for (tier, name), (keys, slots) in self._promotions.pop_unsent().items():
+            patience_s = patience_of(self._requests.get(name))
+            self._links[tier].post(m.Promote(tuple(keys), tuple(slots), epoch, name, patience_s))

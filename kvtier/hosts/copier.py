@@ -1,0 +1,104 @@
+"""Copies blocks between another program's slots and staging slots, on a thread of its own.
+
+Memory is all that it touches: a copy ends soon, whatever storage does. NumPy lets go of
+the GIL for each block.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from kvtier.core.staging_messages import BlocksCopied, CopyBlocks
+from kvtier.errors import InternalError
+from kvtier.plugin_api.log import log
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvtier.core.actor import Mailbox
+    from kvtier.core.messages import Message
+    from kvtier.plugin_api.slot_memory import SlotMemory
+
+_STOP: Final = None
+
+
+class BlockCopier:
+    """Carries out copies in the order in which they are posted."""
+
+    def __init__(self, name: str, slots: SlotMemory, staging: SlotMemory, done: Mailbox) -> None:
+        """``slots``: the program's, released by ``stop``. ``done``: takes ``BlocksCopied``."""
+        self._slots = slots
+        self._done = done
+        self._program: NDArray[np.uint8] | None = _rows(slots)
+        self._staging = _rows(staging)
+        self._posted_blocks = 0  # written by the program's thread only
+        self._ended_blocks = 0  # written by the copier's thread only
+        self._queue: queue.SimpleQueue[CopyBlocks | threading.Event | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"kvtier-{name}-copy", daemon=True)
+        self._thread.start()
+
+    def post(self, message: Message) -> bool:
+        """Take a copy. Never full: there are as many at most as staging slots."""
+        if not isinstance(message, CopyBlocks):
+            raise InternalError(f"a copier does not understand {type(message).__name__}")
+        self._posted_blocks += len(message.slots)
+        self._queue.put(message)
+        return True
+
+    def backlog_bytes(self) -> int:
+        """Return how much there is still to copy."""
+        return (self._posted_blocks - self._ended_blocks) * self._slots.block_bytes
+
+    def wait_idle(self) -> None:
+        """Wait until what was posted has been copied."""
+        if self._thread.is_alive():
+            reached = threading.Event()
+            self._queue.put(reached)
+            reached.wait()
+
+    def stop(self) -> None:
+        """Copy what was posted, end the thread, and let go of the program's slots."""
+        self._queue.put(_STOP)
+        self._thread.join()
+        self._program = None
+        self._slots.release()
+
+    def _work(self) -> None:
+        while (work := self._queue.get()) is not _STOP:
+            if isinstance(work, threading.Event):
+                work.set()
+            else:
+                self._done.post(BlocksCopied(work.copy, self._copied(work)))
+                self._ended_blocks += len(work.slots)
+
+    def _copied(self, work: CopyBlocks) -> bool:
+        """Copy. False: something is wrong with the numbers, and the blocks are not to be used."""
+        program, staging = self._program, self._staging
+        assert program is not None
+        try:
+            _check(work)
+            for slot, staged in zip(work.slots, work.staging, strict=True):
+                if work.to_staging:
+                    staging[staged] = program[slot]
+                else:
+                    program[slot] = staging[staged]
+        except Exception:  # noqa: BLE001 - the thread must go on, or a drain would wait for ever
+            log.error("copy of blocks failed", exc_info=True)
+            return False
+        return True
+
+
+def _check(work: CopyBlocks) -> None:
+    """Refuse what NumPy would take from the end. It refuses itself what is too large."""
+    if min((*work.slots, *work.staging), default=0) < 0:
+        raise IndexError(work)
+
+
+def _rows(memory: SlotMemory) -> NDArray[np.uint8]:
+    """See the slots as rows of bytes."""
+    flat = np.frombuffer(memory.buffer, dtype=np.uint8)
+    return flat.reshape(memory.slot_count, memory.block_bytes)

@@ -1,0 +1,140 @@
+"""Watches what LRU would have kept, so that the ``reuse`` policy does not stay far behind it.
+
+A sample of the keys, chosen by a byte of each, also goes through an ``LRUPolicy`` whose
+capacity is as much smaller (spatial sampling: Waldspurger et al., "Efficient MRC
+Construction with SHARDS", FAST 2015). LRU keeps whole prefixes, so a key that it keeps is a
+hit, and the sample hits as often as the whole would.
+
+Only differences are counted: what is used again and is resident, but would not be under LRU,
+against the contrary. If LRU is ahead by more than chance explains, ``follows_lru``
+says so: the policy then evicts in LRU's order. After a while the prediction is tried again,
+and each time that it loses, the while is twice as long.
+
+A while is measured in turnovers: the time in which as many blocks are admitted as fit.
+"""
+
+from __future__ import annotations
+
+from itertools import compress
+from math import exp, sqrt
+from typing import TYPE_CHECKING, Final
+
+from kvtier.plugin_api.keys import GROUP_BYTES
+from kvtier.policies.eviction.lru import LRUPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvtier.plugin_api.keys import Key, RequestId
+
+SAMPLE_BLOCKS: Final = 512
+"""The sample's capacity, if the bounds of its share allow it."""
+
+SHARE_MAX: Final = 64  #: 256ths of all keys. A larger share would cost too much time.
+
+MEMORY_TURNOVERS: Final = 6.0
+"""A difference this old counts a third as much as a new one."""
+
+SURE: Final = 3.0
+"""So many standard deviations LRU must be ahead: below, it is chance."""
+
+TURNOVERS_OF_LRU: Final = 4.0
+"""How long LRU is followed first, and how long a trial must last to be a success."""
+
+TURNOVERS_OF_LRU_MAX: Final = 64.0
+
+
+class Floor:
+    """Tells whether LRU is the better choice at present."""
+
+    def __init__(self, capacity: int) -> None:
+        share = min(SHARE_MAX, max(1, SAMPLE_BLOCKS * 256 // max(1, capacity)))
+        # The byte may be a counter's, so neighbours must not be in or out together.
+        self._chosen = bytes([byte * 167 % 256 < share for byte in range(256)])
+        self._capacity = max(1, round(capacity * share / 256))
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._lru = LRUPolicy(self._capacity)
+        self._since = 0  # sampled blocks admitted since LRU was last followed, or not
+        self._while = TURNOVERS_OF_LRU
+        self._lead = 0.0  # blocks that the prediction hit more than LRU
+        self._spread = 0.0  # the variance of that, if both are equally good
+        self.follows_lru = False
+
+    def end_request(
+        self,
+        request: RequestId,
+        order: Sequence[Key],
+        was_here: Callable[[Key], bool],
+        is_here: Callable[[Key], bool],
+    ) -> None:
+        """Learn that a request used ``order``. ``was_here``: it found that key resident."""
+        sampled = self._sample(order)
+        if not sampled:
+            return
+        lru = self._lru
+        found = [key for key in sampled if key in lru]
+        if found:
+            lru.touch(found, request)
+        self._compare(sum(map(was_here, sampled)) - len(found))
+        self._store([key for key in sampled if is_here(key)], request)
+        lru.end_request(request, sampled)
+
+    def store(self, keys: Sequence[Key], request: RequestId) -> None:
+        """Learn that keys are resident which no order told of, or none that was told then."""
+        sampled = self._sample(keys)
+        if sampled:
+            self._store(sampled, request)
+            self._lru.end_request(request, sampled)
+
+    def forget(self, keys: Sequence[Key]) -> None:
+        """See ``EvictionPolicy.forget``."""
+        self._lru.forget(self._sample(keys))
+
+    def _sample(self, keys: Sequence[Key]) -> list[Key]:
+        """Return those of the keys that are sampled. Calls with many keys matter most."""
+        if not keys:
+            return []
+        length = len(keys[0])
+        joined = b"".join(keys)
+        place = length - GROUP_BYTES - 1
+        if place >= 0 and len(joined) == length * len(keys):
+            # A column of the joined keys: looking at each takes many times as long. Keys of
+            # unequal length may pass for equal ones here, and are then sampled otherwise.
+            return list(compress(keys, joined[place::length].translate(self._chosen)))
+        return [
+            key for key in keys if key and self._chosen[key[max(0, len(key) - GROUP_BYTES - 1)]]
+        ]
+
+    def _store(self, keys: list[Key], request: RequestId) -> None:
+        lru = self._lru
+        new = [key for key in keys if key not in lru][: self._capacity]
+        surplus = len(lru) + len(new) - self._capacity
+        if surplus > 0:
+            lru.choose_victims(surplus, frozenset(keys))
+        lru.admit(new, request, held=False)
+        self._since += len(new)
+        kept = exp(-len(new) / (MEMORY_TURNOVERS * self._capacity))
+        self._lead *= kept
+        self._spread *= kept
+
+    def _compare(self, lead: int) -> None:
+        """Count by how many blocks one request hit more than under LRU, and decide."""
+        turnovers = self._since / self._capacity
+        self._lead += lead
+        self._spread += lead * lead
+        if self.follows_lru:
+            if turnovers > self._while:
+                self._follow(lru=False)
+        elif self._lead < -SURE * sqrt(self._spread) - 1.0:
+            succeeded = turnovers > max(self._while, TURNOVERS_OF_LRU)
+            longer = min(TURNOVERS_OF_LRU_MAX, 2.0 * self._while)
+            self._while = TURNOVERS_OF_LRU if succeeded else longer
+            self._follow(lru=True)
+
+    def _follow(self, *, lru: bool) -> None:
+        self.follows_lru = lru
+        self._since = 0
+        self._lead = self._spread = 0.0

@@ -1,0 +1,48 @@
+"""The options of a tier of type ``vllm``, as far as they show without vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvtier.plugin_api import option_fields as option
+from kvtier.plugin_api.options import Options
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True)
+class HostedOptions:
+    """The options, read."""
+
+    tier: Mapping[str, Any] = field(
+        metadata=option.required(
+            Options.mapping,
+            "an entry of vLLM's own `secondary_tiers`, which vLLM's factory gets as it is: "
+            '`{"type": "fs", "root_dir": ...}`, or a class of yours with `module_path`. Refused: '
+            "a tier that serves other engines, such as `kvcr`, but not `p2p`",
+            required=True,
+        )
+    )
+
+    by_request: bool = option.flag(
+        "`true`: what the tier has depends on the request. It sees the engine's own requests and "
+        "their `kv_transfer_params`, and none of those that have none. `p2p` does in any case",
+        default=False,
+    )
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any], where: str) -> HostedOptions:
+        """Return the options. Raises ``ConfigError``; ``where`` is for its text."""
+        reader = Options(options, where)
+        given = cls(**option.read(cls, reader))
+        reader.finish()
+        inner = Options(given.tier, f"{where}: tier")
+        inner.refuse(
+            "backpressure",
+            "has no meaning here: kvtier bounds what is in flight itself. Remove it",
+        )
+        for key in ("enable_kv_events", "locality"):
+            inner.refuse(key, "has no meaning here. Set it beside tier, not in it")
+        return given

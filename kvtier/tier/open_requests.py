@@ -1,0 +1,96 @@
+"""The running requests that a backend goes by, if it does (``BackendTraits.by_request``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from kvtier.core import messages as m
+from kvtier.plugin_api.backend import Loaded, Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvtier.core.messages import Message
+    from kvtier.plugin_api.backend import Backend, LoadBlock, ServedRequest, StoreBlock
+    from kvtier.plugin_api.keys import RequestId
+
+
+class Serving(Protocol):
+    """What a driver needs of a backend, or of one request at it."""
+
+    async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        """As ``Backend.probe``."""
+        ...
+
+    async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
+        """As ``Backend.load``."""
+        ...
+
+    async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
+        """As ``Backend.store``."""
+        ...
+
+
+class _Nobody:
+    """Serves a request that the backend has not heard of, or that is over: with nothing."""
+
+    async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        return [False] * len(keys)
+
+    async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
+        return [Loaded(Outcome.ABSENT)] * len(blocks)
+
+    async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
+        return [Outcome.ABSENT] * len(blocks)
+
+
+class OpenRequests:
+    """Has the backend begin and end requests. Loop thread only."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        report: Callable[[Message], object],
+        raised: Callable[[BaseException, str], None],
+    ) -> None:
+        """``report``: sends to the tier's actor. ``raised``: told of what the backend raises."""
+        self._backend = backend
+        self._report = report
+        self._raised = raised
+        self._nobody = _Nobody()
+        self._open: dict[RequestId, ServedRequest] = {}
+
+    def serving(self, request: RequestId) -> Serving:
+        """Return what a request's calls go to: the backend itself, if it doesn't go by request."""
+        if not self._backend.traits.by_request:
+            return self._backend
+        return self._open.get(request, self._nobody)
+
+    def want(self, request: RequestId, keys: Sequence[bytes], served: ServedRequest) -> None:
+        """Have blocks of the engine's memory come to ``served``."""
+        self._open[request] = served
+        self._report(m.BlocksWanted(request, tuple(keys)))
+
+    def want_no_more(self, request: RequestId) -> None:
+        """Let what still comes for this request go at once."""
+        self._open.pop(request, None)
+
+    async def receive(self, message: m.RequestOpened | m.RequestClosed | m.BlocksMissing) -> None:
+        """Begin a request, or end it, or tell it what it doesn't get."""
+        try:
+            if isinstance(message, m.RequestOpened):
+                params = msgspec.msgpack.decode(message.params, type=dict[str, Any])
+                served = self._backend.begin_request(message.request, params)
+                self._open[message.request] = served
+            elif isinstance(message, m.BlocksMissing):
+                wanting = self._open.get(message.request)
+                if wanting is not None:
+                    wanting.missing(message.keys)
+            else:
+                ended = self._open.pop(message.request, None)
+                if ended is not None:
+                    ended.end()
+        except Exception as error:  # noqa: BLE001 - a backend may raise anything
+            self._raised(error, type(message).__name__)

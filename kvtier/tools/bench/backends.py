@@ -1,0 +1,235 @@
+"""Measures the backend of one tier beside the plain client library, on one server, in turns.
+
+Each round has a leg of stores and a leg of loads of every side, and every other round has the
+sides in reverse. What a leg has stored is removed before the next one.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier.errors import Misuse
+from kvtier.plugin_api.backend import BackendContext, Namespace
+from kvtier.plugin_api.log import log
+from kvtier.plugin_api.machine import free_memory_bytes
+from kvtier.plugin_api.slot_memory import SlotMemory
+from kvtier.settings.plugins import make_backend
+from kvtier.settings.runtime_config import TierConfig
+from kvtier.tools.bench.backend_sides import ClientSide, TierSide, storage_faults
+from kvtier.tools.bench.call_legs import KINDS, STORE, Leg, batches_of, play
+from kvtier.tools.bench.kv_like import kv_like
+from kvtier.tools.bench.plain_client_types import plain_client_class
+from kvtier.tools.bench.plain_clients import CALLS_AT_ONCE
+from kvtier_backends.encryption.keys import KEY_BYTES
+from kvtier_backends.shared.compression import BITPLANE_ZSTD, COMPRESSION
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvtier.tools.bench.backend_sides import CallShape, Side
+    from kvtier.tools.bench.plain_clients import PlainClient
+
+PLAIN: Final = "kvtier"
+SIGNED: Final = "kvtier, signed"
+ENCRYPTED: Final = "kvtier, encrypted"
+COMPRESSED: Final = "kvtier, compressed"
+TIER_SIDES: Final = (PLAIN, SIGNED, ENCRYPTED, COMPRESSED)
+_KEY_OPTION_OF: Final = {SIGNED: "auth_key_file", ENCRYPTED: "encryption_key_file"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is to be measured."""
+
+    leg_bytes: int
+    rounds: int
+    protection: bool  #: measure signed and encrypted blocks as well
+    compression: bool = False  #: and compressed ones: all sides move what shrinks as a model's do
+
+    @property
+    def tier_sides(self) -> list[str]:
+        """The sides of kvtier's."""
+        is_measured = {
+            PLAIN: True,
+            SIGNED: self.protection,
+            ENCRYPTED: self.protection,
+            COMPRESSED: self.compression,
+        }
+        return [side for side in TIER_SIDES if is_measured[side]]
+
+
+@dataclass
+class Measured:
+    """All legs of one tier with one size of blocks."""
+
+    block_bytes: int
+    blocks: int  #: in each leg
+    shapes: dict[str, dict[str, CallShape]]  #: by kind and side
+    rounds: list[dict[str, dict[str, Leg]]] = field(default_factory=list)  #: by kind and side
+
+    @property
+    def leg_bytes(self) -> int:
+        """What each leg has moved."""
+        return self.block_bytes * self.blocks
+
+
+def sides_count(kind: str, options: Options) -> int:
+    """Return how many sides a type of tier has, for a bar of progress."""
+    return len(options.tier_sides) + len(plain_client_class(kind).ways) * len(CALLS_AT_ONCE)
+
+
+async def measure(
+    config: TierConfig, block_bytes: int, options: Options, advance: Callable[[], None]
+) -> Measured:
+    """Run all rounds. Calls ``advance`` after each turn of a side.
+
+    Raises ``Misuse`` for what can't be measured, and ``StoreFault`` if the server fails.
+    """
+    _check_memory(options.leg_bytes)
+    namespace = Namespace({"benchmark": True, "block_bytes": block_bytes})
+    context = BackendContext(block_bytes, namespace, config.name)
+    token = secrets.token_hex(4)
+    client = plain_client_class(config.type)(config.options, context, token)
+    count = options.leg_bytes // block_bytes
+    memory = SlotMemory.anonymous(2 * max(count, 1), block_bytes)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(client.close)
+        cleaner = _Cleaner(client)
+        stack.push_async_callback(cleaner.clean)
+        tiers = []
+        for name in options.tier_sides:
+            tiers.append(await _open_tier(stack, name, client, config, context, memory))
+            if not cleaner.is_needed:
+                cleaner.is_needed = True
+                with storage_faults(client.library):
+                    await client.open(memory.buffer)
+        for slot in range(count):
+            data = kv_like(block_bytes, slot) if options.compression else os.urandom(block_bytes)
+            memory.view(slot)[:] = data
+        clients = [
+            ClientSide(client, way, at_once, memory, tiers[0])
+            for way in client.ways
+            for at_once in CALLS_AT_ONCE
+        ]
+        return await _run(block_bytes, count, [*tiers, *clients], options, advance)
+
+
+class _Cleaner:
+    """Removes all that was stored, once there may be something."""
+
+    def __init__(self, client: PlainClient) -> None:
+        self._client = client
+        self.is_needed = False
+
+    async def clean(self) -> None:
+        """Remove it. Where the server is gone, say what is left."""
+        if not self.is_needed:
+            return
+        try:
+            await self._client.remove_all()
+        except Exception as error:  # noqa: BLE001 - each library has its own
+            log.warning(
+                "kvtier bench: what it stored could not be removed",
+                names_contain=f"bench-{self._client.token}",
+                error=f"{type(error).__name__}: {error}",
+            )
+
+
+def _check_memory(leg_bytes: int) -> None:
+    """Raise ``Misuse`` if there is no room for a leg to be stored from, and one to load into."""
+    free = free_memory_bytes()
+    if free is not None and 2 * leg_bytes > free:
+        raise Misuse(
+            f"--bytes {leg_bytes} needs twice as many bytes of memory, and {free} are free. Give "
+            "fewer."
+        )
+
+
+async def _open_tier(
+    stack: AsyncExitStack,
+    name: str,
+    client: PlainClient,
+    config: TierConfig,
+    context: BackendContext,
+    memory: SlotMemory,
+) -> TierSide:
+    part = name.partition(", ")[2] or "tier"
+    given = client.options_of_tier(part)
+    if name == COMPRESSED:
+        given = {**given, COMPRESSION: BITPLANE_ZSTD}
+    with _with_key(_KEY_OPTION_OF.get(name), given) as options:
+        backend = make_backend(TierConfig(config.name, config.type, options), context)
+    side = TierSide(name, backend, memory, client.token)
+    stack.push_async_callback(side.close)
+    await side.open()
+    return side
+
+
+@contextmanager
+def _with_key(option: str | None, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Give the options with one more that names a file with a random key, while that is there."""
+    if option is None:
+        yield options
+        return
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write(secrets.token_hex(KEY_BYTES))
+        file.flush()
+        yield {**options, option: file.name}
+
+
+async def _run(
+    block_bytes: int,
+    count: int,
+    sides: list[Side],
+    options: Options,
+    advance: Callable[[], None],
+) -> Measured:
+    measured = Measured(block_bytes, count, _shapes_of(sides, block_bytes, count))
+    leg = 0
+    for side in sides:
+        leg += 1
+        await _warm_up(side, leg, count)
+    for round_ in range(options.rounds):
+        legs: dict[str, dict[str, Leg]] = {kind: {} for kind in KINDS}
+        for side in sides if round_ % 2 == 0 else sides[::-1]:
+            leg += 1
+            side.prepare_load()
+            for kind in KINDS:
+                shape = side.shape(kind)
+                batches = batches_of(count, shape.blocks)
+                call = partial(side.call, kind, leg)
+                legs[kind][side.name] = await play(call, batches, shape.at_once)
+            for batch in batches_of(count, side.shape(STORE).blocks):
+                await side.remove(leg, batch)
+            advance()
+        measured.rounds.append(legs)
+    return measured
+
+
+def _shapes_of(sides: list[Side], block_bytes: int, count: int) -> dict[str, dict[str, CallShape]]:
+    """Return how each side moves a leg. Raises ``Misuse`` if a leg does not keep it busy."""
+    shapes = {kind: {side.name: side.shape(kind) for side in sides} for kind in KINDS}
+    needed = max(
+        shape.blocks * shape.at_once for of_kind in shapes.values() for shape in of_kind.values()
+    )
+    if count < needed:
+        raise Misuse(
+            f"--bytes {count * block_bytes} is less than all calls at once move: {needed} blocks "
+            f"of {block_bytes} bytes. Give {needed * block_bytes} or more."
+        )
+    return shapes
+
+
+async def _warm_up(side: Side, leg: int, count: int) -> None:
+    """Make each connection once, lest the first round pays for them."""
+    at_once = max(side.shape(kind).at_once for kind in KINDS)
+    numbers = range(min(at_once, count))
+    for kind in KINDS:
+        await play(partial(side.call, kind, leg), batches_of(len(numbers), 1), at_once)
+    await side.remove(leg, numbers)

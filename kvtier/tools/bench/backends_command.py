@@ -1,0 +1,158 @@
+"""``kvtier bench backends``: runs the measurements, and prints and writes what they found."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier.errors import Misuse, StoreFault
+from kvtier.plugin_api.sizes import read_bytes
+from kvtier.settings.runtime_config import TierConfig
+from kvtier.tools.bench.about import about_machine
+from kvtier.tools.bench.asked import check_pages
+from kvtier.tools.bench.backends import Options, measure, sides_count
+from kvtier.tools.bench.backends_figures import BESIDE_CLIENT_MIN, Figures, figures
+from kvtier.tools.bench.plain_client_types import plain_client_class
+from kvtier.tools.cli.terminal import progress, table, write_json
+from kvtier_backends.shared.compression import COMPRESSION
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from kvtier.tools.bench.backends import Measured
+
+_OPTIONS_OF_KEYS: Final = tuple(
+    f"{kind}_{place}" for kind in ("auth_key", "encryption_key") for place in ("env", "file")
+)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure one tier after the other, print a table for each, write the file."""
+    tiers = [_tier(text, number) for number, text in enumerate(arguments.tier, start=1)]
+    sizes = _sizes(arguments)
+    options = Options(
+        leg_bytes=read_bytes(arguments.bytes, "--bytes"),
+        rounds=arguments.rounds,
+        protection=arguments.protection,
+        compression=arguments.compression,
+    )
+    report: dict[str, Any] = {**about_machine(), "options": asdict(options), "tiers": []}
+    for tier in tiers:
+        found: list[tuple[int, Sequence[Figures]]] = []
+        try:
+            for size in sizes:
+                measured = _measure(tier, size, options)
+                found.append((size, figures(measured)))
+        finally:  # a size that can't be measured, or Ctrl-C, takes nothing from those before it
+            if found:
+                _print_figures(tier, found, options)
+        report["tiers"].append(_to_json(tier, found))
+    if arguments.json:
+        write_json(arguments.json, report)
+
+
+def _tier(text: str, number: int) -> TierConfig:
+    """Read an entry of ``secondary_tiers``. Raises ``Misuse``, which repeats no value."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as problem:
+        raise Misuse(
+            f"--tier number {number} is no JSON ({problem}). Give one entry of secondary_tiers, "
+            'such as \'{"type": "redis", "url": "redis://127.0.0.1:6379"}\'.'
+        ) from None
+    if not isinstance(values, dict):
+        raise Misuse(f"--tier number {number} is no mapping. Give one entry of secondary_tiers.")
+    config = TierConfig.from_mapping(number, values)
+    plain_client_class(config.type)
+    for key in _OPTIONS_OF_KEYS:
+        if key in config.options:
+            raise Misuse(
+                f"--tier number {number}: {key} is not for here: --protection measures signed and "
+                "encrypted blocks, with keys of its own. Remove it."
+            )
+    if COMPRESSION in config.options:
+        raise Misuse(
+            f"--tier number {number}: {COMPRESSION} is not for here: --compression measures "
+            "compressed blocks beside those that are not. Remove it."
+        )
+    return config
+
+
+def _sizes(arguments: argparse.Namespace) -> list[int]:
+    words = [word for word in arguments.block_bytes.split(",") if word.strip()]
+    sizes = list(dict.fromkeys(read_bytes(word, "--block-bytes") for word in words))
+    if not sizes:
+        raise Misuse("--block-bytes names no size. Give one at least, e.g. 64KiB.")
+    for size in sizes:
+        check_pages(size)
+    return sizes
+
+
+def _measure(tier: TierConfig, block_bytes: int, options: Options) -> Measured:
+    turns = options.rounds * sides_count(tier.type, options)
+    with progress(f"{tier.type}, blocks of {_size(block_bytes)}", turns) as shown:
+        try:
+            return asyncio.run(measure(tier, block_bytes, options, shown.advance))
+        except StoreFault as fault:
+            raise Misuse(
+                f"--tier: {tier.name} failed while it was measured: {fault}. Look at its server, "
+                "and start again."
+            ) from fault
+
+
+def _print_figures(
+    tier: TierConfig, found: Sequence[tuple[int, Sequence[Figures]]], options: Options
+) -> None:
+    rows = [
+        _row(size, each)
+        for size, of_size in found
+        for each in of_size
+        if each.is_best_client or not each.is_client
+    ]
+    columns = ["", "calls", "MB/s", "of rounds", "p50, ms", "p99, ms", "CPU s a GB", "ratio"]
+    table(f"{tier.type} tier", [*columns, "of rounds", "holds"], rows)
+    notes = [
+        ["calls", "how many at once, of how many blocks each; p50 and p99 are of one call"],
+        ["ratio", f"to the client's best MB/s; at least {BESIDE_CLIENT_MIN} is promised"],
+        ["bytes of a leg", f"{_size(options.leg_bytes)}, medians of {options.rounds} rounds"],
+        ["cores", f"{about_machine()['cores']}, shared with the server if it is on this machine"],
+    ]
+    table("", ["", ""], notes)
+
+
+def _row(size: int, each: Figures) -> list[str]:
+    side = each.side if not each.is_client else each.side.rpartition(",")[0]
+    return [
+        f"{_size(size)} {each.kind}: {side}",
+        f"{each.calls_at_once} of {each.blocks_a_call}",
+        f"{each.median_mb_per_s:,.0f}",
+        _range(each.mb_per_s, 0),
+        f"{each.call_p50_ms:.1f}",
+        f"{each.call_p99_ms:.1f}",
+        f"{statistics.median(each.cpu_s_per_gb):.2f}",
+        f"{each.median_ratio:.2f}" if not each.is_client else "",
+        _range(each.ratios, 2) if not each.is_client else "",
+        "" if each.holds is None else "yes" if each.holds else "NO",
+    ]
+
+
+def _to_json(tier: TierConfig, found: Sequence[tuple[int, Sequence[Figures]]]) -> dict[str, Any]:
+    sizes = [
+        {"block_bytes": size, "figures": [each.to_json() for each in of_size]}
+        for size, of_size in found
+    ]
+    return {"type": tier.type, "sizes": sizes}
+
+
+def _range(values: Sequence[float], digits: int) -> str:
+    return f"{min(values):,.{digits}f}..{max(values):,.{digits}f}"
+
+
+def _size(count: int) -> str:
+    if count % (1 << 20) == 0:
+        return f"{count >> 20} MiB"
+    return f"{count >> 10} KiB" if count % (1 << 10) == 0 else f"{count} bytes"

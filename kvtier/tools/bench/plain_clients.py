@@ -1,0 +1,79 @@
+"""What kvtier's tiers for shared storage are measured beside: each client library by itself.
+
+A plain client stores and loads the same blocks on the same server as the tier, without names of
+its own making, digests, signatures, retries or a look after the connection. What the library
+brings is left where the library puts it, so that a copy into the slot is not counted against it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from kvtier.errors import StoreFault
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvtier.plugin_api.backend import BackendContext
+
+CALLS_AT_ONCE: Final = (1, 4, 8)
+"""How many calls a plain client makes at once. Its best figure counts."""
+
+
+class PlainClient(ABC):
+    """One library's client at the server of one tier. Used on one event loop.
+
+    Calls raise ``StoreFault``, or what the library raises.
+    """
+
+    ways: ClassVar[tuple[str, ...]] = ("",)
+    """The ways in which the library can move several blocks in one call."""
+
+    library: str  #: its name and version
+
+    def __init__(self, options: Mapping[str, Any], context: BackendContext, token: str) -> None:
+        """Read the tier's options. Raises ``ConfigError`` and ``Misuse``.
+
+        ``token``: part of all names, so that nothing of others is touched.
+        """
+        self.options = dict(options)
+        self.context = context
+        self.token = token
+
+    @abstractmethod
+    def options_of_tier(self, part: str) -> dict[str, Any]:
+        """Return the tier's options, moved to a part of the benchmark's own place."""
+
+    @abstractmethod
+    async def open(self, memory: memoryview) -> None:
+        """Connect. ``memory``: what all buffers are part of."""
+
+    @abstractmethod
+    async def store(self, way: str, names: Sequence[str], views: Sequence[memoryview]) -> None:
+        """Store blocks in one call."""
+
+    @abstractmethod
+    async def load(self, way: str, names: Sequence[str], views: Sequence[memoryview]) -> None:
+        """Load blocks in one call. The views are for a library that loads into a buffer."""
+
+    @abstractmethod
+    async def remove(self, names: Sequence[str]) -> None:
+        """Remove blocks."""
+
+    @abstractmethod
+    async def remove_all(self) -> None:
+        """Remove all that the benchmark has stored, the tier's blocks and descriptions too."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Give up the connection."""
+
+
+def expect_blocks(lengths: Sequence[int], block_bytes: int) -> None:
+    """Raise ``StoreFault`` unless each length is that of a block."""
+    if any(length != block_bytes for length in lengths):
+        raise StoreFault(
+            f"the plain client got {sorted(set(lengths))} bytes instead of {block_bytes} for each "
+            "block. Give the server more room, or give fewer --bytes"
+        )

@@ -1,0 +1,286 @@
+"""What ``ls``, ``fsck`` and ``purge`` do to the folder of an ``fs`` tier.
+
+Every file is a block, and engines may be using the folder: what is removed is a miss for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier.errors import ConfigError
+from kvtier.tools.cli.exit_status import INTERRUPTED
+from kvtier.tools.cli.folders import age, gib, refusing, report
+from kvtier.tools.cli.terminal import progress, table
+from kvtier_backends.fs.offline.checking import Checked, check_folder
+from kvtier_backends.fs.offline.evicting import announce
+from kvtier_backends.fs.offline.inspection import BlockFile, FsFolder
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterable
+
+PROBLEMS: Final = 1
+ROWS_MAX: Final = 50
+_ANNOUNCED_AT_ONCE: Final = 1024
+
+
+@dataclass
+class Holding:
+    """The blocks of one namespace. Times are seconds since 1970."""
+
+    namespace: str
+    blocks: int = 0
+    bytes: int = 0
+    oldest_s: int | None = None
+    newest_s: int | None = None
+
+    def add(self, file: BlockFile) -> None:
+        """Add a block."""
+        stored_s = int(file.stored_s)
+        self.blocks += 1
+        self.bytes += file.size
+        self.oldest_s = min(stored_s, self.oldest_s or stored_s)
+        self.newest_s = max(stored_s, self.newest_s or 0)
+
+
+# --- ls ---
+
+
+def ls(arguments: argparse.Namespace) -> int:
+    """Show the folder. Returns the exit status."""
+    with refusing(arguments.path), FsFolder(arguments.path) as folder:
+        holdings, others, is_complete = _holdings(folder)
+        lease = folder.lease()
+    rows = sorted(map(asdict, holdings), key=lambda row: row["bytes"], reverse=True)
+    figures = {
+        "path": folder.path,
+        "complete": is_complete,
+        "capacity_bytes": None if lease is None else lease.capacity,
+        "cleaner": None if lease is None or lease.released else lease.holder,
+        "blocks": sum(row["blocks"] for row in rows),
+        "bytes": sum(row["bytes"] for row in rows),
+        "other_bytes": others,
+        "namespaces": rows,
+    }
+    report(arguments, figures, _show_listing)
+    return 0 if is_complete else INTERRUPTED
+
+
+def _holdings(folder: FsFolder) -> tuple[list[Holding], int, bool]:
+    holdings = {name: Holding(name) for name in folder.namespaces}
+    others = 0
+    try:
+        for file in folder.files():
+            if isinstance(file, BlockFile):
+                holdings.setdefault(file.namespace, Holding(file.namespace)).add(file)
+            else:
+                others += file
+    except KeyboardInterrupt:
+        return list(holdings.values()), others, False
+    return list(holdings.values()), others, True
+
+
+def _show_listing(figures: dict[str, Any]) -> None:
+    print(figures["path"])
+    capacity = figures["capacity_bytes"]
+    table(
+        "Folder",
+        ("", ""),
+        [
+            ("capacity, GiB", "-" if capacity is None else gib(capacity)),
+            ("cleaned by", figures["cleaner"] or "-"),
+            ("blocks", f"{figures['blocks']:,}"),
+            ("GiB of blocks", gib(figures["bytes"])),
+            ("GiB of other files", gib(figures["other_bytes"])),
+        ],
+    )
+    _show_namespaces("Blocks by namespace", figures["namespaces"])
+    if not figures["complete"]:
+        print("Interrupted: not everything was counted.")
+
+
+def _show_namespaces(title: str, rows: Iterable[dict[str, Any]]) -> None:
+    table(
+        title,
+        ("namespace", "blocks", "GiB", "oldest", "newest"),
+        [
+            (
+                row["namespace"],
+                f"{row['blocks']:,}",
+                gib(row["bytes"]),
+                age(row["oldest_s"]),
+                age(row["newest_s"]),
+            )
+            for row in rows
+        ],
+    )
+
+
+# --- fsck ---
+
+
+def fsck(arguments: argparse.Namespace) -> int:
+    """Verify the folder. Returns the exit status."""
+    repair = bool(arguments.repair)
+    with (
+        refusing(arguments.path),
+        FsFolder(arguments.path) as folder,
+        progress("checking blocks", None) as bar,
+    ):
+        checked = check_folder(folder, bar.advance, repair=repair)
+    figures = _checked_figures(folder.path, checked, repair=repair)
+    report(arguments, figures, _show_checked)
+    if not checked.is_complete:
+        return INTERRUPTED
+    return PROBLEMS if checked.cases else 0
+
+
+def _checked_figures(path: str, checked: Checked, *, repair: bool) -> dict[str, Any]:
+    return {
+        "path": path,
+        "complete": checked.is_complete,
+        "sound": checked.is_complete and not checked.cases,
+        "repair": repair,
+        "repaired": checked.repaired,
+        "blocks_sound": checked.blocks,
+        "blocks_unverified": checked.unverified,
+        "blocks_skipped": checked.skipped,
+        "bytes_read": checked.bytes_read,
+        "cases": dict(checked.cases),
+        "problems": [problem._asdict() for problem in checked.problems],
+    }
+
+
+def _show_checked(figures: dict[str, Any]) -> None:
+    print(figures["path"])
+    table(
+        "Found",
+        ("", ""),
+        [
+            ("sound blocks", f"{figures['blocks_sound']:,}"),
+            ("blocks without a checksum, not verified", f"{figures['blocks_unverified']:,}"),
+            ("blocks removed meanwhile, skipped", f"{figures['blocks_skipped']:,}"),
+            ("GiB read", gib(figures["bytes_read"])),
+        ],
+    )
+    problems = figures["problems"]
+    if problems:
+        rows = [(each["case"], each["file"], each["what"]) for each in problems[:ROWS_MAX]]
+        table("Problems", ("case", "file", "what"), rows)
+    if len(problems) > ROWS_MAX:
+        print(f"... and {len(problems) - ROWS_MAX:,} more; --json has them.")
+    print(_verdict(figures))
+
+
+def _verdict(figures: dict[str, Any]) -> str:
+    if not figures["complete"]:
+        return "Interrupted: not everything was checked."
+    count = sum(figures["cases"].values())
+    if not count:
+        return "Sound."
+    if not figures["repair"]:
+        return (
+            f"Problems: {count:,}. Nothing was changed: --repair removes what is damaged; an "
+            "engine removes it when it comes upon it."
+        )
+    left = count - figures["repaired"]
+    return f"Problems: {count:,}, of which {figures['repaired']:,} repaired, {left:,} left."
+
+
+# --- purge ---
+
+
+def purge(arguments: argparse.Namespace, before_s: int) -> int:
+    """Remove what was selected. Returns the exit status."""
+    dry = bool(arguments.dry_run)
+    with refusing(arguments.path), FsFolder(arguments.path) as folder:
+        namespace = _namespace(folder, arguments.namespace)
+        gone, failed, is_complete = _purge(folder, namespace, before_s, dry=dry)
+    figures = {
+        "path": folder.path,
+        "dry_run": dry,
+        "complete": is_complete,
+        "blocks": sum(holding.blocks for holding in gone.values()),
+        "bytes": sum(holding.bytes for holding in gone.values()),
+        "blocks_failed": failed,
+        "namespaces": [asdict(holding) for holding in gone.values()],
+    }
+    report(arguments, figures, _show_purged)
+    if not is_complete:
+        return INTERRUPTED
+    return PROBLEMS if failed else 0
+
+
+def _namespace(folder: FsFolder, given: str | None) -> str | None:
+    """Return the folder that is meant. Raises ``ConfigError``."""
+    if given is None:
+        return None
+    meant = [name for name in folder.namespaces if _is_meant(name, given)]
+    if len(meant) != 1:
+        some = "names none" if not meant else f"names {len(meant)}"
+        known = ", ".join(folder.namespaces) or "none"
+        raise ConfigError(
+            f"--namespace {given!r} {some} of the folder's namespaces. Give the name of a folder, "
+            f"or the first digits of its digest: {known}."
+        )
+    return meant[0]
+
+
+def _is_meant(name: str, given: str) -> bool:
+    return name == given or name.rpartition("_")[2].startswith(given.lower())
+
+
+def _purge(
+    folder: FsFolder, namespace: str | None, before_s: int, *, dry: bool
+) -> tuple[dict[str, Holding], int, bool]:
+    gone: dict[str, Holding] = {}
+    names: list[str] = []
+    failed = 0
+    try:
+        for file in folder.files():
+            if not isinstance(file, BlockFile) or file.stored_s >= before_s:
+                continue
+            if namespace not in (None, file.namespace):
+                continue
+            try:
+                is_removed = dry or folder.remove(file)
+            except OSError:
+                failed += 1
+                continue
+            if is_removed:
+                gone.setdefault(file.namespace, Holding(file.namespace)).add(file)
+                names.append(file.path)
+            if not dry and len(names) >= _ANNOUNCED_AT_ONCE:
+                announce(folder, names)
+                names.clear()
+    except KeyboardInterrupt:
+        return gone, failed, False
+    finally:
+        if not dry:
+            announce(folder, names)
+    return gone, failed, True
+
+
+def question(arguments: argparse.Namespace) -> str:
+    """Return what to ask before all of a folder goes."""
+    with refusing(arguments.path), FsFolder(arguments.path) as folder:
+        holdings, _, _ = _holdings(folder)
+        blocks = sum(holding.blocks for holding in holdings)
+        size = gib(sum(holding.bytes for holding in holdings))
+        return (
+            f"Remove all blocks from {folder.path}, which engines may be using: {blocks:,} blocks, "
+            f"{size} GiB, {len(holdings)} namespaces? [y/N] "
+        )
+
+
+def _show_purged(figures: dict[str, Any]) -> None:
+    verb = "Would be removed" if figures["dry_run"] else "Removed"
+    if figures["namespaces"]:
+        _show_namespaces(verb, figures["namespaces"])
+    size = f"{figures['blocks']:,} blocks, {gib(figures['bytes'])} GiB"
+    print(f"{figures['path']}: {verb.lower()}: {size}.")
+    if figures["blocks_failed"]:
+        print(f"{figures['blocks_failed']:,} blocks could not be removed.")
+    if not figures["complete"]:
+        print("Interrupted: the rest is as it was.")

@@ -1,0 +1,57 @@
+"""Puts Ctrl-C and SIGTERM off to where an interruption does no harm.
+
+A ``KeyboardInterrupt`` is raised between any two instructions. Where it strikes
+as ``threading.Condition`` has taken its lock, the lock is never given back, and
+whoever ends the threads behind it waits for ever.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import TYPE_CHECKING, Any, Final, Self
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+_HELD: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+class HeldSignals:
+    """A block in which these signals wait until one of the two functions, or the block's end.
+
+    Any thread may use it; no signal interrupts another than the main thread.
+    """
+
+    def __init__(self) -> None:
+        self._came: list[int] = []
+        self._handlers: dict[signal.Signals, Any] = {}  # of before; empty: nothing is put off
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in _HELD:
+                self._handlers[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.let_through()
+
+    def check(self) -> None:
+        """If a signal has come, let it through, as ``let_through`` does; else go on waiting."""
+        if self._came:
+            self.let_through()
+
+    def let_through(self) -> None:
+        """Put nothing off any more. What has come strikes now: ``KeyboardInterrupt``, as a rule."""
+        while self._handlers:
+            signal.signal(*self._handlers.popitem())
+        while self._came:
+            signal.raise_signal(self._came.pop())
+
+    def _note(self, number: int, _frame: object) -> None:
+        self._came.append(number)

@@ -1,0 +1,36 @@
+"""The stores that vLLM was granted and has not completed yet."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from kvtier.core.messages import StoreGrant
+
+
+class OpenGrants:
+    """By request, in the order granted."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, list[StoreGrant]] = {}
+
+    def add(self, request: str, grant: StoreGrant) -> None:
+        """Note a grant with at least one block."""
+        self._of.setdefault(request, []).append(grant)
+
+    def pop(self, keys: Collection[bytes], request: str) -> StoreGrant | None:
+        """Return the grant that a store of these keys ends with; None if there is none."""
+        grants = self._of.get(request, [])
+        for index, grant in enumerate(grants):
+            if grant.keys[0] in keys:
+                del grants[index]
+                if not grants:
+                    del self._of[request]
+                return grant
+        return None
+
+    def clear(self) -> None:
+        """Forget all: their completions will not come any more."""
+        self._of.clear()

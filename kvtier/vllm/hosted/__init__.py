@@ -1,0 +1,1 @@
+"""vLLM's own secondary tiers, hosted unchanged as tiers of kvtier."""

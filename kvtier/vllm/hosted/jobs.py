@@ -1,0 +1,266 @@
+"""Lookups and jobs of one tier of vLLM's, and the steps that it waits for.
+
+vLLM's tiers are polled: in each of the engine's steps the tier is asked for the
+jobs that ended, and at the step's end it does what it has collected. Here the
+tier has steps of its own: one at once when there is something new, then others
+at longer and longer intervals, until nothing is under way.
+
+A job counts as under way until the tier says how it ended, whoever still waits
+for it: until then it may touch the slots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+import anyio
+import numpy as np
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
+from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
+
+from kvtier.plugin_api.log import log
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
+
+    from kvtier.vllm.hosted.stats import HostedStats
+
+STEP_S: Final = 0.0002
+"""Between the first steps of a tier that has something to do."""
+
+STEP_S_MAX: Final = 0.005
+"""And between later ones: what takes long is noticed so much later."""
+
+FAILED_STEP_S: Final = 1.0
+"""And after one in which the tier could not say which jobs had ended."""
+
+LOOKUP_S_MAX: Final = 60.0
+"""A lookup that the tier does not resolve is given up. Whoever asked has a shorter deadline."""
+
+_UNRESOLVED: Final = (LookupResult.RETRY, LookupResult.HIT_PENDING)
+
+
+class HostedJobs:
+    """What is under way in a tier. All methods belong to the loop's thread, but ``under_way``."""
+
+    def __init__(
+        self,
+        tier: SecondaryTierManager,
+        name: str,
+        lost: Callable[[list[bytes]], None],
+        stats: HostedStats | None = None,
+    ) -> None:
+        """``name``: of the tier, for the log. ``lost``: told of what the tier has removed.
+
+        ``stats``: takes the tier's metrics.
+        """
+        self.unknown = 0  #: results of jobs that there are not, or that ended before
+        self._tier = tier
+        self._serve_peers: tuple[Callable[[], None], ...] = ()
+        self._name = name
+        self._lost = lost
+        self._stats = stats
+        self._waiting: dict[int, asyncio.Future[JobResult]] = {}  # the jobs under way
+        self._lookups = 0  # that are not resolved
+        self._next_id = 0
+        self._stepped = asyncio.Event()  # replaced at each step
+        self._wanted = asyncio.Event()
+        self._raised: set[str] = set()  # kinds of exceptions that are in the log already
+
+    @property
+    def under_way(self) -> int:
+        """How many jobs may still touch their slots. Any thread."""
+        return len(self._waiting)
+
+    def also(self, *serve_peers: Callable[[], None]) -> None:
+        """Have other engines served in each step, by these."""
+        self._serve_peers = serve_peers
+
+    async def go_on(self) -> None:
+        """Make steps whenever there is something to wait for, until cancelled."""
+        while True:
+            self._wanted.clear()
+            pause_s = STEP_S
+            while self._waiting or self._lookups or self._has_more_to_do():
+                goes_well = self._step()
+                pause_s = min(pause_s * 1.5, STEP_S_MAX) if goes_well else FAILED_STEP_S
+                with anyio.move_on_after(pause_s):
+                    await self._wanted.wait()
+                    self._wanted.clear()
+                    pause_s = STEP_S
+            await self._wanted.wait()
+
+    async def look_up(
+        self, keys: Sequence[bytes], context: ReqContext, is_over: Callable[[], bool]
+    ) -> list[bool]:
+        """Tell for each key whether the tier has it. Raises what the tier raises.
+
+        ``is_over``: nobody wants to know any more, and the tier is not to be asked again.
+        """
+        found = dict.fromkeys(keys, False)
+        unresolved = list(found)
+        self._lookups += 1
+        try:
+            async with asyncio.timeout(LOOKUP_S_MAX):
+                while unresolved and not is_over():
+                    results = {key: self._tier.lookup(key, context) for key in unresolved}
+                    found.update((key, results[key] is LookupResult.HIT) for key in unresolved)
+                    unresolved = [key for key in unresolved if results[key] in _UNRESOLVED]
+                    if unresolved:
+                        await self._next_step()
+        finally:
+            self._lookups -= 1
+        return [found[key] for key in keys]
+
+    async def run(
+        self,
+        submit: Callable[[TransferJob], None],
+        keys: Sequence[bytes],
+        slots: Sequence[int],
+        context: ReqContext,
+        *,
+        is_promotion: bool,
+    ) -> JobResult:
+        """Submit a job and wait for its end. Raises what ``submit`` raises."""
+        job, ended = self.new_job(keys, slots, context, is_promotion=is_promotion)
+        self.submit(submit, job)
+        return await asyncio.shield(ended)
+
+    def new_job(
+        self,
+        keys: Sequence[bytes],
+        slots: Sequence[int],
+        context: ReqContext,
+        *,
+        is_promotion: bool,
+    ) -> tuple[TransferJob, asyncio.Future[JobResult]]:
+        """Return a job, which is under way from now on, and what tells of its end."""
+        self._next_id += 1
+        job = TransferJob(
+            job_id=self._next_id,
+            keys=tuple(keys),
+            chunk_ids=np.array(slots, dtype=np.int32),
+            is_promotion=is_promotion,
+            req_context=context,
+        )
+        ended = self._waiting[job.job_id] = asyncio.get_running_loop().create_future()
+        return job, ended
+
+    def submit(self, submit: Callable[[TransferJob], None], job: TransferJob) -> None:
+        """Hand a job to the tier. Raises what ``submit`` raises."""
+        try:
+            submit(job)
+        except Exception:
+            # Nobody knows whether it has begun. If it may have, it is under way.
+            if self._drain():
+                raise
+        self._wanted.set()
+
+    def forget(self) -> None:
+        """Note that no job is under way any more, however it ended."""
+        self._waiting.clear()
+
+    @contextmanager
+    def request(self) -> Iterator[ReqContext]:
+        """Announce a request of its own for a call: the tier above serves many at once."""
+        self._next_id += 1
+        context = ReqContext(req_id=f"kvtier-{self._next_id}")
+        self._tier.on_new_request(context)
+        try:
+            yield context
+        finally:
+            self._tier.on_request_finished(context)
+
+    def _next_step(self) -> asyncio.Future[bool]:
+        self._wanted.set()
+        return asyncio.ensure_future(self._stepped.wait())
+
+    def _step(self) -> bool:
+        """Do what vLLM's manager does with a tier once in each of the engine's steps.
+
+        False: what has ended is not known.
+        """
+        # If it raises, results may be lost.
+        goes_well = self._goes_well(self._collect) or self._drain()
+        for serve in self._serve_peers:
+            self._goes_well(serve)
+        self._goes_well(lambda: self._tier.on_schedule_end(ScheduleEndContext((), ())))
+        self._goes_well(self._pass_on_removals)
+        self._goes_well(self._pass_on_stats)
+        stepped, self._stepped = self._stepped, asyncio.Event()
+        stepped.set()
+        return goes_well
+
+    def _pass_on_removals(self) -> None:
+        """What is stored is announced by the tier above, which knows it; what goes, by nobody."""
+        removed = [key for event in self._tier.take_events() if event.removed for key in event.keys]
+        if removed:
+            self._lost(removed)
+
+    def _pass_on_stats(self) -> None:
+        if self._stats is not None and self._stats.has_room:
+            reported = self._tier.get_stats()
+            if reported is not None and not reported.is_empty():
+                self._stats.post(reported)
+
+    def _drain(self) -> bool:
+        """End all jobs: wait until nothing touches a slot. False: the tier can't say."""
+        if not (self._goes_well(self._tier.drain_jobs) and self._goes_well(self._collect)):
+            return False
+        for number, ended in self._waiting.items():
+            if not ended.done():
+                ended.set_result(JobResult(number, success=False))
+        self._waiting.clear()
+        return True
+
+    def _collect(self) -> None:
+        for result in self._tier.get_finished_jobs():
+            ended = self._waiting.pop(result.job_id, None)
+            if ended is None:
+                self.unknown += 1
+            elif not ended.done():
+                ended.set_result(result)
+
+    def _has_more_to_do(self) -> bool:
+        has_more = False
+
+        def ask() -> None:
+            nonlocal has_more
+            has_more = self._tier.has_pending_work()
+
+        self._goes_well(ask)
+        return has_more
+
+    def _goes_well(self, call: Callable[[], object]) -> bool:
+        """Make a call that nobody waits for. False: it raised, which is said once a kind."""
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - a tier is anybody's code
+            kind = type(error).__name__
+            if kind not in self._raised:
+                self._raised.add(kind)
+                log.warning("a tier of vLLM's raised", tier=self._name, error=f"{kind}: {error}")
+            return False
+        return True
+
+
+def slots_in(view: memoryview, buffers: Iterator[memoryview]) -> list[int]:
+    """Return which rows of ``view`` the buffers are. Raises ``ValueError`` for any other."""
+    rows, row_bytes = view.shape or (0, 0)
+    first = _address(view)
+    slots = []
+    for buffer in buffers:
+        slot, rest = divmod(_address(buffer) - first, row_bytes)
+        if rest or not 0 <= slot < rows or buffer.nbytes != row_bytes:
+            raise ValueError("a buffer that is no slot of the primary tier")
+        slots.append(slot)
+    return slots
+
+
+def _address(buffer: memoryview) -> int:
+    address: int = np.asarray(buffer).__array_interface__["data"][0]
+    return address

@@ -1,0 +1,166 @@
+"""What vLLM's manager is to a tier that serves other engines: here, messages to the primary tier.
+
+The tier looks up keys for a request of a peer's. ``lookup`` answers RETRY until the primary tier
+has pinned the block, so that HIT is true for as long as the peer may read it, and the job that the
+tier then asks for is there at once. Only host memory is asked: what lies in other tiers a peer
+computes, or finds there itself.
+
+A pin ends with the job that reads the block; where no job took it, with the peer's request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext
+from vllm.v1.kv_offload.tiering.base import ParentManager
+
+from kvtier.plugin_api.backend import Loaded, Outcome, ServedRequest
+from kvtier.vllm.hosted.jobs import slots_in
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from vllm.v1.kv_offload.base import ReqContext
+    from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+    from kvtier.plugin_api.backend import Backend, LoadBlock, StoreBlock
+    from kvtier.vllm.hosted.jobs import HostedJobs
+
+
+class _Pin:
+    """A block that the primary tier has pinned."""
+
+    __slots__ = ("let_go", "slot")
+
+    def __init__(self, slot: int, let_go: asyncio.Future[None]) -> None:
+        self.slot = slot
+        self.let_go = let_go
+
+    def end(self) -> None:
+        """Let the primary tier have it back."""
+        if not self.let_go.done():
+            self.let_go.set_result(None)
+
+
+class PeerRequest(ServedRequest):
+    """A peer's request: what it has asked for, and what is pinned for it."""
+
+    def __init__(self, view: memoryview) -> None:
+        self.to_ask: list[bytes] = []
+        self._view = view
+        self._found: dict[bytes, _Pin | None] = {}  # None: it is being asked for, or not here
+        self._missing: set[bytes] = set()
+        self._is_over = False
+
+    def look_up(self, key: bytes) -> LookupResult:
+        """Tell whether the block is pinned; ask for it, the first time."""
+        if key not in self._found:
+            self._found[key] = None
+            self.to_ask.append(key)
+        if self._found[key] is not None:
+            return LookupResult.HIT
+        return LookupResult.MISS if key in self._missing else LookupResult.RETRY
+
+    def take(self, keys: Collection[bytes]) -> list[_Pin]:
+        """Return the pins of blocks that are a job's from now on. Raises ``KeyError``."""
+        pins = [pin for key in keys if (pin := self._found.get(key)) is not None]
+        if len(pins) < len(keys):
+            raise KeyError("a job for blocks that lookup did not call HIT")
+        for key in keys:
+            del self._found[key]
+        return pins
+
+    async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
+        """Keep the blocks pinned until nobody reads them."""
+        slots = slots_in(self._view, (block.buffer for block in blocks))
+        loop = asyncio.get_running_loop()
+        waited = []
+        for block, slot in zip(blocks, slots, strict=True):
+            if not self._is_over and self._found.get(block.key, block) is None:
+                pin = self._found[block.key] = _Pin(slot, loop.create_future())
+                waited.append(pin.let_go)
+        await asyncio.gather(*waited)
+        return [Outcome.ABSENT] * len(blocks)
+
+    def missing(self, keys: Sequence[bytes]) -> None:
+        """Answer MISS for these."""
+        self._missing.update(keys)
+
+    def end(self) -> None:
+        """Let go of what no job took."""
+        self._is_over = True
+        for pin in self._found.values():
+            if pin is not None:
+                pin.end()
+
+    async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        """Say no: it is no request of this engine's."""
+        return [False] * len(keys)
+
+    async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
+        """Bring nothing: it is no request of this engine's."""
+        return [Loaded(Outcome.ABSENT)] * len(blocks)
+
+
+class Parent(ParentManager):  # type: ignore[misc]  # vllm has no stubs
+    """Answers a tier's questions for its peers. All on the loop's thread."""
+
+    def __init__(
+        self, tier: SecondaryTierManager, backend: Backend, jobs: HostedJobs, view: memoryview
+    ) -> None:
+        self._tier = tier
+        self._backend = backend
+        self._jobs = jobs
+        self._view = view
+        self._open: dict[str, PeerRequest] = {}
+
+    def serve(self) -> None:
+        """Let the tier serve its peers, and ask the primary tier for what it then looked up."""
+        try:
+            self._tier.serve_external_requests(self)
+        finally:
+            self._ask()
+
+    def _ask(self) -> None:
+        for name, each in self._open.items():
+            if each.to_ask:
+                self._backend.on_wanted(_named(name), each.to_ask, each)
+                each.to_ask = []
+
+    @override
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._open[req_context.req_id] = PeerRequest(self._view)
+        return RequestOffloadingContext()
+
+    @override
+    def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
+        return self._open[req_context.req_id].look_up(key)
+
+    @override
+    def create_store_job(self, keys: Collection[bytes], req_context: ReqContext) -> TransferJob:
+        ordered = list(keys)
+        pins = self._open[req_context.req_id].take(ordered)
+        slots = [pin.slot for pin in pins]
+        job, ended = self._jobs.new_job(ordered, slots, req_context, is_promotion=False)
+
+        def let_go(_ended: asyncio.Future[JobResult]) -> None:
+            for pin in pins:
+                pin.end()
+
+        ended.add_done_callback(let_go)
+        return job
+
+    @override
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        ended = self._open.pop(req_context.req_id, None)
+        if ended is not None:
+            ended.end()
+            self._backend.on_wanted_no_more(_named(req_context.req_id))
+
+
+def _named(peers_request: str) -> str:
+    """Return a name that no request of the engine's own has."""
+    return f"\x00peer:{peers_request}"

@@ -1,0 +1,155 @@
+"""One of the engine's requests, at a tier of vLLM's that goes by request.
+
+The tier sees the request as vLLM's manager would show it: its id and its
+``kv_transfer_params``. No digests are kept: what one request is brought is no other's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import compress
+from typing import TYPE_CHECKING
+
+from kvtier.plugin_api.backend import Loaded, Outcome, ServedRequest
+from kvtier.vllm.hosted.jobs import slots_in
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.v1.kv_offload.base import ReqContext
+    from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
+
+    from kvtier.plugin_api.backend import LoadBlock, StoreBlock
+    from kvtier.vllm.hosted.jobs import HostedJobs
+    from kvtier.vllm.hosted.late_writes import Peers
+    from kvtier.vllm.hosted.takers import Takers
+
+
+class HostedRequest(ServedRequest):
+    """Announces the request; ``end`` tells the tier that it is over."""
+
+    def __init__(
+        self,
+        tier: SecondaryTierManager,
+        jobs: HostedJobs,
+        view: memoryview,
+        context: ReqContext,
+    ) -> None:
+        self._tier = tier
+        self._jobs = jobs
+        self._view = view
+        self._context = context
+        self._is_over = False
+        tier.on_new_request(context)
+
+    async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        """Look the keys up, until the request is over."""
+        return await self._jobs.look_up(keys, self._context, lambda: self._is_over)
+
+    async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
+        """Have the blocks loaded by one job. What it did not load, the request does without."""
+        if self._is_over:
+            return [Loaded(Outcome.ABSENT)] * len(blocks)
+        keys = [block.key for block in blocks]
+        slots = slots_in(self._view, (block.buffer for block in blocks))
+        result = await self._jobs.run(
+            self._tier.submit_load, keys, slots, self._context, is_promotion=True
+        )
+        loaded = set(keys if result.success else result.successful_keys or ())
+        return [Loaded(Outcome.DONE if key in loaded else Outcome.ABSENT) for key in keys]
+
+    async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
+        """Have the blocks taken by one job. That nobody came for them is no failure."""
+        keys = [block.key for block in blocks]
+        slots = slots_in(self._view, (block.buffer for block in blocks))
+        result = await self._jobs.run(
+            self._tier.submit_store, keys, slots, self._context, is_promotion=False
+        )
+        return [Outcome.DONE if result.success else Outcome.ABSENT] * len(blocks)
+
+    def end(self) -> None:
+        """Tell the tier that the request is over."""
+        self._is_over = True
+        self._tier.on_request_finished(self._context)
+
+
+class PeersBlocks(HostedRequest):
+    """A request at vLLM's ``p2p`` tier, which may load from a peer, or give to one."""
+
+    def __init__(
+        self,
+        tier: SecondaryTierManager,
+        jobs: HostedJobs,
+        view: memoryview,
+        context: ReqContext,
+        peers: Peers,
+        takers: Takers,
+    ) -> None:
+        super().__init__(tier, jobs, view, context)
+        self._peers = peers
+        self._takers = takers
+        self._submitting = asyncio.Lock()
+        params = context.kv_transfer_params or {}
+        self._has_taker = "remote_decoder" in params
+        self._comes_once = "remote_prefiller" in params
+        self._loads = 0  # that the tier has not ended
+        self._has_loaded = False
+        self._stores = 0  # that the tier has not ended
+        self._has_stored = False
+
+    async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
+        """Have the peer write the blocks that it has. Returns when it will not write any more.
+
+        A load closes what the peer has pinned for the request, so that another one must look up
+        again: one after the other, each together with its lookup. What a prefill engine keeps
+        for the request, it lets go of with the first load: to another it would never answer.
+        """
+        async with self._submitting:
+            keys = [block.key for block in blocks]
+            if self._comes_once and self._has_loaded:
+                return [Loaded(Outcome.ABSENT)] * len(keys)
+            there = set(compress(keys, await self.probe(keys)))
+            wanted = [block for block in blocks if block.key in there]
+            peer = self._peers.peer_of(self._context)
+            if self._is_over or not wanted or peer is None or peer.is_away():
+                return [Loaded(Outcome.ABSENT)] * len(blocks)
+            slots = slots_in(self._view, (block.buffer for block in wanted))
+            wanted_keys = [block.key for block in wanted]
+            job, ended = self._jobs.new_job(wanted_keys, slots, self._context, is_promotion=True)
+            self._jobs.submit(self._tier.submit_load, job)
+            self._loads += 1
+            self._has_loaded = True
+        result = await asyncio.shield(ended)
+        is_said = result.success or peer.has_said_so()
+        self._loads -= 1
+        self._finish_if_over()
+        if not is_said:
+            await peer.writes_no_more()
+        loaded = there if result.success else set()
+        return [Loaded(Outcome.DONE if key in loaded else Outcome.ABSENT) for key in keys]
+
+    async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
+        """Keep the blocks for the peer that the request is computed for, if there is one."""
+        if not self._has_taker:
+            return [Outcome.ABSENT] * len(blocks)
+        self._stores += 1
+        self._has_stored = True
+        try:
+            return await super().store(blocks)
+        finally:
+            self._stores -= 1
+
+    def end(self) -> None:
+        """Tell the tier that the request is over, once its loads are: else it would abort them.
+
+        A peer that aborts may go on writing for a while. One that is left alone says when it is
+        done.
+        """
+        self._is_over = True
+        self._finish_if_over()
+
+    def _finish_if_over(self) -> None:
+        if self._is_over and not self._loads:
+            self._tier.on_request_finished(self._context)
+            if self._has_taker:
+                self._takers.add(self._context, lambda: self._stores > 0 or not self._has_stored)

@@ -1,0 +1,76 @@
+"""The metrics of hosted tiers, on their way from a tier's thread to vLLM.
+
+vLLM's tiers count for themselves until they are asked, and define their metrics beforehand. What
+one reports is passed on only as far as it has defined it: vLLM's front end ends at
+anything else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier.errors import ConfigError
+from kvtier.vllm.hosted.tier_class import hosted_in
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        OffloadingConnectorStats,
+    )
+    from vllm.v1.kv_offload.base import OffloadingMetricMetadata
+
+    from kvtier.vllm.watch import Sample
+
+WAITING_MAX: Final = 64
+"""Reports that wait for an engine that stands still. The tiers count on, and report later."""
+
+
+class HostedStats:
+    """What tiers have reported, and vLLM has not been told."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[OffloadingConnectorStats] = deque()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a tier may be asked. Any thread."""
+        return len(self._waiting) < WAITING_MAX
+
+    def post(self, stats: OffloadingConnectorStats) -> None:
+        """Take what a tier reports, which is nobody else's from now on. Any thread."""
+        self._waiting.append(stats)
+
+    def report(self, sample: Sample) -> None:
+        """Add all of it to a sample. Scheduler's thread."""
+        while self._waiting:
+            reported = self._waiting.popleft().data
+            for metric, values in reported["data"].items():
+                kind = reported["types"][metric]
+                for label, value in values.items():
+                    if kind == "counter":
+                        sample.count(metric, value, label)
+                    elif kind == "gauge":
+                        sample.set(metric, value, label)
+                    else:
+                        for each in value:
+                            sample.observe(metric, each, label)
+
+
+def definitions_of(tiers: Iterable[Mapping[str, Any]]) -> dict[str, OffloadingMetricMetadata]:
+    """Return the metrics that the hosted ones among these tiers define, by name.
+
+    ``tiers``: entries of kvtier's ``secondary_tiers``. One that can't be hosted defines
+    none: it is refused when it is built, by its name.
+    """
+    definitions: dict[str, OffloadingMetricMetadata] = {}
+    for tier in tiers:
+        try:
+            hosted = hosted_in(tier)
+        except ConfigError:
+            continue
+        if hosted is not None:
+            found, options = hosted
+            definitions.update(found.build_metric_definitions(options))
+    return definitions

@@ -1,0 +1,50 @@
+"""Peers that requests were computed for: whoever asks when one is over is told that it is.
+
+vLLM's ``p2p`` tier says so to a peer that has asked before. One that asks afterwards, for a block
+that was never kept for it, would wait for its own deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.v1.kv_offload.base import ReqContext
+    from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
+
+UNFETCHED_S: Final = 45.0
+"""How long a prefill engine keeps blocks for a peer that hasn't asked; a store is late at 60 s."""
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """A request that is over. ``may_be_asked``: by a peer, for what it has or should have kept."""
+
+    context: ReqContext
+    may_be_asked: Callable[[], bool]
+    until: float
+
+
+class Takers:
+    """The requests that are over, and that a peer may still ask for. Loop thread only."""
+
+    def __init__(self, tier: SecondaryTierManager) -> None:
+        self._tier = tier
+        self._ended: list[_Ended] = []
+
+    def add(self, context: ReqContext, may_be_asked: Callable[[], bool]) -> None:
+        """Note that a request is over."""
+        until = asyncio.get_running_loop().time() + UNFETCHED_S
+        self._ended.append(_Ended(context, may_be_asked, until))
+
+    def tell(self) -> None:
+        """Tell those who have asked since the last time."""
+        now = asyncio.get_running_loop().time()
+        asked = self._ended
+        self._ended = [each for each in asked if each.may_be_asked() and now < each.until]
+        for each in asked:
+            self._tier.on_request_finished(each.context)

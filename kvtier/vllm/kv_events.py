@@ -1,0 +1,281 @@
+"""The facade's event stream in the words of vLLM's KV events, so that routers' indexes stay true.
+
+vLLM's connector turns what is returned here into ``BlockStored`` and
+``BlockRemoved``. With ``self_describing_kv_events`` it adds tokens and parents,
+which it learns from requests: when a block is stored, and when a lookup finds
+it (``OffloadingEventsTracker`` in
+``vllm/distributed/kv_transfer/kv_connector/v1/offloading/events.py``). It
+forgets them with the last place that a block was announced in. Routers drop
+what comes without tokens. So three things are done here:
+
+- What vLLM can't describe waits until it can: blocks that a tier found again
+  after a restart, until a request first meets them, heads before tails.
+- Each removal is announced as long as vLLM can still name all hashes of a block.
+- What a reset or a tier's end takes with it is announced block by block. vLLM
+  publishes ``AllBlocksCleared`` only if no request uses the GPU at that moment.
+
+Routers (llm-d's, Dynamo's) know a block's medium and not its tier. So where two
+tiers have one medium, a block that leaves one of them is announced for the
+other once more; and a removal never names blocks that routers know beside
+others that they have forgotten with the other tier's removal: Dynamo ends a
+removal at the first block that it doesn't know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import islice
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadingEvent
+
+from kvtier.core.events import PRIMARY, EventKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from kvtier.core.events import Event
+
+AT_ONCE: Final = 4096
+"""So many blocks of a tier are announced a step after a reset: a million would be a pause."""
+
+_HAS_METADATA_ONLY: Final = "metadata_only" in {
+    field.name for field in dataclasses.fields(OffloadingEvent)
+}
+"""vLLM 0.33: an event that ends what its tracker keeps of a block, and announces nothing."""
+
+
+DESCRIBED_RESULTS: Final = (
+    (LookupResult.HIT, LookupResult.HIT_PENDING) if _HAS_METADATA_ONLY else (LookupResult.HIT,)
+)
+"""The answers to a lookup on which vLLM's connector describes the block."""
+
+
+class Place(NamedTuple):
+    """How a tier is named in an event. ``removals``: whether it will announce each that goes."""
+
+    medium: Medium | None
+    locality: Locality | None
+    ownership: str | None
+    removals: Callable[[], bool]
+
+
+class _Contents:
+    """What one tier has, by whether that is known outside."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        # Dicts, because they keep the order: heads come before tails.
+        self.announced: dict[bytes, None] = {}
+        self.waiting: dict[bytes, None] = {}  # resident; vLLM can't describe it yet
+        self.withdrawn: dict[bytes, None] = {}  # gone or forgotten; to be announced as removed
+        self.gone: set[bytes] = set()  # of those, what routers have no longer in this medium
+
+    def withdraw(self) -> None:
+        """Take back all that was announced."""
+        self.withdrawn.update(self.announced)
+        self.announced.clear()
+
+
+class KVEvents:
+    """Translates one engine's events. Scheduler thread only."""
+
+    def __init__(self, tiers: Sequence[Place], *, self_describing: bool) -> None:
+        primary = Place(Medium.CPU, None, None, lambda: True)
+        self._places = {
+            number: _Contents(place) for number, place in enumerate([primary, *tiers], PRIMARY)
+        }
+        # The other tiers of the same medium.
+        self._beside = {
+            number: {
+                other: theirs
+                for other, theirs in self._places.items()
+                if other != number and theirs.place.medium is contents.place.medium
+            }
+            for number, contents in self._places.items()
+        }
+        self._self_describing = self_describing
+        # As vLLM's tracker has it: the tiers for whose removals it keeps a block's description.
+        self._described: dict[bytes, set[int]] = {}
+        self._met: dict[bytes, None] = {}  # described since the last step
+        self._doubtful: set[bytes] = set()  # announced again; a router without the head drops it
+        self._out: list[OffloadingEvent] = []
+
+    def describe(self, keys: Iterable[bytes]) -> None:
+        """Note blocks that vLLM has described as being in the primary tier, or on the way there.
+
+        Those that ``prepare_store`` granted, and those that a lookup found.
+        """
+        for key in keys:
+            kept = self._described.get(key)
+            if kept is None:
+                self._described[key] = {PRIMARY}
+                self._met[key] = None
+            else:
+                kept.add(PRIMARY)
+                if key in self._doubtful:
+                    self._met[key] = None
+
+    def is_behind(self) -> bool:
+        """Tell whether more is to be announced than one step could."""
+        return any(contents.withdrawn for contents in self._places.values())
+
+    def reset(self, events: Iterable[Event]) -> None:
+        """Follow vLLM's reset, which forgets all descriptions. ``events``: all up to its end."""
+        self._described.clear()
+        self._met.clear()
+        self._doubtful.clear()
+        for contents in self._places.values():
+            contents.waiting |= contents.announced
+            contents.withdraw()
+        self._note(events)
+
+    def take(self, events: Iterable[Event]) -> list[OffloadingEvent]:
+        """Return what is to be announced of ``events`` and of what waited."""
+        self._note(events)
+        self._announce_waiting()
+        self._announce_withdrawn()
+        out, self._out = self._out, []
+        self._forget_undescribed(out)
+        return out
+
+    def _note(self, events: Iterable[Event]) -> None:
+        for kind, keys, number in events:
+            contents = self._places[number]
+            if kind is EventKind.STORED:
+                self._stored(number, [key for key in keys if key not in contents.announced])
+            elif kind is EventKind.REMOVED:
+                for key in keys:
+                    contents.waiting.pop(key, None)
+                self._removed(number, [key for key in keys if key in contents.announced])
+            elif kind is EventKind.LAPSED:
+                self._lapsed(keys)
+            else:
+                contents.waiting.clear()
+                contents.withdraw()
+
+    def _stored(self, number: int, keys: Sequence[bytes]) -> None:
+        """Announce what vLLM can describe; the rest waits."""
+        contents = self._places[number]
+        if self._self_describing:
+            contents.waiting.update(dict.fromkeys(k for k in keys if k not in self._described))
+            keys = [key for key in keys if key in self._described]
+        # The removal first: whoever counts would take it for that of the new one.
+        self._emit_removed(number, [key for key in keys if key in contents.withdrawn])
+        contents.announced.update(dict.fromkeys(keys))
+        self._emit_stored(number, keys)
+
+    def _removed(self, number: int, keys: Sequence[bytes]) -> None:
+        """Announce that a tier has lost blocks."""
+        contents = self._places[number]
+        for key in keys:
+            del contents.announced[key]
+        self._doubtful.difference_update(keys)
+        self._take_back(number, keys)
+
+    def _take_back(self, number: int, keys: Sequence[bytes]) -> None:
+        """Announce that blocks are not in a tier, and that others of its medium have them."""
+        others = self._beside[number]
+        elsewhere = {key for theirs in others.values() for key in keys if key in theirs.announced}
+        gone = [key for key in keys if key in self._places[number].gone]
+        apart = elsewhere.union(gone)
+        # One by one: tails go first, and a router must know a block's head to take it again.
+        # So heads that are nowhere else leave after their tails are announced again.
+        for key in keys:
+            if key in elsewhere:
+                self._emit_removed(number, [key])
+                self._announce_again(key, others)
+                self._doubtful.add(key)
+        self._emit_removed(number, [key for key in keys if key not in apart])
+        self._emit_removed(number, gone)
+
+    def _announce_again(self, key: bytes, places: Mapping[int, _Contents]) -> None:
+        """Announce that a block is where routers take it to be gone from."""
+        for number, contents in places.items():
+            if key in contents.announced:
+                del contents.announced[key]
+                self._emit_removed(number, [key])
+                self._stored(number, [key])
+
+    def _lapsed(self, keys: Sequence[bytes]) -> None:
+        """Have vLLM forget what it has described and what never came."""
+        place = self._places[PRIMARY].place
+        keys = [key for key in keys if PRIMARY in self._described.get(key, ())]
+        if _HAS_METADATA_ONLY:
+            for key in keys:
+                self._described[key].discard(PRIMARY)
+            self._emit(place, keys, removed=True, metadata_only=True)
+        else:  # vLLM 0.32: both in one batch, so that nobody sees the block in between
+            self._emit(place, keys, removed=False, removal_expected=True)
+            self._take_back(PRIMARY, keys)
+
+    def _announce_waiting(self) -> None:
+        """Announce what vLLM can describe since the last step; without descriptions, all."""
+        for number, contents in self._places.items():
+            waiting = contents.waiting
+            if waiting:
+                ready: Iterable[bytes] = self._met if self._self_describing else waiting
+                keys = list(islice((key for key in ready if key in waiting), AT_ONCE))
+                for key in keys:
+                    del waiting[key]
+                self._stored(number, keys)
+        for key in self._met:
+            if key in self._doubtful:
+                self._doubtful.discard(key)
+                self._announce_again(key, self._places)
+        self._met.clear()
+
+    def _announce_withdrawn(self) -> None:
+        """Announce what is gone.
+
+        What is on its way back into the primary tier is announced with that: vLLM's tracker
+        has described it already, and would forget it with the removal.
+        """
+        for number, contents in self._places.items():
+            if contents.withdrawn:
+                gone: Iterable[bytes] = contents.withdrawn
+                if number == PRIMARY:
+                    gone = (key for key in gone if PRIMARY not in self._described.get(key, ()))
+                self._take_back(number, list(islice(gone, AT_ONCE)))
+
+    def _forget_undescribed(self, out: Iterable[OffloadingEvent]) -> None:
+        """Do what vLLM's tracker does at the end of a batch with what is nowhere any more."""
+        for event in out:
+            if event.removed:
+                for key in event.keys:
+                    if not self._described.get(key, {PRIMARY}):
+                        del self._described[key]
+
+    def _emit_stored(self, number: int, keys: Sequence[bytes]) -> None:
+        place = self._places[number].place
+        removals = place.removals()
+        for theirs in self._beside[number].values():
+            theirs.gone.difference_update(keys)
+        if removals and self._self_describing:
+            for key in keys:
+                self._described[key].add(number)
+        self._emit(place, keys, removed=False, removal_expected=removals)
+
+    def _emit_removed(self, number: int, keys: Sequence[bytes]) -> None:
+        contents = self._places[number]
+        for key in keys:
+            contents.withdrawn.pop(key, None)
+            self._described.get(key, set()).discard(number)
+        contents.gone.difference_update(keys)
+        for theirs in self._beside[number].values():
+            theirs.gone.update(key for key in keys if key in theirs.withdrawn)
+        self._emit(contents.place, keys, removed=True)
+
+    def _emit(self, place: Place, keys: Sequence[bytes], *, removed: bool, **more: bool) -> None:
+        if not keys:
+            return
+        self._out.append(
+            OffloadingEvent(
+                keys=list(keys),
+                medium=place.medium,
+                removed=removed,
+                locality=place.locality,
+                ownership=place.ownership,
+                **more,
+            )
+        )

@@ -1,0 +1,85 @@
+"""The namespace of a kvtier tier under vLLM's own ``TieringOffloadingSpec``.
+
+vLLM gives a tier the spec, and the spec an ``OffloadingConfig``: the model's name and no more.
+Under kvtier's own spec, rank 0 leaves its facts in the shared memory; here there is no place
+for them. But vLLM builds a tier while it builds its connector, which was given the whole
+configuration: it is found in the calls that lead here. Where it is not, the tier's blocks
+are shared with no other engine, and none is found after a restart.
+
+Which attention backend was chosen only workers know, unless they live in this process.
+What it is chosen by are facts instead: what was asked for, and the device.
+
+Rows have the same shape under both specs today. That is no promise of vLLM's, so the spec's
+name is a fact: blocks of the two never meet.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.platforms import current_platform
+
+from kvtier.errors import InternalError
+from kvtier.vllm.namespace import build_namespace, facts_or_reason, worker_facts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+    from vllm.v1.kv_offload.base import OffloadingSpec
+
+    from kvtier.plugin_api.backend import Namespace
+
+FRAMES_MAX: Final = 50
+_NAME: Final = "vllm_config"
+
+
+def namespace_of(spec: OffloadingSpec) -> Namespace:
+    """Return the namespace of an engine's tiers. Scheduler process, while vLLM builds them."""
+    kind = type(spec)
+    described = facts_or_reason(engine_facts)
+    return build_namespace(
+        spec.config, {**described, "spec": f"{kind.__module__}.{kind.__qualname__}"}
+    )
+
+
+def engine_facts() -> dict[str, Any]:
+    """Return what is known here of the engine's model. Raises whatever vLLM's objects raise."""
+    config = _vllm_config()
+    return {**worker_facts(config), **_choices(config)}
+
+
+def _choices(config: VllmConfig) -> dict[str, Any]:
+    """Return by what the workers choose an attention backend, and so the order of bytes."""
+    attention = getattr(config, "attention_config", None)
+    return {
+        "attention_asked_for": [
+            str(getattr(attention, "backend", None)),
+            os.environ.get("VLLM_ATTENTION_BACKEND"),
+        ],
+        "device": str(current_platform.get_device_name()),
+    }
+
+
+def _vllm_config() -> VllmConfig:
+    """Return the configuration of the engine that is being built. Raises ``InternalError``."""
+    current = get_current_vllm_config_or_none()
+    if current is not None:
+        return current
+    for frame in _callers():
+        found = frame.f_locals.get(_NAME)
+        if isinstance(found, VllmConfig):
+            return found
+    raise InternalError(f"none of the calls that lead to the tier has a {_NAME}")
+
+
+def _callers() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - public in all but its name
+    for _ in range(FRAMES_MAX):
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back

@@ -1,0 +1,159 @@
+"""What the engine's steps compute of prompts, as far as vLLM's offloading interface shows it.
+
+vLLM tells a manager neither how many tokens a step computes, nor how long it takes. But it
+offers each step's new chunks to be stored, with the tokens that they end at, in the
+step that computes them; it calls ``on_schedule_end`` once a step; and it looks up a
+request behind what the GPU has of it, before it is scheduled. So a request has computed what
+is offered behind the first key that it looked up, behind what it loaded, and behind what
+was offered before; up to the end of its prompt, as generated tokens are computed one by one.
+It is exact but for the prompt's last, partial chunk.
+
+Time counts while the engine has a request that waits for nothing. vLLM 0.32 offers a step's
+chunks after its ``on_schedule_end``, so that they are known when the step has ended; 0.33 offers
+them before that, so they are kept for one step more. What async scheduling shifts is for
+``kvtier/engine/prefill_speed.py`` to find out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvtier.core.load_messages import Place
+from kvtier.engine.prefill_speed import LAG_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    from kvtier.engine.facade import SchedulerFacade
+    from kvtier.plugin_api.keys import RequestId
+
+
+class _Prompt:
+    """How far one request's prompt has come, in tokens."""
+
+    __slots__ = ("computed", "end")
+
+    def __init__(self, computed: int | None, end: int) -> None:
+        self.computed = computed  # None: not known, as nothing was looked up
+        self.end = end
+
+
+class PrefillSteps:
+    """Adds up what one engine computes, step by step. ``tell``: the facade's method."""
+
+    def __init__(
+        self,
+        chunk_tokens: int,
+        tell: Callable[[int, int, float | None], None],
+        *,
+        is_wanted: bool,
+        offers_first: bool,
+    ) -> None:
+        """``chunk_tokens``: that a key covers, where there is one KV-cache group.
+
+        ``is_wanted``: whether anything is decided by it; else nothing is noted.
+        ``offers_first``: whether vLLM offers a step's chunks before it calls ``on_schedule_end``.
+        """
+        self._is_wanted = is_wanted
+        self._offers_first = offers_first
+        self._begun = (0, 0)  # what the step that has begun computes
+        self._chunk_tokens = chunk_tokens
+        self._tell = tell
+        self._prompts: dict[RequestId, _Prompt] = {}
+        self._loading: set[RequestId] = set()  # nothing is computed of these
+        self._tokens = self._attention = 0  # of this step
+        self._quiet = LAG_MAX  # steps in a row that computed no prompt
+        self._began = 0.0  # the step before ended
+        self._busy_until: float | None = None  # since then there is nothing to compute
+        self._was_busy = False
+
+    @classmethod
+    def of(cls, facade: SchedulerFacade, chunk_tokens: int, *, offers_first: bool) -> PrefillSteps:
+        """Return what tells this facade."""
+        return cls(
+            chunk_tokens,
+            facade.on_step_computed,
+            is_wanted=facade.learns_from_steps,
+            offers_first=offers_first,
+        )
+
+    def looks_up(self, request: RequestId, key: bytes, end_of: dict[bytes, int]) -> Place | None:
+        """Note that a request waits, and looks up ``key`` first. Return where that stands."""
+        end = end_of.get(key) if self._is_wanted else None
+        if end is None:
+            return None
+        first = max(0, end - self._chunk_tokens)
+        self._prompts[request] = _Prompt(first, next(reversed(end_of.values())))
+        return Place(first, self._chunk_tokens)
+
+    def looks_up_from(
+        self, request: RequestId, first_token: int, end_of: Mapping[bytes, int]
+    ) -> None:
+        """Note the same of a request whose keys belong to several groups."""
+        if self._is_wanted:
+            self._prompts[request] = _Prompt(first_token, max(end_of.values(), default=0))
+
+    def loads(self, request: RequestId, keys: Collection[bytes], end_of: dict[bytes, int]) -> None:
+        """Note that the GPU reads a request's prompt up to the last of ``keys``.
+
+        It computes nothing of them. Of several groups, all are read up to the same token.
+        """
+        if not self._is_wanted:
+            return
+        prompt = self._prompts.get(request)
+        if prompt is not None and prompt.computed is not None and keys:
+            prompt.computed = max(prompt.computed, end_of.get(_last(keys), 0))
+        self._loading.add(request)
+
+    def has_loaded(self, request: RequestId) -> None:
+        """Note that the GPU has read them."""
+        self._loading.discard(request)
+
+    def offers(self, request: RequestId, keys: Collection[bytes], end_of: dict[bytes, int]) -> None:
+        """Note that a request has computed its prompt up to the last of ``keys``."""
+        if not (keys and self._is_wanted):
+            return
+        end = end_of.get(_last(keys), 0)
+        prompt = self._prompts.get(request)
+        if prompt is None:  # there was nothing to look up; how much the GPU had is not known
+            self._prompts[request] = _Prompt(end, next(reversed(end_of.values()), 0))
+            return
+        before = prompt.computed
+        end = min(end, prompt.end)
+        if before is None or end <= before:
+            return
+        prompt.computed = end
+        self._tokens += end - before
+        self._attention += end * end - before * before
+
+    def ends(self, request: RequestId) -> None:
+        """Forget a request."""
+        self._prompts.pop(request, None)
+        self._loading.discard(request)
+
+    def is_idle(self, now: float, others: int) -> None:
+        """Note that of ``others`` running requests none is left that computes anything."""
+        if others <= len(self._loading) and self._was_busy and self._busy_until is None:
+            self._busy_until = now
+
+    def step_ends(self, now: float, others: int) -> None:
+        """Tell of a step. ``others``: running requests, but for those that wait for lookups."""
+        if not self._is_wanted:
+            return
+        tokens, attention = self._tokens, self._attention
+        self._tokens = self._attention = 0
+        if self._offers_first:
+            (tokens, attention), self._begun = self._begun, (tokens, attention)
+        self._quiet = 0 if tokens else self._quiet + 1
+        if self._quiet <= LAG_MAX:
+            until = now if self._busy_until is None else self._busy_until
+            self._tell(tokens, attention, until - self._began if self._was_busy else None)
+        self._began = now
+        self._busy_until = None
+        self._was_busy = others > len(self._loading)
+
+
+def _last(keys: Collection[bytes]) -> bytes:
+    """Return the last one. vLLM gives lists: anything else takes longer."""
+    return keys[-1] if isinstance(keys, Sequence) else list(keys)[-1]

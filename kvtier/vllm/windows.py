@@ -1,0 +1,48 @@
+"""Refuses blocks of several vLLM blocks for layers that look back a limited way only.
+
+vLLM's connector leaves out of a store what has left a sliding window. It takes a
+vLLM block that another request shares for such a one too, so a block of ours
+may be stored with a hole: bytes that nobody wrote, which a later request loads
+(seen in 0.32, and its 0.33 code is the same: ``_update_req_states`` in
+``vllm/distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py``). With
+one vLLM block in each of ours there is nothing to leave out of one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
+
+from kvtier.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.v1.kv_offload.config import OffloadingConfig
+
+
+def check_windows(config: OffloadingConfig, vllm_config: Callable[[], Any]) -> None:
+    """Raise ``ConfigError`` if blocks could be stored with holes. Worker process, layers loaded.
+
+    ``vllm_config``: called only if it matters; the worker's whole configuration.
+    """
+    if config.cache.blocks_per_chunk == 1:
+        return
+    specs = _layer_specs(config, vllm_config())
+    windows = [s for s in specs if isinstance(s, SlidingWindowSpec | ChunkedLocalAttentionSpec)]
+    # Without its hybrid KV-cache manager vLLM keeps all of a mixed model's KV, in one group.
+    if windows and (len(config.groups) > 1 or len(windows) == len(specs)):
+        raise ConfigError(
+            f"kv_connector_extra_config: block_size or blocks_per_chunk makes blocks of "
+            f"{config.cache.blocks_per_chunk} vLLM blocks, and this model has layers with a "
+            "sliding window: vLLM would store parts of such blocks. Leave both keys out."
+        )
+
+
+def _layer_specs(config: OffloadingConfig, vllm_config: Any) -> list[Any]:  # noqa: ANN401
+    """Return the KV-cache spec of each layer whose KV is offloaded."""
+    layers = vllm_config.compilation_config.static_forward_context
+    names = [name for group in config.groups for name in group.layer_names]
+    found = [layers[name].get_kv_cache_spec(vllm_config) for name in names if name in layers]
+    return [spec for spec in found if spec is not None]

@@ -1,0 +1,112 @@
+"""The faults of a plan, done to a server and its tiers at their time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final, Protocol
+
+from stress.engine.samples import FS, TIERS
+from stress.plan import Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from stress.engine.under_way import UnderWay
+    from stress.layer import Injector
+    from stress.plan import Fault, Plan
+    from stress.record import Record
+
+QUERIES: Final = {
+    "prefix": "",
+    "external": "?reset_external=true",
+    "running": "?reset_running_requests=true&reset_external=true",
+}
+"""What a reset resets → vLLM's query for it."""
+
+PROCESS_KINDS: Final = (
+    Kind("kill", TIERS, per_minute=3),
+    Kind("stop", TIERS, per_minute=2, spell_s=(0.5, 15.0)),
+    Kind("few_descriptors", TIERS, per_minute=1, spell_s=(0.5, 10.0)),
+    Kind("little_memory", TIERS, per_minute=0.5, spell_s=(0.5, 10.0)),
+)
+FOLDER_KINDS: Final = (
+    Kind("harm_files", TIERS, per_minute=12),
+    Kind("special_files", TIERS, per_minute=1, spell_s=(0.5, 10.0)),
+    Kind("remove_folder", TIERS, per_minute=0.5),
+    Kind("move_folder", TIERS, per_minute=1, spell_s=(0.5, 10.0)),
+    Kind("replace_folder", TIERS, per_minute=1, spell_s=(0.5, 10.0)),
+)
+FULL_KINDS: Final = (Kind("full_disk", (FS,), per_minute=1, spell_s=(1.0, 10.0)),)
+DEED_KINDS: Final = (
+    Kind("reset", tuple(QUERIES), per_minute=6),
+    Kind("weights", ("reset_before", "reset_after", "kept"), per_minute=1),
+    Kind("tools", ("ls", "fsck", "repair", "purge", "purge_old", "check"), per_minute=4),
+)
+ALONE_KINDS: Final = (
+    Kind("restart", ("all_killed", "engine_killed", "terminated"), per_minute=1),
+    Kind("second_engine", ("same_fs", "same_disk"), per_minute=0.5),
+)
+"""Done while nothing else is: what a start meets must be known, so that it can be checked."""
+
+KINDS: Final = (*PROCESS_KINDS, *FOLDER_KINDS, *FULL_KINDS, *DEED_KINDS, *ALONE_KINDS)
+_ALONE: Final = frozenset(kind.name for kind in ALONE_KINDS)
+
+
+class Deed(Protocol):
+    """Does some kinds of faults that take their time, and checks what comes of them."""
+
+    async def do(self, fault: Fault) -> int:
+        """Do a fault; returns how many wrongs that was. Raises ``Failure``."""
+
+
+class Faults:
+    """Carries out a plan. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        injectors: Mapping[tuple[str, str], Injector],
+        deeds: Mapping[str, Deed],
+        under_way: UnderWay,
+        record: Record,
+        now_s: Callable[[], float],
+    ) -> None:
+        """``injectors``: by kind and target; ``deeds``: by kind; ``now_s``: of the plan."""
+        self._injectors = injectors
+        self._deeds = deeds
+        self._under_way = under_way
+        self._record = record
+        self._now_s = now_s
+
+    async def run(self, plan: Plan) -> None:
+        """Do all faults, and return when the last of them is over. Raises ``Failure``."""
+        async with asyncio.TaskGroup() as group:
+            for fault in plan.faults:
+                await asyncio.sleep(fault.at_s - self._now_s())
+                group.create_task(self._carry_out(fault, plan.seconds))
+
+    async def _carry_out(self, fault: Fault, seconds: float) -> None:
+        """Do one fault. While one is alone, the others are left out."""
+        if self._under_way.is_closed:
+            return
+        began_s = self._now_s()
+        if fault.kind in _ALONE:
+            done = await self._deeds[fault.kind].do(fault)  # it says when it is alone
+        elif fault.kind in self._deeds:
+            with self._under_way.beside_others("tools" if fault.kind == "tools" else "server"):
+                done = await self._deeds[fault.kind].do(fault)
+        else:
+            with self._under_way.beside_others(fault.target):
+                done = await self._inject(fault, seconds)
+        if done:
+            self._record.injected[fault.kind] += done
+            self._record.note(fault, began_s, self._now_s())
+
+    async def _inject(self, fault: Fault, seconds: float) -> int:
+        injector = self._injectors[fault.kind, fault.target]
+        done = injector.begin(fault)
+        if fault.for_s:
+            try:
+                await asyncio.sleep(min(fault.for_s, seconds - self._now_s()))
+            finally:
+                injector.end(fault)
+        return done

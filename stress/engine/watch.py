@@ -1,0 +1,170 @@
+"""Watches ``/metrics`` of a server that may be killed and started again meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+from stress.failure import Failure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stress.engine.vllm_server import Server
+
+SCRAPE_S = 1.0
+STALL_S_MAX = 120.0  #: without a single token, though clients wait
+
+NOT_ZERO_AT_REST = re.compile(
+    r"""
+    vllm:\w*config_info\{ | vllm:engine_sleep_state\{ | vllm:lora_requests_info\{
+    | kvtier:tier_backend\{ | kvtier:primary_slots\{state="(free|ready)"\}
+    | process_ | python_ | http_
+    """,
+    re.VERBOSE,
+)
+"""Gauges that say what there is. All others say what is under way."""
+
+NEVER = (
+    "kvtier:faults",
+    "kvtier:samples_dropped",
+    "kvtier:primary_policies_replaced",
+    "kvtier:tier_policies_replaced",
+    "kvtier:tier_unknown_completions",
+)
+"""Counters of what must not happen, whatever goes wrong outside of kvtier."""
+
+
+def metrics_of(text: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Return all that only grows, and all gauges, as name and labels → value."""
+    growing: dict[str, float] = {}
+    gauges: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.endswith("_created"):
+                continue
+            labels = ",".join(
+                f'{name}="{value}"'
+                for name, value in sorted(sample.labels.items())
+                if name not in ("engine", "model_name")
+            )
+            name = f"{sample.name}{{{labels}}}" if labels else sample.name
+            (gauges if family.type == "gauge" else growing)[name] = float(sample.value)
+    return growing, gauges
+
+
+def is_named(series: str, name: str, labels: dict[str, str]) -> bool:
+    """Tell whether a series is of this metric, and has these labels among others."""
+    own, _, rest = series.partition("{")
+    wanted = (f'{label}="{value}"' for label, value in labels.items())
+    return own.removesuffix("_total") == name and all(each in rest for each in wanted)
+
+
+class Watch:
+    """Scrapes ``/metrics`` and sees that counters only grow. One task at a time scrapes."""
+
+    def __init__(self, running: Server) -> None:
+        self.gauges: dict[str, float] = {}
+        self._growing: dict[str, float] = {}  # of the server that runs now
+        self._before: Counter[str] = Counter()  # of those before it
+        self._server = running
+        self._scraping = asyncio.Lock()
+
+    async def scrape(self) -> bool:
+        """Scrape once; False: the server is being restarted.
+
+        Raises ``Failure`` if a counter or a histogram fell or went away, or one of ``NEVER``
+        is not zero.
+        """
+        async with self._scraping:  # answers that overtake each other would look like falling
+            text = await self._server.text_between_outages("/metrics")
+            if text is None:
+                return False
+            growing, self.gauges = metrics_of(text)
+            for name, value in self._growing.items():
+                if growing.get(name, -1.0) < value:
+                    raise Failure(f"{name} fell from {value:g} to {growing.get(name)}")
+            self._growing = growing
+        for name in NEVER:
+            if self.total(name):
+                raise Failure(f"{name} is {self.total(name):g}, see the server's log")
+        return True
+
+    def server_ended(self) -> None:
+        """Begin anew: the counters of the next server begin at zero."""
+        self._before.update(self._growing)
+        self._growing, self.gauges = {}, {}
+
+    async def watch(self, sample: Callable[[], None]) -> None:
+        """Scrape until cancelled, and have each scrape sampled. Raises ``Failure``.
+
+        How long a request takes depends on the machine; that one of them gets on, doesn't.
+        """
+        tokens, since_s = -1.0, time.monotonic()
+        while True:
+            if not await self.scrape():
+                since_s = time.monotonic()
+            elif (now := self.total("vllm:generation_tokens")) != tokens:
+                tokens, since_s = now, time.monotonic()
+            elif time.monotonic() - since_s > STALL_S_MAX:
+                raise Failure(f"no token for {STALL_S_MAX:g} s: {self.not_at_rest()}")
+            if self.gauges:
+                sample()
+            await asyncio.sleep(SCRAPE_S)
+
+    def total(self, name: str, **labels: str) -> float:
+        """Return the sum of a counter over its series with these labels, of all servers."""
+        return sum(
+            value
+            for counters in (self._growing, self._before)
+            for series, value in counters.items()
+            if is_named(series, name, labels)
+        )
+
+    def since_start(self, name: str, **labels: str) -> float:
+        """Return the same of the server that runs now."""
+        return sum(v for series, v in self._growing.items() if is_named(series, name, labels))
+
+    def gauge(self, name: str, **labels: str) -> float | None:
+        """Return a gauge; None if the server hasn't published it yet."""
+        found = (v for series, v in self.gauges.items() if is_named(series, name, labels))
+        return next(found, None)
+
+    def not_at_rest(self) -> dict[str, float]:
+        """Return the gauges that should be zero, and aren't."""
+        return {
+            name: value
+            for name, value in self.gauges.items()
+            if value and not NOT_ZERO_AT_REST.match(name)
+        }
+
+
+async def come_to_rest(running: Server, watch: Watch, limit_s: float) -> float:
+    """Wait until nothing is under way; returns after how many seconds. Raises ``Failure``.
+
+    Idle requests make the engine publish its gauges.
+    """
+    began_s = time.monotonic()
+    while True:
+        body = {"prompt": [3], "max_tokens": 1, "temperature": 0.0}
+        try:
+            async with running.session.post(f"{running.url}/v1/completions", json=body) as answer:
+                if answer.status != 200:
+                    raise Failure(f"at rest: {answer.status} {await answer.text()}")
+        except aiohttp.ClientError as error:
+            running.assert_alive()
+            raise Failure(f"at rest: {error!r}") from error
+        await asyncio.sleep(SCRAPE_S)
+        await watch.scrape()
+        left = watch.not_at_rest()
+        took_s = time.monotonic() - began_s
+        if not left:
+            return took_s
+        if took_s > limit_s:
+            raise Failure(f"not at rest after {took_s:.0f} s: {left}")

@@ -1,0 +1,1 @@
+"""Keys and values of a real model, as a real engine stores them."""

@@ -1,0 +1,1 @@
+"""Made-up traces of other shapes than the public ones, to judge eviction policies by."""

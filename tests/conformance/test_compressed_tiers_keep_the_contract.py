@@ -1,0 +1,106 @@
+"""Every tier that compresses passes the shipped suite, with blocks that shrink and that don't."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvtier.settings.plugins import make_backend
+from kvtier.settings.runtime_config import TierConfig
+from kvtier.testing import BACKEND_CHECKS, PERSISTENCE_CHECKS, BackendCheck, _workbench
+from kvtier.tools.bench.kv_like import kv_like
+from tests.support.mooncake_server import running as running_mooncake
+from tests.support.patience import PATIENCE_S
+from tests.support.redis_servers import running as running_redis
+from tests.support.s3_server import moto_server, options_for, set_credentials
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvtier.plugin_api.backend import Backend, BackendContext
+
+KEY_VARIABLE = "KVTIER_TEST_COMPRESSED_KEY"
+ON = {"compression": "bitplane-zstd"}
+ENCRYPTED = {**ON, "encryption_key_env": KEY_VARIABLE}
+SIGNED = {**ON, "auth_key_env": KEY_VARIABLE}
+Tier = tuple[str, dict[str, Any]]
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.slow,
+    pytest.mark.parametrize(
+        "check", BACKEND_CHECKS + PERSISTENCE_CHECKS, ids=lambda check: check.__name__
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tier]:
+    with running_redis("valkey", tmp_path_factory.mktemp("valkey")) as server:
+        patient = dict.fromkeys(("connect_timeout_s", "call_timeout_s"), PATIENCE_S)
+        yield "redis", {"url": server.url, "connections_max": 4, **patient}
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[Tier]:
+    set_credentials()
+    with moto_server() as server:
+        yield "s3", options_for(server.endpoint, "compressed")
+
+
+@pytest.fixture(scope="module")
+def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tier]:
+    with running_mooncake(tmp_path_factory.mktemp("mooncake")) as cluster:
+        yield "mooncake", {"master": cluster.address}
+
+
+@pytest.fixture(scope="module")
+def fs(tmp_path_factory: pytest.TempPathFactory) -> Tier:
+    return "fs", {"root_dir": str(tmp_path_factory.mktemp("fs")), "n_read_threads": 4}
+
+
+@pytest.fixture
+def shrinking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let two blocks of three be as those of a model."""
+    seeds = iter(range(1 << 30))
+
+    def data(size: int) -> bytes:
+        seed = next(seeds)
+        return _random(size) if seed % 3 == 0 else kv_like(size + size % 2, seed)[:size]
+
+    monkeypatch.setattr(_workbench, "random_data", data)
+
+
+_random = _workbench.random_data
+
+
+@pytest.mark.usefixtures("shrinking")
+@pytest.mark.parametrize(
+    ("tier", "extra"),
+    [
+        ("fs", ON),
+        ("fs", SIGNED),
+        ("fs", ENCRYPTED),
+        ("redis", ON),
+        ("redis", ENCRYPTED),
+        ("s3", ON),
+        ("mooncake", ON),
+        ("mooncake", SIGNED),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+async def test_a_compressed_tier_keeps_the_contract(
+    check: BackendCheck,
+    tier: str,
+    extra: dict[str, Any],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "ab" * 32)
+    kind, options = request.getfixturevalue(tier)
+
+    def make(context: BackendContext) -> Backend:
+        return make_backend(TierConfig(context.tier_name, kind, {**options, **extra}), context)
+
+    await check(make)

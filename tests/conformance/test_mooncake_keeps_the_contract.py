@@ -1,0 +1,61 @@
+"""The mooncake tier passes the shipped suite, on a real master and a real owner of memory."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvtier.testing import (
+    BACKEND_CHECKS,
+    PERSISTENCE_CHECKS,
+    BackendCheck,
+    backend_calls,
+    conformance,
+)
+from kvtier_backends.mooncake import MooncakeBackend, registered
+from tests.support.mooncake_server import running
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvtier.plugin_api.backend import BackendContext
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with running(tmp_path_factory.mktemp("mooncake")) as cluster:
+        yield cluster.address
+
+
+def mooncake(address: str, context: BackendContext) -> MooncakeBackend:
+    return MooncakeBackend.from_options({"master": address}, context)
+
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]  # the library takes a second to close a client
+
+MOVES_BYTES = (
+    conformance.blocks_come_back_byte_exact,
+    conformance.a_load_stays_in_its_buffer,
+    conformance.calls_may_meet_on_one_key,
+    conformance.any_number_of_blocks_is_a_batch,
+    conformance.odd_block_sizes_work_or_are_refused,
+    backend_calls.busy_threads_counts_who_may_touch_a_buffer,
+)
+
+
+@pytest.mark.parametrize(
+    "check", BACKEND_CHECKS + PERSISTENCE_CHECKS, ids=lambda check: check.__name__
+)
+async def test_mooncake_keeps_the_contract(check: BackendCheck, address: str) -> None:
+    await check(partial(mooncake, address))
+
+
+@pytest.mark.parametrize("check", MOVES_BYTES, ids=lambda check: check.__name__)
+async def test_mooncake_keeps_the_contract_without_a_copy(
+    check: BackendCheck, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As large blocks are moved; those of the suite are small."""
+    monkeypatch.setattr(registered, "STAGED_BLOCK_BYTES_MAX", 0)
+    await check(partial(mooncake, address))

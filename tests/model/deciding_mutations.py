@@ -1,0 +1,46 @@
+"""Mistakes about what is loaded and what is computed. Each must be caught."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mutating import Mutations
+
+from kvtier.engine.in_flight import Job
+from kvtier.engine.load_times import LoadTimes
+from kvtier.engine.tier_directory import Search, TierDirectory
+
+MUTATIONS = Mutations()
+in_place_of = MUTATIONS.in_place_of
+
+
+@in_place_of(Job, "has_lost_patience")
+def wait_on_though_computing_would_be_done(_self: Job, _now: float) -> bool:
+    """A request waits for a tier that stalls until the tier's deadline."""
+    return False
+
+
+@in_place_of(LoadTimes, "ended")
+def count_what_has_ended_as_outstanding(
+    real: Any, self: LoadTimes, job: Job, *, is_whole: bool
+) -> None:
+    """A tier seems ever busier."""
+    outstanding = self.outstanding
+    real(self, job, is_whole=is_whole)
+    self.outstanding = outstanding
+
+
+@in_place_of(Job, "has_lost_patience")
+def give_up_a_load_again_and_again(self: Job, now: float) -> bool:
+    """At the end of its request's patience, and at each step after that."""
+    return now >= self.patience_end
+
+
+@in_place_of(TierDirectory, "find")
+def promote_what_was_declined(real: Any, self: TierDirectory, key: bytes, search: Search) -> int:
+    """What a request computes sooner is loaded all the same."""
+    declining, search.failed = search.failed, search._failed
+    try:
+        return int(real(self, key, search))
+    finally:
+        search.failed = declining

@@ -1,0 +1,78 @@
+"""Whose slots are read and written: promises 2 and 3, at the moment at which bytes move.
+
+A slot that was given away too early shows as wrong KV only if somebody else fills it
+before the copy. Here it shows at once: what the GPU or a tier reads is pinned or in
+quarantine, what they write is being filled by them or in quarantine.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from kvtier.engine.slot_table import SlotState
+from kvtier.tier.backend_driver import BackendDriver
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from kvtier.core import messages as m
+    from kvtier.engine.slot_table import SlotTable
+
+
+class SlotMisused(AssertionError):
+    """Raised when a slot is read that nobody pins, or written that is not being filled."""
+
+
+class SlotWatch:
+    """Looks at the slots of one engine."""
+
+    def __init__(self) -> None:
+        self.slots: SlotTable | None = None  #: None: no scheduler runs yet
+        self._by_tiers: list[tuple[str, tuple[int, ...]]] = []
+
+    def gpu_copies(self, kind: str, slots: Iterable[int]) -> None:
+        """Check a copy that is made now. ``kind``: store or load."""
+        if self.slots is not None:
+            self._check(f"the GPU's {kind}", slots, writes=kind == "store", of_gpu=True)
+
+    def tiers_work(self) -> None:
+        """Check what tiers are at."""
+        for what, slots in self._by_tiers:
+            self._check(what, slots, writes="load" in what, of_gpu=False)
+
+    def _check(self, what: str, slots: Iterable[int], *, writes: bool, of_gpu: bool) -> None:
+        table = self.slots
+        assert table is not None
+        fills = table.gpu_fills if of_gpu else table.tier_fills
+        for slot in slots:
+            may = slot in fills if writes else slot in table.pins
+            if not (may or slot in table.quarantined):
+                state = SlotState(table.state[slot]).name
+                verb = "writes" if writes else "reads"
+                raise SlotMisused(f"{what} {verb} slot {slot}, which is {state} and not its own")
+
+    @contextmanager
+    def tier_works(self, what: str, slots: tuple[int, ...]) -> Iterator[None]:
+        """Note what a tier is at."""
+        work = (what, slots)
+        self._by_tiers.append(work)
+        try:
+            yield
+        finally:
+            self._by_tiers.remove(work)
+
+
+def watched_driver(watch: SlotWatch) -> type[BackendDriver]:
+    """Return a tier's driver that tells the watch what its backend is at."""
+
+    class Driver(BackendDriver):
+        async def _load(self, message: m.LoadBatch) -> Any:
+            with watch.tier_works(f"a load of {self._name}", message.slots):
+                return await super()._load(message)
+
+        async def _store(self, message: m.StoreBatch) -> Any:
+            with watch.tier_works(f"a store of {self._name}", message.slots):
+                return await super()._store(message)
+
+    return Driver

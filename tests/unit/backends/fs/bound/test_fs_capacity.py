@@ -1,0 +1,230 @@
+"""The fs backend with ``capacity_bytes``: what its engines store, lose, hear and say."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.plugin_api.backend import BackendContext, Outcome
+from kvtier_backends.fs.bound import keeper as keeper_module
+from kvtier_backends.fs.bound.names import SPACE, TERMS
+from kvtier_backends.fs.bound.timing import Timing
+from tests.support.patience import pause, until
+from tests.unit.backends._media import needs_mount, tmpfs
+from tests.unit.backends.fs._fs import BLOCK_BYTES, CONTEXT, FILE_BYTES, Fs, key_of, make_fs
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+pytestmark = pytest.mark.anyio
+BLOCKS = 64
+CAPACITY = BLOCKS * FILE_BYTES
+QUICK = Timing(
+    busy_s=0.002,
+    idle_s=0.01,
+    lease_s=0.2,
+    dead_s=0.3,
+    hand_back_s=0.2,
+    uses_s=0.01,
+    epoch_s=0.01,
+    save_s=0.02,
+)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper_module, "Timing", lambda: QUICK)
+
+
+@asynccontextmanager
+async def bounded(root: Path, context: BackendContext = CONTEXT) -> AsyncIterator[Fs]:
+    backend = make_fs(root, context, capacity_bytes=CAPACITY)
+    await backend.open()
+    try:
+        yield Fs(backend)
+    finally:
+        await backend.close()
+
+
+async def eventually(done: Callable[[], object]) -> None:
+    """Wait for what the backend's task does."""
+    turns = asyncio.get_running_loop()
+    await turns.run_in_executor(None, until, lambda: done() or pause())
+
+
+async def store_all(fs: Fs, numbers: range) -> None:
+    """Store these, each again until there is room for it."""
+    for number in numbers:
+        while await fs.store(number) is not Outcome.DONE:
+            pass
+
+
+def folder_bytes(root: Path) -> int:
+    return sum(each.stat().st_size for each in root.rglob("*.kv"))
+
+
+async def test_a_folder_holds_no_more_than_its_capacity(tmp_path: Path) -> None:
+    async with bounded(tmp_path / "kv") as fs:
+        for number in range(3 * BLOCKS):
+            await store_all(fs, range(number, number + 1))
+            assert folder_bytes(tmp_path / "kv") <= CAPACITY
+        assert folder_bytes(tmp_path / "kv") > CAPACITY // 2
+        assert fs.count("blocks_evicted") >= 2 * BLOCKS
+        assert await fs.load(3 * BLOCKS - 1) is Outcome.DONE
+
+
+async def test_what_another_engine_has_used_stays(tmp_path: Path) -> None:
+    """Victims are chosen by the uses of all engines, not by age alone."""
+    used = range(8)
+    async with bounded(tmp_path / "kv") as storing, bounded(tmp_path / "kv") as reading:
+        await store_all(storing, range(BLOCKS // 2))
+        for number in range(100, 100 + 2 * BLOCKS):
+            for each in used:
+                assert await reading.load(each) is Outcome.DONE, number
+            drained = reading.backend._keeper._writer.uses
+            await eventually(lambda drained=drained: not drained._used)
+            terms = tmp_path / "kv" / SPACE / TERMS
+            await eventually(lambda terms=terms: not list(terms.glob("*/uses-*")))
+            await store_all(storing, range(number, number + 1))
+        assert storing.count("blocks_evicted") + reading.count("blocks_evicted") > BLOCKS
+
+
+async def test_every_engine_that_announced_a_block_says_that_it_is_gone(tmp_path: Path) -> None:
+    lost: dict[str, list[bytes]] = {"one": [], "other": []}
+    async with bounded(tmp_path / "kv") as one, bounded(tmp_path / "kv") as other:
+        one.backend.on_lost = lost["one"].extend
+        other.backend.on_lost = lost["other"].extend
+        await store_all(one, range(10))
+        await store_all(other, range(10, 20))
+        of_one, of_other = ({key_of(n) for n in part} for part in (range(10), range(10, 20)))
+        # What the other stored may be heard of late, and then it is as recent as what follows.
+        for start in range(100, 100 + 100 * BLOCKS, BLOCKS):
+            await store_all(one, range(start, start + BLOCKS))
+            if of_one <= {*lost["one"]} and of_other <= {*lost["other"]}:
+                break
+        await eventually(lambda: of_other <= {*lost["other"]})
+        await eventually(lambda: of_one <= {*lost["one"]})
+        assert not {*lost["other"]} & {key_of(n) for n in range(10)}, "announced by the other"
+
+
+async def test_long_keys_are_lost_by_their_own_name(tmp_path: Path) -> None:
+    """Their files have the name of a hash."""
+    from kvtier_backends.fs.bound.announced import Announced
+    from kvtier_backends.fs.layout import make_layout
+
+    layout = make_layout("kvtier", str(tmp_path), CONTEXT)
+    announced = Announced(layout)
+    keys = [bytes(92), b"\1" * 64, b"\2" * 36]
+    announced.add(keys)
+    assert announced.of([layout.name(key) for key in keys]) == keys
+    announced.forget(keys)
+    assert announced.of([layout.name(key) for key in keys]) == []
+
+
+async def test_a_folder_that_was_too_large_is_brought_within_its_bound(tmp_path: Path) -> None:
+    backend = make_fs(tmp_path / "kv")
+    fs = Fs(backend)
+    await backend.open()
+    await store_all(fs, range(2 * BLOCKS))
+    await backend.close()
+    async with bounded(tmp_path / "kv"):
+        await eventually(lambda: folder_bytes(tmp_path / "kv") <= CAPACITY)
+
+
+async def test_namespaces_share_the_bound(tmp_path: Path) -> None:
+    namespace = replace(CONTEXT.namespace, facts={"model_name": "org/other"})
+    other_context = replace(CONTEXT, namespace=namespace)
+    async with (
+        bounded(tmp_path / "kv") as one,
+        bounded(tmp_path / "kv", other_context) as other,
+    ):
+        for start in range(0, 2 * BLOCKS, 8):
+            await store_all(one, range(start, start + 8))
+            await store_all(other, range(start, start + 8))
+            assert folder_bytes(tmp_path / "kv") <= CAPACITY
+
+
+async def test_a_restarted_engine_stores_within_the_bound(tmp_path: Path) -> None:
+    for life in range(3):
+        async with bounded(tmp_path / "kv") as fs:
+            await store_all(fs, range(life * BLOCKS, (life + 1) * BLOCKS))
+            assert folder_bytes(tmp_path / "kv") <= CAPACITY
+
+
+async def test_small_files_that_cannot_be_written_cost_stores_only(tmp_path: Path) -> None:
+    """A file lies where the protocol's folder should be. It heals by itself."""
+    (tmp_path / "kv").mkdir(mode=0o700)
+    (tmp_path / "kv" / SPACE).write_text("in the way")
+    async with bounded(tmp_path / "kv") as fs:
+        assert await fs.store(1) is Outcome.FULL
+        assert await fs.load(1) is Outcome.ABSENT
+        await eventually(lambda: fs.count("space_failed"))
+        assert fs.count("stores_not_granted") == 1
+        (tmp_path / "kv" / SPACE).unlink()
+        await store_all(fs, range(1, 2))
+        assert await fs.load(1) is Outcome.DONE
+
+
+@needs_mount
+async def test_a_filesystem_that_is_full_is_given_room_again(tmp_path: Path) -> None:
+    """Not even the lease can be written then; the bound is larger than what is there."""
+    with tmpfs(tmp_path / "small", f"{CAPACITY // 2}") as small:
+        async with bounded(small / "kv") as fs:
+            await store_all(fs, range(BLOCKS))
+            assert await fs.load(BLOCKS - 1) is Outcome.DONE
+            assert fs.count("blocks_evicted") > 0
+
+
+async def test_a_folder_that_is_deleted_is_begun_anew(tmp_path: Path) -> None:
+    async with bounded(tmp_path / "kv") as fs:
+        await store_all(fs, range(4))
+        (tmp_path / "kv" / SPACE).rename(tmp_path / "gone")
+        for path in sorted((tmp_path / "gone").rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        (tmp_path / "gone").rmdir()
+        await store_all(fs, range(4, 8))
+        assert await fs.load(7) is Outcome.DONE
+
+
+async def test_a_closed_engine_hands_its_room_and_its_term_over(tmp_path: Path) -> None:
+    async with bounded(tmp_path / "kv") as one:
+        await store_all(one, range(4))
+    terms = tmp_path / "kv" / SPACE / TERMS
+    (term,) = terms.iterdir()
+    assert b'"released":true' in (term / "lease").read_bytes()
+    assert all((grant / "receipt").exists() for grant in term.glob("grant-*"))
+
+
+def test_a_capacity_of_few_blocks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"capacity_bytes=4096 is less than {BLOCKS} blocks"):
+        make_fs(tmp_path / "kv", capacity_bytes=4096)
+    assert BLOCK_BYTES < FILE_BYTES
+    assert not (tmp_path / "kv").exists()
+
+
+async def test_compressed_files_count_as_what_they_are(tmp_path: Path) -> None:
+    """More of them have room, and never too many."""
+    root = tmp_path / "kv"
+    backend = make_fs(root, capacity_bytes=CAPACITY, compression="bitplane-zstd")
+    await backend.open()
+    try:
+        fs = Fs(backend)
+        for number in range(3 * BLOCKS):
+            await store_all(fs, range(number, number + 1))
+            assert folder_bytes(root) <= CAPACITY
+        keeper = backend._keeper
+        assert keeper is not None
+        account = keeper.cleaner.account
+        await eventually(lambda: account.manifest.bytes == folder_bytes(root))
+        assert 5 * account.manifest.bytes == 4 * FILE_BYTES * len(
+            account.manifest
+        )  # 4 pages, not 5
+        assert account.manifest.bytes > CAPACITY // 2
+    finally:
+        await backend.close()

@@ -1,0 +1,179 @@
+"""A folder that others may write to: with keys, nothing that they put there is served."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.plugin_api.backend import Outcome, block_digest
+from kvtier_backends.fs.trailer import encode_trailer
+from kvtier_backends.shared.record_trailer import Form, Trailer
+from kvtier_backends.shared.record_trailer import encode_trailer as encode_record_trailer
+from tests.unit.backends.fs._fs import (
+    BLOCK_BYTES,
+    FILE_BYTES,
+    data_of,
+    key_of,
+    make_fs,
+    open_fs,
+)
+from tests.unit.backends.shared._keys import FOREIGN, NEW, OLD, key_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.anyio
+BOTH_KINDS = pytest.mark.parametrize("option", ["auth_key_file", "encryption_key_file"])
+
+
+def planted_plain(number: int, data: bytes) -> bytes:
+    """Return the file that anyone can make who knows the format of plain files."""
+    key = key_of(number)
+    return data + encode_trailer(key, BLOCK_BYTES, block_digest(key, memoryview(data)))
+
+
+def planted_record(number: int, data: bytes, form: Form) -> bytes:
+    """Return the file of a record, with what a guess at a signature would be."""
+    key = key_of(number)
+    trailer = Trailer(form, block_digest(key, memoryview(data)), bytes(16), bytes(32))
+    if form is Form.PLAIN:
+        trailer = trailer._replace(key_id=b"", tag=b"")
+    return data + encode_record_trailer(key, BLOCK_BYTES, trailer).ljust(4096, b"\0")
+
+
+@BOTH_KINDS
+async def test_blocks_come_back_also_after_a_restart(option: str, tmp_path: Path) -> None:
+    keys = key_file(tmp_path / "keys", OLD)
+    for _ in range(2):
+        async with open_fs(tmp_path / "kv", **{option: keys}) as fs:
+            for number in range(20):
+                assert await fs.store(number) is Outcome.DONE
+                assert await fs.load(number) is Outcome.DONE
+                assert fs.path(number).stat().st_size == FILE_BYTES
+            assert fs.backend.counters() == {}
+
+
+async def test_without_keys_a_planted_file_is_served(tmp_path: Path) -> None:
+    """That is what the docs say, and why there are keys."""
+    async with open_fs(tmp_path / "kv") as fs:
+        await fs.store(1)
+        fs.path(1).write_bytes(planted_plain(1, data_of(66)))
+        with pytest.raises(AssertionError):
+            await fs.load(1)  # insists on the right bytes
+
+
+@BOTH_KINDS
+async def test_with_keys_no_planted_file_is_served(option: str, tmp_path: Path) -> None:
+    keys = key_file(tmp_path / "keys", OLD)
+    attacker = {option: key_file(tmp_path / "attacker", FOREIGN)}
+    async with open_fs(tmp_path / "attackers", **attacker) as fs:
+        await fs.store(1)
+        with_own_key = fs.path(1).read_bytes()
+    async with open_fs(tmp_path / "kv", **{option: keys}) as fs:
+        await fs.store(1)
+        await fs.store(2)
+        attempts = [
+            planted_plain(1, data_of(66)),
+            *(planted_record(1, data_of(66), form) for form in Form),
+            with_own_key,
+            data_of(66) + fs.path(1).read_bytes()[BLOCK_BYTES:],
+            fs.path(2).read_bytes(),
+            fs.path(1).read_bytes()[:-1] + b"x",
+        ]
+        for attempt in attempts:
+            fs.path(1).write_bytes(attempt)
+            assert await fs.load(1) is Outcome.DAMAGED
+            await fs.backend.remove([key_of(1)])  # as the tier does
+            assert await fs.store(1) is Outcome.DONE
+            assert await fs.load(1) is Outcome.DONE
+        assert fs.count("blocks_damaged") == len(attempts)
+        assert fs.count("unauthenticated") == 4  # the others are no trailers of this block
+
+
+async def test_with_keys_a_file_without_any_trailer_is_no_block(tmp_path: Path) -> None:
+    keys = key_file(tmp_path / "keys", OLD)
+    async with open_fs(tmp_path / "kv", auth_key_file=keys) as fs:
+        await fs.store(1)
+        fs.path(1).write_bytes(data_of(1))
+        assert not await fs.probe(1)
+        assert await fs.load(1) is Outcome.ABSENT
+
+
+async def test_engines_with_and_without_keys_use_folders_side_by_side(tmp_path: Path) -> None:
+    """Otherwise each would remove what it takes for planted, and store it again."""
+    keys = key_file(tmp_path / "keys", OLD)
+    async with (
+        open_fs(tmp_path / "kv") as plain,
+        open_fs(tmp_path / "kv", auth_key_file=keys) as signed,
+        open_fs(tmp_path / "kv", encryption_key_file=keys) as encrypted,
+    ):
+        for each in (plain, signed, encrypted):
+            assert await each.load(1) is Outcome.ABSENT
+            assert await each.store(1) is Outcome.DONE
+        assert len({each.path(1) for each in (plain, signed, encrypted)}) == 3
+        for each in (plain, signed, encrypted):
+            assert await each.load(1) is Outcome.DONE
+            assert each.backend.counters() == {}
+    written = [json.loads(each.read_text()) for each in (tmp_path / "kv").glob("*/config.json")]
+    protections = {each["facts"].get("protection") for each in written}
+    assert protections == {None, "signed", "encrypted"}
+
+
+async def test_what_was_stored_before_there_were_keys_is_served_without_them(
+    tmp_path: Path,
+) -> None:
+    """The form of plain files is what it has been."""
+    async with open_fs(tmp_path / "kv") as fs:
+        await fs.store(1)
+        assert fs.path(1).read_bytes() == planted_plain(1, data_of(1))
+        assert await fs.load(1) is Outcome.DONE
+
+
+@BOTH_KINDS
+async def test_keys_can_be_rotated(option: str, tmp_path: Path) -> None:
+    old, both, new = (
+        key_file(tmp_path / name, *keys)
+        for name, keys in (("old", [OLD]), ("both", [NEW, OLD]), ("new", [NEW]))
+    )
+    async with open_fs(tmp_path / "kv", **{option: old}) as fs:
+        await fs.store(1)
+    async with open_fs(tmp_path / "kv", **{option: both}) as fs:
+        assert await fs.load(1) is Outcome.DONE
+        await fs.store(2)
+    async with open_fs(tmp_path / "kv", **{option: new}) as fs:
+        assert await fs.load(2) is Outcome.DONE
+        assert await fs.load(1) is Outcome.DAMAGED
+        assert fs.count("unauthenticated") == 1
+
+
+async def test_encrypted_files_tell_nothing_of_the_blocks(tmp_path: Path) -> None:
+    keys = key_file(tmp_path / "keys", OLD)
+    async with open_fs(tmp_path / "kv", encryption_key_file=keys) as fs:
+        await fs.store(1)
+        raw = fs.path(1).read_bytes()
+        assert data_of(1)[:16] not in raw
+        assert data_of(1)[-16:] not in raw
+        assert block_digest(key_of(1), memoryview(data_of(1))) not in raw
+        fs.path(1).unlink()
+        await fs.store(1)
+        assert fs.path(1).read_bytes() != raw
+
+
+@BOTH_KINDS
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"layout": "vllm"}, r"layout='vllm'.*Set layout to .kvtier., or remove the keys"),
+        ({"unchecked": "accept"}, r"unchecked='accept'.*Remove it, or the keys"),
+    ],
+)
+async def test_keys_are_refused_where_blocks_would_be_served_that_nobody_vouches_for(
+    option: str, options: dict[str, str], names: str, tmp_path: Path
+) -> None:
+    keys = key_file(tmp_path / "keys", OLD)
+    with pytest.raises(ConfigError, match=names):
+        make_fs(tmp_path / "kv", **options, **{option: keys})
+    assert not (tmp_path / "kv").exists()

@@ -1,0 +1,230 @@
+"""Owners of memory die, the store is full, others write to it: never a wrong byte."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvtier.errors import Misuse
+from kvtier.plugin_api.backend import LoadBlock, Loaded, Outcome, StoreBlock, block_digest
+from kvtier_backends.mooncake import client as client_module
+from kvtier_backends.mooncake import mooncake_options
+from kvtier_backends.shared.records import Record, Records
+from tests.support.mooncake_server import (
+    OWNERS_EXPIRE,
+    SHORT_LEASES,
+    Cluster,
+    other_client,
+    running,
+)
+from tests.unit.backends._media import key_of
+from tests.unit.backends.mooncake._mooncake import (
+    BLOCK_BYTES,
+    CONTEXT,
+    SLOTS,
+    data_of,
+    open_mooncake,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A store for all tests that leave it as it was."""
+    with running(tmp_path_factory.mktemp("mooncake")) as shared:
+        yield shared
+
+
+async def test_an_owner_that_was_killed_makes_misses_whatever_the_lookup_said(
+    tmp_path: Path,
+) -> None:
+    with running(tmp_path, "64MB", *OWNERS_EXPIRE) as cluster:
+        async with open_mooncake(cluster.address) as mooncake:
+            assert await mooncake.store(1) is Outcome.DONE
+            assert await mooncake.probe(1)
+            cluster.owner.kill()
+            assert await mooncake.load(1) in {Outcome.FAILED, Outcome.ABSENT}
+            while await mooncake.load(1) is not Outcome.ABSENT:
+                pass  # the master finds out
+            assert not await mooncake.probe(1)
+            assert await mooncake.store(1) in {Outcome.FAILED, Outcome.FULL}
+            cluster.owner.start()
+            while await mooncake.store(1) is not Outcome.DONE:
+                pass
+            assert await mooncake.load(1) is Outcome.DONE
+
+
+@pytest.mark.usefixtures("_short_waits")
+async def test_an_owner_that_hangs_costs_a_call_its_time_and_its_bytes_are_not_served_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A transfer that the library gave up may go on: the client ends before the load returns."""
+    with running(tmp_path) as cluster:
+        async with open_mooncake(cluster.address) as mooncake:
+            assert await mooncake.store(1) is Outcome.DONE
+            first = mooncake.backend._connection.client
+            assert first is not None
+            cluster.owner.stop()
+            # As if each call took longer than the library waits for a transfer.
+            times = iter(range(0, 100_000, 100))
+            monkeypatch.setattr(client_module, "clock", lambda: next(times))
+            assert await mooncake.load(1) is Outcome.FAILED
+            assert first.is_ending
+            first.wait_until_ended()
+            monkeypatch.undo()
+            cluster.owner.go_on()
+            await mooncake.until_gone()
+            await mooncake.until_up()
+            assert mooncake.backend._connection.client is not first
+            while await mooncake.store(2) is not Outcome.DONE:
+                pass
+            assert await mooncake.load(2) is Outcome.DONE
+
+
+async def test_a_full_store_says_so_and_serves_what_it_has(tmp_path: Path) -> None:
+    with running(tmp_path, "16MB", *SHORT_LEASES) as cluster:
+        async with open_mooncake(cluster.address) as mooncake:
+            outcomes = [await mooncake.store(number) for number in range(100)]
+            assert set(outcomes) == {Outcome.DONE, Outcome.FULL}
+            assert outcomes[:50] == [Outcome.DONE] * 50
+            assert mooncake.count("stores_full") == outcomes.count(Outcome.FULL)
+            loaded = [await mooncake.load(number) for number in range(100)]
+            assert set(loaded) == {Outcome.DONE, Outcome.ABSENT}  # the store evicts
+            assert Outcome.DONE not in [
+                there for there, kept in zip(loaded, outcomes, strict=True) if kept is Outcome.FULL
+            ]
+
+
+async def test_a_block_that_is_there_is_not_replaced(cluster: Cluster) -> None:
+    async with open_mooncake(cluster.address) as mooncake:
+        assert await mooncake.store(1) is Outcome.DONE
+        assert await mooncake.store(1, data_of(2)) is Outcome.DONE
+        assert await mooncake.load(1) is Outcome.DONE  # and right, in all bytes
+
+
+async def test_a_block_is_removed_though_somebody_has_a_lease_on_it(cluster: Cluster) -> None:
+    async with open_mooncake(cluster.address) as mooncake:
+        assert await mooncake.store(3) is Outcome.DONE
+        with other_client(cluster) as other:
+            assert other.is_exist(mooncake.name_of(3)) == 1
+            assert other.remove(mooncake.name_of(3)) == -706
+            await mooncake.backend.remove([key_of(3), key_of(4)])
+            assert other.is_exist(mooncake.name_of(3)) == 0
+        assert await mooncake.load(3) is Outcome.ABSENT
+
+
+def harmed(sound: bytes, other: bytes) -> Iterator[bytes]:
+    """What may lie in a block's place: of its length, of another, and half of one or the other."""
+    yield bytes(len(sound))
+    yield sound[:-1]
+    yield sound + b"x"
+    yield b"x"
+    yield bytes([sound[0] ^ 1]) + sound[1:]
+    yield sound[:-1] + bytes([sound[-1] ^ 1])
+    yield other[:BLOCK_BYTES] + sound[BLOCK_BYTES:]
+    yield other
+
+
+async def test_what_another_client_has_changed_is_damaged(cluster: Cluster) -> None:
+    async with open_mooncake(cluster.address) as mooncake:
+        assert await mooncake.store(5) is Outcome.DONE
+        assert await mooncake.store(6) is Outcome.DONE
+        name = mooncake.name_of(5)
+        with other_client(cluster) as other:
+            sound = other.get(name)
+            assert sound[:BLOCK_BYTES] == data_of(5)
+            for bad in harmed(sound, other.get(mooncake.name_of(6))):
+                assert other.remove(name, True) == 0
+                assert other.put(name, bad) == 0
+                assert await mooncake.load(5) is Outcome.DAMAGED
+        assert await mooncake.load(6) is Outcome.DONE
+        await mooncake.backend.remove([key_of(5), key_of(6)])
+        assert await mooncake.store(5) is Outcome.DONE
+        assert await mooncake.load(5) is Outcome.DONE
+
+
+async def test_a_buffer_outside_the_slots_is_refused(cluster: Cluster) -> None:
+    """No client knows it: over RDMA it could not be read, nor written to."""
+    async with open_mooncake(cluster.address) as mooncake:
+        elsewhere = memoryview(bytearray(BLOCK_BYTES))
+        with pytest.raises(Misuse, match="register_memory"):
+            await mooncake.backend.load([LoadBlock(key_of(7), elsewhere)])
+        with pytest.raises(Misuse, match="register_memory"):
+            await mooncake.backend.store([StoreBlock(key_of(7), elsewhere, bytes(16))])
+        assert mooncake.slots.slot_count == SLOTS
+
+
+async def test_blocks_that_were_moved_to_an_ssd_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four times as many as there is memory for."""
+    monkeypatch.setenv("MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS", "1")
+    monkeypatch.setenv("MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT", "16")
+    monkeypatch.setenv("MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES", str(32 << 20))
+    (tmp_path / "ssd").mkdir()
+    cluster = Cluster(tmp_path, "16MB", *SHORT_LEASES, "--enable_offload=true")
+    try:
+        cluster.master.start()
+        async with open_mooncake(
+            cluster.address, segment_bytes="16MiB", ssd_offload_path=str(tmp_path / "ssd")
+        ) as mooncake:
+            kept = 0
+            while kept < 240:
+                kept += await mooncake.store(kept) is Outcome.DONE
+            loaded = [await mooncake.load(number) for number in range(kept)]
+            assert set(loaded) <= {Outcome.DONE, Outcome.ABSENT}
+            assert loaded.count(Outcome.DONE) > 100  # 16 MiB of memory hold 64
+    finally:
+        cluster.kill()
+
+
+INVERT = bytes(each ^ 0xFF for each in range(256))
+
+
+class Inverted(Records):
+    """Records whose payload is not the block itself, as encrypted ones are."""
+
+    @property
+    def are_plain(self) -> bool:
+        return False
+
+    def encode(self, block: StoreBlock) -> Record:
+        inverted = memoryview(bytes(block.buffer).translate(INVERT))
+        return super().encode(block)._replace(payload=inverted)
+
+    def decode_untrusted(
+        self, key: bytes, payload: memoryview, trailer: bytes | memoryview, buffer: memoryview
+    ) -> Loaded:
+        assert payload is not buffer
+        block = memoryview(bytes(payload).translate(INVERT))
+        return super().decode_untrusted(key, block, trailer, buffer)
+
+
+async def test_a_payload_that_is_not_the_block_itself_comes_back_as_the_block(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake_options, "make_records", lambda *_: Inverted(CONTEXT))
+    async with open_mooncake(cluster.address, key_prefix="inverted") as mooncake:
+        numbers = range(40)  # more than one call moves
+        views = mooncake.slots.views(numbers)
+        blocks = []
+        for number, view in zip(numbers, views, strict=True):
+            view[:] = data_of(number)
+            key = key_of(number)
+            blocks.append(StoreBlock(key, view.toreadonly(), block_digest(key, view)))
+        assert await mooncake.backend.store(blocks) == [Outcome.DONE] * len(blocks)
+        mooncake.slots.buffer[:] = bytes(SLOTS * BLOCK_BYTES)
+        loaded = await mooncake.backend.load(
+            [LoadBlock(block.key, view) for block, view in zip(blocks, views, strict=True)]
+        )
+        assert loaded == [Loaded(Outcome.DONE, block.digest) for block in blocks]
+        assert [bytes(view) for view in views] == [data_of(number) for number in numbers]
+        with other_client(cluster) as other:
+            there = other.get(mooncake.name_of(1))[:BLOCK_BYTES]
+        assert there == data_of(1).translate(INVERT)

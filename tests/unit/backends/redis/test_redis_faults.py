@@ -1,0 +1,341 @@
+"""A server that dies, hangs, forgets, is full or lies: misses, and recovery by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+from structlog.testing import capture_logs
+
+from kvtier.errors import StoreFault
+from kvtier.plugin_api.backend import Connection, LoadBlock, Outcome, StoreBlock, block_digest
+from kvtier.plugin_api.deadlines import time_limit
+from kvtier_backends.shared import kept_connection
+from kvtier_backends.shared.records import Records
+from tests.support.patience import PATIENCE_S, until_true
+from tests.unit.backends.redis._cutting_proxy import cutting_proxy
+from tests.unit.backends.redis._redis import (
+    BLOCK_BYTES,
+    CONTEXT,
+    GUARD,
+    data_of,
+    key_of,
+    open_redis,
+)
+
+if TYPE_CHECKING:
+    from tests.support.redis_servers import RedisServer
+
+pytestmark = pytest.mark.anyio
+SHORT_S = 0.2
+
+
+async def test_a_killed_server_costs_its_blocks_and_the_next_one_is_found(
+    server: RedisServer,
+) -> None:
+    async with open_redis(server.url) as tier:
+        assert await tier.store(1, 2) == [Outcome.DONE] * 2
+        assert await tier.load(1, 2) == [Outcome.DONE] * 2
+        server.kill()
+        await tier.until(Connection.GONE)
+        assert await tier.load(1) == [Outcome.FAILED]
+        assert await tier.store(1) == [Outcome.FAILED]
+        with pytest.raises(StoreFault):
+            await tier.probe(1)
+        with pytest.raises(StoreFault):
+            await tier.backend.remove([key_of(1)])
+        server.start()
+        await tier.until(Connection.UP)
+        assert await tier.load(1, 2) == [Outcome.ABSENT] * 2
+        assert await tier.probe(1, 2) == [False, False]
+        assert await tier.store(1) == [Outcome.DONE]
+        assert await tier.load(1) == [Outcome.DONE]
+        assert tier.states == [
+            Connection.CONNECTING,
+            Connection.UP,
+            Connection.GONE,
+            Connection.UP,
+        ]
+        assert tier.count("connection_gone") == 1
+
+
+async def test_a_tier_that_nobody_uses_notices_at_once_that_its_server_is_gone(
+    valkey_server: RedisServer,
+) -> None:
+    """Not only at its next check: until then lookups would be sent nowhere."""
+    async with open_redis(valkey_server.url) as tier:
+        await tier.until(Connection.UP)
+        valkey_server.kill()
+        await tier.until(Connection.GONE)
+
+
+async def test_a_call_without_time_is_not_sent(valkey_server: RedisServer) -> None:
+    async with open_redis(valkey_server.url) as tier:
+        assert await tier.store(1) == [Outcome.DONE]
+        assert await tier.load(1, within_s=0.0) == [Outcome.FAILED]
+        assert tier.count("connections_lost") == 0
+        assert await tier.load(1) == [Outcome.DONE]
+
+
+async def test_each_time_that_a_server_is_lost_is_logged_once(
+    valkey_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_connection, "STEADY_S", 0.0)  # else it would be one episode
+    with capture_logs() as lines:
+        async with open_redis(valkey_server.url) as tier:
+            await tier.until(Connection.UP)
+            for lost in (1, 2):
+                valkey_server.kill()
+                await until_true(lambda lost=lost: tier.count("connection_gone") == lost)
+                tries = tier.count("connects_failed")
+                await until_true(lambda tries=tries: tier.count("connects_failed") > tries + 2)
+                valkey_server.start()
+                await tier.until(Connection.UP)
+    said = [line["event"].partition(",")[0] for line in lines]
+    assert said == ["redis tier: not connected", "redis tier: connected"] * 2
+
+
+async def test_a_server_that_is_not_there_yet_is_found_once_it_is(
+    valkey_server: RedisServer,
+) -> None:
+    """No call waits for it, and the engine need not be restarted."""
+    valkey_server.kill()
+    async with open_redis(valkey_server.url) as tier:
+        assert await tier.load(1) == [Outcome.FAILED]
+        assert tier.states == [Connection.CONNECTING]
+        valkey_server.start()
+        await tier.until(Connection.UP)
+        assert await tier.store(1) == [Outcome.DONE]
+
+
+async def test_a_hung_server_fails_calls_in_time_and_is_used_again_when_it_goes_on(
+    server: RedisServer,
+) -> None:
+    async with open_redis(server.url) as tier:
+        assert await tier.store(1) == [Outcome.DONE]
+        server.stop()
+        tier.set_option("connect_timeout_s", SHORT_S)
+        assert await tier.load(1, within_s=SHORT_S) == [Outcome.FAILED]
+        await tier.until(Connection.GONE)
+        assert await tier.store(2) == [Outcome.FAILED]
+        server.go_on()
+        await tier.until(Connection.UP)
+        tier.set_option("connect_timeout_s", PATIENCE_S)
+        assert await tier.load(1) == [Outcome.DONE]
+
+
+async def test_a_call_ends_after_its_own_time_though_nobody_set_a_deadline(
+    valkey_server: RedisServer,
+) -> None:
+    """``remove`` has none."""
+    async with open_redis(valkey_server.url) as tier:
+        assert await tier.store(1) == [Outcome.DONE]
+        valkey_server.stop()
+        tier.backend._batches._call_timeout_s = SHORT_S
+        with pytest.raises(StoreFault):
+            await tier.backend.remove([key_of(1)])
+        valkey_server.go_on()
+
+
+@pytest.mark.parametrize("how", ["deadline", "cancelled"])
+async def test_nothing_is_written_to_a_slot_once_its_load_has_returned(
+    valkey_server: RedisServer, how: str
+) -> None:
+    async with open_redis(valkey_server.url) as tier:
+        assert await tier.store(1, 2, 3) == [Outcome.DONE] * 3
+        valkey_server.stop()
+        blocks = [LoadBlock(key_of(n), tier.slots.view(8 + n)) for n in (1, 2, 3)]
+        with time_limit(SHORT_S if how == "deadline" else 1e6):
+            call = asyncio.create_task(tier.backend.load(blocks))
+        if how == "cancelled":
+            await until_true(lambda: tier.backend._pool._lent)
+            call.cancel()
+        await asyncio.wait([call])
+        assert tier.backend.busy_threads() == 0
+        for block in blocks:
+            block.buffer[:] = GUARD
+        valkey_server.go_on()
+        assert await tier.load(1, 2, 3) == [Outcome.DONE] * 3  # over another connection
+        assert all(block.buffer == GUARD for block in blocks)
+
+
+async def test_the_rest_of_a_reply_that_comes_late_goes_into_no_slot(
+    valkey_server: RedisServer,
+) -> None:
+    """A part of the block is in its slot already, and the next bytes would go there."""
+    async with cutting_proxy(valkey_server.port) as proxy, open_redis(proxy.url) as tier:
+        assert await tier.store(1, 2) == [Outcome.DONE] * 2
+        proxy.goes_on = asyncio.Event()
+        proxy.left_bytes = BLOCK_BYTES + BLOCK_BYTES // 2
+        blocks = [LoadBlock(key_of(n), tier.slots.view(8 + n)) for n in (1, 2)]
+        call = asyncio.create_task(tier.backend.load(blocks))
+        await until_true(lambda: proxy.is_holding)
+        call.cancel()
+        await asyncio.wait([call])
+        for block in blocks:
+            block.buffer[:] = GUARD
+        proxy.goes_on.set()
+        assert await tier.load(1, 2) == [Outcome.DONE] * 2
+        assert all(block.buffer == GUARD for block in blocks)
+
+
+async def test_a_cancelled_store_sends_nothing_of_what_its_slot_holds_next(
+    valkey_server: RedisServer,
+) -> None:
+    async with open_redis(valkey_server.url) as tier:
+        await tier.until(Connection.UP)
+        valkey_server.stop()
+        views = [tier.slots.view(n) for n in range(40)]  # more than the sockets' buffers
+        for n, view in enumerate(views):
+            view[:] = data_of(n)
+        blocks = [
+            StoreBlock(key_of(n), view, block_digest(key_of(n), view))
+            for n, view in enumerate(views)
+        ]
+        call = asyncio.create_task(tier.backend.store(blocks))
+        await until_true(lambda: tier.backend._pool._lent)
+        call.cancel()
+        await asyncio.wait([call])
+        for view in views:
+            view[:] = GUARD
+        valkey_server.go_on()
+        for n in range(40):
+            assert await tier.load(n) in ([Outcome.DONE], [Outcome.ABSENT])  # whole, or not there
+        assert tier.count("blocks_damaged") == 0
+
+
+CUTS = [
+    (3, 0),  # in the length
+    (2000, 0),
+    (BLOCK_BYTES - 1, 0),
+    (BLOCK_BYTES + 40, 0),  # in the trailer
+    (2 * BLOCK_BYTES, 1),
+]
+
+
+@pytest.mark.parametrize(("cut_at", "whole"), CUTS)
+async def test_a_connection_that_ends_in_a_reply_costs_what_has_not_come(
+    valkey_server: RedisServer, cut_at: int, whole: int
+) -> None:
+    async with cutting_proxy(valkey_server.port) as proxy, open_redis(proxy.url) as tier:
+        assert await tier.store(1, 2, 3) == [Outcome.DONE] * 3
+        proxy.left_bytes = cut_at
+        wanted = [Outcome.DONE] * whole + [Outcome.FAILED] * (3 - whole)
+        assert await tier.load(1, 2, 3) == wanted
+        await tier.until(Connection.GONE)
+        proxy.left_bytes = None
+        await tier.until(Connection.UP)
+        assert await tier.load(1, 2, 3) == [Outcome.DONE] * 3
+
+
+async def test_a_full_server_says_so_and_serves_what_it_has(server: RedisServer) -> None:
+    async with open_redis(server.url) as tier:
+        assert await tier.store(1) == [Outcome.DONE]
+        server.ask("CONFIG", "SET", "maxmemory", 1)
+        with capture_logs() as lines:
+            assert await tier.store(2, 3) == [Outcome.FULL] * 2
+            assert await tier.store(4) == [Outcome.FULL]
+        assert await tier.load(1, 2) == [Outcome.DONE, Outcome.ABSENT]
+        assert tier.count("stores_full") == 3
+        assert len(lines) == 1  # logged once until it is over
+        assert tier.is_in(Connection.UP)
+        server.ask("CONFIG", "SET", "maxmemory", 0)
+        assert await tier.store(2) == [Outcome.DONE]
+
+
+async def test_a_full_server_is_connected_to(valkey_server: RedisServer) -> None:
+    """It has blocks to serve, though there is no room for a description."""
+    valkey_server.ask("CONFIG", "SET", "maxmemory", 1)
+    async with open_redis(valkey_server.url) as tier:
+        await tier.until(Connection.UP)
+        assert await tier.load(1) == [Outcome.ABSENT]
+
+
+async def test_what_the_server_evicts_is_a_miss(server: RedisServer) -> None:
+    async with open_redis(server.url) as tier:
+        assert await tier.store(1) == [Outcome.DONE]
+        used = server.ask("INFO", "memory")["used_memory"]
+        server.ask("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+        server.ask("CONFIG", "SET", "maxmemory", used + 8 * BLOCK_BYTES)
+        for number in range(2, 22):
+            assert await tier.store(number) == [Outcome.DONE]
+        outcomes = await tier.load(*range(1, 22))
+        assert {*outcomes} == {Outcome.DONE, Outcome.ABSENT}
+
+
+async def test_a_block_expires(server: RedisServer) -> None:
+    async with open_redis(server.url, ttl_s=3600) as tier:
+        assert await tier.store(1) == [Outcome.DONE]
+        assert 3000 <= server.ask("TTL", tier.name(1)) <= 3600
+        assert tier.backend.traits.presence_s == 60
+    async with open_redis(server.url, ttl_s=30) as tier:
+        assert tier.backend.traits.presence_s == 30  # no longer than it is there
+
+
+RECORD_BYTES = Records(CONTEXT).record_bytes(key_of(1))
+FOREIGN = {
+    "empty": b"",
+    "shorter": b"x" * 100,
+    "longer": b"x" * (2 * BLOCK_BYTES),
+    "as long": b"x" * RECORD_BYTES,
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+async def test_what_others_wrote_in_a_blocks_place_is_damaged(
+    valkey_server: RedisServer, what: str
+) -> None:
+    async with open_redis(valkey_server.url) as tier:
+        assert await tier.store(1, 2, 3) == [Outcome.DONE] * 3
+        valkey_server.ask("SET", tier.name(2), FOREIGN[what])
+        wanted = [Outcome.DONE, Outcome.DAMAGED, Outcome.DONE]
+        assert await tier.load(1, 2, 3) == wanted
+        assert tier.count("blocks_damaged") == 1
+        assert tier.count("connections_lost") == 0
+
+
+async def test_another_blocks_record_is_damaged(valkey_server: RedisServer) -> None:
+    async with open_redis(valkey_server.url) as tier:
+        assert await tier.store(1, 2) == [Outcome.DONE] * 2
+        valkey_server.ask("COPY", tier.name(1), tier.name(2), "REPLACE")
+        assert await tier.load(1, 2) == [Outcome.DONE, Outcome.DAMAGED]
+
+
+async def test_a_list_in_a_blocks_place_is_damaged_and_overwritten(
+    valkey_server: RedisServer,
+) -> None:
+    async with open_redis(valkey_server.url) as tier:
+        await tier.until(Connection.UP)
+        valkey_server.ask("RPUSH", tier.name(1), "a")
+        assert await tier.load(1) == [Outcome.DAMAGED]
+        assert await tier.store(1) == [Outcome.DONE]
+        assert await tier.load(1) == [Outcome.DONE]
+
+
+async def test_a_replica_is_not_written_to(valkey_server: RedisServer) -> None:
+    valkey_server.ask("REPLICAOF", "127.0.0.1", 1)
+    async with open_redis(valkey_server.url) as tier:
+        with capture_logs() as lines:
+            await until_true(lambda: tier.count("connects_failed") > 2)
+        assert tier.states == [Connection.CONNECTING]
+        assert len(lines) == 1
+        assert "ReadOnlyError" in lines[0]["reason"]
+        valkey_server.ask("REPLICAOF", "NO", "ONE")
+        await tier.until(Connection.UP)
+
+
+async def test_a_stray_cancellation_does_not_end_the_looking_after(
+    valkey_server: RedisServer,
+) -> None:
+    """Some releases of Python cancel a task whose time ran out as it ended."""
+    async with open_redis(valkey_server.url) as tier:
+        await tier.until(Connection.UP)
+        task = tier.backend._watch._task
+        assert task is not None
+        task.cancel()
+        task.uncancel()
+        valkey_server.kill()
+        await tier.until(Connection.GONE)
+        valkey_server.start()
+        await tier.until(Connection.UP)

@@ -1,0 +1,214 @@
+"""Passwords, ACL users, TLS and Unix sockets; and that no log line shows a password."""
+
+from __future__ import annotations
+
+import datetime as dt
+import ipaddress
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from structlog.testing import capture_logs
+
+from kvtier.plugin_api.backend import Connection, Outcome
+from tests.support.patience import PATIENCE_S, until_true
+from tests.support.redis_servers import HOST, free_port, running
+from tests.unit.backends.redis._redis import open_redis
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.redis_servers import RedisServer
+
+pytestmark = pytest.mark.anyio
+SECRET = "hunter2-hunter2"
+ACL = ("on", f">{SECRET}", "~kvtier:*", "+get", "+set", "+exists", "+unlink")
+"""All that the tier needs; in a cluster it needs more."""
+ACL_OF_A_CLUSTER = (*ACL, "+cluster|slots", "+asking")
+
+
+@pytest.fixture
+def password(tmp_path: Path) -> str:
+    file = tmp_path / "password"
+    file.write_text(f"{SECRET}\n")
+    file.chmod(0o600)
+    return str(file)
+
+
+async def test_the_password_of_requirepass_opens_the_server(
+    server: RedisServer, password: str
+) -> None:
+    server.ask("CONFIG", "SET", "requirepass", SECRET)
+    async with open_redis(server.url, password_file=password) as tier:
+        assert await tier.store(1) == [Outcome.DONE]
+        assert await tier.load(1) == [Outcome.DONE]
+
+
+async def test_a_user_with_the_least_rights_that_the_docs_name_is_enough(
+    server: RedisServer, password: str
+) -> None:
+    server.ask("ACL", "SETUSER", "kv", *ACL)
+    async with open_redis(server.url, username="kv", password_file=password) as tier:
+        assert await tier.store(1) == [Outcome.DONE]
+        assert await tier.probe(1) == [True]
+        assert await tier.load(1) == [Outcome.DONE]
+        await tier.backend.remove([])
+        assert tier.is_in(Connection.UP)
+
+
+async def test_a_user_who_may_only_read_is_served(
+    valkey_server: RedisServer, password: str
+) -> None:
+    async with open_redis(valkey_server.url) as writer:
+        assert await writer.store(1) == [Outcome.DONE]
+    rights = [right for right in ACL if right not in ("+set", "+unlink")]
+    valkey_server.ask("ACL", "SETUSER", "kv", *rights)
+    async with open_redis(valkey_server.url, username="kv", password_file=password) as tier:
+        assert await tier.load(1) == [Outcome.DONE]
+        assert await tier.store(2) == [Outcome.FAILED]
+        assert tier.count("stores_failed") == 1
+
+
+@pytest.mark.parametrize("wrong", ["password", "user", "none"])
+async def test_a_wrong_login_is_logged_once_without_the_password(
+    server: RedisServer, password: str, wrong: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the tier is used as soon as it is right."""
+    caplog.set_level(logging.DEBUG)
+    server.ask("ACL", "SETUSER", "kv", *ACL[:1], ">other", *ACL[2:])
+    server.ask("CONFIG", "SET", "requirepass", "other")
+    login: dict[str, Any] = {
+        "password": {"username": "kv", "password_file": password},
+        "user": {"username": "nobody", "password_file": password},
+        "none": {},
+    }[wrong]
+    with capture_logs() as lines:
+        async with open_redis(server.url, **login) as tier:
+            assert await tier.store(1) == [Outcome.FAILED]
+            await until_true(lambda: tier.count("connects_failed") > 2)
+            assert tier.states == [Connection.CONNECTING]
+            reasons = [line for line in lines if "not connected" in line["event"]]
+            assert len(reasons) == 1
+            assert "AuthenticationError" in reasons[0]["reason"]
+            assert SECRET not in f"{lines} {caplog.text} {tier.backend!r} {vars(tier.backend)}"
+            if wrong == "password":
+                server.ask("ACL", "SETUSER", "kv", f">{SECRET}", password="other")
+                await tier.until(Connection.UP)
+                assert await tier.store(1) == [Outcome.DONE]
+
+
+async def test_a_unix_socket_is_as_good(tmp_path: Path) -> None:
+    path = tmp_path / "valkey.sock"
+    with running("valkey", tmp_path / "server", "--unixsocket", str(path)):
+        async with open_redis(f"unix://{path}") as tier:
+            assert await tier.store(1) == [Outcome.DONE]
+            assert await tier.load(1) == [Outcome.DONE]
+
+
+class Authority:
+    """A certificate authority of the test's own, and the certificates that it gave."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "authority")])
+        self.file = self._write("authority.pem", self._sign(self._name, self._key, is_ca=True))
+
+    def give(self, name: str, host: str = HOST) -> tuple[str, str]:
+        """Return the files of a certificate and of its key."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        certificate = self._write(f"{name}.pem", self._sign(subject, key, host=host))
+        return certificate, self._write_key(f"{name}.key", key)
+
+    def _sign(
+        self,
+        subject: x509.Name,
+        key: ec.EllipticCurvePrivateKey,
+        *,
+        host: str = HOST,
+        is_ca: bool = False,
+    ) -> x509.Certificate:
+        now = dt.datetime.now(dt.UTC)
+        day = dt.timedelta(days=1)
+        named = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(host))])
+        builder = x509.CertificateBuilder().subject_name(subject).issuer_name(self._name)
+        builder = builder.public_key(key.public_key()).serial_number(x509.random_serial_number())
+        builder = builder.not_valid_before(now - day).not_valid_after(now + day)
+        builder = builder.add_extension(named, critical=False)
+        constraints = x509.BasicConstraints(ca=is_ca, path_length=None)
+        return builder.add_extension(constraints, critical=True).sign(self._key, hashes.SHA256())
+
+    def _write(self, name: str, certificate: x509.Certificate) -> str:
+        path = self._folder / name
+        path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+        return str(path)
+
+    def _write_key(self, name: str, key: ec.EllipticCurvePrivateKey) -> str:
+        path = self._folder / name
+        path.write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM,
+                serialization.PrivateFormat.PKCS8,
+                serialization.NoEncryption(),
+            )
+        )
+        return str(path)
+
+
+def tls_settings(authority: Authority, host: str = HOST) -> tuple[int, list[str]]:
+    """Return a port, and the settings of a server that listens there with TLS."""
+    port = free_port()
+    certificate, key = authority.give("server", host)
+    settings = ["--tls-port", str(port), "--tls-cert-file", certificate, "--tls-key-file", key]
+    return port, [*settings, "--tls-ca-cert-file", authority.file]
+
+
+async def test_tls_with_certificates_on_both_sides(tmp_path: Path) -> None:
+    """With Redis: the Valkey of these tests is built without TLS."""
+    authority = Authority(tmp_path)
+    port, settings = tls_settings(authority)
+    certificate, key = authority.give("engine")
+    ours: dict[str, Any] = {
+        "tls_ca_file": authority.file,
+        "tls_cert_file": certificate,
+        "tls_key_file": key,
+    }
+    with running("redis", tmp_path / "server", *settings):
+        async with open_redis(f"rediss://{HOST}:{port}", **ours) as tier:
+            assert await tier.store(1, 2, 3) == [Outcome.DONE] * 3
+            assert await tier.load(1, 2, 3) == [Outcome.DONE] * 3
+
+
+@pytest.mark.parametrize("wrong", ["authority", "name", "no certificate", "no tls"])
+async def test_a_server_that_tls_does_not_vouch_for_gets_nothing(
+    tmp_path: Path, wrong: str
+) -> None:
+    authority = Authority(tmp_path)
+    port, settings = tls_settings(authority, "127.0.0.2" if wrong == "name" else HOST)
+    certificate, key = authority.give("engine")
+    ours: dict[str, Any] = {
+        "tls_ca_file": authority.file,
+        "tls_cert_file": certificate,
+        "tls_key_file": key,
+    }
+    if wrong == "authority":
+        (tmp_path / "other").mkdir()
+        ours["tls_ca_file"] = Authority(tmp_path / "other").file
+    elif wrong == "no certificate":
+        del ours["tls_cert_file"], ours["tls_key_file"]
+    with running("redis", tmp_path / "server", *settings) as server:
+        url = f"rediss://{HOST}:{server.port if wrong == 'no tls' else port}"
+        # A server without TLS waits for more of the greeting: there the time runs out.
+        limit_s = 0.2 if wrong == "no tls" else PATIENCE_S
+        async with open_redis(url, **ours, connect_timeout_s=limit_s) as tier:
+            assert await tier.store(1) == [Outcome.FAILED]
+            assert tier.states == [Connection.CONNECTING]
+        assert server.ask("DBSIZE") == 0
+        if wrong == "name":
+            async with open_redis(url, **ours, tls_check_hostname=False) as tier:
+                assert await tier.store(1) == [Outcome.DONE]

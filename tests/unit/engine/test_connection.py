@@ -1,0 +1,215 @@
+"""A tier whose backend needs a server: what its link does while there is none, and after."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvtier.core import messages as m
+from kvtier.core.block_state import BlockState
+from kvtier.core.events import EventKind
+from kvtier.engine.circuit_breaker import BreakerState
+from kvtier.engine.connection import FadingPresence
+from kvtier.plugin_api.backend import BackendTraits, Connection, Outcome
+from tests.unit.engine._story import Story, keys_of
+
+if TYPE_CHECKING:
+    from kvtier.engine.tier_link import TierLink
+
+CONNECTING, UP, GONE = Connection.CONNECTING, Connection.UP, Connection.GONE
+
+
+def link_of(story: Story) -> TierLink:
+    return story.runtime.engine.links[0]
+
+
+def report(story: Story, state: Connection) -> None:
+    """Have the backend report how it stands with its server."""
+    story.runtime.tiers[0].inbox.post(m.ConnectionChanged(state))
+    story.runtime.cell.settle()
+
+
+def look_up(story: Story, key: bytes, request: str = "r") -> BlockState:
+    story.facade.on_request_started(request)
+    state = story.facade.lookup_state(key, request)
+    story.facade.step_end()
+    return state
+
+
+def story_with_a_stored_block(**settings: object) -> tuple[Story, bytes]:
+    """Return a runtime whose tier alone has a block, which it has told of."""
+    story = Story(slots=4, **settings)  # type: ignore[arg-type]
+    (key,) = keys_of(1)
+    story.store([key])
+    story.store(keys_of(4, b"n"), "other")
+    story.facade.take_events()
+    return story, key
+
+
+@pytest.mark.parametrize("state", [CONNECTING, GONE])
+def test_no_request_waits_for_a_tier_without_its_server(state: Connection) -> None:
+    story, key = story_with_a_stored_block()
+    report(story, state)
+    assert look_up(story, key) is BlockState.ABSENT
+    assert link_of(story).in_flight() == (0, 0, 0)
+
+
+def test_a_request_that_waits_when_the_server_is_lost_waits_no_longer() -> None:
+    story = Story()
+    (key,) = keys_of(1)
+    assert look_up(story, key) is BlockState.PROBING
+    report(story, GONE)
+    assert story.facade.lookup_state(key, "r") is BlockState.ABSENT
+
+
+def test_a_late_answer_of_a_lost_server_is_counted_and_ignored() -> None:
+    story = Story()
+    (key,) = keys_of(1)
+    look_up(story, key)
+    story.runtime.cell.settle()
+    report(story, GONE)
+    story.answer_all()
+    assert link_of(story).counts.late_completions == 1
+    assert story.facade.lookup_state(key, "r") is BlockState.ABSENT
+
+
+def test_nothing_is_stored_in_a_tier_without_its_server() -> None:
+    story = Story()
+    report(story, GONE)
+    story.store(keys_of(2))
+    assert story.runtime.tiers[0].batches == []
+    assert link_of(story).counts.cascades_dropped == 2
+    assert story.facade.statistics().primary.pinned_slots == 0
+
+
+def test_what_a_server_had_is_asked_for_again_once_it_is_back() -> None:
+    """It may have been begun anew, with nothing in it. Routers hear of it meanwhile."""
+    story, key = story_with_a_stored_block()
+    report(story, GONE)
+    assert [each.kind for each in story.facade.take_events()] == [EventKind.CLEARED]
+    report(story, UP)
+    assert look_up(story, key) is BlockState.PROBING
+    story.answer_all()
+    assert [each.kind for each in story.facade.take_events()] == [EventKind.STORED]
+
+
+def test_a_store_that_ends_without_a_server_is_no_promise_of_what_is_there() -> None:
+    story = Story(slots=4)
+    (key,) = keys_of(1)
+    story.facade.on_request_started("w")
+    story.facade.prepare_store([key], "w")
+    story.facade.complete_store([key], "w")
+    story.runtime.cell.settle()
+    report(story, GONE)
+    story.answer_all()
+    assert story.runtime.primary.audit().directory.known == {}
+
+
+def test_a_tier_of_a_known_content_keeps_it_while_its_server_is_gone() -> None:
+    """It has a capacity: the tier knows what is there, and says what it loses."""
+    story, key = story_with_a_stored_block()
+    link_of(story).meet(BackendTraits(1, 1, capacity_blocks=8))
+    report(story, GONE)
+    report(story, UP)
+    assert key in story.runtime.primary.audit().directory.known
+    assert story.facade.take_events() == []
+
+
+def test_a_server_that_is_back_is_tried_at_once() -> None:
+    """What opened the breaker was its absence."""
+    story, key = story_with_a_stored_block(breaker_failures_max=1, breaker_pause_s=60.0)
+    look_up(story, key)
+    story.answer_all(Outcome.FAILED)
+    assert link_of(story).audit().breaker is BreakerState.OPEN
+    report(story, GONE)
+    report(story, UP)
+    assert link_of(story).audit().breaker is BreakerState.HALF_OPEN
+    assert look_up(story, key, "again") is BlockState.PROBING
+
+
+def test_a_tier_that_needs_a_server_is_asked_for_nothing_until_it_has_reported_one() -> None:
+    story = Story()
+    (key,) = keys_of(1)
+    link_of(story).meet(BackendTraits(1, 1, connects=True))
+    assert story.facade.statistics().tiers[0].connection == "CONNECTING"
+    assert look_up(story, key) is BlockState.ABSENT
+    report(story, UP)
+    assert look_up(story, key, "again") is BlockState.PROBING
+
+
+def test_what_a_new_backend_has_reported_by_the_time_it_is_met_holds() -> None:
+    """One in a thread is open, and may have reached its server, when the link hears of it."""
+    story, key = story_with_a_stored_block()
+    traits = BackendTraits(1, 1, connects=True)
+    begun = (m.TierBroke(reason="x"), m.TierFenced())
+    for state, found in ((UP, BlockState.PROBING), (CONNECTING, BlockState.ABSENT)):
+        for message in (*begun, m.ConnectionChanged(state), m.TierRestarted(traits)):
+            story.runtime.tiers[0].inbox.post(message)
+        story.runtime.cell.settle()
+        assert look_up(story, key, state.name) is found
+
+
+def test_a_server_that_is_reached_at_the_start_is_no_warning() -> None:
+    story = Story()
+    for state in (CONNECTING, UP, GONE, UP):
+        report(story, state)
+    told = [(notice.event, notice.level) for notice in story.runtime.cell.notices]
+    assert told == [
+        ("tier has reached its server", "info"),
+        ("tier lost its server", "warning"),
+        ("tier has reached its server", "warning"),
+    ]
+
+
+def test_a_lost_server_is_counted_and_shown() -> None:
+    story = Story()
+    for state in (CONNECTING, UP, GONE, GONE, UP):
+        report(story, state)
+        assert story.facade.statistics().tiers[0].connection == state.name
+    assert link_of(story).counts.connections_lost == 1
+
+
+def test_a_restarted_tier_does_not_inherit_a_lost_connection() -> None:
+    story, key = story_with_a_stored_block()
+    report(story, GONE)
+    for message in (m.TierBroke(reason="x"), m.TierFenced(), m.TierRestarted()):
+        story.runtime.tiers[0].inbox.post(message)
+    story.runtime.cell.settle()
+    assert look_up(story, key) is BlockState.PROBING
+
+
+# --- presence that fades ---
+
+
+def test_what_others_may_have_evicted_is_asked_for_after_a_while() -> None:
+    story, key = story_with_a_stored_block()
+    link_of(story).meet(BackendTraits(1, 1, presence_s=10.0))
+    story.store([key], "again")
+    story.store(keys_of(4, b"m"), "other again")
+    story.facade.take_events()
+    story.now += 9.9
+    story.facade.step_end()
+    assert look_up(story, key, "soon") is BlockState.FILLING, "loaded without a question"
+    story.facade.on_request_finished("soon")
+    story.answer_all(Outcome.ABSENT)
+    story.now += 0.2
+    story.facade.step_end()
+    assert look_up(story, key, "later") is BlockState.PROBING
+    removed = [e for e in story.facade.take_events() if e.kind is EventKind.REMOVED and e.tier == 0]
+    assert [event.keys for event in removed] == [(key,)], "of the load that found nothing alone"
+
+
+def test_presence_fades_in_the_order_learned_and_no_more_is_kept_than_may_be() -> None:
+    presence = FadingPresence(keys_max=3)
+    presence.learn((b"a",), 0.0)
+    assert presence.pop_faded(1e9) == (), "it lasts for good"
+    presence.last(5.0)
+    presence.learn((b"a", b"b"), 0.0)
+    presence.learn((b"c",), 1.0)
+    assert presence.pop_faded(4.9) == ()
+    presence.learn((b"d",), 4.9)
+    assert presence.pop_faded(4.9) == (b"a", b"b"), "more than may be kept"
+    assert presence.pop_faded(6.0) == (b"c",)
+    presence.forget()
+    assert presence.pop_faded(1e9) == ()

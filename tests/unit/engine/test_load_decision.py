@@ -1,0 +1,86 @@
+"""Where a prefix is cut, against looking at every cut."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.core.load_messages import LoadCost, Place
+from kvtier.engine.load_decision import FREE, Rates, Run, best_cut
+
+RUNS = st.lists(
+    st.builds(Run, where=st.sampled_from([FREE, 0, 1, 2]), length=st.integers(1, 12)), max_size=7
+)
+SECONDS = st.one_of(st.just(0.0), st.floats(1e-4, 10.0))
+COSTS = st.dictionaries(
+    st.integers(0, 2),
+    st.builds(LoadCost, SECONDS, SECONDS, st.integers(0, 30), st.floats(0.1, 2.0)),
+)
+RATES = st.builds(Rates, st.floats(0.0, 1.0), st.one_of(st.just(0.0), st.floats(1e-6, 0.1)))
+PLACES = st.builds(Place, st.integers(0, 200), st.integers(1, 64))
+
+
+def seconds_of(
+    keys: int, runs: list[Run], costs: dict[int, LoadCost], place: Place, rates: Rates
+) -> float:
+    """Return the time until the first token with one cut, by the formula of the docs."""
+    places = [run.where for run in runs for _ in range(run.length)]
+    counts = {tier: places[:keys].count(tier) for tier in costs}
+    load_s = max((costs[tier].seconds(count) for tier, count in counts.items()), default=0.0)
+    first = place.first_token + keys * place.chunk_tokens
+    end = place.first_token + len(places) * place.chunk_tokens
+    return load_s + rates.linear * (end - first) + rates.quadratic * (end**2 - first**2)
+
+
+@given(runs=RUNS, costs=COSTS, place=PLACES, rates=RATES)
+def test_no_cut_is_better_than_the_best(
+    runs: list[Run], costs: dict[int, LoadCost], place: Place, rates: Rates
+) -> None:
+    """So it is never worse than loading all, nor than recomputing all."""
+    total = sum(run.length for run in runs)
+    every = [seconds_of(keys, runs, costs, place, rates) for keys in range(total + 1)]
+    cut = best_cut(runs, costs, place, rates)
+    assert every[cut.keys] == pytest.approx(min(every), rel=1e-6, abs=1e-6)
+
+
+@given(runs=RUNS, costs=COSTS, place=PLACES)
+def test_a_tie_loads(runs: list[Run], costs: dict[int, LoadCost], place: Place) -> None:
+    """Where neither takes any time, all is loaded."""
+    free = {tier: LoadCost(0.0, 0.0, 0, 0.1) for tier in costs}
+    cut = best_cut(runs, free, place, Rates(0.0, 0.0))
+    assert cut.keys == sum(run.length for run in runs)
+    assert cut.blocks == cut.all_blocks
+
+
+def test_a_tier_that_nothing_is_known_of_is_loaded_from() -> None:
+    cut = best_cut([Run(0, 10)], {}, Place(0, 16), Rates(1e-9, 0.0))
+    assert cut.keys == cut.blocks == 10
+
+
+def test_the_head_of_a_long_prefix_is_recomputed_only_with_all_behind_it() -> None:
+    """Tokens late in a prompt cost more: a slow tier is worth it for all of a long prefix."""
+    cost = {0: LoadCost(0.0, 0.01, 0, 0.1)}
+    rates = Rates(1e-4, 1e-6)
+    assert best_cut([Run(0, 10)], cost, Place(0, 16), rates).keys == 0
+    assert best_cut([Run(0, 1000)], cost, Place(0, 16), rates).keys == 1000
+
+
+def test_a_fast_tier_is_loaded_from_and_a_slow_one_behind_it_is_not() -> None:
+    costs = {0: LoadCost(0.0, 1e-5, 0, 0.1), 1: LoadCost(5.0, 1.0, 0, 0.1)}
+    cut = best_cut([Run(FREE, 3), Run(0, 20), Run(1, 5)], costs, Place(0, 16), Rates(1e-4, 0.0))
+    assert (cut.keys, cut.blocks, cut.all_blocks) == (23, 20, 25)
+
+
+def test_while_one_tier_loads_another_may_load_as_long() -> None:
+    """Loads run side by side: the second costs nothing until it takes longer than the first."""
+    costs = {0: LoadCost(0.0, 0.1, 0, 0.1), 1: LoadCost(0.0, 1.0, 0, 0.1)}
+    cut = best_cut([Run(0, 30), Run(1, 10)], costs, Place(0, 16), Rates(0.02, 0.0))
+    assert cut.keys == 33
+
+
+def test_what_waits_at_a_tier_counts() -> None:
+    rates = Rates(1e-3, 0.0)
+    idle, busy = LoadCost(0.0, 1e-3, 0, 0.1), LoadCost(0.0, 1e-3, 10_000, 0.1)
+    assert best_cut([Run(0, 10)], {0: idle}, Place(0, 16), rates).keys == 10
+    assert best_cut([Run(0, 10)], {0: busy}, Place(0, 16), rates).keys == 0

@@ -1,0 +1,364 @@
+"""Whether requests load what tiers have or compute it, and how long they wait for it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvtier.core.block_state import BlockState
+from kvtier.core.group_messages import GroupKeys
+from kvtier.core.load_messages import Place
+from kvtier.engine.circuit_breaker import BreakerState
+from kvtier.engine.load_decisions import (
+    EXPLORED_BLOCKS_MAX,
+    EXPLORING_FIRST_S,
+    EXPLORING_SHARE,
+)
+from kvtier.plugin_api.backend import Outcome
+from tests.unit.engine._story import Story, keys_of
+
+if TYPE_CHECKING:
+    from kvtier.core.statistics import PrimaryCounts, TierCounts
+
+SPEED = 1000.0  # tokens a second that the engine computes
+CHUNK = 10
+PLACE = Place(0, CHUNK)
+LENGTH = 24
+ABSENT, FILLING, READY = BlockState.ABSENT, BlockState.FILLING, BlockState.READY
+
+
+class Decided(Story):
+    """A runtime whose first tier alone has a prefix, and is known to take ``block_s`` a block."""
+
+    def __init__(self, block_s: float | None, **settings: Any) -> None:
+        options = {
+            "slots": 128,
+            "load_or_recompute": "auto",
+            "prefill_tokens_per_s": SPEED,
+            "on_reset": "keep",
+            **settings,
+        }
+        super().__init__(**options)
+        self.keys = keys_of(LENGTH)
+        self.taught = keys_of(80, b"t")
+        self.store(self.keys)
+        self.store(self.taught)
+        self.evict()
+        if block_s is not None:
+            self.teach(block_s)
+
+    def evict(self) -> None:
+        """Have the tier alone have what was stored."""
+        self.facade.reset()
+        self.facade.on_reset_flushed()
+
+    def teach(self, block_s: float, count: int = 8) -> None:
+        """Load some other blocks, each in so many seconds."""
+        keys, self.taught = self.taught[:count], self.taught[count:]
+        self.facade.on_request_started("taught")
+        assert self.facade.lookup_states(keys, "taught") == [FILLING] * count
+        self.facade.step_end()
+        self.runtime.cell.settle()
+        self.now += block_s * count
+        self.answer_all()
+        self.facade.on_request_finished("taught")
+        self.facade.step_end()
+
+    def look_up(self, request: str = "r", *, begins: bool = True) -> list[BlockState]:
+        if begins:
+            self.facade.on_request_started(request)
+        return self.facade.lookup_states(self.keys, request, PLACE)
+
+    def end(self, request: str = "r") -> None:
+        self.facade.on_request_finished(request)
+        self.facade.step_end()
+
+    def decline(self, seconds: float = 0.0) -> None:
+        """Have a request come that declines, after some time."""
+        self.now += seconds
+        self.facade.step_end()
+        assert self.look_up("declines") == [ABSENT]
+        self.end("declines")
+
+    @property
+    def counts(self) -> PrimaryCounts:
+        return self.facade.statistics().primary.counts
+
+    @property
+    def tier(self) -> TierCounts:
+        return self.facade.statistics().tiers[0].counts
+
+
+# --- the decision ---
+
+
+def test_a_tier_that_is_faster_than_computing_is_loaded_from() -> None:
+    story = Decided(block_s=0.001)
+    assert story.look_up() == [FILLING] * LENGTH
+    assert story.counts.loads_decided == 1
+    assert story.counts.blocks_declined == 0
+
+
+def test_a_tier_that_is_slower_than_computing_is_not_asked_for_anything() -> None:
+    """Nothing is allocated, evicted or probed for what is computed sooner."""
+    story = Decided(block_s=0.1)
+    evictions, queries = story.counts.evictions, story.tier.queries
+    assert story.look_up() == [ABSENT]
+    story.facade.step_end()
+    assert story.facade.get_finished() == 0
+    assert (story.counts.recomputes_decided, story.counts.blocks_declined) == (1, LENGTH)
+    assert (story.counts.evictions, story.tier.queries) == (evictions, queries)
+
+
+def test_a_decision_stands_while_the_request_waits() -> None:
+    story = Decided(block_s=0.1)
+    assert story.look_up() == [ABSENT]
+    story.facade.step_end()
+    story.teach(0.0001)
+    story.teach(0.0001)
+    story.teach(0.0001)
+    assert story.look_up(begins=False) == [ABSENT]
+    assert story.counts.recomputes_decided == 1
+
+
+def test_a_preempted_request_is_decided_for_anew() -> None:
+    story = Decided(block_s=0.1)
+    assert story.look_up() == [ABSENT]
+    story.facade.on_requests_scheduled(["r"])
+    for _ in range(3):
+        story.teach(0.0001)
+    assert story.look_up(begins=False) == [FILLING] * LENGTH
+
+
+def test_with_load_as_its_setting_nothing_is_decided() -> None:
+    story = Decided(block_s=0.1, load_or_recompute="load")
+    assert story.look_up() == [FILLING] * LENGTH
+    assert not story.facade.decides_loads
+    assert story.counts.loads_decided == 0
+
+
+@pytest.mark.parametrize(("block_s", "speed"), [(None, SPEED), (0.1, None)])
+def test_while_one_side_is_not_known_requests_load(
+    block_s: float | None, speed: float | None
+) -> None:
+    story = Decided(block_s, prefill_tokens_per_s=speed)
+    assert not story.facade.decides_loads
+    assert story.look_up() == [FILLING] * LENGTH
+
+
+def test_the_speed_of_the_engine_is_learnt_from_its_steps() -> None:
+    story = Decided(block_s=0.1, prefill_tokens_per_s=None)
+    for tokens in (100, 200, 300, 400):
+        story.facade.on_step_computed(tokens, 0, tokens / SPEED)
+    assert story.look_up() == [ABSENT]
+    assert story.counts.prefill_seconds > 0
+    assert story.counts.prefill_expected_seconds == pytest.approx(
+        story.counts.prefill_seconds, rel=0.1
+    )
+
+
+def test_what_is_in_the_primary_tier_is_used_whatever_tiers_do() -> None:
+    """The head is READY, the rest is slow: the head is loaded, and nothing else is asked for."""
+    story = Decided(block_s=0.1)
+    story.facade.on_request_started("head")
+    story.facade.lookup_states(story.keys[:5], "head")
+    story.facade.step_end()
+    story.answer_all()
+    story.end("head")
+    assert story.look_up() == [READY] * 5 + [ABSENT]
+
+
+def test_a_prefix_of_a_fast_and_a_slow_tier_is_cut_between_them() -> None:
+    story = Decided(block_s=0.001, tiers=2)
+    slow = story.runtime.engine.links[1]
+    directory = story.runtime.primary._directory
+    directory.learn(0, (), story.keys[10:])
+    slow._load_times._estimate.took(8, 4.0, 0.0)
+    story.facade.step_end()
+    assert story.look_up() == [FILLING] * 10 + [ABSENT]
+    assert story.counts.cuts_decided == 1
+
+
+def test_blocks_that_another_request_brings_are_used_by_one_that_declined_them() -> None:
+    story = Decided(block_s=0.1)
+    assert story.look_up() == [ABSENT]
+    story.facade.on_request_started("other")
+    story.facade.lookup_states(story.keys, "other")  # without a place: it loads
+    story.facade.step_end()
+    story.answer_all()
+    assert story.look_up(begins=False) == [READY] * LENGTH
+
+
+def test_a_reset_forgets_what_was_declined() -> None:
+    story = Decided(block_s=0.1)
+    assert story.look_up() == [ABSENT]
+    story.facade.reset()
+    for _ in range(3):
+        story.teach(0.0001)
+    assert story.look_up(begins=False) == [FILLING] * LENGTH
+
+
+def test_several_groups_take_the_same_decision() -> None:
+    """What is behind the cut is nowhere, for as long as the request waits."""
+    groups = [GroupKeys(tuple(keys_of(LENGTH)), tuple(range(CHUNK, 10 * LENGTH + 1, CHUNK)))]
+    for block_s, expected in ((0.001, LENGTH * CHUNK), (0.1, 0)):
+        story = Decided(block_s)
+        story.facade.on_request_started("r")
+        assert [story.facade.survey(key, "r") for key in story.keys] == [FILLING] * LENGTH
+        assert story.facade.reserve_prefix(groups, "r", 0) == expected
+        story.facade.step_end()
+        assert story.facade.survey(story.keys[0], "r") is (FILLING if expected else ABSENT)
+
+
+# --- patience ---
+
+
+def test_a_request_waits_no_longer_than_computing_takes() -> None:
+    """A tier that stalls costs what computing costs once more, and not the whole deadline."""
+    story = Decided(block_s=0.001)
+    story.look_up()
+    story.facade.step_end()
+    story.now += LENGTH * CHUNK / SPEED + 0.001
+    story.facade.step_end()
+    assert story.look_up(begins=False) == [ABSENT]
+    assert story.tier.promotions_cut == LENGTH
+    assert story.tier.jobs_timed_out == 0
+    story.end()
+    assert story.look_up("next") == [ABSENT], "the next request waits for it again"
+
+
+def test_a_load_that_was_cut_is_no_failure_of_its_tier_until_it_is_late() -> None:
+    story = Decided(block_s=0.001, breaker_failures_max=1)
+    link = story.runtime.engine.links[0]
+    story.look_up()
+    story.facade.step_end()
+    story.now += 1.0
+    story.facade.step_end()
+    assert story.tier.promotions_cut == LENGTH
+    assert link.audit().breaker is BreakerState.CLOSED
+    story.now += 10.0
+    story.facade.step_end()
+    assert story.tier.jobs_timed_out == 1
+    assert link.audit().breaker is BreakerState.OPEN
+    story.now += 10.0
+    story.facade.step_end()
+    assert story.tier.jobs_timed_out == 1
+
+
+@pytest.mark.parametrize(
+    ("outcome", "then"),
+    [(Outcome.DONE, BreakerState.CLOSED), (Outcome.FAILED, BreakerState.OPEN)],
+)
+def test_the_end_of_a_load_that_was_cut_is_its_tiers(outcome: Outcome, then: BreakerState) -> None:
+    """Else a trial that was cut would leave a breaker half-open for ever."""
+    story = Decided(block_s=0.001, breaker_failures_max=1)
+    story.look_up()
+    story.facade.step_end()
+    story.runtime.cell.settle()
+    story.now += 1.0
+    story.facade.step_end()
+    story.answer_all(outcome)
+    story.facade.step_end()
+    assert story.runtime.engine.links[0].audit().breaker is then
+    assert story.tier.late_completions == 1
+    assert story.facade.statistics().primary.quarantined_slots == 0
+
+
+def test_blocks_that_arrived_before_the_cut_are_used() -> None:
+    story = Decided(block_s=0.001, job_blocks_max=8)
+    story.look_up()
+    story.facade.step_end()
+    story.runtime.cell.settle()
+    (first, *_) = story.runtime.tiers[0].batches
+    story.runtime.tiers[0].answer(first, [Outcome.DONE] * len(first.keys))
+    story.runtime.cell.settle()
+    story.now += 1.0
+    story.facade.step_end()
+    arrived = len(first.keys)
+    assert 0 < arrived < LENGTH
+    assert story.look_up(begins=False) == [READY] * arrived + [ABSENT]
+
+
+def test_a_request_that_was_not_decided_for_waits_until_the_deadline() -> None:
+    story = Decided(block_s=None)
+    story.look_up()
+    story.facade.step_end()
+    story.now += 9.9
+    story.facade.step_end()
+    assert story.look_up(begins=False) == [FILLING] * LENGTH
+    assert story.tier.promotions_cut == 0
+
+
+# --- exploring ---
+
+
+def explore(story: Decided) -> list[BlockState]:
+    story.decline()
+    story.now += EXPLORING_FIRST_S
+    story.facade.step_end()
+    return story.look_up("explores")
+
+
+def test_a_tier_that_is_declined_is_tried_with_a_few_blocks_now_and_then() -> None:
+    story = Decided(block_s=0.1)
+    assert explore(story) == [FILLING] * EXPLORED_BLOCKS_MAX + [ABSENT]
+    assert story.counts.explorations_decided == 1
+    story.end("explores")
+    story.decline(1.9 * EXPLORING_FIRST_S)
+
+
+def test_who_explores_waits_only_for_a_small_share_of_what_it_computes_anyway() -> None:
+    story = Decided(block_s=0.1)
+    explore(story)
+    story.facade.step_end()
+    story.now += EXPLORING_SHARE * LENGTH * CHUNK / SPEED + 1e-4
+    story.facade.step_end()
+    assert story.look_up("explores", begins=False) == [ABSENT]
+    assert story.tier.promotions_cut == EXPLORED_BLOCKS_MAX
+
+
+def test_a_tier_that_has_become_fast_is_loaded_from_again() -> None:
+    """Nobody loads from it but those that explore. They are few, and ten of them are enough."""
+    story = Decided(block_s=0.1)
+    story.decline()
+    for number in range(10):
+        story.now += EXPLORING_FIRST_S * 2**number
+        story.facade.step_end()
+        states = story.look_up(f"r{number}")
+        story.facade.step_end()
+        story.runtime.cell.settle()
+        story.now += 0.001
+        story.answer_all()
+        story.end(f"r{number}")
+        story.evict()
+        if len(states) == LENGTH:
+            break
+    assert states == [FILLING] * LENGTH
+    assert number < 4
+
+
+def test_a_tier_that_stays_slow_is_explored_at_growing_intervals() -> None:
+    story = Decided(block_s=0.1)
+    explored = []
+    for second in range(300):
+        story.now += 1.0
+        story.facade.step_end()
+        if len(story.look_up(f"r{second}")) > 1:
+            explored.append(second)
+        story.facade.step_end()
+        story.now += 0.02  # as long as it is waited for
+        story.facade.step_end()
+        story.end(f"r{second}")
+    assert 4 <= len(explored) <= 12
+    intervals = [b - a for a, b in pairwise(explored)]
+    assert intervals == sorted(intervals)
+
+
+def test_a_change_of_mind_is_logged_once() -> None:
+    story = Decided(block_s=0.1)
+    for _ in range(5):
+        story.decline()
+    notices = [each for each in story.runtime.cell.notices if "recomputed" in each.event]
+    assert [each.tier for each in notices] == ["1:test"]

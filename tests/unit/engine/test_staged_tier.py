@@ -1,0 +1,320 @@
+"""A tier behind another program's primary tier: its jobs, its slots, its staging slots."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvtier import Namespace, RuntimeConfig, SlotMemory
+from kvtier.core import messages as m
+from kvtier.core.block_state import BlockState
+from kvtier.runtime import open_staged_tier
+from kvtier.settings.secondary_tier import read_secondary_tier
+from tests.support.patience import PATIENCE_S, pause, until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvtier.core.staging_messages import Finished
+    from kvtier.engine.staged_facade import StagedFacade
+
+BLOCK = 4096
+SLOTS = 16  #: of the program
+COUNT = 8
+KEYS = tuple(bytes([number]) * 36 for number in range(COUNT))
+SOON = 0.02
+HANG = {"hang": True}
+
+
+class Program:
+    """The other program: its slots, its jobs, its clock."""
+
+    def __init__(self, faults: dict[str, Any], **options: Any) -> None:
+        tier_options = {
+            name: options.pop(name)
+            for name in ("promote_timeout_s", "store_timeout_s", "probe_timeout_s")
+            if name in options
+        }
+        tier = {"type": "memory", "capacity_bytes": 1 << 20, "faults": faults, **tier_options}
+        config = read_secondary_tier({"tier": tier, **options}, slot_count=SLOTS, block_bytes=BLOCK)
+        self.now = 0.0
+        self.memory = SlotMemory.anonymous(SLOTS, BLOCK)
+        self.bytes = memoryview(self.memory.buffer)
+        self.facade: StagedFacade = open_staged_tier(
+            config,
+            self.memory,
+            SlotMemory.anonymous(config.slot_count, BLOCK),
+            Namespace({"model": "m"}),
+            clock=lambda: self.now,
+        )
+        self.staging_slots = config.slot_count
+        self.jobs = 0
+        self.finished: dict[int, Finished] = {}
+
+    def fill(self, slot: int, value: int) -> None:
+        self.memory.view(slot)[:] = bytes([value]) * BLOCK
+
+    def holds(self, slot: int, value: int) -> bool:
+        return bytes(self.memory.view(slot)) == bytes([value]) * BLOCK
+
+    def take(self) -> None:
+        for each in self.facade.take_finished():
+            assert each.job not in self.finished, "a job was finished twice"
+            self.finished[each.job] = each
+        self.facade.step_end()
+
+    def until_finished(self, job: int) -> Finished:
+        until(lambda: self.take() or job in self.finished)
+        return self.finished[job]
+
+    def store(self, keys: tuple[bytes, ...]) -> int:
+        for slot, key in enumerate(keys):
+            self.fill(slot, key[0])
+        self.jobs += 1
+        self.facade.submit_store(self.jobs, "r", keys, range(len(keys)))
+        return self.jobs
+
+    def load(self, keys: tuple[bytes, ...]) -> int:
+        for slot in range(len(keys)):
+            self.fill(slot, 255)
+        self.jobs += 1
+        self.facade.submit_load(self.jobs, "r", keys, range(len(keys)))
+        return self.jobs
+
+    def find(self, key: bytes, request: str = "r") -> BlockState:
+        for _ in range(int(PATIENCE_S)):
+            found = self.facade.lookup(key, request)
+            if found is not BlockState.PROBING:
+                return found
+            self.take()
+            pause()
+        raise AssertionError("asked for ever")
+
+    def at_rest(self) -> bool:
+        self.take()
+        return self.facade._staged._slots.free_count == self.staging_slots
+
+
+@pytest.fixture
+def program(request: pytest.FixtureRequest) -> Iterator[Program]:
+    faults, options = getattr(request, "param", ({}, {}))
+    made = Program(faults, **options)
+    made.facade.on_request_started("r")
+    try:
+        yield made
+    finally:
+        made.bytes.release()
+        made.facade.close()
+
+
+def given(faults: dict[str, Any] | None = None, **options: Any) -> pytest.MarkDecorator:
+    """Run the test with this tier."""
+    options.setdefault("close_timeout_s", SOON)
+    return pytest.mark.parametrize("program", [(faults or {}, options)], indirect=True)
+
+
+def test_what_was_stored_is_loaded_again(program: Program) -> None:
+    stored = program.until_finished(program.store(KEYS))
+    assert (stored.failed, stored.moved) == ([], COUNT)
+    assert program.find(KEYS[3]) is BlockState.READY
+    loaded = program.until_finished(program.load(KEYS))
+    assert (loaded.failed, loaded.moved) == ([], COUNT)
+    assert all(program.holds(slot, slot) for slot in range(COUNT))
+    assert program.at_rest()
+    assert program.facade.statistics().counts.read_bytes == COUNT * BLOCK
+
+
+def test_nothing_is_found_for_a_request_that_is_unknown(program: Program) -> None:
+    program.until_finished(program.store(KEYS))
+    assert program.facade.lookup(KEYS[0], "unknown") is BlockState.ABSENT
+
+
+def test_what_the_tier_has_is_not_written_again(program: Program) -> None:
+    program.until_finished(program.store(KEYS[:3]))
+    again = program.until_finished(program.store(KEYS[:4]))
+    assert (again.failed, again.moved) == ([], 1)
+
+
+@given(staging_bytes=3 * BLOCK)
+def test_a_job_may_be_longer_than_there_are_staging_slots(program: Program) -> None:
+    assert program.until_finished(program.store(KEYS)).moved == COUNT
+    assert program.until_finished(program.load(KEYS)).moved == COUNT
+    assert all(program.holds(slot, slot) for slot in range(COUNT))
+    assert program.at_rest()
+
+
+@given({"load": {"corrupt_every": 2}})
+def test_damaged_blocks_fail_and_their_slots_keep_what_was_in_them(program: Program) -> None:
+    program.until_finished(program.store(KEYS))
+    loaded = program.until_finished(program.load(KEYS))
+    assert len(loaded.failed) == len(loaded.succeeded) == COUNT // 2
+    for slot, key in enumerate(KEYS):
+        assert program.holds(slot, 255 if key in loaded.failed else slot)
+    assert program.find(loaded.failed[0]) is BlockState.ABSENT  # not to be tried for ever
+
+
+@given({"load": HANG}, promote_timeout_s=5.0)
+def test_a_load_fails_at_its_deadline_and_its_staging_slots_stay_the_tiers(
+    program: Program,
+) -> None:
+    program.until_finished(program.store(KEYS))
+    job = program.load(KEYS)
+    program.now = 4.9
+    program.take()
+    assert job not in program.finished
+    program.now = 5.0
+    program.take()
+    program.take()
+    assert program.finished[job].failed == list(KEYS)
+    assert not program.at_rest()
+    assert program.find(KEYS[0]) is BlockState.ABSENT
+
+
+@given({"load": {"delay_s": SOON, "calls_max": 1}}, promote_timeout_s=5.0)
+def test_what_arrives_after_the_deadline_is_written_to_no_slot_of_the_programs(
+    program: Program,
+) -> None:
+    """It has given them to somebody else by then."""
+    program.until_finished(program.store(KEYS))
+    job = program.load(KEYS)
+    program.now = 5.0
+    program.take()
+    program.take()
+    assert program.finished[job].failed == list(KEYS)
+    until(program.at_rest)
+    assert all(program.holds(slot, 255) for slot in range(COUNT))
+
+
+@given({"store": HANG}, store_timeout_s=5.0)
+def test_a_store_that_hangs_is_finished_at_its_deadline(program: Program) -> None:
+    job = program.store(KEYS)
+    program.take()
+    program.now = 5.0
+    assert program.until_finished(job).failed == list(KEYS)
+
+
+@given({"store": {"delay_s": SOON}})
+def test_a_store_writes_the_bytes_that_there_were_when_it_was_copied(program: Program) -> None:
+    """Its slots may be somebody else's while the tier still reads."""
+    program.store(KEYS)
+    program.facade._copier.wait_idle()
+    program.facade.take_finished()  # the copies have ended, the store has begun
+    program.facade.step_end()
+    for slot in range(COUNT):
+        program.fill(slot, 99)
+    until(program.at_rest)
+    loaded = program.until_finished(program.load(KEYS))
+    assert not loaded.failed
+    assert all(program.holds(slot, slot) for slot in range(COUNT))
+
+
+@given({"load": HANG, "store": {**HANG, "calls_skipped": 4}})
+@pytest.mark.parametrize("kind", ["load", "store"])
+def test_a_drain_ends_every_job_of_a_tier_that_hangs(program: Program, kind: str) -> None:
+    program.until_finished(program.store(KEYS[:4]))
+    job = program.load(KEYS[:4]) if kind == "load" else program.store(KEYS[4:])
+    program.take()
+    program.facade.drain()
+    program.take()
+    assert program.finished[job].failed
+
+
+def test_a_job_is_finished_only_when_no_copy_of_it_runs(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program.until_finished(program.store(KEYS))
+    monkeypatch.setattr("kvtier.engine.staged_facade.COPY_WAIT_BYTES_MAX", 0)
+    copier = program.facade._copier
+    go_on, real = threading.Event(), copier._copied
+
+    def copied(work: Any) -> bool:
+        go_on.wait(PATIENCE_S)
+        return real(work)
+
+    monkeypatch.setattr(copier, "_copied", copied)
+    job = program.load(KEYS)
+    until(lambda: program.take() or program.facade._staged._copies)
+    program.now = 1000.0  # long past every deadline
+    for _ in range(5):
+        program.take()
+    assert job not in program.finished
+    drained = threading.Thread(target=program.facade.drain)
+    drained.start()
+    assert drained.is_alive()
+    go_on.set()
+    drained.join(PATIENCE_S)
+    program.take()
+    assert program.finished[job].failed == []
+    assert all(program.holds(slot, slot) for slot in range(COUNT))
+
+
+def test_a_copy_that_fails_fails_its_blocks(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program.until_finished(program.store(KEYS))
+    monkeypatch.setattr("kvtier.hosts.copier._check", lambda _work: 1 / 0)
+    assert program.until_finished(program.load(KEYS)).failed == list(KEYS)
+    until(program.at_rest)
+
+
+def test_after_a_reset_nothing_of_before_is_found(program: Program) -> None:
+    program.until_finished(program.store(KEYS))
+    program.facade.drain()
+    program.facade.reset()
+    assert program.find(KEYS[0]) is BlockState.ABSENT
+    # What a request from before goes on to store, older weights computed.
+    job = program.until_finished(program.store(KEYS[:2]))
+    assert (job.moved, job.failed) == (2, [])  # it has looked up since: it begins anew
+
+
+def test_a_request_from_before_a_reset_stores_nothing(program: Program) -> None:
+    program.facade.drain()
+    program.facade.reset()
+    assert program.until_finished(program.store(KEYS)).moved == 0
+    program.facade.on_request_started("s")
+    assert program.find(KEYS[0], "s") is BlockState.ABSENT
+
+
+@given({"store": {"error": "broken"}}, breaker_failures_max=1)
+def test_a_tier_that_is_bypassed_fails_jobs_at_once(program: Program) -> None:
+    assert program.until_finished(program.store(KEYS)).failed == list(KEYS)
+    job = program.store(KEYS)
+    program.take()
+    assert program.finished[job].failed == list(KEYS)
+    assert program.find(KEYS[0]) is BlockState.ABSENT
+
+
+@given({"load": HANG})
+def test_jobs_end_when_the_actor_breaks(program: Program) -> None:
+    program.until_finished(program.store(KEYS))
+    job = program.load(KEYS)
+    program.facade._staged.go_deaf()
+    program.take()
+    assert program.finished[job].failed
+    assert program.facade.lookup(KEYS[0], "r") is BlockState.ABSENT
+    program.facade.drain()
+
+
+def test_jobs_end_when_the_tiers_link_breaks(program: Program) -> None:
+    program.until_finished(program.store(KEYS))
+
+    def broken(_message: object) -> None:
+        raise RuntimeError("planted")
+
+    program.facade._link.handlers[m.Promote] = broken
+    job = program.load(KEYS)
+    program.take()
+    assert program.finished[job].failed == list(KEYS)
+    assert program.find(KEYS[0]) is BlockState.ABSENT
+    assert program.until_finished(program.store(KEYS)).moved == 0
+    assert program.facade.faults == 1
+
+
+def test_a_primary_tiers_options_are_refused() -> None:
+    tier = {"type": "memory", "capacity_bytes": 1 << 20}
+    config = read_secondary_tier({"tier": tier}, slot_count=1600, block_bytes=BLOCK, number=2)
+    assert isinstance(config, RuntimeConfig)
+    assert config.slot_count == 100
+    assert config.tiers[0].name == "2:memory"

@@ -1,0 +1,141 @@
+"""A tier that others change too: what it says is there, and what it finds to be gone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvtier.core import messages as m
+from kvtier.core.generations import mark_of_name, marked
+from tests.unit.tier.test_secondary_tier import ABSENT, DAMAGED, DONE, FAILED, Bench
+
+if TYPE_CHECKING:
+    from kvtier.plugin_api.backend import Outcome
+
+A, B, C = b"a0000000", b"b0000000", b"c0000000"
+FIRST, SECOND = mark_of_name("first"), mark_of_name("second")
+
+
+def told_gone(bench: Bench) -> list[tuple[bytes, ...]]:
+    """Return what was told of losses, in the order of the answers."""
+    said = [each for each in bench.said() if isinstance(each, m.PresenceChanged)]
+    assert not any(each.added for each in said)
+    return [each.removed for each in said]
+
+
+def load(bench: Bench, *wanted: bytes, mark: bytes, since: int) -> None:
+    bench.send(m.LoadJob(1, wanted, tuple(range(len(wanted))), mark, since))
+
+
+@pytest.mark.parametrize("outcome", [ABSENT, DAMAGED])
+def test_what_a_load_does_not_find_is_told_as_gone(outcome: Outcome) -> None:
+    """Damaged blocks are removed. Whoever was told of them would ask for them for ever."""
+    bench = Bench(batches_max=1)
+    bench.load(A, B)
+    bench.tier.answer(bench.tier.batches[0], [DONE, outcome])
+    bench.run()
+    assert told_gone(bench) == [(B,)]
+
+
+@pytest.mark.parametrize("outcome", [DONE, FAILED])
+def test_a_load_that_says_nothing_of_the_block_tells_nothing(outcome: Outcome) -> None:
+    bench = Bench()
+    bench.load(A)
+    bench.answer(outcome)
+    assert told_gone(bench) == []
+
+
+def test_a_store_that_found_a_block_which_a_load_then_removed_is_told_as_lost() -> None:
+    """The block was there when the store looked: it is done, and the block is gone."""
+    bench = Bench(batches_max=1)
+    bench.load(A)
+    bench.store(A, B)
+    bench.answer(DAMAGED, batch=0)
+    bench.said()
+    bench.answer(DONE)
+    ended, changed = bench.said()
+    assert isinstance(ended, m.JobEnded)
+    assert ended.outcomes == (DONE, DONE)
+    assert changed == m.PresenceChanged((), (A,), 0), "after its end, which says it is there"
+
+
+def test_a_part_of_a_store_that_ended_before_the_loss_is_lost_as_well() -> None:
+    """It is told of with the last part only."""
+    bench = Bench(batches_max=2)
+    bench.load(A)
+    bench.store(A, B)
+    bench.answer(DONE, batch=1)
+    bench.answer(DAMAGED, batch=0)
+    assert told_gone(bench) == [(A,)]
+    bench.answer(DONE)
+    assert told_gone(bench) == [(A,)]
+
+
+def test_a_store_that_began_after_the_loss_is_not_lost() -> None:
+    bench = Bench()
+    bench.load(A)
+    bench.answer(DAMAGED)
+    assert told_gone(bench) == [(A,)]
+    bench.store(A)
+    bench.answer(DONE)
+    assert told_gone(bench) == []
+
+
+def test_a_probe_that_found_a_block_which_a_load_then_removed_says_no() -> None:
+    bench = Bench()
+    bench.load(A)
+    bench.send(m.Probe(probe=7, keys=(A, B)))
+    bench.answer(DAMAGED, batch=0)
+    bench.said()
+    bench.tier.answer(bench.tier.batches[0], [DONE, DONE])
+    bench.run()
+    assert bench.said() == [m.ProbeAnswer(probe=7, present=(False, True))]
+
+
+def test_what_the_backend_loses_is_told_as_gone() -> None:
+    """A backend without a capacity may say so too."""
+    bench = Bench()
+    bench.store(A)
+    bench.send(m.ContentsLost(keys=(A, C)))
+    assert told_gone(bench) == [(A, C)]
+    bench.answer(DONE)
+    assert told_gone(bench) == [(A,)]
+
+
+def test_what_is_gone_of_another_generation_is_not_told_of() -> None:
+    """Nobody was told of it: with a generation, all that was told is taken back."""
+    bench = Bench()
+    load(bench, A, mark=FIRST, since=1)
+    bench.send(m.GenerationBegan(2, SECOND))
+    bench.answer(DAMAGED)
+    assert told_gone(bench) == []
+
+
+@pytest.mark.parametrize("how", ["said", "with a probe", "with a job"])
+def test_what_is_gone_of_a_generation_that_was_come_back_to_is_told_in_it(how: str) -> None:
+    """By name both are the same blocks, and it is told again what there is of them."""
+    bench = Bench()
+    load(bench, A, mark=FIRST, since=1)
+    bench.send(m.GenerationBegan(2, SECOND))
+    if how == "said":
+        bench.send(m.GenerationBegan(3, FIRST))
+    elif how == "with a probe":  # a full mailbox took nothing else
+        bench.send(m.Probe(7, (B,), FIRST, 3))
+    else:
+        bench.send(m.StoreJob(8, "r", (B,), (5,), FIRST, 3))
+    bench.answer(DAMAGED, batch=0)
+    (gone,) = [each for each in bench.said() if isinstance(each, m.PresenceChanged)]
+    assert gone == m.PresenceChanged((), (A,), 3)
+
+
+def test_a_store_of_another_generation_says_nothing_of_this_one() -> None:
+    """Its blocks have another name."""
+    bench = Bench()
+    load(bench, A, mark=FIRST, since=1)
+    bench.send(m.StoreJob(2, "r", (A,), (5,), SECOND, 2))
+    bench.answer(DAMAGED, batch=0)
+    (batch,) = bench.tier.batches
+    assert batch.keys == marked((A,), SECOND)
+    bench.answer(DONE)
+    assert told_gone(bench) == []

@@ -1,0 +1,350 @@
+"""Several engines over one storage: what one has stored, another serves, token for token.
+
+One engine stores in all of them: a shared folder, a Valkey server, an S3 server and a Mooncake
+store. Others, in processes of their own, each find it in one. Two share while both serve, and
+go on when their server is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import valkey
+
+from tests.support import mooncake_server, redis_servers, s3_server
+from tests.support.patience import PATIENCE_S, until
+from tests.vllm.support.children import run_scenario, start_scenario
+from tests.vllm.support.engine import engine, kvtier_config
+from tests.vllm.support.peers import Peer, serve
+from tests.vllm.support.play import assert_at_rest, play, play_round, prompts_of, whole_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from tests.vllm.support.children import Child
+
+LENGTHS = [500, 1000, 333, 31]  #: in tokens; the last one is shorter than a block
+BLOCKS = sum(whole_blocks(LENGTHS)) // 32
+SHARED = ("fs", "redis", "s3", "mooncake")
+KEYS = {"TEST_KEY": secrets.token_hex(32), "TEST_OTHER_KEY": secrets.token_hex(32)}
+CREDENTIALS = {
+    "KVTIER_TEST_ACCESS_KEY": s3_server.ACCESS_KEY,
+    "KVTIER_TEST_SECRET_KEY": s3_server.SECRET_KEY,
+}
+ENVIRONMENT = {**KEYS, **CREDENTIALS}
+SIGNED = {"auth_key_env": "TEST_KEY"}
+CONNECTION = 'kvtier:tier_connection_state{tier="1:redis"}'
+UP, GONE = 0.0, 2.0
+NOTHING_NEW = [[3]]  #: a prompt shorter than a block, which no tier sees
+
+
+def redis(server: redis_servers.RedisServer, **options: Any) -> dict[str, Any]:
+    patient = {"connect_timeout_s": PATIENCE_S, "call_timeout_s": PATIENCE_S}
+    return {"type": "redis", "url": server.url, **patient, **options}
+
+
+def tokens_of(model: str, lengths: list[int], seed: int = 7) -> list[list[int]]:
+    """Return what an engine without offloading answers."""
+    with engine(model, None) as running:
+        return running.run_one_by_one(prompts_of(lengths, seed)).tokens
+
+
+# --- engines one after the other ---
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Any]]]:
+    """Run the servers; return the tiers on them, and a folder whose blocks are signed."""
+    folder = tmp_path_factory.mktemp("shared")
+    with ExitStack() as running:
+        valkey = running.enter_context(redis_servers.running("valkey", folder / "valkey"))
+        moto = running.enter_context(s3_server.moto_server())
+        store = running.enter_context(mooncake_server.running(folder))
+        master = {"type": "mooncake", "master": store.address, "local_hostname": "127.0.0.1"}
+        yield {
+            "fs": {"type": "fs", "root_dir": str(folder / "kv")},
+            "redis": redis(valkey, **SIGNED),
+            "s3": s3_server.options_for(moto.endpoint, "kv", type="s3"),
+            "mooncake": {**master, "encryption_key_env": "TEST_KEY"},
+            "signed": {"type": "fs", "root_dir": str(folder / "signed"), **SIGNED},
+        }
+
+
+@pytest.fixture(scope="module")
+def cold(
+    llama: Path, shared: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """Have an engine compute all, store it in each of the tiers, and end."""
+    (told,) = run_scenario(
+        play,
+        log_folder=tmp_path_factory.mktemp("cold"),
+        environment=ENVIRONMENT,
+        model=str(llama),
+        extra_config=kvtier_config(secondary_tiers=list(shared.values())),
+        lengths=LENGTHS,
+        rounds=1,
+    )
+    assert told["cached"] == [0] * len(LENGTHS)
+    for tier in told["statistics"]["tiers"]:
+        assert tier["counts"]["write_bytes"] == BLOCKS * told["block_bytes"], tier
+    assert_sound(told)
+    return dict(told)
+
+
+def assert_sound(told: Mapping[str, Any]) -> None:
+    """All tiers are connected and in use; nothing was damaged, failed or late."""
+    assert_at_rest(told["statistics"])
+    for tier in told["statistics"]["tiers"]:
+        assert tier["connection"] == "UP", tier
+        wrong = ("damaged", "failed", "absent", "broke", "breaker_opened", "connections_lost")
+        late = ("jobs_timed_out", "probes_timed_out", "cascades_dropped", "promotions_dropped")
+        assert not any(tier["counts"][name] for name in (*wrong, *late)), tier
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_another_engine_serves_what_the_first_has_stored(
+    kind: str,
+    llama: Path,
+    shared: dict[str, dict[str, Any]],
+    cold: dict[str, Any],
+    log_folder: Path,
+) -> None:
+    """With its first request after the start. Signed on Valkey, encrypted in Mooncake's store."""
+    (told,) = run_scenario(
+        play,
+        log_folder=log_folder,
+        environment=ENVIRONMENT,
+        model=str(llama),
+        extra_config=kvtier_config(secondary_tiers=[shared[kind]]),
+        lengths=LENGTHS,
+        rounds=1,
+    )
+    assert told["tokens"] == cold["tokens"]
+    assert told["cached"] == whole_blocks(LENGTHS)
+    metrics, size = told["metrics"], BLOCKS * told["block_bytes"]
+    assert metrics[f'vllm:kv_offload_tiering_read_bytes{{tier="1:{kind}"}}'] == size
+    assert metrics[f'vllm:kv_offload_tiering_chunk_hits{{tier="1:{kind}"}}'] == BLOCKS
+    assert metrics["vllm:kv_offload_load_bytes"] == size
+    assert_sound(told)
+    (log,) = log_folder.glob("*.log")
+    text = log.read_text(errors="replace")
+    assert not re.search(r"^I\d{4} ", text, re.MULTILINE), "Mooncake's client logs errors only"
+    for trouble in ("backend raised", "tier lost its server", "tier hangs at close", "tier broke"):
+        assert trouble not in text
+
+
+@pytest.mark.usefixtures("cold")
+def test_each_storage_says_in_plain_words_what_its_blocks_are_of(
+    shared: dict[str, dict[str, Any]],
+) -> None:
+    """The same facts in all, but for how blocks are protected."""
+    (of_folder,) = Path(shared["fs"]["root_dir"]).glob("*/config.json")
+    with valkey.Valkey.from_url(shared["redis"]["url"]) as client:
+        (name,) = client.keys("kvtier:*:description")
+        of_valkey = client.get(name)
+    s3 = s3_server.client_for(shared["s3"]["endpoint"])
+    found = s3.list_objects_v2(Bucket=s3_server.BUCKET)["Contents"]
+    (name,) = (each["Key"] for each in found if each["Key"].endswith("/description.json"))
+    of_s3 = s3.get_object(Bucket=s3_server.BUCKET, Key=name)["Body"].read()
+    facts = json.loads(of_folder.read_text())["facts"]
+    assert facts["worker"]["model"]["weights_sample_digest"]
+    assert json.loads(of_s3)["facts"] == facts
+    assert json.loads(of_valkey)["facts"] == {**facts, "protection": "signed"}
+
+
+def test_an_engine_without_offloading_gives_the_same_tokens(
+    llama: Path, cold: dict[str, Any], log_folder: Path
+) -> None:
+    plain = run_scenario(tokens_of, log_folder=log_folder, model=str(llama), lengths=LENGTHS)
+    assert plain == cold["tokens"]
+
+
+def two_engines(
+    model: str, configs: list[dict[str, Any]], lengths: list[int]
+) -> list[dict[str, Any]]:
+    return [play(model, config, lengths, rounds=1)[0] for config in configs]
+
+
+def test_an_engine_without_the_key_or_with_another_one_finds_nothing(
+    llama: Path, shared: dict[str, dict[str, Any]], cold: dict[str, Any], log_folder: Path
+) -> None:
+    """Without a key it does not even ask: such blocks have names of their own."""
+    signed = shared["signed"]
+    without = {"type": "fs", "root_dir": signed["root_dir"]}
+    other = {**signed, "auth_key_env": "TEST_OTHER_KEY"}
+    keyless, stranger = run_scenario(
+        two_engines,
+        log_folder=log_folder,
+        environment=ENVIRONMENT,
+        model=str(llama),
+        configs=[kvtier_config(secondary_tiers=[tier]) for tier in (without, other)],
+        lengths=LENGTHS,
+    )
+    for told in (keyless, stranger):
+        assert told["cached"] == [0] * len(LENGTHS)
+        assert told["tokens"] == cold["tokens"]
+        assert_at_rest(told["statistics"])
+    (of_keyless,) = keyless["statistics"]["tiers"]
+    (of_stranger,) = stranger["statistics"]["tiers"]
+    assert of_keyless["counts"]["promotion_jobs"] == 0
+    assert of_stranger["counts"]["damaged"] == BLOCKS
+    assert 0 < of_stranger["backend"]["unauthenticated"] <= BLOCKS  # told once a second
+
+
+# --- two engines at once ---
+
+
+class Serving(Peer):
+    """An engine with a ``redis`` tier that serves whatever it is asked."""
+
+    def __init__(self, child: Child, folder: Path) -> None:
+        super().__init__(child, folder, 0)
+        self._counts: dict[str, float] = {}  # at the last look
+
+    def tier(self) -> dict[str, Any]:
+        """Have the engine step; return what its tier's link says. No count of it may fall."""
+        (tier,) = self.run(NOTHING_NEW, None, 1)["statistics"]["tiers"]
+        fallen = [name for name, count in self._counts.items() if tier["counts"][name] < count]
+        assert not fallen, (fallen, self._counts, tier)
+        self._counts = tier["counts"]
+        return dict(tier)
+
+    def until_stored(self) -> None:
+        """Wait until all that was given to the tier is there."""
+        until(lambda: self.tier()["cascade_jobs_in_flight"] == 0)
+
+    def until_connection_is(self, state: float) -> None:
+        """Wait until a scrape of the metrics says so."""
+        until(lambda: self.run(NOTHING_NEW, None, 1)["metrics"][CONNECTION] == state)
+
+
+@contextmanager
+def serving(
+    name: str, model: Path, tier: dict[str, Any], log_folder: Path, tmp_path: Path
+) -> Iterator[Serving]:
+    folder = tmp_path / name
+    folder.mkdir()
+    with start_scenario(
+        serve,
+        log_folder / name,
+        ENVIRONMENT,
+        model=str(model),
+        extra_config=kvtier_config(secondary_tiers=[tier]),
+        folder=str(folder),
+    ) as child:
+        yield Serving(child, folder)
+
+
+@pytest.mark.slow
+def test_two_engines_share_while_both_serve_and_go_on_when_their_server_is_killed(
+    llama: Path, tmp_path: Path, log_folder: Path
+) -> None:
+    """No request waits for a deadline: those here are longer than a test waits for an answer."""
+    parts = [prompts_of(LENGTHS, seed) for seed in range(1000, 7000, 1000)]
+    plain = run_scenario(tokens_of_all, log_folder=log_folder, model=str(llama), parts=parts)
+    server = redis_servers.RedisServer("valkey", tmp_path / "server")
+    with ExitStack() as running:
+        running.callback(server.kill)
+        server.start()
+        one, other = (
+            running.enter_context(serving(name, llama, redis(server), log_folder, tmp_path))
+            for name in ("one", "other")
+        )
+
+        def both(first: int, second: int) -> list[int]:
+            """Have each compute or load a part at the same time; return how much was loaded."""
+            asked = [one.ask(parts[first], forget=True), other.ask(parts[second], forget=True)]
+            return [cached_of(one, asked[0], first), cached_of(other, asked[1], second)]
+
+        def cached_of(engine: Serving, asked: Path, part: int) -> int:
+            told = json.loads(engine.child.wait_for(asked))
+            assert told["tokens"] == plain[part]
+            return sum(told["cached"])
+
+        whole = sum(whole_blocks(LENGTHS))
+        assert both(0, 1) == [0, 0]
+        one.until_stored()
+        other.until_stored()
+        assert both(1, 0) == [whole, whole]
+
+        stored = server.ask("DBSIZE")
+        asked = [one.ask(parts[2]), other.ask(parts[3])]
+        until(lambda: server.ask("DBSIZE") > stored)
+        server.kill()
+        assert [cached_of(one, asked[0], 2), cached_of(other, asked[1], 3)] == [0, 0]
+        for engine in (one, other):
+            engine.until_connection_is(GONE)
+        assert both(3, 2) == [0, 0]
+
+        server.start()
+        for engine in (one, other):
+            engine.until_connection_is(UP)
+        assert both(4, 5) == [0, 0]
+        one.until_stored()
+        other.until_stored()
+        assert both(5, 4) == [whole, whole]
+        for engine in (one, other):
+            tier = engine.tier()
+            assert (tier["breaker"], tier["connection"]) == ("CLOSED", "UP")
+            counts = tier["counts"]
+            assert (counts["connections_lost"], counts["damaged"]) == (1, 0)
+            assert (counts["probes_timed_out"], counts["jobs_timed_out"]) == (0, 0)
+
+
+def tokens_of_all(model: str, parts: list[list[list[int]]]) -> list[list[list[int]]]:
+    with engine(model, None) as running:
+        return [running.run_one_by_one(prompts).tokens for prompts in parts]
+
+
+# --- two ranks beside one ---
+
+
+def canonical_rounds(
+    model: str, tier: dict[str, Any], seeds: list[int], settings: dict[str, Any]
+) -> list[dict[str, Any]]:
+    config = kvtier_config(secondary_tiers=[tier], canonical_layout=True)
+    with engine(model, config, **settings) as running:
+        return [play_round(running, prompts_of(LENGTHS, seed)) for seed in seeds]
+
+
+@pytest.mark.slow
+def test_one_rank_and_two_serve_each_others_blocks_in_the_canonical_layout(
+    llama: Path, tmp_path: Path, log_folder: Path
+) -> None:
+    """Token for token. Each rank loads and stores its own heads of a block."""
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with redis_servers.running("valkey", tmp_path / "server") as server:
+        arguments: dict[str, Any] = {"model": str(llama), "tier": redis(server, **SIGNED)}
+
+        def told(seeds: list[int], settings: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+            environment = {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "0|1" if settings else "0"}
+            rounds: list[dict[str, Any]] = run_scenario(
+                canonical_rounds,
+                log_folder=log_folder,
+                environment=environment,
+                seeds=seeds,
+                settings=settings,
+                **arguments,
+                **more,
+            )
+            return rounds
+
+        (of_one,) = told([7], {})
+        found_by_two, of_two = told([7, 1000], ranks, spawns=True)
+        (found_by_one,) = told([1000], {})
+    plain = run_scenario(
+        tokens_of, log_folder=log_folder, model=str(llama), lengths=LENGTHS, seed=1000
+    )
+    for computed in (of_one, of_two):
+        assert computed["cached"] == [0] * len(LENGTHS)
+    for found in (found_by_one, found_by_two):
+        assert found["cached"] == whole_blocks(LENGTHS)
+        assert_sound(found)
+    assert found_by_two["tokens"] == of_one["tokens"]
+    assert found_by_one["tokens"] == of_two["tokens"] == plain
