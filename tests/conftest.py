@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.starvation import Starvation
+
 if TYPE_CHECKING:
     from collections.abc import Generator
 
@@ -33,6 +35,9 @@ NEEDS_FUSE = "needs /dev/fuse"
 NEEDS_GROUPS = "needs to make control groups"
 """In a skip's reason: allowed where they are mounted read-only, as in most containers."""
 
+_STARVATION = Starvation()
+_STARVATION.start()
+
 _GROUPS = ("/sys/fs/cgroup/memory", "/sys/fs/cgroup")
 
 
@@ -42,11 +47,19 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Watch from here on whether the test is starved."""
+    _STARVATION.begin()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Turn a skipped test into a failed one where ``CI`` is ``true``."""
+    """Turn a skipped test into a failed one where ``CI`` is ``true``; say how busy it was."""
     report = yield
     _forbid_skip(report)
+    if report.failed:
+        report.sections.append(("how busy the machine was", _STARVATION.told()))
     return report
 
 

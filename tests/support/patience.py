@@ -18,7 +18,7 @@ import anyio.to_thread
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PATIENCE_S: Final = 600.0
+PATIENCE_S: Final = 120.0
 POLL_S: Final = 0.005
 
 

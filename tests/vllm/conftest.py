@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.patient_limits import _patient_limits  # noqa: F401 - a fixture
 from tests.vllm.support.models import make_gemma, make_llama
 from tests.vllm.support.play import TEST_RUN
 

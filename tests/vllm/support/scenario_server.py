@@ -26,6 +26,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from tests.support.patient_limits import patient_limits
 from tests.vllm.support.spawning import fork_what_is_spawned
 
 if TYPE_CHECKING:
@@ -81,8 +82,9 @@ def play(call: dict[str, Any]) -> None:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["scenario"] = module
-    spec.loader.exec_module(module)
-    result = getattr(module, call["function"])(**call["arguments"])
+    with patient_limits():
+        spec.loader.exec_module(module)
+        result = getattr(module, call["function"])(**call["arguments"])
     Path(call["result"]).write_text(json.dumps(result))
 
 
