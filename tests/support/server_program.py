@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import deque
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -34,9 +35,14 @@ os.execvp(sys.argv[2], sys.argv[2:])
 _LAST_WORDS_CHARACTERS: Final = 2000
 
 
-PORTS: Final = range(10_000, 32_000)
+PORTS: Final = range(18_000, 32_000)
+"""Below those that a system gives to connections of its own, above those that Mooncake draws."""
+
+HELD_MAX: Final = 256
+"""So many of the last ports are held. What had one before has ended long ago, or listens there."""
 
 _ports = itertools.count(os.getpid() * 61)
+_held: deque[int] = deque()  # descriptors
 
 
 def ending_with_this_process(arguments: Sequence[str]) -> list[str]:
@@ -45,18 +51,24 @@ def ending_with_this_process(arguments: Sequence[str]) -> list[str]:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on, and that is nobody's by the time it is taken.
+    """Return a port that nobody listens on, and that nobody else gets before it is taken.
 
-    It is none that a system gives to connections of its own, nor soon one of another process of
-    the tests.
+    It stays bound here, without listening: connections to it are refused, and no other process is
+    given it. A server may listen there all the same, now and whenever it starts again, since all
+    servers set ``SO_REUSEADDR``, and so does, from then on, the one who holds it.
     """
     while True:
         port = PORTS[next(_ports) % len(PORTS)]
-        with socket.socket() as bound:
-            try:
-                bound.bind((HOST, port))
-            except OSError:
-                continue
+        holder = socket.socket()
+        try:
+            holder.bind((HOST, port))  # without SO_REUSEADDR: refused if another one holds it
+        except OSError:
+            holder.close()
+            continue
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _held.append(holder.detach())
+        if len(_held) > HELD_MAX:
+            os.close(_held.popleft())
         return port
 
 
