@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, NamedTuple
@@ -23,6 +22,7 @@ from kvtier.plugin_api.backend import (
     block_digest,
 )
 from kvtier.plugin_api.slot_memory import SlotMemory
+from kvtier.testing._run_clock import RunClock
 
 MakeBackend = Callable[[BackendContext], Backend]
 """Builds a backend, not yet opened, for the context it is given.
@@ -40,7 +40,7 @@ BLOCK_BYTES: Final = 16 * 1024
 BLOCKS_MIN: Final = 64
 BLOCKS_MAX: Final = 512
 GROUP: Final = (0).to_bytes(4, "big")
-clock: Callable[[], float] = time.monotonic  #: in seconds; tests of the suite have one of their own
+clock: Callable[[], float] = RunClock()  #: in seconds; tests of the suite have one of their own
 random_data: Callable[[int], bytes] = os.urandom  #: of a block; some tests have data that shrink
 CLOSE_TIMEOUT_S_MAX = 5.0
 """Of a backend that hangs in ``close``; a busy disk needs a second or two to let its folder go."""

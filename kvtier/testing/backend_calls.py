@@ -28,8 +28,9 @@ PASSES_MAX: Final = 1000
 STOPS_MAX: Final = 400
 """At so many places a thread is stopped, at most, one after the other."""
 STALL_S_MAX: Final = 0.1
-STALLS_MAX: Final = 5
-"""A machine that is busy may stop a process in the midst of a call, but not in each of so many."""
+STALLS_MAX: Final = 10
+"""What the suite's clock can't tell from a call that blocks, as a collection of garbage or a host
+that runs other machines, may stop a process in the midst of a call, but not in each of so many."""
 _GUARD: Final = b"\xa5"
 
 

@@ -32,6 +32,7 @@ from tests.conformance._flawed_conduct import (
     ListsNothing,
     made,
 )
+from tests.support.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,6 +43,15 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("_no_shelves")]
 
 
+@pytest.fixture
+def _threads_may_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check looks no further after its own limits, and would find no flaw then."""
+    monkeypatch.setattr(_stopped_threads, "STOPPED_S_MAX", PATIENCE_S)
+    looks = int(PATIENCE_S / _stopped_threads.ALONE_LOOK_S)
+    monkeypatch.setattr(_stopped_threads, "ALONE_LOOKS_MAX", looks)
+
+
+@pytest.mark.usefixtures("_threads_may_be_slow")
 @pytest.mark.parametrize("flawed", FLAWS, ids=lambda flawed: flawed.__name__)
 async def test_the_check_meant_for_a_flaw_names_the_rule(
     flawed: type[MemoryBackend], monkeypatch: pytest.MonkeyPatch
@@ -52,6 +62,7 @@ async def test_the_check_meant_for_a_flaw_names_the_rule(
         await check(partial(made, flawed))
 
 
+@pytest.mark.usefixtures("_threads_may_be_slow")
 @pytest.mark.parametrize(
     "flawed",
     [CatchesCancellations, BlocksTheLoop, ListsNothing, HasNoPlace, KeepsQuietAboutItsThread],
