@@ -368,7 +368,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._loading.clear()
         if self._several_groups:
             self._passes.reserve(self._undecided)
-        self._resumed.end_step(scheduled, preempted)
+        self._resumed.end_step(scheduled)
         self.facade.step_end()
         self._yield_if_spinning()
         if not self._unlinked:

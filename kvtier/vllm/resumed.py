@@ -6,9 +6,10 @@ preempted, and the connector of 0.32 takes a load of such a request for a mistak
 assertion ends the engine. It comes where the blocks are found at once: where the reset was
 refused, or left the connector as it was. vLLM 0.33 has mended that.
 
-vLLM doesn't tell who runs: a request that was preempted is scheduled again without a word. So one
-that has run is told what it can load in the step after it is known to have waited: it was reported
-as preempted, or was to ask again. Otherwise it is to ask again, and waits for one step more.
+vLLM doesn't tell who runs: a request that was preempted is scheduled again without a word, and
+what a reset threw back is reported as preempted at the end of the step that runs it again. So one
+that has run is told what it can load in the step after it was to ask again, which is certain to
+have waited. Otherwise it is to ask again, and waits for one step more.
 """
 
 from __future__ import annotations
@@ -53,9 +54,8 @@ class ResumedRequests:
         """Note that there is nothing to load, until the next step."""
         self._is_empty = True
 
-    def end_step(self, scheduled: Iterable[str], preempted: Iterable[str]) -> None:
+    def end_step(self, scheduled: Iterable[str]) -> None:
         """Take in what vLLM reports of a step. ``scheduled``: for the first time, or to load."""
         self._have_run.update(scheduled)
-        self._waited = self._wait.union(preempted)
-        self._wait = set()
+        self._waited, self._wait = self._wait, set()
         self._is_empty = False

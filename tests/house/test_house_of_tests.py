@@ -20,6 +20,7 @@ WAITS = {"wait", "join", "acquire", "get", "communicate", "fail_after", "result"
 
 MAY_READ_A_CLOCK = {
     "support/patience.py": "waits for all others",
+    "support/starvation.py": "says of a failure how long its process was not run",
     "rig/__main__.py": "runs for as long as it is told",
     "model/test_model.py": "runs for as long as it is told",
     "mutants/hangs.py": "ends a mutant that runs far longer than the code does",
@@ -28,6 +29,7 @@ MAY_READ_A_CLOCK = {
     "vllm/support/engine.py": "notes how long a round took, for people",
 }
 MAY_SLEEP = {
+    "support/starvation.py": "looks at the clock time and again, beside the tests",
     "unit/backends/disk/test_disk_crash.py": "kills at a random moment, and expects none",
     "unit/backends/disk/test_disk_purge.py": "gives a purge time to end that must not",
 }

@@ -7,6 +7,7 @@ none it says so, and ends with status 77.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import time
@@ -19,6 +20,8 @@ from tests.support.cuda import NO_DEVICE, vllm_on_cuda, why_no_cuda
 def main() -> int:
     """Play what the command line says, and end with the first that fails."""
     asked = _arguments()
+    if "PYTHONHASHSEED" not in os.environ:  # sets of strings have an order of each process's own
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, "PYTHONHASHSEED": "0"})
     imports: AbstractContextManager[None] = nullcontext()
     if asked.device == "cuda":
         missing = why_no_cuda(compiled=False)

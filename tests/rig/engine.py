@@ -96,7 +96,7 @@ class Engine:
         for _ in range(1 if computed else MOVES_WHILE_IDLE[min(self._steps_idle, 10)]):
             for worker in self.workers:
                 worker.device.move()
-            self.tiers.move(patiently=not computed)
+            self.tiers.move()
             self.world.slot_watch.tiers_work()
         return outputs
 

@@ -55,7 +55,9 @@ def _patient(owner: Any, name: str) -> Iterator[None]:
     option = options_of(owner)[name]
     made, read = owner.__init__.__defaults__, option.default
     names = [each.name for each in fields(owner)][-len(made) :]
-    patient = [PATIENCE_S if each == name else value for each, value in zip(names, made, strict=True)]
+    patient = [
+        PATIENCE_S if each == name else value for each, value in zip(names, made, strict=True)
+    ]
     owner.__init__.__defaults__ = tuple(patient)
     object.__setattr__(option, "default", PATIENCE_S)
     try:

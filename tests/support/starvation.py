@@ -34,10 +34,11 @@ class Starvation:
 
     def told(self) -> str:
         """Return what a failure says."""
+        ran_s = time.monotonic() - self._began_s
         load = " ".join(f"{each:.1f}" for each in os.getloadavg())
         return (
-            f"after {time.monotonic() - self._began_s:.1f} s, of which this process was not run for "
-            f"{self._longest_s:.2f} s at a stretch at most; load {load} on {os.cpu_count()} cores"
+            f"after {ran_s:.1f} s, of which this process was not run for {self._longest_s:.2f} s "
+            f"at a stretch, at most; load {load} on {os.cpu_count()} cores"
         )
 
     def _watch(self) -> None:

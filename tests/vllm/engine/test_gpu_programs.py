@@ -44,7 +44,8 @@ def test_without_a_device_a_program_says_so_and_does_not_pass(program: list[str]
 @pytest.mark.slow
 def test_the_rig_over_vllms_cuda_worker_in_host_memory() -> None:
     """vLLM's worker and region with kvtier's header; the mistakes planted there are found."""
-    status, told = run(*RIG, "pretended", "--first", "0", "--count", str(SCENARIOS))
+    scenarios = ("--first", "0", "--count", str(SCENARIOS))
+    status, told = run(*RIG, "pretended", *scenarios, PYTHONHASHSEED="0")
     assert status == 0, told
     assert f"{SCENARIOS} scenarios" in told
     for mistake in ("load_from_another_slot", "report_before_the_copy"):
