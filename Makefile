@@ -91,11 +91,14 @@ $(NEWER)/.made: requirements/engine-cpu-0.33.txt tests/vllm/support/other_releas
 demo: $(VENV)/.kvtier
 	$(BIN)/python -m kvtier.tools.demo
 
-# Four parts at a time, of which one or two wait: for storage that hangs, for an engine. What
-# fails first, then the longest first, so that none runs alone at the end; each tells what it
-# has to say at its end. vLLM 0.33 is laid out while lint and types run.
-# CI=true: a skipped test fails (tests/conftest.py).
-PARTS := vllm-0.33 lint types unit engine-0.32 backends engine-0.33 model server bench conformance rig-0.32 rig-0.33 soak-filesystem soak soak-remote docs
+# Four parts at a time, of which one or two wait: for storage that hangs, for an engine. The
+# longest first, so that none runs alone at the end; each tells what it has to say at its end.
+# vLLM 0.33 is laid out while lint and types run. CI=true: a skipped test fails
+# (tests/conftest.py). What takes minutes, or goes by the clock, is in `test-long`: tests that
+# are marked `long`, benchmarks, soaks.
+PARTS := vllm-0.33 lint types engine-0.32 unit engine-0.33 backends conformance model rig-0.32 \
+         rig-0.33 docs
+GATE := $(if $(LONG),,-m "not long")
 
 test: $(VENV)/.dev
 	@env -u SECONDS -u MINUTES -u SEED CI=true $(MAKE) --no-print-directory -j4 --output-sync=recurse $(PARTS:%=part-%)
@@ -116,11 +119,13 @@ quick-unit: $(VENV)/.dev
 test-long: $(VENV)/.dev $(NEWER)/.made
 	seed=$${KVTIER_TEST_SEED:-$$RANDOM}; echo "KVTIER_TEST_SEED=$$seed"; \
 	KVTIER_TEST_TIMES=5 KVTIER_DISK_KILLS=500 KVTIER_SOAK_PLANTS=1 KVTIER_TEST_SEED=$$seed \
-	    $(MAKE) --no-print-directory unit backends PYTEST_ARGS="--hypothesis-seed=$$seed $(PYTEST_ARGS)"
+	    $(MAKE) --no-print-directory LONG=1 unit backends PYTEST_ARGS="--hypothesis-seed=$$seed $(PYTEST_ARGS)"
+	$(MAKE) --no-print-directory -j1 LONG=1 conformance engine-0.32 bench engine-0.33 model
+	$(MAKE) --no-print-directory -j1 soak soak-filesystem soak-remote server
 	KVTIER_EVENT_REQUESTS=2500 $(PYTEST) tests/vllm/test_kv_events.py
 	$(MAKE) --no-print-directory rig MINUTES=$(or $(MINUTES),60)
 	$(BIN)/python -m tests.vllm.gpu_engine --device cpu
-	$(MAKE) --no-print-directory -j1 model SECONDS=$(or $(SECONDS),3600)
+	$(MAKE) --no-print-directory -j1 LONG=1 model SECONDS=$(or $(SECONDS),3600)
 	$(MAKE) --no-print-directory vllm-tests
 	KVTIER_TEST_CEPH=1 $(PYTEST) tests/conformance/test_s3_keeps_the_contract.py
 	$(BIN)/python -m stress.shared_folder --blocks $(or $(KVTIER_SHARED_BLOCKS),1000000) --minutes 20
@@ -142,33 +147,33 @@ types: $(VENV)/.dev
 	$(BIN)/mypy $(filter-out tests,$(SOURCES))
 
 unit: $(VENV)/.dev
-	$(PYTEST) --ignore=tests/unit/backends tests/unit tests/house
+	$(PYTEST) $(GATE) --ignore=tests/unit/backends tests/unit tests/house
 
 # They wait for servers, disks and networks that fail.
 backends: $(VENV)/.dev
-	$(PYTEST) tests/unit/backends
+	$(PYTEST) $(GATE) tests/unit/backends
 
 conformance: $(VENV)/.dev
-	$(PYTEST) tests/conformance
+	$(PYTEST) $(GATE) tests/conformance
 
 # Without SECONDS: the CI profile of some minutes.
 model: $(VENV)/.dev
 	KVTIER_MODEL_PROFILE=$(if $(SECONDS),long,ci) KVTIER_MODEL_SECONDS=$(SECONDS) \
-	    $(PYTEST) $(if $(SECONDS),--timeout=0) tests/model
+	    $(PYTEST) $(GATE) $(if $(SECONDS),--timeout=0) tests/model
 
-engine: engine-0.32 bench engine-0.33
+engine: engine-0.32 engine-0.33
 
 engine-0.32: $(VENV)/.dev
-	KVTIER_TEST_VLLM=0.32 $(PYTEST) --ignore=tests/vllm/bench tests/vllm
+	KVTIER_TEST_VLLM=0.32 $(PYTEST) $(GATE) --ignore=tests/vllm/bench tests/vllm
 
-# A part of its own, so that no part runs alone at the end.
 bench: $(VENV)/.dev
 	KVTIER_TEST_VLLM=0.32 $(PYTEST) tests/vllm/bench
 
 # What does not look at vLLM has been tested with 0.32.
 engine-0.33: $(VENV)/.dev $(NEWER)/.made
 	KVTIER_TEST_VLLM=0.33 PYTHONPATH=$(abspath $(NEWER)) \
-	    $(PYTEST) -m "not one_release" -o cache_dir=.pytest_cache/vllm-0.33 tests/vllm
+	    $(PYTEST) -m "not one_release$(if $(LONG),, and not long)" --ignore=tests/vllm/bench \
+	    -o cache_dir=.pytest_cache/vllm-0.33 tests/vllm
 
 # Half of the time on each release of vLLM. A seed that fails is told: --seed plays it alone.
 rig: $(VENV)/.dev $(NEWER)/.made
@@ -198,12 +203,13 @@ vllm-tests-0.32: $(OF_0.32)/.made
 vllm-tests-0.33: $(OF_0.33)/.made $(NEWER)/.made
 	$(call run_vllms_tests,$(OF_0.33),$(abspath $(NEWER)):)
 
-# Five hundred scenarios, the same each time, and that the rig finds what is wrong.
+# Five hundred scenarios, and that the rig finds what is wrong. Sets of strings have an order of
+# their own in each process; with a hash seed, a scenario is the same each time.
 rig-0.32: $(VENV)/.dev
-	KVTIER_TEST_VLLM=0.32 $(PYTEST) tests/rig
+	PYTHONHASHSEED=0 KVTIER_TEST_VLLM=0.32 $(PYTEST) tests/rig
 
 rig-0.33: $(VENV)/.dev $(NEWER)/.made
-	KVTIER_TEST_VLLM=0.33 PYTHONPATH=$(abspath $(NEWER)) \
+	PYTHONHASHSEED=0 KVTIER_TEST_VLLM=0.33 PYTHONPATH=$(abspath $(NEWER)) \
 	    $(PYTEST) -o cache_dir=.pytest_cache/vllm-0.33 tests/rig
 
 # With the Python that has torch and vLLM for CUDA, and kvtier beside them: what `python3` is in

@@ -58,6 +58,7 @@ def test_each_plant_has_a_seed() -> None:
 @pytest.mark.parametrize(
     "name", [of(name) for name in (FOUND_BY if os.environ.get(ALL) else QUICK)]
 )
+@pytest.mark.long  # a soak each, by the clock
 @pytest.mark.timeout(900)
 def test_a_planted_fault_is_found(name: str) -> None:
     arguments, said = FOUND_BY[name]
