@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -14,12 +13,12 @@ from kvtier.plugin_api.backend import BackendContext, Outcome
 from kvtier_backends.fs.bound import keeper as keeper_module
 from kvtier_backends.fs.bound.names import SPACE, TERMS
 from kvtier_backends.fs.bound.timing import Timing
-from tests.support.patience import pause, until
+from tests.support.patience import PATIENCE_S, until_true
 from tests.unit.backends._media import needs_mount, tmpfs
 from tests.unit.backends.fs._fs import BLOCK_BYTES, CONTEXT, FILE_BYTES, Fs, key_of, make_fs
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
 pytestmark = pytest.mark.anyio
@@ -28,8 +27,10 @@ CAPACITY = BLOCKS * FILE_BYTES
 QUICK = Timing(
     busy_s=0.002,
     idle_s=0.01,
-    lease_s=0.2,
-    dead_s=0.3,
+    # Nobody dies here unheard: whoever is not run for a while keeps what it leads and was granted.
+    lease_s=PATIENCE_S,
+    dead_s=PATIENCE_S,
+    hang_s=PATIENCE_S,
     hand_back_s=0.2,
     uses_s=0.01,
     epoch_s=0.01,
@@ -50,12 +51,6 @@ async def bounded(root: Path, context: BackendContext = CONTEXT) -> AsyncIterato
         yield Fs(backend)
     finally:
         await backend.close()
-
-
-async def eventually(done: Callable[[], object]) -> None:
-    """Wait for what the backend's task does."""
-    turns = asyncio.get_running_loop()
-    await turns.run_in_executor(None, until, lambda: done() or pause())
 
 
 async def store_all(fs: Fs, numbers: range) -> None:
@@ -88,9 +83,9 @@ async def test_what_another_engine_has_used_stays(tmp_path: Path) -> None:
             for each in used:
                 assert await reading.load(each) is Outcome.DONE, number
             drained = reading.backend._keeper._writer.uses
-            await eventually(lambda drained=drained: not drained._used)
+            await until_true(lambda drained=drained: not drained._used)
             terms = tmp_path / "kv" / SPACE / TERMS
-            await eventually(lambda terms=terms: not list(terms.glob("*/uses-*")))
+            await until_true(lambda terms=terms: not list(terms.glob("*/uses-*")))
             await store_all(storing, range(number, number + 1))
         assert storing.count("blocks_evicted") + reading.count("blocks_evicted") > BLOCKS
 
@@ -108,8 +103,8 @@ async def test_every_engine_that_announced_a_block_says_that_it_is_gone(tmp_path
             await store_all(one, range(start, start + BLOCKS))
             if of_one <= {*lost["one"]} and of_other <= {*lost["other"]}:
                 break
-        await eventually(lambda: of_other <= {*lost["other"]})
-        await eventually(lambda: of_one <= {*lost["one"]})
+        await until_true(lambda: of_other <= {*lost["other"]})
+        await until_true(lambda: of_one <= {*lost["one"]})
         assert not {*lost["other"]} & {key_of(n) for n in range(10)}, "announced by the other"
 
 
@@ -134,7 +129,7 @@ async def test_a_folder_that_was_too_large_is_brought_within_its_bound(tmp_path:
     await store_all(fs, range(2 * BLOCKS))
     await backend.close()
     async with bounded(tmp_path / "kv"):
-        await eventually(lambda: folder_bytes(tmp_path / "kv") <= CAPACITY)
+        await until_true(lambda: folder_bytes(tmp_path / "kv") <= CAPACITY)
 
 
 async def test_namespaces_share_the_bound(tmp_path: Path) -> None:
@@ -157,23 +152,34 @@ async def test_a_restarted_engine_stores_within_the_bound(tmp_path: Path) -> Non
             assert folder_bytes(tmp_path / "kv") <= CAPACITY
 
 
-async def test_small_files_that_cannot_be_written_cost_stores_only(tmp_path: Path) -> None:
+async def test_small_files_that_cannot_be_written_cost_stores_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file lies where the protocol's folder should be. It heals by itself."""
+    monkeypatch.setattr(keeper_module, "ROOM_WAIT_S_MAX", 0.05)  # for room that does not come
     (tmp_path / "kv").mkdir(mode=0o700)
     (tmp_path / "kv" / SPACE).write_text("in the way")
     async with bounded(tmp_path / "kv") as fs:
         assert await fs.store(1) is Outcome.FULL
         assert await fs.load(1) is Outcome.ABSENT
-        await eventually(lambda: fs.count("space_failed"))
+        await until_true(lambda: fs.count("space_failed"))
         assert fs.count("stores_not_granted") == 1
         (tmp_path / "kv" / SPACE).unlink()
+        monkeypatch.setattr(keeper_module, "ROOM_WAIT_S_MAX", PATIENCE_S)
         await store_all(fs, range(1, 2))
         assert await fs.load(1) is Outcome.DONE
 
 
 @needs_mount
-async def test_a_filesystem_that_is_full_is_given_room_again(tmp_path: Path) -> None:
-    """Not even the lease can be written then; the bound is larger than what is there."""
+async def test_a_filesystem_that_is_full_is_given_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even the lease can be written then; the bound is larger than what is there.
+
+    Its only engine leads again once its own lease has expired.
+    """
+    soon = replace(QUICK, lease_s=0.2, dead_s=0.3)
+    monkeypatch.setattr(keeper_module, "Timing", lambda: soon)
     with tmpfs(tmp_path / "small", f"{CAPACITY // 2}") as small:
         async with bounded(small / "kv") as fs:
             await store_all(fs, range(BLOCKS))
@@ -221,7 +227,7 @@ async def test_compressed_files_count_as_what_they_are(tmp_path: Path) -> None:
         keeper = backend._keeper
         assert keeper is not None
         account = keeper.cleaner.account
-        await eventually(lambda: account.manifest.bytes == folder_bytes(root))
+        await until_true(lambda: account.manifest.bytes == folder_bytes(root))
         assert 5 * account.manifest.bytes == 4 * FILE_BYTES * len(
             account.manifest
         )  # 4 pages, not 5
