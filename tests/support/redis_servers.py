@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import valkey
 
-from tests.support.patience import until
+from tests.support.patience import PATIENCE_S, until
 from tests.support.server_program import HOST as HOST
 from tests.support.server_program import ServerProgram
 from tests.support.server_program import free_port as free_port
@@ -69,7 +69,7 @@ class RedisServer(ServerProgram):
 
 
 class Sentinel(RedisServer):
-    """A sentinel that by itself decides that a master is gone."""
+    """A sentinel that by itself decides that a master is gone, once it is told to look soon."""
 
     def __init__(
         self, program: Program, folder: Path, name: str, master: RedisServer, *lines: str
@@ -80,10 +80,19 @@ class Sentinel(RedisServer):
         settings.write_text(
             f"port {self.port}\nbind {HOST}\ndir {folder}\n"
             f"sentinel monitor {name} {HOST} {master.port} 1\n"
-            f"sentinel down-after-milliseconds {name} 300\n"
+            f"sentinel down-after-milliseconds {name} {int(PATIENCE_S * 1000)}\n"
             f"sentinel failover-timeout {name} 2000\n" + "".join(f"{line}\n" for line in lines)
         )
         self._arguments = [program_path(program), str(settings), "--sentinel"]
+        self._name = name
+
+    def look_soon(self) -> None:
+        """From now on, take a master that is silent for a moment for gone.
+
+        Once the test has ended the master: one that is only not run for a while would lose to its
+        replica, too.
+        """
+        self.ask("SENTINEL", "SET", self._name, "down-after-milliseconds", 300)
 
 
 class Cluster:
@@ -125,7 +134,9 @@ class Cluster:
             program,
             folder,
             *("--cluster-enabled", "yes", "--cluster-port", str(bus_port)),
-            *("--cluster-require-full-coverage", "no", "--cluster-node-timeout", "2000"),
+            *("--cluster-require-full-coverage", "no"),
+            # A node that is not run for a while is no node that has failed.
+            *("--cluster-node-timeout", str(int(PATIENCE_S * 1000))),
         )
         node.bus_port = bus_port
         return node

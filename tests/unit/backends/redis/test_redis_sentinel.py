@@ -49,6 +49,7 @@ async def test_the_server_that_took_over_is_found(watched: Watched) -> None:
         assert await tier.store(1) == [Outcome.DONE]
         until(lambda: watched.replica.ask("DBSIZE") == 2)
         watched.master.kill()
+        watched.sentinel.look_soon()
         await tier.until(Connection.GONE)
         await tier.until(Connection.UP)
         assert await tier.load(1) == [Outcome.DONE]  # the replica had it

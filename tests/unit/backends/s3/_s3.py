@@ -75,6 +75,11 @@ class S3:
     def count(self, name: str) -> int:
         return self.backend.counters().get(name, 0)
 
+    def set_timeout(self, seconds: float) -> None:
+        """Set how long a request may take from now on: a time that is to run out, or patience."""
+        self.backend._attempts._timeout_s = seconds
+        self.backend._connection._timeout_s = seconds
+
     async def until(self, done: Callable[[], object]) -> None:
         """Wait for what the backend, or its server, does by itself."""
         with anyio.fail_after(PATIENCE_S):

@@ -11,6 +11,7 @@ from kvtier.errors import StoreFault
 from kvtier.plugin_api.backend import Connection, LoadBlock, Loaded, Outcome, block_digest
 from kvtier.plugin_api.deadlines import time_limit
 from tests.support.examples import SEED, examples
+from tests.support.patience import PATIENCE_S
 from tests.support.s3_fault_server import Fault
 from tests.unit.backends.s3._s3 import S3, data_of, key_of, open_s3
 
@@ -63,6 +64,7 @@ async def test_no_block_is_wrong_and_all_are_served_again_once_the_faults_are_ov
                 except StoreFault:
                     pass
             server.behave()
+        s3.set_timeout(PATIENCE_S)
         await s3.until_state(Connection.UP)
         numbers = list(range(BLOCKS))
         assert await s3.store(*numbers) == [Outcome.DONE] * BLOCKS

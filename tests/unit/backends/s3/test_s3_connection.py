@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 from kvtier.errors import StoreFault
 from kvtier.plugin_api.backend import Connection, Outcome
 from kvtier_backends.shared.namespaces import namespace_name
+from tests.support.patience import PATIENCE_S
 from tests.support.s3_fault_server import Fault
 from tests.support.s3_server import BUCKET, client_for
 from tests.unit.backends.s3._s3 import CONTEXT, open_s3
@@ -76,11 +77,13 @@ async def test_a_server_that_was_killed_and_starts_again_empty_is_used_again(
 async def test_a_server_that_hangs_is_gone_and_comes_back_with_its_blocks(
     shared_moto: MotoServer,
 ) -> None:
-    async with open_s3(shared_moto.endpoint, "hangs", request_timeout_s=0.5) as s3:
+    async with open_s3(shared_moto.endpoint, "hangs") as s3:
         assert await s3.store(1) == [DONE]
         with shared_moto.stopped():
+            s3.set_timeout(0.5)
             await until_lost(s3)
             assert s3.states == [CONNECTING, UP, GONE]
+        s3.set_timeout(PATIENCE_S)
         await s3.until_state(UP)
         assert await s3.load(1) == [DONE]
 
