@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.conformance._shelves import SHELVES
-from tests.support.patient_backends import _patient_backends as _patient_backends
+from tests.support.patient_backends import _patient_backends  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

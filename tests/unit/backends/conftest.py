@@ -2,4 +2,5 @@
 
 from __future__ import annotations
 
-from tests.support.patient_backends import _patient_backends as _patient_backends
+from tests.support.patient_backends import _patient_backends  # noqa: F401 - a fixture
+from tests.support.patient_limits import _patient_limits  # noqa: F401 - a fixture

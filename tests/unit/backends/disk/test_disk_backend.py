@@ -16,8 +16,10 @@ import pytest
 
 from kvtier.errors import ConfigError, Misuse
 from kvtier.plugin_api.backend import BackendContext, LoadBlock, Outcome, StoreBlock, block_digest
+from kvtier_backends.disk.folder import claim
 from kvtier_backends.disk.folder.claim import capacity_bytes_min, plan_folder
 from kvtier_backends.disk.log.regions import WRITE_AMPLIFICATION_MAX
+from tests.support.patience import PATIENCE_S
 from tests.unit.backends._media import mount, needs_mount, start_python, tmpfs, unmount
 from tests.unit.backends.disk._disk import (
     BLOCK_BYTES,
@@ -141,7 +143,10 @@ async def test_the_second_engine_is_told_who_has_the_folder(tmp_path: Path) -> N
         assert await disk.load(1) == [Outcome.DONE]
 
 
-async def test_the_claim_dies_with_its_owner(tmp_path: Path) -> None:
+async def test_the_claim_dies_with_its_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim, "LOCK_WAIT_S_MAX", PATIENCE_S)
     program = (
         "import os, sys\n"
         "from tests.unit.backends.disk._disk import make_disk\n"

@@ -1,6 +1,7 @@
 """A writer that is killed at any moment leaves a folder that serves every block it finds whole.
 
-``KVTIER_DISK_KILLS`` sets how many times the writer is killed: 500 in ``make test-long``.
+``KVTIER_DISK_KILLS`` sets how many times the writer is killed: 40 in ``make test``, after which one
+folder has large blocks and one has small ones, and 500 in ``make test-long``.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtier.plugin_api.backend import Outcome
+from kvtier_backends.disk.folder import claim
 from kvtier_backends.disk.format import OWN_PAGE_BYTES
 from tests.support.examples import SEED
+from tests.support.patience import PATIENCE_S
 from tests.unit.backends.disk import _disk_child
 from tests.unit.backends.disk._disk import CAPACITY_BYTES, CONTEXT, folder_bytes, open_disk
 from tests.unit.backends.disk._disk_child import NUMBERS_PER_CALL
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.backend import BackendContext
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-KILLS = int(os.environ.get("KVTIER_DISK_KILLS", "100"))
+KILLS = int(os.environ.get("KVTIER_DISK_KILLS", "40"))
 KILLS_PER_FOLDER = 20
 BLOCKS_FOUND_MIN = 0.9
 LIFE_S_MAX = 0.06
@@ -40,6 +43,12 @@ FOLDERS_PER_LARGE = 5
 # Each writer is forked from a process that has imported everything: a start takes milliseconds.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload([_disk_child.__name__, "pytest"])  # pytest is their __main__
+
+
+@pytest.fixture(autouse=True)
+def _waits_for_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a killed writer goes in its time."""
+    monkeypatch.setattr(claim, "LOCK_WAIT_S_MAX", PATIENCE_S)
 
 
 def run_and_kill(

@@ -26,6 +26,8 @@ from kvtier_backends.disk.offline.fsck import Checker
 from kvtier_backends.disk.offline.inspection import Folder
 from kvtier_backends.disk.offline.purge_requests import NotAnswered, ask_engine
 from kvtier_backends.disk.offline.purging import Purged, Selection, purge_folder
+from tests.support.patience import until_true
+from tests.support.patient_backends import NEVER_S
 from tests.unit.backends.disk._disk import (
     CAPACITY_BYTES,
     CONTEXT,
@@ -44,6 +46,7 @@ ALL = Selection(1 << 40, all_of_it=True)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine looks for requests by itself, and soon."""
     monkeypatch.setattr(backend_module, "TICK_S", 0.01)
 
 
@@ -263,7 +266,9 @@ async def test_stores_and_loads_go_on_while_all_is_purged_again_and_again(tmp_pa
         assert await disk.found(range(number)) == []
 
 
-async def test_a_block_that_is_reinserted_meanwhile_goes_as_well(tmp_path: Path) -> None:
+async def test_a_block_that_is_reinserted_meanwhile_goes_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It was read before the purge, and would be written after it: the purge waits or repeats."""
     path = tmp_path / "kv"
     async with open_disk(path) as disk:
@@ -271,13 +276,21 @@ async def test_a_block_that_is_reinserted_meanwhile_goes_as_well(tmp_path: Path)
         assert log is not None
         disk.clock.now_s = 1000
         await disk.store(*range(40))
+        await disk.come_to_rest()
         region = log.regions.victim()
         assert region is not None
         log.regions.begin_reclaim(region)
         log.regions.pin(region)
+        real, looks = log.regions.count_in, 0
+
+        def count_in(state: RegionState) -> int:
+            nonlocal looks
+            looks += state is RegionState.RECLAIMING
+            return real(state)
+
+        monkeypatch.setattr(log.regions, "count_in", count_in)
         asking = asyncio.ensure_future(ask(path, Selection(1001)))
-        for _ in range(20):
-            await asyncio.sleep(0.005)
+        await until_true(lambda: looks > 3 or asking.done())  # one more each time it has waited
         assert not asking.done(), "a region is being reclaimed"
         assert disk.lost == []
         log.lose(log.index.keys_of(region), "blocks_dropped")
@@ -342,7 +355,7 @@ async def test_a_purge_keeps_the_folder_claimed_until_its_thread_ends(
 async def test_requests_that_make_no_sense_are_thrown_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend_module, "TICK_S", 1000.0)  # the test ticks
+    monkeypatch.setattr(backend_module, "TICK_S", NEVER_S)  # the test ticks
     path = tmp_path / "kv"
     good = {"before_s": 1 << 40, "namespace": None, "all_of_it": False, "until_s": 1 << 40}
     bad: list[Any] = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-import anyio
 import pytest
 
 from kvtier.errors import StoreFault
@@ -13,7 +12,7 @@ from kvtier.plugin_api.backend import Connection, Outcome
 from kvtier.plugin_api.deadlines import time_limit
 from kvtier_backends.shared import kept_connection
 from tests.support.mooncake_server import Cluster, other_client, running
-from tests.support.patience import until_true
+from tests.support.patience import pause, until_true
 from tests.unit.backends.mooncake._mooncake import begin_mooncake, open_mooncake
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ async def test_a_master_that_was_killed_and_comes_back_empty_is_used_again(tmp_p
             assert await mooncake.load(1) is Outcome.ABSENT
             assert not await mooncake.probe(1)
             while await mooncake.store(1) is Outcome.FULL:  # until the owner is back, too
-                await anyio.lowlevel.checkpoint()
+                pause()
             assert await mooncake.load(1) is Outcome.DONE
             assert mooncake.states == [
                 Connection.CONNECTING,

@@ -18,6 +18,7 @@ from tests.support.mooncake_server import (
     other_client,
     running,
 )
+from tests.support.patience import pause
 from tests.unit.backends._media import key_of
 from tests.unit.backends.mooncake._mooncake import (
     BLOCK_BYTES,
@@ -41,6 +42,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield shared
 
 
+@pytest.mark.long  # ten seconds, until the master finds out; the gate has an owner that hangs
 async def test_an_owner_that_was_killed_makes_misses_whatever_the_lookup_said(
     tmp_path: Path,
 ) -> None:
@@ -51,12 +53,12 @@ async def test_an_owner_that_was_killed_makes_misses_whatever_the_lookup_said(
             cluster.owner.kill()
             assert await mooncake.load(1) in {Outcome.FAILED, Outcome.ABSENT}
             while await mooncake.load(1) is not Outcome.ABSENT:
-                pass  # the master finds out
+                pause()  # the master finds out
             assert not await mooncake.probe(1)
             assert await mooncake.store(1) in {Outcome.FAILED, Outcome.FULL}
             cluster.owner.start()
             while await mooncake.store(1) is not Outcome.DONE:
-                pass
+                pause()
             assert await mooncake.load(1) is Outcome.DONE
 
 
@@ -83,7 +85,7 @@ async def test_an_owner_that_hangs_costs_a_call_its_time_and_its_bytes_are_not_s
             await mooncake.until_up()
             assert mooncake.backend._connection.client is not first
             while await mooncake.store(2) is not Outcome.DONE:
-                pass
+                pause()
             assert await mooncake.load(2) is Outcome.DONE
 
 
@@ -160,6 +162,7 @@ async def test_a_buffer_outside_the_slots_is_refused(cluster: Cluster) -> None:
         assert mooncake.slots.slot_count == SLOTS
 
 
+@pytest.mark.long  # nine seconds, of the library's own moving of blocks
 async def test_blocks_that_were_moved_to_an_ssd_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

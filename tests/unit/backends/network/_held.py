@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 256 << 10  # more than a socket takes or gives at once
 CONTEXT = BackendContext(BLOCK_BYTES, Namespace({"model_name": "org/m"}), "1:remote")
-SLOTS = 320
+SLOTS = 640
 GUARD = b"\xa5" * BLOCK_BYTES
 SHORT_S = 0.3
 """The deadline of a call that is to reach it."""

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from tests.support.network_namespace import Network
 
 ROUNDS = 3
+ROUNDS_MAX = 20
+STRANDED_S = 1.0
+"""The one call that finds out must have been sent by then."""
 KEPT = (1, 2, 3, 4)
 CALLS_AT_ONCE = 6
 
@@ -63,7 +66,10 @@ async def breaks_and_heals(network: Network, folder: Path, kind: str) -> None:
             assert await held.load(*KEPT) == {Outcome.DONE: len(KEPT)}, fault
             served.set_patience(SHORT_S)
             begin(network, served)
-            for _ in range(ROUNDS):
+            for rounds in range(ROUNDS_MAX):
+                # A call that is late before it is sent notices nothing: others may have to follow.
+                if rounds >= ROUNDS and held.states[-1] is Connection.GONE:
+                    break
                 await asyncio.gather(
                     held.load(*KEPT, within_s=SHORT_S),
                     held.store(100 + number, within_s=SHORT_S),
@@ -91,7 +97,7 @@ async def is_stranded(network: Network, folder: Path, kind: str) -> None:
         assert await held.store(*KEPT) == {Outcome.DONE: len(KEPT)}
         await asyncio.gather(*(held.load(*KEPT) for _ in range(CALLS_AT_ONCE)))
         assert network.strand(served.port) >= CALLS_AT_ONCE
-        assert await held.load(*KEPT, within_s=SHORT_S) == {Outcome.FAILED: len(KEPT)}
+        assert await held.load(*KEPT, within_s=STRANDED_S) == {Outcome.FAILED: len(KEPT)}
         for _ in range(ROUNDS):
             assert await held.load(*KEPT) == {Outcome.DONE: len(KEPT)}
         assert Connection.GONE not in held.states
@@ -121,8 +127,8 @@ async def packets_fare_as_told(network: Network, _folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 
-        def connect() -> socket.socket:
-            return socket.create_connection(("127.0.0.1", port), SHORT_S)
+        def connect(within_s: float = PATIENCE_S) -> socket.socket:
+            return socket.create_connection(("127.0.0.1", port), within_s)
 
         with connect() as before:
             network.reset(port)
@@ -134,11 +140,12 @@ async def packets_fare_as_told(network: Network, _folder: Path) -> None:
         for drop in (network.drop, network.drop_requests, network.drop_replies):
             drop(port)
             with pytest.raises(TimeoutError):
-                connect()
+                connect(SHORT_S)
         network.heal()
         with connect() as old, server.accept()[0]:
             assert network.strand(port) == 1
             old.sendall(b"?")
+            old.settimeout(SHORT_S)
             with pytest.raises(TimeoutError):
                 old.recv(1)
             connect().close()

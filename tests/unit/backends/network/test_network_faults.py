@@ -25,7 +25,11 @@ def test_packets_are_dropped_or_reset_as_told(tmp_path: Path) -> None:
     run_inside(_inside.packets_fare_as_told, tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["redis", "s3", "mooncake"])
+@pytest.mark.parametrize(
+    "kind",
+    # Of a Mooncake store, the gate has an owner that resets, and a master that hangs or is killed.
+    ["redis", "s3", pytest.param("mooncake", marks=pytest.mark.long)],
+)
 def test_a_network_that_drops_or_resets_costs_misses_and_hits_come_back(
     kind: str, tmp_path: Path
 ) -> None:

@@ -27,7 +27,12 @@ class Watched(NamedTuple):
     sentinel: Sentinel
 
 
-@pytest.fixture(params=PROGRAMS)
+@pytest.fixture(
+    params=[
+        pytest.param(each, marks=[] if each == "valkey" else pytest.mark.long)  # six seconds each
+        for each in PROGRAMS
+    ]
+)
 def watched(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Watched]:
     program: Program = request.param
     with ExitStack() as stack:

@@ -125,6 +125,8 @@ MISTAKES = {
     ),
 }
 
+QUICK = ("grants count half", "what is stored while it is evicted is forgotten")
+
 
 def _storms() -> None:
     for seed in range(SEEDS_MAX):
@@ -132,7 +134,11 @@ def _storms() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize(
+    "mistake",
+    # Two of them show in the gate that the simulation finds mistakes; some take hundreds of storms.
+    [each if each in QUICK else pytest.param(each, marks=pytest.mark.long) for each in MISTAKES],
+)
 def test_the_simulation_finds_a_planted_mistake(
     mistake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
