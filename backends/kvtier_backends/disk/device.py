@@ -232,15 +232,29 @@ class _SegmentFiles:
                 raise _closed()
             descriptor = self._descriptors.get(place)
             if descriptor is None:
-                path = f"{self._segments.folder}/{SEGMENT_NAME.format(segment)}"
                 try:
-                    descriptor = open_file(path, flags)
+                    descriptor = self._open(segment, flags)
                 except OSError as problem:
                     if problem.errno == errno.EINVAL and flags & O_DIRECT:
                         self._direct = 0  # the filesystem has none: not to be asked again
                     raise
                 self._descriptors[place] = descriptor
             return descriptor
+
+    def _open(self, segment: int, flags: int) -> int:
+        """Open the file that the segment's other descriptors are of, or else what the path names.
+
+        A file that is removed under an engine stays whole for those who have it open. Opened by
+        its path by one who reads, and not by one who writes, it would take blocks and have none.
+        """
+        known = next((each for (of, _), each in self._descriptors.items() if of == segment), None)
+        if known is not None:
+            try:
+                return os.open(f"/proc/self/fd/{known}", flags & ~os.O_CREAT | os.O_CLOEXEC)
+            except OSError as problem:  # no /proc here, or storage that knows files by their paths
+                if problem.errno == errno.EINVAL:  # no O_DIRECT: it is not to be asked twice
+                    raise
+        return open_file(f"{self._segments.folder}/{SEGMENT_NAME.format(segment)}", flags)
 
 
 def _closed() -> OSError:

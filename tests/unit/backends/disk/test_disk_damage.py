@@ -131,6 +131,23 @@ async def test_a_segment_that_is_gone_costs_its_blocks_only(tmp_path: Path) -> N
         assert await disk.load(1) == [Outcome.DONE]
 
 
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("reads_first", [True, False])
+async def test_a_segment_that_goes_under_an_engine_serves_until_it_ends(
+    tmp_path: Path, *, direct: bool, reads_first: bool
+) -> None:
+    """Whoever wrote it has it open; a tier that can't read what it takes is of no use."""
+    path = tmp_path / "kv"
+    async with open_disk(path, direct=direct) as disk:
+        assert await disk.store(1) == [Outcome.DONE]
+        if reads_first:
+            assert await disk.load(1) == [Outcome.DONE]
+        segments(path)[0].unlink()
+        assert await disk.load(1) == [Outcome.DONE]
+        assert await disk.store(2) == [Outcome.DONE]
+        assert await disk.load(2) == [Outcome.DONE]
+
+
 async def test_one_copy_of_the_superblock_is_enough(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     numbers = await fill(path)
