@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from stress.arguments import Arguments, check_kinds, read_arguments
 from stress.failure import Failure
-from stress.plan import draw_plan
+from stress.plan import draw_gate_plan, draw_plan
 from stress.planted.planting import planted, plants
 from stress.record import Record
 from stress.report.verdict import print_verdict, write_report
@@ -42,11 +42,16 @@ def main(given: Sequence[str] | None = None) -> int:
         return 2
     wanted = arguments.faults
     kinds = [each for each in layer.kinds if wanted is None or each.name in wanted]
-    seconds = arguments.minutes * 60
-    plan = draw_plan(arguments.seed, seconds, kinds)
-    record = Record(arguments.layer, arguments.seed, seconds, planned_s=seconds)
+    if arguments.gate:
+        kinds = [each for each in kinds if each.name not in layer.not_in_the_gate]
+        plan, ends = draw_gate_plan(arguments.seed, kinds), "until counts are reached"
+        record = Record(arguments.layer, arguments.seed, plan.seconds)
+    else:
+        seconds, ends = arguments.minutes * 60, f"{arguments.minutes:g} minutes"
+        plan = draw_plan(arguments.seed, seconds, kinds)
+        record = Record(arguments.layer, arguments.seed, seconds, planned_s=seconds)
     print(
-        f"stress: {arguments.layer}, seed {arguments.seed}, {arguments.minutes:g} minutes, "
+        f"stress: {arguments.layer}, seed {arguments.seed}, {ends}, "
         f"{len(plan.faults)} faults planned",
         flush=True,
     )

@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.slot_memory import SlotMemory
     from stress.log_file import Noticed
 
-PENDING_S_MAX: Final = 30.0
-"""Three tiers, each asked and read once, in vain, take some 2 s; the rest is room for a busy
-machine, and for the requests before this one. What never ends takes longer."""
-
 STEP_S_MAX: Final = 0.25
 """So much of a step counts, however long it took: a machine that stood still is no fault."""
 
@@ -36,11 +32,12 @@ RESIDENT_EVERY_STEPS: Final = 50
 class Checker:
     """Looks at all that a runtime serves. Raises ``Failure`` as soon as something is wrong."""
 
-    def __init__(self, memory: SlotMemory, noticed: Noticed) -> None:
+    def __init__(self, memory: SlotMemory, noticed: Noticed, pending_s_max: float) -> None:
         self.step_s = 0.0  #: how long the last step counts
         self.resident: dict[int, set[bytes]] = {PRIMARY: set()}  #: tier → its keys, by its events
         self._memory = memory
         self._noticed = noticed
+        self._pending_s_max = pending_s_max
         self._counters: dict[str, int | float] = {}
         self._steps = 0
         self._stepped_at = time.monotonic()
@@ -58,7 +55,7 @@ class Checker:
 
     def check_pending(self, who: str, waited_s: float) -> None:
         """See that lookups don't stay None."""
-        if waited_s > PENDING_S_MAX:
+        if waited_s > self._pending_s_max:
             raise Failure(f"{who}: lookups stay None for {waited_s:.1f} s")
 
     def end_step(self, facade: SchedulerFacade) -> Statistics:

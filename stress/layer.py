@@ -27,6 +27,7 @@ class Layer(ABC):
 
     name: ClassVar[str]
     kinds: ClassVar[tuple[Kind, ...]]  #: the faults that it knows
+    not_in_the_gate: ClassVar[frozenset[str]] = frozenset()  #: kinds that take minutes
 
     @abstractmethod
     def run(self, plan: Plan, record: Record, folder: Path) -> None:

@@ -76,6 +76,7 @@ class Counts:
     """What the load has done, over all runtimes of a run."""
 
     requests: int = 0
+    decided: int = 0  #: of these, whose lookups were answered
     blocks_read: int = 0
     blocks_stored: int = 0
     lookups: int = 0
@@ -99,6 +100,7 @@ class Load:
         self.counts = counts
         self.weights = ""  #: the name of those that the engine has now
         self.tiers = ALL_TIERS  #: which may serve the requests that begin from now on
+        self.aborts = True  #: whether some requests are aborted while they wait
         self._facade = facade
         self._memory = memory
         self._checker = checker
@@ -190,12 +192,13 @@ class Load:
         if hits is None:
             request.waited_s += self._checker.step_s
             self._checker.check_pending(request.name, request.waited_s)
-            if self._dice.random() < ABORTED_FRACTION:
+            if self._dice.random() < ABORTED_FRACTION and self.aborts:
                 self.counts.aborted += 1
                 self._waiting.remove(request)
                 self._end(request)
             return False
         self._waiting.remove(request)
+        self.counts.decided += 1
         self.counts.lookups += len(request.keys)
         self.counts.hits += hits
         self.counts.served_by.update(self._facade.load_sources(request.name).values())

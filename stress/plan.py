@@ -2,16 +2,23 @@
 
 What a fault does in detail is drawn from its own ``dice``, so leaving a kind out with
 ``--faults`` changes nothing about the others.
+
+The gate's plan comes in rounds. The first has each kind, as often as it comes by itself, and once
+at least; what a round has not shown comes again in the next (``stress.pace``).
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+ROUND_S: Final = 15.0
+AGAIN_S: Final = 0.5  #: the same of a round after the first
+ROUND_SPELL_S_MAX: Final = 5.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,12 @@ class Plan:
     seed: int
     seconds: float
     faults: tuple[Fault, ...]
+    gate: tuple[Kind, ...] | None = None  #: the kinds, if counts end the run, and not the clock
+
+    @property
+    def is_gate(self) -> bool:
+        """Whether this is the first round of a plan that goes on until counts are reached."""
+        return self.gate is not None
 
 
 def draw_plan(seed: int, seconds: float, kinds: Iterable[Kind]) -> Plan:
@@ -66,4 +79,29 @@ def _draw_kind(seed: int, seconds: float, kind: Kind) -> Sequence[Fault]:
         target = dice.choice(kind.targets)
         faults.append(Fault(at_s, for_s, kind.name, target, own, random.Random(own)))
         at_s += dice.expovariate(kind.per_minute / 60)
+    return faults
+
+
+def draw_gate_plan(seed: int, kinds: Iterable[Kind]) -> Plan:
+    """Draw the first round of a plan that goes on until counts are reached."""
+    known = tuple(kinds)
+    return Plan(seed, ROUND_S, draw_round(seed, 0, known), gate=known)
+
+
+def draw_round(seed: int, number: int, kinds: Iterable[Kind]) -> tuple[Fault, ...]:
+    """Draw a round, in the order of its beginnings: each kind comes once at least."""
+    seconds = AGAIN_S if number else ROUND_S
+    faults = [fault for kind in kinds for fault in _draw_some(seed, number, seconds, kind)]
+    return tuple(sorted(faults, key=lambda fault: (fault.at_s, fault.seed)))
+
+
+def _draw_some(seed: int, number: int, seconds: float, kind: Kind) -> Sequence[Fault]:
+    dice = random.Random(f"{seed}:{kind.name}:round {number}")
+    faults: list[Fault] = []
+    for _ in range(max(1, round(kind.per_minute * seconds / 60))):
+        own = f"{seed}:{kind.name}:{number}.{len(faults)}"
+        at_s = dice.uniform(0.0, seconds)
+        for_s = min(dice.uniform(*kind.spell_s), ROUND_SPELL_S_MAX)
+        target = dice.choice(kind.targets)
+        faults.append(Fault(at_s, for_s, kind.name, target, own, random.Random(own)))
     return faults

@@ -35,20 +35,27 @@ class Resources:
     shared_memory: frozenset[str]  #: names of kvtier's in /dev/shm
     memory_bytes: int  #: resident
 
-    def left_since(self, before: Resources) -> dict[str, str]:
-        """Return what there is more of than before, or less: name → in words. Memory may vary."""
+    def left_since(self, before: Resources, *, judges_memory: bool = True) -> dict[str, str]:
+        """Return what there is more of than before, and processes that are gone: name → in words.
+
+        Fewer threads are no leak: those of a pool may have ended since. Memory may vary, and
+        says nothing unless ``judges_memory``.
+        """
         found = {}
-        for name in ("descriptors", "threads", "processes"):
-            was, now = vars(before)[name], vars(self)[name]
-            if was != now:
-                found[name] = f"more: {dict(now - was)}, fewer: {dict(was - now)}"
+        for name in ("descriptors", "threads"):
+            more = vars(self)[name] - vars(before)[name]
+            if more:
+                found[name] = f"more: {dict(more)}"
+        if self.processes != before.processes:
+            more, fewer = self.processes - before.processes, before.processes - self.processes
+            found["processes"] = f"more: {dict(more)}, fewer: {dict(fewer)}"
         opened = self.tier_descriptors - before.tier_descriptors
         if any(count > TIER_DESCRIPTORS_MORE_MAX for count in opened.values()):
             found["descriptors of tiers"] = str(dict(opened))
         if self.shared_memory - before.shared_memory:
             found["shared memory"] = str(sorted(self.shared_memory - before.shared_memory))
         grown = self.memory_bytes - before.memory_bytes
-        if grown > MEMORY_GROWTH_BYTES_MAX:
+        if judges_memory and grown > MEMORY_GROWTH_BYTES_MAX:
             found["memory"] = f"{grown >> 20} MiB more"
         return found
 

@@ -28,6 +28,7 @@ VOCABULARY = 512
 DOCUMENTS = 10
 CUTS_TOKENS = (64, 160, 260, 400)  #: of a document, in a prompt
 QUESTIONS_TOKENS = (5, 40)
+OF_ONE_DOCUMENT = len(CUTS_TOKENS) * len(QUESTIONS_TOKENS)  #: so many questions
 OUTPUT_TOKENS_MAX = 48  #: running requests grow, and so push each other out
 CHOICES_MAX = 3
 LEAVES_AFTER_S_MAX = 8.0
@@ -62,14 +63,14 @@ class Asked:
     changes: int  #: of the server's weights until then, its own included
 
 
-def make_questions(seed: int) -> list[Question]:
-    """Return prompts that begin with parts of few documents, and end differently."""
+def make_questions(seed: int, count: int = DOCUMENTS) -> list[Question]:
+    """Return prompts that begin with parts of ``count`` documents, and end differently."""
     dice = random.Random(seed)
 
     def text(tokens: int) -> list[int]:
         return [dice.randrange(3, VOCABULARY) for _ in range(tokens)]
 
-    documents = [text(max(CUTS_TOKENS)) for _ in range(DOCUMENTS)]
+    documents = [text(max(CUTS_TOKENS)) for _ in range(count)]
     endings = [text(tokens) for tokens in QUESTIONS_TOKENS]
     return [
         Question(document[:cut] + ending)
@@ -117,7 +118,7 @@ class Clients:
         self.requests = 0  #: that ended as they should, or were left
         self._server = server
         self._questions = questions
-        self._asked = questions[: len(questions) - len(questions) // DOCUMENTS]
+        self._asked = questions[:-OF_ONE_DOCUMENT] or questions
         self._seed = seed
         self._referee = referee
         self._stop = asyncio.Event()

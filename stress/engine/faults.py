@@ -9,11 +9,12 @@ from stress.engine.samples import FS, TIERS
 from stress.plan import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
+    from stress.engine.pace import Pace
     from stress.engine.under_way import UnderWay
     from stress.layer import Injector
-    from stress.plan import Fault, Plan
+    from stress.plan import Fault
     from stress.record import Record
 
 QUERIES: Final = {
@@ -68,23 +69,29 @@ class Faults:
         deeds: Mapping[str, Deed],
         under_way: UnderWay,
         record: Record,
+        pace: Pace,
         now_s: Callable[[], float],
     ) -> None:
-        """``injectors``: by kind and target; ``deeds``: by kind; ``now_s``: of the plan."""
+        """``injectors``: by kind and target; ``deeds``: by kind; ``now_s``: of the record."""
         self._injectors = injectors
         self._deeds = deeds
         self._under_way = under_way
         self._record = record
+        self._pace = pace
         self._now_s = now_s
 
-    async def run(self, plan: Plan) -> None:
-        """Do all faults, and return when the last of them is over. Raises ``Failure``."""
-        async with asyncio.TaskGroup() as group:
-            for fault in plan.faults:
-                await asyncio.sleep(fault.at_s - self._now_s())
-                group.create_task(self._carry_out(fault, plan.seconds))
+    async def run(self, faults: Sequence[Fault], ends_s: float) -> None:
+        """Do all faults, and return when the last of them is over. Raises ``Failure``.
 
-    async def _carry_out(self, fault: Fault, seconds: float) -> None:
+        They begin after so many seconds from now, by the plan's pace, and end before ``ends_s``.
+        """
+        began_s = self._pace.now_s()
+        async with asyncio.TaskGroup() as group:
+            for fault in faults:
+                await self._pace.until(began_s + fault.at_s)
+                group.create_task(self._carry_out(fault, ends_s))
+
+    async def _carry_out(self, fault: Fault, ends_s: float) -> None:
         """Do one fault. While one is alone, the others are left out."""
         if self._under_way.is_closed:
             return
@@ -96,17 +103,17 @@ class Faults:
                 done = await self._deeds[fault.kind].do(fault)
         else:
             with self._under_way.beside_others(fault.target):
-                done = await self._inject(fault, seconds)
+                done = await self._inject(fault, ends_s)
         if done:
             self._record.injected[fault.kind] += done
             self._record.note(fault, began_s, self._now_s())
 
-    async def _inject(self, fault: Fault, seconds: float) -> int:
+    async def _inject(self, fault: Fault, ends_s: float) -> int:
         injector = self._injectors[fault.kind, fault.target]
         done = injector.begin(fault)
         if fault.for_s:
             try:
-                await asyncio.sleep(min(fault.for_s, seconds - self._now_s()))
+                await self._pace.until(min(self._pace.now_s() + fault.for_s, ends_s))
             finally:
                 injector.end(fault)
         return done

@@ -73,6 +73,7 @@ class Neighbours:
         """Serve from the same folder, with the same tokens."""
         config = self._configs[fault.target]
         async with server(self._model, config, self._log, f"{self._engine_id}-second") as second:
+            await second.wait_until_up()
             clients = Clients(second, self._questions, fault.dice.randrange(1 << 30))
             work = asyncio.create_task(clients.run(CLIENTS))
             try:
@@ -92,7 +93,10 @@ class Neighbours:
         """Start on a folder that is in use: it must say so, and not start."""
         config = self._configs[fault.target]
         try:
-            async with server(self._model, config, self._log, f"{self._engine_id}-second"):
+            async with server(
+                self._model, config, self._log, f"{self._engine_id}-second"
+            ) as second:
+                await second.wait_until_up()
                 raise Failure("a second engine has started on a disk tier's folder that is in use")
         except StartFailed as refused:
             if REFUSED not in self._log.read_text(errors="replace"):

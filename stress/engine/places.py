@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 DRAM_BLOCKS: Final = 40
 DISK_BLOCKS: Final = 256
 FS_THREADS: Final = 4  #: readers, and writers: so few that all are there after the warm-up
+GATE_LIMITS: Final = {"probe_timeout_s": 5.0, "promote_timeout_s": 10.0, "start_timeout_s": 300.0}
+"""A tier that is stopped misses them, while nothing of the gate depends on one that is not: it is
+asked again until it has served enough."""
+
+GATE_BREAKERS: Final = {"breaker_pause_s": 0.1, "breaker_pause_s_max": 1.0}
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,7 @@ class Places:
 
     folder: Path
     seed: int
+    is_gate: bool = False
 
     @property
     def engine_id(self) -> str:
@@ -75,6 +81,7 @@ class Places:
                 "n_write_threads": FS_THREADS,
             },
         }
+        limits = GATE_LIMITS if self.is_gate else {}
         return {
             "spec_name": "KVTierOffloadingSpec",
             "spec_module_path": "kvtier.vllm",
@@ -82,5 +89,6 @@ class Places:
             "offload_prompt_only": False,
             # Weights are changed with the first only; a kept generation is read more often.
             "on_reset": ("new_generation", "keep")[self.seed % 2],
-            "secondary_tiers": [known[tier] for tier in tiers],
+            "secondary_tiers": [{**known[tier], **limits} for tier in tiers],
+            **(GATE_BREAKERS if self.is_gate else {}),
         }

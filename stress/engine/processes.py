@@ -41,21 +41,24 @@ class ServerResources:
     processes: dict[str, Held]  #: by what they are for
     shared_memory: frozenset[str]  #: names of this run's in /dev/shm
 
-    def left_since(self, before: ServerResources) -> dict[str, str]:
-        """Return what there is more of than before, or other processes: name → in words."""
+    def left_since(self, before: ServerResources, *, judges_memory: bool) -> dict[str, str]:
+        """Return what there is more of than before, or other processes: name → in words.
+
+        Memory says nothing unless ``judges_memory``.
+        """
         found = {}
         was, now = set(before.processes), set(self.processes)
         if was != now:
             found["processes"] = f"more: {sorted(now - was)}, fewer: {sorted(was - now)}"
         for name in sorted(was & now):
-            more = _more(before.processes[name], self.processes[name])
+            more = _more(before.processes[name], self.processes[name], judges_memory=judges_memory)
             found |= {f"{what} of {name}": text for what, text in more.items()}
         if self.shared_memory != before.shared_memory:
             found["shared memory"] = str(sorted(self.shared_memory ^ before.shared_memory))
         return found
 
 
-def _more(before: Held, now: Held) -> dict[str, str]:
+def _more(before: Held, now: Held, *, judges_memory: bool) -> dict[str, str]:
     found = {}
     if now.threads - before.threads > THREADS_MORE_MAX:
         found["threads"] = f"{now.threads}, were {before.threads}"
@@ -63,7 +66,7 @@ def _more(before: Held, now: Held) -> dict[str, str]:
     if opened.total() > TIER_DESCRIPTORS_MORE_MAX:
         found["descriptors"] = f"more: {dict(opened)}"
     grown = now.memory_bytes - before.memory_bytes
-    if grown > MEMORY_GROWTH_BYTES_MAX:
+    if judges_memory and grown > MEMORY_GROWTH_BYTES_MAX:
         found["memory"] = f"{grown >> 20} MiB more"
     return found
 

@@ -17,16 +17,12 @@ if TYPE_CHECKING:
     from stress.engine.processes import ServerResources
     from stress.engine.vllm_server import Server
     from stress.engine.watch import Watch
+    from stress.limits import Limits
     from stress.record import Record
 
-RECOVERY_S_MAX: Final = 60.0
-"""So long after the last fault a tier may stay away."""
-
-REST_S_MAX: Final = 120.0
 COUNTED_S_MAX: Final = 1.5
-BUSY_FACTOR: Final = 4.0
-"""A machine that others use too may take longer: of the time between two looks, no more than
-``COUNTED_S_MAX`` counts, and waiting ends after so many times the limit."""
+"""A machine that others use too may take longer to recover: of the time between two looks, no more
+than this counts."""
 
 SERVED_BLOCKS_MIN: Final = 8
 
@@ -34,8 +30,11 @@ SERVED_BLOCKS_MIN: Final = 8
 class Rest:
     """Goes through phase two. Raises ``Failure``."""
 
-    def __init__(self, running: Server, watch: Watch, record: Record, engine_id: str) -> None:
+    def __init__(
+        self, running: Server, watch: Watch, record: Record, engine_id: str, limits: Limits
+    ) -> None:
         self._server = running
+        self._limits = limits
         self._watch = watch
         self._record = record
         self._engine_id = engine_id
@@ -66,7 +65,7 @@ class Rest:
 
     async def nothing_is_held(self) -> None:
         """Wait until all gauges of what is under way are zero. Nobody asks any more."""
-        took_s = await come_to_rest(self._server, self._watch, REST_S_MAX)
+        took_s = await come_to_rest(self._server, self._watch)
         self._record.checks["gauges"] = f"zero after {took_s:.1f} s"
 
     async def resources_are_as(self, before: ServerResources) -> None:
@@ -75,20 +74,22 @@ class Rest:
 
         def same() -> bool:
             nonlocal left
-            left = resources_of(self._server.pid, self._engine_id).left_since(before)
+            now = resources_of(self._server.pid, self._engine_id)
+            left = now.left_since(before, judges_memory=self._limits.judges_memory)
             return not left
 
         await self._until(same, "not as before the faults", lambda: str(left))
+        memory = "memory, " * self._limits.judges_memory
         self._record.checks["resources"] = (
-            "descriptors, threads, processes, memory and shared memory are as before"
+            f"descriptors, threads, processes, {memory}and shared memory are as before"
         )
 
     async def _until(self, done: Callable[[], bool], what: str, tell: Callable[[], str]) -> float:
         """Wait until something holds; returns after how many seconds that count."""
         counted_s, began_s, last_s = 0.0, time.monotonic(), time.monotonic()
         while not done():
-            is_late = time.monotonic() - began_s > BUSY_FACTOR * RECOVERY_S_MAX
-            if counted_s > RECOVERY_S_MAX or is_late:
+            is_late = time.monotonic() - began_s > self._limits.late_s_max
+            if counted_s > self._limits.recovery_s_max or is_late:
                 raise Failure(f"{what} {counted_s:.0f} s after the last fault: {tell()}")
             await asyncio.sleep(SCRAPE_S)
             now_s = time.monotonic()

@@ -10,34 +10,41 @@ from stress.engine.clients import Clients
 from stress.engine.faults import FOLDER_KINDS, FULL_KINDS, PROCESS_KINDS, Faults
 from stress.engine.lost_folder import Operator
 from stress.engine.neighbours import Neighbours
+from stress.engine.pace import GATE_S_MAX, LOOK_S, ByClock, ByRequests
 from stress.engine.processes import resources_of, tiers_of
 from stress.engine.resets import Resets, check_log
-from stress.engine.rest import REST_S_MAX, Rest
+from stress.engine.rest import Rest
 from stress.engine.restarts import Restarts
 from stress.engine.samples import DISK, FS, TIERS, blocks_from, noticed_by, sample_of
 from stress.engine.small_disk import FullDisk, Sweeper
 from stress.engine.tools import Tools
 from stress.engine.under_way import UnderWay
 from stress.engine.vllm_server import ITS_OWN
-from stress.engine.watch import Watch, come_to_rest
+from stress.engine.watch import SCRAPE_S, Watch, come_to_rest
 from stress.engine.weights import WeightChanges
 from stress.failure import Failure
+from stress.limits import limits_of
+from stress.plan import draw_round
 from stress.runtime.files import FolderFaults
 from stress.runtime.processes import ProcessFaults
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from stress.engine.clients import Question
     from stress.engine.faults import Deed
+    from stress.engine.pace import Pace
     from stress.engine.places import Places
     from stress.engine.referee import Referee
     from stress.engine.vllm_server import Server
     from stress.layer import Injector
-    from stress.plan import Plan
+    from stress.plan import Kind, Plan
     from stress.record import Record
 
 WARM_S: Final = 10.0
+WARM_REQUESTS: Final = 60  #: instead, in the gate
+TOKENS_MIN: Final = 2_000  #: that the gate must have compared
+BLOCKS_MIN: Final = 20  #: that each tier must have served in the gate
 
 
 class Run:
@@ -60,9 +67,11 @@ class Run:
         self._server = running
         self._questions = questions
         self._began_s = time.monotonic()
+        self._limits = limits_of(is_gate=plan.is_gate)
         self._watch = Watch(running)
         self._clients = Clients(running, questions, plan.seed, referee)
-        self._rest = Rest(running, self._watch, record, places.engine_id)
+        self._pace: Pace = ByRequests(lambda: self._clients.requests) if plan.is_gate else ByClock()
+        self._rest = Rest(running, self._watch, record, places.engine_id, self._limits)
         self._sweeper = Sweeper(places.tiers[FS], tuple(places.asides.values()))
         under_way = UnderWay()
         self._operator = Operator(running, under_way)
@@ -87,14 +96,14 @@ class Run:
         )
         deeds: dict[str, Deed] = {
             "reset": Resets(running),
-            "tools": Tools(places.tiers[DISK], places.config_file, under_way),
+            "tools": Tools(places.tiers[DISK], places.config_file, under_way, is_gate=plan.is_gate),
             "weights": WeightChanges(running, places.models, on_reset=places.config()["on_reset"]),
             "restart": self._restarts,
             "second_engine": neighbours,
         }
-        self._faults = Faults(
-            self._injectors(is_small=is_small), deeds, under_way, record, self._now_s
-        )
+        self._injected_by = self._injectors(is_small=is_small)
+        self._deeds = deeds
+        self._under_way = under_way
 
     def _injectors(self, *, is_small: bool) -> dict[tuple[str, str], Injector]:
         """Return who does what to which tier."""
@@ -125,6 +134,8 @@ class Run:
         await self._warm_up(clients)
         before = resources_of(self._server.pid, self._places.engine_id)
         self._began_s = time.monotonic()
+        if not self._plan.is_gate:
+            self._pace = ByClock()  # the time of the plan begins now
         try:
             await self._serve(clients)
         except* Failure as failures:
@@ -140,14 +151,18 @@ class Run:
         warm = Clients(self._server, self._questions, self._plan.seed)
         work = asyncio.create_task(warm.run(clients))
         try:
-            await asyncio.wait([work], timeout=WARM_S)
+            if self._plan.is_gate:
+                while not work.done() and warm.requests < WARM_REQUESTS:
+                    await asyncio.wait([work], timeout=LOOK_S)
+            else:
+                await asyncio.wait([work], timeout=WARM_S)
             warm.stop()
             await work
         except* Failure as failures:
             raise first_of(failures) from None
         finally:
             work.cancel()
-        await come_to_rest(self._server, self._watch, REST_S_MAX)
+        await come_to_rest(self._server, self._watch)
 
     async def _serve(self, clients: int) -> None:
         """Serve while faults last, and until all has come back after them."""
@@ -156,10 +171,10 @@ class Run:
                 group.create_task(self._watch.watch(self._sample)),
                 group.create_task(self._sweeper.run()),
                 group.create_task(self._operator.run()),
+                group.create_task(self._pace.run()),
             ]
             work = group.create_task(self._clients.run(clients))
-            await self._faults.run(self._plan)
-            await asyncio.sleep(self._plan.seconds - self._now_s())
+            await self._harm()
             self._record.faults_ended_s = self._now_s()
             await self._rest.breakers_close()
             self._clients.ask_all()
@@ -168,6 +183,50 @@ class Run:
             await work
             for each in beside:
                 each.cancel()
+
+    async def _harm(self) -> None:
+        """Do the plan's faults; in the gate, until they have shown what they are to show."""
+        faults = Faults(
+            self._injected_by, self._deeds, self._under_way, self._record, self._pace, self._now_s
+        )
+        if self._plan.gate is None:
+            await faults.run(self._plan.faults, self._plan.seconds)
+            await self._pace.until(self._plan.seconds)
+            return
+        await faults.run(self._plan.faults, float("inf"))
+        rounds, give_up_s = 0, time.monotonic() + GATE_S_MAX
+        while missing := self._missing(self._plan.gate):
+            if time.monotonic() > give_up_s:
+                raise Failure(f"not shown within {GATE_S_MAX:g} s: {'; '.join(missing)}")
+            again = {kind for kinds in missing.values() for kind in kinds}
+            rounds += 1
+            kinds = [kind for kind in self._plan.gate if kind.name in again]
+            await faults.run(draw_round(self._plan.seed, rounds, kinds), float("inf"))
+            await asyncio.sleep(SCRAPE_S)
+
+    def _missing(self, kinds: Sequence[Kind]) -> Mapping[str, Collection[str]]:
+        """Return what the gate has not shown yet, and which faults may show it."""
+        found: dict[str, Collection[str]] = {
+            f"a fault {kind.name} that was done": (kind.name,)
+            for kind in kinds
+            if not self._record.injected[kind.name] and self._can_be_done(kind)
+        }
+        reached = {
+            "preemptions": (self._watch.total("vllm:num_preemptions"), 1),
+            "evictions": (self._watch.total("kvtier:primary_evictions"), 1),
+            "tokens compared": (self._clients.counts["tokens"], TOKENS_MIN),
+            **{f"blocks of {tier}": (blocks_from(self._watch, tier), BLOCKS_MIN) for tier in TIERS},
+        }
+        return found | {
+            f"{count:g} of {wanted} {what}": ()
+            for what, (count, wanted) in reached.items()
+            if count < wanted
+        }
+
+    def _can_be_done(self, kind: Kind) -> bool:
+        """Tell whether there is such a fault with this configuration, and on this machine."""
+        keeps = self._places.config()["on_reset"] == "keep"
+        return not (kind.name == "weights" and keeps)
 
     def _sample(self) -> None:
         now_s, requests = self._now_s(), self._clients.requests

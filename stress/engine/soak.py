@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import json
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from stress.engine.clients import answer_all, make_questions
+from stress.engine.clients import DOCUMENTS, answer_all, make_questions
 from stress.engine.model import make_model
 from stress.engine.places import Places
 from stress.engine.processes import names_in_shared_memory
@@ -38,31 +38,37 @@ if TYPE_CHECKING:
     from stress.plan import Plan
     from stress.record import Record
 
+GATE_DOCUMENTS: Final = 5
+
 
 async def soak(plan: Plan, record: Record, folder: Path, clients: int) -> None:
     """Do all of it. Raises ``Failure``."""
-    places = Places(folder, plan.seed)
+    places = Places(folder, plan.seed, is_gate=plan.is_gate)
     for number, model in enumerate(places.models.values()):
         make_model(model, number)
-    questions = make_questions(plan.seed)
+    questions = make_questions(plan.seed, GATE_DOCUMENTS if plan.is_gate else DOCUMENTS)
     model, config = places.models[ITS_OWN], places.config(*TIERS)
     log = folder / "reference.log"
     async with AsyncExitStack() as stack:
+        is_small = stack.enter_context(small_disk(places.small))
+        for aside in places.asides.values():
+            aside.mkdir()
+        places.config_file.write_text(json.dumps(config))
+        # Side by side: to start one takes longer than all that it answers in the gate.
         reference = await stack.enter_async_context(server(model, None, log, places.engine_id))
+        running = await stack.enter_async_context(
+            server(model, config, places.log, places.engine_id)
+        )
+        await reference.wait_until_up()
         say(f"{len(questions)} prompts without offloading")
         await answer_all(reference, questions)
         if config["on_reset"] == "keep":
             await reference.stop()
         else:  # it stays, to judge answers of more than one kind of weights
             await answer_with_others(reference, places, questions)
-        is_small = stack.enter_context(small_disk(places.small))
-        for aside in places.asides.values():
-            aside.mkdir()
-        places.config_file.write_text(json.dumps(config))
-        running = await stack.enter_async_context(
-            server(model, config, places.log, places.engine_id)
-        )
-        say(f"{clients} clients, {plan.seconds / 60:g} minutes")
+        await running.wait_until_up()
+        ends = "until counts are reached" if plan.is_gate else f"{plan.seconds / 60:g} minutes"
+        say(f"{clients} clients, {ends}")
         referee = Referee(reference, places.models)
         run = Run(plan, record, places, running, questions, referee, is_small=is_small)
         await run.run(clients)

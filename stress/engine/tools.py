@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from stress.engine.samples import DISK
 from stress.failure import Failure
+from stress.limits import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     from stress.engine.under_way import UnderWay
     from stress.plan import Fault
 
-TOOL_S_MAX: Final = 120.0
 TOUCHED_WITHIN_S: Final = 30.0
-"""So long after a fault of the tier its folder may still be away, or its process be starting."""
+"""So long after a fault of the tier its folder may still be away, or its process be starting. In
+the gate there is no saying how long."""
 
 REFUSED: Final = 2
 IN_USE: Final = "is in use by"
@@ -50,8 +51,11 @@ CALLS: Final = {
 class Tools:
     """Runs them. Harm that they do shows elsewhere: in tokens, breakers and failed requests."""
 
-    def __init__(self, folder: Path, config: Path, under_way: UnderWay) -> None:
+    def __init__(
+        self, folder: Path, config: Path, under_way: UnderWay, *, is_gate: bool = False
+    ) -> None:
         """``folder``: the disk tier's; ``config``: a file with the server's configuration."""
+        self._within_s = float("inf") if is_gate else TOUCHED_WITHIN_S
         self._folder = folder
         self._config = config
         self._under_way = under_way
@@ -76,7 +80,7 @@ class Tools:
         return 1
 
     def _was_touched(self) -> bool:
-        return self._under_way.touched(DISK, within_s=TOUCHED_WITHIN_S)
+        return self._under_way.touched(DISK, within_s=self._within_s)
 
 
 async def blocks_listed(folder: Path) -> int:
@@ -101,10 +105,10 @@ async def run_kvtier(arguments: Sequence[str]) -> tuple[int, str]:
         env={**os.environ, "TERM": "dumb"},
     )
     try:
-        async with asyncio.timeout(TOOL_S_MAX):
+        async with asyncio.timeout(PATIENCE_S):
             printed, _ = await process.communicate()
     except TimeoutError:
-        raise Failure(f"kvtier {' '.join(arguments)} still runs after {TOOL_S_MAX:g} s") from None
+        raise Failure(f"kvtier {' '.join(arguments)} still runs after {PATIENCE_S:g} s") from None
     finally:
         if process.returncode is None:
             process.kill()

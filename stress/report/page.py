@@ -37,10 +37,8 @@ def page_of(record: Record) -> str:
 def _verdict(record: Record) -> str:
     failed = record.failure is not None
     word = "FAILED" if failed else "PASSED"
-    command = (
-        f"python -m stress --layer {record.layer} --seed {record.seed} "
-        f"--minutes {record.planned_s / 60:g}"
-    )
+    ends = f"--minutes {record.planned_s / 60:g}" if record.planned_s else "--gate"
+    command = f"python -m stress --layer {record.layer} --seed {record.seed} {ends}"
     why = f"<pre>{escape(record.failure or '')}</pre>" if failed else ""
     return (
         f'<p class="verdict {word.lower()}"><strong>{word}</strong> '

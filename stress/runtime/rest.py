@@ -10,24 +10,17 @@ from msgspec.structs import asdict
 from kvtier.core.events import PRIMARY
 from stress.failure import Failure
 from stress.resources import Resources, resources_now
-from stress.runtime.residency import FS
+from stress.runtime.residency import DAMAGED_MAX, FS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from stress.limits import Limits
     from stress.record import Record
     from stress.runtime.residency import Residency
     from stress.runtime.session import Session
 
-RECOVERY_S_MAX: Final = 60.0
-"""So long after the last fault a tier may stay away."""
-
 SERVED_BLOCKS_MIN: Final = 8
-BUSY_FACTOR: Final = 4.0
-"""A machine that others use too may take longer: waiting ends after so many times the limit,
-and what counts is the time in which steps were short (``Checker.step_s``)."""
-
-
 LOOK_S: Final = 0.25
 """To look through all folders takes a while."""
 
@@ -51,8 +44,11 @@ class Sweeping(Protocol):
 class Rest:
     """Goes through phase two. Raises ``Failure``."""
 
-    def __init__(self, session: Session, record: Record, sample: Callable[[], None]) -> None:
+    def __init__(
+        self, session: Session, record: Record, sample: Callable[[], None], limits: Limits
+    ) -> None:
         self._session = session
+        self._limits = limits
         self._sample = sample
         self._checks = record.checks
 
@@ -75,9 +71,19 @@ class Rest:
             self._checks[f"hits from {name}"] = f"back after {took_s:.1f} s"
         load.tiers = -1
 
+    def fs_has_more(self) -> None:
+        """Serve requests until ``fs`` has blocks that it would be read for: some to damage."""
+        resident = self._session.checker.resident
+
+        def has_more() -> bool:
+            return len(resident.get(FS, set()) - resident[PRIMARY]) >= DAMAGED_MAX
+
+        self._step_until(has_more, "fs has few blocks", self._tiers_in_words)
+
     def nothing_is_held(self) -> None:
         """Begin no more requests; see that every slot is free or ready, and nothing in flight."""
         load, facade = self._session.load, self._session.facade
+        load.aborts = False  # what never ends must show
 
         def is_quiet() -> bool:
             now = facade.statistics().primary
@@ -86,6 +92,7 @@ class Rest:
             return load.is_idle() and not facade.get_finished() and whole and not held
 
         took_s = self._step_until(is_quiet, "not at rest", self._primary_in_words, requests_max=0)
+        load.aborts = True
         self._checks["slots"] = f"all free or ready after {took_s:.1f} s"
 
     def restart_twice(self, layer: Sweeping) -> None:
@@ -161,11 +168,13 @@ class Rest:
 
         def same() -> bool:
             nonlocal left
-            left = resources_now(kept_bytes).left_since(before)
+            now = resources_now(kept_bytes)
+            left = now.left_since(before, judges_memory=self._limits.judges_memory)
             return not left
 
         self._step_until(same, "not as before the faults", lambda: str(left), requests_max=0)
-        self._checks["resources"] = "descriptors, threads, processes and memory are as before"
+        memory = " and memory" * self._limits.judges_memory
+        self._checks["resources"] = f"descriptors, threads, processes{memory} are as before"
 
     def _are_closed(self) -> bool:
         return all(tier.breaker == "CLOSED" for tier in self._session.statistics().tiers)
@@ -203,8 +212,8 @@ class Rest:
         """Step until something holds; returns after how many seconds of short steps."""
         counted_s, began_s = 0.0, time.monotonic()
         while not done():
-            is_late = time.monotonic() - began_s > BUSY_FACTOR * RECOVERY_S_MAX
-            if counted_s > RECOVERY_S_MAX or is_late:
+            is_late = time.monotonic() - began_s > self._limits.late_s_max
+            if counted_s > self._limits.recovery_s_max or is_late:
                 raise Failure(f"{what} {counted_s:.0f} s after the last fault: {tell()}")
             self._session.load.step(requests_max)
             counted_s += self._session.checker.step_s

@@ -10,6 +10,7 @@ from kvtier.core.events import PRIMARY
 from stress.checker import Checker
 from stress.contents import BLOCK_BYTES
 from stress.failure import Failure
+from stress.limits import PATIENCE_S
 from stress.load import Counts, Load
 from stress.record import Sample
 from stress.resources import resident_bytes
@@ -19,11 +20,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kvtier.core.statistics import Statistics
+    from stress.limits import Limits
     from stress.log_file import Noticed
 
 SLOTS: Final = 96
 CLOSE_S: Final = 5.0
-CLOSE_S_MAX: Final = CLOSE_S + 25.0  #: the rest is for a busy machine
+HUNG_CLOSE_S: Final = 3.0
+"""In the gate: so long a close waits for a tier that hangs."""
 
 
 class Session:
@@ -36,10 +39,12 @@ class Session:
         dice: random.Random,
         counts: Counts,
         noticed: Noticed,
+        limits: Limits,
     ) -> None:
         config = RuntimeConfig.from_mapping(
             {"close_timeout_s": CLOSE_S, **settings}, slot_count=SLOTS, block_bytes=BLOCK_BYTES
         )
+        self._limits = limits
         self.keeps_on_reset = config.keeps_on_reset
         self.tiers = [tier.name for tier in config.tiers]
         self.opened: set[str] = set()  #: tiers that a sample has found open, once at least
@@ -51,7 +56,7 @@ class Session:
         except BaseException:
             self.memory.release()
             raise
-        self.checker = Checker(self.memory, noticed)
+        self.checker = Checker(self.memory, noticed, limits.pending_s_max)
         self.load = Load(self.facade, self.memory, self.checker, dice, counts)
 
     @property
@@ -89,8 +94,24 @@ class Session:
         """End the runtime. False: a tier hangs, and its memory must stay. Raises ``Failure``."""
         began_s = time.monotonic()
         is_quiet = self.facade.close()
-        if time.monotonic() - began_s > CLOSE_S_MAX:
+        if time.monotonic() - began_s > self._limits.close_s_max:
             raise Failure(f"close took {time.monotonic() - began_s:.1f} s")
         if is_quiet:
             self.memory.release()
         return is_quiet
+
+    def close_patiently(self, *, hangs: bool) -> bool:
+        """Do the same in the gate: only what hangs is given up. ``hangs``: a tier may.
+
+        False: one is in a call that can't be interrupted, if it isn't just slow to end.
+        """
+        self.facade._close_timeout_s = HUNG_CLOSE_S if hangs else PATIENCE_S  # noqa: SLF001 - no other may change it
+        return self.close()
+
+    def wait_until_ended(self) -> bool:
+        """Wait for what was given up at close, and hangs no more."""
+        tiers = self.facade._tiers  # noqa: SLF001 - a facade that is closed says nothing any more
+        has_ended = all(tier.wait_until_ended(PATIENCE_S) for tier in tiers)
+        if has_ended:
+            self.memory.release()
+        return has_ended

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from stress.record import Record
 
 JUDGED_FROM_S: Final = 30.0
-"""A run that is shorter may have met one long fault, and nothing else."""
+"""A run that is shorter may have met one long fault, and nothing else. In the gate nothing is
+planned in seconds: there the run lasts until enough was served."""
 
 SERVED_A_MINUTE_MIN: Final = 20
 """Blocks of each tier. One that is well for a tenth of the time serves ten times as many."""

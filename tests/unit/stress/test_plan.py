@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stress.__main__ import main
-from stress.arguments import read_arguments
+from stress.arguments import GATE_SEED, read_arguments
 from stress.plan import Kind, draw_plan
 from stress.runtime.layer import RuntimeLayer
 
@@ -50,6 +50,7 @@ def test_faults_come_as_often_as_their_kind_says() -> None:
         (["--seed", "-1"], "--seed: -1: must not be negative"),
         (["--layer", "moon"], "invalid choice: 'moon'"),
         (["--clients", "0"], "--clients: 0: must be from 1"),
+        (["--gate", "--minutes", "1"], "--gate and --minutes"),
     ],
 )
 def test_a_wrong_argument_is_named(
@@ -59,6 +60,12 @@ def test_a_wrong_argument_is_named(
         read_arguments(given)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_gate_has_a_seed_of_its_own_and_others_draw_theirs() -> None:
+    assert read_arguments(["--gate"]).seed == read_arguments(["--gate"]).seed == GATE_SEED
+    assert read_arguments(["--gate", "--seed", "7"]).seed == 7
+    assert len({read_arguments([]).seed for _ in range(20)}) > 1
 
 
 def test_a_folder_with_something_in_it_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
