@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.settings.plugins import make_backend
 from kvtier.settings.runtime_config import TierConfig
-from kvtier.testing import BACKEND_CHECKS, PERSISTENCE_CHECKS, BackendCheck, _workbench
+from kvtier.testing import BACKEND_CHECKS, PERSISTENCE_CHECKS, BackendCheck, _workbench, conformance
 from kvtier.tools.bench.kv_like import kv_like
 from tests.support.mooncake_server import running as running_mooncake
 from tests.support.patience import PATIENCE_S
@@ -26,13 +26,45 @@ ENCRYPTED = {**ON, "encryption_key_env": KEY_VARIABLE}
 SIGNED = {**ON, "auth_key_env": KEY_VARIABLE}
 Tier = tuple[str, dict[str, Any]]
 
-pytestmark = [
-    pytest.mark.anyio,
-    pytest.mark.slow,
-    pytest.mark.parametrize(
-        "check", BACKEND_CHECKS + PERSISTENCE_CHECKS, ids=lambda check: check.__name__
-    ),
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+FORMS = [
+    ("fs", ON),
+    ("fs", SIGNED),
+    ("fs", ENCRYPTED),
+    ("redis", ON),
+    ("redis", ENCRYPTED),
+    ("s3", ON),
+    ("mooncake", ON),
+    ("mooncake", SIGNED),
 ]
+MOVE_BYTES = (
+    conformance.blocks_come_back_byte_exact,
+    conformance.the_digest_is_kept_not_made_up,
+    conformance.any_number_of_blocks_is_a_batch,
+    conformance.a_load_stays_in_its_buffer,
+    conformance.odd_block_sizes_work_or_are_refused,
+    conformance.blocks_outlive_the_backend,
+)
+"""The gate runs these of each form, and all checks of one. Of the others, what a tier does with
+bytes is no part, and its own tests here run them without compression."""
+
+
+def runs_in_the_gate(check: BackendCheck, form: tuple[str, object]) -> bool:
+    """Tell whether ``make test`` runs this; ``make test-long`` runs all."""
+    if form == ("redis", ENCRYPTED):
+        return True
+    is_slow = form == ("mooncake", SIGNED) and check is not conformance.blocks_come_back_byte_exact
+    return check in MOVE_BYTES and not is_slow
+
+
+def parameters() -> Iterator[Any]:
+    """Yield each check of each form: checks of one tier after the other, as its server is there."""
+    for tier, extra in FORMS:
+        for check in BACKEND_CHECKS + PERSISTENCE_CHECKS:
+            marks = [] if runs_in_the_gate(check, (tier, extra)) else [pytest.mark.long]
+            name = "-".join([tier, *extra, check.__name__])
+            yield pytest.param(check, tier, extra, id=name, marks=marks)
 
 
 @pytest.fixture(scope="module")
@@ -76,20 +108,7 @@ _random = _workbench.random_data
 
 
 @pytest.mark.usefixtures("shrinking")
-@pytest.mark.parametrize(
-    ("tier", "extra"),
-    [
-        ("fs", ON),
-        ("fs", SIGNED),
-        ("fs", ENCRYPTED),
-        ("redis", ON),
-        ("redis", ENCRYPTED),
-        ("s3", ON),
-        ("mooncake", ON),
-        ("mooncake", SIGNED),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(value),
-)
+@pytest.mark.parametrize(("check", "tier", "extra"), [*parameters()])
 async def test_a_compressed_tier_keeps_the_contract(
     check: BackendCheck,
     tier: str,

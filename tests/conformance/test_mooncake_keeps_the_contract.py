@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -11,6 +11,7 @@ from kvtier.testing import (
     BACKEND_CHECKS,
     PERSISTENCE_CHECKS,
     BackendCheck,
+    backend_books,
     backend_calls,
     conformance,
 )
@@ -18,7 +19,7 @@ from kvtier_backends.mooncake import MooncakeBackend, registered
 from tests.support.mooncake_server import running
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterator, Sequence
 
     from kvtier.plugin_api.backend import BackendContext
 
@@ -45,14 +46,31 @@ MOVES_BYTES = (
 )
 
 
-@pytest.mark.parametrize(
-    "check", BACKEND_CHECKS + PERSISTENCE_CHECKS, ids=lambda check: check.__name__
+LONG = (
+    conformance.reopening_serves_nothing_wrong,  # blocks_outlive_the_backend is stricter
+    # These four are about a capacity, which the store has and the tier doesn't.
+    conformance.a_full_store_says_so,
+    conformance.all_that_takes_room_is_listed,
+    backend_books.what_is_left_after_a_restart_is_listed,
+    backend_books.what_is_lost_is_told,
 )
+"""Of these, opening and closing a client is all that takes time."""
+
+
+def marked(checks: Sequence[BackendCheck], long: Container[BackendCheck]) -> list[Any]:
+    """Return checks as parameters, some of which the gate leaves out."""
+    marks = {True: [pytest.mark.long], False: []}
+    return [pytest.param(each, id=each.__name__, marks=marks[each in long]) for each in checks]
+
+
+@pytest.mark.parametrize("check", marked(BACKEND_CHECKS + PERSISTENCE_CHECKS, LONG))
 async def test_mooncake_keeps_the_contract(check: BackendCheck, address: str) -> None:
     await check(partial(mooncake, address))
 
 
-@pytest.mark.parametrize("check", MOVES_BYTES, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check", marked(MOVES_BYTES, (conformance.odd_block_sizes_work_or_are_refused,))
+)
 async def test_mooncake_keeps_the_contract_without_a_copy(
     check: BackendCheck, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,14 +14,14 @@ import time
 
 import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from known_policies import POLICIES
 from machine import KVTierSpec
 
 STEPS = 60
 EXAMPLES_CI = 150  # with each policy; `make test-long` goes on with fresh seeds
 EXAMPLES_A_SEED = 300
-RUNS = len(POLICIES) + 2  # those of test_disk_model as well
+RUNS = len(POLICIES) + 5  # and with disks (2), servers, decisions and staging
 PROFILE = os.environ.get("KVTIER_MODEL_PROFILE", "ci")
 SECONDS = float(os.environ.get("KVTIER_MODEL_SECONDS") or 600)
 
@@ -38,14 +38,17 @@ def profile(examples: int) -> settings:
     )
 
 
-def check(spec: type[KVTierSpec], policy: str, number: int, examples: int) -> None:
+def check(
+    spec: type[RuleBasedStateMachine], policy: str | None, number: int, examples: int
+) -> None:
     """Check one seed."""
-    seeded = type(spec.__name__, (spec,), {"make_policy": POLICIES[policy]})
+    chosen = {"make_policy": POLICIES[policy]} if policy else {}
+    seeded = type(spec.__name__, (spec,), chosen)
     run_state_machine_as_test(seed(number)(seeded), settings=profile(examples))
 
 
 def check_fresh_seeds(
-    spec: type[KVTierSpec], policy: str, capsys: pytest.CaptureFixture[str]
+    spec: type[RuleBasedStateMachine], policy: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Run fresh seeds, printed, for as long as told."""
     started = time.monotonic()

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from test_model import PROFILE, check, check_fresh_seeds
 
 from kvtier.core import messages as m
 from kvtier.core import staging_messages as s
@@ -22,8 +22,11 @@ from kvtier.plugin_api.backend import Outcome
 from kvtier.settings.secondary_tier import read_secondary_tier
 
 if TYPE_CHECKING:
+    import pytest
+
     from kvtier.core.messages import Message
 
+EXAMPLES_CI = 150
 SLOTS = 12  #: of the program
 STAGING = 5
 KEYS = [bytes([number]) * 8 for number in range(10)]
@@ -211,5 +214,10 @@ class StagedTierSpec(RuleBasedStateMachine):
         assert self.staged.free_slots() == STAGING
 
 
-TestStagedTier = StagedTierSpec.TestCase
-TestStagedTier.settings = settings(max_examples=150, stateful_step_count=50)
+def test_a_staged_tier_keeps_its_promises_under_every_order_of_events(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if PROFILE == "long":
+        check_fresh_seeds(StagedTierSpec, None, capsys)
+    else:
+        check(StagedTierSpec, None, 20_261_121, EXAMPLES_CI)
