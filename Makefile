@@ -47,8 +47,8 @@ unexport PYTHONDONTWRITEBYTECODE
 CALLERS_PYTHONPATH := $(PYTHONPATH)
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help demo test test-long quick quick-unit lint types unit backends conformance model engine \
-        engine-0.32 bench engine-0.33 vllm-0.33 rig rig-0.32 rig-0.33 gpu gpu-engine docs soak \
+.PHONY: help demo test test-long quick quick-unit lint types unit backends conformance model \
+        counterexamples engine engine-0.32 bench engine-0.33 vllm-0.33 rig rig-0.32 rig-0.33 gpu gpu-engine docs soak \
         soak-filesystem soak-remote server bench-import bench-compression mutants vllm-tests vllm-tests-0.32 \
         vllm-tests-0.33 clean
 .DEFAULT_GOAL := help
@@ -91,8 +91,8 @@ $(NEWER)/.made: requirements/engine-cpu-0.33.txt tests/vllm/support/other_releas
 demo: $(VENV)/.kvtier
 	$(BIN)/python -m kvtier.tools.demo
 
-# Four parts at a time, of which one or two wait: for storage that hangs, for an engine. The
-# longest first, so that none runs alone at the end; each tells what it has to say at its end.
+# Two parts at a time. The longest first, so that none runs alone at the end; each tells what it
+# has to say at its end.
 # vLLM 0.33 is laid out while lint and types run. CI=true: a skipped test fails
 # (tests/conftest.py). What takes minutes, or goes by the clock, is in `test-long`: tests that
 # are marked `long`, benchmarks, soaks.
@@ -101,7 +101,7 @@ PARTS := vllm-0.33 lint types engine-0.32 unit engine-0.33 backends conformance 
 GATE := $(if $(LONG),,-m "not long")
 
 test: $(VENV)/.dev
-	@env -u SECONDS -u MINUTES -u SEED CI=true $(MAKE) --no-print-directory -j4 --output-sync=recurse $(PARTS:%=part-%)
+	@env -u SECONDS -u MINUTES -u SEED CI=true $(MAKE) --no-print-directory -j2 --output-sync=recurse $(PARTS:%=part-%)
 
 part-engine-0.33 part-rig-0.33: part-vllm-0.33
 part-%:
@@ -160,6 +160,10 @@ conformance: $(VENV)/.dev
 model: $(VENV)/.dev
 	KVTIER_MODEL_PROFILE=$(if $(SECONDS),long,ci) KVTIER_MODEL_SECONDS=$(SECONDS) \
 	    $(PYTEST) $(GATE) $(if $(SECONDS),--timeout=0) tests/model
+
+# Each mistake of the model tells its story from a file; see tests/model/counterexamples.py.
+counterexamples: $(VENV)/.dev
+	PYTHONPATH=.:tests/model $(BIN)/python tests/model/find_counterexamples.py $(NAMES)
 
 engine: engine-0.32 engine-0.33
 

@@ -44,6 +44,9 @@ NO_TIERS: Final = 0
 NO_TIERS_FRACTION: Final = 0.2
 """Of requests that ask no tier, and store at once: also what they stored before a reset."""
 
+ONE_TIER_FRACTION: Final = 0.1
+"""Of requests that ask only one, any: a tier that has all would leave those after it unasked."""
+
 
 @dataclass
 class Request:
@@ -102,6 +105,7 @@ class Load:
         self.tiers = ALL_TIERS  #: which may serve the requests that begin from now on
         self.aborts = True  #: whether some requests are aborted while they wait
         self._facade = facade
+        self._tier_count = len(facade.statistics().tiers)
         self._memory = memory
         self._checker = checker
         self._dice = dice
@@ -176,9 +180,16 @@ class Load:
 
     def _begin(self) -> None:
         keys = self._dice.choice(CONVERSATION_KEYS)
-        asks = self.tiers != ALL_TIERS or self._dice.random() > NO_TIERS_FRACTION
         keys = keys[: self._dice.randrange(1, CONVERSATION_BLOCKS)]
-        self._add(keys, self.tiers if asks else NO_TIERS)
+        self._add(keys, self._draw_tiers() if self.tiers == ALL_TIERS else self.tiers)
+
+    def _draw_tiers(self) -> int:
+        part = self._dice.random()
+        if part < NO_TIERS_FRACTION:
+            return NO_TIERS
+        if part < NO_TIERS_FRACTION + ONE_TIER_FRACTION:
+            return 1 << self._dice.randrange(self._tier_count)
+        return ALL_TIERS
 
     def _add(self, keys: Sequence[bytes], tiers: int, *, stores: bool = True) -> None:
         self.counts.requests += 1

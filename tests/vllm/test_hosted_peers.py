@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 HIT = LookupResult.HIT
+GIVEN_UP_S = 0.2
+"""vLLM's tier waits at its end for messages to a peer that is gone, and for what nobody fetches."""
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +85,7 @@ def peer(
     store_reserve_fraction: float = 0.0625,
     slots: int = SLOTS,
     cascade_slots_fraction_max: float = 0.5,
+    close_timeout_s: float = PATIENCE_S,
     **own: Any,
 ) -> Iterator[Peer]:
     port = free_port()
@@ -96,6 +99,7 @@ def peer(
         "cpu_bytes_to_use": slots * BLOCK,
         "store_reserve_fraction": store_reserve_fraction,
         "cascade_slots_fraction_max": cascade_slots_fraction_max,
+        "close_timeout_s": close_timeout_s,
     }
     with engine(tier, **settings) as played:
         yield Peer(played.manager, port)
@@ -225,7 +229,8 @@ def test_what_a_prefill_engine_could_not_keep_it_says_it_has_not(
 ) -> None:
     """To whoever asks later, too. Else the decode engine would wait for half a minute."""
     monkeypatch.setattr(late_writes.Peer, "writes_no_more", None)  # its word is believed
-    with peer(cascade_slots_fraction_max=2 / SLOTS) as first, peer() as second:
+    kept_for_others = {"cascade_slots_fraction_max": 2 / SLOTS, "close_timeout_s": GIVEN_UP_S}
+    with peer(**kept_for_others) as first, peer() as second:
         if for_others:
             prefill(first, [8, 9], "others")
         prefill(first, [1, 2, 3], "k")
@@ -323,8 +328,8 @@ def test_a_write_that_arrives_when_the_load_was_given_up_is_in_nobodys_block(
     monkeypatch.setattr(late_writes, "LOOK_S", 0.01)
     monkeypatch.setattr(late_writes, "GONE_S", 0.01)
     goes_on = threading.Event()
-    with peer(promote_timeout_s=0.2) as second:
-        with peer() as first:
+    with peer(promote_timeout_s=0.2, close_timeout_s=GIVEN_UP_S) as second:
+        with peer(close_timeout_s=GIVEN_UP_S) as first:
             prefill(first, [1], "k")
             way = SlowLink(first)
             slots = set()  # while it is being filled
@@ -406,7 +411,7 @@ def stop(played: Peer, goes_on: threading.Event) -> None:
 
 
 def test_a_peer_that_is_not_there_costs_a_miss() -> None:
-    with peer() as first, peer() as second:
+    with peer() as first, peer(close_timeout_s=GIVEN_UP_S) as second:
         gone = {"kv_request_id": "k", "remote_host": HOST, "remote_port": 1}
         with second.request([1], {"remote_kv_source": gone}) as context:
             assert find(second, [1], context, first) == []

@@ -369,7 +369,7 @@ def test_a_tier_that_raises_in_any_method_costs_hits_and_nothing_else(method: st
 @pytest.mark.parametrize("method", METHODS)
 def test_a_tier_that_hangs_in_any_method_holds_up_no_call_and_no_request(method: str) -> None:
     """It hangs for as long as calls and requests go on: one that waited for it would never end."""
-    with engine(scripted(SHORT_S)) as played:
+    with engine(scripted(SHORT_S), close_timeout_s=0.05) as played:
         played.store([1, 2])
         played.evict()
         tier = ScriptedTier.last
