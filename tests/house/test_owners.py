@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-import pytest
 from sources import MODULES, tree_of
 
 if TYPE_CHECKING:
@@ -32,11 +31,12 @@ def assigned_of(tree: ast.AST) -> list[ast.Attribute]:
     return found
 
 
-@pytest.mark.parametrize("module", [each for each in sorted(MODULES) if each.startswith(ACTORS)])
-def test_nobody_assigns_what_another_object_owns(module: str) -> None:
+def test_nobody_assigns_what_another_object_owns() -> None:
     """Through an attribute of one's own, that is; whoever wires objects passes them on."""
     through = [
-        f"line {target.lineno}: {ast.unparse(target)}"
+        f"{module}, line {target.lineno}: {ast.unparse(target)}"
+        for module in sorted(MODULES)
+        if module.startswith(ACTORS)
         for target in assigned_of(tree_of(MODULES[module]))
         if isinstance(target.value, ast.Attribute) or module == "kvtier.runtime"
         if ast.unparse(target.value) != "self" and ast.unparse(target) not in CONTRACT

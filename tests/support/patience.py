@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import anyio.to_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 PATIENCE_S: Final = 120.0
 POLL_S: Final = 0.005
@@ -27,18 +27,25 @@ def pause() -> None:
     threading.Event().wait(POLL_S)
 
 
+def looks(tell: Callable[[], Any] = lambda: "") -> Iterator[None]:
+    """Loop over this, and leave the loop, where looking itself is what lets others go on."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        yield
+        assert time.monotonic() < deadline_s, tell() or "it never came to pass"
+
+
 def until(done: Callable[[], object], tell: Callable[[], Any] = lambda: "") -> None:
     """Wait for what another thread or process does; ``tell`` says what is so instead."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not done():
-        assert time.monotonic() < deadline_s, tell() or "it never came to pass"
+    for _ in looks(tell):
+        if done():
+            return
         pause()
 
 
 async def until_true(done: Callable[[], object], tell: Callable[[], Any] = lambda: "") -> None:
     """Wait for what happens on the event loop or elsewhere, as ``until`` does."""
-    for _ in range(100_000):
+    for _ in looks(tell):
         if done():
             return
         await anyio.to_thread.run_sync(pause)
-    raise AssertionError(tell() or "it never came to pass")

@@ -13,6 +13,7 @@ from kvtier.core.block_state import BlockState
 from kvtier.runtime import open_staged_tier
 from kvtier.settings.secondary_tier import read_secondary_tier
 from tests.support.patience import PATIENCE_S, pause, until
+from tests.support.patient_limits import _patient_limits  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

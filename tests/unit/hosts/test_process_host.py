@@ -20,7 +20,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvtier.core import messages as m
-from kvtier.core.tier_host import ABANDON_S
 from kvtier.errors import ConfigError
 from kvtier.hosts import process_host
 from kvtier.hosts.channel import Channel, NoMessage
@@ -32,7 +31,7 @@ from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.settings.runtime_config import TierConfig
 from tests.support.mailboxes import KeptMessages
 from tests.support.other_processes import is_running, state_of
-from tests.support.patience import PATIENCE_S, until
+from tests.support.patience import PATIENCE_S, looks, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -114,11 +113,10 @@ class Bench:
 
     def until_it_has(self, keys: tuple[bytes, ...]) -> None:
         """Wait until the tier says that it has these: after a start it tells bit by bit."""
-        for probe in range(10_000):
-            assert self.host.post(m.Probe(probe=probe, keys=keys))
+        for _ in looks(lambda: "it never had them"):
+            assert self.host.post(m.Probe(probe=1, keys=keys))
             if all(self.next_of(m.ProbeAnswer).present):
                 return
-        raise AssertionError("it never had them")
 
 
 @pytest.fixture(autouse=True)
@@ -266,7 +264,9 @@ def test_a_stopped_process_is_not_waited_for_and_is_killed_at_the_end() -> None:
         bench.host.poll()
         taken += 1
     assert taken >= 64
-    assert bench.host.close(ABANDON_S + 0.05) is True
+    bench.host.ask_to_end()
+    bench.host.give_up()
+    assert bench.host.wait_until_ended(PATIENCE_S)
     assert has_ended(bench.pid)
 
 

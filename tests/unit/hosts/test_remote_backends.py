@@ -9,6 +9,7 @@ import pytest
 from kvtier.core import messages as m
 from kvtier.plugin_api.backend import Connection, Outcome
 from kvtier.plugin_api.deadlines import NEVER, time_left_s
+from tests.support.patience import PATIENCE_S
 from tests.unit.hosts.test_thread_host import BLOCK, Bench, DictBackend
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Remote(DictBackend):
 def bench() -> Iterator[Bench]:
     bench = Bench(Remote())
     yield bench
-    bench.cell.close(0.05)
+    bench.cell.close(PATIENCE_S)
 
 
 def remote_of(bench: Bench) -> Remote:

@@ -52,7 +52,7 @@ def test_it_is_there_until_its_parent_is_gone_though_it_is_stopped() -> None:
 
 
 def _has_ended(process: int) -> bool:
-    return bool(select.select([process], [], [], 60.0)[0])
+    return bool(select.select([process], [], [], PATIENCE_S)[0])
 
 
 def test_one_whose_parent_ended_before_it_asked_ends_at_once() -> None:

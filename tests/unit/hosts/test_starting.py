@@ -19,6 +19,7 @@ from kvtier.settings import plugins
 from kvtier.settings.runtime_config import TierConfig
 from kvtier_backends.memory import MemoryBackend
 from tests.support.mailboxes import KeptMessages
+from tests.support.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -131,7 +132,7 @@ def test_a_backend_that_was_late_is_used_and_no_second_one_is_made(
     may_go_on.set()
     while not any(isinstance(message, m.TierRestarted) for message in link.messages):
         assert host._thread.is_alive()
-    assert host.close(20.0)
+    assert host.close(PATIENCE_S)
     assert made == [1]
     assert [type(message) for message in link.messages[:2]] == [m.TierBroke, m.TierFenced]
 

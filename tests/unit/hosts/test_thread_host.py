@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kvtier.core.messages import Message
 
 BLOCK = 4096
+GIVEN_UP_S = 0.05  #: what hangs in a test hangs for good
 
 
 class LinkEnd:
@@ -152,7 +153,7 @@ def benches() -> Iterator[list[Bench]]:
     started: list[Bench] = []
     yield started
     for bench in started:
-        bench.cell.close(0.05)
+        bench.cell.close(GIVEN_UP_S)
 
 
 def test_blocks_come_back_as_they_were_stored(benches: list[Bench]) -> None:
@@ -252,7 +253,7 @@ def test_close_does_not_wait_for_a_hung_tier_and_says_that_memory_is_in_use() ->
     bench = Bench(backend)
     assert bench.post(m.LoadJob(job=5, keys=(b"a",), slots=(0,)))
     assert backend.hangs.wait(PATIENCE_S)
-    assert bench.cell.close(0.01) is False
+    assert bench.cell.close(GIVEN_UP_S) is False
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -395,7 +396,7 @@ class Speechless(DictBackend):
 def test_a_backend_that_cannot_say_how_it_is_has_no_counts_and_may_be_busy() -> None:
     bench = Bench(Speechless())
     assert bench.store((b"a",), (0,)).outcomes == (Outcome.DONE,)
-    assert bench.cell.close(0.05) is False, "nobody knows whether it still writes to a slot"
+    assert bench.cell.close(GIVEN_UP_S) is False, "nobody knows whether it still writes to a slot"
     assert bench.link.counted.empty()
 
 

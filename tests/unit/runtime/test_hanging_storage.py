@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 BLOCK = 8192
 SLOTS = 8
+GIVEN_UP_S = 1.0  #: it hangs until the test heals it
 START_S = {"thread": 1.0, "process": 300.0}
 """So long a start waits; for a process on the clock of ``impatient_once_it_hangs``."""
 
@@ -230,7 +231,9 @@ def test_closing_a_tier_that_never_came_back_is_quick_and_leaves_nothing_at_the_
     bench = Bench(options)
     bench.host.start()
     bench.next_of(m.TierFenced)
-    assert bench.host.close(5.0)
+    bench.host.ask_to_end()
+    bench.host.give_up()
+    assert bench.host.wait_until_ended(PATIENCE_S)
 
 
 @every_tier
@@ -250,7 +253,7 @@ def test_closing_over_a_load_that_hangs_ends_and_says_that_the_memory_is_in_use(
         assert bench.host.post(m.LoadJob(job=3, keys=KEYS[:1], slots=(5,)))
         bench.host.wake()
         folder.wait_until_something_hangs()
-        assert not bench.host.close(1.0)
+        assert not bench.host.close(GIVEN_UP_S)
     finally:
         folder.heal()
         assert bench.host.close(PATIENCE_S) or cell == "thread"

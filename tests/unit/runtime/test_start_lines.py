@@ -143,7 +143,7 @@ def test_a_tier_that_was_killed_says_what_is_in_it_when_it_is_back(
         assert line["log_level"] == "warning"
         assert (line["tier"], line["place"]) == ("1:disk", str(tmp_path / "kv"))
         assert line["blocks"] == len(KEYS)
-        assert line["seconds"] > 0
+        assert line["seconds"] >= 0
     finally:
         assert facade.close()
     assert len(named(lines, "tier is open")) == 1

@@ -47,7 +47,6 @@ def on_a_terminal(answer: str, *arguments: str) -> tuple[int, str]:
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
         )
     finally:
         os.close(ours)

@@ -287,8 +287,8 @@ def test_fio_moves_a_legs_bytes_where_there_is_one(tmp_path: Path) -> None:
             make_fio(tmp_path)
         return
     fio = make_fio(tmp_path)
-    assert fio.run(is_write=True).seconds > 0
-    assert fio.run(is_write=False).seconds > 0
+    fio.run(is_write=True)
+    fio.run(is_write=False)
     assert (fio.folder / "file").stat().st_size == 1 << 20
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tests.support.patience import PATIENCE_S
 from tests.vllm.support.children import run_scenario
 from tests.vllm.support.engine import engine, kvtier_config
 from tests.vllm.support.play import assert_at_rest, play_round, prompts_of
@@ -15,7 +16,6 @@ LENGTHS = [640, 700, 900]  #: in tokens
 SLOTS = 40  #: fewer than blocks, so that some are evicted
 BLOCK_BYTES = 65_536
 REPLAY = "inproc://kv-events-replay"
-REPLAY_TIMEOUT_MS = 20_000
 GROUP_BYTES = 4
 
 
@@ -58,7 +58,7 @@ def replayed() -> list[Any]:
     batches: list[Any] = []
     socket: Any
     with zmq.Context.instance().socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.RCVTIMEO, REPLAY_TIMEOUT_MS)
+        socket.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(REPLAY)
         socket.send_multipart([b"", (0).to_bytes(8, "big")])

@@ -35,6 +35,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvtier.vllm import KVTierOffloadingSpec
 from kvtier.vllm.region import HostRegion
+from tests.support.patience import looks
 from tests.vllm.support.engine import kvtier_config
 from tests.vllm.support.offloading import CONFIG
 from tests.vllm.support.play import ours_in_shm
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS = 4
 BLOCK_BYTES = 4096
-POLLS_MAX = 20_000  #: a step that only polls takes half a millisecond
 
 
 class Connector:
@@ -156,7 +156,7 @@ class Connector:
     def match(self, *names: str) -> dict[str, int]:
         """Ask for waiting requests, step by step, until each knows how many tokens it loads."""
         found: dict[str, int] = {}
-        for _ in range(POLLS_MAX):
+        for _ in looks(lambda: f"only {found} of {names}"):
             for name in names:
                 if name not in found:
                     tokens = self.matched(name)
@@ -167,8 +167,8 @@ class Connector:
             meta = self.end_step([name for name, tokens in found.items() if not tokens])
             self.complete(meta)
             if len(found) == len(names):
-                return found
-        raise AssertionError(f"only {found} of {names}")
+                break
+        return found
 
     def settle(self) -> None:
         """End steps until no tier has anything to do."""
@@ -176,11 +176,10 @@ class Connector:
 
     def until(self, reached: Callable[[], bool]) -> None:
         """End empty steps until something is so."""
-        for _ in range(POLLS_MAX):
+        for _ in looks():
             if reached():
                 return
             self.end_step()
-        raise AssertionError("never reached")
 
     def primary(self) -> Any:
         """Return the statistics of the primary tier."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+from tests.support.patience import looks
 from tests.vllm.support.engine import Engine, engine, greedy, make_prompts
 
 if TYPE_CHECKING:
@@ -154,18 +155,16 @@ class Steps:
                 self.tokens[output.request_id] = list(output.outputs[0].token_ids)
                 self.cached[output.request_id] = int(output.num_cached_tokens or 0)
 
-    def until(self, reached: Callable[[dict[str, Any]], bool], steps_max: int = 5000) -> None:
+    def until(self, reached: Callable[[dict[str, Any]], bool]) -> None:
         """Step until kvtier's statistics say so."""
-        for _ in range(steps_max):
+        for _ in looks(lambda: f"never reached: {self._running.statistics()}"):
             if reached(self._running.statistics()):
                 return
             self.step()
-        raise AssertionError(f"never reached: {self._running.statistics()}")
 
-    def finish(self, steps_max: int = 20_000) -> None:
+    def finish(self) -> None:
         """Step until no request is left."""
-        for _ in range(steps_max):
+        for _ in looks(lambda: f"requests that never end: {self._running.statistics()}"):
             if not self._engine.has_unfinished_requests():
                 return
             self.step()
-        raise AssertionError(f"requests that never end: {self._running.statistics()}")

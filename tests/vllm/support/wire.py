@@ -44,7 +44,7 @@ class Wire:
             nonlocal published
             self._publisher.publish(KVEventBatch(ts=0.0, events=[]))
             published += 1
-            return bool(self._socket.poll(1))
+            return bool(self._socket.poll(0))
 
         until(is_heard)
         while self._heard < published - 1:  # not by the clock: the publisher's thread may be late
