@@ -36,7 +36,6 @@ MAY_READ_A_CLOCK = {
     "model/test_model.py": "runs for as long as it is told",
     "mutants/hangs.py": "ends a mutant that runs far longer than the code does",
     "unit/runtime/test_hanging_storage.py": "moves a clock on once something hangs",
-    "unit/runtime/test_hung_backends.py": "gives up on a method that nobody calls",
     "vllm/support/engine.py": "notes how long a round took, for people",
 }
 MAY_SLEEP = {

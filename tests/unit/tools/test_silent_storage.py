@@ -9,12 +9,14 @@ import asyncio
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvtier.tools import answering
 from kvtier.tools.answering import answers
 from kvtier.tools.cli.exit_status import BAD_INPUT
+from kvtier.tools.cli.main import main
 from tests.support.fuse_folder import FuseFolder, fuse_folder, needs_fuse
 from tests.support.patience import PATIENCE_S
 from tests.unit.backends.disk._disk import open_disk
@@ -25,15 +27,42 @@ if TYPE_CHECKING:
 
 pytestmark = [needs_fuse, pytest.mark.slow]
 
-IMPATIENT = """
-import sys
+ANSWER_S = 0.01
+"""So long a command waits for storage, once the test has seen that it hangs: it never answers."""
+
+PROGRAM = f"""
+import subprocess, sys
 from kvtier.tools import answering
 from kvtier.tools.cli.main import main
-answering.ANSWER_S_MAX = 1.0
+
+def wait(process, timeout=None, wait=subprocess.Popen.wait):
+    if timeout == {ANSWER_S}:
+        sys.stdin.readline()
+    return wait(process, timeout)
+
+subprocess.Popen.wait = wait
+answering.ANSWER_S_MAX, answering._KILL_S = {ANSWER_S}, {ANSWER_S / 2}
 sys.exit(main(sys.argv[1:]))
 """
 
 HANGS = [("*",), ("open",), ("read",), ("getattr",), ("readdir", "opendir")]
+
+
+def every_hang_of(tried: str, others: tuple[str, ...]) -> list[Any]:
+    """Return each hang under one command, or kind of tier, and one hang under the others.
+
+    They ask whether a folder answers at one place, so their other hangs show nothing new: ``long``.
+    """
+    return [
+        pytest.param(
+            each,
+            hangs,
+            marks=[pytest.mark.long] if each != tried and hangs != HANGS[0] else [],
+            id="-".join((each, *hangs)),
+        )
+        for each in (tried, *others)
+        for hangs in HANGS
+    ]
 
 
 @pytest.fixture
@@ -50,32 +79,34 @@ def folder(tmp_path: Path) -> Iterator[FuseFolder]:
         yield mounted
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", IMPATIENT, *command],
-        capture_output=True,
+def run_over(folder: FuseFolder, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command that gives up as soon as its look at the folder hangs, and not before."""
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
-        timeout=PATIENCE_S,
-    )
+    ) as process:
+        folder.wait_until_something_hangs()
+        stdout, stderr = process.communicate("it hangs\n", timeout=PATIENCE_S)
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
-@pytest.mark.parametrize("hangs", HANGS, ids="-".join)
-@pytest.mark.parametrize("command", ["ls", "fsck", "purge"])
+@pytest.mark.parametrize(("command", "hangs"), every_hang_of("ls", ("fsck", "purge")))
 def test_a_command_on_a_folder_ends_and_names_it(
     folder: FuseFolder, command: str, hangs: tuple[str, ...]
 ) -> None:
     folder.hang(*hangs)
     path = str(folder.path / "kv")
-    ended = run(command, path, *(["--all"] if command == "purge" else []))
+    ended = run_over(folder, command, path, *(["--all"] if command == "purge" else []))
     assert ended.returncode == BAD_INPUT
-    assert f"kvtier {command}: {path} has not answered for 1 s" in ended.stderr
+    assert f"kvtier {command}: {path} has not answered for {ANSWER_S:g} s" in ended.stderr
     assert "Mend the storage" in ended.stderr
     assert folder.waiting, "it ended before the call did"
 
 
-@pytest.mark.parametrize("hangs", HANGS, ids="-".join)
-@pytest.mark.parametrize("kind", ["disk", "fs"])
+@pytest.mark.parametrize(("kind", "hangs"), every_hang_of("disk", ("fs",)))
 def test_a_check_of_a_configuration_ends_and_names_the_tier_and_the_folder(
     folder: FuseFolder, kind: str, hangs: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -90,18 +121,21 @@ def test_a_check_of_a_configuration_ends_and_names_the_tier_and_the_folder(
     }
     (tmp_path / "kv.json").write_text(json.dumps(config))
     folder.hang(*hangs)
-    ended = run("check", str(tmp_path / "kv.json"), "--json", "-")
+    ended = run_over(folder, "check", str(tmp_path / "kv.json"), "--json", "-")
     found = json.loads(ended.stdout)
     assert ended.returncode == 1
     (text,) = found["refused"]
-    for part in (f"1:{kind}", f"{key}={path!r}", "has not answered for 1 s", "Mend"):
+    for part in (f"1:{kind}", f"{key}={path!r}", f"has not answered for {ANSWER_S:g} s", "Mend"):
         assert part in text
     assert len(found["tiers"]) == 1, "the others are looked at all the same"
     assert folder.waiting
 
 
-def test_storage_that_answers_is_not_refused(folder: FuseFolder, tmp_path: Path) -> None:
+def test_storage_that_answers_is_not_refused(
+    folder: FuseFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also by an error, or where there is nothing yet."""
+    monkeypatch.setattr(answering, "ANSWER_S_MAX", PATIENCE_S)
     assert answers(str(folder.path / "kv"))
     assert answers(str(folder.path / "not/there/yet"))
     assert answers(str(tmp_path / "\ud800"))
@@ -111,4 +145,4 @@ def test_storage_that_answers_is_not_refused(folder: FuseFolder, tmp_path: Path)
     folder.fail()
     assert answers(str(folder.path / "kv"))
     folder.heal()
-    assert run("ls", str(folder.path / "kv"), "--json", "-").returncode == 0
+    assert main(["ls", str(folder.path / "kv"), "--json", "-"]) == 0
