@@ -6,7 +6,8 @@ them may work while another hangs: after ``failures_max`` failures of one kind i
 row the breaker opens for ``pause_s``. Then it is half-open: one piece of work of
 that kind is tried, and the other kinds are let through. Any failure opens it
 again, for twice as long, up to ``pause_s_max``. A server that is reached again ends the
-pause. A tier that broke is disabled until it is restarted.
+pause, and a trial that was lost with it shows nothing: another follows. A tier that broke is
+disabled until it is restarted.
 """
 
 from __future__ import annotations
@@ -103,6 +104,11 @@ class Breaker:
             self._open(BreakerEvent.FAILED, work, now)
         elif self.state is BreakerState.CLOSED and self._failures[work] >= self._failures_max:
             self._open(BreakerEvent.FAILED_TOO_OFTEN, work, now)
+
+    def showed_nothing(self, work: Work) -> None:
+        """Note that work ended without a success or a failure: if it was the trial, try again."""
+        if work is self._sick:
+            self._trial_under_way = False
 
     def pass_time(self, now: float) -> None:
         """Begin a trial once the pause is over."""

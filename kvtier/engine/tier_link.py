@@ -439,9 +439,9 @@ class TierLink(Actor):
 
     def _end_all_probes(self) -> None:
         """Answer for a tier that will not: it has nothing of what it was asked for."""
-        probes = list(self._probes.values())
-        self._probes.clear()
-        for probe in probes:
+        probes, self._probes = self._probes, {}
+        self._breaker.showed_nothing(Work.PROBE)
+        for probe in probes.values():
             self._end_probe(probe)
 
     def _end_promotion(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:

@@ -128,6 +128,27 @@ def test_a_server_that_is_back_is_tried_at_once() -> None:
     assert look_up(story, key, "again") is BlockState.PROBING
 
 
+def test_a_probe_on_trial_that_ends_with_its_server_is_followed_by_another() -> None:
+    """It has shown nothing. Without another the breaker stays half-open, and asks no more."""
+    story = Story(breaker_failures_max=1, breaker_pause_s=1.0)
+    first, second, third = keys_of(3)
+    look_up(story, first)
+    story.now += 60.0
+    story.facade.step_end()  # the probe is late
+    assert link_of(story).audit().breaker is BreakerState.OPEN
+    story.now += 2.0
+    story.facade.step_end()
+    assert look_up(story, second, "trial") is BlockState.PROBING
+    story.runtime.cell.settle()
+    assert link_of(story).in_flight() == (1, 0, 0)
+    report(story, GONE)
+    report(story, UP)
+    assert link_of(story).audit().breaker is BreakerState.HALF_OPEN
+    assert look_up(story, third, "again") is BlockState.PROBING
+    story.answer_all()
+    assert link_of(story).audit().breaker is BreakerState.CLOSED
+
+
 def test_a_tier_that_needs_a_server_is_asked_for_nothing_until_it_has_reported_one() -> None:
     story = Story()
     (key,) = keys_of(1)

@@ -150,6 +150,17 @@ def test_probes_that_work_do_not_excuse_loads_that_hang() -> None:
     assert breaker.state is BreakerState.OPEN
 
 
+def test_a_trial_that_shows_nothing_is_followed_by_another() -> None:
+    breaker = opened()
+    breaker.pass_time(1.0)
+    assert breaker.may_send(Work.LOAD)
+    breaker.showed_nothing(Work.PROBE)
+    assert not breaker.may_send(Work.LOAD), "it is under way"
+    breaker.showed_nothing(Work.LOAD)
+    assert breaker.state is BreakerState.HALF_OPEN
+    assert breaker.may_send(Work.LOAD)
+
+
 def test_only_a_restart_ends_a_cut_off() -> None:
     breaker = opened()
     breaker.broke()
