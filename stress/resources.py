@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import resource
 import threading
 from collections import Counter
@@ -81,7 +82,9 @@ def resources_now(kept_bytes: int = 0) -> Resources:
             }
         ),
         shared_memory=frozenset(
-            each.name for each in SHARED_MEMORY.iterdir() if f"kvtier-{os.getpid()}" in each.name
+            each.name
+            for each in SHARED_MEMORY.iterdir()
+            if re.search(rf"kvtier-{os.getpid()}(?!\d)", each.name)
         ),
         memory_bytes=resident_bytes() - kept_bytes,
     )

@@ -34,7 +34,7 @@ class Places:
     @property
     def engine_id(self) -> str:
         """In the name of all that this run has in shared memory."""
-        return f"kvtier-stress-{os.getpid()}"
+        return f"kvtier-stress-{os.getpid()}-soak"
 
     @property
     def log(self) -> Path:

@@ -102,6 +102,7 @@ class Run:
             "second_engine": neighbours,
         }
         self._injected_by = self._injectors(is_small=is_small)
+        self._is_small = is_small
         self._deeds = deeds
         self._under_way = under_way
 
@@ -226,7 +227,8 @@ class Run:
     def _can_be_done(self, kind: Kind) -> bool:
         """Tell whether there is such a fault with this configuration, and on this machine."""
         keeps = self._places.config()["on_reset"] == "keep"
-        return not (kind.name == "weights" and keeps)
+        never = {"weights": keeps, "full_disk": not self._is_small}
+        return not never.get(kind.name, False)
 
     def _sample(self) -> None:
         now_s, requests = self._now_s(), self._clients.requests

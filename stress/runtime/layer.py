@@ -115,26 +115,22 @@ class RuntimeLayer(InProcess):
 class Swept:
     """The ``fs`` tier, as one that sweeps what its killed writers left."""
 
+    tier: ClassVar[str] = FS
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def kill(self) -> Sequence[int]:
-        """Kill its processes; returns them."""
-        pids = self.processes()
-        for pid in pids:
+    def kill(self) -> None:
+        """Kill its processes."""
+        for pid in processes.tier_processes(self.tier):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        return pids
 
     def leave_unfinished(self) -> None:
         """Put a temporary file into some fan-out folder, by the name of each writer there is."""
         for marker in list(self._folder.glob(f"*/{MARKERS_NAME}/*")):
             for fan_out in islice(marker.parents[1].glob("???/??"), 1):
                 (fan_out / f"unfinished.{marker.name}-0.tmp").touch()
-
-    def processes(self) -> Sequence[int]:
-        """Return its processes."""
-        return processes.tier_processes(FS)
 
     def leftovers(self) -> Sequence[str]:
         """Return the names of blocks that are only written so far, by whoever."""

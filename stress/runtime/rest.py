@@ -28,14 +28,15 @@ LOOK_S: Final = 0.25
 class Sweeping(Protocol):
     """A layer with a tier that sweeps what its killed writers left."""
 
-    def kill(self) -> Sequence[int]:
-        """Kill the processes of that tier; returns them."""
+    @property
+    def tier(self) -> str:
+        """Return its name."""
+
+    def kill(self) -> None:
+        """Kill the processes of that tier."""
 
     def leave_unfinished(self) -> None:
         """Put a temporary file there as the tier's process leaves one that is killed."""
-
-    def processes(self) -> Sequence[int]:
-        """Return those that there are now."""
 
     def leftovers(self) -> Sequence[str]:
         """Return the names of temporary files."""
@@ -104,10 +105,13 @@ class Rest:
         for start in range(2):
             if start:
                 layer.leave_unfinished()
-            killed = set(layer.kill())
+            broke = self._times_broken(layer.tier)
+            layer.kill()
 
-            def is_back(killed: set[int] = killed) -> bool:
-                return killed.isdisjoint(layer.processes()) and self._are_closed()
+            def is_back(broke: int = broke) -> bool:
+                # The breaker stays closed until the runtime has noticed, and closes with the start.
+                # A second kill before that would find no process, so there would be one start.
+                return self._times_broken(layer.tier) > broke and self._are_closed()
 
             self._step_until(is_back, "a killed tier stays away", self._breakers_in_words)
 
@@ -175,6 +179,11 @@ class Rest:
         self._step_until(same, "not as before the faults", lambda: str(left), requests_max=0)
         memory = " and memory" * self._limits.judges_memory
         self._checks["resources"] = f"descriptors, threads, processes{memory} are as before"
+
+    def _times_broken(self, name: str) -> int:
+        return sum(
+            tier.counts.broke for tier in self._session.statistics().tiers if tier.name == name
+        )
 
     def _are_closed(self) -> bool:
         return all(tier.breaker == "CLOSED" for tier in self._session.statistics().tiers)
