@@ -40,7 +40,9 @@ def test_a_broken_promise_ends_the_run_with_its_seed(plant: str, said: str) -> N
     assert "\n0 processes left" in ended.stdout
 
 
+@pytest.mark.long
 def test_a_short_run_without_faults_passes() -> None:
+    """`make soak` shows the same with faults."""
     ended = run("nothing")
     assert ended.returncode == 0, ended.stderr
     assert "PASSED    runtime, seed 8841" in ended.stdout
