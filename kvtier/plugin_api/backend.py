@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, TypeAlias
@@ -98,12 +98,22 @@ class Namespace:
     mappings of them). Two engines may share blocks only if all facts agree.
     ``vllm_fields`` holds what vLLM itself puts into its folder name, for the
     backends that can speak vLLM's layout; ``vllm_rank`` is the rank in it.
+    ``local_facts``, JSON values too, hold on this machine only, where they tell
+    more: for tiers that no other machine reads (``on_this_machine``).
     """
 
     facts: Mapping[str, Any]
     vllm_fields: Mapping[str, Any] | None = None
     vllm_rank: int = 0
     vllm_refusal: str = ""  #: why ``vllm_fields`` is None, and what to do, as half a sentence
+    local_facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def on_this_machine(self) -> Namespace:
+        """Return the namespace of a tier whose blocks are read on this machine only."""
+        if not self.local_facts:
+            return self
+        facts = {**self.facts, "on_this_machine": dict(self.local_facts)}
+        return replace(self, facts=facts, local_facts={})
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.core.block_state import BlockState
+from kvtier.vllm.adapters import ADAPTERS
 from kvtier.vllm.grants import OpenGrants
 from kvtier.vllm.groups import (
     Groups,
@@ -176,6 +177,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._ahead_of = None
         self._live.discard(req_context.req_id)
         self._from_before.discard(req_context.req_id)
+        ADAPTERS.mixed.discard(req_context.req_id)
         self._sources.pop(req_context.req_id, None)
         self._undecided.discard(req_context.req_id)
         self._passes.end(req_context.req_id)
@@ -308,7 +310,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self, keys: Collection[bytes], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         self._ahead_of = None
-        if req_context.req_id in self._from_before:
+        if req_context.req_id in self._from_before or req_context.req_id in ADAPTERS.mixed:
             return _stores_nothing()
         if req_context.req_id in self._undecided:  # resumed: no ``ScheduleEndContext`` names it
             self._note_decided((req_context.req_id,))

@@ -2,12 +2,13 @@
 
 A block that some engine stored may be served by another one only if both would
 have computed the same bytes. The block's key covers what a request brings: its
-tokens, and through vLLM's extra keys LoRA adapters, multimodal inputs, prompt
-embeddings and the cache salt. So none of those is a fact here. The namespace
-covers what an engine brings: weights, positions, KV format and geometry.
+tokens, and through vLLM's extra keys LoRA adapters (``kvtier/vllm/adapters.py``),
+multimodal inputs, prompt embeddings and the cache salt. So none of those is a fact
+here. The namespace covers what an engine brings: weights, positions, KV format and
+geometry. ``docs/reference/what-names-a-block.md`` has all of it in one table.
 
 The scheduler-side spec is given an ``OffloadingConfig`` only. Workers see the
-whole configuration, so rank 0 collects ``worker_facts`` and leaves them in the
+whole configuration, so rank 0 collects ``worker_report`` and leaves them in the
 region's header, and the scheduler joins the two. Facts are few, plain and
 readable, so that two ``namespace.json`` can be compared by eye; what is large
 goes in as a digest. A fact too many costs a cold start, a fact too few serves
@@ -20,7 +21,7 @@ import enum
 import hashlib
 import json
 import os
-from pathlib import Path
+import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 from uuid import uuid4
@@ -34,15 +35,16 @@ from vllm.v1.kv_offload.file_mapper import FileMapper
 from kvtier.errors import InternalError
 from kvtier.plugin_api.backend import Namespace
 from kvtier.plugin_api.log import log, printable
+from kvtier.vllm.weights import Weights, weights_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from vllm.v1.kv_offload.base import OffloadingSpec
 
     from kvtier.vllm.region_header import RegionHeader
 
-FORMAT_VERSION: Final = 1  #: raise it whenever the meaning of a row's bytes changes
+FORMAT_VERSION: Final = 2  #: raise it whenever the meaning of a row's bytes changes
 
 _MIXED_FOLDER: Final = (
     "can't be used with several workers: vLLM keeps the blocks of all tensor-parallel sizes in one "
@@ -56,30 +58,51 @@ _NO_FACTS: Final = (
 _UNDESCRIBED: Final = "undescribed"
 _REASON_CHARACTERS_MAX: Final = 1000
 _PAGE_BYTES: Final = 4096
-_SAMPLES_A_FILE = 16
-_SAMPLE_BYTES = 4096
-_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_APART: Final = "not_in_the_namespace"
 _CONFIG_NOISE = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
 # With these the angles depend on the model's entries alone, not on the engine's length limit.
 _ROPE_TYPES_WITHOUT_LIMIT = frozenset({None, "default", "linear", "llama3", "mrope"})
 
 
-def worker_facts(vllm_config: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM has no stubs
-    """Return the facts that only a worker sees, as JSON values.
+def worker_report(vllm_config: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM has no stubs
+    """Return the facts that only a worker sees, as JSON values, and apart what else it found.
 
     Call it on rank 0 while vLLM's current configuration is set (it is while
-    ``get_worker`` runs). Reads a few KiB of each local weights file.
+    ``get_worker`` runs). Reads samples of the model's files (``weights_of``).
     """
+    began_s = time.monotonic()
+    weights = weights_of(vllm_config.model_config, vllm_config.load_config)
+    draft, draft_weights = _draft_of(vllm_config)
+    apart = {
+        "local_facts": {
+            "weights": dict(weights.local_facts),
+            "draft_weights": dict(draft_weights.local_facts),
+        },
+        "weights_seconds": round(time.monotonic() - began_s, 3),
+    }
+    draft_facts = _draft_facts(vllm_config.speculative_config, draft, draft_weights)
+    return {**_worker_facts(vllm_config, weights, draft_facts), _APART: apart}
+
+
+def _worker_facts(
+    vllm_config: Any,  # noqa: ANN401 - vLLM has no stubs
+    weights: Weights,
+    draft_model: Mapping[str, Any] | None,
+) -> dict[str, Any]:
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     return {
         "vllm": ".".join(vllm.__version__.split(".")[:2]),
         "platform": str(current_platform.device_type),
         "attention_backends": _attention_backends(vllm_config),
-        "model": _model_facts(model),
-        "draft_model": _draft_facts(vllm_config.speculative_config),
-        "weights_load_format": _load_format(vllm_config),
+        "model": _model_facts(model, weights),
+        "draft_model": draft_model,
+        "weights_load_format": str(_plain(vllm_config.load_config.load_format)),
+        "weights_loader": _digest(
+            _plain(getattr(vllm_config.load_config, "model_loader_extra_config", None))
+        ),
         "kv_cache_dtype": str(cache.cache_dtype),
+        "cache_formats": _cache_formats(cache),
         "kv_cache_dtype_skip_layers": sorted(getattr(cache, "kv_cache_dtype_skip_layers", [])),
         "sliding_window_disabled": bool(getattr(model, "disable_sliding_window", False)),
         "pipeline_layer_partition": os.environ.get("VLLM_PP_LAYER_PARTITION"),
@@ -90,13 +113,24 @@ def worker_facts(vllm_config: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM has
     }
 
 
+def weights_in_words(worker: Mapping[str, Any] | None) -> str:
+    """Return what tells an engine's weights from others, and how long it took to look."""
+    known = worker or {}
+    model = known.get("model")
+    found = model.get("weights", {}) if isinstance(model, dict) else {}
+    if "sample_digest" in found:
+        seconds = known.get(_APART, {}).get("weights_seconds")
+        return f"samples of {found['files']} files of {found['bytes']} bytes, in {seconds} s"
+    return ", ".join(f"{name} {value}" for name, value in found.items()) or "not described"
+
+
 def publish_facts(header: RegionHeader, vllm_config: Callable[[], Any]) -> None:
-    """Leave ``worker_facts`` for the scheduler; or facts that no other engine has.
+    """Leave ``worker_report`` for the scheduler; or facts that no other engine has.
 
     A model, or a release of vLLM, that lacks what is looked at is no reason to
     refuse the engine: it then shares blocks with nobody, and says so.
     """
-    header.publish(facts_or_reason(lambda: worker_facts(vllm_config())))
+    header.publish(facts_or_reason(lambda: worker_report(vllm_config())))
 
 
 def facts_or_reason(facts: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -165,7 +199,9 @@ def build_namespace(
         raise InternalError(
             "rank 0 has left no facts about the model in the shared region; its log says why"
         )
-    facts = {**scheduler_facts(offloading_config), "worker": dict(worker)}
+    of_worker = dict(worker)
+    apart = of_worker.pop(_APART, {})
+    facts = {**scheduler_facts(offloading_config), "worker": of_worker}
     refusal = _NO_FACTS if _UNDESCRIBED in worker else ""
     mapper = FileMapper.from_offloading_spec(
         root_dir="",
@@ -182,6 +218,7 @@ def build_namespace(
         vllm_fields=None if refusal else dict(mapper.fields),
         vllm_refusal=refusal,
         vllm_rank=int(mapper.rank),
+        local_facts=apart.get("local_facts", {}),
     )
 
 
@@ -191,7 +228,7 @@ def _block_bytes(config: Any) -> int:  # noqa: ANN401 - vLLM has no stubs
     return int(-(-size // _PAGE_BYTES) * _PAGE_BYTES)
 
 
-def _model_facts(model: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM has no stubs
+def _model_facts(model: Any, weights: Weights) -> dict[str, Any]:  # noqa: ANN401 - no stubs
     config = _plain(model.hf_config.to_dict())
     text = _plain(model.hf_text_config.to_dict())
     quantization = {
@@ -203,14 +240,14 @@ def _model_facts(model: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM has no st
         "revision": model.revision,
         "code_revision": model.code_revision,
         "commit": getattr(model.hf_config, "_commit_hash", None),
-        "weights": str(getattr(model, "model_weights", "") or model.model),
-        "weights_sample_digest": _weights_sample_digest(str(model.model)),
+        "weights": dict(weights.facts),
         "config_digest": _digest(_without_noise(config)),
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": None if model.quantization is None else str(model.quantization),
         "quantization_digest": _digest(quantization),
         "implementation": str(_plain(getattr(model, "model_impl", "auto"))),
         "rope": _rope_facts(text, model),
+        "multimodal_digest": _digest(_multimodal(getattr(model, "multimodal_config", None))),
     }
 
 
@@ -236,22 +273,29 @@ def _rope_types(value: Any) -> set[Any]:  # noqa: ANN401 - any JSON value
     return found.union(*(_rope_types(item) for item in value.values()))
 
 
-def _draft_facts(speculative: Any) -> dict[str, Any] | None:  # noqa: ANN401 - no stubs
+def _draft_of(vllm_config: Any) -> tuple[Any, Weights]:  # noqa: ANN401 - no stubs
+    """Return the draft model's configuration and weights, if there is one."""
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is None:
+        return None, Weights({}, {})
+    load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+    return draft, weights_of(draft, load)
+
+
+def _draft_facts(
+    speculative: Any,  # noqa: ANN401 - no stubs
+    draft: Any,  # noqa: ANN401 - as above
+    weights: Weights,
+) -> dict[str, Any] | None:
     """Return the draft model's facts: its layers' KV lies in the same blocks."""
     if speculative is None:
         return None
-    draft = getattr(speculative, "draft_model_config", None)
     return {
         "method": str(_plain(getattr(speculative, "method", None))),
         "kv_cache_dtype": str(_plain(getattr(speculative, "kv_cache_dtype", None))),
-        "model": None if draft is None else _model_facts(draft),
+        "model": None if draft is None else _model_facts(draft, weights),
     }
-
-
-def _load_format(vllm_config: Any) -> str:  # noqa: ANN401 - vLLM has no stubs
-    name = str(_plain(vllm_config.load_config.load_format))
-    # Dummy weights are random numbers, made from the seed.
-    return f"{name}:{vllm_config.model_config.seed}" if name == "dummy" else name
 
 
 def _attention_backends(vllm_config: Any) -> list[str]:  # noqa: ANN401 - vLLM has no stubs
@@ -274,28 +318,26 @@ def _hash_seed_digest(algorithm: str) -> str:
     return hashlib.sha256(str(seed).encode()).hexdigest()[:16]
 
 
-def _weights_sample_digest(model: str) -> str | None:
-    """Digest sizes and samples of the weights in a local folder; None for a hub name.
-
-    A folder may be trained on in place and keep its name. The time of its files
-    would tell, but differs between two copies of one model; samples do not.
-    """
-    folder = Path(model)
-    if not folder.is_dir():
-        return None
-    digest = hashlib.sha256()
-    for path in _weight_files(folder):
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size};".encode())
-        with path.open("rb") as file:
-            for index in range(_SAMPLES_A_FILE):
-                file.seek(max(0, size - _SAMPLE_BYTES) * index // (_SAMPLES_A_FILE - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:32]
+def _cache_formats(cache: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM has no stubs
+    """Return how states are kept, beside the data type of KV."""
+    return {
+        "mamba_cache_dtype": _plain(getattr(cache, "mamba_cache_dtype", None)),
+        "mamba_ssm_cache_dtype": _plain(getattr(cache, "mamba_ssm_cache_dtype", None)),
+        "mamba_cache_mode": _plain(getattr(cache, "mamba_cache_mode", None)),
+        "use_replayssm": _plain(getattr(cache, "use_replayssm", None)),
+        "kv_sharing_fast_prefill": _plain(getattr(cache, "kv_sharing_fast_prefill", None)),
+    }
 
 
-def _weight_files(folder: Path) -> Iterable[Path]:
-    return sorted({path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)})
+def _multimodal(settings: Any) -> list[Any]:  # noqa: ANN401 - vLLM has no stubs
+    """Return by what an engine makes embeddings of images, audio and video."""
+    return [
+        _plain(getattr(settings, "mm_processor_kwargs", None)),
+        _plain(getattr(settings, "mm_encoder_attn_dtype", None)),
+        _plain(getattr(settings, "mm_device_do_normalize", None)),
+        _plain(getattr(settings, "video_pruning_rate", None)),
+        _plain(getattr(settings, "video_pruning_method", None)),
+    ]
 
 
 def _without_noise(config: Mapping[str, Any]) -> dict[str, Any]:

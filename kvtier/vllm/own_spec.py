@@ -23,7 +23,7 @@ from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 
 from kvtier.errors import InternalError
-from kvtier.vllm.namespace import build_namespace, facts_or_reason, worker_facts
+from kvtier.vllm.namespace import build_namespace, facts_or_reason, worker_report
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,7 +49,7 @@ def namespace_of(spec: OffloadingSpec) -> Namespace:
 def engine_facts() -> dict[str, Any]:
     """Return what is known here of the engine's model. Raises whatever vLLM's objects raise."""
     config = _vllm_config()
-    return {**worker_facts(config), **_choices(config)}
+    return {**worker_report(config), **_choices(config)}
 
 
 def _choices(config: VllmConfig) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from kvtier.plugin_api.log import log
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.runtime import open_staged_tier
 from kvtier.settings.secondary_tier import read_secondary_tier
+from kvtier.vllm.adapters import know_adapters
 from kvtier.vllm.groups import in_token_order, positions_of
 from kvtier.vllm.hosted.backend import HostingEngine
 from kvtier.vllm.hosted.stats import definitions_of
@@ -39,6 +40,7 @@ from kvtier.vllm.hosted.tier_class import info_keys_of
 from kvtier.vllm.kv_events import KVEvents, Place
 from kvtier.vllm.metrics import TierExporter, tier_metric_definitions, unregister_own_metrics
 from kvtier.vllm.own_spec import namespace_of
+from kvtier.vllm.sharing import apart_if_unknown
 from kvtier.vllm.start import wait_for_servers, warn_of_this_release
 from kvtier.vllm.tier_facts import TierFacts
 from kvtier.vllm.watch import Watch
@@ -116,11 +118,13 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
             tier.name, self._watch, self._hosting.stats, definitions_of([options["tier"]])
         )
         # The last thing that may raise: nobody would close it.
+        know_adapters()
+        namespace = namespace_of(offloading_spec)
         self._facade = open_staged_tier(
-            config,
+            apart_if_unknown(config, namespace.facts),
             SlotMemory(primary_kv_view, slot_count, block_bytes),
             staging,
-            namespace_of(offloading_spec),
+            namespace,
             collect_events=events,
             engine=self._hosting,
             clock=clock,

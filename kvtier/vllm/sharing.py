@@ -1,5 +1,8 @@
 """Says at start if what this engine stores can't be found by a restart, or by another engine.
 
+Weights that nothing tells from others are others each time: such an engine begins in a generation
+that nobody else is in, unless ``weights_version`` names them.
+
 A block's key is vLLM's hash of its tokens, and the first hash of each prompt begins with a seed.
 With ``sha256`` (vLLM's default) and ``sha256_cbor`` the seed is the same everywhere. With
 ``xxhash`` and ``xxhash_cbor`` each process draws its own, unless ``PYTHONHASHSEED`` is set.
@@ -8,13 +11,16 @@ With ``sha256`` (vLLM's default) and ``sha256_cbor`` the seed is the same everyw
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
 from kvtier.plugin_api.log import log
 from kvtier.settings.plugins import backend_class
+from kvtier.vllm.weights import why_unknown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,17 +36,33 @@ def hash_seed_is_random(algorithm: str) -> bool:
     return bool(resolve_none_hash_seed(hash_fn) != resolve_none_hash_seed(hash_fn))
 
 
+def apart_if_unknown(config: RuntimeConfig, facts: Mapping[str, Any]) -> RuntimeConfig:
+    """Return the configuration of an engine with these facts, which names unknown weights.
+
+    ``facts``: of the namespace. Warns, if a tier outlives this process or is shared.
+    """
+    reason = why_unknown(facts.get("worker", {}))
+    if reason is None or config.weights_version:
+        return config
+    tiers = _lasting(config)
+    if tiers:
+        log.warning(
+            "nothing tells this model's weights from others: neither a restart nor another engine "
+            "will find what these tiers store. Name the weights by the key weights_version, a "
+            "name for each change of them",
+            tiers=", ".join(tiers),
+            reason=reason,
+        )
+    return replace(config, weights_version=f"unknown-{uuid4().hex}")
+
+
 def warn_of_lonely_tiers(config: RuntimeConfig, facts: Mapping[str, Any]) -> bool:
     """Warn if a tier outlives this process, or is shared, and no other process can use it.
 
     ``facts``: of the namespace. Returns whether it warned. Scheduler process.
     """
     algorithm = facts.get("worker", {}).get("block_hash", {}).get("algorithm")
-    tiers = [
-        tier.name
-        for tier in config.tiers
-        if backend_class(tier.type).medium_of(tier.options) != "CPU"
-    ]
+    tiers = _lasting(config)
     if not tiers or algorithm is None or not hash_seed_is_random(str(algorithm)):
         return False
     log.warning(
@@ -53,3 +75,12 @@ def warn_of_lonely_tiers(config: RuntimeConfig, facts: Mapping[str, Any]) -> boo
         value=os.environ.get(SEED_VARIABLE),
     )
     return True
+
+
+def _lasting(config: RuntimeConfig) -> list[str]:
+    """Return the names of the tiers that outlive this process, or are shared."""
+    return [
+        tier.name
+        for tier in config.tiers
+        if backend_class(tier.type).medium_of(tier.options) != "CPU"
+    ]

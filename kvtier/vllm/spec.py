@@ -29,7 +29,7 @@ from kvtier.settings.extra_config import cpu_bytes_to_use, for_vllm, read_settin
 from kvtier.settings.vllm_keys import VLLMKeys
 from kvtier.vllm.cpu_worker import CPUPlatformWorker
 from kvtier.vllm.device_region import DeviceRegion, HeaderMap, region_path
-from kvtier.vllm.namespace import build_namespace, publish_facts
+from kvtier.vllm.namespace import build_namespace, publish_facts, weights_in_words
 from kvtier.vllm.pages import HostLayout
 from kvtier.vllm.region import SHARED_MEMORY_FOLDER, HostRegion, Region, doubled_rank
 from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
@@ -141,15 +141,19 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
         """Build kvtier's manager over the shared region. Scheduler process, once."""
         if self._manager is None:
             # Scheduler side only.
-            from kvtier.vllm.sharing import warn_of_lonely_tiers  # noqa: PLC0415
+            from kvtier.vllm.adapters import know_adapters  # noqa: PLC0415
+            from kvtier.vllm.sharing import apart_if_unknown, warn_of_lonely_tiers  # noqa: PLC0415
             from kvtier.vllm.start import build_manager  # noqa: PLC0415
 
             config = self.read_settings()
+            know_adapters()
             region = self._open_scheduler_region()
             try:
                 self._check_ranks(region.header)
-                namespace = build_namespace(self.config, region.header.read())
+                described = region.header.read()
+                namespace = build_namespace(self.config, described)
                 warn_of_lonely_tiers(config, namespace.facts)
+                config = apart_if_unknown(config, namespace.facts)
                 memory = SlotMemory(
                     region.rows,
                     self.slot_count,
@@ -162,6 +166,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
                     definitions=self.metrics(self.extra_config),
                     memory=memory,
                     namespace=namespace,
+                    weights=weights_in_words(described),
                     region=region,
                 )
                 region.try_unlink()

@@ -57,9 +57,13 @@ def build_manager(
     definitions: Mapping[str, OffloadingMetricMetadata],
     memory: SlotMemory,
     namespace: Namespace,
+    weights: str,
     region: Region,
 ) -> KVTierManager:
-    """Start the runtime for one engine. Scheduler process only."""
+    """Start the runtime for one engine. Scheduler process only.
+
+    ``weights``: what tells them from others, for people.
+    """
     began_s = time.monotonic()
     warn_of_this_release()
     hosting = HostingEngine(spec, memory)
@@ -72,7 +76,7 @@ def build_manager(
     )
     manager = KVTierManager(facade, config, spec, definitions, memory, region, hosting)
     connecting = wait_for_servers(config, lambda: _polled(facade))
-    _say_ready(facade, config, connecting, time.monotonic() - began_s)
+    _say_ready(facade, config, connecting, weights, time.monotonic() - began_s)
     return manager
 
 
@@ -106,7 +110,11 @@ def _polled(facade: SchedulerFacade) -> Sequence[TierStatistics]:
 
 
 def _say_ready(
-    facade: SchedulerFacade, config: RuntimeConfig, connecting: Sequence[str], seconds: float
+    facade: SchedulerFacade,
+    config: RuntimeConfig,
+    connecting: Sequence[str],
+    weights: str,
+    seconds: float,
 ) -> None:
     """Write the one line about the whole. Each tier writes its own once it is open."""
     tiers = facade.statistics().tiers
@@ -118,6 +126,7 @@ def _say_ready(
         block_bytes=config.block_bytes,
         eviction_policy=config.eviction_policy,
         tiers=", ".join(tier.name for tier in tiers) or "none",
+        weights=weights,
         **({"without": ", ".join(away)} if away else {}),
         **({"connecting": ", ".join(connecting)} if connecting else {}),
         seconds=round(seconds, 3),

@@ -66,6 +66,10 @@ GIVEN = {
     "kvtier.tools.bench.sides: self.memory.buffer": "bytes to be filled",
     "kvtier.plugin_api.slot_memory: finalizer.atexit": "weakref: not at the process's exit",
     "kvtier.plugin_api.threads: finalizer.atexit": "as above",
+    "kvtier.vllm.adapters: request.kvtier_adapter": "vLLM's request carries what it is hashed by",
+    "kvtier.vllm.adapters: EngineCore.add_lora": "vLLM tells nobody that an adapter is loaded",
+    "kvtier.vllm.adapters: EngineCore.remove_lora": "as above",
+    "kvtier.vllm.adapters: kv_cache_utils.generate_block_hash_extra_keys": "nor asks anybody",
     "kvtier.plugin_api.backend: traits.__init__": "a decorator of the class",
     "kvtier.plugin_api.options: error.key": "an exception, annotated where it is raised",
 }

@@ -10,7 +10,7 @@ import pytest
 from vllm.v1.kv_offload.config import OffloadingCacheConfig, OffloadingModelConfig
 
 from kvtier.errors import InternalError
-from kvtier.vllm.namespace import build_namespace, worker_facts
+from kvtier.vllm.namespace import build_namespace, worker_report
 from tests.vllm.support.offloading import CONFIG
 
 if TYPE_CHECKING:
@@ -49,6 +49,11 @@ def engine_config(folder: Path, **hf: Any) -> Any:
         speculative_config=None,
         compilation_config=SimpleNamespace(static_forward_context={}),
     )
+
+
+def worker_facts(vllm_config: Any) -> Any:
+    """Return what of a worker's report tells blocks apart."""
+    return build_namespace(CONFIG, worker_report(vllm_config)).facts["worker"]
 
 
 def facts(config: OffloadingConfig) -> Any:
@@ -133,6 +138,21 @@ def test_worker_facts_change_with_what_changes_the_bytes(
     longer = engine_config(tmp_path, rope_parameters=scaled)
     longer.model_config.max_model_len = 2000
     changed.append(worker_facts(longer))
+    for part, name, value in (
+        ("cache_config", "mamba_ssm_cache_dtype", "float32"),
+        ("cache_config", "cache_dtype", "fp8"),
+        ("model_config", "quantization", "fp8"),
+        ("model_config", "multimodal_config", SimpleNamespace(mm_processor_kwargs={"crops": 4})),
+        ("load_config", "model_loader_extra_config", {"tensorizer_uri": "x"}),
+    ):
+        other = engine_config(tmp_path)
+        setattr(getattr(other, part), name, value)
+        changed.append(worker_facts(other))
+    drafted = engine_config(tmp_path)
+    drafted.speculative_config = SimpleNamespace(
+        method="eagle", draft_model_config=drafted.model_config
+    )
+    changed.append(worker_facts(drafted))
     weights.write_bytes(bytes(99_999) + b"x")
     changed.append(worker_facts(engine_config(tmp_path)))
     monkeypatch.setenv("PYTHONHASHSEED", "5")

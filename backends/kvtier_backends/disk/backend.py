@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -141,7 +142,8 @@ class DiskBackend(Backend):
             levels=frozenset(["blocks", "regions_free", "regions_retired"]),
         )
         self._clock = clock
-        self._context = context
+        # Whoever rewrites a weight file in place changes its time, and nothing else is as sure.
+        self._context = replace(context, namespace=context.namespace.on_this_machine())
         self._claim = claim
         self._verdict = verdict
         self._plan = verdict.plan

@@ -153,7 +153,7 @@ def test_each_storage_says_in_plain_words_what_its_blocks_are_of(
     (name,) = (each["Key"] for each in found if each["Key"].endswith("/description.json"))
     of_s3 = s3.get_object(Bucket=s3_server.BUCKET, Key=name)["Body"].read()
     facts = json.loads(of_folder.read_text())["facts"]
-    assert facts["worker"]["model"]["weights_sample_digest"]
+    assert facts["worker"]["model"]["weights"]["sample_digest"]
     assert json.loads(of_s3)["facts"] == facts
     assert json.loads(of_valkey)["facts"] == {**facts, "protection": "signed"}
 

@@ -1,0 +1,95 @@
+"""Whose weights an engine computes with: their content where it can be seen, or that it can't.
+
+KV data is of use with the weights that it was computed with. So blocks are shared, with other
+engines and over restarts, by what the weights hold: not by the model's path, at which there may be
+others tomorrow. What cannot be shown to be the same, because it is streamed or a loader brings it
+that kvtier does not know, is taken for other weights each time (``kvtier/vllm/sharing.py``).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from kvtier.plugin_api.log import printable
+from kvtier.vllm.weight_files import weight_files
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+READ_FILES: Final = frozenset(
+    {
+        *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache"),
+        *("pt", "gguf", "sharded_state", "runai_streamer", "runai_streamer_sharded"),
+    }
+)
+"""Values of vLLM's ``load_format`` whose loaders read the model's folder or file."""
+
+_COMMIT: Final = re.compile("[0-9a-f]{40}")
+_REASON_CHARACTERS_MAX: Final = 300
+
+
+class Weights(NamedTuple):
+    """What is known of a model's weights, as JSON values."""
+
+    facts: Mapping[str, Any]
+    local_facts: Mapping[str, Any]  #: of the files on this machine; other copies have others
+
+
+def weights_of(model: Any, load: Any) -> Weights:  # noqa: ANN401 - vLLM has no stubs
+    """Look at the weights of one model configuration, as the load configuration says.
+
+    Reads a small part of the model's files. ``facts`` have ``unknown``, a reason, where nothing
+    tells these weights from others.
+    """
+    load_format = _plain_name(load.load_format)
+    source = str(getattr(model, "model_weights", "") or model.model)
+    if load_format == "dummy":  # random numbers, made from the seed
+        return Weights({"dummy": int(model.seed)}, {})
+    if load_format not in READ_FILES:
+        return _unknown(f"load_format {load_format!r} does not say where they are from")
+    if "://" in source:
+        return _unknown(f"they are streamed from {source}")
+    path = Path(source)
+    if path.exists():
+        return _in_files(path)
+    commit = _commit_of(model)
+    if commit is None:
+        return _unknown(f"nothing says of which commit {source} is")
+    return Weights({"commit": commit}, {})
+
+
+def why_unknown(facts: Mapping[str, Any]) -> str | None:
+    """Return why the weights of an engine with these worker's facts are unknown; None: known."""
+    draft = facts.get("draft_model")
+    models = [facts.get("model"), draft.get("model") if isinstance(draft, dict) else None]
+    weights = [model.get("weights", {}) for model in models if isinstance(model, dict)]
+    return next((each["unknown"] for each in weights if "unknown" in each), None)
+
+
+def _in_files(path: Path) -> Weights:
+    try:
+        found = weight_files(path)
+    except OSError as problem:
+        return _unknown(f"they can't be read: {problem}")
+    if found is None:
+        return _unknown(f"{path} has no weight files")
+    facts = {"files": found.files, "bytes": found.size_bytes, "sample_digest": found.digest}
+    return Weights(facts, {"file_state_digest": found.local_digest})
+
+
+def _commit_of(model: Any) -> str | None:  # noqa: ANN401 - as above
+    """Return the hub's name of a model's content."""
+    for name in (getattr(model.hf_config, "_commit_hash", None), model.revision):
+        if isinstance(name, str) and _COMMIT.fullmatch(name):
+            return name
+    return None
+
+
+def _unknown(reason: str) -> Weights:
+    return Weights({"unknown": printable(reason)[:_REASON_CHARACTERS_MAX]}, {})
+
+
+def _plain_name(value: Any) -> str:  # noqa: ANN401 - a string, or an enumeration of strings
+    return str(getattr(value, "value", value))

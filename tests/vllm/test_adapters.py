@@ -1,0 +1,192 @@
+"""LoRA adapters in block hashes: by content, and by nothing where nobody can tell it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from structlog.testing import capture_logs
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from kvtier.vllm import adapters as module
+from kvtier.vllm.adapters import Adapters, know_adapters
+from tests.vllm.support.adapters import write_adapter
+from tests.vllm.support.managers import manager
+from tests.vllm.test_hosted_tiers import Engine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+BLOCK_TOKENS = 4
+PROMPT = list(range(4 * BLOCK_TOKENS))
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> Adapters:
+    """Nothing is loaded yet."""
+    made = Adapters()
+    monkeypatch.setattr(module, "ADAPTERS", made)
+    monkeypatch.setattr("kvtier.vllm.manager.ADAPTERS", made)
+    know_adapters()
+    return made
+
+
+def request(
+    path: Path | str | None, number: int = 1, *, in_place: bool = False, name: str = "r"
+) -> Request:
+    lora = None
+    if path is not None:
+        lora = LoRARequest("a", number, str(path), load_inplace=in_place)
+    init_none_hash(sha256_cbor)
+    return Request(
+        name,
+        PROMPT,
+        SamplingParams(max_tokens=9),
+        None,
+        lora_request=lora,
+        block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256_cbor),
+    )
+
+
+def hashes(path: Path | str | None, number: int = 1, *, in_place: bool = False) -> list[bytes]:
+    found: list[bytes] = list(request(path, number, in_place=in_place).block_hashes)
+    assert len(found) == len(PROMPT) // BLOCK_TOKENS
+    return found
+
+
+def touch(folder: Path) -> None:
+    """Give the files another time, as a copy to the same place does."""
+    for file in folder.iterdir():
+        later_ns = file.stat().st_mtime_ns + 1_000_000_000
+        os.utime(file, ns=(later_ns, later_ns))
+
+
+def test_an_adapter_is_found_again_and_is_neither_the_model_nor_another(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "a", 1)
+    write_adapter(tmp_path / "b", 2)
+    first = hashes(tmp_path / "a")
+    assert hashes(tmp_path / "a") == first
+    others = [hashes(None), hashes(tmp_path / "b", 2)]
+    assert not set(first).intersection(*others)
+
+
+def test_two_hosts_with_the_same_bytes_share_wherever_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_adapter(tmp_path / "a", 1)
+    first = hashes(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    monkeypatch.setattr(module, "ADAPTERS", Adapters())  # of the other host
+    assert hashes(tmp_path / "b") == first
+
+
+def test_one_that_was_replaced_at_its_path_is_another_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_adapter(tmp_path / "a", 1)
+    first = hashes(tmp_path / "a")
+    write_adapter(tmp_path / "a", 2)
+    monkeypatch.setattr(module, "ADAPTERS", Adapters())
+    assert not set(hashes(tmp_path / "a")) & set(first)
+
+
+def test_files_that_change_under_a_loaded_adapter_are_nobody_knows_whose(tmp_path: Path) -> None:
+    """A worker goes on with what it has loaded, or reads them again: each request by itself."""
+    write_adapter(tmp_path / "a", 1)
+    first = hashes(tmp_path / "a")
+    write_adapter(tmp_path / "a", 2)
+    touch(tmp_path / "a")
+    with capture_logs() as lines:
+        second, third = hashes(tmp_path / "a"), hashes(tmp_path / "a")
+    assert len({*first, *second, *third}) == 3 * len(first)
+    (line,) = lines
+    assert "load_inplace" in line["event"]
+    assert (line["adapter"], line["path"]) == ("a", str(tmp_path / "a"))
+
+
+def test_loading_in_place_is_another_adapter_and_the_old_one_comes_back(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "a", 1)
+    first = hashes(tmp_path / "a")
+    write_adapter(tmp_path / "a", 2)
+    touch(tmp_path / "a")
+    second = hashes(tmp_path / "a", in_place=True)
+    assert not set(second) & set(first)
+    assert hashes(tmp_path / "a") == second, "loaded, it is known"
+    write_adapter(tmp_path / "a", 1)
+    assert hashes(tmp_path / "a", in_place=True) == first
+
+
+def test_an_engine_that_is_told_to_load_or_remove_one_tells(
+    tmp_path: Path, known: Adapters
+) -> None:
+    """vLLM's server loads an adapter long before its first request; files may change meanwhile."""
+
+    class Executor:
+        def add_lora(self, _request: LoRARequest) -> bool:
+            return True
+
+        def remove_lora(self, _number: int) -> bool:
+            return True
+
+    core: Any = object.__new__(module.EngineCore)
+    core.model_executor = Executor()
+    write_adapter(tmp_path / "a", 1)
+    lora = LoRARequest("a", 1, str(tmp_path / "a"))
+    assert core.add_lora(lora)
+    write_adapter(tmp_path / "a", 2)
+    touch(tmp_path / "a")
+    assert known.digest(lora).startswith("unknown")
+    assert core.remove_lora(1)
+    assert core.add_lora(lora)
+    assert not known.digest(lora).startswith("unknown")
+
+
+@pytest.mark.parametrize("path", ["org/adapter", "/nowhere/at/all", "empty"])
+def test_one_whose_files_are_not_here_is_known_to_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with capture_logs() as lines:
+        assert not set(hashes(path)) & set(hashes(path))
+    assert [line["path"] for line in lines] == [path]
+
+
+def test_another_path_under_the_same_number_is_not_loaded_by_that(tmp_path: Path) -> None:
+    """vLLM tells adapters apart by their numbers."""
+    write_adapter(tmp_path / "a", 1)
+    write_adapter(tmp_path / "b", 2)
+    hashes(tmp_path / "a")
+    assert not set(hashes(tmp_path / "b")) & set(hashes(tmp_path / "b"))
+    assert set(hashes(tmp_path / "b", in_place=True)) == set(hashes(tmp_path / "b"))
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with manager() as built:
+        yield Engine(built)
+
+
+def test_what_runs_while_its_adapter_is_replaced_is_not_stored(
+    tmp_path: Path, known: Adapters, engine: Engine
+) -> None:
+    write_adapter(tmp_path / "a", 1)
+    running = request(tmp_path / "a", name="r1")
+    with engine.request([1]) as context:
+        assert context.req_id == running.request_id
+        write_adapter(tmp_path / "a", 2)
+        known.load(LoRARequest("a", 1, str(tmp_path / "a"), load_inplace=True))
+        grant = engine.manager.prepare_store([(1).to_bytes(32, "big") + bytes(4)], context)
+        assert grant is not None
+        assert grant.keys_to_store == []
+    assert known.mixed == set()
+    with engine.request([1]) as context:
+        grant = engine.manager.prepare_store([(1).to_bytes(32, "big") + bytes(4)], context)
+        assert len(grant.keys_to_store) == 1
