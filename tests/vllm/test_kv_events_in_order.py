@@ -1,0 +1,103 @@
+"""KV events by themselves: in which order vLLM is told what, and what it is told once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_offload.base import Medium
+
+from kvtier.core.events import PRIMARY, Event, EventKind
+from kvtier.vllm.kv_events import AT_ONCE, KVEvents, Place
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm.v1.kv_offload.base import OffloadingEvent
+
+
+def translation(*tiers: Place, self_describing: bool) -> KVEvents:
+    return KVEvents(tiers, self_describing=self_describing)
+
+
+def place(name: str, *, removals: bool = True) -> Place:
+    return Place(Medium.STORAGE, None, name, lambda: removals)
+
+
+def facts(events: Iterable[OffloadingEvent]) -> list[tuple[str | None, bool, list[bytes]]]:
+    return [(event.ownership, event.removed, event.keys) for event in events]
+
+
+def test_without_descriptions_all_is_announced_at_once() -> None:
+    """llm-d then takes hashes that it knows from the GPU's events."""
+    events = translation(place("disk"), self_describing=False)
+    told = events.take([Event(EventKind.STORED, (b"a", b"b"), 0)])
+    assert facts(told) == [("disk", False, [b"a", b"b"])]
+
+
+def test_what_a_reset_leaves_is_announced_again_without_descriptions() -> None:
+    """``AllBlocksCleared`` took it from routers, too."""
+    events = translation(place("disk"), self_describing=False)
+    events.take([Event(EventKind.STORED, (b"a",), 0)])
+    events.reset([])
+    assert facts(events.take([])) == [("disk", True, [b"a"]), ("disk", False, [b"a"])]
+    assert events.take([]) == []
+
+
+def test_what_a_reset_took_is_announced_over_some_steps() -> None:
+    events = translation(self_describing=False)
+    keys = tuple(number.to_bytes(4, "big") for number in range(2 * AT_ONCE + 1))
+    events.take([Event(EventKind.STORED, keys, PRIMARY)])
+    events.reset([Event(EventKind.CLEARED, (), PRIMARY)])
+    told = []
+    while events.is_behind():
+        told.append(sum(len(event.keys) for event in events.take([])))
+    assert told == [AT_ONCE, AT_ONCE, 1]
+
+
+def test_a_load_that_came_to_nothing_hides_no_block_of_a_tier_of_that_medium() -> None:
+    """vLLM 0.32 has no event for it alone: the block is announced, and removed."""
+    memory_tier = Place(Medium.CPU, None, "memory", lambda: True)
+    events = translation(memory_tier, self_describing=True)
+    events.describe([b"a"])
+    told = events.take(
+        [Event(EventKind.STORED, (b"a",), 0), Event(EventKind.LAPSED, (b"a",), PRIMARY)]
+    )
+    heard = [event for event in told if not getattr(event, "metadata_only", False)]
+    assert not heard[-1].removed
+    assert facts(events.take([Event(EventKind.REMOVED, (b"a",), 0)])) == [("memory", True, [b"a"])]
+
+
+def test_a_tail_that_a_tier_of_the_medium_keeps_is_announced_before_its_head_is_gone() -> None:
+    """llm-d drops a block whose head it doesn't know, and doesn't find it when that is back."""
+    memory_tier = Place(Medium.CPU, None, "memory", lambda: True)
+    events = translation(memory_tier, self_describing=True)
+    head, tail = b"head", b"tail"
+    events.describe([head, tail])
+    events.take(
+        [Event(EventKind.STORED, (head, tail), PRIMARY), Event(EventKind.STORED, (tail,), 0)]
+    )
+    told = facts(events.take([Event(EventKind.REMOVED, (tail, head), PRIMARY)]))
+    assert told == [
+        (None, True, [tail]),
+        ("memory", True, [tail]),
+        ("memory", False, [tail]),
+        (None, True, [head]),
+    ]
+
+
+def test_a_tier_tells_of_each_block_once() -> None:
+    """Whoever counts would otherwise wait for two removals."""
+    events = translation(place("disk"), self_describing=False)
+    stored = Event(EventKind.STORED, (b"a",), 0)
+    assert facts(events.take([stored, stored])) == [("disk", False, [b"a"])]
+    assert events.take([stored]) == []
+    removed = Event(EventKind.REMOVED, (b"a",), 0)
+    assert facts(events.take([removed, removed])) == [("disk", True, [b"a"])]
+
+
+def test_a_removal_is_expected_of_tiers_that_will_tell() -> None:
+    """vLLM keeps a description until then: of a tier that never tells, it would for ever."""
+    events = translation(place("disk"), place("fs", removals=False), self_describing=True)
+    events.describe([b"a"])
+    told = events.take([Event(EventKind.STORED, (b"a",), number) for number in (PRIMARY, 0, 1)])
+    assert [event.removal_expected for event in told] == [True, True, False]
