@@ -72,6 +72,7 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@cache
 def calls_of(path: Path) -> list[tuple[str, ast.Call]]:
     """Return all calls in a file: the name that is called, without what is before the dot."""
     found = []

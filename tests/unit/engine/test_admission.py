@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, strategies
+from hypothesis import given, settings, strategies
 
 from kvtier import ConfigError, RuntimeConfig, TierConfig
 from kvtier.plugin_api.admission_policy import AdmissionContext
@@ -13,6 +13,7 @@ from kvtier.policies.admission.predicted_reuse import BURST_S, DAY_S, PredictedR
 from kvtier.policies.admission.second_touch import SecondTouchAdmission
 from kvtier.policies.eviction.lru import LRUPolicy
 from tests.support.cell import TestRuntime, open_test_runtime
+from tests.support.examples import examples
 
 KEYS = [bytes([code]) + bytes(4) for code in b"abcdef"]
 CONTEXT = AdmissionContext(block_bytes=16, slot_count=8)
@@ -164,6 +165,7 @@ def test_what_a_conversation_adds_is_worth_writing_once_conversations_have_gone_
     ),
     strategies.integers(16, 40_000),
 )
+@settings(max_examples=examples(40))
 def test_a_budget_of_written_bytes_is_kept(
     offers: list[tuple[float, int]], bytes_per_day: int
 ) -> None:

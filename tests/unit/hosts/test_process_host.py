@@ -349,8 +349,16 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
-@pytest.mark.parametrize("forks", [(), ("forks",)], ids=["alone", "a fork of it lives on"])
+@pytest.mark.parametrize(
+    ("forks", "stopped"),
+    [
+        pytest.param((), False, id="alone-running"),
+        pytest.param(("forks",), True, id="a fork of it lives on-stopped"),
+        # Each is easier than the one above: it has one obstacle of the two.
+        pytest.param((), True, id="alone-stopped", marks=pytest.mark.long),
+        pytest.param(("forks",), False, id="a fork of it lives on-running", marks=pytest.mark.long),
+    ],
+)
 def test_a_tier_does_not_outlive_its_engine(
     tmp_path: Path, benches: list[Bench], forks: tuple[str, ...], stopped: bool
 ) -> None:

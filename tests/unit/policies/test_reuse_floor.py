@@ -155,7 +155,7 @@ def hits(policy: ReusePolicy | LRUPolicy, documents: list[int]) -> int:
 
 def test_a_prediction_that_is_always_wrong_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """It drops what was used last. A document is used for some seconds, and then no more."""
-    documents = [max(0, number // 4 - number % 4) for number in range(4000)]
+    documents = [max(0, number // 4 - number % 4) for number in range(1500)]
     policy, left_alone = ReusePolicy(CAPACITY), ReusePolicy(CAPACITY)
     for each in (policy, left_alone):
         monkeypatch.setattr(each._model, "index_at", lambda ages: ages)

@@ -212,7 +212,7 @@ class World:
         self.resident -= set(chosen)
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(60))
 @given(strategies.lists(STEPS, max_size=40))
 def test_it_agrees_with_a_model_that_looks_at_every_node(history: list[Step]) -> None:
     world = World()
@@ -223,7 +223,7 @@ def test_it_agrees_with_a_model_that_looks_at_every_node(history: list[Step]) ->
         check_tree(world.policy)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(40))
 @given(strategies.lists(STEPS, max_size=60))
 def test_once_all_requests_end_and_nothing_is_held_everything_can_go(history: list[Step]) -> None:
     world = World()

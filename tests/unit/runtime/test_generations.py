@@ -151,7 +151,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, A
     if kind == "memory":
         yield {"type": "memory", "capacity_bytes": 64 * BLOCK_BYTES}
     elif kind == "fs":
-        yield {"type": "fs", "root_dir": str(tmp_path / "kv")}
+        yield {"type": "fs", "root_dir": str(tmp_path / "kv"), "cell": "thread"}
     else:
         cell = "thread" if "thread" in request.param else "process"
         yield {

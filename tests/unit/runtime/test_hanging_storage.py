@@ -45,7 +45,16 @@ CONTEXT = BackendContext(BLOCK, Namespace({"model": "m"}), "1:x")
 
 pytestmark = [needs_fuse, pytest.mark.slow]
 every_host = pytest.mark.parametrize("cell", ["thread", "process"])
-every_tier = pytest.mark.parametrize("kind", ["fs", "disk"])
+every_tier_on_every_host = pytest.mark.parametrize(
+    ("kind", "cell"),
+    [
+        ("fs", "thread"),
+        ("disk", "thread"),
+        ("disk", "process"),
+        # What a process does with a backend over such storage doesn't depend on which it is.
+        pytest.param("fs", "process", marks=pytest.mark.long),
+    ],
+)
 
 
 @pytest.fixture
@@ -134,8 +143,7 @@ class Bench:
 
 
 @pytest.mark.usefixtures("impatient_once_it_hangs")
-@every_tier
-@every_host
+@every_tier_on_every_host
 def test_a_start_over_storage_that_hangs_is_refused(
     folder: FuseFolder, kind: str, cell: str
 ) -> None:
@@ -153,8 +161,7 @@ def test_a_start_over_storage_that_hangs_is_refused(
 
 
 @pytest.mark.usefixtures("impatient_once_it_hangs")
-@every_tier
-@every_host
+@every_tier_on_every_host
 def test_an_engine_may_start_without_it_and_takes_it_up_when_it_comes_back(
     folder: FuseFolder, kind: str, cell: str
 ) -> None:
@@ -185,17 +192,8 @@ def test_an_engine_may_start_without_it_and_takes_it_up_when_it_comes_back(
     assert not [line for line in logs if line["event"] == "tier is open"]
 
 
-@every_tier
-@pytest.mark.parametrize(
-    ("cell", "error"),
-    [
-        ("thread", errno.EIO),
-        ("thread", errno.EACCES),
-        ("process", errno.EIO),
-        # What a process says of its backend's errors doesn't depend on which it is.
-        pytest.param("process", errno.EACCES, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("error", [errno.EIO, errno.EACCES])
+@every_tier_on_every_host
 def test_storage_in_trouble_is_refused_or_taken_up_later(
     folder: FuseFolder, kind: str, cell: str, error: int
 ) -> None:
@@ -214,8 +212,7 @@ def test_storage_in_trouble_is_refused_or_taken_up_later(
         assert bench.host.close(PATIENCE_S)
 
 
-@every_tier
-@every_host
+@every_tier_on_every_host
 def test_a_mistake_in_the_configuration_is_refused_all_the_same(
     folder: FuseFolder, kind: str, cell: str
 ) -> None:
@@ -228,8 +225,7 @@ def test_a_mistake_in_the_configuration_is_refused_all_the_same(
 
 
 @pytest.mark.usefixtures("impatient_once_it_hangs")
-@every_tier
-@every_host
+@every_tier_on_every_host
 def test_closing_a_tier_that_never_came_back_is_quick_and_leaves_nothing_at_the_slots(
     folder: FuseFolder, kind: str, cell: str
 ) -> None:
@@ -246,8 +242,7 @@ def test_closing_a_tier_that_never_came_back_is_quick_and_leaves_nothing_at_the_
     assert bench.host.wait_until_ended(PATIENCE_S)
 
 
-@every_tier
-@every_host
+@every_tier_on_every_host
 def test_closing_over_a_load_that_hangs_ends_and_says_that_the_memory_is_in_use(
     folder: FuseFolder, kind: str, cell: str
 ) -> None:

@@ -105,7 +105,7 @@ def test_min_is_the_best_that_any_choice_of_victims_can_do(trace: Trace, capacit
 
 
 @given(trace=traces(), capacity=strategies.integers(1, 45))
-@settings(max_examples=30)
+@settings(max_examples=examples(15))
 def test_no_installed_policy_beats_min(trace: Trace, capacity: int) -> None:
     workload = Workload(trace)
     bound = replay(workload, MIN, capacity).hits
@@ -114,7 +114,7 @@ def test_no_installed_policy_beats_min(trace: Trace, capacity: int) -> None:
 
 
 @given(trace=traces())
-@settings(max_examples=30)
+@settings(max_examples=examples(15))
 def test_every_policy_is_an_endless_cache_where_all_fits(trace: Trace) -> None:
     workload = Workload(trace)
     for policy in [*installed_policies(), MIN]:

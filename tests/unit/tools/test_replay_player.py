@@ -62,8 +62,9 @@ def settings_of(
     return ReplaySettings(runtime, EngineModel() if model is None else model, **others)
 
 
-def disk(folder: Path) -> dict[str, Any]:
-    return {"type": "fs", "root_dir": str(folder), "n_read_threads": 2, "n_write_threads": 2}
+def disk(folder: Path, cell: str = "thread") -> dict[str, Any]:
+    threads = {"n_read_threads": 2, "n_write_threads": 2}
+    return {"type": "fs", "root_dir": str(folder), "cell": cell, **threads}
 
 
 def report_of(replayed: Replayed) -> dict[str, Any]:
@@ -102,7 +103,7 @@ CONVERSATIONS = [
 
 def test_a_disk_behind_a_small_memory_hits_what_an_endless_cache_would(tmp_path) -> None:
     """Every hit is read and compared, from either tier."""
-    replayed = replay(trace_of(CONVERSATIONS), settings_of(disk(tmp_path / "t")))
+    replayed = replay(trace_of(CONVERSATIONS), settings_of(disk(tmp_path / "t", "process")))
     report = report_of(replayed)
     assert report["requests"]["hit_blocks"] == seen_prefixes(CONVERSATIONS)
     assert report["requests"]["referenced_blocks"] == sum(map(len, CONVERSATIONS))
