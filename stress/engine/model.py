@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
 if TYPE_CHECKING:
     from pathlib import Path
 
 
 def make_model(folder: Path, seed: int) -> Path:
     """Write a small Llama with random weights; no download."""
+    import torch  # noqa: PLC0415 - seconds, which a test of what else this layer has doesn't need
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 - as above
+
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=512,
