@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-ROUND_S: Final = 15.0
+ROUND_S: Final = 10.0
 AGAIN_S: Final = 0.5  #: the same of a round after the first
 ROUND_SPELL_S_MAX: Final = 5.0
 

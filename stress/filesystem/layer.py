@@ -40,8 +40,8 @@ class FilesystemLayer(RuntimeLayer):
     """Two tiers over FUSE, and a memory tier that must go on all the while."""
 
     name: ClassVar[str] = "filesystem"
-    requests_min: ClassVar[int] = 8_000
-    blocks_read_min: ClassVar[int] = 25_000
+    requests_min: ClassVar[int] = 5_000
+    blocks_read_min: ClassVar[int] = 15_000
     hangs_at_close: ClassVar[bool] = True
     kinds: ClassVar[tuple[Kind, ...]] = (
         Kind("reset", ("unnamed", "named", "named_again"), per_minute=10),

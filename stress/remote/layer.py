@@ -35,8 +35,8 @@ class RemoteLayer(InProcess):
     """Two ``redis`` tiers, in processes of their own, each with a server of its own."""
 
     name: ClassVar[str] = "remote"
-    requests_min: ClassVar[int] = 8_000
-    blocks_read_min: ClassVar[int] = 25_000
+    requests_min: ClassVar[int] = 5_000
+    blocks_read_min: ClassVar[int] = 15_000
     kinds: ClassVar[tuple[Kind, ...]] = (
         *ENGINE_KINDS,
         *faults.kinds(TIERS),

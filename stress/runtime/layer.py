@@ -37,8 +37,8 @@ class RuntimeLayer(InProcess):
     """A memory tier, an ``fs`` tier and a ``disk`` tier, over an ordinary folder."""
 
     name: ClassVar[str] = "runtime"
-    requests_min: ClassVar[int] = 15_000
-    blocks_read_min: ClassVar[int] = 50_000
+    requests_min: ClassVar[int] = 10_000
+    blocks_read_min: ClassVar[int] = 30_000
     kinds: ClassVar[tuple[Kind, ...]] = (
         *ENGINE_KINDS,
         *memory_faults.KINDS,
