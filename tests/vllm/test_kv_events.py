@@ -40,7 +40,7 @@ DISK_BYTES = 1 << 19
 PROMPT_BLOCKS = 8
 LATE_S = 0.01  #: of slow storage: blocks leave the primary tier while it stores their tails
 REQUESTS = int(os.environ.get("KVTIER_EVENT_REQUESTS", "30"))
-AROUND = 20  #: requests before and after what a test is about: with more blocks than there are slots
+AROUND = 20  #: requests before and after what a test is about: more blocks than slots
 
 
 class Subscriber:

@@ -29,7 +29,8 @@ def refusal(**extra_config: Any) -> str:
 
 
 def tier(root: Path | str, **options: Any) -> dict[str, Any]:
-    return {"type": "fs", "root_dir": str(root), **options}
+    """In a thread: whoever opens it refuses, and a process of its own starts for a second."""
+    return {"type": "fs", "root_dir": str(root), "cell": "thread", **options}
 
 
 def test_good_configuration_is_taken(tmp_path: Path) -> None:
@@ -179,7 +180,7 @@ def refused_by_an_engine(model: str, root: str) -> dict[str, Any]:
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
     told: dict[str, Any] = {"refusals": []}
-    good = kvtier_config(secondary_tiers=[tier(root)])
+    good = kvtier_config(secondary_tiers=[tier(root, cell="process")])
     told["cold"] = play(model, good, [300], rounds=1)
     (config,) = Path(root).glob("*/config.json")
     description = config.read_text()

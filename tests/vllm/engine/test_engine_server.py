@@ -12,6 +12,8 @@ import urllib.request
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from kvtier.tools.process_group import process_group
 from tests.support.patience import PATIENCE_S, until
 from tests.support.server_program import free_port
@@ -217,8 +219,17 @@ def is_up(running: Server) -> bool:
     return True
 
 
+@pytest.mark.parametrize(
+    "is_program",
+    [
+        False,
+        # Half a minute of imports: the same server, and what it imports isn't kvtier's.
+        pytest.param(True, marks=[pytest.mark.long, pytest.mark.one_release]),
+    ],
+    ids=["fork", "program"],
+)
 def test_a_server_that_is_killed_and_one_that_takes_over(
-    llama: Path, tmp_path: Path, log_folder: Path
+    is_program: bool, llama: Path, tmp_path: Path, log_folder: Path
 ) -> None:
     """Cold, from memory, then after ``kill -9`` of all its processes from disk."""
     tier = {"type": "fs", "root_dir": str(tmp_path / "kv")}
@@ -227,7 +238,7 @@ def test_a_server_that_is_killed_and_one_that_takes_over(
     blocks = sum(expected) // 32
     size = blocks * BLOCK_BYTES
 
-    with server(llama, config, log_folder, is_program=True) as first:
+    with server(llama, config, log_folder, is_program=is_program) as first:
         tokens, cached = first.play()
         assert cached == [0] * len(LENGTHS)
         first.metrics_when(lambda now: now.get(WRITTEN) == size)

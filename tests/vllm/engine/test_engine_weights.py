@@ -28,14 +28,14 @@ def replace_weights(running: Engine) -> None:
     running.llm.apply_model(turn)
 
 
-def weights_change(model: str, tier: dict[str, Any]) -> dict[str, Any]:
+def weights_change(model: str, tiers: list[dict[str, Any]]) -> dict[str, Any]:
     """Play with the first weights, with others, and in an engine that is started anew."""
     told: dict[str, Any] = {}
     prompts = prompts_of(LENGTHS)
     with engine(model, None) as plain:
         replace_weights(plain)
         told["fresh"] = plain.run_one_by_one(prompts).as_json()
-    config = kvtier_config(secondary_tiers=[tier])
+    config = kvtier_config(secondary_tiers=tiers)
     with engine(model, config) as running:
         told["original"] = play_round(running, prompts)
         replace_weights(running)
@@ -48,17 +48,29 @@ def weights_change(model: str, tier: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.parametrize("kind", ["fs", "disk", "memory"])
+def of_kinds(root: Path) -> dict[str, dict[str, Any]]:
+    return {
+        "fs": {"type": "fs", "root_dir": str(root / "kv")},
+        "disk": {"type": "disk", "path": str(root / "disk"), "capacity_bytes": CAPACITY_BYTES},
+        "memory": {"type": "memory", "capacity_bytes": CAPACITY_BYTES},
+    }
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        # Each would serve what the others don't: a miss is one of all three.
+        "memory disk fs",
+        # By itself, each could at most serve less.
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("fs", "disk", "memory")),
+    ],
+)
 def test_after_a_change_of_weights_nothing_computed_before_is_read(
-    kind: str, llama: Path, tmp_path: Path, log_folder: Path
+    kinds: str, llama: Path, tmp_path: Path, log_folder: Path
 ) -> None:
     """80 of 80 tokens were read with the KV data of the old weights."""
-    tier: dict[str, Any] = {
-        "fs": {"type": "fs", "root_dir": str(tmp_path / "kv")},
-        "disk": {"type": "disk", "path": str(tmp_path / "kv"), "capacity_bytes": CAPACITY_BYTES},
-        "memory": {"type": "memory", "capacity_bytes": CAPACITY_BYTES},
-    }[kind]
-    told = run_scenario(weights_change, log_folder=log_folder, model=str(llama), tier=tier)
+    tiers = [of_kinds(tmp_path)[kind] for kind in kinds.split()]
+    told = run_scenario(weights_change, log_folder=log_folder, model=str(llama), tiers=tiers)
     blocks = whole_blocks(LENGTHS)
     assert told["replaced"]["tokens"] == told["fresh"]["tokens"] == told["again"]["tokens"]
     assert told["replaced"]["tokens"] != told["original"]["tokens"]
@@ -67,7 +79,7 @@ def test_after_a_change_of_weights_nothing_computed_before_is_read(
     assert_at_rest(told["again"]["statistics"])
     first, second = told["restarted"]
     assert first["tokens"] == second["tokens"] == told["original"]["tokens"]
-    if kind == "fs":
+    if "fs" in kinds:
         assert first["cached"][:2] == blocks[:2], "what the model's own weights computed is found"
-    elif kind == "memory":
+    elif kinds == "memory":
         assert first["cached"] == [0, 0, 0]
