@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from stress.runtime.session import Session
 
 SERVED_BLOCKS_MIN: Final = 8
+SOME_REQUESTS: Final = 20_000
+"""As many as a whole gate serves: each kind of work has come by then, if it can."""
 LOOK_S: Final = 0.25
 """To look through all folders takes a while."""
 
@@ -54,8 +56,22 @@ class Rest:
         self._checks = record.checks
 
     def breakers_close(self) -> None:
-        """Serve requests until all tiers are given work again."""
-        took_s = self._step_until(self._are_closed, "breakers stay open", self._breakers_in_words)
+        """Serve requests until all tiers are given work again.
+
+        A breaker that failed stores have opened closes with a store. A tier that has all blocks by
+        now, since those stores ended late, is given none: then weights change, and it has nothing.
+        """
+        load = self._session.load
+        began = load.counts.decided
+
+        def are_closed() -> bool:
+            nonlocal began
+            if load.counts.decided - began > SOME_REQUESTS:
+                began = load.counts.decided
+                load.reset(f"after request {began}", changes_weights=True)
+            return self._are_closed()
+
+        took_s = self._step_until(are_closed, "breakers stay open", self._breakers_in_words)
         self._checks["breakers"] = f"closed after {took_s:.1f} s"
 
     def hits_are_back(self) -> None:
