@@ -20,7 +20,9 @@ KEY = bytes(36)
 def main(root: str) -> None:
     """Say when the block is stored; load it after a line on standard input; never end."""
     structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
-    tier = TierConfig.from_mapping(1, {"type": "fs", "root_dir": root, "promote_timeout_s": 600})
+    limits = ("probe_timeout_s", "promote_timeout_s", "store_timeout_s")
+    patient = dict.fromkeys(limits, 600.0)  # of the product's own, one might run out
+    tier = TierConfig.from_mapping(1, {"type": "fs", "root_dir": root, **patient})
     config = RuntimeConfig(8, BLOCK, tiers=(tier,), on_reset="keep")
     facade = open_runtime(config, SlotMemory.anonymous(8, BLOCK), Namespace({"model": "m"}))
 

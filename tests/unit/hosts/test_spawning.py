@@ -27,7 +27,7 @@ spawn([sys.executable, "-c", program, str(os.getpid())], ())
 
 def test_it_is_there_until_its_parent_is_gone_though_it_is_stopped() -> None:
     """``exec`` is an end too: what runs under that number then knows of no tier."""
-    ends = {"killed": "os.kill(os.getpid(), 9)", "exec": "os.execv('/bin/sleep', ['sleep', '60'])"}
+    ends = {"killed": "os.kill(os.getpid(), 9)", "exec": "os.execv('/bin/sleep', ['sleep', 'inf'])"}
     for name, end in ends.items():
         parent = subprocess.Popen(
             [sys.executable, "-c", f"{PARENT}sys.stdin.readline()\n{end}"],
