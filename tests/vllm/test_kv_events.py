@@ -273,8 +273,7 @@ def test_routers_have_what_is_resident(
     """Three engines in turn have the disk; the later ones find blocks of those before them."""
     subscriber = Subscriber(chunk_blocks, wire)
     for seed in range(3):
-        # In a thread: a process starts for a second or so, and the next tests have one.
-        tiers = [disk(tmp_path, chunk_blocks, cell="thread")]
+        tiers = [disk(tmp_path, chunk_blocks)]
         with open_engine(chunk_blocks, tiers, windows=windows) as engine:
             Play(engine, subscriber, seed).serve(REQUESTS)
             found_again = {name for medium, name in subscriber.llmd.found() if medium == "STORAGE"}
@@ -288,7 +287,7 @@ def test_what_a_tier_had_when_its_process_was_killed_is_found_nowhere(
     chunk_blocks: int, tmp_path: Path, wire: Wire
 ) -> None:
     subscriber = Subscriber(chunk_blocks, wire)
-    with open_engine(chunk_blocks, [disk(tmp_path, chunk_blocks)]) as engine:
+    with open_engine(chunk_blocks, [disk(tmp_path, chunk_blocks, cell="process")]) as engine:
         play = Play(engine, subscriber, 1)
         play.serve(AROUND)
         assert any(medium == "STORAGE" for medium, _ in subscriber.llmd.found())
@@ -327,7 +326,7 @@ def test_after_a_reset_routers_have_what_can_be_found(
 ) -> None:
     """While requests use the GPU, vLLM resets its connector and announces nothing of it."""
     subscriber = Subscriber(1, wire)
-    tiers = [disk(tmp_path, 1, cell="thread")]
+    tiers = [disk(tmp_path, 1)]
     with open_engine(1, tiers, on_reset=on_reset) as engine:
         play = Play(engine, subscriber, 1)
         play.serve(AROUND)
@@ -344,12 +343,11 @@ def test_a_block_in_two_tiers_of_one_medium_is_found_until_both_have_lost_it(
     tmp_path: Path, wire: Wire
 ) -> None:
     tiers = [
-        disk(tmp_path, 1, cell="thread"),
+        disk(tmp_path, 1),
         {
             "type": "fs",
             "root_dir": str(tmp_path / "fs"),
             "enable_kv_events": True,
-            "cell": "thread",
         },
     ]
     subscriber = Subscriber(1, wire)

@@ -221,8 +221,10 @@ def connector(
 ) -> Iterator[Connector]:
     """Build a connector over a manager with so many slots; shut all down.
 
-    ``chunk_blocks``: vLLM blocks in a block of ours.
+    ``chunk_blocks``: vLLM blocks in a block of ours. Tiers run in a thread unless they say
+    otherwise: a process takes a second to start, and is nothing to a connector.
     """
+    tiers = [{"cell": "thread", **tier} for tier in extra_config.pop("secondary_tiers", [])]
     config = replace(
         CONFIG,
         enable_kv_cache_events=kv_events,
@@ -231,7 +233,9 @@ def connector(
         cache=replace(CONFIG.cache, tokens_per_hash=BLOCK_TOKENS, blocks_per_chunk=chunk_blocks),
         engine_id=f"test-connector-{uuid.uuid4()}",
         extra_config=kvtier_config(
-            cpu_bytes_to_use=slots * chunk_blocks * BLOCK_BYTES, **extra_config
+            cpu_bytes_to_use=slots * chunk_blocks * BLOCK_BYTES,
+            secondary_tiers=tiers,
+            **extra_config,
         ),
     )
     spec = KVTierOffloadingSpec(config)

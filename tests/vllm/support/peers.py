@@ -20,6 +20,7 @@ def serve(
     from prometheus_client import REGISTRY
     from vllm.v1.kv_offload.tiering.p2p.manager import P2PSecondaryTierManager
 
+    from tests.support.patience import pause
     from tests.vllm.support.engine import engine
 
     inbox = Path(folder)
@@ -37,6 +38,7 @@ def serve(
             played.step()
             asked = inbox / f"{number}.json"
             if not asked.exists():
+                pause()  # the processors are others' meanwhile
                 continue
             call = json.loads(asked.read_text())
             if not call:
