@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import hypothesis
-from hypothesis import HealthCheck, Phase, reproduce_failure, seed, settings
+from hypothesis import HealthCheck, Phase, Verbosity, reproduce_failure, seed, settings
 from hypothesis.core import decode_failure, encode_failure
 from hypothesis.errors import DidNotReproduce, HypothesisException
 from hypothesis.internal.conjecture import engine
@@ -102,7 +102,8 @@ def play(spec: type[KVTierSpec], blob: str, found_with: str) -> Verdict:
     told = type(spec.__name__, (spec,), {"teardown": teardown})
     told = reproduce_failure(found_with, blob.encode())(told)  # type: ignore[arg-type]
     try:
-        run_state_machine_as_test(told, settings=profile(1, Phase.generate))
+        quiet = settings(profile(1, Phase.generate), verbosity=Verbosity.quiet)
+        run_state_machine_as_test(told, settings=quiet)
     except DidNotReproduce as error:
         if not ends:
             raise UnfitError(str(error)) from None

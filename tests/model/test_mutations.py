@@ -55,10 +55,11 @@ def test_the_model_checker_catches(name: str) -> None:
 @pytest.mark.parametrize(
     "spec",
     [
-        KVTierSpec,
+        # These two are played in the gate without a mutation: test_model.py, test_disk_model.py.
+        pytest.param(KVTierSpec, marks=pytest.mark.long),
+        pytest.param(KVTierOnDiskSpec, marks=pytest.mark.long),
         KVTierCrowdedSpec,
         KVTierCrowdAfterResetSpec,
-        KVTierOnDiskSpec,
         KVTierOnDyingDiskSpec,
     ],
 )
