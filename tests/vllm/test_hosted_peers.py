@@ -16,6 +16,7 @@ from kvtier.vllm.hosted import late_writes
 from kvtier.vllm.hosted.backend import HostedBackend
 from tests.support.patience import PATIENCE_S, until
 from tests.support.server_program import free_port
+from tests.vllm.support.nixl import let_nixl_rest
 from tests.vllm.test_hosted_by_request import complete, write
 from tests.vllm.test_hosted_tiers import BLOCK, SLOTS, Engine, block_of, engine, key_of
 
@@ -31,9 +32,10 @@ GIVEN_UP_S = 0.2
 
 
 @pytest.fixture(autouse=True)
-def telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it NIXL 1.5 raises whenever vLLM asks which transfers have ended."""
+def nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without telemetry NIXL 1.5 raises whenever vLLM asks which transfers have ended."""
     monkeypatch.setenv("NIXL_TELEMETRY_ENABLE", "y")
+    let_nixl_rest()
 
 
 class Peer(Engine):

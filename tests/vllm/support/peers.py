@@ -22,7 +22,9 @@ def serve(
 
     from tests.support.patience import pause
     from tests.vllm.support.engine import engine
+    from tests.vllm.support.nixl import let_nixl_rest
 
+    let_nixl_rest()
     inbox = Path(folder)
     real = P2PSecondaryTierManager.submit_load
 
