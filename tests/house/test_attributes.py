@@ -58,6 +58,8 @@ REACHES_INSIDE = {
     ("disk_tier.py", "_upkeep"): "ends what the event loop would have ended",
     ("disk_tier.py", "_context"): "gives credit that takes hours to earn",
     ("known_policies.py", "_held"): "a policy need not say what it holds",
+    ("known_policies.py", "_kinds"): "a new policy is a copy of one that has learnt nothing",
+    ("known_policies.py", "_traits"): "as above",
     ("stepped_loop.py", "_run"): "asyncio's own, as an event loop has to",
     ("stepped_loop.py", "_set_running_loop"): "as above",
     ("world.py", "_lookups"): "puts states that check each move in the place of a list",
