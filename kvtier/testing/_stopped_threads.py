@@ -90,8 +90,9 @@ class StoppedThreads:
 
     def _at_event(self, _frame: FrameType, event: str, arg: Any) -> None:  # noqa: ANN401
         thread = threading.get_ident()
+        begins = getattr(arg, "__name__", "") if event == "c_call" else ""
         if thread in self._waiting_in:
-            self._waiting_in[thread] = getattr(arg, "__name__", "") if event == "c_call" else ""
+            self._waiting_in[thread] = begins
         if self._events_left is None:
             return
         with self._lock:
@@ -104,3 +105,6 @@ class StoppedThreads:
         if not self._may_go_on.wait(STOPPED_S_MAX):
             self._has_given_up = True
             self.go_on()
+        with self._lock:
+            if thread in self._waiting_in:  # unless it is late, and another stop has begun
+                self._waiting_in[thread] = begins  # in which it may wait: no event comes then

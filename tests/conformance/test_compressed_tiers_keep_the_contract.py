@@ -10,6 +10,7 @@ from kvtier.settings.plugins import make_backend
 from kvtier.settings.runtime_config import TierConfig
 from kvtier.testing import BACKEND_CHECKS, PERSISTENCE_CHECKS, BackendCheck, _workbench, conformance
 from kvtier.tools.bench.kv_like import kv_like
+from tests.conformance._together import together
 from tests.support.mooncake_server import running as running_mooncake
 from tests.support.patience import PATIENCE_S
 from tests.support.redis_servers import running as running_redis
@@ -54,14 +55,19 @@ def runs_in_the_gate(check: BackendCheck, form: tuple[str, object]) -> bool:
     """Tell whether ``make test`` runs this; ``make test-long`` runs all."""
     if form == ("redis", ENCRYPTED):
         return True
-    is_slow = form == ("mooncake", SIGNED) and check is not conformance.blocks_come_back_byte_exact
-    return check in MOVE_BYTES and not is_slow
+    if form == ("mooncake", SIGNED):
+        return check is conformance.blocks_come_back_byte_exact
+    return check in MOVE_BYTES
 
 
 def parameters() -> Iterator[Any]:
     """Yield each check of each form: checks of one tier after the other, as its server is there."""
     for tier, extra in FORMS:
-        for check in BACKEND_CHECKS + PERSISTENCE_CHECKS:
+        checks = BACKEND_CHECKS + PERSISTENCE_CHECKS
+        if (tier, extra) == ("mooncake", ON):
+            yield pytest.param(together(MOVE_BYTES), tier, extra, id="mooncake-compression-moves")
+            checks = tuple(each for each in checks if each not in MOVE_BYTES)
+        for check in checks:
             marks = [] if runs_in_the_gate(check, (tier, extra)) else [pytest.mark.long]
             name = "-".join([tier, *extra, check.__name__])
             yield pytest.param(check, tier, extra, id=name, marks=marks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,10 +16,11 @@ from kvtier.testing import (
     conformance,
 )
 from kvtier_backends.mooncake import MooncakeBackend, registered
+from tests.conformance._together import together
 from tests.support.mooncake_server import running
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Sequence
+    from collections.abc import Iterator
 
     from kvtier.plugin_api.backend import BackendContext
 
@@ -41,10 +42,14 @@ MOVES_BYTES = (
     conformance.a_load_stays_in_its_buffer,
     conformance.calls_may_meet_on_one_key,
     conformance.any_number_of_blocks_is_a_batch,
-    conformance.odd_block_sizes_work_or_are_refused,
-    backend_calls.busy_threads_counts_who_may_touch_a_buffer,
 )
-
+COUNTS_THREADS = backend_calls.busy_threads_counts_who_may_touch_a_buffer
+ALONE = (
+    backend_calls.a_cancelled_call_ends,
+    COUNTS_THREADS,
+    backend_calls.no_call_blocks_the_event_loop,
+)
+"""These stop threads, or measure time."""
 
 LONG = (
     conformance.reopening_serves_nothing_wrong,  # blocks_outlive_the_backend is stricter
@@ -56,20 +61,29 @@ LONG = (
 )
 """Of these, opening and closing a client is all that takes time."""
 
-
-def marked(checks: Sequence[BackendCheck], long: Container[BackendCheck]) -> list[Any]:
-    """Return checks as parameters, some of which the gate leaves out."""
-    marks = {True: [pytest.mark.long], False: []}
-    return [pytest.param(each, id=each.__name__, marks=marks[each in long]) for each in checks]
+ALL = BACKEND_CHECKS + PERSISTENCE_CHECKS
+OTHERS = [each for each in ALL if each not in {*ALONE, *LONG}]
 
 
-@pytest.mark.parametrize("check", marked(BACKEND_CHECKS + PERSISTENCE_CHECKS, LONG))
+@pytest.mark.parametrize(
+    "check", [*ALONE, *(pytest.param(each, marks=pytest.mark.long) for each in LONG)]
+)
 async def test_mooncake_keeps_the_contract(check: BackendCheck, address: str) -> None:
     await check(partial(mooncake, address))
 
 
+async def test_mooncake_keeps_the_rest_of_the_contract(address: str) -> None:
+    await together(OTHERS)(partial(mooncake, address))
+
+
 @pytest.mark.parametrize(
-    "check", marked(MOVES_BYTES, (conformance.odd_block_sizes_work_or_are_refused,))
+    "check",
+    [
+        together(MOVES_BYTES),
+        COUNTS_THREADS,
+        pytest.param(conformance.odd_block_sizes_work_or_are_refused, marks=pytest.mark.long),
+    ],
+    ids=lambda check: check.__name__,
 )
 async def test_mooncake_keeps_the_contract_without_a_copy(
     check: BackendCheck, address: str, monkeypatch: pytest.MonkeyPatch
