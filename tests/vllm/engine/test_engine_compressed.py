@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from tests.vllm.support.children import run_scenario
 from tests.vllm.support.engine import kvtier_config
 from tests.vllm.support.play import assert_at_rest, play, whole_blocks
@@ -29,6 +31,7 @@ def run(llama: Path, log_folder: Path, root: Path) -> dict[str, Any]:
     return dict(told)
 
 
+@pytest.mark.one_release
 def test_another_engine_serves_compressed_blocks(
     llama: Path, tmp_path: Path, log_folder: Path
 ) -> None:

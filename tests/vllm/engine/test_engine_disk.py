@@ -36,7 +36,7 @@ LENGTHS = [500, 1000, 333, 31]  #: in tokens; the last one is shorter than a blo
 CUT_LENGTHS = [640]  #: of the prompt whose store is cut off
 NEW_LENGTHS = [100]  #: of prompts that nobody has asked before
 FILLING_LENGTHS = [1000] * 10  #: more blocks than the folder has room for
-CAPACITY_BYTES = 16 << 20
+CAPACITY, CAPACITY_BYTES = "16MiB", 16 << 20
 PAGE_BYTES = 4096
 READ = 'vllm:kv_offload_tiering_read_bytes{tier="1:disk"}'
 WRITTEN = 'vllm:kv_offload_tiering_write_bytes{tier="1:disk"}'
@@ -46,11 +46,13 @@ STORED = "vllm:kv_offload_store_bytes"
 
 
 def disk(path: Path | str, **options: Any) -> dict[str, Any]:
-    return {"type": "disk", "path": str(path), "capacity_bytes": CAPACITY_BYTES, **options}
+    return {"type": "disk", "path": str(path), "capacity_bytes": CAPACITY, **options}
 
 
 def config_of(path: str, **options: Any) -> dict[str, Any]:
-    return kvtier_config(secondary_tiers=[disk(path, **options)], on_reset="keep")
+    """Return the tutorial's configuration, as ``test_tutorial.py`` checks, with smaller sizes."""
+    tiers = [disk(path, **options)]
+    return kvtier_config(cpu_bytes_to_use="64MiB", secondary_tiers=tiers, on_reset="keep")
 
 
 # --- the first process ---
@@ -334,6 +336,7 @@ def wait_for_jobs(built: Any) -> None:
     until(lambda: not built.facade.get_finished(), built.facade.statistics)
 
 
+@pytest.mark.one_release
 def test_a_block_on_disk_is_a_hit_in_the_step_after_its_first_lookup(reader: Any) -> None:
     """The tier has said what it has, so no step is spent on asking. vLLM takes three at best."""
     reader.facade.take_observations()

@@ -8,6 +8,8 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import pytest
+
 from tests.vllm.support.children import run_scenario, start_scenario
 from tests.vllm.support.engine import engine, kvtier_config
 from tests.vllm.support.notes import leave
@@ -55,6 +57,7 @@ def start_until_killed(model: str, root: str, ready: str) -> None:
         raise AssertionError("the engine has started")
 
 
+@pytest.mark.one_release
 def test_engines_killed_at_work_and_at_start(llama: Path, tmp_path: Path, log_folder: Path) -> None:
     """The name of the memory goes early; what a killed start leaves, the next start sweeps."""
     arguments = {"model": str(llama), "root": str(tmp_path / "kv")}

@@ -56,8 +56,14 @@ def invert_every_slot(running: Engine) -> None:
     ("first", "second", "block_tokens"),
     [
         ({}, None, 32),
-        ({"block_size": 64}, {"blocks_per_chunk": 2}, 64),
-        ({"blocks_per_chunk": 3, "canonical_layout": True}, {"block_size": 96}, 96),
+        # Three blocks show what two do.
+        pytest.param({"block_size": 64}, {"blocks_per_chunk": 2}, 64, marks=pytest.mark.long),
+        pytest.param(
+            {"blocks_per_chunk": 3, "canonical_layout": True},
+            {"block_size": 96},
+            96,
+            marks=pytest.mark.one_release,
+        ),
     ],
     ids=["one-gpu-block", "two-gpu-blocks", "three-canonical"],
 )
@@ -129,6 +135,7 @@ def small_memory(
     return {"full": full, "small": play(model, small, lengths, rounds=2)}
 
 
+@pytest.mark.one_release
 def test_a_prefix_larger_than_memory_is_served_partly(
     llama: Path, tmp_path: Path, log_folder: Path
 ) -> None:

@@ -63,6 +63,7 @@ def test_compression_is_refused_for_another_type_than_bfloat16(tmp_path: Path) -
         assert word in text
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize(
     ("extra_config", "key", "value", "remedy"),
     [
@@ -91,6 +92,7 @@ def test_a_bad_key_or_value_is_refused(
         assert part in text
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize(
     ("options", "key", "value", "remedy"),
     [
@@ -113,6 +115,7 @@ def test_a_bad_key_or_value_of_a_tier_is_refused(
         assert part in text
 
 
+@pytest.mark.one_release
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     """Not there and not to be made, no folder, below a file, or anybody's to write to."""
     file = tmp_path / "file"
@@ -140,6 +143,7 @@ def test_a_model_with_nothing_to_offload_is_refused() -> None:
         assert part in str(caught.value)
 
 
+@pytest.mark.one_release
 def test_two_tiers_on_one_folder_are_refused(tmp_path: Path) -> None:
     """By whatever name."""
     (tmp_path / "link").symlink_to(tmp_path / "kv")
@@ -150,6 +154,7 @@ def test_two_tiers_on_one_folder_are_refused(tmp_path: Path) -> None:
         assert part in text
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("garbage", [b"\xff\xfe{", b"", b"[]", b"{" * 100_000])
 def test_a_damaged_description_of_a_folder_is_refused(tmp_path: Path, garbage: bytes) -> None:
     """Blocks of nobody knows what are not served."""
@@ -162,6 +167,7 @@ def test_a_damaged_description_of_a_folder_is_refused(tmp_path: Path, garbage: b
         assert part in text
 
 
+@pytest.mark.one_release
 def test_blocks_of_another_geometry_are_refused(tmp_path: Path) -> None:
     """The digest in the folder's name may clash; the description tells."""
     with manager(secondary_tiers=[tier(tmp_path / "kv")]):

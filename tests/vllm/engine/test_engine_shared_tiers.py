@@ -2,7 +2,7 @@
 
 One engine stores in all of them: a shared folder, a Valkey server, an S3 server and a Mooncake
 store. Others, in processes of their own, each find it in one. Two share while both serve, and
-go on when their server is killed.
+go on when their server is killed. With vLLM 0.33, these two alone show that engines share.
 """
 
 from __future__ import annotations
@@ -107,6 +107,7 @@ def assert_sound(told: Mapping[str, Any]) -> None:
         assert not any(tier["counts"][name] for name in (*wrong, *late)), tier
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("kind", SHARED)
 def test_another_engine_serves_what_the_first_has_stored(
     kind: str,
@@ -115,7 +116,10 @@ def test_another_engine_serves_what_the_first_has_stored(
     cold: dict[str, Any],
     log_folder: Path,
 ) -> None:
-    """With its first request after the start. Signed on Valkey, encrypted in Mooncake's store."""
+    """With its first request after the start. Signed on Valkey, encrypted in Mooncake's store.
+
+    That an engine without offloading gives the same tokens, the two below show.
+    """
     (told,) = run_scenario(
         play,
         log_folder=log_folder,
@@ -139,6 +143,7 @@ def test_another_engine_serves_what_the_first_has_stored(
         assert trouble not in text
 
 
+@pytest.mark.one_release
 @pytest.mark.usefixtures("cold")
 def test_each_storage_says_in_plain_words_what_its_blocks_are_of(
     shared: dict[str, dict[str, Any]],
@@ -158,19 +163,13 @@ def test_each_storage_says_in_plain_words_what_its_blocks_are_of(
     assert json.loads(of_valkey)["facts"] == {**facts, "protection": "signed"}
 
 
-def test_an_engine_without_offloading_gives_the_same_tokens(
-    llama: Path, cold: dict[str, Any], log_folder: Path
-) -> None:
-    plain = run_scenario(tokens_of, log_folder=log_folder, model=str(llama), lengths=LENGTHS)
-    assert plain == cold["tokens"]
-
-
 def two_engines(
     model: str, configs: list[dict[str, Any]], lengths: list[int]
 ) -> list[dict[str, Any]]:
     return [play(model, config, lengths, rounds=1)[0] for config in configs]
 
 
+@pytest.mark.one_release
 def test_an_engine_without_the_key_or_with_another_one_finds_nothing(
     llama: Path, shared: dict[str, dict[str, Any]], cold: dict[str, Any], log_folder: Path
 ) -> None:
@@ -313,6 +312,9 @@ def canonical_rounds(
         return [play_round(running, prompts_of(LENGTHS, seed)) for seed in seeds]
 
 
+# Ten processes of vLLM. That rows of two ranks are those of one, test_cpu_worker.py shows by their
+# bytes, and test_engine_one_group.py that an engine serves such rows.
+@pytest.mark.long
 @pytest.mark.slow
 def test_one_rank_and_two_serve_each_others_blocks_in_the_canonical_layout(
     llama: Path, tmp_path: Path, log_folder: Path

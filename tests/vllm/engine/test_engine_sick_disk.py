@@ -28,6 +28,8 @@ from tests.vllm.support.play import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.one_release  # what a disk does, vLLM never sees
+
 LENGTHS = [640, 640, 640, 640]
 BLOCKS = 20  #: in each prompt
 FULL_DISK_BLOCKS = 4  #: that the disk that is full holds at most

@@ -16,7 +16,7 @@ from tests.vllm.support.children import child_environment
 
 RIG = ["tests.rig", "--device"]
 ENGINE = ["tests.vllm.gpu_engine", "--device"]
-SCENARIOS = 40
+SCENARIOS = 10
 
 
 def run(*arguments: str, **environment: str) -> tuple[int, str]:
@@ -32,6 +32,7 @@ def run(*arguments: str, **environment: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr[-4000:]
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("program", [RIG, ENGINE], ids=["rig", "engine"])
 def test_without_a_device_a_program_says_so_and_does_not_pass(program: list[str]) -> None:
     """A script must not take it for a check that was passed."""

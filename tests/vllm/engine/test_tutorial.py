@@ -1,5 +1,8 @@
 """The tutorial's script does what the tutorial says, as it is printed.
 
+In `make test`, that it asks vLLM for what ``test_engine_disk.py`` starts: engines that find again
+what an engine before them has stored. `make test-long` runs it.
+
 Two things take the place of a download and of the reader's home: the model's name, with
 ``enforce_eager`` as there is nothing to gain from compiling so small a one, and ``HOME``.
 """
@@ -11,11 +14,16 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
+from kvtier.settings.extra_config import read_settings
 from tests.support.patience import PATIENCE_S
+from tests.vllm.engine.test_engine_disk import config_of
 from tests.vllm.support.children import child_environment, start_scenario
+from tests.vllm.support.engine import CONNECTOR
 from tests.vllm.support.models import make_llama
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -94,6 +102,8 @@ def line_with(words: str, lines: list[str]) -> str:
     return found
 
 
+# Two runs, of which the first imports vLLM three times.
+@pytest.mark.long
 @pytest.mark.one_release
 def test_the_second_run_finds_the_document_in_the_folder(
     script: Path, tmp_path: Path, log_folder: Path
@@ -112,6 +122,52 @@ def test_the_second_run_finds_the_document_in_the_folder(
         opened = line_with("tier is open", lines)
         assert f"place={tmp_path / 'kv'}" in opened
         assert (" blocks=0 " in opened) is is_empty
+
+
+class Recorder:
+    """In place of ``vllm.LLM``: takes what the script gives it."""
+
+    calls: ClassVar[list[tuple[Any, ...]]] = []
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        self.calls.append((model, settings))
+
+    def generate(self, prompt: str, sampling: Any) -> list[Any]:
+        self.calls.append((prompt, sampling))
+        return [SimpleNamespace(num_cached_tokens=1987)]
+
+
+def test_the_script_starts_what_the_disk_tiers_engines_are_started_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All but the sizes, the folder and the deadlines, word for word; and vLLM takes it."""
+    monkeypatch.setattr(Recorder, "calls", [])
+    monkeypatch.setattr("vllm.LLM", Recorder)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / "first.py"
+    file.write_text(printed_script())
+    play(str(file))
+    (model, settings), (prompt, sampling) = Recorder.calls
+    assert repr(model) == MODEL.replace('"', "'")
+    assert prompt == printed_document() * 200
+    assert sampling.max_tokens == 8
+    assert capsys.readouterr().out == "1987\n"
+    transfer = settings.pop("kv_transfer_config")
+    assert settings == {}
+    assert {name: getattr(transfer, name) for name in CONNECTOR} == CONNECTOR
+
+    printed = dict(transfer.kv_connector_extra_config)
+    tested = config_of(str(tmp_path / "kv"))
+    read_settings(printed, slot_count=8, block_bytes=4096)
+    (tier,), (tested_tier,) = printed.pop("secondary_tiers"), tested.pop("secondary_tiers")
+    assert printed.keys() < tested.keys()
+    assert tier.keys() < tested_tier.keys()
+    for own, theirs, size in (
+        (printed, tested, "cpu_bytes_to_use"),
+        (tier, tested_tier, "capacity_bytes"),
+    ):
+        assert type(own.pop(size)) is type(theirs[size]) is str
+        assert own == {key: theirs[key] for key in own}
 
 
 def test_the_page_shows_the_lines_that_are_written() -> None:

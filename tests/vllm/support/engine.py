@@ -24,6 +24,7 @@ BLOCK_TOKENS = 32  #: the CPU attention backend wants a multiple of 32
 PATIENT = dict.fromkeys(
     ("probe_timeout_s", "promote_timeout_s", "store_timeout_s", "connect_wait_s"), PATIENCE_S
 )
+CONNECTOR = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 METRICS = ("vllm:kv_offload", "kvtier:", "vllm:num_preemptions")
 
 
@@ -204,11 +205,7 @@ def engine(
 
     if extra_config is not None:
         engine_id = settings.pop("engine_id", None)
-        ours = {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": dict(extra_config),
-        }
+        ours = {**CONNECTOR, "kv_connector_extra_config": dict(extra_config)}
         if before:
             ours = {
                 "kv_connector": "MultiConnector",
