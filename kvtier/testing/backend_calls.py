@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 PASSES_MAX: Final = 1000
 """So often the event loop goes round until a cancelled call must have ended. It needs a few."""
+CANCELLED_AFTER: Final = (*range(100), *range(100, PASSES_MAX, 10))
+"""A call is cancelled after so many. One that is under way for longer waits for something."""
 STOPS_MAX: Final = 400
 """At so many places a thread is stopped, at most, one after the other."""
 STALL_S_MAX: Final = 0.1
@@ -42,7 +44,7 @@ async def a_cancelled_call_ends(make: MakeBackend) -> None:
     async with opened(make) as bench:
         await bench.keep(new_blocks(2))
         for name, call in _calls_of(bench).items():
-            for passes in range(PASSES_MAX):
+            for passes in CANCELLED_AFTER:
                 if not await _ends_if_cancelled_after(passes, name, call):
                     break
     with StoppedThreads() as threads:

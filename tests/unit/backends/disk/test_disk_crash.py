@@ -1,6 +1,6 @@
 """A writer that is killed at any moment leaves a folder that serves every block it finds whole.
 
-``KVTIER_DISK_KILLS`` sets how many times the writer is killed: 40 in ``make test``, after which one
+``KVTIER_DISK_KILLS`` sets how many times the writer is killed: 20 in ``make test``, after which one
 folder has large blocks and one has small ones, and 500 in ``make test-long``.
 """
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.backend import BackendContext
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-KILLS = int(os.environ.get("KVTIER_DISK_KILLS", "40"))
-KILLS_PER_FOLDER = 20
+KILLS = int(os.environ.get("KVTIER_DISK_KILLS", "20"))
+KILLS_PER_FOLDER = max(1, min(20, KILLS // 2))
 BLOCKS_FOUND_MIN = 0.9
 LIFE_S_MAX = 0.06
 
@@ -81,7 +81,7 @@ async def test_a_killed_writer_leaves_whole_blocks_and_a_bounded_folder(
     rng = random.Random(SEED + folder)
     newest: list[int] = []
     first = 1000
-    for _ in range(min(KILLS_PER_FOLDER, KILLS)):
+    for _ in range(KILLS_PER_FOLDER):
         life_s = rng.uniform(0, LIFE_S_MAX)
         newest.extend(run_and_kill(path, context, capacity_bytes, first, life_s))
         assert folder_bytes(path) <= capacity_bytes

@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.anyio
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize(
+    "seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(12, 30))]
+)
 async def test_after_any_crash_no_wrong_block_is_served(seed: int) -> None:
     """Torn, reordered and lost writes; the versions of a key differ, so that a stale one shows.
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 ROUNDS = 3
 ROUNDS_MAX = 20
-STRANDED_S = 1.0
+STRANDED_S = 3.0
 """The one call that finds out must have been sent by then."""
 KEPT = (1, 2, 3, 4)
 CALLS_AT_ONCE = 6

@@ -24,7 +24,14 @@ def _tries_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "CHECK_S", 1e6)  # what is noticed is noticed by a call, or at once
 
 
-@pytest.fixture(scope="module", params=PROGRAMS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        # A cluster of either speaks the same protocol, and each takes seconds to form.
+        pytest.param(each, marks=[] if each == "valkey" else pytest.mark.long)
+        for each in PROGRAMS
+    ],
+)
 def formed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:

@@ -21,18 +21,21 @@ def _credentials() -> None:
     set_credentials()
 
 
-@pytest.fixture
-def moto() -> Iterator[MotoServer]:
-    """A server that the test may end."""
-    with moto_server() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def shared_moto() -> Iterator[MotoServer]:
     """A server that the test leaves as it is: each has a prefix of its own."""
+    set_credentials()
     with moto_server() as server:
         yield server
+
+
+@pytest.fixture
+def moto(shared_moto: MotoServer) -> Iterator[MotoServer]:
+    """The same one, which this test may end. It is empty then: a start takes seconds."""
+    yield shared_moto
+    if shared_moto._process is None:
+        shared_moto.start()
+        shared_moto.make_bucket()
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ENGINES = 4
-CAPACITY_BLOCKS = 1000
+CAPACITY_BLOCKS = 600
 DISTINCT_BLOCKS = 4 * CAPACITY_BLOCKS
 STORES_BETWEEN_KILLS = 300
 CAPACITY = CAPACITY_BLOCKS * FILE_BYTES
@@ -54,7 +54,7 @@ def test_engines_that_are_killed_never_leave_more_than_the_capacity(
     def stored() -> int:
         return sum(engine.stored for engine in engines)
 
-    for number in range(examples(6)):
+    for number in range(examples(4)):
         goal = stored() + STORES_BETWEEN_KILLS
         until(lambda goal=goal: measured(stored() >= goal))
         place = chance.randrange(ENGINES)
