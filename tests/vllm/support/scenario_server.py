@@ -96,6 +96,10 @@ def _leave_frozen() -> None:
     return
 
 
+def _leave_registered() -> None:
+    return
+
+
 def end() -> NoReturn:
     """End this fork after its threads and its exit handlers, in a program's order."""
     threading._shutdown()
@@ -111,14 +115,27 @@ def _import_vllm() -> None:
     import vllm.model_executor.layers.quantization.online.base
     import vllm.model_executor.models.gemma3
     import vllm.model_executor.models.llama
+    import vllm.plugins.lora_resolvers.filesystem_resolver
+    import vllm.plugins.lora_resolvers.hf_hub_resolver
+    import vllm.v1.attention.backends.cpu_attn
+    import vllm.v1.core.sched.scheduler
     import vllm.v1.engine.llm_engine
     import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
 
-    import kvtier.vllm  # noqa: F401
+    import kvtier.policies.eviction.reuse
+    import kvtier.vllm.start  # noqa: F401
+    import kvtier_backends.disk
+    import kvtier_backends.fs
+    import kvtier_backends.memory  # noqa: F401
 
     # It looks at a model's class in a process of its own, lest a GPU be claimed: there is none.
     registry._run_in_subprocess = _call
+
+    # It walks through all that is imported, for half a second, once in each process.
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = staticmethod(_leave_registered)
 
 
 if __name__ == "__main__":
