@@ -163,7 +163,15 @@ async def check_burst(
 
 
 @pytest.mark.parametrize("number", ERRNOS, ids=errno.errorcode.get)
-@pytest.mark.parametrize("failing", [("write",), ("read", "write"), EVERY_CALL], ids="+".join)
+@pytest.mark.parametrize(
+    "failing",
+    [
+        ("write",),
+        pytest.param(("read", "write"), marks=pytest.mark.long),  # between the other two
+        EVERY_CALL,
+    ],
+    ids="+".join,
+)
 async def test_a_burst_of_errors_costs_no_block_and_stores_work_right_after(
     number: int, failing: tuple[str, ...]
 ) -> None:

@@ -19,6 +19,7 @@ from kvtier_backends.disk.offline.inspection import Folder, FolderDamaged, user_
 from kvtier_backends.disk.offline.listing import Holding, Listing, list_folder
 from kvtier_backends.disk.offline.region_files import RegionFiles
 from kvtier_backends.encryption.keys import Keyring, parse_keys_untrusted
+from tests.unit.backends._seeds import seeds
 from tests.unit.backends.disk._disk import (
     BLOCK_BYTES,
     CONTEXT,
@@ -241,7 +242,7 @@ async def test_a_region_of_another_folder_is_named_and_erased(tmp_path: Path) ->
     assert checked.regions["region_never_used"] >= 2
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(10, of=20))
 async def test_after_a_repair_of_any_damage_all_is_sound_and_served(
     seed: int, tmp_path: Path
 ) -> None:

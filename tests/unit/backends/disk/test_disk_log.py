@@ -14,6 +14,7 @@ from kvtier.plugin_api.backend import Outcome, StoreBlock
 from kvtier_backends.disk.format import PAGE_BYTES
 from kvtier_backends.disk.log.batches import Reinsertion
 from kvtier_backends.disk.log.regions import KEPT_BACK_REGIONS, RegionState
+from tests.unit.backends._seeds import seeds
 from tests.unit.backends.disk._log import (
     BLOCK_BYTES,
     CAPACITY,
@@ -36,9 +37,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.anyio
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(12, 30))]
-)
+@pytest.mark.parametrize("seed", seeds(12, of=30))
 async def test_after_any_crash_no_wrong_block_is_served(seed: int) -> None:
     """Torn, reordered and lost writes; the versions of a key differ, so that a stale one shows.
 

@@ -9,9 +9,8 @@ import pytest
 
 from kvtier.errors import StoreFault
 from kvtier.plugin_api.backend import Connection, Outcome
-from kvtier.plugin_api.deadlines import time_limit
 from kvtier_backends.shared import kept_connection
-from tests.support.mooncake_server import Cluster, other_client, running
+from tests.support.mooncake_server import Cluster, running
 from tests.support.patience import pause, until_true
 from tests.unit.backends.mooncake._mooncake import begin_mooncake, open_mooncake
 
@@ -91,33 +90,3 @@ async def test_a_master_that_is_stopped_costs_a_call_its_time_and_nothing_else(
             cluster.master.go_on()
             await mooncake.until_up()
             assert await mooncake.load(1) is Outcome.DONE
-
-
-async def test_what_nobody_waits_for_any_more_is_not_begun(tmp_path: Path) -> None:
-    with running(tmp_path) as cluster:
-        async with open_mooncake(cluster.address) as mooncake:
-            with time_limit(0):
-                assert await mooncake.store(1) is Outcome.FAILED
-            assert not await mooncake.probe(1)
-            assert await mooncake.store(1) is Outcome.DONE
-            with time_limit(0):
-                assert await mooncake.load(1) is Outcome.FAILED
-            assert await mooncake.load(1) is Outcome.DONE
-
-
-async def test_a_store_that_holds_another_namespace_is_not_used(tmp_path: Path) -> None:
-    with running(tmp_path) as cluster:
-        async with open_mooncake(cluster.address) as mooncake:
-            name = mooncake.name_of(1).rpartition("/")[0] + "/namespace.json"
-            await until_true(lambda: mooncake.backend._connection._namespace.is_settled)
-        with other_client(cluster) as other:
-            described = other.get(name)
-            assert b'"model_name": "org/m"' in described
-            assert other.remove(name, True) == 0
-            assert other.put(name, described.replace(b"262144", b"131072")) == 0
-            async with begin_mooncake(cluster.address) as mooncake:
-                await until_true(lambda: mooncake.count("connects_failed") > 0)
-                assert mooncake.states == [Connection.CONNECTING]
-                assert other.remove(name, True) == 0
-                await mooncake.until_up()
-            assert other.get(name) == described

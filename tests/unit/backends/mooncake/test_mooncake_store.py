@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvtier.errors import Misuse
-from kvtier.plugin_api.backend import LoadBlock, Loaded, Outcome, StoreBlock, block_digest
+from kvtier.plugin_api.backend import (
+    Connection,
+    LoadBlock,
+    Loaded,
+    Outcome,
+    StoreBlock,
+    block_digest,
+)
+from kvtier.plugin_api.deadlines import time_limit
 from kvtier_backends.mooncake import client as client_module
 from kvtier_backends.mooncake import mooncake_options
 from kvtier_backends.shared.records import Record, Records
@@ -18,12 +26,14 @@ from tests.support.mooncake_server import (
     other_client,
     running,
 )
-from tests.support.patience import pause
+from tests.support.patience import pause, until_true
 from tests.unit.backends._media import key_of
 from tests.unit.backends.mooncake._mooncake import (
     BLOCK_BYTES,
     CONTEXT,
     SLOTS,
+    Mooncake,
+    begin_mooncake,
     data_of,
     open_mooncake,
 )
@@ -40,6 +50,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A store for all tests that leave it as it was."""
     with running(tmp_path_factory.mktemp("mooncake")) as shared:
         yield shared
+
+
+@pytest.fixture(scope="module")
+def other(cluster: Cluster) -> Iterator[Any]:
+    """Another program's client."""
+    with other_client(cluster) as client:
+        yield client
 
 
 @pytest.mark.long  # ten seconds, until the master finds out; the gate has an owner that hangs
@@ -103,22 +120,36 @@ async def test_a_full_store_says_so_and_serves_what_it_has(tmp_path: Path) -> No
             ]
 
 
-async def test_a_block_that_is_there_is_not_replaced(cluster: Cluster) -> None:
+async def test_a_store_that_others_use_too_serves_no_wrong_byte(
+    cluster: Cluster, other: Any
+) -> None:
+    """With one client for all of these: to close one takes the library a second."""
     async with open_mooncake(cluster.address) as mooncake:
-        assert await mooncake.store(1) is Outcome.DONE
-        assert await mooncake.store(1, data_of(2)) is Outcome.DONE
-        assert await mooncake.load(1) is Outcome.DONE  # and right, in all bytes
+        for promise in (
+            a_block_that_is_there_is_not_replaced,
+            a_block_is_removed_though_somebody_has_a_lease_on_it,
+            what_another_client_has_changed_is_damaged,
+            a_buffer_outside_the_slots_is_refused,
+            what_nobody_waits_for_any_more_is_not_begun,
+        ):
+            await promise(mooncake, other)
 
 
-async def test_a_block_is_removed_though_somebody_has_a_lease_on_it(cluster: Cluster) -> None:
-    async with open_mooncake(cluster.address) as mooncake:
-        assert await mooncake.store(3) is Outcome.DONE
-        with other_client(cluster) as other:
-            assert other.is_exist(mooncake.name_of(3)) == 1
-            assert other.remove(mooncake.name_of(3)) == -706
-            await mooncake.backend.remove([key_of(3), key_of(4)])
-            assert other.is_exist(mooncake.name_of(3)) == 0
-        assert await mooncake.load(3) is Outcome.ABSENT
+async def a_block_that_is_there_is_not_replaced(mooncake: Mooncake, _other: Any) -> None:
+    assert await mooncake.store(1) is Outcome.DONE
+    assert await mooncake.store(1, data_of(2)) is Outcome.DONE
+    assert await mooncake.load(1) is Outcome.DONE  # and right, in all bytes
+
+
+async def a_block_is_removed_though_somebody_has_a_lease_on_it(
+    mooncake: Mooncake, other: Any
+) -> None:
+    assert await mooncake.store(3) is Outcome.DONE
+    assert other.is_exist(mooncake.name_of(3)) == 1
+    assert other.remove(mooncake.name_of(3)) == -706
+    await mooncake.backend.remove([key_of(3), key_of(4)])
+    assert other.is_exist(mooncake.name_of(3)) == 0
+    assert await mooncake.load(3) is Outcome.ABSENT
 
 
 def harmed(sound: bytes, other: bytes) -> Iterator[bytes]:
@@ -133,33 +164,59 @@ def harmed(sound: bytes, other: bytes) -> Iterator[bytes]:
     yield other
 
 
-async def test_what_another_client_has_changed_is_damaged(cluster: Cluster) -> None:
-    async with open_mooncake(cluster.address) as mooncake:
-        assert await mooncake.store(5) is Outcome.DONE
-        assert await mooncake.store(6) is Outcome.DONE
-        name = mooncake.name_of(5)
-        with other_client(cluster) as other:
-            sound = other.get(name)
-            assert sound[:BLOCK_BYTES] == data_of(5)
-            for bad in harmed(sound, other.get(mooncake.name_of(6))):
-                assert other.remove(name, True) == 0
-                assert other.put(name, bad) == 0
-                assert await mooncake.load(5) is Outcome.DAMAGED
-        assert await mooncake.load(6) is Outcome.DONE
-        await mooncake.backend.remove([key_of(5), key_of(6)])
-        assert await mooncake.store(5) is Outcome.DONE
-        assert await mooncake.load(5) is Outcome.DONE
+async def what_another_client_has_changed_is_damaged(mooncake: Mooncake, other: Any) -> None:
+    assert await mooncake.store(5) is Outcome.DONE
+    assert await mooncake.store(6) is Outcome.DONE
+    name = mooncake.name_of(5)
+    sound = other.get(name)
+    assert sound[:BLOCK_BYTES] == data_of(5)
+    for bad in harmed(sound, other.get(mooncake.name_of(6))):
+        assert other.remove(name, True) == 0
+        assert other.put(name, bad) == 0
+        assert await mooncake.load(5) is Outcome.DAMAGED
+    assert await mooncake.load(6) is Outcome.DONE
+    await mooncake.backend.remove([key_of(5), key_of(6)])
+    assert await mooncake.store(5) is Outcome.DONE
+    assert await mooncake.load(5) is Outcome.DONE
 
 
-async def test_a_buffer_outside_the_slots_is_refused(cluster: Cluster) -> None:
+async def a_buffer_outside_the_slots_is_refused(mooncake: Mooncake, _other: Any) -> None:
     """No client knows it: over RDMA it could not be read, nor written to."""
-    async with open_mooncake(cluster.address) as mooncake:
-        elsewhere = memoryview(bytearray(BLOCK_BYTES))
-        with pytest.raises(Misuse, match="register_memory"):
-            await mooncake.backend.load([LoadBlock(key_of(7), elsewhere)])
-        with pytest.raises(Misuse, match="register_memory"):
-            await mooncake.backend.store([StoreBlock(key_of(7), elsewhere, bytes(16))])
-        assert mooncake.slots.slot_count == SLOTS
+    elsewhere = memoryview(bytearray(BLOCK_BYTES))
+    with pytest.raises(Misuse, match="register_memory"):
+        await mooncake.backend.load([LoadBlock(key_of(7), elsewhere)])
+    with pytest.raises(Misuse, match="register_memory"):
+        await mooncake.backend.store([StoreBlock(key_of(7), elsewhere, bytes(16))])
+    assert mooncake.slots.slot_count == SLOTS
+
+
+async def what_nobody_waits_for_any_more_is_not_begun(mooncake: Mooncake, _other: Any) -> None:
+    with time_limit(0):
+        assert await mooncake.store(8) is Outcome.FAILED
+    assert not await mooncake.probe(8)
+    assert await mooncake.store(8) is Outcome.DONE
+    with time_limit(0):
+        assert await mooncake.load(8) is Outcome.FAILED
+    assert await mooncake.load(8) is Outcome.DONE
+
+
+async def test_a_store_that_holds_another_namespace_is_not_used(
+    cluster: Cluster, other: Any
+) -> None:
+    prefix = {"key_prefix": "described"}
+    async with open_mooncake(cluster.address, **prefix) as mooncake:
+        name = mooncake.name_of(1).rpartition("/")[0] + "/namespace.json"
+        await until_true(lambda: mooncake.backend._connection._namespace.is_settled)
+    described = other.get(name)
+    assert b'"model_name": "org/m"' in described
+    assert other.remove(name, True) == 0
+    assert other.put(name, described.replace(b"262144", b"131072")) == 0
+    async with begin_mooncake(cluster.address, **prefix) as mooncake:
+        await until_true(lambda: mooncake.count("connects_failed") > 0)
+        assert mooncake.states == [Connection.CONNECTING]
+        assert other.remove(name, True) == 0
+        await mooncake.until_up()
+    assert other.get(name) == described
 
 
 @pytest.mark.long  # nine seconds, of the library's own moving of blocks
@@ -210,7 +267,7 @@ class Inverted(Records):
 
 
 async def test_a_payload_that_is_not_the_block_itself_comes_back_as_the_block(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, other: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mooncake_options, "make_records", lambda *_: Inverted(CONTEXT))
     async with open_mooncake(cluster.address, key_prefix="inverted") as mooncake:
@@ -228,6 +285,5 @@ async def test_a_payload_that_is_not_the_block_itself_comes_back_as_the_block(
         )
         assert loaded == [Loaded(Outcome.DONE, block.digest) for block in blocks]
         assert [bytes(view) for view in views] == [data_of(number) for number in numbers]
-        with other_client(cluster) as other:
-            there = other.get(mooncake.name_of(1))[:BLOCK_BYTES]
+        there = other.get(mooncake.name_of(1))[:BLOCK_BYTES]
         assert there == data_of(1).translate(INVERT)

@@ -78,10 +78,10 @@ async def test_what_does_not_pass_is_a_failure_at_the_deadline(
     async with open_s3(endpoint) as s3:
         await s3.store(1)
         server.misbehave(fault, "GET HEAD")
-        with time_limit(0.3):
+        with time_limit(0.1):
             assert await s3.load(1) == [FAILED]
         if fault is not Fault.SHORT:  # of a HEAD, nothing can be short
-            with time_limit(0.3), pytest.raises(StoreFault, match="no probe was answered"):
+            with time_limit(0.1), pytest.raises(StoreFault, match="no probe was answered"):
                 await s3.probe(1)
         server.behave()
         assert await s3.load(1) == [DONE]
@@ -89,7 +89,7 @@ async def test_what_does_not_pass_is_a_failure_at_the_deadline(
 
 async def test_request_timeout_s_bounds_a_call_without_a_deadline(faulty: Faulty) -> None:
     server, endpoint = faulty
-    async with open_s3(endpoint, request_timeout_s=0.3) as s3:
+    async with open_s3(endpoint, request_timeout_s=0.1) as s3:
         server.misbehave(Fault.HANG)
         assert await s3.store(1) == [FAILED]
         server.misbehave_always(Fault.HANG)

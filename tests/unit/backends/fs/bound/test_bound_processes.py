@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-ENGINES = 4
+ENGINES = 3
 CAPACITY_BLOCKS = 600
 DISTINCT_BLOCKS = 4 * CAPACITY_BLOCKS
 STORES_BETWEEN_KILLS = 300
@@ -54,7 +54,7 @@ def test_engines_that_are_killed_never_leave_more_than_the_capacity(
     def stored() -> int:
         return sum(engine.stored for engine in engines)
 
-    for number in range(examples(4)):
+    for number in range(examples(3)):
         goal = stored() + STORES_BETWEEN_KILLS
         until(lambda goal=goal: measured(stored() >= goal))
         place = chance.randrange(ENGINES)

@@ -60,7 +60,7 @@ def storm(chance: Random, steps: int = STEPS) -> tuple[World, list[Engine]]:
     return world, engines
 
 
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(15))
 @given(seed=st.integers(0, 1 << 32))
 def test_the_folder_never_holds_more_than_its_bound(seed: int) -> None:
     storm(Random(seed))

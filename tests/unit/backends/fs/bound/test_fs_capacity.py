@@ -12,10 +12,10 @@ from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import BackendContext, Outcome
 from kvtier_backends.fs.bound import keeper as keeper_module
 from kvtier_backends.fs.bound.names import SPACE, TERMS
-from kvtier_backends.fs.bound.timing import Timing
 from tests.support.patience import PATIENCE_S, until_true
 from tests.unit.backends._media import needs_mount, tmpfs
 from tests.unit.backends.fs._fs import BLOCK_BYTES, CONTEXT, FILE_BYTES, Fs, key_of, make_fs
+from tests.unit.backends.fs.bound._timing import QUICK
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -26,18 +26,6 @@ BLOCKS = 64
 CAPACITY = BLOCKS * FILE_BYTES
 STORES_BETWEEN_USES = 8
 """Far fewer than there is room for: what has just been used is none of the oldest then."""
-QUICK = Timing(
-    busy_s=0.002,
-    idle_s=0.01,
-    # Nobody dies here unheard: whoever is not run for a while keeps what it leads and was granted.
-    lease_s=PATIENCE_S,
-    dead_s=PATIENCE_S,
-    hang_s=PATIENCE_S,
-    hand_back_s=0.2,
-    uses_s=0.01,
-    epoch_s=0.01,
-    save_s=0.02,
-)
 
 
 @pytest.fixture(autouse=True)
