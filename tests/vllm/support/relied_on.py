@@ -40,7 +40,9 @@ def lines() -> list[str]:
     mentioned = {name for tree in trees for name in _mentioned_by(tree)}
     found: set[str] = set()
     for module, name in {*REACHED, *(each for tree in trees for each in _imported_by(tree))}:
-        thing = getattr(import_module(module), name)
+        home = import_module(module)
+        # A module of a package is its attribute only once somebody has imported it.
+        thing = getattr(home, name) if hasattr(home, name) else import_module(f"{module}.{name}")
         found |= set(_of(f"{module}.{name}", thing, mentioned))
     return sorted(found)
 
