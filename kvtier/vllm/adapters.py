@@ -152,7 +152,7 @@ def _by_content(real: Callable[..., Any]) -> Callable[..., Any]:
         if request.lora_request is None:
             return keys, next_input
         named = (_TAG, request.lora_request.lora_name, ADAPTERS.digest_for(request))
-        return tuple(named if key[0] == _TAG else key for key in keys), next_input
+        return tuple(named if key[0] == _TAG else key for key in keys or ()) or None, next_input
 
     return extra_keys
 

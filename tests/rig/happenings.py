@@ -6,6 +6,7 @@ import random
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.lora.request import LoRARequest
@@ -22,6 +23,15 @@ if TYPE_CHECKING:
 
     from tests.rig.engine import Engine
     from tests.rig.shape import Shape
+
+
+ADAPTERS = Path(__file__).with_name("adapters")
+
+
+def _adapter(number: int) -> LoRARequest:
+    """Return one that is told by its files; no worker of the rig loads any."""
+    name = f"adapter-{number}"
+    return LoRARequest(name, number, str(ADAPTERS / name))
 
 
 class CompletionCounted(AssertionError):
@@ -103,7 +113,7 @@ class Happenings:
             prompt,
             sampling,
             None,
-            lora_request=LoRARequest(f"adapter-{adapter}", adapter, "nowhere") if adapter else None,
+            lora_request=_adapter(adapter) if adapter else None,
             cache_salt=salt or None,
             block_hasher=core.request_block_hasher,
         )
