@@ -15,7 +15,6 @@ what runs while an adapter is loaded again in place is computed with both: it is
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 from functools import wraps
 from pathlib import Path
@@ -23,6 +22,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.engine.core import EngineCore
@@ -59,13 +60,20 @@ class Adapters:
         self.mixed: set[str] = set()  #: requests that ran while their adapter was replaced
         self._said: set[tuple[str, _State]] = set()
 
-    def load(self, request: LoRARequest) -> None:
-        """Take in that an adapter is about to be loaded. Reads its files."""
+    def loaded(self, request: LoRARequest, before: _State) -> None:
+        """Take in that an adapter has been loaded. Reads its files.
+
+        ``before``: their state before that; empty if they came with it, from a hub.
+        """
         with self._lock:
-            before = self._loaded.get(request.lora_int_id)
+            known = self._loaded.get(request.lora_int_id)
+            if known is not None and not request.load_inplace:
+                return  # the worker goes on with what it has
             now = _look_at(request.lora_name, request.lora_path)
+            if before not in ((), now.state):
+                now = _Adapter(now.name, now.path, now.state, None)
             self._loaded[request.lora_int_id] = now
-            if before is not None and (before.digest is None or before.digest != now.digest):
+            if known is not None and (now.digest is None or known.digest != now.digest):
                 self._mix(request.lora_int_id)
 
     def forget(self) -> None:
@@ -98,7 +106,7 @@ class Adapters:
         with self._lock:
             known = self._loaded.get(request.lora_int_id)
             now = _state_of(request.lora_path)
-            if known is None or (request.load_inplace and now != known.state):
+            if known is None or (now != known.state and (request.load_inplace or not known.state)):
                 if known is not None:
                     self._mix(request.lora_int_id)
                 known = _look_at(request.lora_name, request.lora_path)
@@ -160,8 +168,10 @@ def _by_content(real: Callable[..., Any]) -> Callable[..., Any]:
 def _told_of_loading(real: Callable[..., bool]) -> Callable[..., bool]:
     @wraps(real)
     def add_lora(engine: EngineCore, lora_request: LoRARequest) -> bool:
-        ADAPTERS.load(lora_request)
-        return real(engine, lora_request)
+        before = _state_of(lora_request.lora_path)
+        is_loaded = real(engine, lora_request)  # raises: what was loaded before stays
+        ADAPTERS.loaded(lora_request, before)
+        return is_loaded
 
     return add_lora
 
@@ -202,5 +212,18 @@ def _state_of(path: str) -> _State:
 
 
 def _files_of(path: str) -> Iterator[Path]:
-    folder = Path(os.path.expanduser(path))
+    folder = _folder_of(path)
+    if folder is None:
+        return iter(())
     return iter(sorted({file for name in _NAMES for file in folder.glob(name)}))
+
+
+def _folder_of(path: str) -> Path | None:
+    """Return where an adapter is on this host, as vLLM finds it; None: nowhere, or not yet."""
+    folder = Path(path).expanduser()
+    if folder.is_absolute() or folder.exists():
+        return folder
+    try:  # the name of a hub's repository: what vLLM has downloaded, by its commit
+        return Path(snapshot_download(path, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None

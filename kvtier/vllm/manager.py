@@ -226,6 +226,10 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         request after the other.
         """
         request = req_context.req_id
+        if request in ADAPTERS.mixed:
+            self._ahead = dict.fromkeys([key, *positions_of(req_context)], LookupResult.MISS)
+            self._ahead_of = req_context
+            return
         if not self._resumed.may_load(request):
             self._ahead = dict.fromkeys([key, *positions_of(req_context)], LookupResult.RETRY)
             self._ahead_of = req_context
@@ -262,6 +266,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         """Tell where the block is. What is promoted is decided when vLLM has asked for all."""
         request, end_of = req_context.req_id, positions_of(req_context)
         if request not in self._passes:
+            if request in ADAPTERS.mixed:
+                return LookupResult.MISS
             if not self._resumed.may_load(request):
                 return LookupResult.RETRY
             self._note_waits(request)

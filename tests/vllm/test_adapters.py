@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 BLOCK_TOKENS = 4
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 PROMPT = list(range(4 * BLOCK_TOKENS))
 
 
@@ -148,6 +150,78 @@ def test_an_engine_that_is_told_to_load_or_remove_one_tells(
     assert not known.digest(lora).startswith("unknown")
 
 
+def test_an_adapter_that_is_not_loaded_again_stays_what_it_was(
+    tmp_path: Path, known: Adapters
+) -> None:
+    """vLLM takes a second call for nothing, and a call that fails changes nothing."""
+
+    class Executor:
+        fails = False
+
+        def add_lora(self, _request: LoRARequest) -> bool:
+            if self.fails:
+                raise ValueError("no such adapter")
+            return True
+
+    core: Any = object.__new__(module.EngineCore)
+    core.model_executor = executor = Executor()
+    write_adapter(tmp_path / "a", 1)
+    lora = LoRARequest("a", 1, str(tmp_path / "a"))
+    core.add_lora(lora)
+    write_adapter(tmp_path / "a", 2)
+    touch(tmp_path / "a")
+    core.add_lora(lora)
+    assert known.digest(lora).startswith("unknown")
+    executor.fails = True
+    with pytest.raises(ValueError, match="no such"):
+        core.add_lora(LoRARequest("a", 1, str(tmp_path / "a"), load_inplace=True))
+    assert known.digest(lora).startswith("unknown")
+
+
+def test_files_that_change_while_an_adapter_is_loaded_are_nobody_knows_whose(
+    tmp_path: Path, known: Adapters
+) -> None:
+    class Executor:
+        def add_lora(self, _request: LoRARequest) -> bool:
+            write_adapter(tmp_path / "a", 2)
+            touch(tmp_path / "a")
+            return True
+
+    core: Any = object.__new__(module.EngineCore)
+    core.model_executor = Executor()
+    write_adapter(tmp_path / "a", 1)
+    lora = LoRARequest("a", 1, str(tmp_path / "a"))
+    core.add_lora(lora)
+    assert known.digest(lora).startswith("unknown")
+
+
+def test_one_of_a_hub_is_told_once_its_files_are_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: Adapters
+) -> None:
+    """A worker downloads it while it is loaded; its hits were lost."""
+    repository = tmp_path / "models--org--adapter"
+    monkeypatch.setattr(
+        module, "snapshot_download", partial(module.snapshot_download, cache_dir=tmp_path)
+    )
+
+    class Executor:
+        def add_lora(self, _request: LoRARequest) -> bool:
+            write_adapter(repository / "snapshots" / COMMIT, 1)
+            (repository / "refs").mkdir()
+            (repository / "refs/main").write_text(COMMIT)
+            return True
+
+    core: Any = object.__new__(module.EngineCore)
+    core.model_executor = Executor()
+    lora = LoRARequest("a", 1, "org/adapter")
+    assert known.digest(lora).startswith("unknown")
+    core.add_lora(lora)
+    digest = known.digest(lora)
+    assert not digest.startswith("unknown")
+    write_adapter(tmp_path / "copy", 1)
+    assert Adapters().digest(LoRARequest("a", 1, str(tmp_path / "copy"))) == digest
+
+
 @pytest.mark.parametrize("path", ["org/adapter", "/nowhere/at/all", "empty"])
 def test_one_whose_files_are_not_here_is_known_to_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
@@ -178,14 +252,19 @@ def test_what_runs_while_its_adapter_is_replaced_is_not_stored(
     tmp_path: Path, known: Adapters, engine: Engine
 ) -> None:
     write_adapter(tmp_path / "a", 1)
-    running = request(tmp_path / "a", name="r1")
+    engine.store([2])
+    running = request(tmp_path / "a", name="r2")
     with engine.request([1]) as context:
         assert context.req_id == running.request_id
         write_adapter(tmp_path / "a", 2)
-        known.load(LoRARequest("a", 1, str(tmp_path / "a"), load_inplace=True))
+        known.loaded(LoRARequest("a", 1, str(tmp_path / "a"), load_inplace=True), ())
         grant = engine.manager.prepare_store([(1).to_bytes(32, "big") + bytes(4)], context)
         assert grant is not None
         assert grant.keys_to_store == []
+    assert engine.read([2]) == [2]
+    late = request(tmp_path / "a", name=f"r{engine._requests + 1}")  # has waited since
+    known.mixed.add(late.request_id)
+    assert engine.read([2]) == []
     assert known.mixed == set()
     with engine.request([1]) as context:
         grant = engine.manager.prepare_store([(1).to_bytes(32, "big") + bytes(4)], context)
