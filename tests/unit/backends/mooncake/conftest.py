@@ -7,11 +7,11 @@ import pytest
 
 @pytest.fixture
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the library wait for a second for what hangs."""
+    """Have the library wait for 2 seconds for what hangs."""
     for name, value in (
-        ("MC_RPC_TIMEOUT_MS", "1000"),
-        ("MC_RPC_CONNECT_TIMEOUT_MS", "1000"),
-        ("MC_TCP_STATUS_TIMEOUT_SEC", "1"),
-        ("MC_TCP_PROGRESS_TIMEOUT_SEC", "1"),
+        ("MC_RPC_TIMEOUT_MS", "2000"),
+        ("MC_RPC_CONNECT_TIMEOUT_MS", "2000"),
+        ("MC_TCP_STATUS_TIMEOUT_SEC", "2"),
+        ("MC_TCP_PROGRESS_TIMEOUT_SEC", "2"),
     ):
         monkeypatch.setenv(name, value)
