@@ -44,7 +44,6 @@ _State = tuple[tuple[str, int, int, int], ...]
 
 
 class _Adapter(NamedTuple):
-    name: str
     path: str
     state: _State  #: of its files, when it was loaded
     digest: str | None  #: None: it can't be told
@@ -69,12 +68,9 @@ class Adapters:
             known = self._loaded.get(request.lora_int_id)
             if known is not None and not request.load_inplace:
                 return  # the worker goes on with what it has
-            now = _look_at(request.lora_name, request.lora_path)
-            if before not in ((), now.state):
-                now = _Adapter(now.name, now.path, now.state, None)
-            self._loaded[request.lora_int_id] = now
-            if known is not None and (now.digest is None or known.digest != now.digest):
-                self._mix(request.lora_int_id)
+            now = _look_at(request.lora_path)
+            is_sure = before in ((), now.state)
+            self._take(request.lora_int_id, now if is_sure else _Adapter(now.path, now.state, None))
 
     def forget(self) -> None:
         """Forget all adapters: a new engine loads them anew."""
@@ -86,10 +82,15 @@ class Adapters:
         with self._lock:
             self._loaded.pop(number, None)
 
-    def _mix(self, number: int) -> None:
-        for name, request in self._live.items():
-            if request.lora_request.lora_int_id == number:
-                self.mixed.add(name)
+    def _take(self, number: int, adapter: _Adapter) -> _Adapter:
+        """Know an adapter from now on. Who runs with another one is computed with both."""
+        known = self._loaded.get(number)
+        self._loaded[number] = adapter
+        if known is not None and (adapter.digest is None or adapter.digest != known.digest):
+            for name, request in self._live.items():
+                if request.lora_request.lora_int_id == number:
+                    self.mixed.add(name)
+        return adapter
 
     def digest_for(self, request: Request) -> str:
         """Return what stands for the content of a request's adapter, for as long as it runs."""
@@ -107,10 +108,7 @@ class Adapters:
             known = self._loaded.get(request.lora_int_id)
             now = _state_of(request.lora_path)
             if known is None or (now != known.state and (request.load_inplace or not known.state)):
-                if known is not None:
-                    self._mix(request.lora_int_id)
-                known = _look_at(request.lora_name, request.lora_path)
-                self._loaded[request.lora_int_id] = known
+                known = self._take(request.lora_int_id, _look_at(request.lora_path))
             is_same = (known.path, known.state) == (request.lora_path, now)
             if known.digest is not None and is_same:
                 return known.digest
@@ -185,7 +183,7 @@ def _told_of_removing(real: Callable[..., bool]) -> Callable[..., bool]:
     return remove_lora
 
 
-def _look_at(name: str, path: str) -> _Adapter:
+def _look_at(path: str) -> _Adapter:
     """Read an adapter. One that changes meanwhile, or that isn't there, can't be told."""
     before = _state_of(path)
     digest = hashlib.sha256()
@@ -195,11 +193,9 @@ def _look_at(name: str, path: str) -> _Adapter:
             with file.open("rb") as opened:
                 digest.update(hashlib.file_digest(opened, "sha256").digest())
     except OSError:
-        return _Adapter(name, path, before, None)
+        return _Adapter(path, before, None)
     is_whole = before and before == _state_of(path)
-    return _Adapter(
-        name, path, before, digest.hexdigest()[:_DIGEST_HEX_DIGITS] if is_whole else None
-    )
+    return _Adapter(path, before, digest.hexdigest()[:_DIGEST_HEX_DIGITS] if is_whole else None)
 
 
 def _state_of(path: str) -> _State:

@@ -35,7 +35,7 @@ from vllm.v1.kv_offload.file_mapper import FileMapper
 from kvtier.errors import InternalError
 from kvtier.plugin_api.backend import Namespace
 from kvtier.plugin_api.log import log, printable
-from kvtier.vllm.weights import Weights, weights_of
+from kvtier.vllm.weights import Weights, source_of, weights_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -72,7 +72,7 @@ def worker_report(vllm_config: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM ha
     """
     began_s = time.monotonic()
     weights = weights_of(vllm_config.model_config, vllm_config.load_config)
-    draft, draft_weights = _draft_of(vllm_config)
+    draft, draft_weights = _draft_of(vllm_config, weights)
     apart = {
         "local_facts": {
             "weights": dict(weights.local_facts),
@@ -273,13 +273,23 @@ def _rope_types(value: Any) -> set[Any]:  # noqa: ANN401 - any JSON value
     return found.union(*(_rope_types(item) for item in value.values()))
 
 
-def _draft_of(vllm_config: Any) -> tuple[Any, Weights]:  # noqa: ANN401 - no stubs
-    """Return the draft model's configuration and weights, if there is one."""
+def _draft_of(vllm_config: Any, weights: Weights) -> tuple[Any, Weights]:  # noqa: ANN401 - no stubs
+    """Return the draft model's configuration and weights, if there is one.
+
+    ``weights``: the model's. Its draft may lie in the same files, which are not looked at again.
+    """
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
     if draft is None:
         return None, Weights({}, {})
     load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+    is_the_same = source_of(draft) == source_of(vllm_config.model_config)
+    if (
+        is_the_same
+        and load == vllm_config.load_config
+        and draft.seed == vllm_config.model_config.seed
+    ):
+        return draft, weights
     return draft, weights_of(draft, load)
 
 

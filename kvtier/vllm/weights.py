@@ -37,14 +37,18 @@ class Weights(NamedTuple):
     local_facts: Mapping[str, Any]  #: of the files on this machine; other copies have others
 
 
+def source_of(model: Any) -> str:  # noqa: ANN401 - vLLM has no stubs
+    """Return where a model's weights are: a path, a name of the hub, or an address."""
+    return str(getattr(model, "model_weights", "") or model.model)
+
+
 def weights_of(model: Any, load: Any) -> Weights:  # noqa: ANN401 - vLLM has no stubs
     """Look at the weights of one model configuration, as the load configuration says.
 
     Reads a small part of the model's files. ``facts`` have ``unknown``, a reason, where nothing
     tells these weights from others.
     """
-    load_format = _plain_name(load.load_format)
-    source = str(getattr(model, "model_weights", "") or model.model)
+    load_format, source = str(load.load_format), source_of(model)
     if load_format == "dummy":  # random numbers, made from the seed
         return Weights({"dummy": int(model.seed)}, {})
     if load_format not in READ_FILES:
@@ -89,7 +93,3 @@ def _commit_of(model: Any) -> str | None:  # noqa: ANN401 - as above
 
 def _unknown(reason: str) -> Weights:
     return Weights({"unknown": printable(reason)[:_REASON_CHARACTERS_MAX]}, {})
-
-
-def _plain_name(value: Any) -> str:  # noqa: ANN401 - a string, or an enumeration of strings
-    return str(getattr(value, "value", value))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +23,7 @@ from tests.vllm.support.managers import manager
 from tests.vllm.test_hosted_tiers import Engine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 BLOCK_TOKENS = 4
@@ -61,6 +62,18 @@ def hashes(path: Path | str | None, number: int = 1, *, in_place: bool = False) 
     found: list[bytes] = list(request(path, number, in_place=in_place).block_hashes)
     assert len(found) == len(PROMPT) // BLOCK_TOKENS
     return found
+
+
+def core_of(load: Callable[[], None]) -> Any:
+    """Return vLLM's engine core over workers that do this when they are to load an adapter."""
+
+    def add_lora(_request: LoRARequest) -> bool:
+        load()
+        return True
+
+    core = object.__new__(module.EngineCore)
+    core.model_executor = SimpleNamespace(add_lora=add_lora, remove_lora=lambda _number: True)
+    return core
 
 
 def touch(folder: Path) -> None:
@@ -129,16 +142,7 @@ def test_an_engine_that_is_told_to_load_or_remove_one_tells(
     tmp_path: Path, known: Adapters
 ) -> None:
     """vLLM's server loads an adapter long before its first request; files may change meanwhile."""
-
-    class Executor:
-        def add_lora(self, _request: LoRARequest) -> bool:
-            return True
-
-        def remove_lora(self, _number: int) -> bool:
-            return True
-
-    core: Any = object.__new__(module.EngineCore)
-    core.model_executor = Executor()
+    core = core_of(lambda: None)
     write_adapter(tmp_path / "a", 1)
     lora = LoRARequest("a", 1, str(tmp_path / "a"))
     assert core.add_lora(lora)
@@ -154,17 +158,13 @@ def test_an_adapter_that_is_not_loaded_again_stays_what_it_was(
     tmp_path: Path, known: Adapters
 ) -> None:
     """vLLM takes a second call for nothing, and a call that fails changes nothing."""
+    fails = False
 
-    class Executor:
-        fails = False
+    def load() -> None:
+        if fails:
+            raise ValueError("no such adapter")
 
-        def add_lora(self, _request: LoRARequest) -> bool:
-            if self.fails:
-                raise ValueError("no such adapter")
-            return True
-
-    core: Any = object.__new__(module.EngineCore)
-    core.model_executor = executor = Executor()
+    core = core_of(load)
     write_adapter(tmp_path / "a", 1)
     lora = LoRARequest("a", 1, str(tmp_path / "a"))
     core.add_lora(lora)
@@ -172,7 +172,7 @@ def test_an_adapter_that_is_not_loaded_again_stays_what_it_was(
     touch(tmp_path / "a")
     core.add_lora(lora)
     assert known.digest(lora).startswith("unknown")
-    executor.fails = True
+    fails = True
     with pytest.raises(ValueError, match="no such"):
         core.add_lora(LoRARequest("a", 1, str(tmp_path / "a"), load_inplace=True))
     assert known.digest(lora).startswith("unknown")
@@ -181,14 +181,11 @@ def test_an_adapter_that_is_not_loaded_again_stays_what_it_was(
 def test_files_that_change_while_an_adapter_is_loaded_are_nobody_knows_whose(
     tmp_path: Path, known: Adapters
 ) -> None:
-    class Executor:
-        def add_lora(self, _request: LoRARequest) -> bool:
-            write_adapter(tmp_path / "a", 2)
-            touch(tmp_path / "a")
-            return True
+    def load() -> None:
+        write_adapter(tmp_path / "a", 2)
+        touch(tmp_path / "a")
 
-    core: Any = object.__new__(module.EngineCore)
-    core.model_executor = Executor()
+    core = core_of(load)
     write_adapter(tmp_path / "a", 1)
     lora = LoRARequest("a", 1, str(tmp_path / "a"))
     core.add_lora(lora)
@@ -204,15 +201,12 @@ def test_one_of_a_hub_is_told_once_its_files_are_here(
         module, "snapshot_download", partial(module.snapshot_download, cache_dir=tmp_path)
     )
 
-    class Executor:
-        def add_lora(self, _request: LoRARequest) -> bool:
-            write_adapter(repository / "snapshots" / COMMIT, 1)
-            (repository / "refs").mkdir()
-            (repository / "refs/main").write_text(COMMIT)
-            return True
+    def load() -> None:
+        write_adapter(repository / "snapshots" / COMMIT, 1)
+        (repository / "refs").mkdir()
+        (repository / "refs/main").write_text(COMMIT)
 
-    core: Any = object.__new__(module.EngineCore)
-    core.model_executor = Executor()
+    core = core_of(load)
     lora = LoRARequest("a", 1, "org/adapter")
     assert known.digest(lora).startswith("unknown")
     core.add_lora(lora)

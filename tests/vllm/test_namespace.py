@@ -10,6 +10,7 @@ import pytest
 from vllm.v1.kv_offload.config import OffloadingCacheConfig, OffloadingModelConfig
 
 from kvtier.errors import InternalError
+from kvtier.vllm import namespace
 from kvtier.vllm.namespace import build_namespace, worker_report
 from tests.vllm.support.offloading import CONFIG
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vllm.v1.kv_offload.config import OffloadingConfig
+
+    from kvtier.vllm.weights import Weights
 
 TWO_RANKS = replace(CONFIG.parallel, world_size=2, tp_size=2)
 
@@ -175,3 +178,29 @@ def test_random_hash_seeds_keep_an_engine_to_itself(
     config = engine_config(tmp_path)
     config.cache_config.prefix_caching_hash_algo = "xxhash"
     assert worker_facts(config)["block_hash"] != worker_facts(config)["block_hash"]
+
+
+def test_a_draft_in_the_models_own_files_has_them_looked_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As heads that come with the model. One in other files has not."""
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft/model.safetensors").write_bytes(b"2")
+    looked: list[str] = []
+    real = namespace.weights_of
+
+    def weights_of(model: Any, load: Any) -> Weights:
+        looked.append(model.model)
+        return real(model, load)
+
+    monkeypatch.setattr(namespace, "weights_of", weights_of)
+    told = []
+    for draft in (tmp_path, tmp_path / "draft"):
+        config = engine_config(tmp_path)
+        model = engine_config(draft).model_config
+        config.speculative_config = SimpleNamespace(method="mtp", draft_model_config=model)
+        told.append(worker_facts(config)["draft_model"]["model"]["weights"])
+    assert looked == [str(tmp_path), str(tmp_path), str(tmp_path / "draft")]
+    assert told[0] == worker_facts(engine_config(tmp_path))["model"]["weights"]
+    assert told[0] != told[1]
