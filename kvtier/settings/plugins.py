@@ -14,7 +14,7 @@ from kvtier.plugin_api.options import Options, shown
 from kvtier.settings.runtime_config import ADMIT_ALL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from importlib.metadata import EntryPoint
 
     from kvtier.plugin_api.admission_policy import AdmissionContext
@@ -78,6 +78,13 @@ def backend_class(kind: str) -> type[Backend]:
     """Return the class registered for a tier type. Raises ``ConfigError`` if there is none."""
     found: type[Backend] = _find(BACKENDS, kind, "secondary_tiers: type", Backend)
     return found
+
+
+def lasting_tiers(tiers: Iterable[TierConfig]) -> list[str]:
+    """Return the names of the tiers that outlive the engine's process, or are shared."""
+    return [
+        tier.name for tier in tiers if backend_class(tier.type).medium_of(tier.options) != "CPU"
+    ]
 
 
 def make_policy(name: str, capacity: int) -> EvictionPolicy:

@@ -14,6 +14,7 @@ import os
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import ConfigError
@@ -22,10 +23,16 @@ from kvtier.plugin_api.backend import BackendContext, Namespace
 from kvtier.plugin_api.options import shown
 from kvtier.plugin_api.slot_memory import machine_memory_bytes
 from kvtier.settings.extra_config import WHERE, cpu_bytes_to_use, read_settings
-from kvtier.settings.plugins import backend_class, make_admission, make_policy
+from kvtier.settings.plugins import backend_class, lasting_tiers, make_admission, make_policy
 from kvtier.settings.runtime_config import ADMIT_ALL, TierConfig
 from kvtier.settings.secondary_tier import read_secondary_tier, refuse_behind_vllm
 from kvtier.settings.vllm_keys import VLLMKeys
+from kvtier.settings.weight_sources import (
+    NO_WEIGHTS,
+    is_weight_file,
+    no_weight_files,
+    why_out_of_sight,
+)
 from kvtier.tools.answering import ANSWER_S_MAX, silent_option
 
 if TYPE_CHECKING:
@@ -51,6 +58,7 @@ class Findings:
     """What was found. ``refused``: an engine would not start. Texts as an engine would say them."""
 
     refused: list[str] = field(default_factory=list)
+    warned: list[str] = field(default_factory=list)  #: an engine starts, and gets little of it
     not_checked: list[str] = field(default_factory=list)
     tiers: list[str] = field(default_factory=list)  #: one line a sound tier
 
@@ -66,12 +74,14 @@ def check(
     block_bytes: int = 0,
     offloading_gib: float | None = None,
     dp_rank: int = 0,
+    model: str | None = None,
+    load_format: str = "auto",
 ) -> Findings:
     """Look at a KV transfer configuration, or at its ``kv_connector_extra_config`` alone.
 
     ``block_bytes``: of one block of all workers; 0: not known. ``offloading_gib``: what
-    ``--kv-offloading-size`` will be. Takes a second at most, or ``LOOK_S_MAX`` for each tier
-    whose storage hangs.
+    ``--kv-offloading-size`` will be. ``model`` and ``load_format``: what vLLM is given. Takes a
+    second at most, or ``LOOK_S_MAX`` for each tier whose storage hangs.
     """
     findings = Findings()
     if offloading_gib is not None and values.keys() & {"kv_connector", WHERE}:
@@ -83,9 +93,10 @@ def check(
         extra = {**extra, "cpu_bytes_to_use": offloading_gib * GIB}
     _check_primary(extra, block_bytes, findings)
     if _is_vllms_with_kvtier(extra):
-        _check_entries(extra["secondary_tiers"], block_bytes, dp_rank, findings)
+        nameless = _check_entries(extra["secondary_tiers"], block_bytes, dp_rank, findings)
     else:
-        _check_whole(extra, block_bytes, dp_rank, findings)
+        nameless = _check_whole(extra, block_bytes, dp_rank, findings)
+    _check_weights(nameless, model, load_format, findings)
     if not block_bytes:
         findings.not_checked.append(
             "whether blocks fit into cpu_bytes_to_use and each tier: give --block-bytes"
@@ -95,11 +106,15 @@ def check(
 
 def _check_whole(
     extra: Mapping[str, Any], block_bytes: int, dp_rank: int, findings: Findings
-) -> None:
-    """Look at all of a configuration of kvtier's own spec but its memory."""
+) -> list[TierConfig]:
+    """Look at all of a configuration of kvtier's own spec but its memory.
+
+    Returns the tiers that get no ``weights_version``.
+    """
     _check_spec(extra, findings)
     _check_keys({**extra, "secondary_tiers": None}, findings)
     tiers = extra.get("secondary_tiers")
+    configs: list[TierConfig | None] = []
     if isinstance(tiers, list) and all(isinstance(tier, dict) for tier in tiers):
         configs = [_read_tier(index, tier, dp_rank, findings) for index, tier in enumerate(tiers)]
         _check_tiers(configs, block_bytes, findings)
@@ -108,6 +123,35 @@ def _check_whole(
     policy = extra.get("eviction_policy")
     if isinstance(policy, str) and policy:
         _try(findings, lambda: make_policy(policy, 1))
+    return [each for each in configs if each is not None and not extra.get("weights_version")]
+
+
+def _check_weights(
+    tiers: list[TierConfig], model: str | None, load_format: str, findings: Findings
+) -> None:
+    """Warn if what these tiers store could be found by nobody, for nothing names the weights."""
+    try:
+        lasting = ", ".join(lasting_tiers(tiers))
+    except ConfigError:  # of a type, and told already
+        return
+    if not lasting:
+        return
+    if model is None:
+        findings.not_checked.append(
+            "whether the model's weights can be told from others: give --model"
+        )
+        return
+    reason = why_out_of_sight(load_format, model)
+    path = Path(model)
+    if reason is None and load_format != NO_WEIGHTS and path.is_dir():
+        files = (file for file in path.rglob("*") if is_weight_file(file))
+        reason = None if next(files, None) else no_weight_files(path)
+    if reason is not None:
+        findings.warned.append(
+            f"nothing tells the weights of {model} from others ({reason}): neither a restart nor "
+            f"another engine would find what {lasting} stores. Name the weights by the key "
+            "weights_version, a name for each change of them."
+        )
 
 
 def _is_vllms_with_kvtier(extra: Mapping[str, Any]) -> bool:
@@ -120,17 +164,27 @@ def _is_vllms_with_kvtier(extra: Mapping[str, Any]) -> bool:
     )
 
 
-def _check_entries(entries: list[Any], block_bytes: int, dp_rank: int, findings: Findings) -> None:
-    """Look at those entries of vLLM's list that are kvtier's."""
+def _check_entries(
+    entries: list[Any], block_bytes: int, dp_rank: int, findings: Findings
+) -> list[TierConfig]:
+    """Look at those entries of vLLM's list that are kvtier's.
+
+    Returns the tiers that get no ``weights_version``.
+    """
     configs: list[TierConfig | None] = []
+    nameless: list[TierConfig] = []
     for index, entry in enumerate(entries):
         if isinstance(entry, dict) and entry.get("type") == TIER_CLASS:
-            configs.append(_read_entry(index, entry, block_bytes, dp_rank, findings))
+            config = _read_entry(index, entry, block_bytes, dp_rank, findings)
+            configs.append(config)
+            if config is not None and not entry.get("weights_version"):
+                nameless.append(config)
         else:
             kind = entry.get("type") if isinstance(entry, dict) else entry
             findings.not_checked.append(f"secondary_tiers[{index}] ({shown(kind)}): it is vLLM's")
     _check_tiers(configs, block_bytes, findings)
     findings.not_checked.append(f"keys beside secondary_tiers: vLLM's {VLLMS_SPEC_NAME} reads them")
+    return nameless
 
 
 def _read_entry(

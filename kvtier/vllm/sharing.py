@@ -19,7 +19,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
 from kvtier.plugin_api.log import log
-from kvtier.settings.plugins import backend_class
+from kvtier.settings.plugins import lasting_tiers
 from kvtier.vllm.weights import why_unknown
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def apart_if_unknown(config: RuntimeConfig, facts: Mapping[str, Any]) -> Runtime
     reason = why_unknown(facts.get("worker", {}))
     if reason is None or config.weights_version:
         return config
-    tiers = _lasting(config)
+    tiers = lasting_tiers(config.tiers)
     if tiers:
         log.warning(
             "nothing tells this model's weights from others: neither a restart nor another engine "
@@ -62,7 +62,7 @@ def warn_of_lonely_tiers(config: RuntimeConfig, facts: Mapping[str, Any]) -> boo
     ``facts``: of the namespace. Returns whether it warned. Scheduler process.
     """
     algorithm = facts.get("worker", {}).get("block_hash", {}).get("algorithm")
-    tiers = _lasting(config)
+    tiers = lasting_tiers(config.tiers)
     if not tiers or algorithm is None or not hash_seed_is_random(str(algorithm)):
         return False
     log.warning(
@@ -75,12 +75,3 @@ def warn_of_lonely_tiers(config: RuntimeConfig, facts: Mapping[str, Any]) -> boo
         value=os.environ.get(SEED_VARIABLE),
     )
     return True
-
-
-def _lasting(config: RuntimeConfig) -> list[str]:
-    """Return the names of the tiers that outlive this process, or are shared."""
-    return [
-        tier.name
-        for tier in config.tiers
-        if backend_class(tier.type).medium_of(tier.options) != "CPU"
-    ]

@@ -20,11 +20,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvtier.settings.weight_sources import is_weight_file
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-
-SUFFIXES: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors"})
-"""Of all that vLLM's loaders read, and some more: a file too many costs a cold start at worst."""
 
 SAMPLE_BYTES: Final = 4096
 STEP_BYTES: Final = 1 << 20
@@ -70,6 +69,8 @@ def weight_files(model: Path) -> WeightFiles | None:
     if not files:
         return None
     known, local = hashlib.sha256(), hashlib.sha256()
+    for index in _indexes_of(files):
+        known.update(hashlib.sha256(index).digest())
     places = _places(files)
     descriptors: list[int] = []
     try:
@@ -116,16 +117,12 @@ def _find(model: Path) -> list[tuple[str, Path]]:
             continue
         seen.add(real)
         paths = [Path(folder, name) for name in names]
-        found += [(str(path.relative_to(model)), path) for path in paths if _is_weights(path)]
+        found += [(str(path.relative_to(model)), path) for path in paths if is_weight_file(path)]
     return sorted(found)
 
 
 def _raise(problem: OSError) -> None:
     raise problem
-
-
-def _is_weights(path: Path) -> bool:
-    return path.suffix in SUFFIXES and path.is_file()
 
 
 def _look_at(name: str, path: Path) -> _File:
@@ -152,6 +149,13 @@ def _tensors_of(path: Path, size: int) -> tuple[bytes, Sequence[_Span]]:
         return b"", ()
     spans = [_Span(start + a, b - a) for a, b in places if 0 <= a < b <= size - start]
     return header, spans
+
+
+def _indexes_of(files: Sequence[_File]) -> Iterator[bytes]:
+    """Read the indexes beside the files: they say which of these are loaded."""
+    for folder in sorted({file.path.parent for file in files}):
+        for index in sorted(folder.glob("*.index.json")):
+            yield index.read_bytes()
 
 
 def _places(files: Sequence[_File]) -> list[tuple[int, int, int]]:

@@ -13,18 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvtier.plugin_api.log import printable
+from kvtier.settings.weight_sources import NO_WEIGHTS, no_weight_files, why_out_of_sight
 from kvtier.vllm.weight_files import weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-READ_FILES: Final = frozenset(
-    {
-        *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache"),
-        *("pt", "gguf", "sharded_state", "runai_streamer", "runai_streamer_sharded"),
-    }
-)
-"""Values of vLLM's ``load_format`` whose loaders read the model's folder or file."""
 
 _COMMIT: Final = re.compile("[0-9a-f]{40}")
 _REASON_CHARACTERS_MAX: Final = 300
@@ -49,12 +42,11 @@ def weights_of(model: Any, load: Any) -> Weights:  # noqa: ANN401 - vLLM has no 
     tells these weights from others.
     """
     load_format, source = str(load.load_format), source_of(model)
-    if load_format == "dummy":  # random numbers, made from the seed
-        return Weights({"dummy": int(model.seed)}, {})
-    if load_format not in READ_FILES:
-        return _unknown(f"load_format {load_format!r} does not say where they are from")
-    if "://" in source:
-        return _unknown(f"they are streamed from {source}")
+    if load_format == NO_WEIGHTS:
+        return Weights({NO_WEIGHTS: int(model.seed)}, {})
+    reason = why_out_of_sight(load_format, source)
+    if reason is not None:
+        return _unknown(reason)
     path = Path(source)
     if path.exists():
         return _in_files(path)
@@ -78,7 +70,7 @@ def _in_files(path: Path) -> Weights:
     except OSError as problem:
         return _unknown(f"they can't be read: {problem}")
     if found is None:
-        return _unknown(f"{path} has no weight files")
+        return _unknown(no_weight_files(path))
     facts = {"files": found.files, "bytes": found.size_bytes, "sample_digest": found.digest}
     return Weights(facts, {"file_state_digest": found.local_digest})
 

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from vllm.v1.kv_offload.config import OffloadingCacheConfig, OffloadingModelConfig
 
 from kvtier.errors import InternalError
 from kvtier.vllm import namespace
@@ -63,24 +62,6 @@ def facts(config: OffloadingConfig) -> Any:
     return build_namespace(config, {"model": "m"}).facts
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"model": OffloadingModelConfig(name="org/other", dtype="float16")},
-        {"model": OffloadingModelConfig(name="org/model", dtype="fp8")},
-        {"cache": OffloadingCacheConfig(tokens_per_hash=32, blocks_per_chunk=2)},
-        {"worker_kv_bytes_per_block": 16384},
-        {"kv_cache_layout": "BLHNC"},
-        {"canonical_layout": True},
-        {"parallel": TWO_RANKS, "worker_kv_bytes_per_block": 4096},
-        {"groups": (replace(CONFIG.groups[0], layer_names=("b", "a")),)},
-    ],
-)
-def test_engines_that_differ_in_geometry_do_not_share(change: dict[str, Any]) -> None:
-    """Two ranks among them: vLLM calls such rows portable, and serves wrong tokens."""
-    assert facts(replace(CONFIG, **change)) != facts(CONFIG)
-
-
 def test_canonical_rows_are_shared_between_numbers_of_ranks() -> None:
     """That is what the canonical layout is for."""
     one = replace(CONFIG, canonical_layout=True)
@@ -120,47 +101,6 @@ def test_no_worker_facts_is_an_error() -> None:
     """An empty namespace would let two models meet."""
     with pytest.raises(InternalError, match="no facts about the model"):
         build_namespace(CONFIG, None)
-
-
-def test_worker_facts_change_with_what_changes_the_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Weights, positions and the hash seed; not the commit's or the folder's time."""
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(bytes(100_000))
-    base = worker_facts(engine_config(tmp_path))
-    assert worker_facts(engine_config(tmp_path)) == base
-
-    scaled = {"rope_type": "longrope", "rope_theta": 1e4}
-    changed = [
-        worker_facts(engine_config(tmp_path, rope_parameters={"rope_type": "default"})),
-        worker_facts(engine_config(tmp_path, rope_parameters=scaled)),
-        worker_facts(engine_config(tmp_path, hidden_size=3)),
-    ]
-    longer = engine_config(tmp_path, rope_parameters=scaled)
-    longer.model_config.max_model_len = 2000
-    changed.append(worker_facts(longer))
-    for part, name, value in (
-        ("cache_config", "mamba_ssm_cache_dtype", "float32"),
-        ("cache_config", "cache_dtype", "fp8"),
-        ("model_config", "quantization", "fp8"),
-        ("model_config", "multimodal_config", SimpleNamespace(mm_processor_kwargs={"crops": 4})),
-        ("load_config", "model_loader_extra_config", {"tensorizer_uri": "x"}),
-    ):
-        other = engine_config(tmp_path)
-        setattr(getattr(other, part), name, value)
-        changed.append(worker_facts(other))
-    drafted = engine_config(tmp_path)
-    drafted.speculative_config = SimpleNamespace(
-        method="eagle", draft_model_config=drafted.model_config
-    )
-    changed.append(worker_facts(drafted))
-    weights.write_bytes(bytes(99_999) + b"x")
-    changed.append(worker_facts(engine_config(tmp_path)))
-    monkeypatch.setenv("PYTHONHASHSEED", "5")
-    changed.append(worker_facts(engine_config(tmp_path)))
-    assert len({str(entry) for entry in [base, *changed]}) == 1 + len(changed)
 
 
 def test_the_length_limit_matters_only_to_scalings_that_look_at_it(tmp_path: Path) -> None:

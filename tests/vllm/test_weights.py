@@ -14,10 +14,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvtier.settings.runtime_config import RuntimeConfig
+from kvtier.settings.weight_sources import READ_FILES
 from kvtier.vllm import weight_files as module
 from kvtier.vllm.sharing import apart_if_unknown
 from kvtier.vllm.weight_files import SAMPLES_A_TENSOR_MIN, weight_files
-from kvtier.vllm.weights import READ_FILES, weights_of, why_unknown
+from kvtier.vllm.weights import weights_of, why_unknown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

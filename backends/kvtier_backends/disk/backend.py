@@ -41,6 +41,7 @@ from kvtier_backends.disk.folder.claim import (
     read_superblock,
     refuse_bare_mount_point,
 )
+from kvtier_backends.disk.folder.description import describe, tell_of_others
 from kvtier_backends.disk.folder.opening import (
     Verdict,
     judge_folder,
@@ -335,7 +336,8 @@ class DiskBackend(Backend):
         key_ids = {NO_KEY_ID} if keyring is None else set(keyring.by_id)
         index = BlockIndex(plan.regions, geometry.slots, encrypted=keyring is not None)
         regions = Regions(plan.regions, geometry.slots, index.live)
-        identity = Identity(superblock.folder_id, namespace_digest(self._context), key_id)
+        namespace, description = namespace_digest(self._context), describe(self._context)
+        identity = Identity(superblock.folder_id, namespace, key_id, description)
         expected = Expected(identity.folder_id, identity.namespace, key_ids, geometry)
         bulk = BulkLoad(index, time_s(self._clock()), self._ttl_s)
         recovery = Recovery(device, expected, self._threads, bulk)
@@ -345,6 +347,8 @@ class DiskBackend(Backend):
         except BaseException:
             device.close()
             raise
+        foreign_bytes = found.counts.get("region_foreign", 0) * geometry.region_bytes
+        tell_of_others(self._context.tier_name, self._path, foreign_bytes)
         regions.recover(found.sequences, found.reuse_last, found.highest, found.key_ids)
         for name, count in (*counts.items(), *found.counts.items()):
             self._counters.add(name, count)

@@ -67,9 +67,14 @@ _CHECKSUM: Final = struct.Struct("<Q")
 _CHECKED_BYTES: Final = PAGE_BYTES - _CHECKSUM.size
 _SUPERBLOCK: Final = struct.Struct(f"<8sI{ID_BYTES}sQIQ")
 _HEADER: Final = struct.Struct(f"<8sI{ID_BYTES}s{ID_BYTES}s{ID_BYTES}s{ID_BYTES}sIQQQIIQ")
+_LENGTH: Final = struct.Struct("<H")
+_DESCRIPTION_AT: Final = _HEADER.size + _LENGTH.size
 _TABLE: Final = struct.Struct(f"<8sI{ID_BYTES}sIHBB")
 _BLANK: Final = bytes(PAGE_BYTES)
 _KEY_OF: Final = itemgetter(2)  # of an entry
+
+DESCRIPTION_BYTES_MAX: Final = _CHECKED_BYTES - _DESCRIPTION_AT
+"""So long a description of the namespace has room in a region's header."""
 
 
 class Refusal(Enum):
@@ -114,6 +119,7 @@ class RegionHeader:
     slots: int
     table_pages: int
     created_s: int
+    description: bytes = b""  #: of the namespace (``folder/description.py``); it decides nothing
 
 
 class Entry(NamedTuple):
@@ -250,7 +256,10 @@ def decode_superblock_untrusted(page: bytes | memoryview) -> Superblock:
 
 
 def encode_header(header: RegionHeader) -> bytes:
-    """Return the page of a region's header."""
+    """Return the page of a region's header. A description that is too long is left out."""
+    description = header.description
+    if len(description) > DESCRIPTION_BYTES_MAX:
+        description = b""
     return _with_checksum(
         _HEADER.pack(
             _MAGIC_REGION,
@@ -267,13 +276,18 @@ def encode_header(header: RegionHeader) -> bytes:
             header.table_pages,
             header.created_s,
         )
+        + _LENGTH.pack(len(description))
+        + description
     )
 
 
 def decode_header_untrusted(page: bytes | memoryview) -> RegionHeader:
     """Return what the page says. Raises ``PageRefused`` and nothing else."""
     _check(page, _MAGIC_REGION)
-    found = RegionHeader(*_HEADER.unpack_from(page)[2:])
+    (length,) = _LENGTH.unpack_from(page, _HEADER.size)
+    # Headers of before there were descriptions have zeros here.
+    description = bytes(page[_DESCRIPTION_AT : min(_DESCRIPTION_AT + length, _CHECKED_BYTES)])
+    found = RegionHeader(*(*_HEADER.unpack_from(page)[2:], description))
     if found.sequence > SEQUENCE_MAX:
         raise PageRefused(Refusal.DAMAGED, f"the sequence {found.sequence}")
     return found

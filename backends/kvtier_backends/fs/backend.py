@@ -41,6 +41,7 @@ from kvtier_backends.fs.folder import (
 )
 from kvtier_backends.fs.forms import make_form
 from kvtier_backends.fs.layout import make_layout
+from kvtier_backends.fs.older_blocks import report_older
 from kvtier_backends.fs.trailer import TRAILER_BYTES
 from kvtier_backends.incidents import IncidentLog, TierCounters
 from kvtier_backends.posix import fault_of_folder, padded_bytes
@@ -293,14 +294,14 @@ class FsBackend(Backend):
 
     def _announce(self) -> None:
         dead = self._files.announce()
-        if dead:
-            # A walk over all folders: not in the way of anything, and not waited for.
-            threading.Thread(
-                target=self._files.sweep,
-                args=(lambda: not self._closed, dead),
-                name=f"{self._tier_name}-sweep",
-                daemon=True,
-            ).start()
+
+        def look_around() -> None:
+            if dead:
+                self._files.sweep(lambda: not self._closed, dead)
+            report_older(self._root, self._layout, self._tier_name, lambda: not self._closed)
+
+        # It walks over folders: not in the way of anything, and not waited for.
+        threading.Thread(target=look_around, name=f"{self._tier_name}-look", daemon=True).start()
 
     def _store_all(self, blocks: Sequence[StoreBlock]) -> list[Outcome]:
         with self._stores_lock:

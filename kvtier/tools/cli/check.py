@@ -40,6 +40,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what vLLM is given, in place of cpu_bytes_to_use",
     )
     parser.add_argument(
+        "--model",
+        help="what vLLM is given: finds weights that nothing tells from others",
+    )
+    parser.add_argument(
+        "--load-format",
+        metavar="FORMAT",
+        default="auto",
+        help="what vLLM is given (default: %(default)s)",
+    )
+    parser.add_argument(
         "--dp-rank",
         metavar="N",
         type=int,
@@ -68,12 +78,16 @@ def run(arguments: argparse.Namespace) -> int:
         block_bytes=block_bytes,
         offloading_gib=arguments.kv_offloading_size,
         dp_rank=arguments.dp_rank,
+        model=arguments.model,
+        load_format=arguments.load_format,
     )
     if arguments.json == "-":
         print(json.dumps(vars(found), indent=2))
     else:
         for text in found.refused:
             print(f"refused: {text}")
+        for text in found.warned:
+            print(f"warning: {text}")
         for text in found.tiers:
             print(f"tier {text}: nothing to refuse")
         for text in found.not_checked:

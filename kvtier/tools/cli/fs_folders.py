@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 from kvtier.errors import ConfigError
 from kvtier.tools.cli.exit_status import INTERRUPTED
 from kvtier.tools.cli.folders import age, gib, refusing, report
+from kvtier.tools.cli.namespaces import show_differences
 from kvtier.tools.cli.terminal import progress, table
 from kvtier_backends.fs.offline.checking import Checked, check_folder
 from kvtier_backends.fs.offline.evicting import announce
-from kvtier_backends.fs.offline.inspection import BlockFile, FsFolder
+from kvtier_backends.fs.offline.inspection import BlockFile, FsFolder, facts_of
 
 if TYPE_CHECKING:
     import argparse
@@ -53,6 +54,8 @@ def ls(arguments: argparse.Namespace) -> int:
         holdings, others, is_complete = _holdings(folder)
         lease = folder.lease()
     rows = sorted(map(asdict, holdings), key=lambda row: row["bytes"], reverse=True)
+    for row in rows:
+        row["facts"] = facts_of(folder.namespaces.get(row["namespace"], {}))
     figures = {
         "path": folder.path,
         "complete": is_complete,
@@ -95,7 +98,11 @@ def _show_listing(figures: dict[str, Any]) -> None:
             ("GiB of other files", gib(figures["other_bytes"])),
         ],
     )
-    _show_namespaces("Blocks by namespace", figures["namespaces"])
+    rows = figures["namespaces"]
+    _show_namespaces("Blocks by namespace", rows)
+    # As short as --namespace takes them.
+    digests = [row["namespace"].rpartition("_")[2] for row in rows]
+    show_differences(digests, [row["facts"] for row in rows])
     if not figures["complete"]:
         print("Interrupted: not everything was counted.")
 

@@ -54,6 +54,7 @@ def _figures(folder: Folder, listing: Listing) -> dict[str, Any]:
             "regions": holding.regions,
             "oldest_s": holding.oldest_s,
             "newest_s": holding.newest_s,
+            "facts": holding.facts,
         }
         for holding in listing.holdings.values()
     ]
@@ -75,7 +76,8 @@ def _figures(folder: Folder, listing: Listing) -> dict[str, Any]:
 
 
 def _show(figures: dict[str, Any]) -> None:
-    from kvtier.tools.cli.folders import KIND_COLUMNS, age, gib, kind_row  # noqa: PLC0415 - as in run
+    from kvtier.tools.cli.folders import KIND_COLUMNS, age, gib, kind_row, short  # noqa: PLC0415 - as in run
+    from kvtier.tools.cli.namespaces import show_differences  # noqa: PLC0415 - as in run
     from kvtier.tools.cli.terminal import table  # noqa: PLC0415 - as in run
 
     user = f"by {figures['in_use_by']}" if figures["in_use"] else "no"
@@ -107,5 +109,7 @@ def _show(figures: dict[str, Any]) -> None:
             for row in figures["namespaces"]
         ],
     )
+    facts = {row["namespace"]: row["facts"] for row in figures["namespaces"]}
+    show_differences([short(name) for name in facts], list(facts.values()))
     if not figures["complete"]:
         print("Interrupted: not all regions were looked at.")

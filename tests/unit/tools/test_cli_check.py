@@ -78,11 +78,47 @@ def test_a_sound_configuration_is_passed_and_nothing_is_made(
         found = check(sound, *options, status=0)
         assert found["refused"] == []
         assert [line.partition(" ")[0] for line in found["tiers"]] == ["1:disk", "2:fs"]
-        assert bool(found["not_checked"]) is ("--block-bytes" not in options)
+        sizes = [line for line in found["not_checked"] if "--block-bytes" in line]
+        assert bool(sizes) is ("--block-bytes" not in options)
     assert f"{tmp_path}/disk/3" in check(sound, "--dp-rank", "3", status=0)["tiers"][0]
     assert [each[0] for each in everything_in(tmp_path)] == [each[0] for each in before]
     check(sound["kv_connector_extra_config"], status=0)
     check({"kv_transfer_config": sound}, status=0)
+
+
+@pytest.mark.parametrize("behind_vllm", [False, True])
+def test_weights_that_nothing_tells_from_others_are_said(
+    check: Check, sound: dict[str, Any], tmp_path: Path, behind_vllm: bool
+) -> None:
+    config = extra = sound["kv_connector_extra_config"]
+    if behind_vllm:
+        extra = {
+            "type": "KVTierSecondaryTier",
+            "module_path": "kvtier.vllm",
+            "tier": extra["secondary_tiers"][0],
+        }
+        config = {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": 1 << 20,
+            "secondary_tiers": [extra],
+        }
+
+    def warned(*options: str) -> list[str]:
+        return check(config, *options, status=0)["warned"]
+
+    model = tmp_path / "model"
+    (model / "below").mkdir(parents=True)
+    assert "no weight files" in warned("--model", str(model))[0]
+    assert "streamed" in warned("--model", "s3://bucket/model")[0]
+    assert "'tensorizer'" in warned("--model", str(model), "--load-format", "tensorizer")[0]
+    assert warned("--model", str(model), "--load-format", "dummy") == []
+    assert warned("--model", "org/name-of-the-hub") == []
+    (model / "below" / "model.gguf").touch()
+    assert warned("--model", str(model)) == []
+    assert any("--model" in line for line in check(config, status=0)["not_checked"])
+    extra["weights_version"] = "v1"
+    assert warned("--model", "s3://bucket/model") == []
+    assert not any("--model" in line for line in check(config, status=0)["not_checked"])
 
 
 def test_it_takes_no_vllm_and_no_torch(sound: dict[str, Any], tmp_path: Path) -> None:

@@ -102,6 +102,18 @@ async def test_ls_shows_namespaces_blocks_bytes_and_ages(folder: Path, kvtier: S
         assert text in kvtier.out
 
 
+async def test_ls_says_why_two_engines_do_not_share(folder: Path, kvtier: Shell) -> None:
+    figures = kvtier("ls", folder)
+    facts = {row["namespace"]: row["facts"] for row in figures["namespaces"]}
+    assert facts == {OWN: CONTEXT.namespace.facts, OTHER: OTHER_CONTEXT.namespace.facts}
+    shown = kvtier.out.partition("What separates them")[2].partition("Figures")[0].split()
+    assert [word for word in shown if word[0].isalnum() or word[0] == "("] == [
+        *("fact", "namespace", "value"),
+        *("dtype", OWN[:12], "bf16", OTHER[:12], "(missing)"),
+        *("model_name", OWN[:12], "org/m", OTHER[:12], "org/other"),
+    ]
+
+
 async def test_ls_of_an_open_folder_names_the_engine(folder: Path, kvtier: Shell) -> None:
     async with open_disk(folder) as disk:
         await disk.store(100)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtier.plugin_api.backend import Outcome
+from kvtier.plugin_api.backend import Namespace, Outcome
 from kvtier.tools.cli import evict as evict_command
 from kvtier.tools.cli.exit_status import BAD_INPUT, INTERRUPTED
 from kvtier.tools.cli.main import main
-from tests.unit.backends.fs._fs import FILE_BYTES, key_of, open_fs
+from tests.unit.backends.fs._fs import CONTEXT, FILE_BYTES, key_of, open_fs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,6 +89,19 @@ async def test_ls_shows_namespaces_blocks_bytes_and_the_bound(folder: Path, kvti
         assert figures["capacity_bytes"] == 100 * FILE_BYTES
         assert str(os.getpid()) in figures["cleaner"]
         assert row["namespace"] in kvtier.shown("ls", folder)
+
+
+async def test_ls_says_why_two_engines_do_not_share(folder: Path, kvtier: Shell) -> None:
+    alone = kvtier.shown("ls", folder).partition("What separates them")[2]
+    assert ("org/m" in alone, "dtype" in alone) == (True, False)
+    other = Namespace({"model_name": "org/m", "dtype": "bf16", "rope": {"rope_theta": 5.0}})
+    async with open_fs(folder, replace(CONTEXT, namespace=other)) as fs:
+        await fs.store(1)
+    figures = kvtier("ls", folder)
+    assert [row["facts"] for row in figures["namespaces"]] == [CONTEXT.namespace.facts, other.facts]
+    shown = kvtier.shown("ls", folder).partition("What separates them")[2]
+    assert "rope.rope_theta" in shown
+    assert "dtype" not in shown
 
 
 # --- fsck ---

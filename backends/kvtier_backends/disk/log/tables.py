@@ -39,6 +39,7 @@ class Identity(NamedTuple):
     folder_id: bytes
     namespace: bytes
     key_id: bytes
+    description: bytes = b""
 
 
 def new_header(
@@ -62,6 +63,7 @@ def new_header(
         slots=geometry.slots,
         table_pages=geometry.table_pages,
         created_s=created_s,
+        description=identity.description,
     )
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from kvtier_backends.disk.folder.description import facts_untrusted
 from kvtier_backends.disk.offline.inspection import user_of
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Holding:
 
     kind: Kind
     keys: Distinct = field(default_factory=Distinct)
+    facts: dict[str, Any] = field(default_factory=dict)  #: of the namespace; empty: not known
     regions: int = 0
     slots: int = 0
     oldest_s: int | None = None
@@ -62,6 +64,8 @@ class Holding:
         entries = report.entries.values()
         self.keys.add(entry.key for entry in entries)
         self.regions += 1
+        if report.header is not None and not self.facts:
+            self.facts = facts_untrusted(report.header.description)
         self.slots += 0 if report.header is None else report.header.slots
         times = [entry.stored_s for entry in entries]
         if times:

@@ -152,14 +152,18 @@ def block_bytes_of(description: dict[str, Any]) -> int | None:
     return found if is_ours and isinstance(found, int) and found > 0 else None
 
 
+def facts_of(description: dict[str, Any]) -> dict[str, Any]:
+    """Return what a namespace's description says of its engines; nothing of vLLM's own."""
+    facts = description.get("facts")
+    return facts if isinstance(facts, dict) else {}
+
+
 def form_of(description: dict[str, Any]) -> Form:
     """Return in which form a namespace's blocks lie there."""
-    facts = description.get("facts")
-    how = facts.get(PROTECTION) if isinstance(facts, dict) else None
+    how = facts_of(description).get(PROTECTION)
     return {"signed": Form.SIGNED, "encrypted": Form.ENCRYPTED}.get(str(how), Form.PLAIN)
 
 
 def are_compressed(description: dict[str, Any]) -> bool:
     """Tell whether a namespace's blocks may be compressed."""
-    facts = description.get("facts")
-    return isinstance(facts, dict) and COMPRESSION in facts
+    return COMPRESSION in facts_of(description)

@@ -22,8 +22,9 @@ superblocks = strategies.builds(
     u64,
 )
 sequences = strategies.integers(0, fmt.SEQUENCE_MAX)
+descriptions = strategies.binary(max_size=fmt.DESCRIPTION_BYTES_MAX)
 headers = strategies.builds(
-    fmt.RegionHeader, ids, ids, ids, ids, u32, sequences, u64, u64, u32, u32, u64
+    fmt.RegionHeader, ids, ids, ids, ids, u32, sequences, u64, u64, u32, u32, u64, descriptions
 )
 INCARNATION = b"i" * 16
 

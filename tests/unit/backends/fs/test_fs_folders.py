@@ -6,18 +6,23 @@ import errno
 import json
 import os
 import stat
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from structlog.testing import capture_logs
 
 from kvtier.errors import ConfigError, Misuse, NamespaceMismatch
 from kvtier.plugin_api.backend import BackendContext, Namespace
+from kvtier.tools.cli.main import main
 from kvtier_backends.fs import FsBackend
 from kvtier_backends.fs.layout import make_layout
+from kvtier_backends.fs.older_blocks import report_older
 from kvtier_backends.fs.temporary import parse_temporary_untrusted, this_writer
-from tests.unit.backends.fs._fs import CONTEXT, key_of, make_fs, open_fs
+from tests.support.patience import until_true
+from tests.unit.backends.fs._fs import CONTEXT, FILE_BYTES, key_of, make_fs, open_fs
 
 OTHER_FACTS = {"model_name": "org/m", "dtype": "fp8"}
 
@@ -185,3 +190,38 @@ def test_file_names_fit_for_every_key() -> None:
 def test_a_key_too_short_for_vllm_is_misuse() -> None:
     with pytest.raises(Misuse):
         make_layout("vllm", "/r", CONTEXT).path(b"1234")
+
+
+def facts_of(version: int, model: str = "org/m") -> BackendContext:
+    return replace(CONTEXT, namespace=Namespace({"model_name": model, "format": version}))
+
+
+@pytest.mark.anyio
+async def test_a_start_says_once_what_an_older_kvtier_has_left(tmp_path: Path) -> None:
+    """Its names say too little of the weights: nobody serves it, and nothing overwrites it."""
+    root = tmp_path / "kv"
+    for context in (facts_of(1), facts_of(1, "org/other"), facts_of(3)):
+        async with open_fs(root, context) as fs:
+            await fs.store(1)
+    layout = make_layout("kvtier", str(root), facts_of(2))
+    with capture_logs() as logs:
+        report_older(str(root), layout, "1:fs", lambda: True)
+    (line,) = logs
+    (old,) = root.glob(f"{make_layout('kvtier', '', facts_of(1)).base_name}")
+    assert line["folder"] == str(old)
+    assert line["bytes"] == f"{FILE_BYTES:,}"
+    _, *command = line["remove"].split()
+    assert main([*command, "--dry-run"]) == 0
+    assert main(command) == 0
+    assert not list(old.rglob("*.kv"))
+    report_older(str(tmp_path / "gone"), layout, "1:fs", lambda: True)
+
+
+@pytest.mark.anyio
+async def test_a_tier_looks_for_what_is_older_when_it_opens(tmp_path: Path) -> None:
+    async with open_fs(tmp_path / "kv", facts_of(1)) as fs:
+        await fs.store(1)
+    with capture_logs() as logs:
+        async with open_fs(tmp_path / "kv", facts_of(2)):
+            await until_true(lambda: logs, threading.enumerate)
+    assert "older kvtier" in logs[0]["event"]

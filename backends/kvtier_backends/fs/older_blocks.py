@@ -1,0 +1,61 @@
+"""Says at a tier's start which folders hold blocks that an older kvtier named by fewer facts.
+
+Nothing there is served any more, and nothing overwrites it: somebody has to remove it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier.errors import ConfigError
+from kvtier.plugin_api.log import log
+from kvtier_backends.fs.bound.eviction import walk_files
+from kvtier_backends.fs.offline.inspection import FsFolder, facts_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from kvtier_backends.fs.layout import Layout
+
+FILES_MAX: Final = 100_000
+"""So many files are counted. What there is besides makes nobody decide otherwise."""
+
+NAMING: Final = "format"
+"""The fact that grows whenever blocks are named by more, or their bytes mean something else."""
+
+
+def report_older(root: str, layout: Layout, tier_name: str, keep_on: Callable[[], bool]) -> None:
+    """Log a warning for each namespace of this model that an older kvtier has left in ``root``.
+
+    Walks its folders: call it where nobody waits. Ends early once ``keep_on()`` is false.
+    """
+    own = facts_of(dict(layout.config))
+    # The folder may be going, or be no better than the storage below it: there is nothing to say.
+    with suppress(ConfigError, OSError), FsFolder(root) as folder:
+        for name, description in folder.namespaces.items():
+            if _is_older(facts_of(description), own):
+                _report(folder, name, tier_name, keep_on)
+
+
+def _is_older(found: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    there, here = found.get(NAMING), own.get(NAMING)
+    is_older = isinstance(there, int) and isinstance(here, int) and there < here
+    return is_older and found.get("model_name") == own.get("model_name")
+
+
+def _report(folder: FsFolder, name: str, tier_name: str, keep_on: Callable[[], bool]) -> None:
+    files = walk_files(folder.root, name, 1, keep_on)
+    sizes = [status.st_size for _, status in itertools.islice(files, FILES_MAX)]
+    digest = name.rpartition("_")[2]
+    at_least = "at least " if len(sizes) == FILES_MAX else ""
+    log.warning(
+        "fs tier: an older kvtier has stored blocks here whose names say too little of their "
+        "weights. This one does not serve them; remove them once no older engine uses them",
+        tier=tier_name,
+        folder=os.path.join(folder.path, name),
+        bytes=f"{at_least}{sum(sizes):,}",
+        remove=f"kvtier purge {folder.path} --namespace {digest}",
+    )

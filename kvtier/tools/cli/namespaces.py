@@ -1,0 +1,62 @@
+"""In what the namespaces of one folder differ: why two engines do not share their blocks."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier.tools.cli.terminal import table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+NAMESPACES_MAX: Final = 8
+FACTS_MAX: Final = 40
+_VALUE_CHARACTERS_MAX: Final = 26
+_MODEL: Final = "model_name"
+_MISSING: Final = "(missing)"
+
+
+def differences(facts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return what not all of these have alike: ``fact``, by its path, and ``values``, one each."""
+    flat = [dict(_flat(each)) for each in facts]
+    names = sorted({name for each in flat for name in each})
+    rows = [{"fact": name, "values": [each.get(name, _MISSING) for each in flat]} for name in names]
+    return [row for row in rows if any(value != row["values"][0] for value in row["values"])]
+
+
+def show_differences(names: Sequence[str], facts: Sequence[Mapping[str, Any]]) -> None:
+    """Show them, and whose model it is. ``names``: as in the table above."""
+    known = [(name, each) for name, each in zip(names, facts, strict=True) if each]
+    known = known[:NAMESPACES_MAX]
+    rows = differences([each for _, each in known])
+    if known and not any(row["fact"] == _MODEL for row in rows):
+        models = [each.get(_MODEL, _MISSING) for _, each in known]
+        rows.insert(0, {"fact": _MODEL, "values": models})
+    if not known:
+        return
+    table(
+        "What separates them",
+        ("fact", "namespace", "value"),
+        [
+            ("" if index else row["fact"], name, _short(value))
+            for row in rows[:FACTS_MAX]
+            for index, ((name, _), value) in enumerate(zip(known, row["values"], strict=True))
+        ],
+    )
+    if len(rows) > FACTS_MAX:
+        print(f"... and {len(rows) - FACTS_MAX:,} facts more; --json has them.")
+
+
+def _flat(facts: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in facts.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    half = _VALUE_CHARACTERS_MAX // 2
+    return text if len(text) <= _VALUE_CHARACTERS_MAX else f"{text[: half - 1]}…{text[-half:]}"
