@@ -37,10 +37,13 @@ def test_lookup_says_none_while_tiers_are_asked_and_read() -> None:
     story.facade.on_request_started("r")
     assert [story.facade.lookup_state(key, "r") for key in keys] == [BlockState.PROBING] * 3
     story.facade.step_end()
+    assert story.facade.get_finished() == 1, "the probe"
     assert len(story.answer_all()) == 1, "one probe for the whole step"
     assert [story.facade.lookup_state(key, "r") for key in keys] == [BlockState.FILLING] * 3
     story.facade.step_end()
+    assert story.facade.get_finished() == 1, "the load"
     story.answer_all()
+    assert story.facade.get_finished() == 0
     assert story.facade.lookup_prefix(keys, "r") == 3
     assert {story.facade.load_sources("r")[key] for key in keys} == {0}
     assert b"else" + bytes(4) not in story.facade.load_sources("r")
@@ -98,6 +101,7 @@ def test_a_hung_load_is_given_up_and_its_slot_is_used_again_only_when_the_tier_l
     story.facade.step_end()
     assert story.facade.lookup(keys[0], "r") is False
     assert story.facade.statistics().primary.quarantined_slots == 1
+    assert story.facade.get_finished() == 1, "given up, and not ended"
     assert not story.facade.has_pending_work(), "nothing to step on for: it may never end"
     story.runtime.tiers[0].answer(batch, [Outcome.DONE])
     story.runtime.cell.settle()
