@@ -335,6 +335,26 @@ def test_a_backend_that_cannot_be_opened_is_cut_off_and_heals_by_itself(
     assert bench.store((b"a",), (0,)).outcomes == (Outcome.DONE,)
 
 
+def test_a_cell_that_broke_is_fenced_once_none_of_its_threads_is_busy(
+    benches: list[Bench],
+) -> None:
+    """Its slots are given out then, and a thread may write to one as long as it is busy."""
+
+    class EndsLate(OpensLater):
+        looks = 0
+
+        def busy_threads(self) -> int:
+            self.looks += 1
+            return int(self.looks < 3)
+
+    backend = EndsLate(1)
+    bench = Bench(backend)
+    benches.append(bench)
+    assert isinstance(bench.link.next(), m.TierBroke)
+    assert isinstance(bench.link.next(), m.TierFenced)
+    assert backend.looks == 3
+
+
 def test_an_actor_that_raises_takes_down_its_own_tier_only(
     benches: list[Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
