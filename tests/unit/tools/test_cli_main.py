@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtier.tools.cli.exit_status import BAD_INPUT
+from kvtier.tools.cli import check
+from kvtier.tools.cli.exit_status import BAD_INPUT, INTERRUPTED
 from kvtier.tools.cli.main import COMMANDS, main
 from tests.unit.backends.disk._disk import open_disk
 
@@ -117,3 +118,14 @@ def test_a_command_that_cannot_show_what_it_finds_says_so_before_its_work(
     }
     assert main(given.get(command, [command, "/missing"])) == BAD_INPUT
     assert "pip install rich" in capsys.readouterr().err
+
+
+def test_ctrl_c_that_no_command_catches_is_told_and_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check, "run", interrupted)
+    assert main(["check", "any.json"]) == INTERRUPTED
+    assert capsys.readouterr().err == "kvtier check: interrupted\n"

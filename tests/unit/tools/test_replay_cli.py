@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.engine.facade import SchedulerFacade
 from kvtier.tools.cli.exit_status import BAD_INPUT, INTERRUPTED
 from kvtier.tools.cli.main import main
 from kvtier.tools.cli.replay import WRONG
@@ -78,6 +79,19 @@ def test_a_wrong_byte_makes_the_run_fail_and_says_where(trace, monkeypatch, caps
     assert "blocks held wrong bytes" in failed
     assert "from 1:memory, slot " in failed
     assert "from byte 4088 on" in failed
+
+
+def test_a_tier_that_does_not_end_is_told(trace, tmp_path, monkeypatch, capsys) -> None:
+    real = SchedulerFacade.close
+
+    def hangs(facade: SchedulerFacade) -> bool:
+        real(facade)
+        return False
+
+    monkeypatch.setattr(SchedulerFacade, "close", hangs)
+    assert replay(trace, "--dram", "50%", "--json", tmp_path / "report.json") == 0
+    assert "A tier did not end in time" in capsys.readouterr().err
+    assert json.loads((tmp_path / "report.json").read_text())["tiers_closed"] is False
 
 
 def test_two_tiers_may_come_from_a_configuration_of_vllms(trace, tmp_path, capsys) -> None:
