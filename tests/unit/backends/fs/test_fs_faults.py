@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.fs import temporary
+from kvtier_backends.fs.files import BlockFiles
 from kvtier_backends.fs.temporary import Writer, parse_temporary_untrusted, this_writer
 from tests.support.fuse_folder import FuseFolder, needs_fuse
 from tests.support.patience import PATIENCE_S
 from tests.unit.backends._media import mount, needs_mount, start_python, tmpfs
-from tests.unit.backends.fs._fs import make_fs, open_fs
+from tests.unit.backends.fs._fs import key_of, make_fs, open_fs
 
 pytestmark = pytest.mark.anyio
 
@@ -198,3 +200,25 @@ async def test_a_folder_that_vanished_takes_no_room(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "kv")
         assert not await fs.probe(1)
         assert not (tmp_path / "kv").exists()
+
+
+@pytest.mark.parametrize("call", ["exists", "load", "store", "remove"])
+async def test_what_may_hang_is_not_called_on_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """On a quick disk nobody would notice, and on one that hangs the whole tier would."""
+    real, threads = getattr(BlockFiles, call), []
+
+    def noted(files: BlockFiles, asked: Any) -> Any:
+        threads.append(threading.get_ident())
+        return real(files, asked)
+
+    monkeypatch.setattr(BlockFiles, call, noted)
+    async with open_fs(tmp_path / "kv") as fs:
+        assert await fs.store(1) is Outcome.DONE
+        assert await fs.probe(1)
+        assert await fs.load(1) is Outcome.DONE
+        await fs.backend.remove([key_of(1)])
+        assert not await fs.probe(1)
+    assert threads
+    assert threading.get_ident() not in threads
