@@ -7,13 +7,14 @@ which is an ordinary folder.
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
 
 from stress.filesystem import fuse_folder as soaked
-from tests.support.patience import until
+from tests.support.patience import PATIENCE_S, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +26,22 @@ needs_fuse = pytest.mark.skipif(
 
 
 class FuseFolder(soaked.FuseFolder):
-    """One that tests wait for, with their patience."""
+    """One that tests wait for, with their patience.
+
+    A test whose own thread hangs in it, by a fault of the product, can't be interrupted: no
+    timeout would ever end it. So what still hangs after twice that time fails.
+    """
+
+    def __init__(self, source: Path, path: Path) -> None:
+        super().__init__(source, path)
+        self._end = threading.Timer(2 * PATIENCE_S, self._server.kill)
+        self._end.daemon = True
+        self._end.start()
+
+    def vanish(self) -> None:
+        """Be gone."""
+        self._end.cancel()
+        super().vanish()
 
     def wait_until_something_hangs(self) -> None:
         """Return once a call hangs."""
