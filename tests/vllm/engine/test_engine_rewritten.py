@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 from tests.vllm.support.children import run_scenario
-from tests.vllm.support.engine import engine, kvtier_config
-from tests.vllm.support.play import play, prompts_of, whole_blocks
-from tests.vllm.support.weights import fine_tune
+from tests.vllm.support.play import whole_blocks
+from tests.vllm.support.weights import fine_tune, start_and_play, tokens_without_kvtier
 
 LENGTHS = [300, 417]  #: in tokens
-CAPACITY_BYTES = 32 << 20
 READ = 'vllm:kv_offload_tiering_read_bytes{{tier="{}"}}'
 
 
@@ -38,30 +36,15 @@ def merge(file: Path, name: str) -> None:
         opened_anew.write(content)
 
 
-def both_tiers(root: str) -> dict[str, Any]:
-    return kvtier_config(
-        secondary_tiers=[
-            {"type": "disk", "path": f"{root}/disk", "capacity_bytes": CAPACITY_BYTES},
-            {"type": "fs", "root_dir": f"{root}/fs"},
-        ]
-    )
-
-
-def tokens_without_kvtier(model: str) -> list[list[int]]:
-    with engine(model, None) as plain:
-        return plain.run_one_by_one(prompts_of(LENGTHS)).tokens
-
-
 def rewritten(model: str, root: str) -> dict[str, Any]:
-    config = both_tiers(root)
     (file,) = Path(model).glob("*.safetensors")
-    told: dict[str, Any] = {"first": play(model, config, LENGTHS, rounds=1)[0]}
+    told: dict[str, Any] = {"first": start_and_play(model, root, LENGTHS)[0]}
     later_s = file.stat().st_mtime + 7
     os.utime(file, (later_s, later_s))
-    told["touched"] = play(model, config, LENGTHS, rounds=1)[0]
+    told["touched"] = start_and_play(model, root, LENGTHS)[0]
     merge(file, "model.layers.0.self_attn.v_proj.weight")
-    told["merged"] = play(model, config, LENGTHS, rounds=1)[0]
-    told["plain"] = tokens_without_kvtier(model)
+    told["merged"] = start_and_play(model, root, LENGTHS)[0]
+    told["plain"] = tokens_without_kvtier(model, LENGTHS)
     return told
 
 
@@ -84,7 +67,6 @@ def test_one_tensor_that_was_rewritten_is_another_model_and_a_touched_file_is_no
 
 def replaced(model: str, root: str) -> dict[str, Any]:
     """Each step keeps the file's name, size and time: only its content tells."""
-    config = both_tiers(root)
     (file,) = Path(model).glob("*.safetensors")
     before = file.stat()
     kept, other = (Path(root, f"{name}.safetensors") for name in ("kept", "other"))
@@ -93,8 +75,8 @@ def replaced(model: str, root: str) -> dict[str, Any]:
 
     def start(name: str) -> None:
         os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-        told[f"plain {name}"] = tokens_without_kvtier(model)
-        told[name] = play(model, config, LENGTHS, rounds=1)[0]
+        told[f"plain {name}"] = tokens_without_kvtier(model, LENGTHS)
+        told[name] = start_and_play(model, root, LENGTHS)[0]
 
     start("first")
     fine_tune(kept, other, seed=1)
@@ -134,7 +116,6 @@ def test_a_fine_tune_in_place_and_a_swapped_file_find_nothing_and_the_old_file_f
 def index_changed(model: str, root: str) -> dict[str, Any]:
     from safetensors import safe_open
 
-    config = both_tiers(root)
     (file,) = Path(model).glob("*.safetensors")
     other = file.with_name("tuned.safetensors")
     fine_tune(file, other, seed=1)
@@ -143,8 +124,8 @@ def index_changed(model: str, root: str) -> dict[str, Any]:
         with safe_open(used, "pt") as opened:
             index = {"metadata": {}, "weight_map": dict.fromkeys(opened.keys(), used.name)}
         Path(model, "model.safetensors.index.json").write_text(json.dumps(index))
-        told[used.name] = play(model, config, LENGTHS, rounds=1)[0]
-        told[f"plain {used.name}"] = tokens_without_kvtier(model)
+        told[used.name] = start_and_play(model, root, LENGTHS)[0]
+        told[f"plain {used.name}"] = tokens_without_kvtier(model, LENGTHS)
     return told
 
 

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.vllm.support.children import run_scenario
-from tests.vllm.support.engine import engine, kvtier_config
-from tests.vllm.support.play import play, prompts_of, whole_blocks
-from tests.vllm.support.weights import fine_tune
+from tests.vllm.support.play import whole_blocks
+from tests.vllm.support.weights import fine_tune, start_and_play, tokens_without_kvtier
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 LENGTHS = [300, 417]  #: in tokens
-CAPACITY_BYTES = 32 << 20
 LOAD_FORMAT = "stream-of-a-test"
 WARNING = "nothing tells this model's weights from others"
 
@@ -44,15 +42,10 @@ def streamed(model: str, one: str, other: str, root: str) -> dict[str, Any]:
 
     def start(name: str, folder: str, rounds: int = 1, **keys: Any) -> None:
         source["folder"] = folder
-        config = kvtier_config(
-            secondary_tiers=[
-                {"type": "disk", "path": f"{root}/disk", "capacity_bytes": CAPACITY_BYTES},
-                {"type": "fs", "root_dir": f"{root}/fs"},
-            ],
-            **keys,
-        )
         print(f"== {name}", flush=True)
-        told[name] = play(model, config, LENGTHS, rounds, load_format=LOAD_FORMAT)
+        told[name] = start_and_play(
+            model, root, LENGTHS, rounds, keys=keys, load_format=LOAD_FORMAT
+        )
 
     start("unnamed", one, rounds=2)
     start("restarted", one)
@@ -61,8 +54,7 @@ def streamed(model: str, one: str, other: str, root: str) -> dict[str, Any]:
     start("named again", one, weights_version="step-1")
     start("next name", other, weights_version="step-2")
     for folder in (one, other):
-        with engine(folder, None) as plain:
-            told[folder] = plain.run_one_by_one(prompts_of(LENGTHS)).tokens
+        told[folder] = tokens_without_kvtier(folder, LENGTHS)
     return told
 
 
@@ -101,6 +93,8 @@ def test_streamed_weights_are_found_again_by_their_name_alone(
     ):
         assert [each["cached"] for each in told[name]] == cached, name
         assert all(each["tokens"] == tokens for each in told[name]), name
+    (disk, _fs) = told["named again"][0]["statistics"]["tiers"]
+    assert disk["counts"]["read_bytes"] > 0, "it looked there in time"
     (log,) = log_folder.glob("*.log")
     engines = log.read_text(errors="replace").split("== ")[1:]
     warned = {text.partition("\n")[0]: warning_in(text) for text in engines}
