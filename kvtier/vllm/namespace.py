@@ -105,6 +105,7 @@ def _worker_facts(
         "cache_formats": _cache_formats(cache),
         "kv_cache_dtype_skip_layers": sorted(getattr(cache, "kv_cache_dtype_skip_layers", [])),
         "sliding_window_disabled": bool(getattr(model, "disable_sliding_window", False)),
+        "lora": _lora_facts(getattr(vllm_config, "lora_config", None)),
         "pipeline_layer_partition": os.environ.get("VLLM_PP_LAYER_PARTITION"),
         "block_hash": {
             "algorithm": str(cache.prefix_caching_hash_algo),
@@ -305,6 +306,18 @@ def _draft_facts(
         "method": str(_plain(getattr(speculative, "method", None))),
         "kv_cache_dtype": str(_plain(getattr(speculative, "kv_cache_dtype", None))),
         "model": None if draft is None else _model_facts(draft, weights),
+    }
+
+
+def _lora_facts(lora: Any) -> dict[str, Any] | None:  # noqa: ANN401 - vLLM has no stubs
+    """Return to what of a model adapters are applied; their content is in the blocks' hashes."""
+    if lora is None:
+        return None
+    modules = getattr(lora, "target_modules", None)
+    return {
+        "target_modules": None if modules is None else sorted(modules),
+        "tower_and_connector": bool(getattr(lora, "enable_tower_connector_lora", False)),
+        "dtype": _plain(getattr(lora, "lora_dtype", None)),
     }
 
 

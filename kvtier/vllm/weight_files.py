@@ -69,8 +69,8 @@ def weight_files(model: Path) -> WeightFiles | None:
     if not files:
         return None
     known, local = hashlib.sha256(), hashlib.sha256()
-    for index in _indexes_of(files):
-        known.update(hashlib.sha256(index).digest())
+    for beside in _beside(files) if model.is_dir() else ():
+        known.update(hashlib.sha256(beside).digest())
     places = _places(files)
     descriptors: list[int] = []
     try:
@@ -151,11 +151,12 @@ def _tensors_of(path: Path, size: int) -> tuple[bytes, Sequence[_Span]]:
     return header, spans
 
 
-def _indexes_of(files: Sequence[_File]) -> Iterator[bytes]:
-    """Read the indexes beside the files: they say which of these are loaded."""
+def _beside(files: Sequence[_File]) -> Iterator[bytes]:
+    """Read what decides what becomes of the files: indexes, and code that comes with the model."""
     for folder in sorted({file.path.parent for file in files}):
-        for index in sorted(folder.glob("*.index.json")):
-            yield index.read_bytes()
+        for name in ("*.index.json", "*.py"):
+            for path in sorted(folder.glob(name)):
+                yield path.read_bytes()
 
 
 def _places(files: Sequence[_File]) -> list[tuple[int, int, int]]:

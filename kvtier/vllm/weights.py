@@ -12,6 +12,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from vllm.model_executor.model_loader import get_model_loader
+
 from kvtier.plugin_api.log import printable
 from kvtier.settings.weight_sources import NO_WEIGHTS, no_weight_files, why_out_of_sight
 from kvtier.vllm.weight_files import weight_files
@@ -44,7 +46,7 @@ def weights_of(model: Any, load: Any) -> Weights:  # noqa: ANN401 - vLLM has no 
     load_format, source = str(load.load_format), source_of(model)
     if load_format == NO_WEIGHTS:
         return Weights({NO_WEIGHTS: int(model.seed)}, {})
-    reason = why_out_of_sight(load_format, source)
+    reason = why_out_of_sight(load_format, source) or _why_not_vllms(load)
     if reason is not None:
         return _unknown(reason)
     path = Path(source)
@@ -54,6 +56,18 @@ def weights_of(model: Any, load: Any) -> Weights:  # noqa: ANN401 - vLLM has no 
     if commit is None:
         return _unknown(f"nothing says of which commit {source} is")
     return Weights({"commit": commit}, {})
+
+
+def _why_not_vllms(load: Any) -> str | None:  # noqa: ANN401 - vLLM has no stubs
+    """Return why a plugin's loader, which may be called as one of vLLM's own, isn't trusted."""
+    try:
+        loader = type(get_model_loader(load))
+    except Exception:  # noqa: BLE001 - whatever it raises, the engine meets it in a moment
+        return None
+    if loader.__module__.partition(".")[0] == "vllm":
+        return None
+    name = f"{loader.__module__}.{loader.__qualname__}"
+    return f"load_format {str(load.load_format)!r} is that of {name}"
 
 
 def why_unknown(facts: Mapping[str, Any]) -> str | None:

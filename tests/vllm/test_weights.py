@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 from kvtier.settings.runtime_config import RuntimeConfig
 from kvtier.settings.weight_sources import READ_FILES
 from kvtier.vllm import weight_files as module
+from kvtier.vllm import weights
 from kvtier.vllm.sharing import apart_if_unknown
 from kvtier.vllm.weight_files import SAMPLES_A_TENSOR_MIN, weight_files
 from kvtier.vllm.weights import weights_of, why_unknown
@@ -144,6 +145,17 @@ def test_one_file_can_be_the_model(tmp_path: Path) -> None:
     assert before.facts != after.facts
 
 
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "modeling_own.py"])
+def test_what_decides_what_becomes_of_the_files_is_looked_at(tmp_path: Path, name: str) -> None:
+    """vLLM loads the files that an index names, and runs the code of a folder that is trusted."""
+    safetensors(tmp_path / "model.safetensors")
+    seen = {digest(tmp_path)}
+    for content in ("{}", "{ }"):
+        (tmp_path / name).write_text(content)
+        seen.add(digest(tmp_path))
+    assert len(seen) == 3
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -215,6 +227,20 @@ def test_a_loader_that_says_nothing_of_its_source_is_unknown(
 ) -> None:
     safetensors(tmp_path / "model.safetensors")
     assert load_format in weights_of(config(tmp_path), load(load_format)).facts["unknown"]
+
+
+def test_a_plugins_loader_under_a_name_of_vllms_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM takes it with a warning."""
+    safetensors(tmp_path / "model.safetensors")
+    monkeypatch.setattr(weights, "get_model_loader", lambda _config: Plugins())
+    found = weights_of(config(tmp_path), load("safetensors"))
+    assert f"{__name__}.Plugins" in found.facts["unknown"]
+
+
+class Plugins:
+    """A loader that brings weights from anywhere."""
 
 
 def test_streamed_weights_and_an_empty_folder_are_unknown(tmp_path: Path) -> None:

@@ -69,6 +69,10 @@ def attention(engine: Engine, name: str) -> None:
     engine.set("compilation_config", static_forward_context={"layer": layer})
 
 
+def lora(engine: Engine, **values: Any) -> None:
+    engine.vllm.lora_config = SimpleNamespace(**values)
+
+
 def moved(engine: Engine) -> None:
     """The same files at another path."""
     other = Engine(engine.folder.with_name("moved"))
@@ -102,6 +106,12 @@ CHANGES: dict[str, list[Callable[[Engine], Any]]] = {
     "`load_format`, `model_loader_extra_config`": [
         lambda e: e.set("load_config", load_format="safetensors"),
         lambda e: e.set("load_config", model_loader_extra_config={"tensorizer_uri": "x"}),
+    ],
+    "to what LoRA adapters are applied": [
+        lora,
+        lambda e: lora(e, target_modules=["o_proj"]),
+        lambda e: lora(e, enable_tower_connector_lora=True),
+        lambda e: lora(e, lora_dtype="float32"),
     ],
     "draft model (EAGLE, MTP, a small model)": [
         lambda e: e.draft("eagle", b"1"),
