@@ -5,7 +5,7 @@ As those in ``kvtier/core/messages.py``; they never leave the engine cell.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
 from kvtier.core.messages import Lookup, Message
@@ -18,14 +18,20 @@ class GroupKeys(NamedTuple):
     keys: tuple[Key, ...]
     ends: tuple[int, ...]  #: the token that each block ends at, growing
     window: int | None = None  #: how many blocks before a token are needed; None: all of them
+    reach: int = 0  #: with a window: so many tokens before it are needed at least
+    beyond: int = 0  #: how many blocks behind it are needed, too
 
     def needed(self, tokens: int) -> tuple[Key, ...] | None:
         """Return the blocks needed for a prefix of ``tokens``; None: there is no such prefix."""
         last = bisect_left(self.ends, tokens)
-        if last == len(self.ends):
+        if last + self.beyond >= len(self.ends):
             return None
-        first = 0 if self.window is None else max(0, last + 1 - self.window)
-        return self.keys[first : last + 1]
+        first = 0
+        if self.window is not None:
+            first = max(
+                0, min(last + 1 - self.window, bisect_right(self.ends, tokens - self.reach))
+            )
+        return self.keys[first : last + self.beyond + 1]
 
 
 class Survey(Lookup, frozen=True, gc=False):

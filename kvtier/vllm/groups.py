@@ -3,8 +3,8 @@
 vLLM tells the token that each key ends at, and asks for keys group by group:
 with full attention from head to tail, up to the first miss; with a sliding
 window (or a recurrent state) from the tail on, until it has found a window's
-length. How long windows are it tells nowhere in all its releases, so that is
-learnt from where it stops.
+length. Which group is which is known from vLLM's configuration
+(``kvtier/vllm/group_kinds.py``).
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from kvtier.core.group_messages import GroupKeys
 from kvtier.core.messages import RequestOrder
 from kvtier.plugin_api.keys import GROUP_BYTES
 from kvtier.plugin_api.log import log
+from kvtier.vllm.group_kinds import group_kinds
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from vllm.v1.kv_offload.base import OffloadingSpec
+
+    from kvtier.vllm.group_kinds import GroupKind
 
 _NO_END = 1 << 62  # of keys that vLLM gave no position: behind all others
 
@@ -52,18 +55,6 @@ def positions_of(req_context: ReqContext) -> dict[bytes, int]:
 def in_token_order(keys: Collection[bytes], end_of: Mapping[bytes, int]) -> list[bytes]:
     """Return keys of several groups in the order of the tokens that they end at."""
     return sorted(keys, key=lambda key: end_of.get(key, _NO_END))
-
-
-def chunks_lose_blocks(spec: OffloadingSpec) -> bool:
-    """Tell whether a chunk that vLLM offers a second time may have lost blocks meanwhile.
-
-    It does where it has several blocks and its group a sliding window; vLLM 0.32 does
-    not tell which groups have one.
-    """
-    return int(spec.blocks_per_chunk) > 1 and any(
-        getattr(group, "sliding_window_size_in_chunks", 0) is not None
-        for group in spec.config.groups
-    )
 
 
 class TokenOrder:
@@ -123,22 +114,26 @@ class Orders:
 
 
 class Groups:
-    """The groups of one model. ``chunk_tokens``: how many tokens a key of each group covers."""
+    """The groups of one model, by the bytes that their keys end in."""
 
-    def __init__(self, chunk_tokens: Mapping[bytes, int]) -> None:
+    def __init__(self, chunk_tokens: Mapping[bytes, int], kinds: Mapping[bytes, GroupKind]) -> None:
+        """``chunk_tokens``: how many tokens a key of each group covers."""
         self.chunk_tokens = chunk_tokens
-        self.windows: dict[bytes, int] = {}  #: in keys, of groups where one was seen
+        self.kinds = kinds
 
     @classmethod
     def of(cls, spec: OffloadingSpec) -> Groups:
         """Return the groups of an engine."""
         blocks = int(spec.blocks_per_chunk)
-        return cls(
-            {
-                group.group_id.to_bytes(GROUP_BYTES, "big"): group.tokens_per_block * blocks
-                for group in spec.config.groups
-            }
-        )
+        chunk_tokens = {
+            group.group_id.to_bytes(GROUP_BYTES, "big"): group.tokens_per_block * blocks
+            for group in spec.config.groups
+        }
+        return cls(chunk_tokens, group_kinds(spec))
+
+    def have_window(self) -> bool:
+        """Tell whether a group looks back a limited way."""
+        return any(kind.window is not None for kind in self.kinds.values())
 
     def cuts(self, keys: Sequence[bytes], end_of: Mapping[bytes, int]) -> list[int]:
         """Return how many of ``keys``, in token order, are of use without those behind them.
@@ -234,36 +229,16 @@ class Pass:
             (
                 asked[0][0] - self._groups.chunk_tokens[group]
                 for group, asked in self._asked.items()
-                if not _is_descending(asked)
+                if self._groups.kinds[group].window is None
             ),
             default=0,
         )
 
     def _group(self, group: bytes, keys: list[tuple[int, bytes]], start: int) -> GroupKeys:
-        asked = self._asked[group]
-        last = max(end for end, _ in asked)
+        last = max(end for end, _ in self._asked[group])
         span = [(end, key) for end, key in keys if start < end <= last]
-        window = None
-        if _is_descending(asked):
-            window = self._window(group, asked, start)
-        return GroupKeys(tuple(key for _, key in span), tuple(end for end, _ in span), window)
-
-    def _window(self, group: bytes, asked: list[tuple[int, BlockState]], start: int) -> int | None:
-        """Return how many keys vLLM wanted in a row before it stopped asking, as far as known."""
-        chunk = self._groups.chunk_tokens[group]
-        run = 0
-        before = None
-        for end, state in reversed(asked):
-            if state is BlockState.ABSENT or (before is not None and end != before + chunk):
-                break
-            before = end
-            run += 1
-        windows = self._groups.windows
-        if run and asked[-1][0] - chunk > start:  # it stopped because it had enough
-            windows[group] = max(run, windows.get(group, 0))
-        return windows.get(group)
-
-
-def _is_descending(asked: Sequence[tuple[int, BlockState]]) -> bool:
-    """Tell whether a group is asked for from the tail on."""
-    return len(asked) > 1 and asked[1][0] < asked[0][0]
+        return GroupKeys(
+            tuple(key for _, key in span),
+            tuple(end for end, _ in span),
+            *self._groups.kinds[group],
+        )

@@ -30,7 +30,6 @@ from kvtier.vllm.grants import OpenGrants
 from kvtier.vllm.groups import (
     Groups,
     Orders,
-    chunks_lose_blocks,
     in_token_order,
     positions_of,
     warn_without_positions,
@@ -41,7 +40,7 @@ from kvtier.vllm.metrics import MetricsExporter
 from kvtier.vllm.passes import Passes
 from kvtier.vllm.prefill_steps import PrefillSteps
 from kvtier.vllm.request_params import packed_params
-from kvtier.vllm.resumed import ResumedRequests
+from kvtier.vllm.resumed import ResumedRequests, tell_who_waits
 from kvtier.vllm.tier_facts import TierFacts
 from kvtier.vllm.watch import Watch
 
@@ -75,7 +74,6 @@ _MEANING: Final = {
 # A tuple: hashing an enum's member for a dict costs more than the rest of a lookup.
 _RESULTS: Final = tuple(_MEANING[state] for state in BlockState)
 
-_DECIDED: Final = (BlockState.ABSENT, BlockState.READY)
 _WHOLE: Final = RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
 
 SPIN_S: Final = 0.001
@@ -113,7 +111,10 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._groups = Groups.of(spec)
         chunk_tokens = spec.config.groups[0].tokens_per_block * int(spec.blocks_per_chunk)
         self._chunk_tokens = max(1, chunk_tokens)
-        self._must_not_be_offered_again = chunks_lose_blocks(spec)
+        # Of a chunk with several blocks, some may have left a window since it was offered first.
+        self._must_not_be_offered_again = (
+            int(spec.blocks_per_chunk) > 1 and self._groups.have_window()
+        )
         wants_requests = any(tier.request_level for tier in config.tiers)
         self._context = RequestOffloadingContext(
             policy=OffloadPolicy.REQUEST_LEVEL if wants_requests else OffloadPolicy.CHUNK_LEVEL
@@ -147,6 +148,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._orders = Orders(None if self._several_groups else self._chunk_tokens)
         self._granted = OpenGrants()
         self._undecided: set[str] = set()  # requests that have looked up, and may wait
+        if not _TELLS_WHEN_FLUSHED:
+            tell_who_waits()
         self._resumed = ResumedRequests(are_held_back=not _TELLS_WHEN_FLUSHED)
         self._loading: list[str] = []  # requests that began a load in this step
         self._passes = Passes(facade, self._groups, self._steps)
@@ -242,20 +245,20 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
             states = self.facade.lookup_states(keys, request, place)
             self._ahead = dict(zip(keys, map(_RESULTS.__getitem__, states), strict=False))
             if states:
-                if states[0] not in _DECIDED:
-                    self._resumed.waits(request)
                 return
         # The first one by itself: most often it is a MISS, and there is nothing ahead.
         first = self._lookup_state(key, request)
         self._ahead = {key: _RESULTS[first]}
         if first is BlockState.ABSENT:
             return
-        if first is not BlockState.READY:  # vLLM asks for this one whatever else it does
-            self._resumed.waits(request)
         rest = keys_behind(key, req_context, self._chunk_tokens)
         if rest:
             states = self.facade.lookup_states(rest, request)
             self._ahead.update(zip(rest, map(_RESULTS.__getitem__, states), strict=False))
+
+    def on_request_waits(self, request: str) -> None:
+        """Note that vLLM's connector has left a request waiting (``kvtier/vllm/resumed.py``)."""
+        self._resumed.waits(request)
 
     def _note_waits(self, request: str) -> None:
         """Note that a request is scheduled for no step: it has no block on the GPU."""

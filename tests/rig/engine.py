@@ -21,6 +21,7 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.platforms import current_platform
+from vllm.v1.engine import core as core_module
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
@@ -34,7 +35,7 @@ from tests.rig.stepped_tiers import stepped_tiers
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from tests.rig.shape import Shape
     from tests.rig.stepped_tiers import SteppedTiers
@@ -165,6 +166,7 @@ def engine(shape: Shape, rng: random.Random, folder: Path) -> Iterator[Engine]:
     )
     with ExitStack() as stack:
         tiers = stack.enter_context(stepped_tiers(rng, shape.tier_laziness, world.slot_watch))
+        stack.enter_context(_drafts(shape.drafts))
         # It takes as long as a whole scenario.
         stack.enter_context(patch("vllm.v1.engine.core.freeze_gc_heap"))
         core = EngineCore(vllm_config(shape, folder), executor, log_stats=True)
@@ -181,6 +183,22 @@ def engine(shape: Shape, rng: random.Random, folder: Path) -> Iterator[Engine]:
                 core.scheduler.shutdown()
 
 
+@contextmanager
+def _drafts(numbers: Sequence[int]) -> Iterator[None]:
+    """Have vLLM take these KV-cache groups for those of a draft model, which the rig has not."""
+    real = core_module.get_kv_cache_configs
+
+    def configs(*arguments: Any, **named: Any) -> Any:
+        made = real(*arguments, **named)
+        for config in made:
+            for number in numbers:
+                config.kv_cache_groups[number].is_eagle_group = True
+        return made
+
+    with patch.object(core_module, "get_kv_cache_configs", configs):
+        yield
+
+
 def vllm_config(shape: Shape, folder: Path) -> VllmConfig:
     """Build what a user's options would become."""
     row = -(-PAGE_BYTES * shape.layers_each * shape.blocks_per_chunk // ROW_BYTES) * ROW_BYTES
@@ -195,6 +213,7 @@ def vllm_config(shape: Shape, folder: Path) -> VllmConfig:
         "on_reset": "keep" if shape.keeps and not shape.updates else "new_generation",
         "offload_prompt_only": shape.prompts_only,
         "self_describing_kv_events": shape.events,
+        "weights_version": "0",  # there are no files by which the next life could know them
         "secondary_tiers": [
             _placed(tier, folder / str(number)) | {"enable_kv_events": shape.events}
             for number, tier in enumerate(shape.tiers)
@@ -258,9 +277,10 @@ def _blocks_least(shape: Shape) -> int:
     needed = 1
     for kind in shape.kinds:
         tokens = MODEL_TOKENS_MAX
-        if kind.startswith("window:"):
+        window = kind.partition(":")[2]
+        if window:
             in_flight = shape.batched_tokens_max * (2 if shape.asynchronous else 1)
-            tokens = min(tokens, int(kind.partition(":")[2]) - 1 + in_flight)
+            tokens = min(tokens, int(window) - 1 + in_flight)
         needed += 4 if kind == "mamba" else -(-tokens // BLOCK_TOKENS) + 1
     return needed
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from vllm.v1.kv_cache_interface import (
@@ -23,8 +23,16 @@ _HEAD_SIZE = 8
 PAGE_BYTES = BLOCK_TOKENS * _HEADS * _HEAD_SIZE * 2 * 2  # keys and values, of two bytes
 
 
+SMALLER: Final = {"half": 2, "quarter": 4}
+"""Layers of a part of the bytes a token: vLLM gives them so many times more tokens a block, so
+that all pages are of one size."""
+
+
 def layers(kinds: Sequence[str], layers_each: int, ranks: int = 1) -> dict[str, KVCacheSpec]:
-    """Return the spec of each layer. Kinds: full, mla, mamba, or window:TOKENS."""
+    """Return the spec of each layer.
+
+    Kinds: full, mla, mamba, window:TOKENS, and those of ``SMALLER`` with a window, as half:TOKENS.
+    """
     return {
         f"model.layers.{number * layers_each + n}.{kind}": _spec(kind, ranks)
         for number, kind in enumerate(kinds)
@@ -33,16 +41,17 @@ def layers(kinds: Sequence[str], layers_each: int, ranks: int = 1) -> dict[str, 
 
 
 def _spec(kind: str, ranks: int) -> KVCacheSpec:
+    kind, _, window = kind.partition(":")
     shape: dict[str, Any] = {
         "block_size": BLOCK_TOKENS,
         "num_kv_heads": _HEADS // ranks,
-        "head_size": _HEAD_SIZE,
+        "head_size": _HEAD_SIZE // SMALLER.get(kind, 1),
         "dtype": torch.float16,
     }
+    if window:
+        return SlidingWindowSpec(sliding_window=int(window), **shape)
     if kind == "full":
         return FullAttentionSpec(**shape)
-    if kind.startswith("window:"):
-        return SlidingWindowSpec(sliding_window=int(kind.partition(":")[2]), **shape)
     if kind == "mla":
         # As many bytes as the others have: vLLM wants pages of one size.
         return MLAAttentionSpec(

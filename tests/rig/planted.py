@@ -183,6 +183,19 @@ def load_at_once_for_who_was_thrown_back() -> Any:
     return patch.object(ResumedRequests, "may_load", lambda _self, _request: True)
 
 
+def take_who_is_to_ask_again_for_who_waits() -> Any:
+    """Where chunks differ in length, vLLM may let it run: the rig's seed 1776."""
+
+    def may_load(self: Any, request: str) -> bool:
+        may = real(self, request)
+        if not may:
+            self.waits(request)
+        return may
+
+    real = ResumedRequests.may_load
+    return patch.object(ResumedRequests, "may_load", may_load)
+
+
 _RESETS = {
     "resets": 0.1,
     "updates": 0.0,
@@ -245,7 +258,19 @@ _EVENTS = {
 }
 ENDS_OVER_LOADS = RELEASE < (0, 33)  #: vLLM, of requests that are thrown back in the same step
 _THROWN_BACK = {"throws_back": True, "forgets": 0.2, "slots": 40, "tiers": (), "resets": 0.0}
+_UNEQUAL = {
+    **_THROWN_BACK,
+    "kinds": ("full", "half:9"),
+    "blocks_per_chunk": 1,
+    "names": 5,
+    "requests": 20,
+}
 _WITHDRAWN = {**_EVENTS, "resets": 0.1, "arrivals": 0.4, "slots": 8}
+
+_OVER_LOADS = (
+    (load_at_once_for_who_was_thrown_back, _THROWN_BACK, 0),
+    (take_who_is_to_ask_again_for_who_waits, _UNEQUAL, 0),
+)
 
 MISTAKES: dict[str, tuple[Callable[[], Any], dict[str, Any], int]] = {
     each.__name__: (each, {"throws_back": False, **focus}, first)
@@ -263,7 +288,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], dict[str, Any], int]] = {
         (tell_nobody_what_is_gone, _EVENTS, 2),
         (announce_only_the_first_block_of_several, _EVENTS, 0),
         (remove_at_once_what_routers_have_and_what_they_have_not, _WITHDRAWN, 0),
-        *([(load_at_once_for_who_was_thrown_back, _THROWN_BACK, 0)] if ENDS_OVER_LOADS else []),
+        *(_OVER_LOADS if ENDS_OVER_LOADS else ()),
     )
 }
 """Each mistake, what of a shape is not drawn, and the first seed of those that are played.

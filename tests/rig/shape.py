@@ -19,6 +19,9 @@ KINDS = (
     ("full", "mamba"),
     ("full", "window:8", "mamba"),
     ("mla", "mamba"),
+    ("full", "window:4"),
+    ("full", "half:9"),
+    ("full", "quarter:16", "window:8"),
 )
 RELEASE = tuple(int(part) for part in vllm.__version__.split(".")[:2])
 
@@ -29,6 +32,7 @@ class Shape:
 
     kinds: tuple[str, ...] = ("full",)  #: of KV-cache groups, see ``layers.py``
     layers_each: int = 1
+    drafts: tuple[int, ...] = ()  #: groups that hold a draft model's layers, as with EAGLE
     blocks_per_chunk: int = 1  #: vLLM blocks in one of kvtier's
     ranks: int = 1  #: of tensor parallelism
     canonical: bool = False  #: vLLM's ``canonical_layout``
@@ -88,7 +92,7 @@ def draw_shape(rng: random.Random) -> Shape:
         # With a window, vLLM's connector stores chunks of several blocks with holes: it takes a
         # block that another request shares for one that has left the window. kvtier refuses such
         # an engine (kvtier/vllm/windows.py).
-        blocks_per_chunk=min(rng.choice([1, 1, 2, 3]), 1 if "window" in str(kinds) else 3),
+        blocks_per_chunk=min(rng.choice([1, 1, 2, 3]), 1 if ":" in str(kinds) else 3),
         asynchronous=rng.choice([False, True]),
         eviction_policy=rng.choice(["lru", "lru", "s3fifo", "reuse"]),
         layers_each=rng.choice([1, 1, 2]),
@@ -118,6 +122,8 @@ def draw_shape(rng: random.Random) -> Shape:
         names=rng.choice([5, 1000]),
     )
     shape = replace(shape, throws_back=shape.names == 5, decides=rng.random() < 0.5)
+    if rng.random() < 0.2:
+        shape = replace(shape, drafts=(rng.randrange(len(kinds)),))
     # Where chunks share hashes routers have too little to go by: docs/how-to/behind-llm-d.md.
     return shape if shape.blocks_per_chunk == 1 else replace(shape, events=False)
 

@@ -52,6 +52,30 @@ def test_it_is_the_longest_that_fits(
         assert sum(costs[key] or 0 for key in found.keys) <= room
 
 
+@given(
+    count=strategies.integers(1, 12),
+    chunk=strategies.integers(1, 5),
+    reach=strategies.integers(0, 20),
+    beyond=strategies.sampled_from([0, 1]),
+    tokens=strategies.integers(1, 60),
+)
+def test_a_window_needs_the_blocks_of_its_tokens_and_a_draft_one_behind_them(
+    count: int, chunk: int, reach: int, beyond: int, tokens: int
+) -> None:
+    window = max(1, -(-reach // chunk))
+    ends = tuple(chunk * (number + 1) for number in range(count))
+    keys = tuple(bytes([number]) for number in range(count))
+    needed = GroupKeys(keys, ends, window, reach, beyond).needed(tokens)
+    last = (tokens - 1) // chunk  # of the prefix
+    if last + beyond >= count:
+        assert needed is None
+        return
+    wanted = {max(0, token) // chunk for token in range(tokens - reach, tokens)} | {last}
+    wanted |= {number for number in range(last + 1 - window, last + 1) if number >= 0}
+    wanted |= set(range(last + 1, last + 1 + beyond))
+    assert needed == tuple(keys[number] for number in sorted(wanted))
+
+
 def test_a_block_that_is_asked_for_is_waited_for() -> None:
     def cost(_: bytes) -> int:
         raise Unknown

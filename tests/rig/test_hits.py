@@ -1,0 +1,37 @@
+"""Models with several kinds of layers find in a tier, after a restart, what they find in DRAM."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.rig.hits import hits
+
+LENGTHS = (48, 49, 56, 57, 25, 63)  #: with ends on a block and off it
+SHAPES = {
+    "one chunk of a window": {"kinds": ("full", "window:4")},
+    "two chunks of a window": {"kinds": ("full", "window:8")},
+    "windows that end within chunks": {"kinds": ("full", "window:6", "window:18")},
+    "windows alone": {"kinds": ("window:8", "window:16")},
+    "a state": {"kinds": ("full", "mamba")},
+    "a state, chunks of 3": {"kinds": ("full", "mamba"), "blocks_per_chunk": 3},
+    "a state beside latent attention": {"kinds": ("mla", "mamba")},
+    "a window and a state": {"kinds": ("full", "window:8", "mamba")},
+    "a draft": {"kinds": ("full",), "drafts": (0,)},
+    "a draft beside a window": {"kinds": ("full", "window:8"), "drafts": (0,)},
+    "a draft with a window": {"kinds": ("full", "window:8"), "drafts": (1,)},
+    "a draft with one chunk of a window": {"kinds": ("full", "window:4"), "drafts": (1,)},
+    "drafts in all groups": {"kinds": ("full", "window:8"), "drafts": (0, 1)},
+    "a draft, chunks of 2": {"kinds": ("full",), "drafts": (0,), "blocks_per_chunk": 2},
+    "blocks of 4 and 8": {"kinds": ("full", "half:8")},
+    "blocks of 4 and 8, a window that ends within a block": {"kinds": ("full", "half:11")},
+    "blocks of 4, 16 and 4": {"kinds": ("full", "quarter:16", "window:8")},
+    "blocks of 8, a draft": {"kinds": ("full", "half:8"), "drafts": (1,)},
+    "a draft beside blocks of 16": {"kinds": ("full", "quarter:16"), "drafts": (0,)},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_tier_serves_after_a_restart_what_dram_serves(shape: str) -> None:
+    found = hits(lengths=LENGTHS, **SHAPES[shape])
+    assert found.restart == found.dram
+    assert sum(found.dram), "nothing was compared"
