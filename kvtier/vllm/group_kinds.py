@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     SchedulerOffloadConfig,
@@ -33,27 +33,32 @@ class GroupKind(NamedTuple):
     beyond: int = 0  #: so many chunks behind its end, which a draft is computed with anew
 
 
-KEPT: Final = "kvtier_group_kinds"
-"""The attribute of a spec that has them."""
-
 _hooking = threading.Lock()
 _is_hooked = False
 
 
 def keep_group_kinds() -> None:
-    """Have vLLM's connector leave what it knows of groups with the spec that it asks."""
+    """Have vLLM's connector tell kvtier's spec what it knows of groups."""
     global _is_hooked  # noqa: PLW0603 - vLLM's class is this process's, too
     with _hooking:
         if not _is_hooked:
-            SchedulerOffloadConfig.from_spec = _keeping(SchedulerOffloadConfig.from_spec)
+            real = SchedulerOffloadConfig.from_spec.__func__
+            SchedulerOffloadConfig.from_spec = classmethod(_telling(real))
             _is_hooked = True
 
 
-def _keeping(real: Callable[..., Any]) -> Callable[..., Any]:
+def _telling(real: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(real)
-    def from_spec(spec: OffloadingSpec, *configs: Any) -> Any:  # noqa: ANN401 - no stubs
-        made = real(spec, *configs)
-        setattr(spec, KEPT, {_name(each.group_idx): _kind(each) for each in made.kv_group_configs})
+    def from_spec(
+        cls: Any,  # noqa: ANN401 - vLLM has no stubs
+        spec: OffloadingSpec,
+        *configs: Any,  # noqa: ANN401 - as above
+        **named: Any,  # noqa: ANN401 - as above
+    ) -> Any:  # noqa: ANN401 - as above
+        made = real(cls, spec, *configs, **named)
+        on_groups_known = getattr(spec, "on_groups_known", None)
+        if on_groups_known is not None:
+            on_groups_known({_name(each.group_idx): _kind(each) for each in made.kv_group_configs})
         return made
 
     return from_spec
@@ -61,9 +66,9 @@ def _keeping(real: Callable[..., Any]) -> Callable[..., Any]:
 
 def group_kinds(spec: OffloadingSpec) -> Mapping[bytes, GroupKind]:
     """Return the kind of each group of an engine, by the bytes that its keys end in."""
-    kept: Mapping[bytes, GroupKind] | None = getattr(spec, KEPT, None)
-    if kept is not None:
-        return kept
+    known: Mapping[bytes, GroupKind] | None = getattr(spec, "group_kinds", None)
+    if known is not None:
+        return known
     if len(spec.config.groups) > 1:
         log.warning(
             "this vLLM does not tell which layers look back a limited way: blocks of models that "

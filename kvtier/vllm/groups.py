@@ -116,10 +116,18 @@ class Orders:
 class Groups:
     """The groups of one model, by the bytes that their keys end in."""
 
-    def __init__(self, chunk_tokens: Mapping[bytes, int], kinds: Mapping[bytes, GroupKind]) -> None:
-        """``chunk_tokens``: how many tokens a key of each group covers."""
+    def __init__(
+        self, chunk_tokens: Mapping[bytes, int], kinds: Mapping[bytes, GroupKind], chunk_blocks: int
+    ) -> None:
+        """``chunk_tokens``: how many tokens a key of each group covers.
+
+        ``chunk_blocks``: how many vLLM blocks.
+        """
         self.chunk_tokens = chunk_tokens
         self.kinds = kinds
+        windows = any(kind.window is not None for kind in kinds.values())
+        self.lose_blocks = chunk_blocks > 1 and windows
+        """Whether of a chunk some blocks may have left a window since vLLM offered it first."""
 
     @classmethod
     def of(cls, spec: OffloadingSpec) -> Groups:
@@ -129,11 +137,7 @@ class Groups:
             group.group_id.to_bytes(GROUP_BYTES, "big"): group.tokens_per_block * blocks
             for group in spec.config.groups
         }
-        return cls(chunk_tokens, group_kinds(spec))
-
-    def have_window(self) -> bool:
-        """Tell whether a group looks back a limited way."""
-        return any(kind.window is not None for kind in self.kinds.values())
+        return cls(chunk_tokens, group_kinds(spec), blocks)
 
     def cuts(self, keys: Sequence[bytes], end_of: Mapping[bytes, int]) -> list[int]:
         """Return how many of ``keys``, in token order, are of use without those behind them.

@@ -40,7 +40,7 @@ from kvtier.vllm.metrics import MetricsExporter
 from kvtier.vllm.passes import Passes
 from kvtier.vllm.prefill_steps import PrefillSteps
 from kvtier.vllm.request_params import packed_params
-from kvtier.vllm.resumed import ResumedRequests, tell_who_waits
+from kvtier.vllm.resumed import ResumedRequests
 from kvtier.vllm.tier_facts import TierFacts
 from kvtier.vllm.watch import Watch
 
@@ -111,10 +111,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._groups = Groups.of(spec)
         chunk_tokens = spec.config.groups[0].tokens_per_block * int(spec.blocks_per_chunk)
         self._chunk_tokens = max(1, chunk_tokens)
-        # Of a chunk with several blocks, some may have left a window since it was offered first.
-        self._must_not_be_offered_again = (
-            int(spec.blocks_per_chunk) > 1 and self._groups.have_window()
-        )
+        self._must_not_be_offered_again = self._groups.lose_blocks
         wants_requests = any(tier.request_level for tier in config.tiers)
         self._context = RequestOffloadingContext(
             policy=OffloadPolicy.REQUEST_LEVEL if wants_requests else OffloadPolicy.CHUNK_LEVEL
@@ -148,8 +145,6 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._orders = Orders(None if self._several_groups else self._chunk_tokens)
         self._granted = OpenGrants()
         self._undecided: set[str] = set()  # requests that have looked up, and may wait
-        if not _TELLS_WHEN_FLUSHED:
-            tell_who_waits()
         self._resumed = ResumedRequests(are_held_back=not _TELLS_WHEN_FLUSHED)
         self._loading: list[str] = []  # requests that began a load in this step
         self._passes = Passes(facade, self._groups, self._steps)

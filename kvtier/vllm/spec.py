@@ -34,6 +34,7 @@ from kvtier.vllm.namespace import build_namespace, publish_facts, weights_in_wor
 from kvtier.vllm.pages import HostLayout
 from kvtier.vllm.region import SHARED_MEMORY_FOLDER, HostRegion, Region, doubled_rank
 from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
+from kvtier.vllm.resumed import tell_who_waits
 from kvtier.vllm.windows import check_windows
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
     from kvtier.settings.runtime_config import RuntimeConfig
+    from kvtier.vllm.group_kinds import GroupKind
 
 
 _VLLM_KEYS: Final = VLLMKeys()
@@ -97,6 +99,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
         # Every key once before vLLM reads some of them, and less strictly.
         read_settings(config.extra_config, slot_count=1, block_bytes=1, ignores=_VLLM_KEYS)
         super().__init__(replace(config, extra_config=for_vllm(config.extra_config)))
+        self.group_kinds: Mapping[bytes, GroupKind] | None = None
         self._manager: OffloadingManager | None = None
         self._kvtier_worker: OffloadingWorker | None = None
         self._header_rows = 0
@@ -115,6 +118,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
                 f"itself. Give it at least {(self._header_rows + 1) * self.kv_bytes_per_chunk}."
             )
         keep_group_kinds()
+        tell_who_waits()
         # Workers are built first: a bad key is refused before the model is loaded.
         self.read_settings()
 
@@ -127,6 +131,10 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
             dp_rank=int(self.config.parallel.data_parallel_index),
             ignores=_VLLM_KEYS,
         )
+
+    def on_groups_known(self, kinds: Mapping[bytes, GroupKind]) -> None:
+        """Take in what vLLM's connector knows of the groups (``kvtier/vllm/group_kinds.py``)."""
+        self.group_kinds = kinds
 
     @property
     def slot_count(self) -> int:

@@ -14,7 +14,7 @@ from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.policies.eviction.lru import LRUPolicy
 from kvtier.settings.extra_config import read_settings
 from kvtier.vllm import KVTierOffloadingSpec
-from kvtier.vllm.group_kinds import KEPT, GroupKind
+from kvtier.vllm.group_kinds import GroupKind
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.region import HostRegion
 from tests.support.cell import open_test_runtime
@@ -72,7 +72,7 @@ class SteppedManager:
             )
         )
         kind = GroupKind(1) if groups == 1 else GroupKind()  # a window alone, or full attention
-        setattr(spec, KEPT, {keys("A", number)[0][-4:]: kind for number in range(groups)})
+        spec.on_groups_known({keys("A", number)[0][-4:]: kind for number in range(groups)})
         config = read_settings(extra_config, slot_count=slots, block_bytes=4096)
         self.runtime = open_test_runtime(
             config, LRUPolicy(slots), [(BackendTraits(1, 1), None)] * len(tiers), clock=self.clock
