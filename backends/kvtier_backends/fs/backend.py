@@ -294,14 +294,20 @@ class FsBackend(Backend):
 
     def _announce(self) -> None:
         dead = self._files.announce()
+        others = self._files.neighbours()
 
         def look_around() -> None:
             if dead:
-                self._files.sweep(lambda: not self._closed, dead)
-            report_older(self._root, self._layout, self._tier_name, lambda: not self._closed)
+                self._files.sweep(self._is_open, dead)
+            report_older(self._root, self._layout, others, self._tier_name, self._is_open)
 
-        # It walks over folders: not in the way of anything, and not waited for.
-        threading.Thread(target=look_around, name=f"{self._tier_name}-look", daemon=True).start()
+        if dead or others:
+            # A walk over folders: not in the way of anything, and not waited for.
+            name = f"{self._tier_name}-look"
+            threading.Thread(target=look_around, name=name, daemon=True).start()
+
+    def _is_open(self) -> bool:
+        return not self._closed
 
     def _store_all(self, blocks: Sequence[StoreBlock]) -> list[Outcome]:
         with self._stores_lock:

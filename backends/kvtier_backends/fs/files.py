@@ -22,6 +22,7 @@ from kvtier.plugin_api.backend import LoadBlock, Loaded, Outcome, StoreBlock
 from kvtier_backends.fs.bound.grants import NoGrant, Stage
 from kvtier_backends.fs.folder import write_config
 from kvtier_backends.fs.forms import BlockRefused
+from kvtier_backends.fs.older_blocks import neighbours
 from kvtier_backends.fs.place import FOLDER_FLAGS, Anchor, PlaceLost
 from kvtier_backends.fs.special import SpecialFile, refuse_special_file, special_file
 from kvtier_backends.fs.temporary import (
@@ -123,6 +124,12 @@ class BlockFiles:
         place = self._anchor.make_again()
         self._settle(place)
         return dead_markers(place.base, self._writer)
+
+    def neighbours(self) -> list[str]:
+        """Return the names of the model's other namespaces; none where they can't be listed."""
+        with suppress(OSError):  # one may use a folder that one may not list
+            return neighbours(self._anchor.current().root, self._layout)
+        return []
 
     def sign_off(self) -> None:
         """Remove the marker: nothing unfinished is left behind. Let go of the folders."""

@@ -16,7 +16,7 @@ from kvtier_backends.fs.bound.eviction import walk_files
 from kvtier_backends.fs.offline.inspection import FsFolder, facts_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvtier_backends.fs.layout import Layout
 
@@ -27,16 +27,33 @@ NAMING: Final = "format"
 """The fact that grows whenever blocks are named by more, or their bytes mean something else."""
 
 
-def report_older(root: str, layout: Layout, tier_name: str, keep_on: Callable[[], bool]) -> None:
-    """Log a warning for each namespace of this model that an older kvtier has left in ``root``.
+def neighbours(root: int, layout: Layout) -> list[str]:
+    """Return the other namespaces of this model in an open root, by name. Raises ``OSError``.
+
+    Lists one folder, and reads nothing: few engines have any, and a thread that reads may hang.
+    """
+    descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root)
+    try:
+        names = os.listdir(descriptor)
+    finally:
+        os.close(descriptor)
+    model = layout.base_name.rpartition("_")[0]
+    ours = (name for name in names if name.rpartition("_")[0] == model)
+    return sorted(name for name in ours if name != layout.base_name)
+
+
+def report_older(
+    root: str, layout: Layout, names: Sequence[str], tier_name: str, keep_on: Callable[[], bool]
+) -> None:
+    """Log a warning for each of these namespaces that an older kvtier has left in ``root``.
 
     Walks its folders: call it where nobody waits. Ends early once ``keep_on()`` is false.
     """
     own = facts_of(dict(layout.config))
     # The folder may be going, or be no better than the storage below it: there is nothing to say.
     with suppress(ConfigError, OSError), FsFolder(root) as folder:
-        for name, description in folder.namespaces.items():
-            if _is_older(facts_of(description), own):
+        for name in names:
+            if _is_older(facts_of(folder.namespaces.get(name, {})), own):
                 _report(folder, name, tier_name, keep_on)
 
 

@@ -19,7 +19,7 @@ from kvtier.plugin_api.backend import BackendContext, Namespace
 from kvtier.tools.cli.main import main
 from kvtier_backends.fs import FsBackend
 from kvtier_backends.fs.layout import make_layout
-from kvtier_backends.fs.older_blocks import report_older
+from kvtier_backends.fs.older_blocks import neighbours, report_older
 from kvtier_backends.fs.temporary import parse_temporary_untrusted, this_writer
 from tests.support.patience import until_true
 from tests.unit.backends.fs._fs import CONTEXT, FILE_BYTES, key_of, make_fs, open_fs
@@ -204,8 +204,12 @@ async def test_a_start_says_once_what_an_older_kvtier_has_left(tmp_path: Path) -
         async with open_fs(root, context) as fs:
             await fs.store(1)
     layout = make_layout("kvtier", str(root), facts_of(2))
+    opened = os.open(root, os.O_PATH)
+    names = neighbours(opened, layout)
+    os.close(opened)
+    assert len(names) == 2, "those of other models are not looked at"
     with capture_logs() as logs:
-        report_older(str(root), layout, "1:fs", lambda: True)
+        report_older(str(root), layout, names, "1:fs", lambda: True)
     (line,) = logs
     (old,) = root.glob(f"{make_layout('kvtier', '', facts_of(1)).base_name}")
     assert line["folder"] == str(old)
@@ -214,7 +218,7 @@ async def test_a_start_says_once_what_an_older_kvtier_has_left(tmp_path: Path) -
     assert main([*command, "--dry-run"]) == 0
     assert main(command) == 0
     assert not list(old.rglob("*.kv"))
-    report_older(str(tmp_path / "gone"), layout, "1:fs", lambda: True)
+    report_older(str(tmp_path / "gone"), layout, names, "1:fs", lambda: True)
 
 
 @pytest.mark.anyio
