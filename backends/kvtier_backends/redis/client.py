@@ -14,7 +14,7 @@ from kvtier.errors import StoreFault
 from kvtier_backends.redis.resp import Connection
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from valkey.asyncio.connection import AbstractConnection
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from kvtier_backends.redis.addresses import Address
     from kvtier_backends.redis.credentials import Credentials
     from kvtier_backends.redis.redis_options import RedisOptions
+
+    Commands = Callable[[Sequence[tuple[str | bytes, ...]]], Awaitable[list[Any]]]
 
 NEEDED: Final = "needs a client library: pip install '.[redis]'"
 
@@ -40,12 +42,13 @@ class Client:
         try:
             import valkey.asyncio.connection as library  # noqa: PLC0415 - an extra
             from valkey.crc import key_slot  # noqa: PLC0415 - an extra
-            from valkey.exceptions import ValkeyError  # noqa: PLC0415 - an extra
+            from valkey.exceptions import ResponseError, ValkeyError  # noqa: PLC0415 - an extra
         except ImportError:
             raise reader.error("type", "redis", NEEDED) from None
         self.key_slot: Callable[[bytes], int] = key_slot
         self._library = library
         self._fault = ValkeyError
+        self._refusal = ResponseError  # of one command; the connection goes on
         self._given = given
         self._ssl: Any = _ssl_context(library, given, reader) if given.servers.is_tls else None
 
@@ -81,15 +84,49 @@ class Client:
             yield ask
 
     @asynccontextmanager
+    async def commanding(self, address: Address) -> AsyncIterator[Commands]:
+        """Give a coroutine that runs commands in one go, for as long as it takes.
+
+        It returns their answers, ``ServerRefused`` among them. Raises ``StoreFault``, also for a
+        go that takes longer than ``call_timeout_s``.
+        """
+        given = self._given
+        async with self._logged_in(address, given.credentials, given.db, is_long=True) as opened:
+
+            async def run(commands: Sequence[tuple[str | bytes, ...]]) -> list[Any]:
+                async with asyncio.timeout(given.call_timeout_s):
+                    await opened.send_packed_command(opened.pack_commands(commands))
+                    return [await answer() for _ in commands]
+
+            async def answer() -> Any:  # noqa: ANN401 - what the server says
+                try:
+                    return await opened.read_response(disconnect_on_error=False)
+                except self._refusal as problem:
+                    return _refused(address, problem)
+
+            yield run
+
+    @asynccontextmanager
     async def _logged_in(
-        self, address: Address, credentials: Credentials | None, db: int, *, keep: bool = False
+        self,
+        address: Address,
+        credentials: Credentials | None,
+        db: int,
+        *,
+        keep: bool = False,
+        is_long: bool = False,
     ) -> AsyncIterator[Any]:
-        """``keep``: leave it open for whoever has taken it over, if nothing goes wrong."""
+        """``keep``: leave it open for whoever has taken it over, if nothing goes wrong.
+
+        ``is_long``: only connecting has a limit.
+        """
         made = self._make(address, credentials, db)
         is_done = False
         try:
-            async with asyncio.timeout(self._given.connect_timeout_s):
+            async with asyncio.timeout(self._given.connect_timeout_s) as limit:
                 await made.connect()
+                if is_long:
+                    limit.reschedule(None)
                 yield made
             is_done = True
         except TimeoutError:

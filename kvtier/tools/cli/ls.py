@@ -1,4 +1,4 @@
-"""Show what the folder of a disk or an fs tier holds: namespaces, blocks, bytes and ages.
+"""Show what a disk, an fs or a redis tier holds: namespaces, blocks, bytes and ages.
 
 Nothing is changed, and engines may be using the folder. What counts is what
 an engine would find at its start.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvtier.tools.cli.exit_status import INTERRUPTED
-from kvtier.tools.cli.options import add_folder_options
+from kvtier.tools.cli.options import add_folder_options, is_server
 
 if TYPE_CHECKING:
     import argparse
@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add_folder_options(parser)
+    add_folder_options(parser, or_servers=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the folder. Returns the exit status."""
-    from kvtier.tools.cli import folders  # noqa: PLC0415 - heavy imports stay out of other runs
+    if is_server(arguments.path):
+        from kvtier.tools.cli import servers  # noqa: PLC0415 - heavy imports stay out of other runs
+
+        return servers.ls(arguments)
+    from kvtier.tools.cli import folders  # noqa: PLC0415 - as above
     from kvtier.tools.cli.terminal import progress  # noqa: PLC0415 - as above
     from kvtier_backends.disk.offline.inspection import Folder  # noqa: PLC0415 - as above
     from kvtier_backends.disk.offline.listing import list_folder  # noqa: PLC0415 - as above

@@ -34,9 +34,17 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--limit", type=int, metavar="N", help="read only the first N requests")
 
 
-def add_folder_options(parser: argparse.ArgumentParser) -> None:
-    """Add which folder of a tier to work on, and where to write what was found."""
-    _add_folder(parser, "the folder: the disk tier's path, or the fs tier's root_dir")
+def add_folder_options(parser: argparse.ArgumentParser, *, or_servers: bool = False) -> None:
+    """Add which folder of a tier to work on, or which servers, and where to write the figures."""
+    about = "the folder: the disk tier's path, or the fs tier's root_dir"
+    if or_servers:
+        about += "; or redis://host:port, or a redis tier's entry of secondary_tiers as JSON"
+    _add_folder(parser, about)
+
+
+def is_server(path: str) -> bool:
+    """Tell whether this names a server, and no folder."""
+    return path.lstrip().startswith("{") or "://" in path
 
 
 def add_fs_folder_options(parser: argparse.ArgumentParser) -> None:

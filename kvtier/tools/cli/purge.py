@@ -1,9 +1,9 @@
-"""Remove blocks from the folder of a disk or an fs tier: by age, by namespace, or all of them.
+"""Remove blocks of a disk, an fs or a redis tier: by age, by namespace, or all of them.
 
 They are not found again, and their bytes are taken off the disk. If an engine is
-using a disk tier's folder, it is asked to do it. On a terminal, --all asks first. The exit
-status is 0 if all that was selected is gone, 1 if not, and 2 if the folder or an
-option was refused.
+using a disk tier's folder, it is asked to do it. Servers do not say how old a block is. On
+a terminal, --all asks first. The exit status is 0 if all that was selected is gone, 1 if
+not, and 2 if what was named, or an option, was refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import ConfigError
 from kvtier.tools.cli.exit_status import INTERRUPTED
-from kvtier.tools.cli.options import add_folder_options
+from kvtier.tools.cli.options import add_folder_options, is_server
 
 if TYPE_CHECKING:
     import argparse
@@ -35,7 +35,7 @@ _OF_ANY_AGE_S: Final = 1 << 32
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add_folder_options(parser)
+    add_folder_options(parser, or_servers=True)
     what = parser.add_argument_group("what to remove; at least one of them")
     what.add_argument("--older-than", metavar="AGE", help="blocks stored longer ago: 30m, 12h, 7d")
     what.add_argument(
@@ -58,6 +58,10 @@ def run(arguments: argparse.Namespace) -> int:
     from kvtier_backends.disk.offline.inspection import Folder  # noqa: PLC0415 - as above
 
     before_s = _before_s(arguments)
+    if is_server(arguments.path):
+        from kvtier.tools.cli import servers  # noqa: PLC0415 - as above
+
+        return servers.purge(arguments)
     folders.check(arguments)
     if folders.is_fs_folder(arguments.path):
         return _purge_fs(arguments, before_s)
@@ -80,9 +84,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _purge_fs(arguments: argparse.Namespace, before_s: int) -> int:
     from kvtier.tools.cli import fs_folders  # noqa: PLC0415 - as in run
+    from kvtier.tools.cli.terminal import says_yes  # noqa: PLC0415 - as in run
 
     is_asked = arguments.all and not (arguments.yes or arguments.dry_run) and sys.stdin.isatty()
-    if is_asked and not _says_yes(fs_folders.question(arguments)):
+    if is_asked and not says_yes(fs_folders.question(arguments)):
         print(f"{arguments.path}: nothing was removed.")
         return LEFT
     return fs_folders.purge(arguments, before_s)
@@ -91,6 +96,7 @@ def _purge_fs(arguments: argparse.Namespace, before_s: int) -> int:
 def _is_sure(folder: Folder, selection: Selection, arguments: argparse.Namespace) -> bool:
     """Ask before everything goes, if there is somebody to ask."""
     from kvtier.tools.cli.folders import gib  # noqa: PLC0415 - as in run
+    from kvtier.tools.cli.terminal import says_yes  # noqa: PLC0415 - as in run
     from kvtier_backends.disk.offline.inspection import user_of  # noqa: PLC0415 - as in run
 
     if not arguments.all or arguments.yes or not sys.stdin.isatty():
@@ -102,12 +108,7 @@ def _is_sure(folder: Folder, selection: Selection, arguments: argparse.Namespace
         f"Remove everything from {folder.path}{used}: {there['blocks']:,} blocks, "
         f"{gib(there['bytes'])} GiB, {len(there['namespaces'])} namespaces? [y/N] "
     )
-    return _says_yes(question)
-
-
-def _says_yes(question: str) -> bool:
-    print(question, end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
+    return says_yes(question)
 
 
 def _before_s(arguments: argparse.Namespace) -> int:

@@ -167,3 +167,9 @@ class _PlainProgress:
             left = so_far * max(self._total - self._done, 0) / self._done
             line += f" of {self._total:,}, about {left:.0f} s left"
         print(f"{line}, {so_far:.0f} s so far", file=sys.stderr, flush=True)
+
+
+def says_yes(question: str) -> bool:
+    """Ask on stderr, and read the answer from stdin."""
+    print(question, end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -1,0 +1,132 @@
+"""Says what a ``redis`` tier's servers hold, by namespace, and removes it, while engines use them.
+
+``SCAN`` walks the names some at a time, ``STRLEN`` tells a block's size without reading it, and
+``UNLINK`` leaves the freeing to a thread of the server's: none of them keeps it from serving.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier_backends.redis.client import ServerRefused
+from kvtier_backends.redis.topology import discover
+from kvtier_backends.shared.namespaces import (
+    DESCRIPTION_BYTES_MAX,
+    DescriptionDamaged,
+    parse_description_untrusted,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from kvtier_backends.redis.client import Client, Commands
+    from kvtier_backends.redis.redis_options import RedisOptions
+
+NAMES_AT_ONCE: Final = 512
+DESCRIPTION: Final = b"description"
+_HEX: Final = re.compile(rb"(?:[0-9a-f]{2})+")
+
+
+@dataclass
+class Holding:
+    """The blocks of one namespace."""
+
+    namespace: str
+    blocks: int = 0
+    bytes: int = 0  #: of the values: blocks, and what protects them
+    facts: dict[str, Any] = field(default_factory=dict)  #: empty: not known
+
+
+async def list_servers(
+    client: Client, given: RedisOptions, advance: Callable[[int], None]
+) -> dict[str, Holding]:
+    """Return what there is, by namespace. ``advance`` is called with each number of new names.
+
+    Raises ``StoreFault``.
+    """
+    found: dict[str, Holding] = {}
+    async for run, names in _walk(client, given):
+        await _count(run, names, found)
+        for namespace, name in _descriptions(names):
+            holding = found.setdefault(namespace, Holding(namespace))
+            holding.facts = await _facts_untrusted(run, name)
+        advance(len(names))
+    return found
+
+
+async def purge_servers(
+    client: Client, given: RedisOptions, namespace: str | None, advance: Callable[[int], None]
+) -> tuple[dict[str, Holding], int]:
+    """Remove all blocks, or those of one namespace. Returns what is gone, and what failed.
+
+    Descriptions go with them; an engine that runs writes its own again. Raises ``StoreFault``.
+    """
+    gone: dict[str, Holding] = {}
+    failed = 0
+    async for run, names in _walk(client, given):
+        wanted = {name: parts for name, parts in names.items() if namespace in (None, parts[0])}
+        await _count(run, wanted, gone)
+        answers = await run([("UNLINK", name) for name in wanted]) if wanted else []
+        failed += sum(isinstance(answer, ServerRefused) for answer in answers)
+        advance(len(wanted))
+    return gone, failed
+
+
+_Names = dict[bytes, tuple[str, bytes]]
+"""Names, and for each its namespace and what is behind that."""
+
+
+async def _walk(client: Client, given: RedisOptions) -> AsyncIterator[tuple[Commands, _Names]]:
+    """Yield the names that are ours, each once, and how to ask the server that has them."""
+    topology = await discover(client, given)
+    stem = f"{given.key_prefix}:".encode()
+    for address in sorted(topology.addresses):
+        seen: set[int] = set()  # a server that makes its table larger may tell a name twice
+        async with client.commanding(address) as run:
+            cursor = b"0"
+            while True:
+                scan = ("SCAN", cursor, "MATCH", stem + b"*", "COUNT", str(NAMES_AT_ONCE))
+                (answer,) = await run([scan])
+                if isinstance(answer, ServerRefused):
+                    raise answer
+                cursor, names = answer
+                new = {name for name in names if hash(name) not in seen}
+                seen.update(map(hash, new))
+                yield run, {name: parts for name in new if (parts := _parts(name, stem))}
+                if int(cursor) == 0:
+                    break
+
+
+def _parts(name: bytes, stem: bytes) -> tuple[str, bytes] | None:
+    """Return a name's namespace and the rest; None if no tier with this prefix has made it."""
+    namespace, _, rest = name.removeprefix(stem).rpartition(b":")
+    if not namespace or b":" in namespace or not (rest == DESCRIPTION or _HEX.fullmatch(rest)):
+        return None
+    return namespace.decode("utf-8", "backslashreplace"), rest
+
+
+def _descriptions(names: _Names) -> Sequence[tuple[str, bytes]]:
+    return [(namespace, name) for name, (namespace, rest) in names.items() if rest == DESCRIPTION]
+
+
+async def _count(run: Commands, names: _Names, into: dict[str, Holding]) -> None:
+    blocks = [(name, parts[0]) for name, parts in names.items() if parts[1] != DESCRIPTION]
+    sizes = await run([("STRLEN", name) for name, _ in blocks]) if blocks else []
+    for (_, namespace), size in zip(blocks, sizes, strict=True):
+        holding = into.setdefault(namespace, Holding(namespace))
+        holding.blocks += 1
+        holding.bytes += size if isinstance(size, int) else 0
+
+
+async def _facts_untrusted(run: Commands, name: bytes) -> dict[str, Any]:
+    (size,) = await run([("STRLEN", name)])
+    if not isinstance(size, int) or size > DESCRIPTION_BYTES_MAX:
+        return {}
+    (raw,) = await run([("GET", name)])
+    try:
+        facts = parse_description_untrusted(raw).get("facts") if isinstance(raw, bytes) else None
+    except DescriptionDamaged:
+        return {}
+    return facts if isinstance(facts, dict) else {}
