@@ -191,8 +191,8 @@ def _drafts(numbers: Sequence[int]) -> Iterator[None]:
     def configs(*arguments: Any, **named: Any) -> Any:
         made = real(*arguments, **named)
         for config in made:
-            for number in numbers:
-                config.kv_cache_groups[number].is_eagle_group = True
+            for number, group in enumerate(config.kv_cache_groups):
+                group.is_eagle_group = number in numbers  # a focus may leave fewer groups
         return made
 
     with patch.object(core_module, "get_kv_cache_configs", configs):
