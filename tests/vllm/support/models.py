@@ -28,7 +28,7 @@ def make_llama(folder: Path, **shape: Any) -> Path:
     return _save(LlamaForCausalLM, LlamaConfig(**_SHAPE | shape), folder)
 
 
-def make_gemma(folder: Path) -> Path:
+def make_gemma(folder: Path, window: int = 128) -> Path:
     """Write a Gemma 3 with sliding-window and full attention: two KV-cache groups."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
@@ -37,13 +37,106 @@ def make_gemma(folder: Path) -> Path:
         Gemma3TextConfig(
             **_SHAPE,
             head_dim=32,
-            sliding_window=128,
+            sliding_window=window,
             layer_types=["sliding_attention", "full_attention"] * 2,
             # Tied, a random Gemma only repeats its last token, whatever the cache holds.
             tie_word_embeddings=False,
         ),
         folder,
     )
+
+
+def make_gpt_oss(folder: Path) -> Path:
+    """Write a gpt-oss: a window of 128 and full attention in turn, sinks, experts."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    return _save(
+        GptOssForCausalLM,
+        GptOssConfig(
+            **_SHAPE,
+            head_dim=32,
+            sliding_window=128,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+        ),
+        folder,
+    )
+
+
+def make_lfm2(folder: Path) -> Path:
+    """Write an LFM2: short convolutions, which keep a state, and full attention."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    return _save(
+        Lfm2ForCausalLM,
+        Lfm2Config(
+            **_SHAPE,
+            layer_types=["conv", "full_attention"] * 2,
+            # vLLM wants these, which the published configurations name.
+            conv_dim=_SHAPE["hidden_size"],
+            block_dim=_SHAPE["hidden_size"],
+            block_ff_dim=_SHAPE["intermediate_size"],
+            block_multiple_of=32,
+            block_ffn_dim_multiplier=1.0,
+            block_auto_adjust_ff_dim=False,
+            tie_word_embeddings=False,
+        ),
+        folder,
+    )
+
+
+def make_granite(folder: Path) -> Path:
+    """Write a Granite 4 hybrid: Mamba 2 layers, which keep a state, and full attention."""
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    return _save(
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig(
+            **_SHAPE,
+            layer_types=["mamba", "attention"] * 2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=128,
+            mamba_n_heads=8,
+            mamba_d_head=32,
+            mamba_d_state=16,
+            mamba_n_groups=1,
+            mamba_chunk_size=32,
+            mamba_expand=2,
+            position_embedding_type="rope",
+            tie_word_embeddings=False,
+        ),
+        folder,
+    )
+
+
+def make_eagle_head(folder: Path) -> Path:
+    """Write an EAGLE head of one layer, which drafts for the model of ``make_llama``."""
+    import json
+
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaModel
+
+    shape = _SHAPE | {"num_hidden_layers": 1}
+    torch.manual_seed(1)
+    weights = LlamaModel(LlamaConfig(**shape)).state_dict()
+    hidden = _SHAPE["hidden_size"]
+    weights["fc.weight"] = torch.randn(hidden, 2 * hidden) * 0.1
+    kept = ("fc.", "layers.", "embed_tokens.")
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {
+            name: value
+            for name, value in weights.items()
+            if name.startswith(kept) and name != "layers.0.input_layernorm.weight"
+        },
+        folder / "model.safetensors",
+    )
+    config = {**LlamaConfig(**shape).to_dict(), "architectures": ["LlamaForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def _save(model_class: Any, config: Any, folder: Path) -> Path:
