@@ -49,6 +49,10 @@ def weights_of(model: Any, load: Any) -> Weights:  # noqa: ANN401 - vLLM has no 
     reason = why_out_of_sight(load_format, source) or _why_not_vllms(load)
     if reason is not None:
         return _unknown(reason)
+    return _with_other_models(_weights_at(source, model), model.hf_config)
+
+
+def _weights_at(source: str, model: Any) -> Weights:  # noqa: ANN401 - vLLM has no stubs
     path = Path(source)
     if path.exists():
         return _in_files(path)
@@ -56,6 +60,30 @@ def weights_of(model: Any, load: Any) -> Weights:  # noqa: ANN401 - vLLM has no 
     if commit is None:
         return _unknown(f"nothing says of which commit {source} is")
     return Weights({"commit": commit}, {})
+
+
+def _with_other_models(own: Weights, config: Any) -> Weights:  # noqa: ANN401 - as above
+    """Return the weights, and those of other models that vLLM loads a part of them from.
+
+    Only Ultravox's configuration names any: others that have weights apart have them in the
+    model's own folder.
+    """
+    facts, local_facts = dict(own.facts), dict(own.local_facts)
+    others = {
+        "audio_model_id": getattr(config, "audio_model_id", None),
+        "text_model_id": getattr(config, "text_model_id", None),
+    }
+    for name, other in others.items():
+        if not isinstance(other, str):
+            continue
+        # vLLM loads what the hub has today.
+        found = _unknown(f"nothing says of which commit {name} {other} is")
+        if Path(other).exists():
+            found = _in_files(Path(other))
+        if "unknown" in found.facts:
+            return found
+        facts[name], local_facts[name] = found.facts, found.local_facts
+    return Weights(facts, local_facts)
 
 
 def _why_not_vllms(load: Any) -> str | None:  # noqa: ANN401 - vLLM has no stubs

@@ -19,7 +19,7 @@ from kvtier.vllm import weight_files as module
 from kvtier.vllm import weights
 from kvtier.vllm.sharing import apart_if_unknown
 from kvtier.vllm.weight_files import SAMPLES_A_TENSOR_MIN, weight_files
-from kvtier.vllm.weights import weights_of, why_unknown
+from kvtier.vllm.weights import Weights, weights_of, why_unknown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -215,6 +215,24 @@ def test_a_model_of_the_hub_has_its_commit() -> None:
     assert weights_of(by_config, load()).facts == {"commit": commit}
     assert weights_of(config("org/model", revision=commit), load()).facts == {"commit": commit}
     assert "unknown" in weights_of(config("org/model", revision="main"), load()).facts
+
+
+def test_weights_that_are_loaded_from_another_model_are_looked_at(tmp_path: Path) -> None:
+    """Ultravox names one for audio, and perhaps one for text."""
+    for name in ("model", "audio"):
+        (tmp_path / name).mkdir()
+        safetensors(tmp_path / name / "model.safetensors")
+
+    def found(audio: str | None) -> Weights:
+        named = SimpleNamespace(_commit_hash=None, audio_model_id=audio, text_model_id=None)
+        return weights_of(config(tmp_path / "model", hf_config=named), load())
+
+    alone, both = found(None), found(str(tmp_path / "audio"))
+    safetensors(tmp_path / "audio/model.safetensors", {TENSORS[0]: 0.5})
+    assert alone.facts != both.facts != found(str(tmp_path / "audio")).facts
+    assert both.local_facts != found(str(tmp_path / "audio")).local_facts
+    assert "org/whisper" in found("org/whisper").facts["unknown"]
+    assert found(None) == alone
 
 
 def test_dummy_weights_are_those_of_their_seed() -> None:
