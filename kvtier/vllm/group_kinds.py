@@ -2,25 +2,20 @@
 
 The connector is told, and the manager behind it is not. A group's kind can't be seen from what
 vLLM asks for: a window of one block is asked for as the head of a prompt is. So what vLLM's
-connector makes of its own configuration is kept, for the spec that it makes it for.
+connector makes of its own configuration is kept (``kvtier/vllm/connector_hooks.py``).
 """
 
 from __future__ import annotations
 
-import threading
-from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-    SchedulerOffloadConfig,
-)
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kvtier.plugin_api.keys import GROUP_BYTES
 from kvtier.plugin_api.log import log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from vllm.v1.kv_offload.base import OffloadingSpec
 
@@ -33,35 +28,9 @@ class GroupKind(NamedTuple):
     beyond: int = 0  #: so many chunks behind its end, which a draft is computed with anew
 
 
-_hooking = threading.Lock()
-_is_hooked = False
-
-
-def keep_group_kinds() -> None:
-    """Have vLLM's connector tell kvtier's spec what it knows of groups."""
-    global _is_hooked  # noqa: PLW0603 - vLLM's class is this process's, too
-    with _hooking:
-        if not _is_hooked:
-            real = SchedulerOffloadConfig.from_spec.__func__
-            SchedulerOffloadConfig.from_spec = classmethod(_telling(real))
-            _is_hooked = True
-
-
-def _telling(real: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(real)
-    def from_spec(
-        cls: Any,  # noqa: ANN401 - vLLM has no stubs
-        spec: OffloadingSpec,
-        *configs: Any,  # noqa: ANN401 - as above
-        **named: Any,  # noqa: ANN401 - as above
-    ) -> Any:  # noqa: ANN401 - as above
-        made = real(cls, spec, *configs, **named)
-        on_groups_known = getattr(spec, "on_groups_known", None)
-        if on_groups_known is not None:
-            on_groups_known({_name(each.group_idx): _kind(each) for each in made.kv_group_configs})
-        return made
-
-    return from_spec
+def kinds_of(config: Any) -> dict[bytes, GroupKind]:  # noqa: ANN401 - vLLM has no stubs
+    """Return the kinds in what vLLM's connector makes of its configuration."""
+    return {_name(group.group_idx): _kind(group) for group in config.kv_group_configs}
 
 
 def group_kinds(spec: OffloadingSpec) -> Mapping[bytes, GroupKind]:

@@ -10,54 +10,16 @@ vLLM doesn't tell who runs: a request that was preempted is scheduled again with
 what a reset threw back is reported as preempted at the end of the step that runs it again. So one
 that has run is told what it can load in the step after one in which it waited for certain.
 Otherwise it is to ask again, and waits for one step more. Who waits only the connector's answer
-tells: where chunks of several groups differ in length, a request that was to ask again may run all
-the same.
+tells (``kvtier/vllm/connector_hooks.py``): where chunks of several groups differ in length, a
+request that was to ask again may run all the same.
 """
 
 from __future__ import annotations
 
-import threading
-from functools import wraps
-from typing import TYPE_CHECKING, Any
-
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-    OffloadingConnectorScheduler,
-)
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-_hooking = threading.Lock()
-_is_hooked = False
-
-
-def tell_who_waits() -> None:
-    """Have vLLM's connector tell kvtier's manager which requests it leaves waiting."""
-    global _is_hooked  # noqa: PLW0603 - vLLM's class is this process's, too
-    with _hooking:
-        if not _is_hooked:
-            OffloadingConnectorScheduler.get_num_new_matched_tokens = _telling(
-                OffloadingConnectorScheduler.get_num_new_matched_tokens
-            )
-            _is_hooked = True
-
-
-def _telling(real: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(real)
-    def get_num_new_matched_tokens(
-        connector: OffloadingConnectorScheduler,
-        request: Any,  # noqa: ANN401 - vLLM has no stubs
-        *arguments: Any,  # noqa: ANN401 - as above
-        **named: Any,  # noqa: ANN401 - as above
-    ) -> Any:  # noqa: ANN401 - as above
-        found = real(connector, request, *arguments, **named)
-        if found[0] is None:
-            waits = getattr(connector.manager, "on_request_waits", None)
-            if waits is not None:
-                waits(request.request_id)
-        return found
-
-    return get_num_new_matched_tokens
+    from collections.abc import Iterable
 
 
 class ResumedRequests:

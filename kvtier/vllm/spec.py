@@ -27,14 +27,13 @@ from kvtier.errors import ConfigError
 from kvtier.plugin_api.slot_memory import SlotMemory, machine_memory_bytes
 from kvtier.settings.extra_config import cpu_bytes_to_use, for_vllm, read_settings
 from kvtier.settings.vllm_keys import VLLMKeys
+from kvtier.vllm.connector_hooks import hook_connector
 from kvtier.vllm.cpu_worker import CPUPlatformWorker
 from kvtier.vllm.device_region import DeviceRegion, HeaderMap, region_path
-from kvtier.vllm.group_kinds import keep_group_kinds
 from kvtier.vllm.namespace import build_namespace, publish_facts, weights_in_words
 from kvtier.vllm.pages import HostLayout
 from kvtier.vllm.region import SHARED_MEMORY_FOLDER, HostRegion, Region, doubled_rank
 from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
-from kvtier.vllm.resumed import tell_who_waits
 from kvtier.vllm.windows import check_windows
 
 if TYPE_CHECKING:
@@ -117,8 +116,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
                 f"takes {self.kv_bytes_per_chunk} bytes, and kvtier keeps {self._header_rows} for "
                 f"itself. Give it at least {(self._header_rows + 1) * self.kv_bytes_per_chunk}."
             )
-        keep_group_kinds()
-        tell_who_waits()
+        hook_connector()
         # Workers are built first: a bad key is refused before the model is loaded.
         self.read_settings()
 

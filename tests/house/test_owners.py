@@ -70,8 +70,9 @@ GIVEN = {
     "kvtier.vllm.adapters: EngineCore.add_lora": "vLLM tells nobody that an adapter is loaded",
     "kvtier.vllm.adapters: EngineCore.remove_lora": "as above",
     "kvtier.vllm.adapters: kv_cache_utils.generate_block_hash_extra_keys": "nor asks anybody",
-    "kvtier.vllm.group_kinds: SchedulerOffloadConfig.from_spec": "vLLM's manager is not told",
-    "kvtier.vllm.resumed: OffloadingConnectorScheduler.get_num_new_matched_tokens": "as above",
+    "kvtier.vllm.connector_hooks: SchedulerOffloadConfig.from_spec": "vLLM's manager is not told",
+    "kvtier.vllm.connector_hooks: "
+    "OffloadingConnectorScheduler.get_num_new_matched_tokens": "as above",
     "kvtier.plugin_api.backend: traits.__init__": "a decorator of the class",
     "kvtier.plugin_api.options: error.key": "an exception, annotated where it is raised",
 }

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.log import log
 from kvtier_backends.fs.bound.eviction import walk_files
-from kvtier_backends.fs.offline.inspection import FsFolder, facts_of
+from kvtier_backends.fs.offline.inspection import FsFolder
+from kvtier_backends.shared.namespaces import facts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +50,7 @@ def report_older(
 
     Walks its folders: call it where nobody waits. Ends early once ``keep_on()`` is false.
     """
-    own = facts_of(dict(layout.config))
+    own = facts_of(layout.config)
     # The folder may be going, or be no better than the storage below it: there is nothing to say.
     with suppress(ConfigError, OSError), FsFolder(root) as folder:
         for name in names:

@@ -15,6 +15,7 @@ from kvtier_backends.redis.topology import discover
 from kvtier_backends.shared.namespaces import (
     DESCRIPTION_BYTES_MAX,
     DescriptionDamaged,
+    facts_of,
     parse_description_untrusted,
 )
 
@@ -126,7 +127,6 @@ async def _facts_untrusted(run: Commands, name: bytes) -> dict[str, Any]:
         return {}
     (raw,) = await run([("GET", name)])
     try:
-        facts = parse_description_untrusted(raw).get("facts") if isinstance(raw, bytes) else None
+        return facts_of(parse_description_untrusted(raw)) if isinstance(raw, bytes) else {}
     except DescriptionDamaged:
         return {}
-    return facts if isinstance(facts, dict) else {}

@@ -74,6 +74,12 @@ def parse_description_untrusted(raw: bytes | memoryview) -> dict[str, Any]:
     return found
 
 
+def facts_of(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a description says of its engines; nothing if it is none of kvtier's."""
+    facts = description.get("facts")
+    return facts if isinstance(facts, dict) else {}
+
+
 def first_difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Difference | None:
     """Return where two descriptions differ; None if they don't."""
     for name in sorted({*found, *wanted}):

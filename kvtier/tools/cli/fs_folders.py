@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.errors import ConfigError
 from kvtier.tools.cli.exit_status import INTERRUPTED
 from kvtier.tools.cli.folders import age, gib, refusing, report
-from kvtier.tools.cli.namespaces import show_differences
+from kvtier.tools.cli.namespaces import show_differences, show_removed, the_one_meant
 from kvtier.tools.cli.terminal import progress, table
 from kvtier_backends.fs.offline.checking import Checked, check_folder
 from kvtier_backends.fs.offline.evicting import announce
-from kvtier_backends.fs.offline.inspection import BlockFile, FsFolder, facts_of
+from kvtier_backends.fs.offline.inspection import BlockFile, FsFolder
+from kvtier_backends.shared.namespaces import facts_of
 
 if TYPE_CHECKING:
     import argparse
@@ -202,7 +202,7 @@ def purge(arguments: argparse.Namespace, before_s: int) -> int:
     """Remove what was selected. Returns the exit status."""
     dry = bool(arguments.dry_run)
     with refusing(arguments.path), FsFolder(arguments.path) as folder:
-        namespace = _namespace(folder, arguments.namespace)
+        namespace = the_one_meant(arguments.namespace, list(folder.namespaces))
         gone, failed, is_complete = _purge(folder, namespace, before_s, dry=dry)
     figures = {
         "path": folder.path,
@@ -217,25 +217,6 @@ def purge(arguments: argparse.Namespace, before_s: int) -> int:
     if not is_complete:
         return INTERRUPTED
     return PROBLEMS if failed else 0
-
-
-def _namespace(folder: FsFolder, given: str | None) -> str | None:
-    """Return the folder that is meant. Raises ``ConfigError``."""
-    if given is None:
-        return None
-    meant = [name for name in folder.namespaces if _is_meant(name, given)]
-    if len(meant) != 1:
-        some = "names none" if not meant else f"names {len(meant)}"
-        known = ", ".join(folder.namespaces) or "none"
-        raise ConfigError(
-            f"--namespace {given!r} {some} of the folder's namespaces. Give the name of a folder, "
-            f"or the first digits of its digest: {known}."
-        )
-    return meant[0]
-
-
-def _is_meant(name: str, given: str) -> bool:
-    return name == given or name.rpartition("_")[2].startswith(given.lower())
 
 
 def _purge(
@@ -282,12 +263,4 @@ def question(arguments: argparse.Namespace) -> str:
 
 
 def _show_purged(figures: dict[str, Any]) -> None:
-    verb = "Would be removed" if figures["dry_run"] else "Removed"
-    if figures["namespaces"]:
-        _show_namespaces(verb, figures["namespaces"])
-    size = f"{figures['blocks']:,} blocks, {gib(figures['bytes'])} GiB"
-    print(f"{figures['path']}: {verb.lower()}: {size}.")
-    if figures["blocks_failed"]:
-        print(f"{figures['blocks_failed']:,} blocks could not be removed.")
-    if not figures["complete"]:
-        print("Interrupted: the rest is as it was.")
+    show_removed(figures, _show_namespaces)

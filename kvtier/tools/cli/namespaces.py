@@ -1,20 +1,54 @@
-"""In what the namespaces of one folder differ: why two engines do not share their blocks."""
+"""Namespaces of a folder or of servers: which one is meant, and in what they differ."""
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING, Any, Final
 
+from kvtier.errors import ConfigError
+from kvtier.tools.cli.folders import gib
 from kvtier.tools.cli.terminal import table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 NAMESPACES_MAX: Final = 8
 FACTS_MAX: Final = 40
 _VALUE_CHARACTERS_MAX: Final = 26
 _MODEL: Final = "model_name"
 _MISSING: Final = "(missing)"
+
+
+def the_one_meant(given: str | None, known: Sequence[str]) -> str | None:
+    """Return the namespace that ``--namespace`` names; None: it was not given.
+
+    Raises ``ConfigError``.
+    """
+    if given is None:
+        return None
+    meant = [
+        name for name in known if name == given or name.rpartition("_")[2].startswith(given.lower())
+    ]
+    if len(meant) != 1:
+        some = "names none" if not meant else f"names {len(meant)}"
+        raise ConfigError(
+            f"--namespace {given!r} {some} of the namespaces there. Give a whole name, or the "
+            f"first digits of its digest: {', '.join(known) or 'there is none'}."
+        )
+    return meant[0]
+
+
+def show_removed(figures: Mapping[str, Any], show: Callable[[str, list[Any]], None]) -> None:
+    """Say what ``purge`` has removed. ``show``: a table with that title, and those rows."""
+    verb = "Would be removed" if figures["dry_run"] else "Removed"
+    if figures["namespaces"]:
+        show(verb, figures["namespaces"])
+    size = f"{figures['blocks']:,} blocks, {gib(figures['bytes'])} GiB"
+    print(f"{figures['path']}: {verb.lower()}: {size}.")
+    if figures["blocks_failed"]:
+        print(f"{figures['blocks_failed']:,} blocks could not be removed.")
+    if not figures["complete"]:
+        print("Interrupted: the rest is as it was.")
 
 
 def differences(facts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

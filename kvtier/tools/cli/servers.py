@@ -15,7 +15,7 @@ from kvtier.errors import ConfigError, StoreFault
 from kvtier.plugin_api.backend import BackendContext, Namespace
 from kvtier.plugin_api.options import shown
 from kvtier.tools.cli.folders import gib, report
-from kvtier.tools.cli.namespaces import show_differences
+from kvtier.tools.cli.namespaces import show_differences, show_removed, the_one_meant
 from kvtier.tools.cli.terminal import check_can_write, progress, says_yes, table
 from kvtier_backends.redis.addresses import SCHEMES
 from kvtier_backends.redis.client import Client
@@ -34,8 +34,8 @@ ADDRESS: Final = "://"
 def ls(arguments: argparse.Namespace) -> int:
     """Show what the servers hold. Returns the exit status."""
     client, given = _servers(arguments)
-    found = _run(given, "looking at names", lambda advance: list_servers(client, given, advance))
-    report(arguments, {"path": given.place, "complete": True, **_figures(found.values())}, _listed)
+    figures = _figures(_list(client, given).values())
+    report(arguments, {"path": given.place, "complete": True, **figures}, _listed)
     return 0
 
 
@@ -47,20 +47,36 @@ def purge(arguments: argparse.Namespace) -> int:
             "the tier ttl_s, or remove a whole namespace."
         )
     client, given = _servers(arguments)
-    found = _run(given, "looking at names", lambda advance: list_servers(client, given, advance))
-    namespace = _namespace(arguments.namespace, sorted(found))
-    figures: dict[str, Any] = {"path": given.place, "dry_run": bool(arguments.dry_run)}
-    if arguments.dry_run:
-        gone, failed = {n: h for n, h in found.items() if namespace in (None, n)}, 0
-    elif namespace is None and not _is_sure(arguments, given, found):
+    is_asked = arguments.all and not (arguments.yes or arguments.dry_run) and sys.stdin.isatty()
+    found: dict[str, Holding] = {}
+    if is_asked or arguments.dry_run or arguments.namespace is not None:
+        found = _list(client, given)
+    namespace = the_one_meant(arguments.namespace, sorted(found))
+    if is_asked and not says_yes(_question(given, found)):
         print(f"{given.place}: nothing was removed.")
         return PROBLEMS
+    if arguments.dry_run:
+        gone, failed = {n: h for n, h in found.items() if namespace in (None, n)}, 0
     else:
         gone, failed = _run(
             given, "removing", lambda advance: purge_servers(client, given, namespace, advance)
         )
-    report(arguments, {**figures, **_figures(gone.values()), "blocks_failed": failed}, _purged)
+    figures = {
+        "path": given.place,
+        "dry_run": bool(arguments.dry_run),
+        "complete": True,
+        **_figures(gone.values()),
+        "blocks_failed": failed,
+    }
+    report(arguments, figures, _purged)
     return PROBLEMS if failed else 0
+
+
+def _list(client: Client, given: RedisOptions) -> dict[str, Holding]:
+    found: dict[str, Holding] = _run(
+        given, "looking at names", lambda advance: list_servers(client, given, advance)
+    )
+    return found
 
 
 def _servers(arguments: argparse.Namespace) -> tuple[Client, RedisOptions]:
@@ -99,27 +115,9 @@ def _run(given: RedisOptions, doing: str, call: Callable[[Callable[[int], None]]
             ) from problem
 
 
-def _namespace(given: str | None, known: list[str]) -> str | None:
-    """Return the namespace that is meant. Raises ``ConfigError``."""
-    if given is None:
-        return None
-    meant = [
-        name for name in known if name == given or name.rpartition("_")[2].startswith(given.lower())
-    ]
-    if len(meant) != 1:
-        some = "names none" if not meant else f"names {len(meant)}"
-        raise ConfigError(
-            f"--namespace {given!r} {some} of the namespaces there. Give a whole name, or the "
-            f"first digits of its digest: {', '.join(known) or 'there is none'}."
-        )
-    return meant[0]
-
-
-def _is_sure(arguments: argparse.Namespace, given: RedisOptions, found: dict[str, Holding]) -> bool:
-    if arguments.yes or not sys.stdin.isatty():
-        return True
+def _question(given: RedisOptions, found: dict[str, Holding]) -> str:
     figures = _figures(found.values())
-    return says_yes(
+    return (
         f"Remove all blocks from {given.place}, which engines may be using: "
         f"{figures['blocks']:,} blocks, {gib(figures['bytes'])} GiB, {len(found)} "
         "namespaces? [y/N] "
@@ -149,10 +147,4 @@ def _listed(figures: dict[str, Any]) -> None:
 
 
 def _purged(figures: dict[str, Any]) -> None:
-    verb = "Would be removed" if figures["dry_run"] else "Removed"
-    if figures["namespaces"]:
-        _show(verb, figures["namespaces"])
-    size = f"{figures['blocks']:,} blocks, {gib(figures['bytes'])} GiB"
-    print(f"{figures['path']}: {verb.lower()}: {size}.")
-    if figures["blocks_failed"]:
-        print(f"{figures['blocks_failed']:,} blocks could not be removed.")
+    show_removed(figures, _show)

@@ -18,6 +18,12 @@ LENGTHS = [300, 417]  #: in tokens
 READ = 'vllm:kv_offload_tiering_read_bytes{{tier="{}"}}'
 
 
+@pytest.fixture
+def model(llama: Path, tmp_path: Path) -> Path:
+    """Return a copy, to be written to."""
+    return Path(shutil.copytree(llama, tmp_path / "model"))
+
+
 def merge(file: Path, name: str) -> None:
     """Write one tensor anew, in place, as a merged adapter or a fine-tune of one layer does."""
     import torch
@@ -50,11 +56,9 @@ def rewritten(model: str, root: str) -> dict[str, Any]:
 
 @pytest.mark.one_release
 def test_one_tensor_that_was_rewritten_is_another_model_and_a_touched_file_is_not(
-    llama: Path, tmp_path: Path, log_folder: Path
+    model: Path, tmp_path: Path, log_folder: Path
 ) -> None:
     """The old KV data was served: the tensor lay between two of sixteen samples of the file."""
-    model = tmp_path / "model"
-    shutil.copytree(llama, model)
     told = run_scenario(rewritten, log_folder=log_folder, model=str(model), root=str(tmp_path))
     assert told["touched"]["tokens"] == told["first"]["tokens"]
     assert told["touched"]["cached"] == whole_blocks(LENGTHS)
@@ -93,10 +97,8 @@ def replaced(model: str, root: str) -> dict[str, Any]:
 
 @pytest.mark.one_release
 def test_a_fine_tune_in_place_and_a_swapped_file_find_nothing_and_the_old_file_finds_its_own(
-    llama: Path, tmp_path: Path, log_folder: Path
+    model: Path, tmp_path: Path, log_folder: Path
 ) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(llama, model)
     told = run_scenario(replaced, log_folder=log_folder, model=str(model), root=str(tmp_path))
     names = ["first", "fine-tuned in place", "swapped"]
     for name in names:
@@ -131,11 +133,9 @@ def index_changed(model: str, root: str) -> dict[str, Any]:
 
 @pytest.mark.one_release
 def test_an_index_that_names_another_file_is_another_model(
-    llama: Path, tmp_path: Path, log_folder: Path
+    model: Path, tmp_path: Path, log_folder: Path
 ) -> None:
     """Both files lie there all the time; vLLM loads the one that the index names."""
-    model = tmp_path / "model"
-    shutil.copytree(llama, model)
     told = run_scenario(index_changed, log_folder=log_folder, model=str(model), root=str(tmp_path))
     first, tuned = (told[f"plain {name}.safetensors"] for name in ("model", "tuned"))
     assert first != tuned

@@ -11,7 +11,6 @@ import zlib
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.plugin_api.log import log
-from kvtier_backends.disk.format import DESCRIPTION_BYTES_MAX
 from kvtier_backends.shared import namespaces
 
 if TYPE_CHECKING:
@@ -21,12 +20,11 @@ COMPRESSION_LEVEL: Final = 9
 
 
 def describe(context: BackendContext) -> bytes:
-    """Return the facts, compressed; nothing if they are too long for a header."""
+    """Return the facts, compressed. A header leaves out what is too long for it."""
     text = json.dumps(
         namespaces.as_json(context.namespace.facts), sort_keys=True, separators=(",", ":")
     )
-    packed = zlib.compress(text.encode(), COMPRESSION_LEVEL)
-    return packed if len(packed) <= DESCRIPTION_BYTES_MAX else b""
+    return zlib.compress(text.encode(), COMPRESSION_LEVEL)
 
 
 def facts_untrusted(description: bytes) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from kvtier_backends.shared.compression import COMPRESSION
 from kvtier_backends.shared.namespaces import (
     DESCRIPTION_BYTES_MAX,
     DescriptionDamaged,
+    facts_of,
     parse_description_untrusted,
 )
 from kvtier_backends.shared.protected_records import PROTECTION
@@ -150,12 +151,6 @@ def block_bytes_of(description: dict[str, Any]) -> int | None:
     found = description.get("block_bytes")
     is_ours = description.get("format") == _FORMAT
     return found if is_ours and isinstance(found, int) and found > 0 else None
-
-
-def facts_of(description: dict[str, Any]) -> dict[str, Any]:
-    """Return what a namespace's description says of its engines; nothing of vLLM's own."""
-    facts = description.get("facts")
-    return facts if isinstance(facts, dict) else {}
 
 
 def form_of(description: dict[str, Any]) -> Form:

@@ -1,0 +1,71 @@
+"""Has vLLM's connector tell kvtier what it knows and tells no manager: two methods are wrapped.
+
+Which groups look back how far, and which are a draft's (``kvtier/vllm/group_kinds.py``); and which
+requests it leaves waiting (``kvtier/vllm/resumed.py``).
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+    SchedulerOffloadConfig,
+)
+
+from kvtier.vllm.group_kinds import kinds_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_hooking = threading.Lock()
+_is_hooked = False
+
+
+def hook_connector() -> None:
+    """Wrap the methods of this process's vLLM, unless they are wrapped. Any thread."""
+    global _is_hooked  # noqa: PLW0603 - vLLM's classes are this process's, too
+    with _hooking:
+        if _is_hooked:
+            return
+        SchedulerOffloadConfig.from_spec = classmethod(
+            _telling_groups(SchedulerOffloadConfig.from_spec.__func__)
+        )
+        OffloadingConnectorScheduler.get_num_new_matched_tokens = _telling_who_waits(
+            OffloadingConnectorScheduler.get_num_new_matched_tokens
+        )
+        _is_hooked = True
+
+
+def _telling_groups(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what vLLM's connector asks before it has a manager made."""
+
+    @wraps(real)
+    def from_spec(cls: Any, spec: Any, *rest: Any, **named: Any) -> Any:  # noqa: ANN401 - no stubs
+        made = real(cls, spec, *rest, **named)
+        on_groups_known = getattr(spec, "on_groups_known", None)
+        if on_groups_known is not None:
+            on_groups_known(kinds_of(made))
+        return made
+
+    return from_spec
+
+
+def _telling_who_waits(real: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(real)
+    def get_num_new_matched_tokens(
+        connector: OffloadingConnectorScheduler,
+        request: Any,  # noqa: ANN401 - vLLM has no stubs
+        *rest: Any,  # noqa: ANN401 - as above
+        **named: Any,  # noqa: ANN401 - as above
+    ) -> Any:  # noqa: ANN401 - as above
+        found = real(connector, request, *rest, **named)
+        if found[0] is None:
+            on_request_waits = getattr(connector.manager, "on_request_waits", None)
+            if on_request_waits is not None:
+                on_request_waits(request.request_id)
+        return found
+
+    return get_num_new_matched_tokens
