@@ -1,10 +1,10 @@
 """Every message that one actor sends another, on one page.
 
 (But those between a tier and its backend's driver: ``kvtier/core/driver_messages.py``; about
-requests: ``kvtier/core/request_messages.py``; about what loads cost:
-``kvtier/core/load_messages.py``; about a tier's life:
-``kvtier/core/life_messages.py``; those that the primary tier leaves for itself while
-it waits for victims: ``kvtier/engine/eviction.py``.)
+requests: ``kvtier/core/request_messages.py``; about promotions:
+``kvtier/core/promotion_messages.py``; about what loads cost: ``kvtier/core/load_messages.py``;
+about a tier's life: ``kvtier/core/life_messages.py``; those that the primary tier leaves for
+itself while it waits for victims: ``kvtier/engine/eviction.py``.)
 
 Messages are values: keys, slot numbers, ids, outcomes, times. Never a buffer,
 a callback or an object of the sender's, so an actor can move to another process.
@@ -58,6 +58,13 @@ from kvtier.core.load_messages import Place  # noqa: TC001 - msgspec decodes by 
 from kvtier.core.load_messages import StepComputed as StepComputed
 from kvtier.core.message import Message as Message
 from kvtier.core.message import RequestOrder as RequestOrder
+from kvtier.core.promotion_messages import Promote as Promote
+from kvtier.core.promotion_messages import PromotionAbandoned as PromotionAbandoned
+from kvtier.core.promotion_messages import PromotionEnded as PromotionEnded
+from kvtier.core.promotion_messages import PromotionLate as PromotionLate
+from kvtier.core.promotion_messages import PromotionWithdrawn as PromotionWithdrawn
+from kvtier.core.promotion_messages import SlotsReleased as SlotsReleased
+from kvtier.core.promotion_messages import WithdrawLoads as WithdrawLoads
 from kvtier.core.request_messages import BlocksMissing as BlocksMissing
 from kvtier.core.request_messages import BlocksWanted as BlocksWanted
 from kvtier.core.request_messages import GoesByRequest as GoesByRequest
@@ -302,44 +309,6 @@ class ProbeEnded(Message, frozen=True, gc=False):
     request: RequestId = ""
 
 
-class Promote(Message, frozen=True, gc=False):
-    """Load these blocks, all for one request, into these slots.
-
-    ``patience_s``: after so long the request computes them instead.
-    """
-
-    keys: tuple[Key, ...]
-    slots: tuple[int, ...]
-    epoch: int
-    request: RequestId = ""
-    patience_s: float = NEVER
-
-
-class PromotionEnded(Message, frozen=True, gc=False):
-    """What became of each block. The tier has let go of all the slots."""
-
-    tier: int
-    keys: tuple[Key, ...]
-    slots: tuple[int, ...]
-    outcomes: tuple[Outcome, ...]
-    epoch: int
-
-
-class PromotionAbandoned(Message, frozen=True, gc=False):
-    """The deadline passed, or the patience. The tier may still write the slots."""
-
-    tier: int
-    keys: tuple[Key, ...]
-    slots: tuple[int, ...]
-    epoch: int
-
-
-class SlotsReleased(Message, frozen=True, gc=False):
-    """The tier has let go of slots that were abandoned earlier."""
-
-    slots: tuple[int, ...]
-
-
 class Cascade(Message, frozen=True, gc=False):
     """Store these blocks, which are pinned once for this tier, from these slots."""
 
@@ -347,6 +316,11 @@ class Cascade(Message, frozen=True, gc=False):
     keys: tuple[Key, ...]
     slots: tuple[int, ...]
     epoch: int
+
+    def part(self, start: int, stop: int | None = None) -> Cascade:
+        """Return a cascade of some of the blocks."""
+        where = slice(start, stop)
+        return Cascade(self.request, self.keys[where], self.slots[where], self.epoch)
 
 
 class CascadeRefused(Message, frozen=True, gc=False):
@@ -375,10 +349,11 @@ class CascadeEnded(Message, frozen=True, gc=False):
 
 
 class TierUsable(Message, frozen=True, gc=False):
-    """Whether the tier is to be asked for anything now."""
+    """Whether the tier is to be asked for blocks now, and whether it ``answers`` if it has one."""
 
     tier: int
     usable: bool
+    answers: bool = True
 
 
 class PresenceLearned(Message, frozen=True, gc=False):

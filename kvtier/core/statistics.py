@@ -44,6 +44,7 @@ class PrimaryCounts(Counts):
     promotions_refused: int = 0  # lookups answered ABSENT for want of a slot
     stores_skipped: int = 0  # below store_threshold
     stores_dropped: int = 0  # no room
+    late_blocks_kept: int = 0  # that tiers delivered when nobody waited for them any more
     unknown_completions: int = 0
     policies_replaced: int = 0  # eviction policies that raised, or were of no use
     # Decisions whether a request loads or recomputes, one a request and wait.
@@ -77,11 +78,12 @@ class TierCounts(Counts):
     cascades_refused: int = 0  # by the tier's admission policy
     promotions_dropped: int = 0
     promotions_cut: int = 0  # of requests that lost patience
+    promotions_withdrawn: int = 0  # not sent yet when their request ended or was scheduled
     load_expected_seconds: float = 0.0  # of promotion jobs that ended
     load_seconds: float = 0.0  # of the same jobs, from when they were sent
     jobs_timed_out: int = 0  # jobs
     probes_timed_out: int = 0  # probes
-    late_completions: int = 0  # jobs and probes that ended after their deadline
+    late_completions: int = 0  # jobs and probes that ended when nobody waited for them any more
     unknown_completions: int = 0  # doubled, or never asked for
     policies_replaced: int = 0  # eviction policies that raised, in cells one after the other
     breaker_opened: int = 0
@@ -142,7 +144,8 @@ class TierStatistics(msgspec.Struct, frozen=True):
     """One moment of one secondary tier."""
 
     name: str
-    breaker: str  #: CLOSED, OPEN, HALF_OPEN or DISABLED
+    breaker: str  #: CLOSED, OPEN, HALF_OPEN or DISABLED: the worst of the three
+    breakers: Mapping[str, str]  #: of ``"probes"``, ``"loads"`` and ``"stores"``
     connection: str  #: CONNECTING, UP or GONE; UP if the backend needs no server
     probes_in_flight: int
     promotion_jobs_in_flight: int

@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvtier.engine.circuit_breaker import worst
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvtier.engine.circuit_breaker import BreakerState
+    from kvtier.engine.circuit_breaker import BreakerState, Work
     from kvtier.engine.lookups import LookedUp
     from kvtier.engine.promotions import PromotionAudit
     from kvtier.engine.slot_table import SlotAudit
@@ -30,6 +32,7 @@ class PrimaryAudit:
     directory: DirectoryAudit
     looked_up: Mapping[RequestId, LookedUp]
     parked: frozenset[Key]  #: to be cascaded once they are READY
+    makes_room: bool  #: whether something waits for slots that are being made free
     excluded: frozenset[Key]  #: not to be evicted for the last call that needed victims
 
 
@@ -39,6 +42,7 @@ class JobAudit:
 
     is_load: bool
     abandoned: bool
+    counts_for_its_tier: bool
     slots: tuple[int, ...]
     waits_until: float  #: at the latest; later nobody waits for it
 
@@ -47,12 +51,20 @@ class JobAudit:
 class LinkAudit:
     """A tier's link."""
 
-    breaker: BreakerState
+    breakers: Mapping[Work, BreakerState]
     connection: Connection
     since: int
     jobs: Mapping[int, JobAudit]
     probes: frozenset[int]
+    watched: Mapping[Work, frozenset[int]]  #: that would be noticed to be late
+    waiting_loads: tuple[int, ...]  #: slots of promotions that are not sent yet
+    waiting_stores: tuple[int, ...]
     cascade_slots: int
     abandoned_slots: int
     load_blocks: int  #: outstanding at the tier, as estimates of loads have it
     now: float
+
+    @property
+    def breaker(self) -> BreakerState:
+        """The worst of the three."""
+        return worst(self.breakers.values())

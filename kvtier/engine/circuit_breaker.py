@@ -1,12 +1,11 @@
-"""When a tier is given work: a circuit breaker, as in Nygard's *Release It!*.
+"""When a tier is given work: circuit breakers, as in Nygard's *Release It!*.
 
-Legal moves are the rows of ``BREAKER_TABLE``; ``Breaker`` adds what is no row, the
-counting and the pauses. Probes, loads and stores are counted apart, since one of
-them may work while another hangs: after ``failures_max`` failures of one kind in a
-row the breaker opens for ``pause_s``. Then it is half-open: one piece of work of
-that kind is tried, and the other kinds are let through. Any failure opens it
-again, for twice as long, up to ``pause_s_max``. A server that is reached again ends the
-pause, and a trial that was lost with it shows nothing: another follows. A tier that broke is
+A tier has one for each kind of work, since one kind may go on while another fails. Legal
+moves are the rows of ``BREAKER_TABLE``; ``Breaker`` adds what is no row, the counting and the
+pauses: after ``failures_max`` failures in a row, or as soon as the work stalls, it opens for
+``pause_s``. Then it is half-open: one piece of work is tried. A failure opens it again, for
+twice as long, up to ``pause_s_max``. A server that is reached again ends the pause, and a trial
+that was lost with it shows nothing: another follows. All breakers of a tier that broke are
 disabled until it is restarted.
 """
 
@@ -18,13 +17,13 @@ from typing import TYPE_CHECKING, Final
 from kvtier.errors import InternalError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 
 class BreakerState(IntEnum):
-    """Whether a tier is given work."""
+    """Whether a tier is given work of one kind."""
 
-    CLOSED = 0  #: healthy: all work goes through
+    CLOSED = 0  #: healthy: all of it goes through
     OPEN = 1  #: sick: nothing is sent until the pause is over
     HALF_OPEN = 2  #: one piece of work is sent, to see
     DISABLED = 3  #: its actor or backend broke; nothing is sent until it is restarted
@@ -55,6 +54,19 @@ BREAKER_TABLE: Final[Mapping[tuple[BreakerState, BreakerEvent], BreakerState]] =
 }
 
 
+_FROM_WORST: Final = (
+    BreakerState.DISABLED,
+    BreakerState.OPEN,
+    BreakerState.HALF_OPEN,
+    BreakerState.CLOSED,
+)
+
+
+def worst(states: Iterable[BreakerState]) -> BreakerState:
+    """Return the state that keeps most from a tier."""
+    return min(states, key=_FROM_WORST.index)
+
+
 class Work(IntEnum):
     """What a tier is asked to do."""
 
@@ -64,7 +76,7 @@ class Work(IntEnum):
 
 
 class Breaker:
-    """One tier's breaker. Time is given, never read."""
+    """The breaker of one kind of work at one tier. Time is given, never read."""
 
     def __init__(self, failures_max: int, pause_s: float, pause_s_max: float) -> None:
         self.state = BreakerState.CLOSED
@@ -72,43 +84,49 @@ class Breaker:
         self._first_pause_s = pause_s
         self._pause_s_max = pause_s_max
         self._pause_s = pause_s
-        self._failures = [0] * len(Work)
-        self._sick = Work.PROBE  # the kind of work that failed too often
+        self._failures = 0
         self._open_until = 0.0
         self._trial_under_way = False
 
-    def may_send(self, work: Work) -> bool:
-        """Tell whether work may be sent now; in HALF_OPEN that is one piece of the sick kind."""
+    @property
+    def lets_through(self) -> bool:
+        """Whether work may be sent, now or once the trial has ended."""
+        return self.state in (BreakerState.CLOSED, BreakerState.HALF_OPEN)
+
+    def may_send(self) -> bool:
+        """Tell whether a piece of work may be sent now; in HALF_OPEN that is one, the trial."""
         if self.state is BreakerState.CLOSED:
             return True
         if self.state is not BreakerState.HALF_OPEN:
             return False
-        if work is not self._sick:
-            return True
         may = not self._trial_under_way
         self._trial_under_way = True
         return may
 
-    def succeeded(self, work: Work) -> None:
+    def succeeded(self) -> None:
         """Note that the tier did some work."""
-        self._failures[work] = 0
-        if self.state is BreakerState.HALF_OPEN and work is self._sick:
+        self._failures = 0
+        if self.state is BreakerState.HALF_OPEN:
             self._move(BreakerEvent.SUCCEEDED)
             self._pause_s = self._first_pause_s
 
-    def failed(self, work: Work, now: float) -> None:
-        """Note that the tier failed, or let a deadline pass."""
-        self._failures[work] += 1
+    def failed(self, now: float) -> None:
+        """Note that the tier failed."""
+        self._failures += 1
+        if self._failures >= self._failures_max or self.state is BreakerState.HALF_OPEN:
+            self.stalled(now)
+
+    def stalled(self, now: float) -> None:
+        """Note that the tier does nothing any more, or fails too often."""
         if self.state is BreakerState.HALF_OPEN:
             self._pause_s = min(self._pause_s * 2, self._pause_s_max)
-            self._open(BreakerEvent.FAILED, work, now)
-        elif self.state is BreakerState.CLOSED and self._failures[work] >= self._failures_max:
-            self._open(BreakerEvent.FAILED_TOO_OFTEN, work, now)
+            self._open(BreakerEvent.FAILED, now)
+        elif self.state is BreakerState.CLOSED:
+            self._open(BreakerEvent.FAILED_TOO_OFTEN, now)
 
-    def showed_nothing(self, work: Work) -> None:
+    def showed_nothing(self) -> None:
         """Note that work ended without a success or a failure: if it was the trial, try again."""
-        if work is self._sick:
-            self._trial_under_way = False
+        self._trial_under_way = False
 
     def pass_time(self, now: float) -> None:
         """Begin a trial once the pause is over."""
@@ -121,23 +139,22 @@ class Breaker:
             self._try(BreakerEvent.RECONNECTED)
 
     def broke(self) -> None:
-        """Disable the tier, for good unless it is restarted."""
+        """Send nothing any more, unless the tier is restarted."""
         if self.state is not BreakerState.DISABLED:
             self._move(BreakerEvent.BROKE)
 
     def restarted(self) -> None:
         """Trust a fresh cell."""
         self._move(BreakerEvent.RESTARTED)
-        self._failures = [0] * len(Work)
+        self._failures = 0
         self._pause_s = self._first_pause_s
 
     def _try(self, event: BreakerEvent) -> None:
         self._move(event)
         self._trial_under_way = False
 
-    def _open(self, event: BreakerEvent, work: Work, now: float) -> None:
+    def _open(self, event: BreakerEvent, now: float) -> None:
         self._move(event)
-        self._sick = work
         self._open_until = now + self._pause_s
 
     def _move(self, event: BreakerEvent) -> None:

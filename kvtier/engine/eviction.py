@@ -68,6 +68,11 @@ class Eviction:
         self._restorable: dict[Key, None] = {}
         self._is_replaced = False
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether something waits for slots, which keys without one may be about to get."""
+        return self._waiting is not None
+
     def make_room(self, slots: int, then: Message, excluded: frozenset[Key] = frozenset()) -> None:
         """Have ``slots`` slots made free, of which there are fewer now; ``then`` is handled next.
 

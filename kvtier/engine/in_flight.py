@@ -2,61 +2,56 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypeAlias
+
 from kvtier.core import messages as m
 from kvtier.engine.audits import JobAudit
 from kvtier.engine.circuit_breaker import Work
 from kvtier.plugin_api.deadlines import NEVER
 
+if TYPE_CHECKING:
+    from kvtier.core.statistics import TierCounts
+
 
 class Job:
-    """One job in flight."""
+    """One job: it waits at the link, or is at the tier."""
 
     __slots__ = (
         "abandoned",
         "backlog",
-        "deadline",
         "epoch",
         "is_cut",
         "is_load",
         "keys",
         "patience_end",
-        "patience_s",
         "request",
         "slots",
         "started",
     )
 
-    def __init__(self, message: m.Promote | m.Cascade, start: int, end: int) -> None:
+    def __init__(self, message: m.Promote | m.Cascade, start: int, end: int, since: float) -> None:
+        """``since``: when the link was given it, in seconds of its clock."""
         self.is_load = isinstance(message, m.Promote)
         self.request = message.request
         self.keys = message.keys[start:end]
         self.slots = message.slots[start:end]
         self.epoch = message.epoch
-        self.started = 0.0
-        self.deadline = 0.0
-        self.patience_s = message.patience_s if isinstance(message, m.Promote) else NEVER
-        self.patience_end = NEVER
+        self.started = since
+        self.patience_end = since + message.patience_s if isinstance(message, m.Promote) else NEVER
         self.backlog = 0  #: blocks outstanding at the tier when it was sent, its own included
         self.abandoned = False
         self.is_cut = False  #: abandoned for want of patience, while its tier is not late with it
 
-    def start(self, now: float, timeout_s: float) -> None:
-        """Note when it was sent, and from when on it is late. Both in seconds of the clock."""
+    def start(self, now: float, backlog: int) -> None:
+        """Note when it was sent, and how many blocks were outstanding at the tier with its own."""
         self.started = now
-        self.deadline = now + timeout_s
-        self.patience_end = now + self.patience_s
+        self.backlog = backlog
 
-    def order(self, number: int, mark: bytes, since: int) -> m.LoadJob | m.StoreJob:
+    def order(self, number: int, mark: bytes, since: int, deadline: float) -> LoadOrStore:
         """Return what the tier is told, once the job has been started."""
         if self.is_load:
-            return m.LoadJob(
-                number, self.keys, self.slots, mark, since, self.request, self.deadline
-            )
-        return m.StoreJob(number, self.request, self.keys, self.slots, mark, since, self.deadline)
-
-    def is_due(self, now: float) -> bool:
-        """Tell whether its tier is late with it, and was not before."""
-        return self.counts_for_its_tier and now >= self.deadline
+            return m.LoadJob(number, self.keys, self.slots, mark, since, self.request, deadline)
+        return m.StoreJob(number, self.request, self.keys, self.slots, mark, since, deadline)
 
     @property
     def counts_for_its_tier(self) -> bool:
@@ -75,10 +70,6 @@ class Job:
         """Note that its end is nothing to its tier any more."""
         self.is_cut = False
 
-    def wait_behind(self, blocks: int) -> None:
-        """Note how many blocks are outstanding at its tier, its own included."""
-        self.backlog = blocks
-
     def abandon(self) -> None:
         """Wait for it no longer; its end is still counted."""
         assert not self.abandoned, "a job is abandoned once"
@@ -87,7 +78,7 @@ class Job:
     def audit(self) -> JobAudit:
         """Return what it is, frozen."""
         return JobAudit(
-            self.is_load, self.abandoned, self.slots, min(self.deadline, self.patience_end)
+            self.is_load, self.abandoned, self.counts_for_its_tier, self.slots, self.patience_end
         )
 
     @property
@@ -99,19 +90,41 @@ class Job:
 class Probe:
     """One probe in flight."""
 
-    __slots__ = ("deadline", "keys", "request", "since", "started")
+    __slots__ = ("is_late", "keys", "request", "since", "started")
 
-    def __init__(self, message: m.ProbeKeys, since: int, started: float, timeout_s: float) -> None:
+    def __init__(self, message: m.ProbeKeys, since: int, started: float) -> None:
         self.keys = message.keys
         self.request = message.request
         self.since = since
         self.started = started
-        self.deadline = started + timeout_s
+        self.is_late = False  #: answered for, as the tier has not
 
-    def is_due(self, now: float) -> bool:
-        """Tell whether it is to be answered for."""
-        return now >= self.deadline
+    def leave(self) -> None:
+        """Note that nobody waits for it any more."""
+        self.is_late = True
 
-    def order(self, number: int, mark: bytes) -> m.Probe:
+    def order(self, number: int, mark: bytes, deadline: float) -> m.Probe:
         """Return what the tier is asked."""
-        return m.Probe(number, self.keys, mark, self.since, self.request, self.deadline)
+        return m.Probe(number, self.keys, mark, self.since, self.request, deadline)
+
+
+LoadOrStore: TypeAlias = m.LoadJob | m.StoreJob
+
+
+class Numbers:
+    """What a link calls the jobs and probes that it sends: numbers from 1, each once."""
+
+    def __init__(self, counts: TierCounts) -> None:
+        self.counts = counts
+        self._last = 0
+
+    def take(self) -> int:
+        """Return a number that nothing has yet."""
+        self._last += 1
+        return self._last
+
+    def count_stray(self, number: int) -> None:
+        """Count an answer that nothing in flight belongs to: late, doubled or invented."""
+        was_sent = 0 < number <= self._last
+        self.counts.late_completions += was_sent
+        self.counts.unknown_completions += not was_sent

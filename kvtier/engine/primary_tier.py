@@ -22,6 +22,7 @@ from kvtier.core.actor import Actor, Mailbox
 from kvtier.core.events import PRIMARY, EventKind, EventLog
 from kvtier.core.policy_actor import POLICY_TIME_S, new_policy
 from kvtier.core.statistics import Observed, PrimaryCounts, PrimaryStatistics
+from kvtier.engine.arrivals import Arrivals
 from kvtier.engine.audits import PrimaryAudit
 from kvtier.engine.cascades import Cascades
 from kvtier.engine.eviction import Eviction, StoreAfterEviction
@@ -38,7 +39,6 @@ from kvtier.engine.slot_table import SlotTable
 from kvtier.engine.step_requests import StepRequests
 from kvtier.engine.store_filter import StoreFilter, wanted_of
 from kvtier.engine.tier_directory import TierDirectory
-from kvtier.plugin_api.backend import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -95,12 +95,16 @@ class PrimaryTier(Actor):
         self._reservations = PrefixReservations(
             self._lookups, self.slots, self._promotions, self._eviction, self.decisions
         )
-        self._step_requests = StepRequests(self._directory, self._promotions, self._requests, links)
+        self._step_requests = StepRequests(
+            self._directory, self._promotions, self._requests, links, config.wait_timeout_s
+        )
         self._gpu_loads = GpuLoads()
         self._cascades = Cascades(
             self.slots, config.tiers, [gates.get(tier, link) for tier, link in enumerate(links)]
         )
         self.by_request = RequestTiers(self.slots, self._cascades, links, policy)
+        books = (self.slots, self._promotions, self._lookups, self._eviction)
+        self._arrivals = Arrivals(*books, self._became_ready, self._not_filled)
         self.epoch = 0  #: how many resets there were
         self._since = 0  # the epoch in which the generation of weights began
         self._policy_time = 0.0  # what the policy was told last
@@ -111,6 +115,7 @@ class PrimaryTier(Actor):
             **self._directory.handlers(),
             **self._lookups.handlers(),
             **self._reservations.handlers(),
+            **self._arrivals.handlers(),
             m.PrepareLoad: self._prepare_load,
             m.CompleteLoad: self._complete_load,
             m.PrepareStore: self._prepare_store,
@@ -129,9 +134,6 @@ class PrimaryTier(Actor):
             m.PolicyBroke: self._new_policy,
             m.PolicyReturned: self._new_policy,
             m.GoesByRequest: self.by_request.goes_by_request,
-            m.PromotionEnded: self._promotion_ended,
-            m.PromotionAbandoned: self._promotion_abandoned,
-            m.SlotsReleased: self._slots_released,
             m.CascadeWanted: self._cascade_wanted,
             m.CascadeEnded: self._cascade_ended,
             m.BlocksWanted: self.by_request.pin_wanted,
@@ -161,6 +163,7 @@ class PrimaryTier(Actor):
             self._directory.audit(),
             self._lookups.audit(),
             parked=frozenset(self._cascades.parked),
+            makes_room=self._eviction.is_under_way,
             excluded=self._eviction.excluded,
         )
 
@@ -325,47 +328,12 @@ class PrimaryTier(Actor):
 
     def _cascade_ended(self, message: m.CascadeEnded) -> None:
         if message.epoch != self.epoch:
-            self._slots_released(m.SlotsReleased(slots=message.slots))
+            self._arrivals.let_go(message.slots)
             return
         self.slots.unpin(message.slots)
         self._unhold(message.keys, message.slots)
 
-    # --- promotions ---
-
-    def _promotion_ended(self, message: m.PromotionEnded) -> None:
-        if message.epoch != self.epoch:
-            self._slots_released(m.SlotsReleased(slots=message.slots))
-            return
-        arrived: Batch = ([], [])
-        failed = []
-        request_id = ""
-        for key, slot, outcome in zip(message.keys, message.slots, message.outcomes, strict=True):
-            if outcome is Outcome.DONE:
-                request_id = self._promotions.arrived(slot)  # the same for the whole job
-                request = self._requests.get(request_id)
-                if request is not None:
-                    request.delivered(key, message.tier)
-                arrived[0].append(key)
-                arrived[1].append(slot)
-            else:
-                self._directory.failed(key, self._promotions.lost(key, slot), message.tier)
-                self.slots.fail_fill(slot)
-                failed.append(key)
-        self._not_filled(failed)
-        self.slots.fill(arrived[1], self.slots.tier_fills)
-        self._became_ready(*arrived, request_id, cascade_to=0)
-
-    def _promotion_abandoned(self, message: m.PromotionAbandoned) -> None:
-        if message.epoch != self.epoch:
-            return
-        for key, slot in zip(message.keys, message.slots, strict=True):
-            self._directory.failed(key, self._promotions.lost(key, slot), message.tier)
-            self.slots.quarantine(slot, 1)
-        self._not_filled(message.keys)
-
-    def _slots_released(self, message: m.SlotsReleased) -> None:
-        for slot in message.slots:
-            self.slots.let_go(slot)
+    # --- fills that come to nothing, and leases ---
 
     def _fill_failed(self, keys: Sequence[Key], slots: Sequence[int]) -> None:
         """Free slots whose writer has let go before it was done."""
@@ -428,6 +396,8 @@ class PrimaryTier(Actor):
     def _end_reservations(self, name: RequestId, request: Request) -> None:
         """End what is reserved for a request that waits for nothing any more."""
         self._fill_failed(*self._promotions.call_off(name))
+        for tier in self._promotions.tiers_asked_for(name):
+            self.links[tier].post(m.WithdrawLoads(name))
         self._end_leases(name)
         self._directory.stop_waiting(name)
         request.end_reservation()
@@ -464,8 +434,11 @@ class PrimaryTier(Actor):
         self.slots.reset(self._gpu_loads.reset(self._slot_of))
         self._cascades.reset()
         self._directory.reset()
+        for link in self.links:
+            link.post(m.WithdrawLoads(None))
         self.epoch += 1
         self.by_request.reset(self.epoch)
+        self._arrivals.begin_epoch(self.epoch)
         if message.mark is not None:
             self._since = self.epoch
             self._directory.forget_all()

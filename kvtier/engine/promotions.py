@@ -2,7 +2,7 @@
 
 A promoted block is leased to the request it was promoted for, from the moment
 it gets a slot until the request reads it, is scheduled without it, ends, or
-lets the lease run out.
+lets the lease run out, which it does not while more of its blocks are on their way.
 Slots that promotions hold (being filled by a tier, or leased) are counted, so
 that a reserve stays for stores.
 
@@ -27,11 +27,16 @@ Batch = tuple[list["Key"], list[int]]
 class _Leases:
     """What one request holds: key → slot."""
 
-    __slots__ = ("slot_of", "until")
+    __slots__ = ("coming", "slot_of", "until")
 
     def __init__(self) -> None:
         self.slot_of: dict[Key, int] = {}
+        self.coming: dict[int, int] = {}  # slot → the tier that it is filled from
         self.until = 0.0
+
+    def is_expired(self, now: float) -> bool:
+        """Tell whether the request has had its blocks for long enough."""
+        return now >= self.until and not self.coming
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,7 @@ class Promotions:
         assert slot not in self._filling_for, "two promotions fill one slot"
         self.lease(key, slot, request)
         self._filling_for[slot] = request
+        self._leases[request].coming[slot] = tier
         keys, slots = self._unsent.setdefault((tier, request), ([], []))
         keys.append(key)
         slots.append(slot)
@@ -142,6 +148,10 @@ class Promotions:
     def _ended(self, slot: int) -> RequestId:
         request = self._filling_for.pop(slot, None)
         assert request is not None, "a promotion ended twice, or was never begun"
+        leases = self._leases.get(request)
+        if leases is not None:
+            leases.coming.pop(slot, None)
+            leases.until = self.now + self._lease_timeout_s
         return request
 
     def end_leases(self, request: RequestId, keys: Iterable[Key] | None = None) -> Batch:
@@ -165,8 +175,12 @@ class Promotions:
 
     def expired(self) -> list[RequestId]:
         """Return the requests whose leases have run out."""
-        now = self.now
-        return [request for request, leases in self._leases.items() if now >= leases.until]
+        return [name for name, leases in self._leases.items() if leases.is_expired(self.now)]
+
+    def tiers_asked_for(self, request: RequestId) -> set[int]:
+        """Return the tiers that a request's blocks are to come from yet."""
+        leases = self._leases.get(request)
+        return set() if leases is None else set(leases.coming.values())
 
     def reset(self) -> list[int]:
         """Forget everything; return the slots of promotions that were never sent.

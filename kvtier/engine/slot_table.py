@@ -49,6 +49,7 @@ class SlotEvent(IntEnum):
     EVICTED = 3
     ABANDONED = 4  #: given up while its writer or readers have not let go
     RELEASED = 5  #: the last one has let go of a quarantined slot
+    FILLED_LATE = 6  #: the writer of a quarantined slot has filled it, and let go
 
 
 SLOT_TABLE: Final[Mapping[tuple[SlotState, SlotEvent], SlotState]] = {
@@ -59,6 +60,7 @@ SLOT_TABLE: Final[Mapping[tuple[SlotState, SlotEvent], SlotState]] = {
     (SlotState.READY, SlotEvent.EVICTED): SlotState.FREE,
     (SlotState.READY, SlotEvent.ABANDONED): SlotState.QUARANTINED,
     (SlotState.QUARANTINED, SlotEvent.RELEASED): SlotState.FREE,
+    (SlotState.QUARANTINED, SlotEvent.FILLED_LATE): SlotState.READY,
 }
 
 
@@ -81,6 +83,7 @@ SLOT_FILL_FAILED: Final = SlotMoves(SlotEvent.FILL_FAILED)
 SLOT_EVICTED: Final = SlotMoves(SlotEvent.EVICTED)
 SLOT_ABANDONED: Final = SlotMoves(SlotEvent.ABANDONED)
 SLOT_RELEASED: Final = SlotMoves(SlotEvent.RELEASED)
+SLOT_FILLED_LATE: Final = SlotMoves(SlotEvent.FILLED_LATE)
 
 GPU: Final = -1
 """The source of a fill, where a secondary tier would be its number."""
@@ -274,6 +277,13 @@ class SlotTable:
             self.state[slot] = SLOT_RELEASED[self.state[slot]]
             self._freed.append(slot)
         return True
+
+    def take_back(self, slot: int, key: Key) -> None:
+        """Note that a quarantined slot was filled after all, for an ABSENT key, by its one user."""
+        assert self.quarantined[slot] == 1, "others may still touch the slot"
+        del self.quarantined[slot]
+        self.state[slot] = SLOT_FILLED_LATE[self.state[slot]]
+        self.slot_of[key] = slot
 
     def reset(self, gpu_reads: Mapping[int, int]) -> None:
         """Take every slot from its key; whatever is still in use is quarantined.

@@ -69,6 +69,7 @@ class StagedTier(Actor):
         self.copier = copier
         self.reply = reply
         self._tier = config.tiers[TIER]
+        self._wait_timeout_s = config.wait_timeout_s
         self._waiting_stores_max = waiting_stores_max
         self._staged_stores_max = config.cascade_slots_max
         self._slots = StagingSlots(config.slot_count)
@@ -102,10 +103,11 @@ class StagedTier(Actor):
             m.ProbeEnded: self._probe_ended,
             m.PromotionEnded: self._promotion_ended,
             m.PromotionAbandoned: self._promotion_abandoned,
+            m.PromotionLate: lambda x: self._slots_released(m.SlotsReleased(x.slots)),
             m.SlotsReleased: self._slots_released,
             m.CascadeEnded: self._cascade_ended,
             m.PresenceLearned: self._presence_learned,
-            m.TierUsable: lambda x: self._set_usable(usable=x.usable),
+            m.TierUsable: lambda x: self._set_usable(usable=x.usable, answers=x.answers),
             m.LoadCostLearned: lambda _: None,  # what is loaded is not decided here
             m.TierForgotten: lambda _: self._directory.forget_tier(TIER),
             m.LinkFailed: self._link_failed,
@@ -149,7 +151,7 @@ class StagedTier(Actor):
     # --- jobs ---
 
     def _submit_load(self, message: s.SubmitLoad) -> None:
-        blocks = self._begin(message, self._now + self._tier.promote_timeout_s)
+        blocks = self._begin(message, self._now + self._wait_timeout_s)
         if self._usable:
             self._loads.extend(blocks)
             self._go_on()
@@ -284,9 +286,9 @@ class StagedTier(Actor):
         self._fail(blocks)
         self._go_on()
 
-    def _set_usable(self, *, usable: bool) -> None:
+    def _set_usable(self, *, usable: bool, answers: bool = True) -> None:
         self._usable = usable
-        self._directory.set_usable(TIER, usable=usable)
+        self._directory.set_usable(TIER, usable=usable, answers=answers)
         if not usable:
             waiting = [*self._loads, *self._stores]
             self._loads.clear()

@@ -30,11 +30,14 @@ class StepRequests:
         promotions: Promotions,
         requests: Mapping[RequestId, Request],
         links: Sequence[Mailbox],
+        wait_timeout_s: float,
     ) -> None:
+        """``wait_timeout_s``: no request waits for longer."""
         self._directory = directory
         self._promotions = promotions
         self._requests = requests
         self._links = links
+        self._wait_timeout_s = wait_timeout_s
         self._ticks = 0  # since a step ended
 
     def end_step(self, epoch: int) -> None:
@@ -55,5 +58,5 @@ class StepRequests:
         for name, tier, probed in self._directory.pop_unsent_apart():
             self._links[tier].post(m.ProbeKeys(tuple(probed), name))
         for (tier, name), (keys, slots) in self._promotions.pop_unsent().items():
-            patience_s = patience_of(self._requests.get(name))
+            patience_s = min(patience_of(self._requests.get(name)), self._wait_timeout_s)
             self._links[tier].post(m.Promote(tuple(keys), tuple(slots), epoch, name, patience_s))

@@ -149,6 +149,7 @@ class TierDirectory:
         self._tier_count = tier_count
         self._known_keys_max = known_keys_max
         self._usable: TierSet = (1 << tier_count) - 1
+        self._answering: TierSet = self._usable
         self._known: dict[Key, TierSet] = {}
         self._searches: dict[RequestId, Search] = {}
         self._shared = _Probes(tier_count)
@@ -159,7 +160,7 @@ class TierDirectory:
         """Return what is done for each message that the primary tier leaves to this."""
         return {
             m.ProbeEnded: lambda x: self.answered(x.tier, x.keys, x.present, x.request),
-            m.TierUsable: lambda x: self.set_usable(x.tier, usable=x.usable),
+            m.TierUsable: lambda x: self.set_usable(x.tier, usable=x.usable, answers=x.answers),
             m.TierForgotten: lambda x: self.forget_tier(x.tier),
         }
 
@@ -214,9 +215,10 @@ class TierDirectory:
             if search.gaps and key[-GROUP_BYTES:] in search.gaps:
                 return ASKING
             return (having & -having).bit_length() - 1
-        if verdict is not None:
+        asked = allowed & self._answering
+        if verdict is not None or not asked:
             return NOWHERE
-        self._ask(key, search, allowed)
+        self._ask(key, search, asked)
         if not search.gaps:
             self._with_gaps.append(search)
         search.gaps.add(key[-GROUP_BYTES:])
@@ -230,7 +232,7 @@ class TierDirectory:
         verdict = search.verdicts.get(key)
         having = allowed & (self._known.get(key, 0) if verdict is None else verdict)
         if not having and verdict is None:
-            having = allowed  # as if it were there
+            having = allowed & self._answering  # as if it were there
         return (having & -having).bit_length() - 1 if having else NOWHERE
 
     def decline(self, keys: Iterable[Key], search: Search) -> None:
@@ -323,12 +325,11 @@ class TierDirectory:
         """Tell whether the tier has said that it has the key."""
         return bool(self._known.get(key, 0) >> tier & 1)
 
-    def set_usable(self, tier: int, *, usable: bool) -> None:
-        """Ask the tier for nothing while it is not usable."""
-        if usable:
-            self._usable |= 1 << tier
-        else:
-            self._usable &= ~(1 << tier)
+    def set_usable(self, tier: int, *, usable: bool, answers: bool = True) -> None:
+        """Promote nothing from the tier while it is not usable, and probe it if it ``answers``."""
+        bit = 1 << tier
+        self._usable = self._usable | bit if usable else self._usable & ~bit
+        self._answering = self._answering | bit if answers else self._answering & ~bit
 
     def give_up(self, tier: int) -> None:
         """Take every answer that the tier still owes as a no: it can't be asked any more."""

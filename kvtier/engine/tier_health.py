@@ -1,20 +1,26 @@
-"""Whether a tier is given work: its circuit breaker and its connection, and who hears of them.
+"""Whether a tier is given work: its circuit breakers and its connection, and who hears of them.
 
-Part of a link's actor. The primary tier is told when the tier becomes usable, or no
-longer is; a person reads of the breaker in the log.
+Part of a link's actor. The primary tier is told when the tier's blocks become of use, or no
+longer are; a person reads of the breakers in the log.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvtier.core import messages as m
 from kvtier.engine.circuit_breaker import Breaker, BreakerState, Work
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvtier.core.actor import Mailbox
     from kvtier.core.statistics import TierCounts
     from kvtier.engine.connection import ServerConnection
+    from kvtier.settings.runtime_config import RuntimeConfig
+
+NAMES: Final = {Work.PROBE: "probes", Work.LOAD: "loads", Work.STORE: "stores"}
+"""What people read of kinds of work."""
 
 
 class TierHealth:
@@ -23,54 +29,112 @@ class TierHealth:
     def __init__(
         self,
         number: int,
-        name: str,
-        breaker: Breaker,
+        config: RuntimeConfig,
         connection: ServerConnection,
         counts: TierCounts,
         primary: Mailbox,
         log: Mailbox,
     ) -> None:
-        """``number``, ``name``: the tier's."""
+        """``number``: the tier's."""
         self._number = number
-        self._name = name
-        self._breaker = breaker
+        self._name = config.tiers[number].name
+        self._breakers = {
+            work: Breaker(
+                config.breaker_failures_max, config.breaker_pause_s, config.breaker_pause_s_max
+            )
+            for work in Work
+        }
         self._connection = connection
         self._counts = counts
         self._primary = primary
         self._log = log
-        self._is_usable = True
+        self._told = (True, True)
         self._now = 0.0
+
+    @property
+    def states(self) -> dict[Work, BreakerState]:
+        """The state of the breaker of each kind of work."""
+        return {work: breaker.state for work, breaker in self._breakers.items()}
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether the tier broke."""
+        return self._breakers[Work.LOAD].state is BreakerState.DISABLED
+
+    def takes(self, work: Work) -> bool:
+        """Tell whether work may be sent, now or once the one that is tried has ended."""
+        return self._connection.is_up and self._breakers[work].lets_through
+
+    def may_send(self, work: Work) -> bool:
+        """Tell whether a piece of work may be sent now. It may be the one that is tried."""
+        return self._connection.is_up and self._breakers[work].may_send()
 
     def pass_time(self, now: float) -> None:
         """Learn the time, in seconds of the runtime's clock."""
         self._now = now
 
-    def end_pause(self) -> None:
-        """Go on once a pause of the breaker is over."""
-        self._breaker.pass_time(self._now)
+    def end_pauses(self) -> None:
+        """Go on once the pause of a breaker is over."""
+        for breaker in self._breakers.values():
+            breaker.pass_time(self._now)
         self.tell_usable()
 
     def succeeded(self, work: Work) -> None:
         """Note that the tier did some work."""
-        was = self._breaker.state
-        self._breaker.succeeded(work)
-        if was is BreakerState.HALF_OPEN and self._breaker.state is BreakerState.CLOSED:
-            self._log.post(m.Notice(event="tier is back", tier=self._name, detail=""))
+        breaker = self._breakers[work]
+        was = breaker.state
+        breaker.succeeded()
+        if was is BreakerState.HALF_OPEN and breaker.state is BreakerState.CLOSED:
+            self._say("tier is back", f"{NAMES[work]} go on")
         self.tell_usable()
 
     def failed(self, work: Work, how: str) -> None:
-        """Note that the tier failed, or let a deadline pass."""
-        was = self._breaker.state
-        self._breaker.failed(work, self._now)
-        if was is BreakerState.CLOSED and self._breaker.state is BreakerState.OPEN:
+        """Note that the tier failed."""
+        self._change(work, Breaker.failed, how)
+
+    def late(self, work: Work, count: int, *, is_stalled: bool) -> None:
+        """Note that the tier is late with so much, ``is_stalled``: with all that it has."""
+        if is_stalled:
+            self._change(work, Breaker.stalled, f"did nothing of its {NAMES[work]} for too long")
+            return
+        for _ in range(count):
+            self.failed(work, f"did not end one of its {NAMES[work]} in time")
+
+    def _change(self, work: Work, change: Callable[[Breaker, float], None], how: str) -> None:
+        breaker = self._breakers[work]
+        was = breaker.state
+        change(breaker, self._now)
+        if was is BreakerState.CLOSED and breaker.state is BreakerState.OPEN:
             self._counts.breaker_opened += 1
-            self._log.post(m.Notice(event="tier bypassed", tier=self._name, detail=how))
+            self._say("tier bypassed", f"{how}: {NAMES[work]} pause")
         self.tell_usable()
 
+    def showed_nothing(self, work: Work) -> None:
+        """Note that work of a kind ended without a success or a failure."""
+        self._breakers[work].showed_nothing()
+
+    def reconnected(self) -> None:
+        """Try everything again at once: what failed was the server, and it is back."""
+        for breaker in self._breakers.values():
+            breaker.reconnected()
+
+    def broke(self) -> None:
+        """Send nothing any more, unless the tier is restarted."""
+        for breaker in self._breakers.values():
+            breaker.broke()
+
+    def restarted(self) -> None:
+        """Trust a fresh cell."""
+        for breaker in self._breakers.values():
+            breaker.restarted()
+
     def tell_usable(self) -> None:
-        """Tell the primary tier whether the tier may be asked for anything, if that is news."""
-        trusted = self._breaker.state in (BreakerState.CLOSED, BreakerState.HALF_OPEN)
-        usable = trusted and self._connection.is_up
-        if usable is not self._is_usable:
-            self._is_usable = usable
-            self._primary.post(m.TierUsable(tier=self._number, usable=usable))
+        """Tell the primary tier what the tier may be asked for, if that is news."""
+        told = (self.takes(Work.LOAD), self.takes(Work.PROBE))
+        if told != self._told:
+            self._told = told
+            usable, answers = told
+            self._primary.post(m.TierUsable(self._number, usable, answers=answers))
+
+    def _say(self, event: str, detail: str) -> None:
+        self._log.post(m.Notice(event=event, tier=self._name, detail=detail))

@@ -1,12 +1,14 @@
 """The engine cell's end of one secondary tier.
 
-It keeps the jobs and probes in flight, gives each its deadline, and leaves a
-sick tier alone (``kvtier/engine/circuit_breaker.py``). Whatever the tier does or doesn't do,
-the primary tier gets exactly one answer to each thing it asked for:
+It keeps the jobs and probes in flight, and what waits until the tier has room for it; notices
+when the tier does nothing any more, and leaves a sick one alone
+(``kvtier/engine/circuit_breaker.py``). Whatever the tier does or doesn't do, the primary tier
+gets exactly one answer to each thing it asked for:
 
 - a probe: ``ProbeEnded``;
-- a promotion: ``PromotionEnded``, or at the deadline, or when its request has lost
-  patience, ``PromotionAbandoned`` and later, when the tier has let go, ``SlotsReleased``;
+- a promotion: ``PromotionEnded``; ``PromotionWithdrawn`` if it was withdrawn before it was sent;
+  or, when the tier is late or its request has lost patience, ``PromotionAbandoned`` and later,
+  when the tier has let go, ``PromotionLate`` or ``SlotsReleased``;
 - a cascade: ``CascadeEnded``, only when the tier has let go of the slots.
 
 Whatever it sends has the mark of the generation that its primary tier is in
@@ -20,28 +22,32 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from kvtier.core import messages as m
 from kvtier.core.actor import Actor, Mailbox
 from kvtier.core.backend_counts import BackendCounts
-from kvtier.core.events import EventKind, EventLog
 from kvtier.core.generations import mark_of_name
 from kvtier.core.policy_actor import new_policy
 from kvtier.core.statistics import Observed, TierCounts, TierStatistics
 from kvtier.engine.audits import LinkAudit
-from kvtier.engine.circuit_breaker import Breaker, BreakerState, Work
-from kvtier.engine.connection import FadingPresence, ServerConnection
-from kvtier.engine.in_flight import Job, Probe
-from kvtier.engine.load_times import LoadTimes
+from kvtier.engine.circuit_breaker import Work, worst
+from kvtier.engine.connection import ServerConnection
+from kvtier.engine.contents_relay import ContentsRelay
+from kvtier.engine.in_flight import Numbers
+from kvtier.engine.probes import Probes
 from kvtier.engine.request_tiers import RequestRelay
-from kvtier.engine.tier_health import TierHealth
+from kvtier.engine.tier_health import NAMES, TierHealth
+from kvtier.engine.transfers import Transfers
 from kvtier.engine.uses import UseRelay
 from kvtier.plugin_api.backend import Connection, Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from kvtier.core.load_messages import LoadCost
+    from kvtier.engine.in_flight import Job
     from kvtier.plugin_api.backend import BackendTraits
-    from kvtier.plugin_api.keys import Key
     from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
 
 
@@ -61,14 +67,12 @@ class TierLink(Actor):
     ) -> None:
         """``number``: the tier's. ``meet`` its backend before the first job."""
         self._relay = RequestRelay(number, tier, primary)
-        super().__init__(f"link:{config.tiers[number].name}", self._all_handlers())
         self.primary = primary
         self.tier = tier
         self.log = log
         self.reply = reply
         self.counts = TierCounts()
         self.backend_counts = BackendCounts()
-        self.probe_seconds: Observed[float] = Observed()  #: from asking until the answer
         self.promotion_seconds: Observed[tuple[float, bool]] = Observed()  #: and its success
         self.tells_uses = False  #: whether the tier evicts, and so wants to know what is used
         self.by_request = False  #: whether what it has depends on the request
@@ -76,43 +80,56 @@ class TierLink(Actor):
         self._number = number
         self._config = config
         self._tier_config: TierConfig = config.tiers[number]
-        collects = collect_events and self._tier_config.enable_kv_events
-        self._events = EventLog(number, collects=collects)
-        self._breaker = Breaker(
-            config.breaker_failures_max, config.breaker_pause_s, config.breaker_pause_s_max
+        tier_config = self._tier_config
+        self._connection = ServerConnection(tier_config.name, log)
+        self._health = TierHealth(number, config, self._connection, self.counts, primary, log)
+        self._loads = Transfers(Work.LOAD, config, tier_config.promote_timeout_s)
+        self._stores = Transfers(Work.STORE, config, tier_config.store_timeout_s)
+        self._told_cost: LoadCost | None = None
+        self._contents = ContentsRelay(
+            number,
+            self._connection,
+            primary,
+            keys_max=config.known_keys_max,
+            collects=collect_events and tier_config.enable_kv_events,
         )
-        self._connection = ServerConnection(self._tier_config.name, log)
-        trust = (self._breaker, self._connection)
-        self._health = TierHealth(number, self._tier_config.name, *trust, self.counts, primary, log)
-        self._load_times = LoadTimes(number, self.counts, primary)
-        self._presence = FadingPresence(config.known_keys_max)
+        self._numbers = Numbers(self.counts)
+        self._probes = Probes(
+            number,
+            config,
+            self._numbers,
+            self._health,
+            self._contents,
+            tier=tier,
+            primary=primary,
+        )
+        self.probe_seconds = self._probes.seconds  #: from asking until the answer
         self._mark = mark_of_name(config.weights_version)  # of the generation
         self._since = 0  # the epoch in which it began
         self._is_told = False  # whether the tier's cell has been told of it
         self._full_until = 0.0
-        self._jobs: dict[int, Job] = {}
-        self._probes: dict[int, Probe] = {}
         self._uses = UseRelay(tier)
         self._cascade_slots = 0
         self._abandoned_slots = 0
-        self._next_id = 0
         self._now = 0.0
+        super().__init__(f"link:{config.tiers[number].name}", self._all_handlers())
 
     def _all_handlers(self) -> dict[type[Any], Callable[[Any], None]]:
         return {
             **self._relay.handlers(),
             m.GenerationBegan: self._generation_began,
-            m.ProbeKeys: self._probe_keys,
+            m.ProbeKeys: lambda x: self._probes.ask(x, self._mark),
             m.Promote: self._promote,
+            m.WithdrawLoads: self._withdraw_loads,
             m.Cascade: self._cascade,
             m.CascadeRefused: self._cascade_refused,
             m.TouchKeys: self._used,
-            m.RequestEnded: self._used,
+            m.RequestEnded: self._request_ended,
             m.Tick: self._tick,
-            m.TakeEvents: lambda _: self.reply(self._events.drain()),
-            m.ProbeAnswer: self._probe_answer,
+            m.TakeEvents: lambda _: self.reply(self._contents.drain_events()),
+            m.ProbeAnswer: self._probes.answered,
             m.JobEnded: self._job_ended,
-            m.PresenceChanged: self._presence_changed,
+            m.PresenceChanged: self._contents.changed,
             m.BlocksWanted: lambda x: self._relay.want(x, self._since),
             m.ConnectionChanged: self._connection_changed,
             m.Counted: lambda x: self.backend_counts.add(x.counters),
@@ -126,11 +143,11 @@ class TierLink(Actor):
     def meet(self, traits: BackendTraits) -> None:
         """Learn what the tier's backend is like."""
         self.tells_uses = traits.capacity_blocks is not None
-        if not self.tells_uses:
-            self._events.tell_once()
+        self._contents.meet(traits)
         self.backend_counts.learn_levels(traits.levels)
-        self._presence.last(traits.presence_s)
         self._connection.meet(connects=traits.connects)
+        self._loads.times.meet(traits.load_batches_max)
+        self._stores.times.meet(traits.store_batches_max)
         self.by_request, self.serves_others = traits.by_request, traits.serves_others
         if traits.by_request:
             self.primary.post(m.GoesByRequest(tier=self._number))
@@ -140,167 +157,156 @@ class TierLink(Actor):
 
     def _generation_began(self, message: m.GenerationBegan) -> None:
         self._mark, self._since = message.mark, message.epoch
-        self._presence.forget()
+        self._contents.begin_generation(self._since)
+        self._refuse(self._stores.waiting.pop_before(message.epoch))
         self._tell_generation()
-        self._events.add(EventKind.CLEARED)
 
     def _tell_generation(self) -> None:
         """Have the tier make room. Told again with each job and probe: this may be refused."""
         self._is_told = self.tier.post(m.GenerationBegan(self._since, self._mark))
 
-    def _probe_keys(self, message: m.ProbeKeys) -> None:
-        probe = Probe(message, self._since, self._now, self._tier_config.probe_timeout_s)
-        has_room = len(self._probes) < self._config.jobs_in_flight_max
-        if has_room and self._may_send(Work.PROBE):
-            probe_id = self._new_id()
-            if self.tier.post(probe.order(probe_id, self._mark)):
-                self._probes[probe_id] = probe
-                return
-            self._health.failed(Work.PROBE, "has a full mailbox")
-        self._end_probe(probe)
-
     def _promote(self, message: m.Promote) -> None:
         # A hit is counted here and not with the probe: most are known without one.
         self.counts.queries += len(message.keys)
         self.counts.hits += len(message.keys)
-        # What one request is brought may be all that it is ever brought, so it goes whole.
-        size = len(message.keys) if self.by_request else self._config.job_blocks_max
-        for start in range(0, len(message.keys), size):
-            job = Job(message, start, start + size)
-            if not self._send(job):
-                self.counts.promotions_dropped += len(job.keys)
-                self._end_promotion(job, (Outcome.FAILED,) * len(job.keys))
+        if self.by_request:  # that may never come, from a tier that serves others meanwhile
+            limit_s = min(message.patience_s, self._tier_config.promote_timeout_s)
+            message = structs.replace(message, patience_s=limit_s)
+        self._loads.waiting.add(message, self._now)
+        self._send_waiting(self._loads)
+
+    def _withdraw_loads(self, message: m.WithdrawLoads) -> None:
+        """Let go of what is not sent yet. What is at the tier is read to its end."""
+        waiting, request = self._loads.waiting, message.request
+        jobs = waiting.pop_all() if request is None else waiting.pop_request(request)
+        for job in jobs:
+            self.counts.promotions_withdrawn += len(job.keys)
+            self.primary.post(m.PromotionWithdrawn(self._number, job.keys, job.slots, job.epoch))
 
     def _cascade(self, message: m.Cascade) -> None:
+        room = self._config.cascade_slots_max - self._cascade_slots
         if message.epoch < self._since:  # Computed with the weights from before.
-            self.counts.cascades_dropped += len(message.keys)
-            self._end_cascade(message)
+            room = 0
+        room = max(0, room)
+        kept, dropped = message.part(0, room), message.part(room)
+        self._cascade_slots += len(kept.keys)
+        self._stores.waiting.add(kept, self._now)
+        self._send_waiting(self._stores)
+        self._drop(dropped)
+
+    def _drop(self, blocks: Job | m.Cascade) -> None:
+        """Have the tier not store these, of which it knows nothing."""
+        if not blocks.keys:
             return
-        start = 0
-        while start < len(message.keys):
-            room = self._config.cascade_slots_max - self._cascade_slots
-            size = min(room, self._config.job_blocks_max)
-            if size > 0 and self._now >= self._full_until:
-                job = Job(message, start, start + size)
-                if self._send(job):
-                    self._cascade_slots += len(job.slots)
-                    start += size
-                    continue
-            # No room, or a sick tier: that holds for the rest as well.
-            rest = Job(message, start, len(message.keys))
-            self.counts.cascades_dropped += len(rest.keys)
-            self._end_cascade(rest)
-            if self.by_request:
-                self._relay.send(m.BlocksMissing(rest.request, rest.keys))
-            return
+        self.counts.cascades_dropped += len(blocks.keys)
+        self._end_cascade(blocks)
+        if self.by_request:
+            self._relay.send(m.BlocksMissing(blocks.request, blocks.keys))
 
     def _cascade_refused(self, message: m.CascadeRefused) -> None:
         self.counts.cascades_refused += len(message.keys)
         self._end_cascade(message)
 
+    def _request_ended(self, message: m.RequestEnded) -> None:
+        self._loads.waiting.forget(message.request)
+        self._used(message)
+
     def _used(self, message: m.TouchKeys | m.RequestEnded) -> None:
         if self.tells_uses:
             self._uses.add(message)
 
-    def _send(self, job: Job) -> bool:
-        """Send a job to the tier. False: the tier is sick or has too much to do."""
-        if len(self._jobs) >= self._config.jobs_in_flight_max:
-            return False
-        if job.is_load and self._abandoned_slots > self._config.abandoned_slots_max:
-            return False
-        if not self._may_send(job.work):
-            return False
-        tier = self._tier_config
-        job.start(self._now, tier.promote_timeout_s if job.is_load else tier.store_timeout_s)
-        job_id = self._new_id()
-        order = job.order(job_id, self._mark, self._since)
-        if not self.tier.post(order):
+    def _send_waiting(self, transfers: Transfers) -> None:
+        """Send the tier what it has room for. If it is sick, nobody waits for it."""
+        if transfers.waiting and not self._takes(transfers.work):
+            self._refuse(transfers.waiting.pop_all())
+        while len(self._loads.jobs) + len(self._stores.jobs) < self._config.jobs_in_flight_max:
+            # What one request is brought may be all that it is ever brought, so it goes whole.
+            job = transfers.pop_next(whole=self.by_request)
+            if job is None:
+                return
+            if not (self._health.may_send(transfers.work) and self._send(transfers, job)):
+                self._refuse([job, *transfers.waiting.pop_all()])
+                return
+
+    def _takes(self, work: Work) -> bool:
+        if work is Work.LOAD:
+            is_free = self._abandoned_slots <= self._config.abandoned_slots_max
+        else:
+            is_free = self._now >= self._full_until
+        return is_free and self._health.takes(work)
+
+    def _send(self, transfers: Transfers, job: Job) -> bool:
+        """Send a job to the tier. False: its mailbox is full."""
+        job_id = self._numbers.take()
+        deadline = transfers.sent(job_id, job, self._now)
+        if not self.tier.post(job.order(job_id, self._mark, self._since, deadline)):
+            transfers.not_sent(job_id, job)
             self._health.failed(job.work, "has a full mailbox")
             return False
         if job.is_load:
             self.counts.promotion_jobs += 1
-            self._load_times.sent(job)
         else:
             self.counts.cascade_jobs += 1
-        self._jobs[job_id] = job
         return True
 
-    def _may_send(self, work: Work) -> bool:
-        return self._connection.is_up and self._breaker.may_send(work)
+    def _refuse(self, jobs: Sequence[Job]) -> None:
+        """End jobs that the tier is not given."""
+        for job in jobs:
+            if job.is_load:
+                self.counts.promotions_dropped += len(job.keys)
+                self._end_promotion(job, (Outcome.FAILED,) * len(job.keys))
+            else:
+                self._cascade_slots -= len(job.slots)
+                self._drop(job)
 
     # --- what the tier answers ---
 
-    def _probe_answer(self, message: m.ProbeAnswer) -> None:
-        probe = self._probes.pop(message.probe, None)
-        if probe is None:
-            self._count_stray(message.probe)
-            return
-        self.probe_seconds.add(self._now - probe.started)
-        if len(message.present) != len(probe.keys):
-            self._health.failed(Work.PROBE, "answered a probe with the wrong number of answers")
-            self._end_probe(probe)
-            return
-        self._health.succeeded(Work.PROBE)
-        self._end_probe(probe, message.present)
-        by_itself = self.tells_uses or self.by_request  # bounded, and tells; or has nothing to keep
-        if self._events.collects and not by_itself and probe.since == self._since:
-            answers = list(zip(probe.keys, message.present, strict=True))
-            self._events.add(EventKind.STORED, [key for key, is_there in answers if is_there])
-            self._events.add(EventKind.REMOVED, [key for key, is_there in answers if not is_there])
-
     def _job_ended(self, message: m.JobEnded) -> None:
-        job = self._jobs.pop(message.job, None)
+        transfers = self._loads if message.job in self._loads.jobs else self._stores
+        job = transfers.jobs.get(message.job)
         if job is None:
-            self._count_stray(message.job)
+            self._numbers.count_stray(message.job)
             return
         outcomes = message.outcomes
         if len(outcomes) != len(job.keys):
             outcomes = (Outcome.FAILED,) * len(job.keys)
         size, seconds = self._config.block_bytes, message.seconds
         complete = self.counts.count_job(outcomes, size, seconds, is_load=job.is_load)
+        transfers.ended(message.job, self._now, is_whole=complete)
         if job.is_load:
             self.promotion_seconds.add((self._now - job.started, complete))
-            self._load_times.ended(job, is_whole=complete)
         if job.counts_for_its_tier and Outcome.FAILED in outcomes:
             self._health.failed(job.work, "failed a load" if job.is_load else "failed a store")
         elif job.counts_for_its_tier:
             self._health.succeeded(job.work)
-        if job.abandoned:
-            self.counts.late_completions += 1
-            if job.is_load:
-                self._abandoned_slots -= len(job.slots)
-                self.primary.post(m.SlotsReleased(slots=job.slots))
-                return
-        if job.is_load:
-            self._end_promotion(job, outcomes)
-        else:
+        self.counts.late_completions += job.abandoned
+        if not job.is_load:
             self._cascade_slots -= len(job.slots)
             self._note_stored(job, outcomes)
             self._end_cascade(job)
+        elif job.abandoned:
+            self._arrived_late(job, outcomes)
+        else:
+            self._end_promotion(job, outcomes)
+        self._send_waiting(transfers)
+
+    def _arrived_late(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
+        """Let go of the slots of a job that nobody waits for; keep what has arrived in them."""
+        self._abandoned_slots -= len(job.slots)
+        if self.by_request:  # that is of no use to others
+            self.primary.post(m.SlotsReleased(slots=job.slots))
+        else:
+            self.primary.post(m.PromotionLate(job.keys, job.slots, outcomes, job.epoch))
 
     def _note_stored(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
         stored = tuple(
             key for key, outcome in zip(job.keys, outcomes, strict=True) if outcome is Outcome.DONE
         )
-        if stored and job.epoch >= self._since and not self.by_request:
-            self._learned(stored, ())
+        self._contents.stored(stored, job.epoch)
         if Outcome.FULL in outcomes:
             # No room now: trying each block would only cost its pin. Loads go on.
             self._full_until = self._now + self._config.breaker_pause_s
-
-    def _presence_changed(self, message: m.PresenceChanged) -> None:
-        if message.since == self._since:
-            self._learned(message.added, message.removed)
-
-    def _learned(self, added: tuple[Key, ...], removed: tuple[Key, ...]) -> None:
-        if not (self._connection.is_up or self.tells_uses):
-            added = ()  # stored before the server was lost, perhaps with all it had
-        self.primary.post(m.PresenceLearned(self._number, added, removed, self._since))
-        if added:
-            self._presence.learn(added, self._now)
-            self._events.add(EventKind.STORED, added)
-        if removed:
-            self._events.add(EventKind.REMOVED, removed)
+            self._refuse(self._stores.waiting.pop_all())
 
     # --- time ---
 
@@ -309,42 +315,49 @@ class TierLink(Actor):
         self._health.pass_time(self._now)
         if not self._is_told:
             self._tell_generation()
-        self._give_up_what_is_due()
+        self._probes.pass_time(self._now)
+        for transfers in (self._loads, self._stores):
+            self._give_up_late(transfers)
+            expected_s, took_s = transfers.times.pass_time(self._now)
+            if transfers.work is Work.LOAD:
+                self.counts.load_expected_seconds += expected_s
+                self.counts.load_seconds += took_s
+        self._cut_loads()
         self._uses.send(self._now)
-        self._ask_again()
+        self._contents.pass_time(self._now)
         self._relay.go_on()
-        self._load_times.pass_time(self._now)
-        self._health.end_pause()
+        self._health.end_pauses()
+        for transfers in (self._loads, self._stores):
+            self._send_waiting(transfers)
+        self._tell_cost()
 
-    def _give_up_what_is_due(self) -> None:
-        due = [each for each, probe in self._probes.items() if probe.is_due(self._now)]
-        for probe in map(self._probes.pop, due):
-            self.counts.probes_timed_out += 1
-            self._health.failed(Work.PROBE, "did not answer a probe in time")
-            self._end_probe(probe)
-        for job in self._jobs.values():
-            if job.is_due(self._now):
-                self.counts.jobs_timed_out += 1
-                self._health.failed(job.work, "did not end a job in time")
-                if job.is_cut:
-                    job.end_cut()
-                else:
-                    self._give_up(job)
-            elif job.has_lost_patience(self._now):  # its request computes: no failure of the tier
+    def _give_up_late(self, transfers: Transfers) -> None:
+        """Wait no longer for what the tier is late with."""
+        is_stalled = transfers.is_stalled(self._now)
+        late = transfers.lose_late(self._now)
+        self.counts.jobs_timed_out += len(late)
+        for job in late:
+            self._lose(job)
+        self._health.late(transfers.work, len(late), is_stalled=is_stalled)
+
+    def _cut_loads(self) -> None:
+        """Let requests compute that have waited for long enough: no failure of the tier."""
+        for job in self._loads.waiting.pop_due(self._now):
+            self.counts.promotions_cut += len(job.keys)
+            self._end_promotion(job, (Outcome.FAILED,) * len(job.keys))
+        for job in self._loads.jobs.values():
+            if job.has_lost_patience(self._now):
                 job.cut()
                 self.counts.promotions_cut += len(job.keys)
-                self._give_up(job)
+                self._loads.times.given_up(job, self._now)
+                self._abandon(job)
 
-    def _give_up(self, job: Job) -> None:
-        if job.is_load:
-            self._load_times.given_up(job, self._now)
-        self._abandon(job)
-
-    def _ask_again(self) -> None:
-        """Believe in nothing for too long that others may have evicted. That is no removal."""
-        faded = self._presence.pop_faded(self._now)
-        if faded:
-            self.primary.post(m.PresenceLearned(self._number, (), faded, self._since))
+    def _tell_cost(self) -> None:
+        """Tell what a load takes now, behind all that is at the tier or waits for it."""
+        cost = self._loads.times.cost(self._loads.waiting.blocks)
+        if cost != self._told_cost:
+            self._told_cost = cost
+            self.primary.post(m.LoadCostLearned(self._number, cost))
 
     # --- the tier's life ---
 
@@ -354,12 +367,12 @@ class TierLink(Actor):
             return
         self.counts.connections_lost += message.state is Connection.GONE
         if self._connection.is_up:
-            self._breaker.reconnected()
+            self._health.reconnected()
         else:
-            self._end_all_probes()
-            if not self.tells_uses:  # What comes back may have been begun anew.
-                self._events.add(EventKind.CLEARED)
-                self._forget_contents()
+            self._probes.end_all()
+            self._contents.lost_server()
+            for transfers in (self._loads, self._stores):
+                self._send_waiting(transfers)
         self._health.tell_usable()
 
     def _new_policy(self, message: m.PolicyBroke | m.PolicyReturned) -> None:
@@ -368,28 +381,26 @@ class TierLink(Actor):
 
     def _tier_broke(self, message: m.TierBroke) -> None:
         """Cut the tier off. Its threads may still be at work, so slots stay as they are."""
-        if self._breaker.state is not BreakerState.DISABLED:
+        if not self._health.is_disabled:
             self.counts.broke += 1
             self.log.post(
                 m.Notice(event="tier disabled", tier=self._tier_config.name, detail=message.reason)
             )
-        self._breaker.broke()
-        self._end_all_probes()
-        for job in self._jobs.values():
-            job.end_cut()
-            if not job.abandoned:
-                self._abandon(job)
+        self._health.broke()
+        self._probes.end_all()
+        for transfers in (self._loads, self._stores):
+            for job in transfers.lose_all():
+                self._lose(job)
+            self._send_waiting(transfers)
         self._health.tell_usable()
 
     def _tier_fenced(self, _message: m.TierFenced) -> None:
         """Take back every slot: nothing of the tier is left that could touch one."""
-        self._breaker.broke()
+        self._health.broke()
         self._connection.begin_anew()
-        self._events.add(EventKind.CLEARED)  # nothing is found in it until another cell has opened
-        self._end_all_probes()
-        jobs = list(self._jobs.values())
-        self._jobs.clear()
-        for job in jobs:
+        self._contents.cleared()  # nothing is found in it until another cell has opened
+        self._probes.end_all()
+        for job in (*self._loads.fence(), *self._stores.fence()):
             if not job.is_load:
                 self._cascade_slots -= len(job.slots)
                 self._end_cascade(job)
@@ -398,55 +409,33 @@ class TierLink(Actor):
                 self.primary.post(m.SlotsReleased(slots=job.slots))
             else:
                 self._end_promotion(job, (Outcome.FAILED,) * len(job.keys))
-        self._load_times.forget()
+        for transfers in (self._loads, self._stores):
+            self._send_waiting(transfers)
         self._health.tell_usable()
 
     def _tier_restarted(self, message: m.TierRestarted) -> None:
         """Go on with a fresh cell. Only after TierFenced."""
         if message.traits is not None:
             self.meet(message.traits)
-        self._breaker.restarted()
+        self._health.restarted()
         self.backend_counts.begin_anew()
         self._full_until = 0.0
         self._tell_generation()
-        self._forget_contents()
+        self._contents.forget()
         self._health.tell_usable()
 
-    def _forget_contents(self) -> None:
-        """Believe in nothing that the tier had before; what is there is asked for."""
-        self._presence.forget()
-        self.primary.post(m.TierForgotten(tier=self._number))
-
     # --- helpers ---
-
-    def _new_id(self) -> int:
-        self._next_id += 1
-        return self._next_id
-
-    def _count_stray(self, number: int) -> None:
-        """Count an answer that nothing in flight belongs to: late, doubled or invented."""
-        was_sent = 0 < number <= self._next_id
-        self.counts.late_completions += was_sent
-        self.counts.unknown_completions += not was_sent
-
-    def _end_probe(self, probe: Probe, present: tuple[bool, ...] | None = None) -> None:
-        """Pass the tier's answer on. None: it gives none, and has nothing."""
-        if probe.since != self._since:  # What is there now was not asked for; nobody waits.
-            return
-        found = (False,) * len(probe.keys) if present is None else present
-        self.counts.queries += len(found) - sum(found)
-        self.primary.post(m.ProbeEnded(self._number, probe.keys, found, probe.request))
-
-    def _end_all_probes(self) -> None:
-        """Answer for a tier that will not: it has nothing of what it was asked for."""
-        probes, self._probes = self._probes, {}
-        self._breaker.showed_nothing(Work.PROBE)
-        for probe in probes.values():
-            self._end_probe(probe)
 
     def _end_promotion(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
         ended = m.PromotionEnded(self._number, job.keys, job.slots, outcomes, job.epoch)
         self.primary.post(ended)
+
+    def _lose(self, job: Job) -> None:
+        """Give up a job that its tier is late with, or broke with."""
+        if job.abandoned:
+            job.end_cut()
+        else:
+            self._abandon(job)
 
     def _abandon(self, job: Job) -> None:
         job.abandon()
@@ -460,25 +449,33 @@ class TierLink(Actor):
 
     def in_flight(self) -> tuple[int, int, int]:
         """Return the probes, promotion jobs and cascade jobs in flight."""
-        loads = sum(job.is_load for job in self._jobs.values())
-        return len(self._probes), loads, len(self._jobs) - loads
+        return len(self._probes), len(self._loads.jobs), len(self._stores.jobs)
 
     def awaited(self) -> int:
-        """Return how many probes and jobs may still end in time."""
-        return len(self._probes) + sum(not job.abandoned for job in self._jobs.values())
+        """Return how much may still end in time: probes, and jobs or what waits to be one."""
+        jobs = (*self._loads.jobs.values(), *self._stores.jobs.values())
+        waiting = self._loads.waiting.blocks + self._stores.waiting.blocks
+        return len(self._probes) + sum(not job.abandoned for job in jobs) + waiting
 
     def audit(self) -> LinkAudit:
         """Return what is in flight, frozen. For tests and diagnosis: it costs O(n)."""
-        jobs = {number: job.audit() for number, job in self._jobs.items()}
+        jobs = {**self._loads.jobs, **self._stores.jobs}
         return LinkAudit(
-            self._breaker.state,
+            self._health.states,
             self._connection.state,
             self._since,
-            jobs,
-            frozenset(self._probes),
+            {number: job.audit() for number, job in jobs.items()},
+            self._probes.awaited,
+            {
+                Work.PROBE: self._probes.watched,
+                Work.LOAD: self._loads.watched,
+                Work.STORE: self._stores.watched,
+            },
+            self._loads.waiting.slots(),
+            self._stores.waiting.slots(),
             self._cascade_slots,
             self._abandoned_slots,
-            self._load_times.outstanding,
+            self._loads.times.outstanding,
             self._now,
         )
 
@@ -487,12 +484,13 @@ class TierLink(Actor):
         probes, loads, stores = self.in_flight()
         return TierStatistics(
             name=self._tier_config.name,
-            breaker=self._breaker.state.name,
+            breaker=worst(self._health.states.values()).name,
+            breakers={NAMES[work]: state.name for work, state in self._health.states.items()},
             connection=self._connection.state.name,
             probes_in_flight=probes,
             promotion_jobs_in_flight=loads,
             cascade_jobs_in_flight=stores,
-            promotion_slots=sum(len(job.slots) for job in self._jobs.values() if job.is_load),
+            promotion_slots=self._loads.slots() + self._loads.waiting.blocks,
             cascade_slots=self._cascade_slots,
             counts=self.counts.snapshot(),
             backend=self.backend_counts.total,

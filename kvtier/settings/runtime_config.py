@@ -72,14 +72,17 @@ class TierConfig:
         choices=get_args(CellKind),
     )
     probe_timeout_s: float = option.number(
-        1.0, "how long the tier may take to report whether it has a block"
+        1.0,
+        "how long the tier may answer no probe (whether it has blocks) before it counts as hung",
     )
     promote_timeout_s: float = option.number(
-        10.0, "how long a load may take before its block is a miss"
+        10.0,
+        "how long the tier may end none of its loads before it counts as hung; waiting in a queue "
+        "is no failure",
     )
     store_timeout_s: float = option.number(
         60.0,
-        "how long a store may take before it counts as a failure of the tier; its blocks stay "
+        "how long the tier may end none of its stores before it counts as hung; their blocks stay "
         "pinned until the tier releases them",
     )
     start_timeout_s: float = option.number(
@@ -186,6 +189,11 @@ class RuntimeConfig:
     )
     lease_timeout_s: float = option.number(
         60.0, "how long promoted blocks wait for the request that wanted them"
+    )
+    wait_timeout_s: float = option.number(
+        600.0,
+        "how long a request waits for tiers at most, in their queues too; then it computes what "
+        "has not arrived, which is no failure of a tier",
     )
     close_timeout_s: float = option.number(5.0, "how long closing waits for all tiers together")
     job_blocks_max: int = option.integer(64, "blocks in one job", minimum=1)

@@ -92,6 +92,10 @@ _OWN_TIER_COUNTERS: Final[Mapping[str, tuple[_ReadTier, str]]] = {
         lambda now: now.promotions_cut,
         "Blocks whose load took longer than computing them; their requests went on without.",
     ),
+    "kvtier:tier_promotions_withdrawn": (
+        lambda now: now.promotions_withdrawn,
+        "Blocks that were to be loaded, and were not when their request ended or went on.",
+    ),
     "kvtier:tier_load_expected_seconds": (
         lambda now: now.load_expected_seconds,
         "Time that promotions were expected to take, of those that ended.",
@@ -102,11 +106,11 @@ _OWN_TIER_COUNTERS: Final[Mapping[str, tuple[_ReadTier, str]]] = {
     ),
     "kvtier:tier_jobs_timed_out": (
         lambda now: now.jobs_timed_out,
-        "Jobs that had not ended at their deadline.",
+        "Jobs that the tier was late with: it did nothing for too long, or did others first.",
     ),
     "kvtier:tier_probes_timed_out": (
         lambda now: now.probes_timed_out,
-        "Probes that had no answer at their deadline.",
+        "Probes that the tier was late with, likewise.",
     ),
     "kvtier:tier_late_completions": (
         lambda now: now.late_completions,
@@ -122,7 +126,7 @@ _OWN_TIER_COUNTERS: Final[Mapping[str, tuple[_ReadTier, str]]] = {
     ),
     "kvtier:tier_breaker_opened": (
         lambda now: now.breaker_opened,
-        "How often a tier's circuit breaker opened, after failures in a row.",
+        "How often a circuit breaker of the tier opened: for loads, stores or probes.",
     ),
     "kvtier:tier_connections_lost": (
         lambda now: now.connections_lost,
@@ -143,6 +147,10 @@ _OWN_PRIMARY_COUNTERS: Final[Mapping[str, tuple[_ReadPrimary, str]]] = {
     "kvtier:primary_stores_dropped": (
         lambda now: now.stores_dropped,
         "Blocks not stored for want of room in the primary tier.",
+    ),
+    "kvtier:primary_late_blocks_kept": (
+        lambda now: now.late_blocks_kept,
+        "Blocks that tiers delivered when nobody waited for them any more; they serve others.",
     ),
     "kvtier:primary_policies_replaced": (
         lambda now: now.policies_replaced,
@@ -247,8 +255,9 @@ def tier_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
             labelnames=("what",),
         ),
         _BREAKER: OffloadingGaugeMetadata(
-            documentation="Circuit breaker: 0 closed (in use), 1 open, 2 half-open, 3 disabled.",
-            labelnames=("tier",),
+            documentation="Circuit breaker for probes, loads or stores: 0 closed (in use), 1 open, "
+            "2 half-open, 3 disabled.",
+            labelnames=("tier", "work"),
         ),
         _CONNECTION: OffloadingGaugeMetadata(
             documentation="Connection to a tier's server, if it has one: 0 up, 1 not yet, 2 gone.",
@@ -323,7 +332,8 @@ class TierExporter:
         self._drops = _Counters[Mapping[str, int]](
             [_Counter(_DROPPED, (what,), itemgetter(what)) for what in DROPS]
         )
-        self._breaker = self._connection = ""
+        self._breakers: Mapping[str, str] = {}
+        self._connection = ""
         self._backend: Mapping[str, int] | None = None
 
     def take(self, now: TierStatistics, faults: int) -> OffloadingConnectorStats:
@@ -331,9 +341,10 @@ class TierExporter:
         sample = Sample(self._definitions, self._watch)
         self._counters.report(sample, now.counts)
         self._faults.report(sample, faults)
-        if now.breaker != self._breaker:
-            self._breaker = now.breaker
-            sample.set(_BREAKER, int(BreakerState[now.breaker]), (self._tier,))
+        if now.breakers != self._breakers:
+            self._breakers = now.breakers
+            for work, state in now.breakers.items():
+                sample.set(_BREAKER, int(BreakerState[state]), (self._tier, work))
         if now.connection != self._connection:
             self._connection = now.connection
             sample.set(_CONNECTION, int(Connection[now.connection]), (self._tier,))
@@ -443,7 +454,8 @@ class MetricsExporter:
         self._set(sample, names.PRIMARY_READ_USAGE_PERC, now.cascade_slots / slot_count, label)
         self._set(sample, names.ACTIVE_PROMOTION_JOBS, now.promotion_jobs_in_flight, label)
         self._set(sample, names.ACTIVE_CASCADE_JOBS, now.cascade_jobs_in_flight, label)
-        self._set(sample, _BREAKER, int(BreakerState[now.breaker]), label)
+        for work, state in now.breakers.items():
+            self._set(sample, _BREAKER, int(BreakerState[state]), (now.name, work))
         self._set(sample, _CONNECTION, int(Connection[now.connection]), label)
 
     def _take_observations(self, sample: Sample) -> None:

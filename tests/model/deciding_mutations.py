@@ -7,8 +7,8 @@ from typing import Any
 from mutating import Mutations
 
 from kvtier.engine.in_flight import Job
-from kvtier.engine.load_times import LoadTimes
 from kvtier.engine.tier_directory import Search, TierDirectory
+from kvtier.engine.transfer_times import TransferTimes
 
 MUTATIONS = Mutations()
 in_place_of = MUTATIONS.in_place_of
@@ -20,9 +20,9 @@ def wait_on_though_computing_would_be_done(_self: Job, _now: float) -> bool:
     return False
 
 
-@in_place_of(LoadTimes, "ended")
+@in_place_of(TransferTimes, "ended")
 def count_what_has_ended_as_outstanding(
-    real: Any, self: LoadTimes, job: Job, *, is_whole: bool
+    real: Any, self: TransferTimes, job: Job, *, is_whole: bool
 ) -> None:
     """A tier seems ever busier."""
     outstanding = self.outstanding

@@ -18,6 +18,8 @@ KEY_MOVES = {
     (BlockState.PROBING, BlockState.FILLING),
     (BlockState.FILLING, BlockState.READY),
     (BlockState.FILLING, BlockState.ABSENT),  # it failed, took too long, or was reset
+    (BlockState.ABSENT, BlockState.READY),  # a tier delivers what nobody waits for any more
+    (BlockState.PROBING, BlockState.READY),
     (BlockState.READY, BlockState.ABSENT),  # evicted, or reset
 }
 """How a key's state may change. It is worked out from others, so nothing else holds it to this."""

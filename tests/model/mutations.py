@@ -15,12 +15,15 @@ from mutating import Mutations
 from kvtier.core import messages as m
 from kvtier.core.events import EventKind, EventLog
 from kvtier.engine import in_flight, prefix_reservations, tier_directory
+from kvtier.engine.arrivals import Arrivals
 from kvtier.engine.circuit_breaker import Breaker
 from kvtier.engine.primary_tier import PrimaryTier
 from kvtier.engine.requests import Request
 from kvtier.engine.slot_table import SlotTable
+from kvtier.engine.stall_watch import StallWatch
 from kvtier.engine.tier_directory import Search, TierDirectory
 from kvtier.engine.tier_link import TierLink
+from kvtier.engine.waiting_jobs import WaitingJobs
 from kvtier.plugin_api.backend import Outcome
 from kvtier.tier import batching, bounded_tier, unbounded_tier
 from kvtier.tier.batching import BlockBatch
@@ -41,7 +44,7 @@ mutation, in_place_of = MUTATIONS.add, MUTATIONS.in_place_of
 def drop_an_unpin(self: PrimaryTier, message: m.CascadeEnded) -> None:
     """The end of a cascade leaves its pin."""
     if message.epoch != self.epoch:
-        self._slots_released(m.SlotsReleased(slots=message.slots))
+        self._arrivals.let_go(message.slots)
     else:
         self._unhold(message.keys, message.slots)
 
@@ -95,33 +98,81 @@ def reuse_a_quarantined_slot_at_once(real: Any, self: SlotTable, slot: int, user
         pass
 
 
-@in_place_of(PrimaryTier, "_promotion_abandoned")
-def free_a_slot_whose_fill_is_abandoned(self: PrimaryTier, message: m.PromotionAbandoned) -> None:
+@in_place_of(Arrivals, "_abandoned")
+def free_a_slot_whose_fill_is_abandoned(self: Arrivals, message: m.PromotionAbandoned) -> None:
     """At a promotion's deadline its slot counts as let go of."""
-    if message.epoch == self.epoch:
+    if message.epoch == self._epoch:
         for key, slot in zip(message.keys, message.slots, strict=True):
             request = self._promotions.lost(key, slot)
             self._directory.failed(key, request, message.tier)
-            self.slots.fail_fill(slot)
+            self._slots.fail_fill(slot)
         self._not_filled(message.keys)
 
 
-@in_place_of(in_flight.Job, "is_due")
-def forget_the_deadline_of_promotions(real: Any, self: in_flight.Job, now: float) -> bool:
-    """A load that hangs is waited for."""
-    return not self.is_load and bool(real(self, now))
-
-
-@in_place_of(in_flight.Probe, "is_due")
-def forget_the_deadline_of_probes(_self: in_flight.Probe, _now: float) -> bool:
-    """A probe that hangs is waited for."""
+@in_place_of(in_flight.Job, "has_lost_patience")
+def wait_for_a_load_for_ever(_self: in_flight.Job, _now: float) -> bool:
+    """As long as the tier does anything else."""
     return False
+
+
+@in_place_of(WaitingJobs, "pop_due")
+def wait_in_a_queue_for_ever(_self: WaitingJobs, _now: float) -> list[in_flight.Job]:
+    """A load that is not sent yet has no end of patience."""
+    return []
+
+
+@in_place_of(StallWatch, "is_stalled")
+def never_notice_that_a_tier_hangs(_self: StallWatch, _now: float, _limit_s: float) -> bool:
+    """What it has begun is given up only if it does others meanwhile."""
+    return False
+
+
+@in_place_of(StallWatch, "ended")
+def take_a_queue_for_a_failure(real: Any, self: StallWatch, number: int, now: float) -> None:
+    """A tier is late with all that it has since it had nothing to do."""
+    moved_at = self._moved_at
+    real(self, number, now)
+    self._moved_at = moved_at
+
+
+@in_place_of(StallWatch, "pop_late")
+def never_give_up_what_hangs(_self: StallWatch, _now: float, _limit_s: float) -> list[int]:
+    """A tier that does nothing any more is bypassed, and what it has is waited for."""
+    return []
+
+
+@in_place_of(TierLink, "_withdraw_loads")
+def send_what_nobody_waits_for(*_: object) -> None:
+    """A client that hung up costs all that it had asked for."""
+
+
+@in_place_of(Arrivals, "_late")
+def throw_away_what_arrives_late(self: Arrivals, message: m.PromotionLate) -> None:
+    """Bytes that were paid for serve nobody."""
+    self.let_go(message.slots)
+
+
+@in_place_of(Arrivals, "_late")
+def take_a_late_block_for_another_epochs(
+    real: Any, self: Arrivals, message: m.PromotionLate
+) -> None:
+    """What was asked for before a reset is kept after it."""
+    real(self, structs.replace(message, epoch=self._epoch))
+
+
+@in_place_of(WaitingJobs, "add")
+def put_tails_before_heads(
+    real: Any, self: WaitingJobs, message: m.Promote | m.Cascade, now: float
+) -> None:
+    """What comes last is sent first."""
+    real(self, message, now)
+    self._parts[message.request].rotate(1)
 
 
 @in_place_of(TierLink, "_job_ended")
 def accept_a_late_completion(real: Any, self: TierLink, message: m.JobEnded) -> None:
     """A load that ends after its deadline is reported as if in time."""
-    job = self._jobs.get(message.job)
+    job = self._loads.jobs.get(message.job)
     if job is not None and job.is_load and job.abandoned:
         job.abandoned = False
         self._abandoned_slots -= len(job.slots)
@@ -135,12 +186,10 @@ def ignore_the_epoch_of_a_cascade(self: PrimaryTier, message: m.CascadeEnded) ->
     self._unhold(message.keys, message.slots)
 
 
-@in_place_of(PrimaryTier, "_promotion_ended")
-def ignore_the_epoch_of_a_promotion(
-    real: Any, self: PrimaryTier, message: m.PromotionEnded
-) -> None:
+@in_place_of(Arrivals, "_ended")
+def ignore_the_epoch_of_a_promotion(real: Any, self: Arrivals, message: m.PromotionEnded) -> None:
     """A load from before a reset is taken for one of after it."""
-    real(self, structs.replace(message, epoch=self.epoch))
+    real(self, structs.replace(message, epoch=self._epoch))
 
 
 @in_place_of(PrimaryTier, "_complete_store")
@@ -158,10 +207,11 @@ def ignore_the_epoch_of_a_gpu_load(real: Any, self: PrimaryTier, message: m.Comp
 @in_place_of(TierLink, "_job_ended")
 def take_a_doubled_completion_for_another(real: Any, self: TierLink, message: m.JobEnded) -> None:
     """A job that ended is still waited for, so that its second end counts too."""
-    job = self._jobs.get(message.job)
+    transfers = self._loads if message.job in self._loads.jobs else self._stores
+    job = transfers.jobs.get(message.job)
     real(self, message)
     if job is not None:
-        self._jobs[message.job] = job
+        transfers.jobs[message.job] = job
 
 
 @in_place_of(PrimaryTier, "_requests_scheduled")
@@ -203,8 +253,8 @@ def drop_a_removed_event(real: Any, self: EventLog, kind: EventKind, keys: Any =
         real(self, kind, keys)
 
 
-@in_place_of(PrimaryTier, "_promotion_ended")
-def admit_a_failed_block(real: Any, self: PrimaryTier, message: m.PromotionEnded) -> None:
+@in_place_of(Arrivals, "_ended")
+def admit_a_failed_block(real: Any, self: Arrivals, message: m.PromotionEnded) -> None:
     """A block that failed, or fails its check, is served."""
     real(self, structs.replace(message, outcomes=(Outcome.DONE,) * len(message.keys)))
 
@@ -213,7 +263,7 @@ def admit_a_failed_block(real: Any, self: PrimaryTier, message: m.PromotionEnded
 def forget_a_hold_after_a_cascade(self: PrimaryTier, message: m.CascadeEnded) -> None:
     """A block stays unevictable for ever once a tier has stored it."""
     if message.epoch != self.epoch:
-        self._slots_released(m.SlotsReleased(slots=message.slots))
+        self._arrivals.let_go(message.slots)
     else:
         self.slots.unpin(message.slots)
 
@@ -296,7 +346,7 @@ def tell_nobody_what_a_shared_tier_has_not(*_: object, **__: object) -> None:
     """A router is told of a block that a load found damaged, and that was removed."""
 
 
-@in_place_of(TierLink, "_count_stray")
+@in_place_of(in_flight.Numbers, "count_stray")
 def let_a_stray_answer_pass_uncounted(*_: object, **__: object) -> None:
     """Answers that nobody waits for leave no trace."""
 
@@ -304,8 +354,8 @@ def let_a_stray_answer_pass_uncounted(*_: object, **__: object) -> None:
 @in_place_of(TierLink, "_tier_fenced")
 def let_a_cut_off_tier_keep_its_slots(real: Any, self: TierLink, message: m.TierFenced) -> None:
     """A fenced tier's cascades are forgotten with their pins."""
-    for job in [each for each, job in self._jobs.items() if not job.is_load]:
-        self._cascade_slots -= len(self._jobs.pop(job).slots)
+    for job in self._stores.fence():
+        self._cascade_slots -= len(job.slots)
     real(self, message)
 
 

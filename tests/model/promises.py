@@ -18,7 +18,7 @@ from world import KEYS
 from kvtier.core.block_state import BlockState
 from kvtier.core.events import PRIMARY
 from kvtier.core.generations import mark_of, unmarked
-from kvtier.engine.circuit_breaker import BreakerState
+from kvtier.engine.circuit_breaker import BreakerState, Work
 from kvtier.engine.slot_table import GPU, SlotState
 from kvtier.tier.bounded_tier import BoundedTier
 
@@ -150,10 +150,7 @@ class Promises:
         world = self.world
         now = world.primary.audit().promotions.now
         for key, since in world.pending_since.items():
-            if world.states[key] is BlockState.PROBING:
-                bound = len(world.links) * world.config.tiers[0].probe_timeout_s
-            else:
-                bound = world.config.tiers[0].promote_timeout_s
+            bound = world.config.wait_timeout_s
             assert now - since < bound, f"{key!r} is {world.states[key]!r} for {now - since} s"
 
     # --- 8 ---
@@ -330,11 +327,22 @@ class Promises:
             under_way = audit.jobs.values()
             lost = sum(len(job.slots) for job in under_way if job.abandoned and job.is_load)
             assert audit.abandoned_slots == lost
-            assert audit.cascade_slots == sum(len(e.slots) for e in under_way if not e.is_load)
+            stored = sum(len(job.slots) for job in under_way if not job.is_load)
+            assert audit.cascade_slots == stored + len(audit.waiting_stores)
 
     @precondition(is_running)
     @invariant()
-    def load_times_count_what_is_in_flight(self) -> None:
+    def a_link_watches_what_it_waits_for(self) -> None:
+        for link in self.world.links:
+            seen = link.audit()
+            assert seen.probes <= seen.watched[Work.PROBE]
+            awaited = {n: job for n, job in seen.jobs.items() if job.counts_for_its_tier}
+            assert seen.watched[Work.LOAD] == {n for n, job in awaited.items() if job.is_load}
+            assert seen.watched[Work.STORE] == {n for n, job in awaited.items() if not job.is_load}
+
+    @precondition(is_running)
+    @invariant()
+    def transfer_times_count_what_is_in_flight(self) -> None:
         for link in self.world.links:
             seen = link.audit()
             in_flight = sum(len(job.slots) for job in seen.jobs.values() if job.is_load)

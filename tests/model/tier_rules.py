@@ -71,13 +71,13 @@ class TierRules(TimeRules):
             if mailbox is not None:
                 world.cell.deliver(mailbox)
             elif not world.devices[number].work(only):
-                break
+                if not tier.inbox.waiting:
+                    break
+                world.cell.deliver(tier.inbox)  # the link may give it more now
+                self._run_engine()
             tier = world.runtime.tiers[number]  # another, once a disk is open again
         else:
             raise AssertionError(f"{tier.name} never comes to an end")
-        while tier.inbox.waiting:
-            world.cell.deliver(tier.inbox)
-        self._run_engine()
 
     # --- tiers, as they may be ---
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from disk_tier import BLOCK_BYTES as DISK_BLOCK_BYTES
 from disk_tier import DiskTier, plan_of
 from fakes import FakeDevice, Gpu
+from movement import Movements
 from moves import KEY_MOVES, CheckedStates, state_in
 
 from kvtier.core import messages as m
@@ -146,12 +147,13 @@ class World:
                     offload_policy="request_level" if tier.request_level else "chunk_level",
                     admission=tier.admission,
                     probe_timeout_s=1.0,
-                    promote_timeout_s=2.0,
+                    promote_timeout_s=1.5,
                     store_timeout_s=4.0,
                 )
                 for number, tier in enumerate(shape.tiers, start=1)
             ),
             lease_timeout_s=6.0,
+            wait_timeout_s=2.0,
             store_reserve_fraction=shape.store_reserve_fraction,
             on_reset=shape.on_reset,
             weights_version=shape.weights_version,
@@ -189,8 +191,7 @@ class World:
         self.gates = {gate.tier: gate for gate in self.runtime.engine.gates}
         self.policy = self.runtime.engine.policy.policy
 
-        self.rules_run = 0
-        self.last_run: dict[str, int] = {}  # rule → rules_run then
+        self.rules_run, self.last_run = 0, dict[str, int]()  # and of each rule, rules_run then
 
         # The scheduler and its GPU.
         self.requests: dict[str, Request] = {}
@@ -213,6 +214,7 @@ class World:
         self.dead = [False for _ in shape.tiers]  # broke, and was not fenced yet
         self.fenced = [False for _ in shape.tiers]
         self.broken_links: set[int] = set()
+        self.movements = Movements(self)
         self.known_answers: dict[str, dict[Key, BlockState]] = {}
 
         # Promises over time.
@@ -304,9 +306,11 @@ class World:
             for tier, held in enumerate(self.runtime.tiers):
                 if held.inbox is mailbox:
                     self.at_tier[tier].pop(message.job, None)
+        self.movements.note_post(mailbox, message)
 
     def foresee(self, actor: Actor, message: Message) -> None:
         """Note what is about to be delivered, where what was before matters."""
+        self.movements.foresee(actor, message)
         if isinstance(message, m.StepEnd | m.Tick) and actor is self.primary:
             self._expire_leases(message.now)
         for tier, link in enumerate(self.links):
@@ -347,6 +351,7 @@ class World:
                 self.leases.clear()
                 self.lease_until.clear()
             self._see_moves(message)
+        self.movements.observe(actor, message)
         if not isinstance(message, m.AnnounceContents):
             for disk in self.disks:
                 if actor is disk.tier.driver.actor:
@@ -354,12 +359,12 @@ class World:
 
     def _take_end(self, message: Message) -> None:
         """Every job gets exactly one completion, and every slot of it is in it."""
-        if isinstance(message, m.PromotionEnded | m.PromotionAbandoned):
+        if isinstance(message, m.PromotionEnded | m.PromotionAbandoned | m.PromotionWithdrawn):
             for slot in message.slots:
                 self._end_one(self.promoting, (message.tier, message.epoch, slot))
                 if isinstance(message, m.PromotionAbandoned):
                     self.abandoned[slot] += 1
-        elif isinstance(message, m.SlotsReleased):
+        elif isinstance(message, m.SlotsReleased | m.PromotionLate):
             for slot in message.slots:
                 self._end_one(self.abandoned, slot)
         elif isinstance(message, m.CascadeEnded):

@@ -14,7 +14,11 @@ class Story:
     """A runtime with eight slots, and one shared tier unless told otherwise."""
 
     def __init__(self, *, slots: int = 8, tiers: int = 1, **settings: Any) -> None:
-        """``policy`` and ``whole`` (tiers want whole requests), or fields of ``RuntimeConfig``."""
+        """``policy``, ``whole`` (tiers want whole requests) and the backends' ``backend_traits``.
+
+        Others are fields of ``RuntimeConfig``.
+        """
+        backend_traits = settings.pop("backend_traits", BackendTraits(1, 1))
         self.now = 0.0
         whole = settings.pop("whole", False)
         policy = settings.pop("policy", LRUPolicy)
@@ -32,7 +36,7 @@ class Story:
             ),
             **{"cascade_slots_fraction_max": 1.0, **settings},
         )
-        traits = [(BackendTraits(1, 1), None)] * tiers
+        traits = [(backend_traits, None)] * tiers
         self.runtime: TestRuntime = open_test_runtime(
             config, policy(slots), traits, clock=lambda: self.now
         )
@@ -59,6 +63,15 @@ class Story:
                 answered.append(batch)
                 self.runtime.cell.settle()
         return answered
+
+    def answer_batch(self, outcome: Outcome = Outcome.DONE) -> Batch:
+        """Have the first tier's backend answer what it was asked first."""
+        self.runtime.cell.settle()
+        tier = self.runtime.tiers[0]
+        batch = tier.batches[0]
+        tier.answer(batch, [outcome] * len(batch.keys))
+        self.runtime.cell.settle()
+        return batch
 
 
 def keys_of(count: int, prefix: bytes = b"k") -> list[bytes]:

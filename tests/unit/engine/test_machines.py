@@ -6,7 +6,7 @@ import pytest
 
 from kvtier.core.block_state import ANSWERS, BlockState
 from kvtier.engine import slot_table
-from kvtier.engine.circuit_breaker import BREAKER_TABLE, Breaker, BreakerEvent, BreakerState, Work
+from kvtier.engine.circuit_breaker import BREAKER_TABLE, Breaker, BreakerEvent, BreakerState
 from kvtier.engine.slot_table import SLOT_TABLE, SlotEvent, SlotState, SlotTable
 from kvtier.errors import InternalError
 
@@ -17,6 +17,7 @@ SLOT_MOVES = {
     SlotEvent.EVICTED: slot_table.SLOT_EVICTED,
     SlotEvent.ABANDONED: slot_table.SLOT_ABANDONED,
     SlotEvent.RELEASED: slot_table.SLOT_RELEASED,
+    SlotEvent.FILLED_LATE: slot_table.SLOT_FILLED_LATE,
 }
 
 
@@ -89,35 +90,35 @@ def test_a_quarantined_slot_is_free_when_its_last_user_lets_go() -> None:
 
 def opened() -> Breaker:
     breaker = Breaker(2, 1.0, 3.0)
-    breaker.failed(Work.LOAD, 0.0)
-    assert breaker.may_send(Work.LOAD)
-    breaker.failed(Work.LOAD, 0.0)
+    breaker.failed(0.0)
+    assert breaker.may_send()
+    breaker.failed(0.0)
     assert breaker.state is BreakerState.OPEN
     return breaker
 
 
 def test_failures_in_a_row_open_the_breaker() -> None:
-    assert not opened().may_send(Work.LOAD)
+    assert not opened().may_send()
 
 
 def test_a_success_in_between_starts_the_count_again() -> None:
     breaker = Breaker(2, 1.0, 3.0)
-    breaker.failed(Work.LOAD, 0.0)
-    breaker.succeeded(Work.LOAD)
-    breaker.failed(Work.LOAD, 0.0)
+    breaker.failed(0.0)
+    breaker.succeeded()
+    breaker.failed(0.0)
     assert breaker.state is BreakerState.CLOSED
 
 
 def test_a_trial_is_one_piece_of_work() -> None:
     breaker = opened()
     breaker.pass_time(0.5)
-    assert not breaker.may_send(Work.LOAD)
+    assert not breaker.may_send()
     breaker.pass_time(1.0)
-    assert breaker.may_send(Work.LOAD)
-    assert not breaker.may_send(Work.LOAD)
-    breaker.succeeded(Work.LOAD)
+    assert breaker.may_send()
+    assert not breaker.may_send()
+    breaker.succeeded()
     assert breaker.state is BreakerState.CLOSED
-    assert breaker.may_send(Work.LOAD)
+    assert breaker.may_send()
 
 
 def test_each_failed_trial_doubles_the_pause_up_to_a_bound() -> None:
@@ -127,48 +128,41 @@ def test_each_failed_trial_doubles_the_pause_up_to_a_bound() -> None:
         now += pause
         breaker.pass_time(now)
         assert breaker.state is BreakerState.HALF_OPEN
-        assert breaker.may_send(Work.LOAD)
-        breaker.failed(Work.LOAD, now)
+        assert breaker.may_send()
+        breaker.failed(now)
         breaker.pass_time(now + longer - 0.01)
         assert breaker.state is BreakerState.OPEN
 
 
-def test_probes_that_work_do_not_excuse_loads_that_hang() -> None:
-    """Else each request of a lone user would wait for a load's deadline, for ever."""
-    breaker = Breaker(2, 1.0, 3.0)
-    for _ in range(2):
-        breaker.succeeded(Work.PROBE)
-        breaker.failed(Work.LOAD, 0.0)
+def test_a_stall_opens_the_breaker_at_once() -> None:
+    breaker = Breaker(100, 1.0, 3.0)
+    breaker.stalled(0.0)
     assert breaker.state is BreakerState.OPEN
     breaker.pass_time(1.0)
-    assert breaker.may_send(Work.PROBE), "a load can only be tried after a probe"
-    breaker.succeeded(Work.PROBE)
-    assert breaker.state is BreakerState.HALF_OPEN
-    assert breaker.may_send(Work.LOAD)
-    assert not breaker.may_send(Work.LOAD)
-    breaker.failed(Work.LOAD, 2.0)
-    assert breaker.state is BreakerState.OPEN
+    assert breaker.may_send()
+    breaker.stalled(1.0)
+    breaker.pass_time(2.9)
+    assert breaker.state is BreakerState.OPEN, "the trial has failed: the pause is twice as long"
 
 
 def test_a_trial_that_shows_nothing_is_followed_by_another() -> None:
     breaker = opened()
     breaker.pass_time(1.0)
-    assert breaker.may_send(Work.LOAD)
-    breaker.showed_nothing(Work.PROBE)
-    assert not breaker.may_send(Work.LOAD), "it is under way"
-    breaker.showed_nothing(Work.LOAD)
+    assert breaker.may_send()
+    assert not breaker.may_send(), "it is under way"
+    breaker.showed_nothing()
     assert breaker.state is BreakerState.HALF_OPEN
-    assert breaker.may_send(Work.LOAD)
+    assert breaker.may_send()
 
 
 def test_only_a_restart_ends_a_cut_off() -> None:
     breaker = opened()
     breaker.broke()
     breaker.broke()
-    breaker.succeeded(Work.LOAD)
-    breaker.failed(Work.LOAD, 1.0)
+    breaker.succeeded()
+    breaker.failed(1.0)
     breaker.pass_time(100.0)
     assert breaker.state is BreakerState.DISABLED
-    assert not breaker.may_send(Work.LOAD)
+    assert not breaker.may_send()
     breaker.restarted()
-    assert breaker.may_send(Work.LOAD)
+    assert breaker.may_send()

@@ -58,6 +58,12 @@ def story_of_a_tier(count: int = 1, **settings: object) -> tuple[Story, list[byt
     return story, keys
 
 
+def end_pause(story: Story) -> None:
+    """Let time pass until a breaker lets something be tried."""
+    story.now += 1.0
+    story.facade.step_end()
+
+
 def pending(story: Story) -> Batch:
     """Return what the tier's backend was asked."""
     story.runtime.cell.settle()
@@ -141,11 +147,16 @@ def test_a_store_that_hangs_is_counted_at_its_deadline_and_ends_once() -> None:
     assert story.facade.statistics().tiers[0].cascade_slots == 0
 
 
-def test_no_more_jobs_are_in_flight_than_are_allowed() -> None:
+def test_no_more_jobs_are_in_flight_than_are_allowed_and_the_others_follow() -> None:
     story = Story(slots=8, jobs_in_flight_max=1, job_blocks_max=1)
-    cascade(story, keys_of(3))
-    assert link_of(story).in_flight() == (0, 0, 1)
-    assert counts_of(story).cascades_dropped == 2
+    keys = keys_of(3)
+    cascade(story, keys)
+    for key in keys:
+        assert link_of(story).in_flight() == (0, 0, 1)
+        assert story.answer_batch().keys == (key,)
+    assert link_of(story).in_flight() == (0, 0, 0)
+    assert counts_of(story).cascades_dropped == 0
+    assert story.facade.statistics().primary.pinned_slots == 0
 
 
 # --- a tier that takes nothing ---
@@ -223,13 +234,14 @@ def test_a_load_in_flight_holds_its_slots_and_is_worth_stepping_on() -> None:
 def test_too_many_abandoned_loads_keep_a_tier_from_being_asked_for_more() -> None:
     """Their slots are lost until the tier lets go of them."""
     story, keys = story_of_a_tier(
-        3, abandoned_slots_fraction_max=0.1, breaker_failures_max=100, job_blocks_max=1
+        3, abandoned_slots_fraction_max=0.1, breaker_pause_s=1.0, job_blocks_max=1
     )
     promote(story, keys[0])
     first = pending(story)
     story.now += FAR
     story.facade.step_end()
     assert link_of(story).audit().abandoned_slots == 1
+    end_pause(story)
     promote(story, keys[1], "s")
     assert story.facade.lookup_state(keys[1], "s") is BlockState.ABSENT
     assert counts_of(story).promotions_dropped == 1
@@ -314,7 +326,10 @@ def test_a_sick_tier_is_bypassed_tried_after_its_pause_and_back_with_a_success()
     story.answer_all()
     assert story.facade.lookup(keys[3], "goes on") is True
     said = [(notice.event, notice.detail) for notice in story.runtime.cell.notices]
-    assert said == [("tier bypassed", "failed a load"), ("tier is back", "")]
+    assert said == [
+        ("tier bypassed", "failed a load: loads pause"),
+        ("tier is back", "loads go on"),
+    ]
 
 
 def test_a_trial_that_fails_is_no_return() -> None:
@@ -333,9 +348,9 @@ def test_a_trial_that_fails_is_no_return() -> None:
 @pytest.mark.parametrize(
     ("work", "detail"),
     [
-        ("probe", "did not answer a probe in time"),
-        ("load", "did not end a job in time"),
-        ("store", "failed a store"),
+        ("probe", "did nothing of its probes for too long: probes pause"),
+        ("load", "did nothing of its loads for too long: loads pause"),
+        ("store", "failed a store: stores pause"),
     ],
 )
 def test_the_log_says_why_a_tier_is_bypassed(work: str, detail: str) -> None:

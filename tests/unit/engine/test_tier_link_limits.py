@@ -34,6 +34,13 @@ def tier_statistics(story: Story) -> TierStatistics:
     return story.facade.statistics().tiers[0]
 
 
+def last_number(story: Story) -> int:
+    """Return the number of the one probe in flight."""
+    story.runtime.cell.settle()
+    (number,) = link_of(story).audit().probes
+    return number
+
+
 def let_pass(story: Story, seconds: float) -> None:
     story.now += seconds
     story.facade.step_end()
@@ -129,8 +136,9 @@ def test_successes_in_between_keep_a_tier_in_use(work: str) -> None:
         elif succeeds:
             story.answer_all(Outcome.ABSENT)
         else:
-            let_pass(story, 1000.0)
-            story.answer_all(Outcome.ABSENT)
+            wrong = m.ProbeAnswer(probe=last_number(story), present=(True, True))
+            tier_of(story).inbox.post(wrong)
+            story.runtime.cell.settle()
     assert tier_statistics(story).breaker == "CLOSED"
     assert counts_of(story).breaker_opened == 0
 
@@ -146,7 +154,9 @@ def test_a_full_mailbox_is_a_failure(work: str) -> None:
         story.facade.lookup_state(key if work == "load" else UNKNOWN, "r")
         story.facade.step_end()
     assert tier_statistics(story).breaker == "OPEN"
-    assert [each.detail for each in story.runtime.cell.notices] == ["has a full mailbox"]
+    assert [each.detail for each in story.runtime.cell.notices] == [
+        f"has a full mailbox: {work}s pause"
+    ]
 
 
 def test_a_tier_that_is_bypassed_is_given_nothing_to_store_either() -> None:

@@ -1,0 +1,121 @@
+"""What a link tells of its tier's contents: to the primary tier, and as KV events.
+
+Part of a link's actor. What is about a generation that the engine has left says nothing about
+what can be found now. What others may evict is believed in for a while only
+(``kvtier/engine/connection.py``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvtier.core import messages as m
+from kvtier.core.events import EventKind, EventLog
+from kvtier.engine.connection import FadingPresence
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtier.core.actor import Mailbox
+    from kvtier.core.events import Event
+    from kvtier.engine.connection import ServerConnection
+    from kvtier.engine.in_flight import Probe
+    from kvtier.plugin_api.backend import BackendTraits
+    from kvtier.plugin_api.keys import Key
+
+
+class ContentsRelay:
+    """Of one tier."""
+
+    def __init__(
+        self,
+        number: int,
+        connection: ServerConnection,
+        primary: Mailbox,
+        *,
+        keys_max: int,
+        collects: bool,
+    ) -> None:
+        """``number``: the tier's. ``keys_max``: how many are believed in for a while."""
+        self._number = number
+        self._connection = connection
+        self._primary = primary
+        self._events = EventLog(number, collects=collects)
+        self._presence = FadingPresence(keys_max)
+        self._tells_by_itself = False  # what it gains and loses
+        self._by_request = False
+        self.since = 0  #: the epoch in which the generation began
+        self._now = 0.0
+
+    def meet(self, traits: BackendTraits) -> None:
+        """Learn what the tier's backend is like."""
+        self._tells_by_itself = traits.capacity_blocks is not None
+        self._by_request = traits.by_request
+        if not self._tells_by_itself:
+            self._events.tell_once()
+        self._presence.last(traits.presence_s)
+
+    def begin_generation(self, since: int) -> None:
+        """Note that nothing from before is to be found again."""
+        self.since = since
+        self._presence.forget()
+        self.cleared()
+
+    def cleared(self) -> None:
+        """Tell that nothing is found in the tier for now."""
+        self._events.add(EventKind.CLEARED)
+
+    def drain_events(self) -> list[Event]:
+        """Return what happened since the last time."""
+        return self._events.drain()
+
+    def changed(self, message: m.PresenceChanged) -> None:
+        """Pass on what the tier tells of its own accord."""
+        if message.since == self.since:
+            self._learned(message.added, message.removed)
+
+    def stored(self, keys: tuple[Key, ...], epoch: int) -> None:
+        """Note what the tier has stored, of blocks that were sent in that epoch."""
+        if keys and epoch >= self.since and not self._by_request:
+            self._learned(keys, ())
+
+    def answered(self, probe: Probe, present: Sequence[bool]) -> None:
+        """Take an answer for what the tier has now, whoever still waits for it."""
+        if probe.since != self.since or self._tells_by_itself or self._by_request:
+            return
+        answers = list(zip(probe.keys, present, strict=True))
+        there = tuple(key for key, is_there in answers if is_there)
+        if probe.is_late and there:
+            self._primary.post(m.PresenceLearned(self._number, there, (), self.since))
+            self._presence.learn(there, self._now)
+        if self._events.collects:
+            self._events.add(EventKind.STORED, there)
+            self._events.add(EventKind.REMOVED, [key for key, is_there in answers if not is_there])
+
+    def pass_time(self, now: float) -> None:
+        """Believe in nothing for too long that others may have evicted. That is no removal."""
+        self._now = now
+        faded = self._presence.pop_faded(now)
+        if faded:
+            self._primary.post(m.PresenceLearned(self._number, (), faded, self.since))
+
+    def lost_server(self) -> None:
+        """Forget what was there, if what comes back may have been begun anew."""
+        if not self._tells_by_itself:
+            self.cleared()
+            self.forget()
+
+    def forget(self) -> None:
+        """Believe in nothing that the tier had before; what is there is asked for."""
+        self._presence.forget()
+        self._primary.post(m.TierForgotten(tier=self._number))
+
+    def _learned(self, added: tuple[Key, ...], removed: tuple[Key, ...]) -> None:
+        if not (self._connection.is_up or self._tells_by_itself):
+            added = ()  # stored before the server was lost, perhaps with all it had
+        self._primary.post(m.PresenceLearned(self._number, added, removed, self.since))
+        if added:
+            self._presence.learn(added, self._now)
+            self._events.add(EventKind.STORED, added)
+        if removed:
+            self._events.add(EventKind.REMOVED, removed)

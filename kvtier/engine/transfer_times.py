@@ -1,0 +1,122 @@
+"""How long a tier takes for jobs of one kind, and how much of it the tier is given at once.
+
+Part of a link's actor, whose clock is that of its Ticks. The end of a job counts as of the
+first Tick after it: until then the scheduler can't have used its blocks.
+
+The tier is given what it works off in a short time, or in twice its latency where that is
+longer: enough to keep it busy until the link looks again, and no more, since what it was given
+can neither be put in another order nor be withdrawn. Each of its threads has a block, though. A
+tier that nothing is known of is given what a slow one works off before it would count as stalled.
+
+# Invariant: what is outstanding are the blocks of the jobs in flight.
+#            Checked: ended, transfer_times_count_what_is_in_flight.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+from kvtier.engine.transfer_estimate import TransferEstimate
+
+if TYPE_CHECKING:
+    from kvtier.core.load_messages import LoadCost
+    from kvtier.engine.in_flight import Job
+
+WINDOW_S: Final = 0.1
+"""The tier has work for so long, if it is not slow to answer."""
+
+LATENCIES: Final = 2.0
+"""In units of its latency: the tier has work for so long, if it is."""
+
+FIRST_BYTES: Final = 32 << 20
+"""What a tier is given of which nothing is known: at 4 MB/s that is 8 s of work."""
+
+SLOWER: Final = 4.0
+"""Work may take so many times as long as expected, beside the limit of its tier."""
+
+
+class TransferTimes:
+    """Of one tier, and of its loads or its stores."""
+
+    def __init__(self, block_bytes: int, limit_s: float) -> None:
+        """``limit_s``: how long the tier may do nothing before it is late."""
+        self._limit_s = limit_s
+        self._first_blocks = max(1, FIRST_BYTES // block_bytes)
+        self._calls_max = 1
+        self._estimate = TransferEstimate()
+        self._ended: list[Job] = []  # since the last Tick, whole
+        self.outstanding = 0  #: blocks at the tier, or on their way there and back
+        self._lost = 0  # of these, in jobs that the tier is late with
+        self.allowance_s = 0.0  #: what the tier may take beside its limit, as it may just be slow
+
+    def meet(self, calls_max: int) -> None:
+        """Learn how many calls of this kind the tier's backend may do at once."""
+        self._calls_max = calls_max
+
+    @property
+    def room(self) -> int:
+        """How many more blocks the tier is to be given now; not above 0: it has enough."""
+        return self._window() - (self.outstanding - self._lost)
+
+    @property
+    def job_blocks_max(self) -> int:
+        """How many blocks one job may have: while one ends, the tier is to have another."""
+        return max(1, self._window() // 2)
+
+    def _window(self) -> int:
+        block_s = self._estimate.block_s
+        if not self._estimate.is_known:
+            return self._first_blocks
+        if block_s <= 0:
+            return max(self._calls_max, self._first_blocks)
+        seconds = max(WINDOW_S, LATENCIES * self._estimate.latency_s)
+        one_a_call = min(self._calls_max, self._first_blocks, int(self._limit_s / 2 / block_s))
+        return max(2, one_a_call, math.ceil(seconds / block_s))
+
+    def sent(self, job: Job, now: float) -> None:
+        """Note that a job is sent."""
+        self.outstanding += len(job.slots)
+        job.start(now, self.outstanding)
+        expected_s = self._estimate.seconds(self.outstanding) or 0.0
+        self.allowance_s = min(SLOWER * expected_s, self._limit_s)
+
+    def ended(self, job: Job, *, is_whole: bool) -> None:
+        """Note that a job has ended, late or not. ``is_whole``: with all its blocks."""
+        self.outstanding -= len(job.slots)
+        assert self.outstanding >= 0, "a job ended that was not sent"
+        if not job.counts_for_its_tier:
+            self._lost -= len(job.slots)
+        if is_whole:
+            self._ended.append(job)
+
+    def given_up(self, job: Job, now: float) -> None:
+        """Note that nobody waits for a job any more: it takes too long."""
+        self._estimate.given_up(job.backlog, now - job.started, now)
+
+    def lost(self, job: Job) -> None:
+        """Note that the tier is late with a job: it does not keep others from being sent."""
+        self._lost += len(job.slots)
+
+    def forget(self) -> None:
+        """Note that another cell serves the tier: nothing is outstanding, nothing known of it."""
+        self._estimate = TransferEstimate()
+        self._ended.clear()
+        self.outstanding = self._lost = 0
+
+    def pass_time(self, now: float) -> tuple[float, float]:
+        """Learn from what has ended; return what that was expected to take, and what it took."""
+        expected_s = took_s = 0.0
+        for job in self._ended:
+            seconds = now - job.started
+            expected = self._estimate.seconds(job.backlog)
+            if expected is not None:
+                expected_s += expected
+                took_s += seconds
+            self._estimate.took(job.backlog, seconds, now)
+        self._ended.clear()
+        return expected_s, took_s
+
+    def cost(self, waiting: int) -> LoadCost | None:
+        """Return what is known of the tier, with so many blocks that wait in front of it."""
+        return self._estimate.cost(self.outstanding + waiting)

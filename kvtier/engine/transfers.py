@@ -1,0 +1,102 @@
+"""The jobs of one kind, loads or stores, at one tier: those that wait for it, and those it has.
+
+Part of a link's actor.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvtier.engine.circuit_breaker import Work
+from kvtier.engine.stall_watch import StallWatch
+from kvtier.engine.transfer_times import TransferTimes
+from kvtier.engine.waiting_jobs import WaitingJobs
+
+if TYPE_CHECKING:
+    from kvtier.engine.in_flight import Job
+    from kvtier.settings.runtime_config import RuntimeConfig
+
+
+class Transfers:
+    """Of one tier and one kind of work."""
+
+    def __init__(self, work: Work, config: RuntimeConfig, limit_s: float) -> None:
+        """``limit_s``: how long the tier may do nothing before it is late."""
+        self.work = work
+        self.jobs: dict[int, Job] = {}  #: at the tier, by their numbers
+        self.waiting = WaitingJobs(remembers=work is Work.LOAD)
+        self.times = TransferTimes(config.block_bytes, limit_s)
+        self._watch = StallWatch()
+        self._limit_s = limit_s
+        self._job_blocks_max = config.job_blocks_max
+
+    @property
+    def watched(self) -> frozenset[int]:
+        """The numbers of the jobs that would be noticed to be late."""
+        return self._watch.watched
+
+    def pop_next(self, *, whole: bool) -> Job | None:
+        """Return what to send next; None: nothing waits, or the tier has enough to do.
+
+        ``whole``: the tier is given all that there is of a request, and at once.
+        """
+        if not self.waiting:
+            return None
+        if whole:
+            return self.waiting.pop(self.waiting.blocks)
+        room = self.times.room
+        if room <= 0:
+            return None
+        return self.waiting.pop(min(room, self._job_blocks_max, self.times.job_blocks_max))
+
+    def sent(self, number: int, job: Job, now: float) -> float:
+        """Note that a job is sent; return from when on nobody waits for it at the latest."""
+        self.jobs[number] = job
+        self._watch.begun(number, now)
+        self.times.sent(job, now)
+        # What waits in the tier besides may take as long again.
+        return now + 2 * (self._limit_s + self.times.allowance_s)
+
+    def not_sent(self, number: int, job: Job) -> None:
+        """Note that the tier did not take a job."""
+        del self.jobs[number]
+        self._watch.not_begun(number)
+        self.times.ended(job, is_whole=False)
+
+    def ended(self, number: int, now: float, *, is_whole: bool) -> None:
+        """Note that the tier has ended a job. ``is_whole``: with all its blocks."""
+        job = self.jobs.pop(number)
+        self._watch.ended(number, now)
+        self.times.ended(job, is_whole=is_whole)
+
+    def lose_late(self, now: float) -> list[Job]:
+        """Return the jobs that the tier is late with: they are failures of it."""
+        limit_s = self._limit_s + self.times.allowance_s
+        late = [self.jobs[number] for number in self._watch.pop_late(now, limit_s)]
+        for job in late:
+            self.times.lost(job)
+        return late
+
+    def lose_all(self) -> list[Job]:
+        """Return the jobs that the tier still has, which broke."""
+        lost = [self.jobs[number] for number in sorted(self._watch.watched)]
+        self._watch.forget()
+        for job in lost:
+            self.times.lost(job)
+        return lost
+
+    def fence(self) -> list[Job]:
+        """Return all jobs at the tier, late or not: nothing is left of it."""
+        jobs = list(self.jobs.values())
+        self.jobs.clear()
+        self._watch.forget()
+        self.times.forget()
+        return jobs
+
+    def is_stalled(self, now: float) -> bool:
+        """Tell whether nothing of this kind moves any more at the tier."""
+        return self._watch.is_stalled(now, self._limit_s + self.times.allowance_s)
+
+    def slots(self) -> int:
+        """How many slots the jobs at the tier hold."""
+        return sum(len(job.slots) for job in self.jobs.values())

@@ -1,0 +1,177 @@
+"""What moves at tiers, seen from the messages: who is late, and what waits and in which order.
+
+It is told of each message between a link and its tier, and between a link and the primary
+tier, and keeps its own books: promises 19 and 20 are about these.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from kvtier.core import messages as m
+from kvtier.engine.circuit_breaker import Work
+from kvtier.plugin_api.backend import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from world import World
+
+    from kvtier.core.actor import Actor
+    from kvtier.core.messages import Message
+    from kvtier.engine.audits import LinkAudit
+    from kvtier.plugin_api.keys import RequestId
+    from kvtier.settings.runtime_config import RuntimeConfig
+    from tests.support.cell import TestMailbox
+
+SLOWER_MAX = 2
+"""A tier that is slow has at most so many times its limit."""
+
+
+class Movements:
+    """What moves at all tiers of a world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._of = [Movement(world.config, number) for number in range(len(world.links))]
+        self._watched: frozenset[int] = frozenset()  # before the message that is delivered now
+
+    def note_post(self, mailbox: TestMailbox, message: Message) -> None:
+        """Look at what a link sends its tier. What nobody waits for is not sent."""
+        world = self._world
+        for tier, held in enumerate(world.runtime.tiers):
+            if held.mailbox is mailbox:
+                self._of[tier].sent(message, world.links[tier].audit())
+                if isinstance(message, m.LoadJob):
+                    name = message.request
+                    is_over = name not in world.requests or name in world.decided
+                    assert not is_over, f"{message} is sent, and nobody waits for it"
+
+    def foresee(self, actor: Actor, message: Message) -> None:
+        """Note what is about to be delivered to a link."""
+        for tier, link in enumerate(self._world.links):
+            if actor is link:
+                seen = link.audit()
+                self._watched = _all_watched(seen)
+                self._of[tier].ended(message, seen)
+                if isinstance(message, m.Promote):
+                    self._of[tier].asked(message)
+
+    def observe(self, actor: Actor, message: Message) -> None:
+        """Check what a message has changed."""
+        if actor is self._world.primary:
+            self._observe_primary(message)
+        for tier, link in enumerate(self._world.links):
+            if actor is not link:
+                continue
+            if isinstance(message, m.TierFenced):
+                self._of[tier].fenced()
+            if isinstance(message, m.Tick):
+                seen = link.audit()
+                self._of[tier].assert_late(self._watched - _all_watched(seen), seen)
+                self._of[tier].assert_what_hangs_is_noticed(seen)
+
+    def _observe_primary(self, message: Message) -> None:
+        if isinstance(message, m.PromotionEnded | m.PromotionAbandoned | m.PromotionWithdrawn):
+            self._of[message.tier].let_go(message.slots)
+        if isinstance(message, m.PromotionLate):
+            for key, outcome in zip(message.keys, message.outcomes, strict=True):
+                is_of_use = outcome is Outcome.DONE and message.epoch == self._world.epoch
+                is_of_use = is_of_use and not self._world.primary.audit().makes_room
+                is_here = self._world.primary.slot_of(key) is not None
+                assert not is_of_use or is_here, f"{key!r} has arrived, and is thrown away"
+
+
+def _all_watched(seen: LinkAudit) -> frozenset[int]:
+    return frozenset().union(*seen.watched.values())
+
+
+class Movement:
+    """Of one tier."""
+
+    def __init__(self, config: RuntimeConfig, number: int) -> None:
+        tier = config.tiers[number]
+        self.limits = {
+            Work.PROBE: tier.probe_timeout_s,
+            Work.LOAD: tier.promote_timeout_s,
+            Work.STORE: tier.store_timeout_s,
+        }
+        self._sent: dict[Work, dict[int, float]] = {work: {} for work in Work}
+        self._overtaken: dict[int, float] = {}
+        self._moved: dict[Work, float] = dict.fromkeys(Work, 0.0)
+        self._unsent: dict[RequestId, list[int]] = defaultdict(list)  # slots, head to tail
+
+    # --- what the link sends, and what it is answered ---
+
+    def sent(self, message: Message, seen: LinkAudit) -> None:
+        """Note that a job or a probe was sent."""
+        if isinstance(message, m.LoadJob | m.StoreJob):
+            work = Work.LOAD if isinstance(message, m.LoadJob) else Work.STORE
+            number = message.job
+        elif isinstance(message, m.Probe):
+            work, number = Work.PROBE, message.probe
+        else:
+            return
+        if isinstance(message, m.LoadJob):
+            waiting = self._unsent[message.request]
+            first = waiting[: len(message.slots)]
+            assert tuple(first) == message.slots, f"{message} overtakes {waiting}"
+            del waiting[: len(first)]
+        if not seen.watched[work] - {number}:
+            self._moved[work] = seen.now
+        self._sent[work][number] = seen.now
+
+    def ended(self, message: Message, seen: LinkAudit) -> None:
+        """Note that an answer arrives at the link, which has not taken it in yet."""
+        if isinstance(message, m.JobEnded):
+            number = message.job
+        elif isinstance(message, m.ProbeAnswer):
+            number = message.probe
+        else:
+            return
+        for work, sent in self._sent.items():
+            if number not in sent or (work is Work.PROBE) is isinstance(message, m.JobEnded):
+                continue
+            del sent[number]
+            was_overtaken = self._overtaken.pop(number, None) is not None
+            self._moved[work] = seen.now
+            if was_overtaken or number not in seen.watched[work]:
+                continue
+            for other in sent:
+                if other < number:
+                    self._overtaken.setdefault(other, seen.now)
+
+    def fenced(self) -> None:
+        """Note that nothing is left of the tier."""
+        for sent in self._sent.values():
+            sent.clear()
+        self._overtaken.clear()
+
+    # --- promises ---
+
+    def assert_what_hangs_is_noticed(self, seen: LinkAudit) -> None:
+        """Nothing is waited for at a tier that does nothing any more."""
+        for work, watched in seen.watched.items():
+            idle_s = seen.now - self._moved[work]
+            assert not watched or idle_s < SLOWER_MAX * self.limits[work], (work, watched, idle_s)
+
+    def assert_late(self, numbers: Iterable[int], seen: LinkAudit) -> None:
+        """Whatever is called late was overtaken, or nothing of its kind has moved."""
+        for number in numbers:
+            job = seen.jobs.get(number)
+            work = Work.PROBE if job is None else Work.LOAD if job.is_load else Work.STORE
+            since = min(self._moved[work], self._overtaken.get(number, seen.now))
+            assert seen.now - since >= self.limits[work], f"{work!r} {number} is late, and moves"
+
+    # --- what waits ---
+
+    def asked(self, message: m.Promote) -> None:
+        """Note what the primary tier asks of the link."""
+        self._unsent[message.request].extend(message.slots)
+
+    def let_go(self, slots: tuple[int, ...]) -> None:
+        """Note that slots of promotions are the primary tier's again."""
+        gone = set(slots)
+        for waiting in self._unsent.values():
+            waiting[:] = [slot for slot in waiting if slot not in gone]

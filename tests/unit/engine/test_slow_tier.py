@@ -1,0 +1,340 @@
+"""A tier that is slow and sound: what waits for it, in which order, and what becomes of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvtier.core.block_state import BlockState
+from kvtier.plugin_api.backend import BackendTraits, Outcome
+from tests.unit.engine._story import Story, keys_of
+from tests.unit.engine.test_tier_link import (
+    cascade,
+    counts_of,
+    link_of,
+    promote,
+    story_of_a_tier,
+    tier_of,
+)
+
+if TYPE_CHECKING:
+    from tests.support.cell import Batch
+
+ABSENT, FILLING, READY = BlockState.ABSENT, BlockState.FILLING, BlockState.READY
+BLOCK_S = 0.5
+COUNT = 24
+
+
+class SlowTier:
+    """A tier with blocks that takes half a second for each, one after the other."""
+
+    def __init__(self, **settings: object) -> None:
+        settings = {"slots": 96, "store_reserve_fraction": 0.1, "on_reset": "keep", **settings}
+        self.story, self.keys = story_of_a_tier(2 * COUNT, **settings)
+        self.facade = self.story.facade
+        self.facade.reset()
+        self.facade.on_reset_flushed()
+        self.loaded: list[bytes] = []
+        taught, self.keys = self.keys[:3], self.keys[3:]
+        for number, key in enumerate(taught):
+            promote(self.story, key, f"taught{number}")
+            self.serve()
+            self.facade.on_request_finished(f"taught{number}")
+        self.loaded.clear()
+
+    def ask(self, request: str, keys: list[bytes]) -> None:
+        self.facade.on_request_started(request)
+        assert self.facade.lookup_states(keys, request) == [FILLING] * len(keys)
+        self.facade.step_end()
+
+    def serve(self, blocks: int = 1) -> None:
+        """Have the tier end so many loads, each after its time."""
+        enough = len(self.loaded) + blocks
+        while len(self.loaded) < enough:
+            self.story.runtime.cell.settle()
+            self.pass_time(BLOCK_S * len(self.batch.keys))
+            self.loaded += self.story.answer_batch().keys
+        self.facade.step_end()
+
+    @property
+    def batch(self) -> Batch:
+        """What the backend works at."""
+        return tier_of(self.story).batches[0]
+
+    def pass_time(self, seconds: float) -> None:
+        self.story.now += seconds
+        self.facade.step_end()
+
+    @property
+    def breakers(self) -> set[str]:
+        return set(self.facade.statistics().tiers[0].breakers.values())
+
+
+# --- waiting is no failure ---
+
+
+def test_a_queue_of_many_times_the_limit_is_worked_off_and_the_tier_stays_in_use() -> None:
+    slow = SlowTier()
+    limit_s = link_of(slow.story)._tier_config.promote_timeout_s
+    asked = slow.keys[:40]
+    slow.ask("r", asked)
+    assert len(asked) * BLOCK_S > limit_s
+    slow.serve(len(asked))
+    assert slow.loaded == asked, "heads before tails"
+    assert slow.facade.lookup_states(asked, "r") == [READY] * len(asked)
+    counts = counts_of(slow.story)
+    assert (counts.jobs_timed_out, counts.breaker_opened, counts.promotions_dropped) == (0, 0, 0)
+
+
+def test_a_tier_is_given_no_more_than_it_works_off_soon() -> None:
+    slow = SlowTier()
+    slow.ask("r", slow.keys[:20])
+    at_tier = sum(len(job.slots) for job in link_of(slow.story).audit().jobs.values())
+    assert at_tier == 2, "one that it works at, and one to go on with"
+    assert len(link_of(slow.story).audit().waiting_loads) == 18
+    assert slow.facade.statistics().tiers[0].promotion_slots == 20
+
+
+def test_a_tier_that_is_fast_is_given_all_at_once() -> None:
+    story, keys = story_of_a_tier(24, slots=64, on_reset="keep")
+    story.facade.reset()
+    story.facade.on_reset_flushed()
+    promote(story, keys[0], "first")
+    story.now += 0.0005
+    story.answer_all()
+    story.facade.step_end()
+    story.facade.on_request_started("r")
+    story.facade.lookup_states(keys[1:], "r")
+    story.facade.step_end()
+    assert link_of(story).audit().waiting_loads == ()
+
+
+def test_a_tier_that_hangs_behind_a_queue_is_cut_off_at_its_limit() -> None:
+    slow = SlowTier()
+    slow.ask("r", slow.keys[:40])
+    slow.serve(5)
+    link = link_of(slow.story)
+    slow.pass_time(link._tier_config.promote_timeout_s)
+    assert slow.breakers == {"CLOSED"}, "it may be slower than ever, by as much as was expected"
+    slow.pass_time(link._tier_config.promote_timeout_s)
+    assert slow.facade.statistics().tiers[0].breakers["loads"] == "OPEN"
+    assert link.audit().waiting_loads == (), "nobody waits for it"
+    assert slow.facade.lookup_states(slow.keys[5:40], "r") == [ABSENT]
+
+
+def test_one_call_that_hangs_beside_others_is_given_up_alone() -> None:
+    two_calls = BackendTraits(2, 2, load_batch_blocks_max=1)
+    story, keys = story_of_a_tier(
+        24, slots=64, job_blocks_max=1, on_reset="keep", backend_traits=two_calls
+    )
+    story.facade.reset()
+    story.facade.on_reset_flushed()
+    limit_s = link_of(story)._tier_config.promote_timeout_s
+    story.facade.on_request_started("r")
+    story.facade.lookup_states(keys, "r")
+    story.facade.step_end()
+    story.runtime.cell.settle()
+    hung, *_ = tier_of(story).batches
+    while len(tier_of(story).batches) > 1:
+        story.now += limit_s / 8
+        story.facade.step_end()
+        other = tier_of(story).batches[1]
+        tier_of(story).answer(other, [Outcome.DONE] * len(other.keys))
+        story.runtime.cell.settle()
+    story.facade.step_end()
+    states = story.facade.lookup_states([key for key in keys if key not in hung.keys], "r")
+    assert set(states) == {READY}
+    assert story.facade.lookup_state(hung.keys[0], "r") is ABSENT
+    assert counts_of(story).jobs_timed_out == len(hung.keys)
+    assert set(story.facade.statistics().tiers[0].breakers.values()) == {"CLOSED"}
+
+
+# --- whose turn it is ---
+
+
+def test_who_came_first_is_served_first_also_when_it_asks_for_more() -> None:
+    slow = SlowTier()
+    slow.ask("first", slow.keys[:3])
+    slow.ask("second", slow.keys[10:16])
+    slow.serve(3)
+    assert slow.facade.lookup_states(slow.keys[3:8], "first") == [FILLING] * 5
+    slow.facade.step_end()
+    slow.serve(11 - 3)
+    at_tier_before = 2
+    own = [key for key in slow.loaded if key in slow.keys[:8]]
+    assert own == slow.keys[:8]
+    others_before = slow.loaded.index(slow.keys[7]) - 7
+    assert others_before <= at_tier_before
+
+
+@pytest.mark.parametrize("how", ["finished", "scheduled"])
+def test_what_nobody_waits_for_any_more_is_not_read(how: str) -> None:
+    slow = SlowTier()
+    slow.ask("gone", slow.keys[:20])
+    slow.ask("stays", slow.keys[30:33])
+    if how == "finished":
+        slow.facade.on_request_finished("gone")
+    else:
+        slow.facade.on_requests_scheduled(["gone"])
+    slow.facade.step_end()
+    slow.serve(2 + 3)
+    assert slow.loaded == [*slow.keys[:2], *slow.keys[30:33]]
+    assert counts_of(slow.story).promotions_withdrawn == 18
+    seen = slow.facade.statistics().primary
+    assert (seen.filling_from_tiers_slots, seen.quarantined_slots) == (0, 0)
+    assert slow.facade.lookup_states(slow.keys[30:33], "stays") == [READY] * 3
+
+
+def test_what_was_withdrawn_is_asked_for_again_by_whoever_else_wants_it() -> None:
+    slow = SlowTier()
+    slow.ask("gone", slow.keys[:10])
+    slow.facade.on_request_started("other")
+    assert slow.facade.lookup_states(slow.keys[:10], "other") == [FILLING] * 10
+    slow.facade.on_request_finished("gone")
+    slow.facade.step_end()
+    slow.serve(2)
+    assert slow.facade.lookup_states(slow.keys[:10], "other") == [*[READY] * 2, *[FILLING] * 8]
+    slow.facade.step_end()
+    slow.serve(8)
+    assert slow.facade.lookup_states(slow.keys[:10], "other") == [READY] * 10
+    assert counts_of(slow.story).read_bytes == 16 * (3 + 10), "nothing is read twice"
+
+
+def test_a_reset_withdraws_what_waits() -> None:
+    slow = SlowTier()
+    slow.ask("r", slow.keys[:20])
+    slow.facade.reset()
+    slow.facade.on_reset_flushed()
+    assert link_of(slow.story).audit().waiting_loads == ()
+    slow.serve(2)
+    seen = slow.facade.statistics().primary
+    assert (seen.free_slots, seen.quarantined_slots) == (seen.slot_count, 0)
+
+
+def test_a_request_waits_no_longer_than_it_may_and_that_is_no_failure() -> None:
+    slow = SlowTier(wait_timeout_s=3.0)
+    slow.ask("r", slow.keys[:20])
+    slow.serve(4)
+    slow.pass_time(1.1)
+    assert slow.facade.lookup_states(slow.keys[:20], "r") == [*[READY] * 4, ABSENT]
+    assert counts_of(slow.story).promotions_cut == 16
+    assert slow.breakers == {"CLOSED"}
+
+
+def test_a_lease_does_not_run_out_while_more_is_on_its_way() -> None:
+    slow = SlowTier(lease_timeout_s=2.0)
+    slow.ask("r", slow.keys[:10])
+    slow.serve(9)
+    leases = slow.story.runtime.primary.audit().promotions.leases
+    assert leases["r"] == frozenset(slow.keys[:10])
+    slow.serve(1)
+    slow.pass_time(2.0)
+    assert "r" not in slow.story.runtime.primary.audit().promotions.leases
+
+
+# --- what arrives late ---
+
+
+def test_a_block_that_arrives_late_and_sound_is_kept() -> None:
+    slow = SlowTier(wait_timeout_s=3.0)
+    slow.ask("r", slow.keys[:2])
+    slow.story.runtime.cell.settle()
+    slow.pass_time(3.0)
+    assert slow.facade.lookup_states(slow.keys[:2], "r") == [ABSENT]
+    assert slow.facade.statistics().primary.quarantined_slots == 2
+    for outcome in (Outcome.DONE, Outcome.DAMAGED):
+        slow.story.answer_batch(outcome)
+    seen = slow.facade.statistics().primary
+    assert seen.quarantined_slots == 0
+    assert seen.counts.late_blocks_kept == 1
+    slow.facade.on_request_started("next")
+    assert slow.facade.lookup_state(slow.keys[0], "next") is READY
+
+
+def test_a_late_block_that_was_computed_meanwhile_is_let_go() -> None:
+    slow = SlowTier(wait_timeout_s=3.0)
+    slow.ask("r", slow.keys[:1])
+    slow.story.runtime.cell.settle()
+    late = slow.batch
+    slow.pass_time(3.0)
+    grant = slow.facade.prepare_store(slow.keys[:1], "r")
+    assert grant is not None
+    slow.facade.complete_store(grant.keys, "r")
+    tier_of(slow.story).answer(late, [Outcome.DONE])
+    slow.story.runtime.cell.settle()
+    assert slow.facade.statistics().primary.counts.late_blocks_kept == 0
+    assert slow.facade.statistics().primary.quarantined_slots == 0
+
+
+def test_an_answer_to_a_probe_that_comes_late_is_learnt() -> None:
+    story = Story(wait_timeout_s=0.5)
+    (key,) = keys_of(1)
+    story.facade.on_request_started("r")
+    assert story.facade.lookup_state(key, "r") is BlockState.PROBING
+    story.facade.step_end()
+    story.now += 0.5
+    story.facade.step_end()
+    assert story.facade.lookup_state(key, "r") is ABSENT
+    assert set(story.facade.statistics().tiers[0].breakers.values()) == {"CLOSED"}
+    story.answer_all()
+    story.facade.on_request_started("next")
+    assert story.facade.lookup_state(key, "next") is FILLING, "without another probe"
+
+
+# --- kinds of work fail apart ---
+
+
+def test_a_tier_that_cannot_be_written_to_is_read_from() -> None:
+    story, (key,) = story_of_a_tier(breaker_failures_max=1)
+    cascade(story, keys_of(1, b"s"))
+    story.answer_all(Outcome.FAILED)
+    assert story.facade.statistics().tiers[0].breakers["stores"] == "OPEN"
+    promote(story, key)
+    story.answer_all()
+    assert story.facade.lookup(key, "r") is True
+
+
+def test_a_tier_that_cannot_be_read_from_is_written_to() -> None:
+    story, (key,) = story_of_a_tier(breaker_failures_max=1)
+    promote(story, key)
+    story.answer_all(Outcome.FAILED)
+    assert story.facade.statistics().tiers[0].breakers["loads"] == "OPEN"
+    new = keys_of(2, b"s")
+    cascade(story, new)
+    assert [batch.keys for batch in story.answer_all()] == [tuple(new)]
+    assert counts_of(story).cascades_dropped == 0
+
+
+def test_a_tier_that_answers_no_probe_serves_what_is_known_of_it() -> None:
+    story, (key,) = story_of_a_tier()
+    story.facade.on_request_started("asks")
+    story.facade.lookup_state(b"u" + bytes(5), "asks")
+    story.facade.step_end()
+    story.now += 1.0
+    story.facade.step_end()
+    assert story.facade.statistics().tiers[0].breakers["probes"] == "OPEN"
+    story.facade.on_request_started("r")
+    assert story.facade.lookup_state(b"u" + bytes(5), "r") is ABSENT, "without a step's wait"
+    assert story.facade.lookup_state(key, "r") is FILLING
+
+
+def test_a_slow_writer_is_given_its_stores_one_after_the_other() -> None:
+    story = Story(slots=64)
+    first, rest = keys_of(1, b"f"), keys_of(30)
+    cascade(story, first, "f")
+    story.now += BLOCK_S
+    story.answer_all()
+    story.facade.step_end()
+    cascade(story, rest)
+    story.runtime.cell.settle()
+    at_tier = sum(len(job.slots) for job in link_of(story).audit().jobs.values())
+    assert at_tier == 2
+    stored: list[bytes] = []
+    for _ in range(len(rest)):
+        story.now += BLOCK_S
+        stored += story.answer_batch().keys
+        story.facade.step_end()
+    assert stored == rest
+    assert counts_of(story).cascades_dropped == 0
+    assert story.facade.statistics().primary.pinned_slots == 0
