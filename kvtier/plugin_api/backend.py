@@ -199,6 +199,13 @@ class BackendTraits:
     levels: frozenset[str] = frozenset()
     """Names in ``counters`` of what goes up and down, such as what is there now. All others
     only grow, from 0 at each ``open``."""
+    probe_batches_max: int | None = None
+    """How many ``probe`` calls may run at once. None: as many as ``load`` calls."""
+    probe_batch_blocks_min: int = 16
+    """Probes are not cut into calls for fewer keys than this: more, where a call costs much and
+    a key little."""
+    probe_batch_blocks_max: int = 64
+    """For how many keys one ``probe`` may ask. A short probe waits for a call like that to end."""
 
 
 CellKind: TypeAlias = Literal["thread", "process"]

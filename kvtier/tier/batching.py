@@ -53,6 +53,10 @@ class Job:
         self.unended = len(message.keys)
         self.seconds = 0.0
 
+    def claimed(self) -> tuple[Key, ...]:
+        """Return the keys that its end may say are there."""
+        return self.keys
+
     def end(self, job_slice: JobSlice, outcomes: tuple[Outcome, ...], seconds: float) -> None:
         """Note how one of its slices ended, and how long the backend had it."""
         self.outcomes[job_slice.start : job_slice.stop] = outcomes
@@ -85,15 +89,13 @@ class JobSlice(NamedTuple):
 
 
 class BlockBatch:
-    """Blocks of one or more jobs of one kind, or those of a probe or a removal, for one call."""
+    """Blocks of one or more jobs of one kind, or those of a removal, for one call."""
 
-    __slots__ = ("is_removal", "keys", "probe", "remove", "slices")
+    __slots__ = ("keys", "remove", "slices")
 
-    def __init__(self, keys: tuple[Key, ...], *, probe: int = 0, is_removal: bool = False) -> None:
+    def __init__(self, keys: tuple[Key, ...]) -> None:
         self.keys = keys
-        self.slices: list[JobSlice] = []  # none: it is a removal, or the probe of that number
-        self.probe = probe
-        self.is_removal = is_removal
+        self.slices: list[JobSlice] = []  # none: it is a removal
         self.remove: tuple[Key, ...] = ()
 
     @classmethod

@@ -34,6 +34,7 @@ from kvtier.tier.batching import Job
 from kvtier.tier.job_runner import JobRunner, end_slices
 from kvtier.tier.leftovers import Leftovers
 from kvtier.tier.old_generations import OldGenerations
+from kvtier.tier.probes import ProbeSlice, RunningProbe
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -155,7 +156,7 @@ class BoundedTier(Actor):
         if self._knows_all or self._resident.issuperset(keys):
             self._answer_probe(message.probe, keys)
         else:
-            self._jobs.probe(message.probe, keys, deadline=message.deadline)
+            self._jobs.probe(RunningProbe(message))
 
     def _answer_probe(self, probe: int, keys: tuple[Key, ...]) -> None:
         present = tuple(key in self._resident for key in keys)
@@ -199,14 +200,15 @@ class BoundedTier(Actor):
         if ended is None:
             return
         batch, outcomes = ended
-        if batch.is_removal:
+        if isinstance(batch, ProbeSlice):
+            if not batch.probe.unended:  # what it found was reported before
+                self._answer_probe(batch.probe.id, batch.probe.keys)
+            return
+        if not batch.slices:
             self._removing.difference_update(batch.keys)
             self._leftovers.end_removal(outcomes)
             self._remove_leftovers()
             self._start_batches()  # a store may have waited for it
-            return
-        if not batch.slices:
-            self._answer_probe(batch.probe, batch.keys)  # what it found was reported before
             return
         self._removing.difference_update(batch.remove)
         if batch.remove:

@@ -1,9 +1,9 @@
 """Has a tier's jobs cut into batches, and the batches run by the driver of its backend.
 
-Loads and stores wait in queues of their own (``kvtier/tier/batching.py``), with their own
-limits, so neither starves the other; as many batches run at once as the backend has threads,
-so one big job uses them all. Which store may begin, and what is removed first, is for the
-tier's actor to say.
+Loads, stores and probes wait in queues of their own (``kvtier/tier/batching.py``,
+``kvtier/tier/probes.py``), with their own limits, so none starves another; as many batches run
+at once as the backend has threads, so one big job uses them all. Which store may begin, and what
+is removed first, is for the tier's actor to say.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from kvtier.core import messages as m
 from kvtier.plugin_api.backend import Outcome
-from kvtier.plugin_api.deadlines import NEVER
 from kvtier.tier.batching import BatchQueue, BlockBatch
+from kvtier.tier.probes import ProbeQueue, ProbeSlice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
     from kvtier.core.actor import Mailbox
     from kvtier.plugin_api.backend import BackendTraits
-    from kvtier.plugin_api.keys import Key, RequestId
+    from kvtier.plugin_api.keys import Key
     from kvtier.tier.batching import Job, JobSlice
+    from kvtier.tier.probes import RunningProbe
 
 
 class JobRunner:
@@ -43,12 +44,13 @@ class JobRunner:
             traits.store_batch_blocks_max,
             apart=apart,
         )
-        self._batches: dict[int, BlockBatch] = {}
+        self._probes = ProbeQueue(traits)
+        self._batches: dict[int, BlockBatch | ProbeSlice] = {}
         self._next_batch = 0
 
     def is_idle(self) -> bool:
         """Tell whether no job waits and no batch is at the backend."""
-        return not (self._batches or self._loads or self._stores)
+        return not (self._batches or self._loads or self._stores or self._probes)
 
     def add(self, job: Job) -> None:
         """Queue a job, which has blocks."""
@@ -77,31 +79,40 @@ class JobRunner:
         )
         self._driver.post(store)
 
-    def probe(
-        self, probe: int, keys: tuple[Key, ...], request: RequestId = "", deadline: float = NEVER
-    ) -> BlockBatch:
-        """Ask the backend which of these it has; ``request``: if it is to answer for that one."""
-        batch = BlockBatch(keys, probe=probe)
-        self._driver.post(m.ProbeBatch(self._number(batch), keys, request, deadline))
-        return batch
+    def probe(self, probe: RunningProbe) -> None:
+        """Have the backend asked which of the probe's keys it has, in turn with other probes."""
+        self._probes.add(probe)
+        self._start_probes()
+
+    def _start_probes(self) -> None:
+        while (batch := self._probes.start_batch()) is not None:
+            probe, number = batch.probe, self._number(batch)
+            self._driver.post(m.ProbeBatch(number, batch.keys, probe.request, probe.deadline))
 
     def remove(self, keys: tuple[Key, ...]) -> None:
         """Have the backend remove these, beside any store."""
-        batch = BlockBatch(keys, is_removal=True)
+        batch = BlockBatch(keys)
         self._driver.post(m.RemoveBatch(batch=self._number(batch), keys=keys))
 
-    def end(self, message: m.BatchEnded) -> tuple[BlockBatch, tuple[Outcome, ...]] | None:
+    def end(
+        self, message: m.BatchEnded
+    ) -> tuple[BlockBatch | ProbeSlice, tuple[Outcome, ...]] | None:
         """Return a batch that ended, with one outcome a block; None if it had ended before."""
         batch = self._batches.pop(message.batch, None)
         if batch is None:
             return None
-        if batch.slices:
+        outcomes = message.outcomes
+        if len(outcomes) != len(batch.keys):
+            outcomes = (Outcome.FAILED,) * len(batch.keys)
+        if isinstance(batch, ProbeSlice):
+            batch.probe.end(batch, outcomes)
+            self._probes.end_batch(batch)
+            self._start_probes()
+        elif batch.slices:
             (self._loads if batch.slices[0].job.is_load else self._stores).end_batch()
-        if len(message.outcomes) != len(batch.keys):
-            return batch, (Outcome.FAILED,) * len(batch.keys)
-        return batch, message.outcomes
+        return batch, outcomes
 
-    def _number(self, batch: BlockBatch) -> int:
+    def _number(self, batch: BlockBatch | ProbeSlice) -> int:
         """Return a number for a batch that goes to the driver."""
         self._next_batch += 1
         self._batches[self._next_batch] = batch

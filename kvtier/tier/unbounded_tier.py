@@ -25,6 +25,7 @@ from kvtier.core.generations import ORIGINAL, mark_of, marked, unmarked
 from kvtier.plugin_api.backend import Outcome
 from kvtier.tier.batching import Job
 from kvtier.tier.job_runner import JobRunner, end_slices
+from kvtier.tier.probes import ProbeSlice, RunningProbe
 
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
@@ -32,10 +33,9 @@ if TYPE_CHECKING:
     from kvtier.core.messages import Message
     from kvtier.plugin_api.backend import BackendTraits
     from kvtier.plugin_api.keys import Key
-    from kvtier.tier.batching import BlockBatch
 
-    Claim: TypeAlias = Job | BlockBatch
-    """A store, or the batch of a probe: its answer says which blocks are there."""
+    Claim: TypeAlias = Job | RunningProbe
+    """A store or a probe: its answer says which blocks are there."""
 
 
 class Claims:
@@ -48,10 +48,10 @@ class Claims:
         """Look for what goes from now on."""
         self._gone[claim] = set()
 
-    def note(self, gone: AbstractSet[Key]) -> None:
+    def note(self, gone: frozenset[Key]) -> None:
         """Take these for gone, whatever the claims under way may say of them."""
         for claim, keys in self._gone.items():
-            keys.update(key for key in claim.keys if key in gone)
+            keys.update(gone.intersection(claim.claimed()))
 
     def end(self, claim: Claim) -> AbstractSet[Key]:
         """Return what is not there though the claim may say so."""
@@ -120,9 +120,9 @@ class UnboundedTier(Actor):
         """Have the backend asked. Asked of no block, the tier answers at once."""
         self._enter(message.mark, message.since)
         if message.keys:
-            keys = marked(message.keys, message.mark)
-            asked = self._jobs.probe(message.probe, keys, message.request, message.deadline)
-            self._claims.begin(asked)
+            probe = RunningProbe(message)
+            self._claims.begin(probe)
+            self._jobs.probe(probe)
         else:
             self.link.post(m.ProbeAnswer(probe=message.probe, present=()))
 
@@ -147,8 +147,9 @@ class UnboundedTier(Actor):
         if ended is None:
             return
         batch, outcomes = ended
-        if not batch.slices:
-            self._answer_probe(batch, outcomes)
+        if isinstance(batch, ProbeSlice):
+            if not batch.probe.unended:
+                self.link.post(batch.probe.answer(self._claims.end(batch.probe)))
             return
         for job_slice, ends in end_slices(batch, outcomes, message.seconds):
             if job_slice.job.is_load:
@@ -157,21 +158,13 @@ class UnboundedTier(Actor):
                 self._answer(job_slice.job)
         self._start_batches()
 
-    def _answer_probe(self, batch: BlockBatch, outcomes: tuple[Outcome, ...]) -> None:
-        gone = self._claims.end(batch)
-        present = tuple(
-            outcome is Outcome.DONE and key not in gone
-            for key, outcome in zip(batch.keys, outcomes, strict=True)
-        )
-        self.link.post(m.ProbeAnswer(probe=batch.probe, present=present))
-
     def _answer(self, job: Job) -> None:
         """Answer a job, now that each of its blocks has an outcome."""
         self.link.post(job.ended())
         if not job.is_load:
             self._tell_gone(self._claims.end(job))
 
-    def _lose(self, gone: AbstractSet[Key]) -> None:
+    def _lose(self, gone: frozenset[Key]) -> None:
         if gone:
             self._claims.note(gone)
             self._tell_gone(gone)
@@ -183,9 +176,10 @@ class UnboundedTier(Actor):
             self.link.post(m.PresenceChanged((), unmarked(ours, self._mark), self._since))
 
 
-def _gone(keys: tuple[Key, ...], outcomes: tuple[Outcome, ...]) -> AbstractSet[Key]:
+def _gone(keys: tuple[Key, ...], outcomes: tuple[Outcome, ...]) -> frozenset[Key]:
     """Return what a load did not find, or found damaged, so that it was removed."""
     if outcomes.count(Outcome.DONE) == len(outcomes):
         return frozenset()
     both = zip(keys, outcomes, strict=True)
-    return {key for key, outcome in both if outcome in (Outcome.ABSENT, Outcome.DAMAGED)}
+    gone = (Outcome.ABSENT, Outcome.DAMAGED)
+    return frozenset(key for key, outcome in both if outcome in gone)

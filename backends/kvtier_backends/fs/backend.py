@@ -1,7 +1,8 @@
 """The ``fs`` tier's driver: options in, block files out, threads in between.
 
 Loads, stores and probes have threads of their own, so that what hangs in one
-keeps nobody from the others. A call runs in one thread, block after block.
+keeps nobody from the others. A call runs in one thread, block after block; for
+each of them the thread lets go of the GIL while it is in the kernel.
 """
 
 from __future__ import annotations
@@ -65,7 +66,10 @@ if TYPE_CHECKING:
 CAPACITY_BLOCKS_MIN = 64
 """A bound of fewer blocks is refused: grants would be of single blocks, and few."""
 
-_PROBE_THREADS = 2
+PROBE_BATCH_BLOCKS_MIN = 8
+"""Each key is a system call, which a network filesystem takes half a millisecond for: as many as
+pay for a hand-over to a thread."""
+
 _CLOSE_TIMEOUT_S_MAX = 1.0
 
 Item = TypeVar("Item")
@@ -110,6 +114,7 @@ class FsBackend(Backend):
             capacity_blocks=None,
             accepts_unchecked=accept_unchecked,
             levels=frozenset({"folder_bytes", "folder_blocks"}),
+            probe_batch_blocks_min=PROBE_BATCH_BLOCKS_MIN,
         )
         name = records.context.tier_name
         self._root = place.path
@@ -128,7 +133,7 @@ class FsBackend(Backend):
         )
         self._readers = DaemonThreads(read_threads, f"{name}-read")
         self._writers = DaemonThreads(write_threads, f"{name}-write")
-        self._probers = DaemonThreads(_PROBE_THREADS, f"{name}-probe")
+        self._probers = DaemonThreads(read_threads, f"{name}-probe")
         self._closed = False
         self._stores_lock = threading.Lock()
         self._stores_running = 0
@@ -350,7 +355,9 @@ class FsOptions:
         "blocks are evicted. Give all engines the same. Without it, nothing is evicted",
         minimum=1,
     )
-    n_read_threads: int = option.integer(16, "threads that read", minimum=1, maximum=1024)
+    n_read_threads: int = option.integer(
+        16, "threads that read, and as many that look blocks up", minimum=1, maximum=1024
+    )
     n_write_threads: int = option.integer(16, "threads that write", minimum=1, maximum=1024)
     direct: bool = option.flag("use O_DIRECT where the filesystem supports it", default=True)
     compression: str | None = COMPRESSION_OPTION()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 from anyio import move_on_after
 
@@ -42,7 +42,11 @@ if TYPE_CHECKING:
     from kvtier_backends.mooncake.mooncake_options import MooncakeOptions
     from kvtier_backends.shared.records import Records
 
-_PROBE_THREADS = 2
+PROBE_THREADS: Final = 2
+
+PROBE_BATCH_BLOCKS: Final = 512
+"""The master answers for all keys of a call in one message."""
+
 _CLOSE_TIMEOUT_S_MAX = 1.0
 
 Answer = TypeVar("Answer")
@@ -74,6 +78,9 @@ class MooncakeBackend(Backend):
             store_batch_blocks_max=blocks_of_a_call(context.block_bytes),
             presence_s=options.presence_s,
             connects=True,
+            probe_batches_max=PROBE_THREADS,
+            probe_batch_blocks_min=PROBE_BATCH_BLOCKS,
+            probe_batch_blocks_max=PROBE_BATCH_BLOCKS,
         )
         name = context.tier_name
         self._place = options.place
@@ -99,7 +106,7 @@ class MooncakeBackend(Backend):
         )
         self._readers = DaemonThreads(options.n_read_threads, f"{name}-read")
         self._writers = DaemonThreads(options.n_write_threads, f"{name}-write")
-        self._askers = DaemonThreads(_PROBE_THREADS, f"{name}-probe")
+        self._askers = DaemonThreads(PROBE_THREADS, f"{name}-probe")
         self._is_closed = False
 
     @classmethod

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 VALUE_BYTES_MAX: Final = 512 << 20
 """What a server takes as one value, unless it is told otherwise (``proto-max-bulk-len``)."""
 
+PROBE_BATCH_BLOCKS: Final = 512
+"""A server answers for all keys of a call in one go."""
+
 _KEY_BYTES_MAX: Final = 92
 _SOUND: Final = (Outcome.DONE, Outcome.ABSENT)
 
@@ -67,6 +70,11 @@ class RedisBackend(Backend):
             store_batches_max=given.connections_max // 2,  # so that loads have the other half
             presence_s=given.believed_s,
             connects=True,
+            probe_batches_max=max(
+                1, given.connections_max // 4
+            ),  # the rest is for loads and stores
+            probe_batch_blocks_min=PROBE_BATCH_BLOCKS,
+            probe_batch_blocks_max=PROBE_BATCH_BLOCKS,
         )
         assert records.trailer_bytes(bytes(_KEY_BYTES_MAX)) <= TRAILER_BYTES_MAX
         self._given = given

@@ -48,6 +48,10 @@ if TYPE_CHECKING:
 
 FORMAT_NAME: Final = "kvtier s3"
 FORMAT_VERSION: Final = 1
+PROBE_BATCH_BLOCKS_MAX: Final = 4
+"""A request for each key, and all calls together make as many at once as may run: what waits for
+its turn here is in the way of a short probe."""
+
 _SHARD_DIGITS: Final = 3
 """S3 spreads load by the beginning of names: 4,096 of them, below each namespace."""
 
@@ -91,6 +95,8 @@ class S3Backend(Backend):
             presence_s=given.presence_s,
             connects=True,
             levels=frozenset(["requests_limit", "connected"]),
+            probe_batch_blocks_min=1,
+            probe_batch_blocks_max=PROBE_BATCH_BLOCKS_MAX,
         )
         self._address = address
         self._namespace = namespace_name(context)

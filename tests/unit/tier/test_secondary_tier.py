@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvtier.core import messages as m
 from kvtier.plugin_api.backend import BackendTraits, Outcome
@@ -32,6 +32,7 @@ class Bench:
         *,
         loads_min: int = 1,
         stores_min: int = 1,
+        **more_traits: Any,
     ) -> None:
         config = RuntimeConfig(slot_count=8, block_bytes=8, tiers=(TierConfig("1:t", "t"),))
         self.cell = TestCell()
@@ -43,6 +44,7 @@ class Bench:
             capacity,
             load_batch_blocks_min=loads_min,
             store_batch_blocks_min=stores_min,
+            **more_traits,
         )
         self.tier = TestTier(self.cell, self.link, traits, policy)
         self.jobs = 0
