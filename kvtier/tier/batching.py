@@ -149,6 +149,10 @@ class BatchQueue:
         """Tell whether any block waits."""
         return bool(self._jobs)
 
+    def is_busy(self) -> bool:
+        """Tell whether any block waits, or is moved."""
+        return bool(self._jobs) or self.running > 0
+
     def add(self, job: Job) -> None:
         """Have the job's blocks wait. It has some: of none, no batch could be made."""
         assert job.keys, "a job without blocks"

@@ -2,13 +2,17 @@
 
 Loads, stores and probes wait in queues of their own (``kvtier/tier/batching.py``,
 ``kvtier/tier/probes.py``), with their own limits, so none starves another; as many batches run
-at once as the backend has threads, so one big job uses them all. Which store may begin, and what
-is removed first, is for the tier's actor to say.
+at once as the backend has threads, so one big job uses them all.
+
+Somebody waits for a load, and nobody for a store, and both take the same storage. So while
+anything is loaded, few stores run: under loads without end they go on, that many at a time, in
+the order they came. Which store may begin, and what is removed first, is for the tier's actor to
+say.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvtier.core import messages as m
 from kvtier.plugin_api.backend import Outcome
@@ -24,6 +28,10 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key
     from kvtier.tier.batching import Job, JobSlice
     from kvtier.tier.probes import RunningProbe
+
+
+STORES_BESIDE_LOADS_FRACTION: Final = 0.25
+"""Of the stores that may run at once: what they keep of the storage while something is loaded."""
 
 
 class JobRunner:
@@ -44,6 +52,10 @@ class JobRunner:
             traits.store_batch_blocks_max,
             apart=apart,
         )
+        self._stores_beside_loads = max(
+            1, int(traits.store_batches_max * STORES_BESIDE_LOADS_FRACTION)
+        )
+        self._by_request = traits.by_request
         self._probes = ProbeQueue(traits)
         self._batches: dict[int, BlockBatch | ProbeSlice] = {}
         self._next_batch = 0
@@ -67,9 +79,18 @@ class JobRunner:
     def next_store(self, avoid: AbstractSet[Key] = frozenset()) -> BlockBatch | None:
         """Begin a store, which ``send_store`` sends; None if none may, or it is one to avoid."""
         key = self._stores.next_key
-        if key is None or key in avoid:
+        if key is None or key in avoid or self._must_wait_for_loads():
             return None
         return self._stores.start_batch(avoid)
+
+    def _must_wait_for_loads(self) -> bool:
+        """Tell whether stores have their share already, while something is loaded.
+
+        Not where each request has calls of its own: what one loads may be what another stores.
+        """
+        if self._by_request or not self._loads.is_busy():
+            return False
+        return self._stores.running >= self._stores_beside_loads
 
     def send_store(self, batch: BlockBatch) -> None:
         """Send the driver a store, with what it is to remove first."""
