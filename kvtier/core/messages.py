@@ -64,7 +64,7 @@ from kvtier.core.promotion_messages import PromotionEnded as PromotionEnded
 from kvtier.core.promotion_messages import PromotionLate as PromotionLate
 from kvtier.core.promotion_messages import PromotionWithdrawn as PromotionWithdrawn
 from kvtier.core.promotion_messages import SlotsReleased as SlotsReleased
-from kvtier.core.promotion_messages import WithdrawLoads as WithdrawLoads
+from kvtier.core.promotion_messages import Withdraw as Withdraw
 from kvtier.core.request_messages import BlocksMissing as BlocksMissing
 from kvtier.core.request_messages import BlocksWanted as BlocksWanted
 from kvtier.core.request_messages import GoesByRequest as GoesByRequest
@@ -291,13 +291,23 @@ class GenerationBegan(Message, frozen=True, gc=False):
 
 
 class ProbeKeys(Message, frozen=True, gc=False):
-    """Ask whether the tier has these. Answered with ProbeEnded.
+    """Ask whether the tier has these, head to tail. Answered with ProbeEnded, in parts.
 
-    ``request``: the one that it is asked for, if tiers answer it apart from others.
+    ``request``: the one that it is asked for, if tiers answer it apart from others. ``asker``: the
+    one that asked first. ``in_order``: no key is of use to it behind one that is not there.
     """
 
     keys: tuple[Key, ...]
     request: RequestId = ""
+    asker: RequestId = ""
+    in_order: bool = False
+
+
+class ProbesWithdrawn(Message, frozen=True, gc=False):
+    """The tier was not asked for these: nobody waited for an answer any more."""
+
+    tier: int
+    keys: tuple[Key, ...]
 
 
 class ProbeEnded(Message, frozen=True, gc=False):

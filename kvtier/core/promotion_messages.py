@@ -34,13 +34,15 @@ class PromotionEnded(Message, frozen=True, gc=False):
     epoch: int
 
 
-class WithdrawLoads(Message, frozen=True, gc=False):
-    """What was promoted for this request, or for any (None), is of no use any more.
+class Withdraw(Message, frozen=True, gc=False):
+    """What this request, or any (None), wanted of tiers is of no use to it any more.
 
-    What is not sent yet is not sent: answered with PromotionWithdrawn.
+    What is not sent yet is not sent: answered with PromotionWithdrawn and ProbesWithdrawn.
+    ``unwanted``: keys that it asked tiers for, and that nobody else waits to hear of.
     """
 
     request: RequestId | None
+    unwanted: frozenset[Key] = frozenset()
 
 
 class PromotionWithdrawn(Message, frozen=True, gc=False):

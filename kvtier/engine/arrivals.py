@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Arrivals:
     """Handles what links say of promotions."""
 
-    def __init__(  # noqa: PLR0913 - what a promotion touches
+    def __init__(
         self,
         slots: SlotTable,
         promotions: Promotions,

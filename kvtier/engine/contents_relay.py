@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvtier.core.actor import Mailbox
     from kvtier.core.events import Event
     from kvtier.engine.connection import ServerConnection
-    from kvtier.engine.in_flight import Probe
+    from kvtier.engine.waiting_probes import Probe
     from kvtier.plugin_api.backend import BackendTraits
     from kvtier.plugin_api.keys import Key
 

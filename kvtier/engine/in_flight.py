@@ -1,8 +1,8 @@
-"""What a tier's link waits for: the jobs and probes that it has sent."""
+"""The jobs of a tier's link, and the numbers of what it has sent."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from kvtier.core import messages as m
 from kvtier.engine.audits import JobAudit
@@ -11,6 +11,27 @@ from kvtier.plugin_api.deadlines import NEVER
 
 if TYPE_CHECKING:
     from kvtier.core.statistics import TierCounts
+
+
+class Sent(Protocol):
+    """A job or a probe, as what measures how long the tier takes sees it."""
+
+    started: float
+    backlog: int
+
+    @property
+    def size(self) -> int:
+        """How many blocks or keys it has."""
+        ...
+
+    @property
+    def counts_for_its_tier(self) -> bool:
+        """Whether its end is a success or a failure of its tier."""
+        ...
+
+    def start(self, now: float, backlog: int) -> None:
+        """Note when it was sent, and how much was outstanding at the tier with its own."""
+        ...
 
 
 class Job:
@@ -54,6 +75,11 @@ class Job:
         return m.StoreJob(number, self.request, self.keys, self.slots, mark, since, deadline)
 
     @property
+    def size(self) -> int:
+        """How many blocks it has."""
+        return len(self.slots)
+
+    @property
     def counts_for_its_tier(self) -> bool:
         """Whether its end is a success or a failure of its tier."""
         return self.is_cut or not self.abandoned
@@ -85,27 +111,6 @@ class Job:
     def work(self) -> Work:
         """What the breaker calls it."""
         return Work.LOAD if self.is_load else Work.STORE
-
-
-class Probe:
-    """One probe in flight."""
-
-    __slots__ = ("is_late", "keys", "request", "since", "started")
-
-    def __init__(self, message: m.ProbeKeys, since: int, started: float) -> None:
-        self.keys = message.keys
-        self.request = message.request
-        self.since = since
-        self.started = started
-        self.is_late = False  #: answered for, as the tier has not
-
-    def leave(self) -> None:
-        """Note that nobody waits for it any more."""
-        self.is_late = True
-
-    def order(self, number: int, mark: bytes, deadline: float) -> m.Probe:
-        """Return what the tier is asked."""
-        return m.Probe(number, self.keys, mark, self.since, self.request, deadline)
 
 
 LoadOrStore: TypeAlias = m.LoadJob | m.StoreJob

@@ -140,6 +140,7 @@ class Lookups:
         if request is None:
             self.reply(states)
             return
+        request.search.ask_in_order()
         hits: list[Key] = []
         hit_slots: list[int] = []
         slot_of, slot_state = self._slot_of, self._slot_state

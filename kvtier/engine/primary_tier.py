@@ -396,10 +396,11 @@ class PrimaryTier(Actor):
     def _end_reservations(self, name: RequestId, request: Request) -> None:
         """End what is reserved for a request that waits for nothing any more."""
         self._fill_failed(*self._promotions.call_off(name))
-        for tier in self._promotions.tiers_asked_for(name):
-            self.links[tier].post(m.WithdrawLoads(name))
+        tiers = self._promotions.tiers_asked_for(name)
+        unwanted = self._directory.stop_waiting(name)
+        for tier in range(len(self.links)) if unwanted else tiers:
+            self.links[tier].post(m.Withdraw(name, unwanted))
         self._end_leases(name)
-        self._directory.stop_waiting(name)
         request.end_reservation()
 
     # --- steps, time, resets ---
@@ -435,7 +436,7 @@ class PrimaryTier(Actor):
         self._cascades.reset()
         self._directory.reset()
         for link in self.links:
-            link.post(m.WithdrawLoads(None))
+            link.post(m.Withdraw(None))
         self.epoch += 1
         self.by_request.reset(self.epoch)
         self._arrivals.begin_epoch(self.epoch)

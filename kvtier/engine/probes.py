@@ -1,27 +1,36 @@
 """The probes of one tier: asked, answered, or answered for when the tier does not answer.
 
-Part of a link's actor. A probe that nobody waits for is remembered: its answer may come yet, and
-says what the tier has.
+Part of a link's actor. As with loads, the tier is given no more than it answers soon
+(``kvtier/engine/transfer_times.py``); the rest waits (``kvtier/engine/waiting_probes.py``). A
+probe that nobody waits for is remembered: its answer may come yet, and says what the tier has.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvtier.core import messages as m
 from kvtier.core.statistics import Observed
 from kvtier.engine.circuit_breaker import Work
-from kvtier.engine.in_flight import Probe
 from kvtier.engine.stall_watch import StallWatch
+from kvtier.engine.transfer_times import TransferTimes
+from kvtier.engine.waiting_probes import WaitingProbes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from kvtier.core.actor import Mailbox
     from kvtier.engine.contents_relay import ContentsRelay
     from kvtier.engine.in_flight import Numbers
     from kvtier.engine.tier_health import TierHealth
+    from kvtier.engine.waiting_probes import Probe
     from kvtier.settings.runtime_config import RuntimeConfig
+
+FIRST_KEYS: Final = 128
+"""What a tier is asked of which nothing is known: at 5 ms a key, on one thread, that is 0.6 s."""
+
+PART_KEYS_MIN: Final = 16
+"""A smaller part of a question costs more than what others gain that wait for their turn."""
 
 
 class Probes:
@@ -50,14 +59,22 @@ class Probes:
         self._counts = numbers.counts
         self._tier = tier
         self._primary = primary
+        self._waiting = WaitingProbes()
+        self._times = TransferTimes(FIRST_KEYS, self._limit_s)
         self._awaited: dict[int, Probe] = {}
         self._late: dict[int, Probe] = {}  # the last of them
         self._watch = StallWatch()
+        self._mark = b""  # of the generation
         self._now = 0.0
 
     def __len__(self) -> int:
-        """Return how many somebody waits for."""
+        """Return how many are at the tier, and somebody waits for."""
         return len(self._awaited)
+
+    @property
+    def waiting(self) -> int:
+        """How many questions were not asked to their end."""
+        return self._waiting.unasked()
 
     @property
     def awaited(self) -> frozenset[int]:
@@ -69,18 +86,65 @@ class Probes:
         """The numbers of those that would be noticed to be late."""
         return self._watch.watched
 
-    def ask(self, message: m.ProbeKeys, mark: bytes) -> None:
-        """Ask the tier. If it is sick or has too much to do, it counts as having nothing."""
-        probe = Probe(message, self._contents.since, self._now)
-        if len(self._awaited) < self._probes_max and self._health.may_send(Work.PROBE):
-            number = self._numbers.take()
-            # What the tier has been asked besides may take as long again.
-            if self._tier.post(probe.order(number, mark, self._now + 2 * self._limit_s)):
-                self._awaited[number] = probe
-                self._watch.begun(number, self._now)
+    def meet(self, calls_max: int) -> None:
+        """Learn how many probes the tier's backend may do at once."""
+        self._times.meet(calls_max)
+
+    def begin_generation(self, mark: bytes) -> None:
+        """Ask about another generation from now on; of the one before nobody waits for answers."""
+        self._mark = mark
+        self._waiting.pop_all()
+
+    # --- asking ---
+
+    def ask(self, message: m.ProbeKeys) -> None:
+        """Ask the tier, at once or when it has room. If it is sick, it counts as having nothing."""
+        self._waiting.add(message, self._contents.since, self._now)
+        self.send_waiting()
+
+    def withdraw(self, message: m.Withdraw) -> None:
+        """Do not ask what nobody wants to know any more."""
+        if message.request is None:
+            self._waiting.pop_all()
+        elif message.unwanted:
+            keys = self._waiting.pop_unwanted(message.request, message.unwanted)
+            self._primary.post(m.ProbesWithdrawn(self._number, keys))
+
+    def send_waiting(self) -> None:
+        """Ask the tier what it has room for. If it is sick, nobody waits for it."""
+        if self._waiting and not self._health.takes(Work.PROBE):
+            self._end_waiting()
+        while len(self._awaited) < self._probes_max:
+            question = self._waiting.next()
+            if question is None:
                 return
+            room = self._times.room
+            if room <= 0 and not question.is_apart:
+                return
+            if not self._health.may_send(Work.PROBE):
+                self._end_waiting()
+                return
+            share = max(PART_KEYS_MIN, self._times.window // len(self._waiting))
+            # A tier that goes by request is asked for all at once.
+            size = None if question.is_apart else min(room, share)
+            self._send(self._waiting.pop_part(question, size))
+
+    def _send(self, probe: Probe) -> None:
+        number = self._numbers.take()
+        self._times.sent(probe, self._now)
+        self._watch.begun(number, self._now)
+        self._awaited[number] = probe
+        # What the tier has been asked besides may take as long again.
+        deadline = self._now + 2 * (self._limit_s + self._times.allowance_s)
+        if not self._tier.post(probe.order(number, self._mark, deadline)):
+            del self._awaited[number]
+            self._watch.leave(number)
+            self._times.ended(probe, is_whole=False)
             self._health.failed(Work.PROBE, "has a full mailbox")
-        self._end(probe)
+            self._end(probe)
+            self._end_waiting()
+
+    # --- answers ---
 
     def answered(self, message: m.ProbeAnswer) -> None:
         """Take the tier's answer."""
@@ -88,15 +152,18 @@ class Probes:
         if probe is None:
             self._answered_late(message)
             return
+        is_sound = len(message.present) == len(probe.keys)
         self._watch.ended(message.probe, self._now)
+        self._times.ended(probe, is_whole=is_sound)
         self.seconds.add(self._now - probe.started)
-        if len(message.present) != len(probe.keys):
+        if not is_sound:
             self._health.failed(Work.PROBE, "answered a probe with the wrong number of answers")
             self._end(probe)
-            return
-        self._health.succeeded(Work.PROBE)
-        self._end(probe, message.present)
-        self._contents.answered(probe, message.present)
+        else:
+            self._health.succeeded(Work.PROBE)
+            self._end(probe, message.present)
+            self._contents.answered(probe, message.present)
+        self.send_waiting()
 
     def _answered_late(self, message: m.ProbeAnswer) -> None:
         self._numbers.count_stray(message.probe)
@@ -104,47 +171,77 @@ class Probes:
         if probe is None:
             return
         self._watch.ended(message.probe, self._now)
+        self._times.ended(probe, is_whole=False)
         if len(message.present) == len(probe.keys):
             self._contents.answered(probe, message.present)
 
     def pass_time(self, now: float) -> None:
         """Answer for the tier where it is late, or where somebody has waited for long enough."""
         self._now = now
-        is_stalled = self._watch.is_stalled(now, self._limit_s)
-        late = self._leave(self._watch.pop_late(now, self._limit_s))
-        self._counts.probes_timed_out += len(late)
+        limit_s = self._limit_s + self._times.allowance_s
+        is_stalled = self._watch.is_stalled(now, limit_s)
+        late = self._watch.pop_late(now, limit_s)
+        for number in late:
+            self._lose(number)
         self._health.late(Work.PROBE, len(late), is_stalled=is_stalled)
+        self._times.pass_time(now)
         since = now - self._wait_s
-        impatient = [n for n, probe in self._awaited.items() if probe.started <= since]
-        for probe in (*late, *self._leave(impatient)):
-            self._end(probe)
+        for number in [n for n, probe in self._awaited.items() if probe.started <= since]:
+            self._awaited[number].leave()
+            self._remember(number)
+        self._end_unasked(self._waiting.pop_impatient(since))
+        self.send_waiting()
+
+    def _lose(self, number: int) -> None:
+        """Answer for a tier that is late, if anybody still waits."""
+        probe = self._awaited.get(number)
+        if probe is None:
+            self._times.lost(self._late[number])
+            self._late[number].lose()
+            return
+        self._counts.probes_timed_out += 1
+        self._times.lost(probe)
+        probe.lose()
+        self._remember(number)
+
+    def _remember(self, number: int) -> None:
+        """Answer for the tier; should its own answer come, it is learnt."""
+        probe = self._late[number] = self._awaited.pop(number)
+        while len(self._late) > self._probes_max:
+            oldest = next(iter(self._late))
+            self._watch.leave(oldest)
+            self._times.ended(self._late.pop(oldest), is_whole=False)
+        self._end(probe)
 
     def end_all(self) -> None:
         """Answer for a tier that will not: it has nothing of what it was asked for."""
         self._health.showed_nothing(Work.PROBE)
         self._watch.forget()
+        self._times.forget()
         self._late.clear()
         awaited, self._awaited = self._awaited, {}
         for probe in awaited.values():
             self._end(probe)
+        self._end_waiting()
 
-    def _leave(self, numbers: Iterable[int]) -> list[Probe]:
-        """Wait for these no longer; return those that somebody waited for."""
-        left = []
-        for number in numbers:
-            probe = self._awaited.pop(number, None)
-            if probe is not None:
-                probe.leave()
-                self._late[number] = probe
-                left.append(probe)
-        while len(self._late) > self._probes_max:
-            del self._late[next(iter(self._late))]
-        return left
+    def _end_waiting(self) -> None:
+        self._end_unasked(self._waiting.pop_all())
 
-    def _end(self, probe: Probe, present: tuple[bool, ...] | None = None) -> None:
+    def _end_unasked(self, probes: Iterable[Probe]) -> None:
+        """Have what was not asked for count as not there."""
+        for probe in probes:
+            self._tell(probe, (False,) * probe.size)
+
+    def _end(self, probe: Probe, present: Sequence[bool] | None = None) -> None:
         """Pass the tier's answer on. None: it gives none, and has nothing."""
+        found = (False,) * probe.size if present is None else tuple(present)
+        self._tell(probe, found)
+        unasked = self._waiting.answered(probe, is_whole=all(found))
+        if unasked is not None:
+            self._tell(unasked, (False,) * unasked.size)
+
+    def _tell(self, probe: Probe, found: tuple[bool, ...]) -> None:
         if probe.since != self._contents.since:  # What is there now was not asked for.
             return
-        found = (False,) * len(probe.keys) if present is None else present
         self._counts.queries += len(found) - sum(found)
         self._primary.post(m.ProbeEnded(self._number, probe.keys, found, probe.request))

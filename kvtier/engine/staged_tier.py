@@ -305,8 +305,8 @@ class StagedTier(Actor):
 
     def _step_end(self, message: m.StepEnd) -> None:
         self._tick(m.Tick(message.now))
-        for keys in self._directory.pop_unsent().values():
-            self.link.post(m.ProbeKeys(tuple(keys)))
+        for _, name, keys in self._directory.pop_unsent():
+            self.link.post(m.ProbeKeys(tuple(keys), asker=name))
         self._directory.end_step()
 
     def _tick(self, message: m.Tick) -> None:

@@ -46,9 +46,10 @@ class StallWatch:
             self._overtaken[first] = now
         del self._begun[number]
 
-    def not_begun(self, number: int) -> None:
-        """Take back the piece of work that was begun last."""
-        del self._begun[number]
+    def leave(self, number: int) -> None:
+        """Watch a piece of work no longer, though the tier has not ended it."""
+        self._begun.pop(number, None)
+        self._overtaken.pop(number, None)
 
     def is_stalled(self, now: float, limit_s: float) -> bool:
         """Tell whether nothing has ended for so long, though there is something to end."""

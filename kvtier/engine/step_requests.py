@@ -53,10 +53,12 @@ class StepRequests:
 
     def _send(self, epoch: int) -> None:
         self._directory.end_step()
-        for tier, probed in self._directory.pop_unsent().items():
-            self._links[tier].post(m.ProbeKeys(keys=tuple(probed)))
+        for tier, name, probed in self._directory.pop_unsent():
+            in_order = self._directory.asks_in_order(name)
+            asked = m.ProbeKeys(tuple(probed), asker=name, in_order=in_order)
+            self._links[tier].post(asked)
         for name, tier, probed in self._directory.pop_unsent_apart():
-            self._links[tier].post(m.ProbeKeys(tuple(probed), name))
+            self._links[tier].post(m.ProbeKeys(tuple(probed), name, asker=name))
         for (tier, name), (keys, slots) in self._promotions.pop_unsent().items():
             patience_s = min(patience_of(self._requests.get(name)), self._wait_timeout_s)
             self._links[tier].post(m.Promote(tuple(keys), tuple(slots), epoch, name, patience_s))

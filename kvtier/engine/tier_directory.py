@@ -41,7 +41,17 @@ _ALL: Final = -1  # tiers
 class Search:
     """What one running request has been told."""
 
-    __slots__ = ("_failed", "asked", "failed", "gaps", "probes", "request", "tiers", "verdicts")
+    __slots__ = (
+        "_failed",
+        "asked",
+        "failed",
+        "gaps",
+        "in_order",
+        "probes",
+        "request",
+        "tiers",
+        "verdicts",
+    )
 
     def __init__(self, request: RequestId, tiers: TierSet, probes: _Probes) -> None:
         self.request = request
@@ -52,6 +62,11 @@ class Search:
         self._failed = self.failed  # without those that it declines
         self.gaps: set[bytes] = set()  # groups in which a key of this step is PROBING
         self.asked: list[Key] = []  # keys whose probes it waits for, or did
+        self.in_order = False  # it has one group, of full attention: no key is of use behind a gap
+
+    def ask_in_order(self) -> None:
+        """Note that what it asks for is of no use behind what is not there."""
+        self.in_order = True
 
     def fail(self, key: Key, bit: TierSet) -> None:
         """Note that a tier did not deliver a key to it."""
@@ -93,7 +108,8 @@ class _Probes:
 
     def __init__(self, tier_count: int) -> None:
         self.of: dict[Key, _Probe] = {}
-        self.unsent: list[list[Key]] = [[] for _ in range(tier_count)]
+        # Of each tier, by who asked first.
+        self.unsent: list[dict[RequestId, list[Key]]] = [{} for _ in range(tier_count)]
 
     def stop(self, keys: Iterable[Key]) -> None:
         """Expect no answer for ``keys`` any more."""
@@ -104,18 +120,38 @@ class _Probes:
     def reset(self) -> None:
         """Forget all; late answers will be ignored."""
         self.of.clear()
-        self.unsent = [[] for _ in self.unsent]
+        self.unsent = [{} for _ in self.unsent]
 
-    def pop_unsent(self) -> dict[int, list[Key]]:
-        """Return the keys to ask each tier for, and forget that they are unsent."""
-        unsent: dict[int, list[Key]] = {}
-        for tier, keys in enumerate(self.unsent):
-            if keys:
-                self.unsent[tier] = []
-                wanted = [key for key in keys if self._is_wanted(key, 1 << tier)]
-                if wanted:
-                    unsent[tier] = wanted
-        return unsent
+    def pop_unsent(self) -> Iterator[tuple[int, RequestId, list[Key]]]:
+        """Yield what to ask each tier for, and who asked first; it counts as sent then."""
+        for tier, asked in enumerate(self.unsent):
+            if asked:
+                self.unsent[tier] = {}
+                for asker, keys in asked.items():
+                    wanted = [key for key in keys if self._is_wanted(key, 1 << tier)]
+                    if wanted:
+                        yield tier, asker, wanted
+
+    def ask(self, key: Key, tiers: TierSet, asker: RequestId) -> None:
+        """Have these tiers asked for a key at the end of the step."""
+        for tier, asked in enumerate(self.unsent):
+            if tiers >> tier & 1:
+                asked.setdefault(asker, []).append(key)
+
+    def withdrawn(self, tier: int, keys: Iterable[Key]) -> None:
+        """Take back what a tier was not asked for, or have it asked for whoever still waits."""
+        bit = 1 << tier
+        for key in keys:
+            probe = self.of.get(key)
+            if probe is None or not probe.pending & bit:
+                continue
+            if probe.waiters:
+                self.ask(key, bit, next(iter(probe.waiters)))
+                continue
+            probe.asked &= ~bit
+            probe.pending &= ~bit
+            if not probe.pending:
+                del self.of[key]
 
     def _is_wanted(self, key: Key, bit: TierSet) -> bool:
         """Tell whether a request still waits for this tier's answer; if not, expect none."""
@@ -160,6 +196,7 @@ class TierDirectory:
         """Return what is done for each message that the primary tier leaves to this."""
         return {
             m.ProbeEnded: lambda x: self.answered(x.tier, x.keys, x.present, x.request),
+            m.ProbesWithdrawn: lambda x: self._shared.withdrawn(x.tier, x.keys),
             m.TierUsable: lambda x: self.set_usable(x.tier, usable=x.usable, answers=x.answers),
             m.TierForgotten: lambda x: self.forget_tier(x.tier),
         }
@@ -181,22 +218,27 @@ class TierDirectory:
         self._searches.pop(request, None)
         self._apart.pop(request, None)
 
-    def stop_waiting(self, request: RequestId) -> None:
+    def stop_waiting(self, request: RequestId) -> frozenset[Key]:
         """Note that the request waits for nothing any more. What is not sent yet is not asked.
 
-        What it declined to load it may load when it waits again.
+        What it declined to load it may load when it waits again. Returns what tiers may have been
+        asked for that nobody waits for now.
         """
         search = self._searches.get(request)
         if search is None:
-            return
+            return frozenset()
         search.end_decline()
         if not search.asked:
-            return
+            return frozenset()
+        unwanted = []
         for key in search.asked:
             probe = search.probes.of.get(key)
             if probe is not None:
                 probe.waiters.discard(request)
+                if not probe.waiters:
+                    unwanted.append(key)
         search.asked = []
+        return frozenset(unwanted)
 
     def find(self, key: Key, search: Search) -> int:
         """Return a tier's number to promote from, ``NOWHERE``, or ``ASKING``.
@@ -334,18 +376,23 @@ class TierDirectory:
     def give_up(self, tier: int) -> None:
         """Take every answer that the tier still owes as a no: it can't be asked any more."""
         for probes in (self._shared, *self._apart.values()):
-            probes.unsent[tier] = []
+            probes.unsent[tier] = {}
             owed = [key for key, probe in probes.of.items() if probe.pending >> tier & 1]
             self._settle(tier, probes, owed, (False,) * len(owed))
 
-    def pop_unsent(self) -> dict[int, list[Key]]:
-        """Return the keys to ask each tier for all requests, and forget that they are unsent."""
+    def pop_unsent(self) -> Iterator[tuple[int, RequestId, list[Key]]]:
+        """Yield tier, who asked first, and the keys to ask for; it counts as sent then."""
         return self._shared.pop_unsent()
+
+    def asks_in_order(self, request: RequestId) -> bool:
+        """Tell whether no key is of use to a request behind one that is not there."""
+        search = self._searches.get(request)
+        return search is not None and search.in_order
 
     def pop_unsent_apart(self) -> Iterator[tuple[RequestId, int, list[Key]]]:
         """Yield what to ask each tier for one request; as above."""
         for request, probes in self._apart.items():
-            for tier, keys in probes.pop_unsent().items():
+            for tier, _, keys in probes.pop_unsent():
                 yield request, tier, keys
 
     def end_step(self) -> None:
@@ -369,7 +416,7 @@ class TierDirectory:
         for probes in (self._shared, *self._apart.values()):
             for key, probe in probes.of.items():
                 waiters[key] = waiters.get(key, frozenset()) | probe.waiters
-            unsent.update(*probes.unsent)
+            unsent.update(*(keys for asked in probes.unsent for keys in asked.values()))
         return DirectoryAudit(
             known=self._known.copy(),
             waiters=waiters,
@@ -394,9 +441,7 @@ class TierDirectory:
                 return
             probe.asked |= unasked
             probe.pending |= unasked
-        for tier in range(self._tier_count):
-            if unasked >> tier & 1:
-                probes.unsent[tier].append(key)
+        probes.ask(key, unasked, request)
 
     def _unlearn(self, key: Key, bit: TierSet) -> None:
         tiers = self._known.get(key, 0) & ~bit

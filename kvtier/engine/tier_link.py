@@ -105,12 +105,12 @@ class TierLink(Actor):
         )
         self.probe_seconds = self._probes.seconds  #: from asking until the answer
         self._mark = mark_of_name(config.weights_version)  # of the generation
+        self._probes.begin_generation(self._mark)
         self._since = 0  # the epoch in which it began
         self._is_told = False  # whether the tier's cell has been told of it
         self._full_until = 0.0
         self._uses = UseRelay(tier)
-        self._cascade_slots = 0
-        self._abandoned_slots = 0
+        self._cascade_slots = self._abandoned_slots = 0
         self._now = 0.0
         super().__init__(f"link:{config.tiers[number].name}", self._all_handlers())
 
@@ -118,9 +118,9 @@ class TierLink(Actor):
         return {
             **self._relay.handlers(),
             m.GenerationBegan: self._generation_began,
-            m.ProbeKeys: lambda x: self._probes.ask(x, self._mark),
+            m.ProbeKeys: self._probes.ask,
             m.Promote: self._promote,
-            m.WithdrawLoads: self._withdraw_loads,
+            m.Withdraw: self._withdraw,
             m.Cascade: self._cascade,
             m.CascadeRefused: self._cascade_refused,
             m.TouchKeys: self._used,
@@ -146,6 +146,7 @@ class TierLink(Actor):
         self._contents.meet(traits)
         self.backend_counts.learn_levels(traits.levels)
         self._connection.meet(connects=traits.connects)
+        self._probes.meet(traits.probe_batches_max or traits.load_batches_max)
         self._loads.times.meet(traits.load_batches_max)
         self._stores.times.meet(traits.store_batches_max)
         self.by_request, self.serves_others = traits.by_request, traits.serves_others
@@ -158,6 +159,7 @@ class TierLink(Actor):
     def _generation_began(self, message: m.GenerationBegan) -> None:
         self._mark, self._since = message.mark, message.epoch
         self._contents.begin_generation(self._since)
+        self._probes.begin_generation(self._mark)
         self._refuse(self._stores.waiting.pop_before(message.epoch))
         self._tell_generation()
 
@@ -175,19 +177,18 @@ class TierLink(Actor):
         self._loads.waiting.add(message, self._now)
         self._send_waiting(self._loads)
 
-    def _withdraw_loads(self, message: m.WithdrawLoads) -> None:
+    def _withdraw(self, message: m.Withdraw) -> None:
         """Let go of what is not sent yet. What is at the tier is read to its end."""
         waiting, request = self._loads.waiting, message.request
-        jobs = waiting.pop_all() if request is None else waiting.pop_request(request)
-        for job in jobs:
+        for job in waiting.pop_all() if request is None else waiting.pop_request(request):
             self.counts.promotions_withdrawn += len(job.keys)
             self.primary.post(m.PromotionWithdrawn(self._number, job.keys, job.slots, job.epoch))
+        self._probes.withdraw(message)
 
     def _cascade(self, message: m.Cascade) -> None:
-        room = self._config.cascade_slots_max - self._cascade_slots
+        room = max(0, self._config.cascade_slots_max - self._cascade_slots)
         if message.epoch < self._since:  # Computed with the weights from before.
             room = 0
-        room = max(0, room)
         kept, dropped = message.part(0, room), message.part(room)
         self._cascade_slots += len(kept.keys)
         self._stores.waiting.add(kept, self._now)
@@ -215,14 +216,17 @@ class TierLink(Actor):
         if self.tells_uses:
             self._uses.add(message)
 
+    def _send_all(self) -> None:
+        self._send_waiting(self._loads)
+        self._send_waiting(self._stores)
+
     def _send_waiting(self, transfers: Transfers) -> None:
         """Send the tier what it has room for. If it is sick, nobody waits for it."""
         if transfers.waiting and not self._takes(transfers.work):
             self._refuse(transfers.waiting.pop_all())
         while len(self._loads.jobs) + len(self._stores.jobs) < self._config.jobs_in_flight_max:
             # What one request is brought may be all that it is ever brought, so it goes whole.
-            job = transfers.pop_next(whole=self.by_request)
-            if job is None:
+            if (job := transfers.pop_next(whole=self.by_request)) is None:
                 return
             if not (self._health.may_send(transfers.work) and self._send(transfers, job)):
                 self._refuse([job, *transfers.waiting.pop_all()])
@@ -327,8 +331,7 @@ class TierLink(Actor):
         self._contents.pass_time(self._now)
         self._relay.go_on()
         self._health.end_pauses()
-        for transfers in (self._loads, self._stores):
-            self._send_waiting(transfers)
+        self._send_all()
         self._tell_cost()
 
     def _give_up_late(self, transfers: Transfers) -> None:
@@ -371,8 +374,7 @@ class TierLink(Actor):
         else:
             self._probes.end_all()
             self._contents.lost_server()
-            for transfers in (self._loads, self._stores):
-                self._send_waiting(transfers)
+            self._send_all()
         self._health.tell_usable()
 
     def _new_policy(self, message: m.PolicyBroke | m.PolicyReturned) -> None:
@@ -391,7 +393,7 @@ class TierLink(Actor):
         for transfers in (self._loads, self._stores):
             for job in transfers.lose_all():
                 self._lose(job)
-            self._send_waiting(transfers)
+        self._send_all()
         self._health.tell_usable()
 
     def _tier_fenced(self, _message: m.TierFenced) -> None:
@@ -409,8 +411,7 @@ class TierLink(Actor):
                 self.primary.post(m.SlotsReleased(slots=job.slots))
             else:
                 self._end_promotion(job, (Outcome.FAILED,) * len(job.keys))
-        for transfers in (self._loads, self._stores):
-            self._send_waiting(transfers)
+        self._send_all()
         self._health.tell_usable()
 
     def _tier_restarted(self, message: m.TierRestarted) -> None:
@@ -455,7 +456,8 @@ class TierLink(Actor):
         """Return how much may still end in time: probes, and jobs or what waits to be one."""
         jobs = (*self._loads.jobs.values(), *self._stores.jobs.values())
         waiting = self._loads.waiting.blocks + self._stores.waiting.blocks
-        return len(self._probes) + sum(not job.abandoned for job in jobs) + waiting
+        waiting += len(self._probes) + self._probes.waiting
+        return waiting + sum(not job.abandoned for job in jobs)
 
     def audit(self) -> LinkAudit:
         """Return what is in flight, frozen. For tests and diagnosis: it costs O(n)."""

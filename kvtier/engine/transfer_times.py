@@ -1,4 +1,6 @@
-"""How long a tier takes for jobs of one kind, and how much of it the tier is given at once.
+"""How long a tier takes for work of one kind, and how much of it the tier is given at once.
+
+What is said of the blocks of jobs goes for the keys of probes as well.
 
 Part of a link's actor, whose clock is that of its Ticks. The end of a job counts as of the
 first Tick after it: until then the scheduler can't have used its blocks.
@@ -21,16 +23,13 @@ from kvtier.engine.transfer_estimate import TransferEstimate
 
 if TYPE_CHECKING:
     from kvtier.core.load_messages import LoadCost
-    from kvtier.engine.in_flight import Job
+    from kvtier.engine.in_flight import Sent
 
 WINDOW_S: Final = 0.1
 """The tier has work for so long, if it is not slow to answer."""
 
 LATENCIES: Final = 2.0
 """In units of its latency: the tier has work for so long, if it is."""
-
-FIRST_BYTES: Final = 32 << 20
-"""What a tier is given of which nothing is known: at 4 MB/s that is 8 s of work."""
 
 SLOWER: Final = 4.0
 """Work may take so many times as long as expected, beside the limit of its tier."""
@@ -39,13 +38,16 @@ SLOWER: Final = 4.0
 class TransferTimes:
     """Of one tier, and of its loads or its stores."""
 
-    def __init__(self, block_bytes: int, limit_s: float) -> None:
-        """``limit_s``: how long the tier may do nothing before it is late."""
+    def __init__(self, first_blocks: int, limit_s: float) -> None:
+        """``first_blocks``: what a tier is given of which nothing is known.
+
+        ``limit_s``: how long the tier may do nothing before it is late.
+        """
         self._limit_s = limit_s
-        self._first_blocks = max(1, FIRST_BYTES // block_bytes)
+        self._first_blocks = first_blocks
         self._calls_max = 1
         self._estimate = TransferEstimate()
-        self._ended: list[Job] = []  # since the last Tick, whole
+        self._ended: list[Sent] = []  # since the last Tick, whole
         self.outstanding = 0  #: blocks at the tier, or on their way there and back
         self._lost = 0  # of these, in jobs that the tier is late with
         self.allowance_s = 0.0  #: what the tier may take beside its limit, as it may just be slow
@@ -57,14 +59,11 @@ class TransferTimes:
     @property
     def room(self) -> int:
         """How many more blocks the tier is to be given now; not above 0: it has enough."""
-        return self._window() - (self.outstanding - self._lost)
+        return self.window - (self.outstanding - self._lost)
 
     @property
-    def job_blocks_max(self) -> int:
-        """How many blocks one job may have: while one ends, the tier is to have another."""
-        return max(1, self._window() // 2)
-
-    def _window(self) -> int:
+    def window(self) -> int:
+        """How many blocks the tier is given at once."""
         block_s = self._estimate.block_s
         if not self._estimate.is_known:
             return self._first_blocks
@@ -74,29 +73,29 @@ class TransferTimes:
         one_a_call = min(self._calls_max, self._first_blocks, int(self._limit_s / 2 / block_s))
         return max(2, one_a_call, math.ceil(seconds / block_s))
 
-    def sent(self, job: Job, now: float) -> None:
+    def sent(self, job: Sent, now: float) -> None:
         """Note that a job is sent."""
-        self.outstanding += len(job.slots)
+        self.outstanding += job.size
         job.start(now, self.outstanding)
         expected_s = self._estimate.seconds(self.outstanding) or 0.0
         self.allowance_s = min(SLOWER * expected_s, self._limit_s)
 
-    def ended(self, job: Job, *, is_whole: bool) -> None:
+    def ended(self, job: Sent, *, is_whole: bool) -> None:
         """Note that a job has ended, late or not. ``is_whole``: with all its blocks."""
-        self.outstanding -= len(job.slots)
+        self.outstanding -= job.size
         assert self.outstanding >= 0, "a job ended that was not sent"
         if not job.counts_for_its_tier:
-            self._lost -= len(job.slots)
+            self._lost -= job.size
         if is_whole:
             self._ended.append(job)
 
-    def given_up(self, job: Job, now: float) -> None:
+    def given_up(self, job: Sent, now: float) -> None:
         """Note that nobody waits for a job any more: it takes too long."""
         self._estimate.given_up(job.backlog, now - job.started, now)
 
-    def lost(self, job: Job) -> None:
+    def lost(self, job: Sent) -> None:
         """Note that the tier is late with a job: it does not keep others from being sent."""
-        self._lost += len(job.slots)
+        self._lost += job.size
 
     def forget(self) -> None:
         """Note that another cell serves the tier: nothing is outstanding, nothing known of it."""

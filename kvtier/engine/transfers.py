@@ -5,7 +5,7 @@ Part of a link's actor.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvtier.engine.circuit_breaker import Work
 from kvtier.engine.stall_watch import StallWatch
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from kvtier.engine.in_flight import Job
     from kvtier.settings.runtime_config import RuntimeConfig
 
+FIRST_BYTES: Final = 32 << 20
+"""What a tier is given of which nothing is known: at 4 MB/s that is 8 s of work."""
+
 
 class Transfers:
     """Of one tier and one kind of work."""
@@ -25,7 +28,7 @@ class Transfers:
         self.work = work
         self.jobs: dict[int, Job] = {}  #: at the tier, by their numbers
         self.waiting = WaitingJobs(remembers=work is Work.LOAD)
-        self.times = TransferTimes(config.block_bytes, limit_s)
+        self.times = TransferTimes(max(1, FIRST_BYTES // config.block_bytes), limit_s)
         self._watch = StallWatch()
         self._limit_s = limit_s
         self._job_blocks_max = config.job_blocks_max
@@ -47,7 +50,8 @@ class Transfers:
         room = self.times.room
         if room <= 0:
             return None
-        return self.waiting.pop(min(room, self._job_blocks_max, self.times.job_blocks_max))
+        half = max(1, self.times.window // 2)  # while one job ends, the tier is to have another
+        return self.waiting.pop(min(room, self._job_blocks_max, half))
 
     def sent(self, number: int, job: Job, now: float) -> float:
         """Note that a job is sent; return from when on nobody waits for it at the latest."""
@@ -60,7 +64,7 @@ class Transfers:
     def not_sent(self, number: int, job: Job) -> None:
         """Note that the tier did not take a job."""
         del self.jobs[number]
-        self._watch.not_begun(number)
+        self._watch.leave(number)
         self.times.ended(job, is_whole=False)
 
     def ended(self, number: int, now: float, *, is_whole: bool) -> None:

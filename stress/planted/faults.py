@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from msgspec import structs
 
 from kvtier.core.events import PRIMARY, EventKind, EventLog
-from kvtier.engine.primary_tier import PrimaryTier
+from kvtier.engine.arrivals import Arrivals
 from kvtier.engine.requests import Request
 from kvtier.engine.tier_link import TierLink
 from kvtier.plugin_api.backend import Connection
@@ -63,19 +63,19 @@ def _unmarked(keys: tuple[bytes, ...], _mark: bytes) -> tuple[bytes, ...]:
     return keys
 
 
-_promotion_ended = PrimaryTier._promotion_ended  # noqa: SLF001 - as are all below: what is replaced
+_promotion_ended = Arrivals._ended  # noqa: SLF001 - as are all below: what is replaced
 _tier_fenced = TierLink._tier_fenced  # noqa: SLF001
 _add_event = EventLog.add
 _begin_request = Request.__init__
 
 
-def _take_any_promotion(self: PrimaryTier, message: m.PromotionEnded) -> None:
-    _promotion_ended(self, structs.replace(message, epoch=self.epoch))
+def _take_any_promotion(self: Arrivals, message: m.PromotionEnded) -> None:
+    _promotion_ended(self, structs.replace(message, epoch=self._epoch))
 
 
 def _forget_cascades(self: TierLink, message: m.TierFenced) -> None:
-    for number in [each for each, job in self._jobs.items() if not job.is_load]:
-        self._cascade_slots -= len(self._jobs.pop(number).slots)
+    for job in self._stores.fence():
+        self._cascade_slots -= len(job.slots)
     _tier_fenced(self, message)
 
 
@@ -143,7 +143,7 @@ PLANTS: Final = {
     "late_load": Plant(
         "runtime",
         "what a tier delivers for a lookup from before a reset is taken for one after it",
-        [(PrimaryTier, "_promotion_ended", _take_any_promotion)],
+        [(Arrivals, "_ended", _take_any_promotion)],
     ),
     "falling_counter": Plant(
         "runtime",

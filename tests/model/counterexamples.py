@@ -64,7 +64,6 @@ def profile(examples: int, *phases: Phase) -> settings:
     """Return settings that draw what the seed says, and nothing that was found before."""
     return settings(
         max_examples=examples,
-        deadline=None,
         stateful_step_count=STEPS,
         database=None,
         print_blob=True,

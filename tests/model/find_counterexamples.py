@@ -40,5 +40,8 @@ def _drop(*_: object) -> NoReturn:
 
 
 if __name__ == "__main__":
+    # As for the tests (tests/conftest.py): a story may take long on a busy machine.
+    hypothesis.settings.register_profile("kvtier", deadline=None)
+    hypothesis.settings.load_profile("kvtier")
     structlog.configure(processors=[_drop])
     main(sys.argv[1:])

@@ -43,10 +43,25 @@ class Movements:
         for tier, held in enumerate(world.runtime.tiers):
             if held.mailbox is mailbox:
                 self._of[tier].sent(message, world.links[tier].audit())
-                if isinstance(message, m.LoadJob):
-                    name = message.request
-                    is_over = name not in world.requests or name in world.decided
-                    assert not is_over, f"{message} is sent, and nobody waits for it"
+                if not self._is_withdrawing():
+                    self._assert_somebody_waits(message)
+
+    def _is_withdrawing(self) -> bool:
+        """Tell whether somebody has stopped waiting, and the link has not heard of it yet."""
+        on_its_way = (m.Withdraw, m.RequestFinished, m.RequestsScheduled, m.Reset)
+        waiting = self._world.cell.waiting()
+        return any(isinstance(each, on_its_way) for box in waiting for each in box.waiting)
+
+    def _assert_somebody_waits(self, message: Message) -> None:
+        world = self._world
+        if isinstance(message, m.LoadJob):
+            name = message.request
+            is_over = name not in world.requests or name in world.decided
+            assert not is_over, f"{message} is sent, and nobody waits for it"
+        if isinstance(message, m.Probe):
+            waiters = world.primary.audit().directory.waiters
+            idle = [key for key in message.keys if not waiters.get(key)]
+            assert not idle, f"{idle} are asked for, and nobody waits for the answer"
 
     def foresee(self, actor: Actor, message: Message) -> None:
         """Note what is about to be delivered to a link."""

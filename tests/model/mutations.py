@@ -141,7 +141,7 @@ def never_give_up_what_hangs(_self: StallWatch, _now: float, _limit_s: float) ->
     return []
 
 
-@in_place_of(TierLink, "_withdraw_loads")
+@in_place_of(TierLink, "_withdraw")
 def send_what_nobody_waits_for(*_: object) -> None:
     """A client that hung up costs all that it had asked for."""
 

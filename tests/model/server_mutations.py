@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from mutating import Mutations
@@ -12,8 +12,13 @@ from kvtier.engine.contents_relay import ContentsRelay
 from kvtier.engine.probes import Probes
 from kvtier.engine.tier_health import TierHealth
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvtier.engine.circuit_breaker import Work
+
 MUTATIONS = Mutations()
-in_place_of = MUTATIONS.in_place_of
+mutation, in_place_of = MUTATIONS.add, MUTATIONS.in_place_of
 
 
 @in_place_of(Probes, "end_all")
@@ -21,10 +26,18 @@ def wait_for_the_answers_of_a_lost_server(*_: object) -> None:
     """Requests wait for what a server was asked that is gone, until the deadline."""
 
 
-@in_place_of(TierHealth, "may_send")
-def go_on_giving_work_to_a_lost_server(self: TierHealth, work: Any) -> bool:
+@mutation
+def go_on_giving_work_to_a_lost_server() -> Iterator[None]:
     """The link looks at its circuit breakers only."""
-    return self._breakers[work].may_send()
+
+    def may_send(self: TierHealth, work: Work) -> bool:
+        return self._breakers[work].may_send()
+
+    def takes(self: TierHealth, work: Work) -> bool:
+        return self._breakers[work].lets_through
+
+    with patch.object(TierHealth, "may_send", may_send), patch.object(TierHealth, "takes", takes):
+        yield
 
 
 @in_place_of(ContentsRelay, "lost_server")

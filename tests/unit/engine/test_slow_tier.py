@@ -282,6 +282,84 @@ def test_an_answer_to_a_probe_that_comes_late_is_learnt() -> None:
     assert story.facade.lookup_state(key, "next") is FILLING, "without another probe"
 
 
+# --- probes ---
+
+
+class SlowAnswers:
+    """A tier that is asked, and answers when told to."""
+
+    def __init__(self) -> None:
+        traits = BackendTraits(1, 1, probe_batch_blocks_max=512)
+        self.story = Story(slots=600, backend_traits=traits)
+        self.facade = self.story.facade
+
+    def ask(self, request: str, keys: list[bytes]) -> None:
+        self.facade.on_request_started(request)
+        self.facade.lookup_prefix(keys, request)
+        self.facade.step_end()
+        self.story.runtime.cell.settle()
+
+    def answer(self, outcome: Outcome) -> tuple[bytes, ...]:
+        """Have one call end, after a millisecond for each key."""
+        self.story.runtime.cell.settle()
+        asked = tier_of(self.story).batches[0].keys
+        self.story.now += 0.001 * len(asked)
+        self.story.answer_batch(outcome)
+        self.facade.step_end()
+        self.story.runtime.cell.settle()
+        return asked
+
+
+def long_prompt(count: int, prefix: bytes = b"k") -> list[bytes]:
+    return [prefix + number.to_bytes(2, "big") + bytes(4) for number in range(count)]
+
+
+def test_nothing_is_asked_for_behind_the_first_block_that_is_not_there() -> None:
+    slow = SlowAnswers()
+    keys = long_prompt(500)
+    slow.ask("r", keys)
+    first = slow.answer(Outcome.ABSENT)
+    assert first == tuple(keys[: len(first)])
+    assert len(first) < len(keys) / 3
+    assert tier_of(slow.story).batches == []
+    assert slow.facade.lookup_states(keys, "r") == [ABSENT]
+    assert not slow.facade.has_pending_work()
+
+
+def test_a_prompt_that_is_there_is_asked_for_to_its_end() -> None:
+    slow = SlowAnswers()
+    keys = long_prompt(500)
+    slow.ask("r", keys)
+    asked: list[bytes] = []
+    while tier_of(slow.story).batches:
+        asked += slow.answer(Outcome.DONE)
+    assert asked == keys
+    assert slow.facade.lookup_states(keys, "r") == [FILLING] * len(keys)
+    assert counts_of(slow.story).probes_timed_out == 0
+
+
+def test_a_short_question_does_not_wait_for_all_of_a_long_one() -> None:
+    slow = SlowAnswers()
+    long, short = long_prompt(500), long_prompt(4, b"s")
+    slow.ask("long", long)
+    slow.answer(Outcome.DONE)
+    slow.ask("short", short)
+    asked = []
+    while short[0] not in asked:
+        asked += slow.answer(Outcome.ABSENT if short[0] in asked else Outcome.DONE)
+    assert len(asked) < 250, "one part of the long one, at most"
+
+
+def test_what_a_request_asks_that_is_over_is_not_asked() -> None:
+    slow = SlowAnswers()
+    slow.ask("gone", long_prompt(500))
+    slow.facade.on_request_finished("gone")
+    slow.facade.step_end()
+    slow.answer(Outcome.DONE)
+    assert tier_of(slow.story).batches == []
+    assert not slow.facade.has_pending_work()
+
+
 # --- kinds of work fail apart ---
 
 

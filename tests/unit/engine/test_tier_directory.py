@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from kvtier.core import messages as m
 from kvtier.engine.tier_directory import ASKING, NOWHERE, TierDirectory
 
 G0, G1 = (0).to_bytes(4, "big"), (1).to_bytes(4, "big")
@@ -14,6 +15,14 @@ def asked(tiers: int = 2, known_keys_max: int = 100) -> TierDirectory:
     return found
 
 
+def unsent(found: TierDirectory) -> dict[int, list[bytes]]:
+    """Return what each tier is to be asked, for whomever."""
+    asked: dict[int, list[bytes]] = {}
+    for tier, _, keys in found.pop_unsent():
+        asked.setdefault(tier, []).extend(keys)
+    return asked
+
+
 def find(found: TierDirectory, key: bytes, request: str) -> int:
     return found.find(key, found._searches[request])
 
@@ -22,8 +31,8 @@ def test_a_key_is_asked_for_at_all_tiers_at_once_and_only_once() -> None:
     found = asked()
     assert find(found, A, "r") == ASKING
     assert find(found, A, "r") == ASKING
-    assert found.pop_unsent() == {0: [A], 1: [A]}
-    assert found.pop_unsent() == {}
+    assert unsent(found) == {0: [A], 1: [A]}
+    assert unsent(found) == {}
     assert A in found.audit().waiters
 
 
@@ -66,7 +75,7 @@ def test_what_tiers_say_of_their_own_accord_needs_no_probe() -> None:
     assert find(found, A, "r") == 0
     found.learn(0, [], [A])
     assert find(found, A, "r") == 1
-    assert found.pop_unsent() == {}
+    assert unsent(found) == {}
 
 
 def test_a_request_is_served_only_from_its_own_tiers() -> None:
@@ -76,7 +85,7 @@ def test_a_request_is_served_only_from_its_own_tiers() -> None:
     found.learn(0, [A], [])
     assert find(found, A, "none") == NOWHERE
     assert find(found, A, "second") == ASKING
-    assert found.pop_unsent() == {1: [A]}
+    assert unsent(found) == {1: [A]}
 
 
 def test_a_tier_that_failed_a_request_is_not_asked_by_it_again() -> None:
@@ -85,7 +94,7 @@ def test_a_tier_that_failed_a_request_is_not_asked_by_it_again() -> None:
     assert find(found, A, "r") == 0
     found.failed(A, "r", 0)
     assert find(found, A, "r") == ASKING
-    assert found.pop_unsent() == {1: [A]}
+    assert unsent(found) == {1: [A]}
 
 
 def test_nothing_behind_a_gap_is_promoted_in_the_same_step_and_group() -> None:
@@ -116,7 +125,7 @@ def test_a_tier_that_was_given_up_owes_no_answers() -> None:
     found.answered(1, [A], [False])
     found.give_up(0)
     assert A not in found.audit().waiters
-    assert found.pop_unsent() == {}, "nobody waits for an answer any more"
+    assert unsent(found) == {}, "nobody waits for an answer any more"
 
 
 def test_what_nobody_waits_for_any_more_is_not_asked() -> None:
@@ -127,7 +136,7 @@ def test_what_nobody_waits_for_any_more_is_not_asked() -> None:
     find(found, B, "r")
     find(found, B, "s")
     found.stop_waiting("r")
-    assert found.pop_unsent() == {0: [B], 1: [B]}
+    assert unsent(found) == {0: [B], 1: [B]}
     assert A not in found.audit().waiters
     found.answered(0, [A, B], [True, True])
     found.end_step()
@@ -138,12 +147,12 @@ def test_what_nobody_waits_for_any_more_is_not_asked() -> None:
 def test_a_probe_that_was_sent_may_be_joined_though_nobody_waits() -> None:
     found = asked(tiers=1)
     find(found, A, "r")
-    assert found.pop_unsent() == {0: [A]}
+    assert unsent(found) == {0: [A]}
     found.stop_waiting("r")
     assert A in found.audit().waiters
     found.start("s", ALL)
     assert find(found, A, "s") == ASKING
-    assert found.pop_unsent() == {}
+    assert unsent(found) == {}
     found.answered(0, [A], [True])
     found.end_step()
     assert find(found, A, "s") == 0
@@ -154,7 +163,7 @@ def test_a_reset_forgets_probes_and_ignores_their_answers() -> None:
     find(found, A, "r")
     found.reset()
     assert A not in found.audit().waiters
-    assert found.pop_unsent() == {}
+    assert unsent(found) == {}
     found.answered(0, [A], [True])
     found.end_step()
     assert find(found, A, "r") == ASKING
@@ -189,7 +198,7 @@ def test_a_request_that_tiers_answer_apart_asks_for_itself_and_tells_nobody() ->
     found = asked()
     found.start("own", ALL, apart=True)
     assert (find(found, A, "r"), find(found, A, "own")) == (ASKING, ASKING)
-    assert found.pop_unsent() == {0: [A], 1: [A]}
+    assert unsent(found) == {0: [A], 1: [A]}
     assert list(found.pop_unsent_apart()) == [("own", 0, [A]), ("own", 1, [A])]
     for tier in (0, 1):
         found.answered(tier, [A], [tier == 1], "own")
@@ -227,4 +236,31 @@ def test_what_is_being_filled_is_asked_for_by_nobody() -> None:
     for request in ("r", "own"):
         find(found, A, request)
     found.stop_probing([A])
-    assert (found.pop_unsent(), list(found.pop_unsent_apart())) == ({}, [])
+    assert (unsent(found), list(found.pop_unsent_apart())) == ({}, [])
+
+
+def test_what_nobody_waits_for_is_withdrawn_and_what_others_wait_for_is_asked_for_them() -> None:
+    found = asked(1)
+    for name in ("second", "third"):
+        found.start(name, ALL)
+    find(found, A, "r")
+    find(found, B, "r")
+    find(found, B, "second")
+    assert list(found.pop_unsent()) == [(0, "r", [A, B])]
+    assert found.stop_waiting("r") == {A}
+    assert found.stop_waiting("r") == frozenset(), "it is told once"
+    find(found, A, "third")  # before the link has let go of the key
+    found.handlers()[m.ProbesWithdrawn](m.ProbesWithdrawn(0, (A,)))
+    assert list(found.pop_unsent()) == [(0, "third", [A])], "B is asked for as it was"
+    assert found.stop_waiting("third") == {A}
+    found.handlers()[m.ProbesWithdrawn](m.ProbesWithdrawn(0, (A,)))
+    assert set(found.audit().waiters) == {B}
+
+
+def test_each_request_asks_for_itself() -> None:
+    found = asked(1)
+    found.start("second", ALL)
+    find(found, A, "r")
+    find(found, A, "second")
+    find(found, B, "second")
+    assert list(found.pop_unsent()) == [(0, "r", [A]), (0, "second", [B])]

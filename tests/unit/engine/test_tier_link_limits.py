@@ -84,8 +84,7 @@ def test_a_probe_that_is_answered_too_late_says_nothing_any_more() -> None:
 # --- how much at once ---
 
 
-def test_no_more_probes_are_in_flight_than_are_allowed() -> None:
-    """The next one is a miss at once: its block is computed."""
+def test_no_more_probes_are_in_flight_than_are_allowed_and_the_next_one_follows() -> None:
     story = Story(jobs_in_flight_max=1)
     first, second = keys_of(2)
     facade = story.facade
@@ -94,7 +93,10 @@ def test_no_more_probes_are_in_flight_than_are_allowed() -> None:
         assert facade.lookup_state(key, name) is BlockState.PROBING
         facade.step_end()
     assert tier_statistics(story).probes_in_flight == 1
-    assert facade.lookup_state(first, "r") is BlockState.PROBING
+    assert story.answer_batch(Outcome.ABSENT).keys == (first,)
+    assert facade.lookup_state(first, "r") is BlockState.ABSENT
+    assert facade.lookup_state(second, "s") is BlockState.PROBING
+    assert story.answer_batch(Outcome.ABSENT).keys == (second,)
     assert facade.lookup_state(second, "s") is BlockState.ABSENT
     assert tier_statistics(story).breaker == "CLOSED", "that was no fault of the tier's"
 

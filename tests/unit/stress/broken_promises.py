@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 from kvtier.core.events import EventLog
-from kvtier.engine.tier_link import TierLink
+from kvtier.engine.probes import Probes
 from stress import load
 from stress.__main__ import main
 from stress.runtime.layer import RuntimeLayer
@@ -40,13 +40,13 @@ def wrong_bytes() -> AbstractContextManager[object]:
 
 def falling_counters() -> AbstractContextManager[object]:
     """Have a counter fall as soon as a tier is asked."""
-    real = TierLink._probe_keys
+    real = Probes.ask
 
-    def fall(link: TierLink, message: object) -> None:
-        link.counts.queries -= 10**6  # more than is added meanwhile
-        real(link, message)  # type: ignore[arg-type] # handed on
+    def fall(probes: Probes, message: object) -> None:
+        probes._counts.queries -= 10**6  # more than is added meanwhile
+        real(probes, message)  # type: ignore[arg-type] # handed on
 
-    return mock.patch.object(TierLink, "_probe_keys", fall)
+    return mock.patch.object(Probes, "ask", fall)
 
 
 def missing_events() -> AbstractContextManager[object]:

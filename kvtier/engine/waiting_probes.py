@@ -1,0 +1,203 @@
+"""What requests want to ask a tier, and have not asked yet.
+
+A request asks head to tail, in parts: the next one when the answer to the one before is there.
+So where keys are of no use behind one that is not there, nobody asks for them. Requests take
+turns (round-robin): a short one does not wait for all that a long one asks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from kvtier.core import messages as m
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvtier.plugin_api.keys import Key, RequestId
+
+
+class Probe:
+    """One probe at the tier: some of the keys of one request."""
+
+    __slots__ = (
+        "backlog",
+        "is_late",
+        "is_lost",
+        "keys",
+        "question",
+        "request",
+        "since",
+        "started",
+    )
+
+    def __init__(
+        self, keys: tuple[Key, ...], request: RequestId, since: int, question: Question
+    ) -> None:
+        """``since``: the epoch in which the generation began that it is about."""
+        self.keys = keys
+        self.request = request
+        self.since = since
+        self.question = question  #: that it is a part of
+        self.started = 0.0
+        self.backlog = 0  #: keys outstanding at the tier when it was sent, its own included
+        self.is_late = False  #: nobody waits for its answer any more
+        self.is_lost = False  #: the tier is late with it
+
+    def start(self, now: float, backlog: int) -> None:
+        """Note when it was sent, and how many keys were outstanding at the tier with its own."""
+        self.started = now
+        self.backlog = backlog
+
+    @property
+    def size(self) -> int:
+        """How many keys it has."""
+        return len(self.keys)
+
+    @property
+    def counts_for_its_tier(self) -> bool:
+        """Whether its end is a success of its tier."""
+        return not self.is_lost
+
+    def lose(self) -> None:
+        """Note that the tier is late with it."""
+        self.is_late = self.is_lost = True
+
+    def leave(self) -> None:
+        """Note that nobody waits for it any more."""
+        self.is_late = True
+
+    def order(self, number: int, mark: bytes, deadline: float) -> m.Probe:
+        """Return what the tier is asked."""
+        return m.Probe(number, self.keys, mark, self.since, self.request, deadline)
+
+
+class Question:
+    """What one request asks: its keys, of which those from ``start`` on were not asked for yet."""
+
+    __slots__ = ("_message", "_start", "asked_at", "is_at_tier", "since")
+
+    def __init__(self, message: m.ProbeKeys, since: int, now: float) -> None:
+        self._message = message
+        self._start = 0
+        self.since = since  # the epoch in which the generation began
+        self.asked_at = now
+        self.is_at_tier = False  # a part of it
+
+    @property
+    def asker(self) -> RequestId:
+        """Who asks."""
+        return self._message.asker
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the tier answers this request apart from others."""
+        return bool(self._message.request)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether no key is of use behind one that is not there."""
+        return self._message.in_order
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether nothing of it is left to be asked."""
+        return self._start == len(self._message.keys)
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """What was not asked for yet."""
+        return self._message.keys[self._start :]
+
+    def pop(self, keys_max: int | None = None) -> Probe:
+        """Return the next part; None: all that is left."""
+        keys = self.keys[:keys_max]
+        self._start += len(keys)
+        return Probe(keys, self._message.request, self.since, self)
+
+    def drop(self, unwanted: frozenset[Key]) -> tuple[Key, ...]:
+        """Forget keys that were not asked for yet; return those that there were."""
+        dropped = tuple(key for key in self.keys if key in unwanted)
+        kept = tuple(key for key in self.keys if key not in unwanted)
+        self._message, self._start = structs.replace(self._message, keys=kept), 0
+        return dropped
+
+
+class WaitingProbes:
+    """Of one tier."""
+
+    def __init__(self) -> None:
+        self._questions: dict[RequestId, list[Question]] = {}  # in the order of their turns
+
+    def __len__(self) -> int:
+        """Return how many requests have a question."""
+        return len(self._questions)
+
+    def unasked(self) -> int:
+        """Return how many questions were not asked to their end."""
+        return sum(not each.is_asked for few in self._questions.values() for each in few)
+
+    def add(self, message: m.ProbeKeys, since: int, now: float) -> None:
+        """Have a request ask, behind what it has asked before."""
+        if message.keys:
+            question = Question(message, since, now)
+            self._questions.setdefault(message.asker, []).append(question)
+
+    def next(self) -> Question | None:
+        """Return what is asked next; None: nothing, or nothing before an answer is there."""
+        for questions in self._questions.values():
+            if not questions[0].is_at_tier:
+                return questions[0]
+        return None
+
+    def pop_part(self, question: Question, keys_max: int | None) -> Probe:
+        """Return the next part of a question, whose request has had its turn then; None: all."""
+        question.is_at_tier = True
+        self._questions[question.asker] = self._questions.pop(question.asker)
+        return question.pop(keys_max)
+
+    def answered(self, probe: Probe, *, is_whole: bool) -> Probe | None:
+        """Note that a question has an answer, ``is_whole``: the tier has all that it asked for.
+
+        Returns what is not asked for because of that, if anything is left.
+        """
+        question = probe.question
+        if question not in self._questions.get(question.asker, ()):
+            return None  # nobody waits for the rest
+        question.is_at_tier = False
+        if not question.is_asked and (is_whole or not question.in_order):
+            return None
+        self._remove(question)
+        return None if question.is_asked else question.pop()
+
+    def pop_unwanted(self, asker: RequestId, unwanted: frozenset[Key]) -> tuple[Key, ...]:
+        """Return what a request has not asked for yet, and nobody wants to know any more."""
+        dropped: list[Key] = []
+        for question in list(self._questions.get(asker, ())):
+            dropped += question.drop(unwanted)
+            if question.is_asked:
+                self._remove(question)
+        return tuple(dropped)
+
+    def pop_impatient(self, since: float) -> list[Probe]:
+        """Return what has waited since then."""
+        return self._pop_where(lambda question: question.asked_at <= since)
+
+    def pop_all(self) -> list[Probe]:
+        """Return all that was not asked for."""
+        return self._pop_where(lambda _: True)
+
+    def _pop_where(self, is_meant: Callable[[Question], bool]) -> list[Probe]:
+        """Remove questions; return what was not asked for of them."""
+        found = [each for few in self._questions.values() for each in few if is_meant(each)]
+        for question in found:
+            self._remove(question)
+        return [question.pop() for question in found if not question.is_asked]
+
+    def _remove(self, question: Question) -> None:
+        questions = self._questions[question.asker]
+        questions.remove(question)
+        if not questions:
+            del self._questions[question.asker]
