@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvtier.engine.circuit_breaker import BreakerState
+from kvtier.engine.circuit_breaker import BreakerState, worst
+from kvtier.engine.tier_health import NAMES
 from stress.engine.vllm_server import BLOCK_BYTES, BLOCK_TOKENS
 from stress.record import NOTICED, Sample
 
@@ -37,9 +38,12 @@ def sample_of(watch: Watch, at_s: float, requests: int, fs_blocks: int) -> Sampl
 
 
 def breaker_of(watch: Watch, tier: str) -> str | None:
-    """Return the state of a tier's breaker; None if the server has not published it yet."""
-    value = watch.gauge("kvtier:tier_breaker_state", tier=tier)
-    return None if value is None else BreakerState(int(value)).name
+    """Return the worst state of a tier's breakers; None if the server has published none yet."""
+    found = (
+        watch.gauge("kvtier:tier_breaker_state", tier=tier, work=work) for work in NAMES.values()
+    )
+    states = [BreakerState(int(value)) for value in found if value is not None]
+    return worst(states).name if states else None
 
 
 def noticed_by(watch: Watch, tier: str) -> dict[str, int]:

@@ -7,6 +7,7 @@ finished, as vLLM does.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
@@ -54,7 +55,10 @@ class StagedTierSpec(RuleBasedStateMachine):
             "promote_timeout_s": TIMEOUT_S,
             "store_timeout_s": TIMEOUT_S,
         }
-        config = read_secondary_tier({"tier": tier}, slot_count=STAGING, block_bytes=4096)
+        config = replace(
+            read_secondary_tier({"tier": tier}, slot_count=STAGING, block_bytes=4096),
+            wait_timeout_s=TIMEOUT_S,
+        )
         self.cell = EngineCell()
         self.replies: list[Any] = []
         boxes = [self.cell.mailbox() for _ in range(3)]

@@ -27,7 +27,7 @@ CAPACITY_BYTES = 16 << 20
 READ = 'vllm:kv_offload_tiering_read_bytes{tier="1:disk"}'
 WRITTEN = 'vllm:kv_offload_tiering_write_bytes{tier="1:disk"}'
 DAMAGED = 'kvtier:tier_damaged{tier="1:disk"}'
-CLOSED = 'kvtier:tier_breaker_state{tier="1:disk"}'
+CLOSED = 'kvtier:tier_breaker_state{tier="1:disk",work="loads"}'
 
 
 def config_of(path: str) -> dict[str, Any]:

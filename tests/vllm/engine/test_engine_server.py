@@ -254,7 +254,7 @@ def test_a_server_that_is_killed_and_one_that_takes_over(
         assert seen['vllm:kv_offload_tiering_active_cascade_jobs{tier="1:fs"}'] == 0
         assert seen['kvtier:primary_slots{state="ready"}'] == blocks
         assert seen['kvtier:primary_slots{state="quarantined"}'] == 0
-        assert seen['kvtier:tier_breaker_state{tier="1:fs"}'] == 0
+        assert seen['kvtier:tier_breaker_state{tier="1:fs",work="loads"}'] == 0
         assert ours_in_shm(ENGINE_ID) == []  # gone already, so a kill can leave nothing
         os.killpg(first.process.pid, signal.SIGKILL)
         until(first.process.has_ended)

@@ -166,7 +166,7 @@ def test_a_disk_that_hangs(llama: Path, log_folder: Path, seeded: Any, root: Pat
     assert tier["breaker"] == "OPEN"
     assert told["metrics"]['kvtier:tier_jobs_timed_out{tier="1:fs"}'] == timed_out
     assert told["metrics"]['kvtier:tier_breaker_opened{tier="1:fs"}'] == 1
-    assert told["metrics"]['kvtier:tier_breaker_state{tier="1:fs"}'] == 1
+    assert told["metrics"]['kvtier:tier_breaker_state{tier="1:fs",work="loads"}'] == 1
     quarantined = told["statistics"]["primary"]["quarantined_slots"]
     # All that was asked of the tier, which may still write to it.
     assert quarantined == tier["counts"]["hits"] - tier["counts"]["promotions_dropped"]
