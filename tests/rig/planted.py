@@ -12,6 +12,7 @@ import numpy as np
 from vllm.v1.core import kv_cache_utils
 
 from kvtier.core.generations import Generations
+from kvtier.engine.arrivals import Arrivals
 from kvtier.engine.lookups import Lookups
 from kvtier.engine.primary_tier import PrimaryTier
 from kvtier.engine.requests import Request
@@ -44,7 +45,7 @@ def report_before_the_copy() -> Iterator[None]:
     real_finished = LateWorker.get_finished
 
     def submit(kind: str) -> Any:
-        def submit_later(self: Any, job_id: int, src: Any, dst: Any, *_: Any) -> bool:
+        def submit_later(self: Any, job_id: int, src: Any, dst: Any, *_: Any, **__: Any) -> bool:
             def copy() -> None:
                 getattr(self.real, kind)(job_id, src, dst)
                 self.real.get_finished()
@@ -117,7 +118,7 @@ def complete_a_load_from_before_a_reset() -> Any:
 
 def accept_a_promotion_from_before_a_reset() -> Any:
     """What a tier read before the reset fills a slot that is nobody's."""
-    return _rewritten(PrimaryTier, "_promotion_ended", "message.epoch != self.epoch", "False")
+    return _rewritten(Arrivals, "_ended", "message.epoch != self._epoch", "False")
 
 
 def use_slots_at_once_after_a_reset() -> Any:
