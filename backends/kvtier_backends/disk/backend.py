@@ -329,6 +329,7 @@ class DiskBackend(Backend):
             write_threads=self._io_depth,
             name=self._context.tier_name,
             on_direct_refused=partial(self._incidents.report, "store", "direct_refused"),
+            on_not_reserved=partial(self._incidents.report, "store", "room_not_reserved"),
         )
         self._devices = [*(each for each in self._devices if each.busy()), device]
         keyring = None if self._encrypted_log is None else self._encrypted_log.keyring
