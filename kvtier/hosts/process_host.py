@@ -43,7 +43,7 @@ from kvtier.hosts.restarts import RESTART_PAUSE_S, RESTART_PAUSE_S_MAX, RestartP
 from kvtier.hosts.spawning import spawn
 from kvtier.hosts.starting import Opening, hangs, report_unusable
 from kvtier.plugin_api.log import log
-from kvtier.plugin_api.threads import BoundedCall
+from kvtier.plugin_api.threads import BoundedCall, daemon_thread
 
 if TYPE_CHECKING:
     from kvtier.core.actor import Mailbox
@@ -94,8 +94,10 @@ class TierProcess(TierHost):
         self._child: _Child | None = None  # the last one whose backend was made
         self._channel: Channel[Any] | None = None  # of the child that runs
         self._stuck: subprocess.Popen[bytes] | None = None  # killed, and not gone yet
-        self._watcher = threading.Thread(
-            target=self._watch, name=f"kvtier-{tier.name}-watch", daemon=True
+        self._watcher = daemon_thread(
+            self._watch,
+            f"kvtier-{tier.name}-watch",
+            on_error=lambda error: self._say_broke(f"its watcher raised {error!r}"),
         )
 
     def make(self) -> None:

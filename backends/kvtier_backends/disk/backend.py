@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -25,7 +24,7 @@ from kvtier.plugin_api.backend import (
     StoreBlock,
 )
 from kvtier.plugin_api.options import shown
-from kvtier.plugin_api.threads import DaemonThreads
+from kvtier.plugin_api.threads import DaemonThreads, daemon_thread
 from kvtier_backends.disk.device import Device, FileDevice, Segments
 from kvtier_backends.disk.disk_options import read_options
 from kvtier_backends.disk.folder.capacity import (
@@ -398,7 +397,7 @@ class DiskBackend(Backend):
             self._claim.release()
 
         name = f"{self._context.tier_name}-release"
-        threading.Thread(target=wait_and_release, name=name, daemon=True).start()
+        daemon_thread(wait_and_release, name).start()
 
     # --- upkeep ---
 

@@ -27,7 +27,7 @@ from kvtier.plugin_api.backend import (
 )
 from kvtier.plugin_api.log import log
 from kvtier.plugin_api.options import Options
-from kvtier.plugin_api.threads import DaemonThreads
+from kvtier.plugin_api.threads import DaemonThreads, daemon_thread
 from kvtier_backends.fs.bound.announced import Announced
 from kvtier_backends.fs.bound.grants import NoGrant
 from kvtier_backends.fs.bound.keeper import Keeper
@@ -304,7 +304,10 @@ class FsBackend(Backend):
         if dead or others:
             # A walk over folders: not in the way of anything, and not waited for.
             name = f"{self._tier_name}-look"
-            threading.Thread(target=look_around, name=name, daemon=True).start()
+            daemon_thread(look_around, name, self._report_raised).start()
+
+    def _report_raised(self, error: BaseException) -> None:
+        self._incidents.report("store", "upkeep_failed", error)
 
     def _is_open(self) -> bool:
         return not self._closed

@@ -32,6 +32,7 @@ FOUND_BY = {
     "other_number": ("--seed 71 --minutes 0.5 --faults fs_vanish", "3:stress_disk"),
     "pins_left": ("--seed 5 --minutes 2", "after the last fault"),
     "torn_blocks": ("--seed 71 --minutes 1", "wrong bytes for"),
+    "unheard": ("--seed 71 --minutes 0.1 --faults none", "standard error stream:(?s:.*)KeyError"),
     "untold_losses": ("--seed 5 --minutes 0.2", "events tell what tiers don't have.*fs: "),
     "untold_removals": ("--seed 5 --minutes 0.2", "events tell what tiers don't have"),
 }

@@ -13,6 +13,7 @@ from typing import Any
 
 import anyio
 import pytest
+from structlog.testing import capture_logs
 
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import Outcome
@@ -20,7 +21,7 @@ from kvtier_backends.fs import temporary
 from kvtier_backends.fs.files import BlockFiles
 from kvtier_backends.fs.temporary import Writer, parse_temporary_untrusted, this_writer
 from tests.support.fuse_folder import FuseFolder, needs_fuse
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, until_true
 from tests.unit.backends._media import mount, needs_mount, start_python, tmpfs
 from tests.unit.backends.fs._fs import key_of, make_fs, open_fs
 
@@ -151,6 +152,25 @@ async def test_only_dead_writers_temporaries_are_swept(tmp_path: Path) -> None:
         assert foreign.exists()
         assert await fs.load(1) is Outcome.DONE
         assert fs.count("temporaries_swept") == 3
+
+
+async def test_what_a_sweep_raises_is_counted_and_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As once with names that came without types: nothing was swept, and no log said so."""
+
+    def fail(*_: object) -> None:
+        raise KeyError("a mistake of ours")
+
+    monkeypatch.setattr(BlockFiles, "sweep", fail)
+    async with open_fs(tmp_path / "kv") as fs:
+        await fs.store(1)
+        markers = fs.path(1).parents[2] / "writers"
+    (markers / str(Writer(this_writer().host, 1, 12))).write_bytes(b"")
+    with capture_logs() as lines:
+        async with open_fs(tmp_path / "kv") as fs:
+            await until_true(lambda: fs.count("upkeep_failed") == 1)
+    assert "a thread of kvtier raised" in {line["event"] for line in lines}
 
 
 @needs_fuse
