@@ -296,6 +296,16 @@ class Backend(ABC):
         return None
 
     @classmethod
+    def check_keys(cls, options: Mapping[str, Any], context: BackendContext) -> None:  # noqa: ARG003 - as above
+        """Refuse what ``from_options`` would refuse of the keys themselves: a mistyped one, say.
+
+        Called in each worker before a model is loaded, with ``context`` as in ``check_options``.
+        Touches no storage of the tier's, and connects to nothing. Raises ``ConfigError``. The
+        default has nothing to refuse.
+        """
+        return
+
+    @classmethod
     def medium_of(cls, options: Mapping[str, Any]) -> str | None:  # noqa: ARG003 - for those whose medium depends on them
         """Return the medium of a tier with these options; None where vLLM has no word for it."""
         return cls.medium

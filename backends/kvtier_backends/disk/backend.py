@@ -29,6 +29,7 @@ from kvtier_backends.disk.device import Device, FileDevice, Segments
 from kvtier_backends.disk.disk_options import read_options
 from kvtier_backends.disk.folder.capacity import (
     check_memory,
+    check_new_folder,
     check_plan,
     check_region_bytes,
     doubts,
@@ -36,7 +37,6 @@ from kvtier_backends.disk.folder.capacity import (
 from kvtier_backends.disk.folder.claim import (
     Claim,
     not_ours,
-    plan_folder,
     read_superblock,
     refuse_bare_mount_point,
 )
@@ -67,7 +67,7 @@ from kvtier_backends.disk.offline.inspection import fault_of_use
 from kvtier_backends.disk.offline.purge_requests import answer_requests
 from kvtier_backends.disk.opened_files import NotAFile
 from kvtier_backends.incidents import IncidentLog, TierCounters
-from kvtier_backends.posix import PAGE_BYTES, fault_of_folder, filesystem_of, nearest
+from kvtier_backends.posix import PAGE_BYTES, fault_of_folder, filesystem_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -200,6 +200,11 @@ class DiskBackend(Backend):
         return cls(context, claim, verdict, given)
 
     @classmethod
+    def check_keys(cls, options: Mapping[str, Any], context: BackendContext) -> None:
+        """Check the options, and the file of keys that they name."""
+        read_options(options, context)
+
+    @classmethod
     def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> str:
         """Check the options, and look at the folder and who uses it."""
         reader, given = read_options(options, context)
@@ -207,15 +212,7 @@ class DiskBackend(Backend):
         if fault is not None:
             raise ConfigError(f"{reader.where}: path={shown(options['path'])} {fault}")
         if context.block_bytes:
-            sizes = (given.capacity_bytes, context.block_bytes, given.tag_bytes)
-            if given.region_bytes is not None:
-                check_region_bytes(
-                    reader, given.region_bytes, given.capacity_bytes, context, given.tag_bytes
-                )
-            plan = plan_folder(*sizes, given.region_bytes)
-            check_plan(reader, given.capacity_bytes, context, given.tag_bytes, plan)
-            there = nearest(given.path)[0]
-            check_memory(reader, given.capacity_bytes, there, plan, given.tag_bytes)
+            check_new_folder(reader, given, context)
         return os.path.realpath(given.path)
 
     @property

@@ -167,6 +167,13 @@ class FsBackend(Backend):
         )
 
     @classmethod
+    def check_keys(cls, options: Mapping[str, Any], context: BackendContext) -> None:
+        """Check the options, and the files of keys that they name."""
+        given, _ = _read(options, context)
+        if context.block_bytes:
+            _check_capacity(given, options, context)
+
+    @classmethod
     def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> str:
         """Check the options, and look at the folder as it is."""
         given, _ = _read(options, context)
