@@ -102,9 +102,9 @@ class DiskBackend(Backend):
     Options: ``path`` and ``capacity_bytes`` (required), ``region_bytes`` (what is
     overwritten at once), ``ttl_s`` (seconds until a block expires; 0: never),
     ``io_depth`` (how many loads, and how many stores, run at once; 8), ``direct``
-    (O_DIRECT where it works; true), ``checksum`` (``xxh3_128``, and nothing else), and
-    ``encryption_key_file`` or ``encryption_key_env`` (keys in hex, one a line: the
-    first one writes, the others still read).
+    (O_DIRECT where it works; true), ``allow_world_writable`` (false), ``checksum``
+    (``xxh3_128``, and nothing else), and ``encryption_key_file`` or ``encryption_key_env``
+    (keys in hex, one a line: the first one writes, the others still read).
 
     A cancelled call goes on by itself: the buffers of a cancelled load may
     still be written to until ``busy_threads`` says 0. ``close`` waits a second
@@ -178,7 +178,8 @@ class DiskBackend(Backend):
             return ConfigError(f"{reader.where}: path={shown(options['path'])} {remedy}")
 
         refuse_bare_mount_point(given.path, context.filesystem, refuse)
-        claim = Claim(given.path, refuse, context.engine_pid)
+        allowed = given.allow_world_writable
+        claim = Claim(given.path, refuse, context.engine_pid, allow_world_writable=allowed)
         try:
             verdict = judge_folder(
                 claim.path, capacity_bytes, context.block_bytes, tag_bytes, region_bytes
@@ -208,7 +209,9 @@ class DiskBackend(Backend):
     def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> str:
         """Check the options, and look at the folder and who uses it."""
         reader, given = read_options(options, context)
-        fault = fault_of_folder(given.path) or fault_of_use(given.path)
+        allowed = given.allow_world_writable
+        fault = fault_of_folder(given.path, allow_world_writable=allowed)
+        fault = fault or fault_of_use(given.path)
         if fault is not None:
             raise ConfigError(f"{reader.where}: path={shown(options['path'])} {fault}")
         if context.block_bytes:
@@ -478,9 +481,7 @@ class DiskBackend(Backend):
         with suppress(ConfigError, OSError):
             if not await self._threads.run(self._is_our_place):
                 return
-            self._claim = await self._threads.run(
-                partial(Claim, self._path, ConfigError, self._claim.user_pid)
-            )
+            self._claim = await self._threads.run(self._claim.again)
             try:
                 self._filesystem = await self._threads.run(partial(filesystem_of, self._path))
                 verdict = await self._threads.run(

@@ -79,8 +79,8 @@ class FsBackend(Backend):
     ``vllm``), ``unchecked`` (``accept`` or ``refuse`` files without a trailer;
     by default only layout ``vllm`` accepts), ``capacity_bytes`` (what the folder may hold;
     ``bound/`` keeps to it), ``n_read_threads``, ``n_write_threads`` (16 each), ``direct``
-    (O_DIRECT where it works; true), and those of ``kvtier_backends/shared/records.py``:
-    compression, and keys that sign or encrypt.
+    (O_DIRECT where it works; true), ``allow_world_writable`` (false), and those of
+    ``kvtier_backends/shared/records.py``: compression, and keys that sign or encrypt.
 
     A cancelled call leaves its thread at work until it ends by itself: the
     buffers of a cancelled load may still be written to, by a hung medium much
@@ -146,7 +146,8 @@ class FsBackend(Backend):
         refusal = FolderRefusal(context.tier_name, options["root_dir"])
         _check_capacity(given, options, context)
         refuse_bare_mount_point(layout, context.filesystem, refusal)
-        place = prepare_root(root, refusal)
+        place = prepare_root(root, refusal, allow_world_writable=given.allow_world_writable)
+        layout.share_as(os.fstat(place.root).st_mode)
         prepare_namespace(place, layout, refusal)
         direct_works = probe_direct(place, refusal, wanted=given.direct)
         if given.direct and not direct_works:
@@ -179,7 +180,7 @@ class FsBackend(Backend):
         given, _ = _read(options, context)
         _check_capacity(given, options, context)
         root = given.root_dir
-        fault = fault_of_folder(root)
+        fault = fault_of_folder(root, allow_world_writable=given.allow_world_writable)
         if fault is not None:
             raise FolderRefusal(context.tier_name, options["root_dir"]).error(fault)
         return os.path.realpath(root)
@@ -363,6 +364,12 @@ class FsOptions:
     n_read_threads: int = option.integer(16, "threads that read", minimum=1, maximum=1024)
     n_write_threads: int = option.integer(16, "threads that write", minimum=1, maximum=1024)
     direct: bool = option.flag("use O_DIRECT where the filesystem supports it", default=True)
+    allow_world_writable: bool = option.flag(
+        "use a folder that everyone may write to, as on mounts where chmod does nothing (SMB, "
+        "Azure Files, gcsfuse). Whoever can write there can plant blocks: set a key that signs or "
+        "encrypts",
+        default=False,
+    )
     compression: str | None = COMPRESSION_OPTION()
     auth_key_file: str | None = AUTH_KEY_FILE()
     auth_key_env: str | None = AUTH_KEY_ENV()

@@ -16,6 +16,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvtier.errors import ConfigError
 from kvtier_backends.disk.folder.users import LOCK_NAME, user_untrusted
 from kvtier_backends.disk.format import (
     ID_BYTES,
@@ -41,8 +42,6 @@ from kvtier_backends.posix import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from kvtier.errors import ConfigError
 
 REGION_BYTES_USUAL: Final = 64 << 20
 REGION_SLOTS_MIN: Final = 16  #: fewer only where the folder would have too few regions then
@@ -121,7 +120,12 @@ class Claim:
     """A folder that belongs to this process until ``release``, or until it ends."""
 
     def __init__(
-        self, path: str, refuse: Callable[[str], ConfigError], user_pid: int | None = None
+        self,
+        path: str,
+        refuse: Callable[[str], ConfigError],
+        user_pid: int | None = None,
+        *,
+        allow_world_writable: bool = False,
     ) -> None:
         """Make the folder if it is missing, and claim it. Raises ``ConfigError``.
 
@@ -129,11 +133,12 @@ class Claim:
         """
         self.path = path
         self.user_pid = os.getpid() if user_pid is None else user_pid
+        self._allow_world_writable = allow_world_writable
         self._descriptor: int | None = None
         self._identity = (0, 0)  # of the lock: device and inode
         try:
             make_folders(path)
-            if os.stat(path).st_mode & stat.S_IWOTH:
+            if os.stat(path).st_mode & stat.S_IWOTH and not allow_world_writable:
                 raise refuse(world_writable())
             self._descriptor = self._acquire(refuse)
         except NotAFile as problem:
@@ -141,9 +146,10 @@ class Claim:
         except (FileExistsError, NotADirectoryError):
             raise refuse(NOT_A_FOLDER) from None
         except OSError as problem:
+            where = "" if problem.filename in (None, path) else f": {problem.filename}"
             raise refuse(
-                f"cannot be used ({problem.strerror}). Give this user the right to write there, "
-                "free space, or name another folder."
+                f"cannot be used ({problem.strerror}{where}). Give this user the right to write "
+                "there, free space, or name another folder."
             ) from problem
 
     def __del__(self) -> None:
@@ -155,6 +161,11 @@ class Claim:
         if descriptor is not None:
             with suppress(OSError):
                 os.close(descriptor)
+
+    def again(self) -> Claim:
+        """Claim the folder anew, once it is there again. Raises ``ConfigError``."""
+        allowed = self._allow_world_writable
+        return Claim(self.path, ConfigError, self.user_pid, allow_world_writable=allowed)
 
     def stands(self) -> bool:
         """Tell whether the folder is still the one that was claimed.
