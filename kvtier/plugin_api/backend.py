@@ -129,6 +129,10 @@ class BackendContext:
     """The number of the filesystem that the tier's folder was on before the tier was restarted.
 
     A backend makes no folder on another one: the filesystem may be unmounted just now."""
+    wait_s: float = 0.0
+    """So long ``from_options`` may wait for a place that another engine uses, in seconds.
+
+    0 at the engine's start. Later nobody waits: the engine runs without the tier until then."""
     engine: object = None
     """What the engine gives to a backend that ``needs_engine``; None in a tier's own process."""
 

@@ -178,8 +178,13 @@ class DiskBackend(Backend):
             return ConfigError(f"{reader.where}: path={shown(options['path'])} {remedy}")
 
         refuse_bare_mount_point(given.path, context.filesystem, refuse)
-        allowed = given.allow_world_writable
-        claim = Claim(given.path, refuse, context.engine_pid, allow_world_writable=allowed)
+        claim = Claim(
+            given.path,
+            refuse,
+            context.engine_pid,
+            allow_world_writable=given.allow_world_writable,
+            wait_s=context.wait_s,
+        )
         try:
             verdict = judge_folder(
                 claim.path, capacity_bytes, context.block_bytes, tag_bytes, region_bytes

@@ -66,6 +66,7 @@ has put its memory away. An engine that starts just then must not be refused.
 """
 
 _LOCK_POLL_S: Final = 0.02
+_LOCK_POLL_S_OF_LONG_WAITS: Final = 0.25
 SUPERBLOCK_NAME: Final = "superblock"
 _SEGMENT_PATTERN: Final = re.compile(r"segment-(\d{5})\.kv")
 
@@ -126,10 +127,13 @@ class Claim:
         user_pid: int | None = None,
         *,
         allow_world_writable: bool = False,
+        wait_s: float = 0.0,
     ) -> None:
         """Make the folder if it is missing, and claim it. Raises ``ConfigError``.
 
         ``user_pid``: the process to name to whoever comes later; without one, this process.
+        ``wait_s``: so long it may wait for an engine that has the folder, ``LOCK_WAIT_S_MAX`` at
+        least. One that goes on using it is trouble of the storage's: it may pass.
         """
         self.path = path
         self.user_pid = os.getpid() if user_pid is None else user_pid
@@ -140,7 +144,7 @@ class Claim:
             make_folders(path)
             if os.stat(path).st_mode & stat.S_IWOTH and not allow_world_writable:
                 raise refuse(world_writable())
-            self._descriptor = self._acquire(refuse)
+            self._descriptor = self._acquire(refuse, max(wait_s, LOCK_WAIT_S_MAX))
         except NotAFile as problem:
             raise refuse(not_ours(problem)) from None
         except (FileExistsError, NotADirectoryError):
@@ -182,22 +186,22 @@ class Claim:
             return False
         return (there.st_dev, there.st_ino) == self._identity
 
-    def _acquire(self, refuse: Callable[[str], ConfigError]) -> int:
+    def _acquire(self, refuse: Callable[[str], ConfigError], wait_s: float) -> int:
         path = f"{self.path}/{LOCK_NAME}"
         descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
         try:
-            is_acquired = _lock(descriptor)
+            is_acquired = _lock(descriptor, wait_s)
         except BaseException:
             os.close(descriptor)
             raise
         if not is_acquired:
-            owner = user_untrusted(descriptor)
+            owner = user_untrusted(descriptor, self.user_pid)
             os.close(descriptor)
             raise refuse(
                 f"is in use by {owner}: a disk tier belongs to one engine. {owner.remedy}, "
                 "or name another folder; data-parallel engines each need their own, with "
                 "{dp_rank} in its name."
-            )
+            ) from BlockingIOError(errno.EAGAIN, "another engine has its lock")
         ours = os.fstat(descriptor)
         self._identity = (ours.st_dev, ours.st_ino)
         with suppress(OSError):  # the number is for people; a full disk is no reason to refuse
@@ -231,15 +235,16 @@ def not_ours(problem: NotAFile) -> str:
     )
 
 
-def _lock(descriptor: int) -> bool:
-    """Acquire the lock, if it is free or becomes so in ``LOCK_WAIT_S_MAX``. Raises ``OSError``."""
-    waits = round(LOCK_WAIT_S_MAX / _LOCK_POLL_S)
+def _lock(descriptor: int, wait_s: float) -> bool:
+    """Take the lock, within this time: else it is another's. Raises ``OSError``."""
+    poll_s = _LOCK_POLL_S if wait_s <= LOCK_WAIT_S_MAX else _LOCK_POLL_S_OF_LONG_WAITS
+    waits = round(wait_s / poll_s)
     for wait in range(waits + 1):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if wait < waits:
-                time.sleep(_LOCK_POLL_S)
+                time.sleep(poll_s)
         else:
             return True
     return False
