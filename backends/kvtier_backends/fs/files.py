@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import Misuse
 from kvtier.plugin_api.backend import LoadBlock, Loaded, Outcome, StoreBlock
+from kvtier_backends.fs.access_times import AccessTimes
 from kvtier_backends.fs.bound.grants import NoGrant, Stage
 from kvtier_backends.fs.folder import write_config
 from kvtier_backends.fs.forms import BlockRefused
@@ -108,6 +109,7 @@ class BlockFiles:
         self._direct = O_DIRECT if direct and self._trailer_at == block_bytes else 0
         self._accept_unchecked = accept_unchecked
         self._pages = _Pages(self._trailer_at - block_bytes)
+        self._access_times = AccessTimes()
 
     def keep_within_bound(self, keeper: Keeper) -> None:
         """Store only what the keeper has room for, and tell it of uses. Called before all else."""
@@ -281,6 +283,7 @@ class BlockFiles:
                 payload, page = room[: count - TRAILER_BYTES], room[count - TRAILER_BYTES : count]
             elif count != self._file_bytes:
                 return self._read_short(descriptor, name, count)
+            self._access_times.note_hit(name, descriptor)
         finally:
             os.close(descriptor)
         digest = self._form.decode_untrusted(block, payload, page)
@@ -296,6 +299,7 @@ class BlockFiles:
         if count != self._block_bytes:
             raise TrailerDamaged(f"torn: {count} bytes instead of {self._file_bytes}")
         if self._accept_unchecked:
+            self._access_times.note_hit(path, descriptor)
             self._counters.add("loads_unchecked")
             return Loaded(Outcome.DONE)
         # Sound for vLLM perhaps, so it is not ours to delete; a store will replace it.
