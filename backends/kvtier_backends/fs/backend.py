@@ -325,6 +325,7 @@ class FsBackend(Backend):
             self._stores_running += 1
         outcomes: list[Outcome] = []
         try:
+            self._files.begin_stores([block.key for block in blocks])
             for block in blocks:
                 outcomes.append(self._files.store(block))  # noqa: PERF401 - those before NoGrant
         except NoGrant:

@@ -29,8 +29,10 @@ from kvtier_backends.fs.special import SpecialFile, refuse_special_file, special
 from kvtier_backends.fs.temporary import (
     add_marker,
     dead_markers,
+    folders_of_dead,
     remove_markers,
     sweep,
+    sweep_only,
     temporary_path,
     this_writer,
 )
@@ -38,7 +40,7 @@ from kvtier_backends.fs.trailer import TRAILER_BYTES, TrailerDamaged
 from kvtier_backends.posix import GONE, NO_ROOM, O_DIRECT, padded_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from kvtier_backends.fs.bound.keeper import Keeper
     from kvtier_backends.fs.forms import PlainForm, RecordForm
@@ -73,6 +75,12 @@ class _Pages(threading.local):
         whole = memoryview(self._memory)
         self.trailer = whole[padding_bytes:]
         self.views = [whole] if padding_bytes == 0 else [whole[:padding_bytes], self.trailer]
+
+
+class _Batch(threading.local):
+    """What one thread is storing: the folders of its blocks."""
+
+    folders: frozenset[str] = frozenset()
 
 
 class BlockFiles:
@@ -110,6 +118,7 @@ class BlockFiles:
         self._accept_unchecked = accept_unchecked
         self._pages = _Pages(self._trailer_at - block_bytes)
         self._access_times = AccessTimes()
+        self._batch = _Batch()
 
     def keep_within_bound(self, keeper: Keeper) -> None:
         """Store only what the keeper has room for, and tell it of uses. Called before all else."""
@@ -143,7 +152,12 @@ class BlockFiles:
         """Remove dead writers' temporary files, then their markers if it got to the end."""
         with suppress(PlaceLost):
             place = self._anchor.current()
-            for _ in sweep(place.blocks, self._writer, keep_on):
+            folders = folders_of_dead(place.base, dead)
+            for _ in (
+                sweep(place.blocks, self._writer, keep_on)
+                if folders is None
+                else sweep_only(place.blocks, folders, self._writer, keep_on)
+            ):
                 self._counters.add("temporaries_swept")
             if keep_on():  # Otherwise the next engine sees the markers and goes on.
                 remove_markers(place.base, dead)
@@ -192,6 +206,11 @@ class BlockFiles:
             self._note_use(name)
         return loaded
 
+    def begin_stores(self, keys: Iterable[bytes]) -> None:
+        """Name all that this thread is going to store, so that one note does for all of it."""
+        names = map(self._layout.name, keys)
+        self._batch.folders = frozenset([name.rpartition("/")[0] for name in names])
+
     def store(self, block: StoreBlock) -> Outcome:
         """Write one block, unless a whole file is there already.
 
@@ -209,6 +228,7 @@ class BlockFiles:
                 self._note_use(name)
                 return Outcome.DONE
             first, second, last = name.split("/")
+            self._note_unfinished(place, f"{first}/{second}")
             folder = self._open_fan_out(place, first, second)
             try:
                 with self._stage(folder, name) as stage:
@@ -247,7 +267,8 @@ class BlockFiles:
         if place.written_ns() is None:
             write_config(place.base, self._layout)
         layout = self._layout
-        add_marker(place.base, self._writer, layout.folder_mode, layout.file_mode)
+        marker = add_marker(place.base, self._writer, layout.folder_mode, layout.file_mode)
+        place.take_marker(marker)
 
     def _report_returned(self) -> None:
         self._incidents.report("load", "folder_returned", "the folder is there again, and is used")
@@ -378,8 +399,17 @@ class BlockFiles:
             _make_both(place.blocks, first, second, mode)
         except FileNotFoundError:  # all folders were removed under us
             place = self._anchor.make_again()
+            self._note_unfinished(place, f"{first}/{second}")
             _make_both(place.blocks, first, second, mode)
         return _open_both(place.blocks, first, second)
+
+    def _note_unfinished(self, place: Place, folder: str) -> None:
+        """Have the marker in this place name the folder. With a bound, the stage is elsewhere."""
+        if self._keeper is not None or place.unfinished is None:
+            return
+        if folder not in self._batch.folders:
+            self._batch.folders = frozenset([folder])
+        place.unfinished.note(self._batch.folders)
 
     def _unlink(self, place: Place, name: str) -> None:
         first, second, last = name.split("/")

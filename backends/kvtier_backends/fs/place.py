@@ -22,6 +22,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from kvtier_backends.fs.unfinished import Unfinished
 from kvtier_backends.posix import filesystem_of, make_folders
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Place:
     def __init__(self, path: str, *, allow_world_writable: bool = False) -> None:
         """Open the root, wherever links lead. Raises ``OSError``."""
         self.allow_world_writable = allow_world_writable
+        self.unfinished: Unfinished | None = None  #: this writer's marker, once there is one
         self.base = self.blocks = self.root = -1
         self.path = path
         self.root = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -59,6 +61,10 @@ class Place:
     def is_open_to_all(self, folder: int) -> bool:
         """Tell whether anyone may write to one of its folders, where that is not allowed."""
         return not self.allow_world_writable and bool(os.fstat(folder).st_mode & stat.S_IWOTH)
+
+    def take_marker(self, descriptor: int) -> None:
+        """Keep this writer's marker open, as long as the folders are."""
+        self.unfinished = Unfinished(descriptor)
 
     def open_below(self, layout: Layout, *, make: bool) -> None:
         """Open the namespace's folders, and make those that are missing. Raises ``OSError``.

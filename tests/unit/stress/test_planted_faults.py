@@ -27,7 +27,10 @@ FOUND_BY = {
         "--seed 5 --minutes 0.2 --faults server_killed",
         "breakers stay open|redis serves nothing",
     ),
-    "no_sweep": ("--seed 71 --minutes 0.1 --faults none", "temporary files are left"),
+    "no_sweep": (
+        "--seed 71 --minutes 0.1 --faults none",
+        "temporary files are left|a thread of kvtier raised",
+    ),
     "old_weights": ("--seed 5 --minutes 1", "wrong bytes for"),
     "other_number": ("--seed 71 --minutes 0.5 --faults fs_vanish", "3:stress_disk"),
     "pins_left": ("--seed 5 --minutes 2", "after the last fault"),
