@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from stress.arguments import Arguments, check_kinds, read_arguments
 from stress.failure import Failure
+from stress.heard import nothing_on_stderr
 from stress.plan import draw_gate_plan, draw_plan
 from stress.planted.planting import planted, plants
 from stress.record import Record
@@ -58,7 +59,7 @@ def main(given: Sequence[str] | None = None) -> int:
     with _folder(arguments) as folder:
         began_s = time.monotonic()
         try:
-            with planted(arguments.plant):
+            with nothing_on_stderr(folder / "stderr"), planted(arguments.plant):
                 layer.run(plan, record, folder)
         except Failure as failure:
             record.fail(str(failure), time.monotonic() - began_s)

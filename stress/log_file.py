@@ -22,14 +22,21 @@ class Noticed:
 
     def __init__(self) -> None:
         self.broken_policies: list[str] = []  #: why, but for those that had no memory
+        self.broken_threads: list[str] = []  #: what threads of kvtier raised, likewise
 
     def notice(self, _logger: WrappedLogger, _method: str, entry: EventDict) -> EventDict:
         """Look at an entry, as one of structlog's processors."""
-        if str(entry["event"]).startswith("eviction policy broke"):
-            why = str(entry.get("detail"))
-            if not any(each in why for each in _LACK_OF_MEMORY):
-                self.broken_policies.append(why)
+        event = str(entry["event"])
+        if event.startswith("eviction policy broke"):
+            _add_unless_without_memory(self.broken_policies, str(entry.get("detail")))
+        elif event == "a thread of kvtier raised":
+            _add_unless_without_memory(self.broken_threads, str(entry.get("error")))
         return entry
+
+
+def _add_unless_without_memory(broken: list[str], why: str) -> None:
+    if not any(each in why for each in _LACK_OF_MEMORY):
+        broken.append(why)
 
 
 @contextmanager

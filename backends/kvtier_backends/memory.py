@@ -104,6 +104,11 @@ class MemoryBackend(Backend):
         return cls(context, capacity_blocks, faults)
 
     @classmethod
+    def check_keys(cls, options: Mapping[str, Any], context: BackendContext) -> None:
+        """Check all options."""
+        cls.check_options(options, context)
+
+    @classmethod
     def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> None:
         """Build one and forget it: it has taken nothing yet."""
         cls.from_options(options, replace(context, block_bytes=max(1, context.block_bytes)))

@@ -91,6 +91,15 @@ NOTHING_OF_OURS: Final = (
 )
 
 
+def shared_mode(mode: int, folder_mode: int) -> int:
+    """Return the mode of something new in a folder: its group may do there what it may here.
+
+    ``mode``: what it has in a folder that is one user's alone; the umask applies, too.
+    """
+    group = folder_mode & stat.S_IRWXG
+    return mode | (group if mode & stat.S_IXUSR else group & ~stat.S_IXGRP)
+
+
 def world_writable(path: str = "") -> str:
     """Return the refusal of a folder that anyone may write to, with the remedy.
 
@@ -99,11 +108,28 @@ def world_writable(path: str = "") -> str:
     where = f"write to {path}" if path else "write there"
     return (
         f"is open to planted blocks: anyone may {where}. Run chmod o-w on it, or name a "
-        "folder of this user's own."
+        "folder of this user's own. Where a mount gives all folders this mode, whatever chmod "
+        "says (SMB, Azure Files, gcsfuse), mount it with dir_mode=0770, or set "
+        "allow_world_writable to true, best beside a key that signs or encrypts."
     )
 
 
-def fault_of_folder(path: str) -> str | None:
+def fault_of_rights(folder: int, path: str) -> str | None:
+    """Return why this user can't use what is in an open folder, with the remedy; None: it can."""
+    if os.access(".", os.R_OK | os.W_OK | os.X_OK, dir_fd=folder):
+        return None
+    if os.fstatvfs(folder).f_flag & os.ST_RDONLY:
+        return None  # which whoever writes there is told better
+    found = os.fstat(folder)
+    return (
+        f"cannot be used: in {path}, which belongs to user {found.st_uid} and group "
+        f"{found.st_gid} and has mode {stat.S_IMODE(found.st_mode):04o}, this user may not read "
+        f"and write. If several users of one group share the folder, run chmod -R g+rwX on it, "
+        "and start all engines with umask 007; or name another folder."
+    )
+
+
+def fault_of_folder(path: str, *, allow_world_writable: bool = False) -> str | None:
     """Return why ``path`` cannot be a tier's folder, with the remedy; None if it can.
 
     Changes nothing. A folder that is missing will be made: then the nearest one above it
@@ -121,7 +147,7 @@ def fault_of_folder(path: str) -> str | None:
     if not stat.S_ISDIR(found.st_mode):
         what = "is not a folder" if above == path else "lies below something that is not a folder"
         return f"{what}. Name a folder."
-    if above == path and found.st_mode & stat.S_IWOTH:
+    if above == path and found.st_mode & stat.S_IWOTH and not allow_world_writable:
         return world_writable()
     # In a new file's place, and as who an engine would be: this process.
     if not os.access(above, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):

@@ -15,6 +15,7 @@ import numpy as np
 from kvtier.core.staging_messages import BlocksCopied, CopyBlocks
 from kvtier.errors import InternalError
 from kvtier.plugin_api.log import log
+from kvtier.plugin_api.threads import daemon_thread
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -38,7 +39,7 @@ class BlockCopier:
         self._posted_blocks = 0  # written by the program's thread only
         self._ended_blocks = 0  # written by the copier's thread only
         self._queue: queue.SimpleQueue[CopyBlocks | threading.Event | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"kvtier-{name}-copy", daemon=True)
+        self._thread = daemon_thread(self._work, f"kvtier-{name}-copy")
         self._thread.start()
 
     def post(self, message: Message) -> bool:

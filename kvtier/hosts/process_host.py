@@ -39,11 +39,16 @@ from kvtier.hosts.channel import (
     ToEngine,
 )
 from kvtier.hosts.life import Life, LifeEvent, LifeState
-from kvtier.hosts.restarts import RESTART_PAUSE_S, RESTART_PAUSE_S_MAX, RestartPause
+from kvtier.hosts.restarts import (
+    RESTART_PAUSE_S,
+    RESTART_PAUSE_S_MAX,
+    WAIT_FRACTION,
+    RestartPause,
+)
 from kvtier.hosts.spawning import spawn
 from kvtier.hosts.starting import Opening, hangs, report_unusable
 from kvtier.plugin_api.log import log
-from kvtier.plugin_api.threads import BoundedCall
+from kvtier.plugin_api.threads import BoundedCall, daemon_thread
 
 if TYPE_CHECKING:
     from kvtier.core.actor import Mailbox
@@ -94,8 +99,10 @@ class TierProcess(TierHost):
         self._child: _Child | None = None  # the last one whose backend was made
         self._channel: Channel[Any] | None = None  # of the child that runs
         self._stuck: subprocess.Popen[bytes] | None = None  # killed, and not gone yet
-        self._watcher = threading.Thread(
-            target=self._watch, name=f"kvtier-{tier.name}-watch", daemon=True
+        self._watcher = daemon_thread(
+            self._watch,
+            f"kvtier-{tier.name}-watch",
+            on_error=lambda error: self._say_broke(f"its watcher raised {error!r}"),
         )
 
     def make(self) -> None:
@@ -111,6 +118,9 @@ class TierProcess(TierHost):
         """Begin with no process, which could not be made. Before ``start``."""
         self._life = Life(has_backend=False)
         self._unusable_for = reason
+        # A process waits for its place more cheaply, and sooner, than one is started after another.
+        wait_s = self._tier.start_timeout_s * WAIT_FRACTION
+        self._context = replace(self._context, wait_s=wait_s)
 
     def cpu_seconds(self) -> float:
         """Return the processor time that the process has taken so far. For benchmarks."""

@@ -21,6 +21,9 @@ RESTART_PAUSE_S: Final = 1.0
 RESTART_PAUSE_S_MAX: Final = 10.0
 """The longest. To start a process takes half a second of one core: 5 % of it at this pace."""
 
+WAIT_FRACTION: Final = 0.75
+"""Of ``start_timeout_s``: so long a process may wait for a place that another engine uses."""
+
 WELL_S: Final = 10.0
 """A life was well if its backend was open for so long."""
 

@@ -16,7 +16,10 @@ import signal
 import subprocess
 import threading
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias
+
+from kvtier.plugin_api.threads import daemon_thread
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,9 +71,7 @@ def _orders_of_this_process() -> queue.SimpleQueue[_Order]:
     with _starting:
         if _orders is None:
             _orders = queue.SimpleQueue()
-            threading.Thread(
-                target=_carry_out, args=(_orders,), name=THREAD_NAME, daemon=True
-            ).start()
+            daemon_thread(partial(_carry_out, _orders), THREAD_NAME).start()
         return _orders
 
 

@@ -18,7 +18,7 @@ from kvtier.hosts.life import Life, LifeEvent, LifeState
 from kvtier.hosts.restarts import RESTART_PAUSE_S, RestartPause
 from kvtier.hosts.starting import Opening, hangs, report_unusable
 from kvtier.plugin_api.log import log
-from kvtier.plugin_api.threads import BoundedCall, Waker
+from kvtier.plugin_api.threads import BoundedCall, Waker, daemon_thread
 from kvtier.settings.plugins import fallback_policy
 from kvtier.tier.cell import TierCell, reason_of
 
@@ -77,7 +77,7 @@ class TierThread(TierHost):
         self._pause = RestartPause(RESTART_PAUSE_S)
         self._abandoned = False
         self._cell: TierCell | None = None
-        self._thread = threading.Thread(target=self._run, name=f"kvtier-{tier.name}", daemon=True)
+        self._thread = daemon_thread(self._run, f"kvtier-{tier.name}")
 
     def make(self) -> None:
         """Make the first backend, in a thread of its own: its storage may hang.

@@ -129,6 +129,10 @@ class BackendContext:
     """The number of the filesystem that the tier's folder was on before the tier was restarted.
 
     A backend makes no folder on another one: the filesystem may be unmounted just now."""
+    wait_s: float = 0.0
+    """So long ``from_options`` may wait for a place that another engine uses, in seconds.
+
+    0 at the engine's start. Later nobody waits: the engine runs without the tier until then."""
     engine: object = None
     """What the engine gives to a backend that ``needs_engine``; None in a tier's own process."""
 
@@ -301,6 +305,16 @@ class Backend(ABC):
         ``ConfigError``. The default has nothing to refuse.
         """
         return None
+
+    @classmethod
+    def check_keys(cls, options: Mapping[str, Any], context: BackendContext) -> None:  # noqa: ARG003 - as above
+        """Refuse what ``from_options`` would refuse of the keys themselves: a mistyped one, say.
+
+        Called in each worker before a model is loaded, with ``context`` as in ``check_options``.
+        Touches no storage of the tier's, and connects to nothing. Raises ``ConfigError``. The
+        default has nothing to refuse.
+        """
+        return
 
     @classmethod
     def medium_of(cls, options: Mapping[str, Any]) -> str | None:  # noqa: ARG003 - for those whose medium depends on them

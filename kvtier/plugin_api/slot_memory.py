@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 import weakref
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.machine import free_memory_bytes as free_memory_bytes
 from kvtier.plugin_api.machine import machine_memory_bytes as machine_memory_bytes
+from kvtier.plugin_api.threads import daemon_thread
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,7 +92,7 @@ class SlotMemory:
         except BaseException:
             os.close(descriptor)
             raise
-        threading.Thread(target=_populate, args=(mapping, descriptor), daemon=True).start()
+        daemon_thread(partial(_populate, mapping, descriptor)).start()
         return cls(memoryview(mapping), slot_count, block_bytes)
 
     @property

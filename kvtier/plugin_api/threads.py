@@ -21,6 +21,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
+from kvtier.plugin_api.log import log
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -34,6 +36,29 @@ _write_with_gil.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t)
 _ONE: Final = (1).to_bytes(
     8, "little"
 )  # what an eventfd counts up by; every target is little-endian
+
+
+def daemon_thread(
+    work: Callable[[], object],
+    name: str | None = None,
+    on_error: Callable[[BaseException], object] | None = None,
+) -> threading.Thread:
+    """Make a thread, not started yet, that logs what ``work`` raises, and does not outlive Python.
+
+    ``on_error`` is given what it raised, to count it. Python itself would write that to the
+    standard error stream, which nobody reads, and the work would be missing without a word.
+    """
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - a thread has nobody else to hand it to
+            thread = threading.current_thread().name
+            log.error("a thread of kvtier raised", thread=thread, error=repr(error), exc_info=True)
+            if on_error is not None:
+                on_error(error)
+
+    return threading.Thread(target=run, name=name, daemon=True)
 
 
 class Waker:
@@ -120,9 +145,7 @@ class BoundedCall(Generic[T]):
         self._result: T
         self._error: BaseException | None = None
         context = contextvars.copy_context()
-        threading.Thread(
-            target=self._run, args=(partial(context.run, call),), name=name, daemon=True
-        ).start()
+        daemon_thread(partial(self._run, partial(context.run, call)), name).start()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the call is over, or the time. False: it still runs, and may for ever."""
@@ -180,9 +203,7 @@ class DaemonThreads:
         return len(self._unended)
 
     def _start_one(self) -> None:
-        thread = threading.Thread(
-            target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True
-        )
+        thread = daemon_thread(self._work, f"{self._name}-{len(self._threads)}")
         try:
             thread.start()
         except RuntimeError as no_thread:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import ConfigError, StorageUnusable, StoreFault
 from kvtier.plugin_api.admission_policy import AdmissionPolicy
-from kvtier.plugin_api.backend import Backend
+from kvtier.plugin_api.backend import Backend, BackendContext, Namespace
 from kvtier.plugin_api.eviction_policy import EvictionPolicy
 from kvtier.plugin_api.options import Options, shown
+from kvtier.plugin_api.threads import BoundedCall
 from kvtier.settings.runtime_config import ADMIT_ALL
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
     from kvtier.plugin_api.admission_policy import AdmissionContext
-    from kvtier.plugin_api.backend import BackendContext, BackendTraits
+    from kvtier.plugin_api.backend import BackendTraits
     from kvtier.settings.runtime_config import TierConfig
 
 _MISTAKES: Final = frozenset(
@@ -65,6 +66,29 @@ def make_backend(config: TierConfig, context: BackendContext) -> Backend:
             f"({type(trouble).__name__}: {trouble}). Mend it, or name another."
         ) from trouble
     return backend
+
+
+def check_keys(tiers: Iterable[TierConfig], block_bytes: int) -> None:
+    """Refuse the keys of tiers that their backends would refuse, before anything is made.
+
+    Raises ``ConfigError``. What only storage can tell, and storage that hangs, is left to
+    whoever makes the tier.
+    """
+    for tier in tiers:
+        found = _find(BACKENDS, tier.type, f"secondary tier {tier.name}: type", Backend)
+        context = BackendContext(block_bytes, Namespace(facts={}), tier.name)
+        call = BoundedCall(
+            partial(found.check_keys, tier.options, context), f"kvtier-{tier.name}-check"
+        )
+        if not call.wait(tier.start_timeout_s):
+            continue  # a file with keys lies on storage that hangs
+        try:
+            call.result()
+        except ConfigError as refusal:
+            if not _is_trouble(refusal.__cause__):
+                raise
+        except (OSError, StoreFault):
+            continue
 
 
 def _is_trouble(cause: BaseException | None) -> bool:

@@ -26,6 +26,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.slot_memory import SlotMemory, machine_memory_bytes
 from kvtier.settings.extra_config import cpu_bytes_to_use, for_vllm, read_settings
+from kvtier.settings.plugins import check_keys
 from kvtier.settings.vllm_keys import VLLMKeys
 from kvtier.vllm.connector_hooks import hook_connector
 from kvtier.vllm.cpu_worker import CPUPlatformWorker
@@ -35,6 +36,7 @@ from kvtier.vllm.pages import HostLayout
 from kvtier.vllm.region import SHARED_MEMORY_FOLDER, HostRegion, Region, doubled_rank
 from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
 from kvtier.vllm.windows import check_windows
+from kvtier.vllm.worker_here import WORKER_HERE, WORKER_OF_ANOTHER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -118,7 +120,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
             )
         hook_connector()
         # Workers are built first: a bad key is refused before the model is loaded.
-        self.read_settings()
+        check_keys(self.read_settings().tiers, self.block_bytes)
 
     def read_settings(self) -> RuntimeConfig:
         """Return the configuration of this engine's runtime. Raises ``ConfigError``."""
@@ -180,6 +182,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
                 region.try_unlink()
             except BaseException:
                 region.close()
+                WORKER_HERE.let_go_of(self.config.engine_id)
                 raise
         return self._manager
 
@@ -199,6 +202,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
                     self._leave_facts(header_map.header(self.config.parallel.world_size))
                 finally:
                     header_map.close()
+            WORKER_HERE.note(self.config.engine_id)
         return self._kvtier_worker
 
     def _cpu_platform_worker(self, kv_caches: CanonicalKVCaches) -> CPUPlatformWorker:
@@ -255,6 +259,8 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
         """
         if header.all_mapped():
             return
+        if WORKER_HERE.is_of_another(self.config.engine_id):
+            raise ConfigError(f"engine_id={self.config.engine_id!r}: {WORKER_OF_ANOTHER}")
         missing = ", ".join(map(str, header.missing_ranks()))
         raise ConfigError(
             f"engine_id={self.config.engine_id!r}: of {header.world_size} worker ranks, rank "

@@ -58,7 +58,7 @@ GATED: Final = (
 class Wrong(NamedTuple):
     """One thing that is wrong with some calls, until it is ended."""
 
-    kind: str  #: hang, fail, delay, full, lie, tear or short
+    kind: str  #: hang, fail, delay, full, lie, tear, short, compress or open_to_all
     calls: frozenset[str]  #: by libfuse's names; ``*``: all
     error: int = 0  #: fail, full: the errno
     seconds: float = 0.0  #: delay: how long
@@ -185,7 +185,12 @@ class Passthrough(mfusepy.Operations):  # type: ignore[misc] # it has no types
         found = os.lstat(self._at(path)) if fh is None else os.fstat(fh)
         names = ("st_mode", "st_nlink", "st_size", "st_uid", "st_gid", "st_blocks")
         times = {f"st_{name}time": getattr(found, f"st_{name}time_ns") for name in "amc"}
-        return {**{name: getattr(found, name) for name in names}, **times}
+        told = {**{name: getattr(found, name) for name in names}, **times}
+        if self._gate.does("open_to_all", "getattr"):  # as SMB and gcsfuse tell of any file
+            told["st_mode"] |= 0o777
+        if self._gate.does("compress", "getattr"):  # files take no room that is told of
+            told["st_blocks"] = 0
+        return told
 
     def readdir(self, path: str, fh: int) -> list[str]:
         return [".", "..", *os.listdir(self._at(path))]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -20,6 +21,7 @@ from kvtier.plugin_api.backend import Connection
 from kvtier.tier import backend_driver, batching, bounded_tier, unbounded_tier
 from kvtier.tier.unbounded_tier import UnboundedTier
 from kvtier_backends.disk.backend import DiskBackend
+from kvtier_backends.fs import backend as fs_backend
 from kvtier_backends.fs import files
 from kvtier_backends.posix import filesystem_of
 from kvtier_backends.shared.kept_connection import KeptConnection
@@ -122,6 +124,16 @@ def _sweep_with_types(*_: object) -> NoReturn:
     raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
 
+def _thread_that_nobody_hears(
+    work: Callable[[], object], name: str | None = None, *_: object
+) -> threading.Thread:
+    def work_and_raise() -> None:
+        work()
+        raise KeyError(name)
+
+    return threading.Thread(target=work_and_raise, name=name, daemon=True)
+
+
 def _has_the_number(self: DiskBackend) -> bool:
     return filesystem_of(self._path) == self._filesystem
 
@@ -177,6 +189,11 @@ PLANTS: Final = {
         "filesystem",
         "the sweep of what dead writers left ends where names are listed without types",
         [(files, "sweep", _sweep_with_types)],
+    ),
+    "unheard": Plant(
+        "filesystem",
+        "a thread raises when its work is done, and no log has it",
+        [(fs_backend, "daemon_thread", _thread_that_nobody_hears)],
     ),
     "other_number": Plant(
         "filesystem",

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from kvtier_backends.fs.temporary import MARKERS_NAME, parse_temporary_untrusted
+from kvtier_backends.fs.unfinished import folders_untrusted
 from stress.contents import BLOCK_BYTES
 from stress.runtime import clocks, files, memory_faults, processes
 from stress.runtime.in_process import ENGINE_KINDS, InProcess
@@ -127,9 +128,17 @@ class Swept:
                 os.kill(pid, signal.SIGKILL)
 
     def leave_unfinished(self) -> None:
-        """Put a temporary file into some fan-out folder, by the name of each writer there is."""
+        """Put a temporary file into some fan-out folder, by the name of each writer there is.
+
+        Into one that its marker names; if there is none, as an older kvtier did, which named none.
+        """
         for marker in list(self._folder.glob(f"*/{MARKERS_NAME}/*")):
-            for fan_out in islice(marker.parents[1].glob("???/??"), 1):
+            base = marker.parents[1]
+            named = folders_untrusted(marker.read_bytes()) or set()
+            there = [base / name for name in sorted(named) if (base / name).is_dir()]
+            if not there:
+                os.truncate(marker, 0)
+            for fan_out in islice(there or base.glob("???/??"), 1):
                 (fan_out / f"unfinished.{marker.name}-0.tmp").touch()
 
     def leftovers(self) -> Sequence[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -25,11 +24,12 @@ from kvtier.plugin_api.backend import (
     StoreBlock,
 )
 from kvtier.plugin_api.options import shown
-from kvtier.plugin_api.threads import DaemonThreads
+from kvtier.plugin_api.threads import DaemonThreads, daemon_thread
 from kvtier_backends.disk.device import Device, FileDevice, Segments
 from kvtier_backends.disk.disk_options import read_options
 from kvtier_backends.disk.folder.capacity import (
     check_memory,
+    check_new_folder,
     check_plan,
     check_region_bytes,
     doubts,
@@ -37,7 +37,6 @@ from kvtier_backends.disk.folder.capacity import (
 from kvtier_backends.disk.folder.claim import (
     Claim,
     not_ours,
-    plan_folder,
     read_superblock,
     refuse_bare_mount_point,
 )
@@ -68,7 +67,7 @@ from kvtier_backends.disk.offline.inspection import fault_of_use
 from kvtier_backends.disk.offline.purge_requests import answer_requests
 from kvtier_backends.disk.opened_files import NotAFile
 from kvtier_backends.incidents import IncidentLog, TierCounters
-from kvtier_backends.posix import PAGE_BYTES, fault_of_folder, filesystem_of, nearest
+from kvtier_backends.posix import PAGE_BYTES, fault_of_folder, filesystem_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -103,9 +102,9 @@ class DiskBackend(Backend):
     Options: ``path`` and ``capacity_bytes`` (required), ``region_bytes`` (what is
     overwritten at once), ``ttl_s`` (seconds until a block expires; 0: never),
     ``io_depth`` (how many loads, and how many stores, run at once; 8), ``direct``
-    (O_DIRECT where it works; true), ``checksum`` (``xxh3_128``, and nothing else), and
-    ``encryption_key_file`` or ``encryption_key_env`` (keys in hex, one a line: the
-    first one writes, the others still read).
+    (O_DIRECT where it works; true), ``allow_world_writable`` (false), ``checksum``
+    (``xxh3_128``, and nothing else), and ``encryption_key_file`` or ``encryption_key_env``
+    (keys in hex, one a line: the first one writes, the others still read).
 
     A cancelled call goes on by itself: the buffers of a cancelled load may
     still be written to until ``busy_threads`` says 0. ``close`` waits a second
@@ -179,7 +178,13 @@ class DiskBackend(Backend):
             return ConfigError(f"{reader.where}: path={shown(options['path'])} {remedy}")
 
         refuse_bare_mount_point(given.path, context.filesystem, refuse)
-        claim = Claim(given.path, refuse, context.engine_pid)
+        claim = Claim(
+            given.path,
+            refuse,
+            context.engine_pid,
+            allow_world_writable=given.allow_world_writable,
+            wait_s=context.wait_s,
+        )
         try:
             verdict = judge_folder(
                 claim.path, capacity_bytes, context.block_bytes, tag_bytes, region_bytes
@@ -201,22 +206,21 @@ class DiskBackend(Backend):
         return cls(context, claim, verdict, given)
 
     @classmethod
+    def check_keys(cls, options: Mapping[str, Any], context: BackendContext) -> None:
+        """Check the options, and the file of keys that they name."""
+        read_options(options, context)
+
+    @classmethod
     def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> str:
         """Check the options, and look at the folder and who uses it."""
         reader, given = read_options(options, context)
-        fault = fault_of_folder(given.path) or fault_of_use(given.path)
+        allowed = given.allow_world_writable
+        fault = fault_of_folder(given.path, allow_world_writable=allowed)
+        fault = fault or fault_of_use(given.path)
         if fault is not None:
             raise ConfigError(f"{reader.where}: path={shown(options['path'])} {fault}")
         if context.block_bytes:
-            sizes = (given.capacity_bytes, context.block_bytes, given.tag_bytes)
-            if given.region_bytes is not None:
-                check_region_bytes(
-                    reader, given.region_bytes, given.capacity_bytes, context, given.tag_bytes
-                )
-            plan = plan_folder(*sizes, given.region_bytes)
-            check_plan(reader, given.capacity_bytes, context, given.tag_bytes, plan)
-            there = nearest(given.path)[0]
-            check_memory(reader, given.capacity_bytes, there, plan, given.tag_bytes)
+            check_new_folder(reader, given, context)
         return os.path.realpath(given.path)
 
     @property
@@ -329,6 +333,7 @@ class DiskBackend(Backend):
             write_threads=self._io_depth,
             name=self._context.tier_name,
             on_direct_refused=partial(self._incidents.report, "store", "direct_refused"),
+            on_not_reserved=partial(self._incidents.report, "store", "room_not_reserved"),
         )
         self._devices = [*(each for each in self._devices if each.busy()), device]
         keyring = None if self._encrypted_log is None else self._encrypted_log.keyring
@@ -397,7 +402,7 @@ class DiskBackend(Backend):
             self._claim.release()
 
         name = f"{self._context.tier_name}-release"
-        threading.Thread(target=wait_and_release, name=name, daemon=True).start()
+        daemon_thread(wait_and_release, name).start()
 
     # --- upkeep ---
 
@@ -481,9 +486,7 @@ class DiskBackend(Backend):
         with suppress(ConfigError, OSError):
             if not await self._threads.run(self._is_our_place):
                 return
-            self._claim = await self._threads.run(
-                partial(Claim, self._path, ConfigError, self._claim.user_pid)
-            )
+            self._claim = await self._threads.run(self._claim.again)
             try:
                 self._filesystem = await self._threads.run(partial(filesystem_of, self._path))
                 verdict = await self._threads.run(

@@ -7,7 +7,9 @@ one behind the other.
 
 Nothing is synced. Segment files are created when a region of theirs is first
 opened, for this user alone, and each region's bytes are allocated before it is
-written: a disk that is full says so then, not in the middle of a store.
+written: a disk that is full says so then, not in the middle of a store. Where the
+filesystem can't reserve room, the file gets its length alone, and a disk that is
+full fails a write.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.plugin_api.threads import DaemonThreads
+from kvtier_backends.disk.fallocate import reserve
 from kvtier_backends.disk.opened_files import NotAFile, open_file, remove_whatever
 from kvtier_backends.posix import GONE, O_DIRECT
 
@@ -29,6 +32,10 @@ if TYPE_CHECKING:
     Buffers = list[memoryview]
 
 SEGMENT_NAME: Final = "segment-{:05d}.kv"
+_NOT_RESERVED: Final = (
+    "this filesystem cannot reserve room ({}): the tier works, but a disk that is full fails the "
+    "store of a block in the middle, where elsewhere no region would have been opened"
+)
 _BUFFERS_MAX: Final = 1024  # the kernel's limit for one call
 
 
@@ -85,7 +92,8 @@ class FileDevice(Device):
 
     Readers and writers have threads of their own, so neither waits for the
     other. ``direct`` goes around the page cache where buffers and filesystem
-    allow it; ``on_direct_refused`` is called when one does not.
+    allow it; ``on_direct_refused`` is called when one does not, and ``on_not_reserved``
+    once if the filesystem cannot reserve room.
     """
 
     def __init__(
@@ -97,8 +105,9 @@ class FileDevice(Device):
         write_threads: int,
         name: str,
         on_direct_refused: Callable[[OSError], None],
+        on_not_reserved: Callable[[OSError], None],
     ) -> None:
-        self._files = _SegmentFiles(segments, on_direct_refused, direct=direct)
+        self._files = _SegmentFiles(segments, on_direct_refused, on_not_reserved, direct=direct)
         self._readers = DaemonThreads(read_threads, f"{name}-read")
         self._writers = DaemonThreads(write_threads, f"{name}-write")
         self._is_closed = False  # stopped threads take no more calls: these would wait for ever
@@ -137,11 +146,19 @@ class _SegmentFiles:
     """Open descriptors of the segment files. Any thread may call any method but ``close``."""
 
     def __init__(
-        self, segments: Segments, on_direct_refused: Callable[[OSError], None], *, direct: bool
+        self,
+        segments: Segments,
+        on_direct_refused: Callable[[OSError], None],
+        on_not_reserved: Callable[[OSError], None],
+        *,
+        direct: bool,
     ) -> None:
         self._segments = segments
         self._direct = O_DIRECT if direct else 0
         self._on_direct_refused = on_direct_refused
+        self._on_not_reserved = on_not_reserved
+        self._reserves = True  # until the filesystem says that it can't
+        self._lengthening = threading.Lock()
         self._lock = threading.Lock()
         self._descriptors: dict[tuple[int, int], int] = {}
         self._forgotten: list[int] = []
@@ -170,9 +187,19 @@ class _SegmentFiles:
             self._forget(segment)
             descriptor = self._descriptor(segment, os.O_WRONLY | os.O_CREAT)
         status = os.fstat(descriptor)
-        if status.st_blocks * 512 >= status.st_size >= at + self._segments.region_bytes:
+        end = at + self._segments.region_bytes
+        if status.st_blocks * 512 >= status.st_size >= end:
             return  # no holes: asking the filesystem would wait for all that it writes there
-        os.posix_fallocate(descriptor, at, self._segments.region_bytes)
+        if self._reserves:
+            unable = reserve(descriptor, at, self._segments.region_bytes)
+            if unable is None:
+                return
+            self._reserves = False
+            why = _NOT_RESERVED.format(unable.strerror)
+            self._on_not_reserved(OSError(unable.errno, why))
+        with self._lengthening:  # or one thread could cut off what another has just added
+            if os.fstat(descriptor).st_size < end:
+                os.ftruncate(descriptor, end)
 
     def _forget(self, segment: int) -> None:
         """Have a segment opened anew. Calls may use its descriptors still: they stay open."""

@@ -55,6 +55,11 @@ class DiskOptions:
         maximum=1024,
     )
     direct: bool = option.flag("use O_DIRECT where the filesystem supports it", default=True)
+    allow_world_writable: bool = option.flag(
+        "use a folder that everyone may write to, as on mounts where chmod does nothing (SMB, "
+        "Azure Files, gcsfuse). Whoever can write there can plant blocks: set a key that encrypts",
+        default=False,
+    )
     checksum: str = option.read_apart(
         CHECKSUM,
         "how blocks are verified; everything that is read is verified. Refused: any other value, "

@@ -12,8 +12,9 @@ import stat
 from contextlib import suppress
 from typing import Final
 
-from kvtier_backends.posix import kind_of_file
+from kvtier_backends.posix import kind_of_file, shared_mode
 
+_OWN: Final = 0o600
 _FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -25,8 +26,14 @@ class NotAFile(OSError):
         super().__init__(errno.EISDIR if stat.S_ISDIR(mode) else errno.ENOTSUP, text, path)
 
 
-def open_file(path: str, flags: int, mode: int = 0o600) -> int:
-    """Return a descriptor of a regular file. Raises ``NotAFile`` and ``OSError``; never waits."""
+def open_file(path: str, flags: int) -> int:
+    """Return a descriptor of a regular file. Raises ``NotAFile`` and ``OSError``; never waits.
+
+    A new one is for this user, and for the folder's group what the folder is.
+    """
+    mode = _OWN
+    if flags & os.O_CREAT:
+        mode = shared_mode(mode, os.stat(os.path.dirname(path)).st_mode)
     with suppress(FileNotFoundError):
         _check(path, os.lstat(path).st_mode)  # before: opening a device may do something
     descriptor = os.open(path, flags | _FLAGS, mode)

@@ -28,7 +28,7 @@ from kvtier.plugin_api.backend import (
 )
 from kvtier.plugin_api.log import log
 from kvtier.plugin_api.options import Options
-from kvtier.plugin_api.threads import DaemonThreads
+from kvtier.plugin_api.threads import DaemonThreads, daemon_thread
 from kvtier_backends.fs.bound.announced import Announced
 from kvtier_backends.fs.bound.grants import NoGrant
 from kvtier_backends.fs.bound.keeper import Keeper
@@ -83,8 +83,8 @@ class FsBackend(Backend):
     ``vllm``), ``unchecked`` (``accept`` or ``refuse`` files without a trailer;
     by default only layout ``vllm`` accepts), ``capacity_bytes`` (what the folder may hold;
     ``bound/`` keeps to it), ``n_read_threads``, ``n_write_threads`` (16 each), ``direct``
-    (O_DIRECT where it works; true), and those of ``kvtier_backends/shared/records.py``:
-    compression, and keys that sign or encrypt.
+    (O_DIRECT where it works; true), ``allow_world_writable`` (false), and those of
+    ``kvtier_backends/shared/records.py``: compression, and keys that sign or encrypt.
 
     A cancelled call leaves its thread at work until it ends by itself: the
     buffers of a cancelled load may still be written to, by a hung medium much
@@ -151,7 +151,8 @@ class FsBackend(Backend):
         refusal = FolderRefusal(context.tier_name, options["root_dir"])
         _check_capacity(given, options, context)
         refuse_bare_mount_point(layout, context.filesystem, refusal)
-        place = prepare_root(root, refusal)
+        place = prepare_root(root, refusal, allow_world_writable=given.allow_world_writable)
+        layout.share_as(os.fstat(place.root).st_mode)
         prepare_namespace(place, layout, refusal)
         direct_works = probe_direct(place, refusal, wanted=given.direct)
         if given.direct and not direct_works:
@@ -172,12 +173,19 @@ class FsBackend(Backend):
         )
 
     @classmethod
+    def check_keys(cls, options: Mapping[str, Any], context: BackendContext) -> None:
+        """Check the options, and the files of keys that they name."""
+        given, _ = _read(options, context)
+        if context.block_bytes:
+            _check_capacity(given, options, context)
+
+    @classmethod
     def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> str:
         """Check the options, and look at the folder as it is."""
         given, _ = _read(options, context)
         _check_capacity(given, options, context)
         root = given.root_dir
-        fault = fault_of_folder(root)
+        fault = fault_of_folder(root, allow_world_writable=given.allow_world_writable)
         if fault is not None:
             raise FolderRefusal(context.tier_name, options["root_dir"]).error(fault)
         return os.path.realpath(root)
@@ -309,7 +317,10 @@ class FsBackend(Backend):
         if dead or others:
             # A walk over folders: not in the way of anything, and not waited for.
             name = f"{self._tier_name}-look"
-            threading.Thread(target=look_around, name=name, daemon=True).start()
+            daemon_thread(look_around, name, self._report_raised).start()
+
+    def _report_raised(self, error: BaseException) -> None:
+        self._incidents.report("store", "upkeep_failed", error)
 
     def _is_open(self) -> bool:
         return not self._closed
@@ -319,6 +330,7 @@ class FsBackend(Backend):
             self._stores_running += 1
         outcomes: list[Outcome] = []
         try:
+            self._files.begin_stores([block.key for block in blocks])
             for block in blocks:
                 outcomes.append(self._files.store(block))  # noqa: PERF401 - those before NoGrant
         except NoGrant:
@@ -360,6 +372,12 @@ class FsOptions:
     )
     n_write_threads: int = option.integer(16, "threads that write", minimum=1, maximum=1024)
     direct: bool = option.flag("use O_DIRECT where the filesystem supports it", default=True)
+    allow_world_writable: bool = option.flag(
+        "use a folder that everyone may write to, as on mounts where chmod does nothing (SMB, "
+        "Azure Files, gcsfuse). Whoever can write there can plant blocks: set a key that signs or "
+        "encrypts",
+        default=False,
+    )
     compression: str | None = COMPRESSION_OPTION()
     auth_key_file: str | None = AUTH_KEY_FILE()
     auth_key_env: str | None = AUTH_KEY_ENV()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import Misuse
 from kvtier.plugin_api.backend import LoadBlock, Loaded, Outcome, StoreBlock
+from kvtier_backends.fs.access_times import AccessTimes
 from kvtier_backends.fs.bound.grants import NoGrant, Stage
 from kvtier_backends.fs.folder import write_config
 from kvtier_backends.fs.forms import BlockRefused
@@ -28,8 +29,10 @@ from kvtier_backends.fs.special import SpecialFile, refuse_special_file, special
 from kvtier_backends.fs.temporary import (
     add_marker,
     dead_markers,
+    folders_of_dead,
     remove_markers,
     sweep,
+    sweep_only,
     temporary_path,
     this_writer,
 )
@@ -37,7 +40,7 @@ from kvtier_backends.fs.trailer import TRAILER_BYTES, TrailerDamaged
 from kvtier_backends.posix import GONE, NO_ROOM, O_DIRECT, padded_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from kvtier_backends.fs.bound.keeper import Keeper
     from kvtier_backends.fs.forms import PlainForm, RecordForm
@@ -74,6 +77,12 @@ class _Pages(threading.local):
         self.views = [whole] if padding_bytes == 0 else [whole[:padding_bytes], self.trailer]
 
 
+class _Batch(threading.local):
+    """What one thread is storing: the folders of its blocks."""
+
+    folders: frozenset[str] = frozenset()
+
+
 class BlockFiles:
     """The block files of one namespace. Any thread may call any method.
 
@@ -108,6 +117,8 @@ class BlockFiles:
         self._direct = O_DIRECT if direct and self._trailer_at == block_bytes else 0
         self._accept_unchecked = accept_unchecked
         self._pages = _Pages(self._trailer_at - block_bytes)
+        self._access_times = AccessTimes()
+        self._batch = _Batch()
 
     def keep_within_bound(self, keeper: Keeper) -> None:
         """Store only what the keeper has room for, and tell it of uses. Called before all else."""
@@ -141,7 +152,12 @@ class BlockFiles:
         """Remove dead writers' temporary files, then their markers if it got to the end."""
         with suppress(PlaceLost):
             place = self._anchor.current()
-            for _ in sweep(place.blocks, self._writer, keep_on):
+            folders = folders_of_dead(place.base, dead)
+            for _ in (
+                sweep(place.blocks, self._writer, keep_on)
+                if folders is None
+                else sweep_only(place.blocks, folders, self._writer, keep_on)
+            ):
                 self._counters.add("temporaries_swept")
             if keep_on():  # Otherwise the next engine sees the markers and goes on.
                 remove_markers(place.base, dead)
@@ -190,6 +206,11 @@ class BlockFiles:
             self._note_use(name)
         return loaded
 
+    def begin_stores(self, keys: Iterable[bytes]) -> None:
+        """Name all that this thread is going to store, so that one note does for all of it."""
+        names = map(self._layout.name, keys)
+        self._batch.folders = frozenset([name.rpartition("/")[0] for name in names])
+
     def store(self, block: StoreBlock) -> Outcome:
         """Write one block, unless a whole file is there already.
 
@@ -207,6 +228,7 @@ class BlockFiles:
                 self._note_use(name)
                 return Outcome.DONE
             first, second, last = name.split("/")
+            self._note_unfinished(place, f"{first}/{second}")
             folder = self._open_fan_out(place, first, second)
             try:
                 with self._stage(folder, name) as stage:
@@ -245,7 +267,8 @@ class BlockFiles:
         if place.written_ns() is None:
             write_config(place.base, self._layout)
         layout = self._layout
-        add_marker(place.base, self._writer, layout.folder_mode, layout.file_mode)
+        marker = add_marker(place.base, self._writer, layout.folder_mode, layout.file_mode)
+        place.take_marker(marker)
 
     def _report_returned(self) -> None:
         self._incidents.report("load", "folder_returned", "the folder is there again, and is used")
@@ -281,6 +304,7 @@ class BlockFiles:
                 payload, page = room[: count - TRAILER_BYTES], room[count - TRAILER_BYTES : count]
             elif count != self._file_bytes:
                 return self._read_short(descriptor, name, count)
+            self._access_times.note_hit(name, descriptor)
         finally:
             os.close(descriptor)
         digest = self._form.decode_untrusted(block, payload, page)
@@ -296,6 +320,7 @@ class BlockFiles:
         if count != self._block_bytes:
             raise TrailerDamaged(f"torn: {count} bytes instead of {self._file_bytes}")
         if self._accept_unchecked:
+            self._access_times.note_hit(path, descriptor)
             self._counters.add("loads_unchecked")
             return Loaded(Outcome.DONE)
         # Sound for vLLM perhaps, so it is not ours to delete; a store will replace it.
@@ -374,8 +399,17 @@ class BlockFiles:
             _make_both(place.blocks, first, second, mode)
         except FileNotFoundError:  # all folders were removed under us
             place = self._anchor.make_again()
+            self._note_unfinished(place, f"{first}/{second}")
             _make_both(place.blocks, first, second, mode)
         return _open_both(place.blocks, first, second)
+
+    def _note_unfinished(self, place: Place, folder: str) -> None:
+        """Have the marker in this place name the folder. With a bound, the stage is elsewhere."""
+        if self._keeper is not None or place.unfinished is None:
+            return
+        if folder not in self._batch.folders:
+            self._batch.folders = frozenset([folder])
+        place.unfinished.note(self._batch.folders)
 
     def _unlink(self, place: Place, name: str) -> None:
         first, second, last = name.split("/")

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import stat
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from kvtier.errors import ConfigError, NamespaceMismatch
 from kvtier.plugin_api.options import shown
-from kvtier_backends.fs.place import CONFIG_NAME, Place
+from kvtier_backends.fs.place import CONFIG_NAME, FOLDER_FLAGS, Place
 from kvtier_backends.fs.special import refuse_special_file
-from kvtier_backends.fs.temporary import temporary_path, this_writer
+from kvtier_backends.fs.temporary import MARKERS_NAME, temporary_path, this_writer
 from kvtier_backends.posix import (
     NO_ROOM,
     NOT_A_FOLDER,
     NOTHING_OF_OURS,
     O_DIRECT,
+    fault_of_rights,
     is_elsewhere,
     make_folders,
     world_writable,
@@ -67,18 +67,19 @@ def refuse_bare_mount_point(layout: Layout, filesystem: int | None, refusal: Fol
         raise refusal.error(f"cannot be looked at ({problem.strerror}).") from problem
 
 
-def prepare_root(root: str, refusal: FolderRefusal) -> Place:
+def prepare_root(root: str, refusal: FolderRefusal, *, allow_world_writable: bool = False) -> Place:
     """Create ``root`` for this user alone, or check that it is fit for use; and open it."""
     try:
         make_folders(root)
-        place = Place(root)
+        place = Place(root, allow_world_writable=allow_world_writable)
     except (FileExistsError, NotADirectoryError):
         raise refusal.error(NOT_A_FOLDER) from None
     except OSError as problem:
         raise refusal.error(
             f"cannot be created ({problem.strerror}). Create it for this user, or name another."
         ) from problem
-    _refuse_world_writable(place.root, root, refusal)
+    if place.is_open_to_all(place.root):
+        raise refusal.error(world_writable(root))
     return place
 
 
@@ -87,7 +88,9 @@ def prepare_namespace(place: Place, layout: Layout, refusal: FolderRefusal) -> N
     try:
         place.open_below(layout, make=True)
         for folder, path in ((place.base, layout.base), (place.blocks, layout.blocks)):
-            _refuse_world_writable(folder, path, refusal)
+            _refuse_unfit(place, folder, path, refusal)
+        with suppress(FileNotFoundError):  # nobody has written here yet
+            _refuse_foreign_markers(place, layout, refusal)
         if place.written_ns() is None:
             write_config(place.base, layout)
     except NotADirectoryError as problem:
@@ -153,9 +156,22 @@ def _write_page(name: str, flags: int, folder: int) -> None:
         os.close(descriptor)
 
 
-def _refuse_world_writable(folder: int, path: str, refusal: FolderRefusal) -> None:
-    if os.fstat(folder).st_mode & stat.S_IWOTH:
+def _refuse_unfit(place: Place, folder: int, path: str, refusal: FolderRefusal) -> None:
+    """Refuse a folder that anyone may write to, or that this user may not."""
+    if place.is_open_to_all(folder):
         raise refusal.error(world_writable(path))
+    fault = fault_of_rights(folder, path)
+    if fault is not None:
+        raise refusal.error(fault)
+
+
+def _refuse_foreign_markers(place: Place, layout: Layout, refusal: FolderRefusal) -> None:
+    """Refuse a namespace whose writers' folder is another user's alone. Raises ``OSError``."""
+    markers = os.open(MARKERS_NAME, FOLDER_FLAGS, dir_fd=place.base)
+    try:
+        _refuse_unfit(place, markers, f"{layout.base}/{MARKERS_NAME}", refusal)
+    finally:
+        os.close(markers)
 
 
 def _read_config_untrusted(base: int, path: str, refusal: FolderRefusal) -> dict[str, Any]:

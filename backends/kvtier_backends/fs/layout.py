@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import ConfigError, Misuse
+from kvtier_backends.posix import shared_mode
 from kvtier_backends.shared.namespaces import as_json, describe, digest_of, namespace_name
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ _KEY_IN_NAME_BYTES_MAX: Final = 64  # file names end at 255 characters, temporar
 class Layout(ABC):
     """Names of the folders and files of one namespace. Touches no file."""
 
-    folder_mode: ClassVar[int]
-    file_mode: ClassVar[int]
+    folder_mode: int
+    file_mode: int
 
     def __init__(self, root: str, base: str, blocks: str, config: Mapping[str, Any]) -> None:
         self.base_name = base  #: the folder of ``config.json``, in the root
@@ -40,6 +41,11 @@ class Layout(ABC):
         self.base = f"{root}/{base}"
         self.blocks = f"{root}/{blocks}"
         self.config = config  #: what ``config.json`` holds, as JSON values
+
+    def share_as(self, root_mode: int) -> None:
+        """Let the root's group do with what is made here what it may do in the root."""
+        self.folder_mode = shared_mode(self.folder_mode, root_mode)
+        self.file_mode = shared_mode(self.file_mode, root_mode)
 
     @property
     def config_path(self) -> str:
@@ -63,7 +69,7 @@ class Layout(ABC):
 
 
 class KvtierLayout(Layout):
-    """kvtier's own folders, for this user alone."""
+    """kvtier's own folders, for this user alone, or for whoever the root is for."""
 
     folder_mode = 0o700
     file_mode = 0o600

@@ -22,6 +22,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from kvtier_backends.fs.unfinished import Unfinished
 from kvtier_backends.posix import filesystem_of, make_folders
 
 if TYPE_CHECKING:
@@ -44,8 +45,10 @@ class PlaceLost(OSError):
 class Place:
     """The open folders of a namespace. They are closed with the last who uses them."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, allow_world_writable: bool = False) -> None:
         """Open the root, wherever links lead. Raises ``OSError``."""
+        self.allow_world_writable = allow_world_writable
+        self.unfinished: Unfinished | None = None  #: this writer's marker, once there is one
         self.base = self.blocks = self.root = -1
         self.path = path
         self.root = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -54,6 +57,14 @@ class Place:
         for descriptor in {self.root, self.base, self.blocks} - {-1}:
             with suppress(OSError):
                 os.close(descriptor)
+
+    def is_open_to_all(self, folder: int) -> bool:
+        """Tell whether anyone may write to one of its folders, where that is not allowed."""
+        return not self.allow_world_writable and bool(os.fstat(folder).st_mode & stat.S_IWOTH)
+
+    def take_marker(self, descriptor: int) -> None:
+        """Keep this writer's marker open, as long as the folders are."""
+        self.unfinished = Unfinished(descriptor)
 
     def open_below(self, layout: Layout, *, make: bool) -> None:
         """Open the namespace's folders, and make those that are missing. Raises ``OSError``.
@@ -123,6 +134,7 @@ class Anchor:
         self._settle = settle
         self._on_return = on_return
         self._place: Place | None = place
+        self._allow_world_writable = place.allow_world_writable
         self._device = os.fstat(place.root).st_dev
         self._written_ns = place.written_ns()
         self._is_deleted = False  # the last one was
@@ -218,9 +230,9 @@ class Anchor:
     def _reopen(self, *, make: bool) -> None:
         """Open what the path names now, if it is the place, or may become it."""
         try:
-            place = Place(self._path)
+            place = Place(self._path, allow_world_writable=self._allow_world_writable)
             root = os.fstat(place.root)
-            if stat.S_IMODE(root.st_mode) & stat.S_IWOTH:
+            if place.is_open_to_all(place.root):
                 self._lose("anyone may write there now")
                 return
             # The path may have come to name another folder since it was checked.

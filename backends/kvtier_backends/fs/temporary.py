@@ -3,8 +3,8 @@
 A block is written under a temporary name beside its place and then renamed.
 The name carries who writes: a host id, the process and when that process
 started, so that a later engine can tell a dead writer from a live one. Each
-writer also keeps a marker in ``<namespace>/writers/``; only if a dead one's is
-found are the folders walked, so a clean start costs one listing.
+writer also keeps a marker in ``<namespace>/writers/``, which names the folders that
+it writes in (``unfinished.py``): only for a dead one's are folders listed, and those alone.
 
 The host id covers the boot and the process namespace too: two containers of
 one host name do not know each other's process numbers. A writer elsewhere
@@ -23,10 +23,11 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier_backends.fs.place import FOLDER_FLAGS
+from kvtier_backends.fs.unfinished import folders_untrusted, marker_bytes_max
 from kvtier_backends.posix import process_stat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 MARKERS_NAME: Final = "writers"
 FOREIGN_AGE_S_MAX: Final = 24 * 3600.0
@@ -76,13 +77,16 @@ def temporary_path(path: str, writer: Writer | str) -> str:
     return f"{path}.{writer}-{next(_counter)}.tmp"
 
 
-def add_marker(base: int, writer: Writer, folder_mode: int, mode: int) -> None:
-    """Announce ``writer`` in the markers' folder, below the open folder. Idempotent."""
+def add_marker(base: int, writer: Writer, folder_mode: int, mode: int) -> int:
+    """Announce ``writer`` in the markers' folder, below the open folder. Idempotent.
+
+    Returns the marker, open for writing.
+    """
     with suppress(FileExistsError):
         os.mkdir(MARKERS_NAME, folder_mode, dir_fd=base)
     flags = os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with _markers(base) as folder:
-        os.close(os.open(str(writer), flags, mode, dir_fd=folder))
+        return os.open(str(writer), flags, mode, dir_fd=folder)
 
 
 def remove_markers(base: int, names: Iterable[str]) -> None:
@@ -104,20 +108,56 @@ def dead_markers(base: int, me: Writer) -> list[str]:
     return dead
 
 
+def folders_of_dead(base: int, names: Iterable[str]) -> set[str] | None:
+    """Return the folders that these markers name; None if one of them does not tell."""
+    found: set[str] = set()
+    for name in names:
+        try:
+            with (
+                _markers(base) as folder,
+                _opened(name, folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as marker,
+            ):
+                folders = folders_untrusted(os.read(marker, marker_bytes_max()))
+        except OSError:
+            return None
+        if folders is None:
+            return None
+        found |= folders
+    return found
+
+
+def sweep_only(
+    folder: int, names: Iterable[str], me: Writer, keep_on: Callable[[], bool]
+) -> Iterator[str]:
+    """Remove as ``sweep`` does, but in the open folder itself and in these below it alone."""
+    yield from _sweep_files(folder, _names(folder), me)
+    for name in sorted(names):
+        if not keep_on():
+            return
+        first, _, second = name.partition("/")
+        with suppress(OSError), _opened(first, folder) as outer, _opened(second, outer) as below:
+            yield from _sweep_files(below, _names(below), me)
+
+
 def sweep(folder: int, me: Writer, keep_on: Callable[[], bool]) -> Iterator[str]:
     """Remove the temporary files of dead writers below the open folder, and yield their names.
 
     Walks all fan-out folders, so it belongs in a thread of its own; ends early
     once ``keep_on()`` is false. What cannot be listed or removed is left, and no link followed.
     """
-    for name, is_folder in _names(folder).items():
+    names = _names(folder)
+    for name, is_folder in names.items():
         if not keep_on():
             return
         if is_folder:
             with suppress(OSError), _opened(name, folder) as below:
                 yield from sweep(below, me, keep_on)
-            continue
-        writer = parse_temporary_untrusted(name)
+    yield from _sweep_files(folder, names, me)
+
+
+def _sweep_files(folder: int, names: Mapping[str, bool], me: Writer) -> Iterator[str]:
+    for name, is_folder in names.items():
+        writer = None if is_folder else parse_temporary_untrusted(name)
         if writer is not None and writer.is_dead(me, _age_s(name, folder)):
             with suppress(OSError):
                 os.unlink(name, dir_fd=folder)

@@ -116,6 +116,11 @@ class MooncakeBackend(Backend):
         return cls(load_library(reader), given, records, context)
 
     @classmethod
+    def check_keys(cls, options: Mapping[str, Any], context: BackendContext) -> None:
+        """Check all that is checked before the tier connects."""
+        cls.check_options(options, context)
+
+    @classmethod
     def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> str:
         """Check the options, and that the library can be loaded. Connects to nothing."""
         reader, given, _ = read_options(options, context)

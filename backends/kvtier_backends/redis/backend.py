@@ -95,6 +95,11 @@ class RedisBackend(Backend):
         return cls(*_read(options, context))
 
     @classmethod
+    def check_keys(cls, options: Mapping[str, Any], context: BackendContext) -> None:
+        """Check all that is checked before the tier connects."""
+        cls.check_options(options, context)
+
+    @classmethod
     def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> str:
         """Check the options, the files that they name, and that the library is there."""
         return _read(options, context)[0].place

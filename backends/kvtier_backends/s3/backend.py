@@ -131,6 +131,11 @@ class S3Backend(Backend):
         return cls(*_read(options, context))
 
     @classmethod
+    def check_keys(cls, options: Mapping[str, Any], context: BackendContext) -> None:
+        """Check all that is checked before the tier connects."""
+        cls.check_options(options, context)
+
+    @classmethod
     def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> str:
         """Check the options, and that the library and the credentials are there."""
         _, address, _, _ = _read(options, context)

@@ -205,6 +205,9 @@ def makers(folder: str, depth: int) -> dict[str, Callable[[], Device]]:
             on_direct_refused=lambda error: print(
                 f"O_DIRECT is refused here: {error}", file=sys.stderr
             ),
+            on_not_reserved=lambda error: print(
+                f"Room cannot be reserved here: {error}", file=sys.stderr
+            ),
         )
 
     return {"threads": threads, "io_uring": lambda: RingDevice(folder, depth)}

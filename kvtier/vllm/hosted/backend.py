@@ -147,6 +147,11 @@ class HostedBackend(Backend):
         return cls(built, view, context.tier_name, by_request=by_request, stats=engine.stats)
 
     @classmethod
+    def check_keys(cls, options: Mapping[str, Any], context: BackendContext) -> None:
+        """Refuse what shows without building the tier."""
+        cls.check_options(options, context)
+
+    @classmethod
     def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> None:
         """Refuse what shows without building the tier."""
         _class_of(options, f"secondary tier {context.tier_name}")

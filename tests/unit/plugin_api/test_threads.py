@@ -11,9 +11,10 @@ import threading
 import weakref
 
 import pytest
+from structlog.testing import capture_logs
 
-from kvtier.plugin_api.threads import DaemonThreads
-from tests.support.patience import until
+from kvtier.plugin_api.threads import DaemonThreads, daemon_thread
+from tests.support.patience import PATIENCE_S, until
 
 pytestmark = pytest.mark.anyio
 
@@ -141,3 +142,25 @@ async def test_a_thread_that_cannot_be_started_is_tried_again(
     assert await threads.run(lambda: 9) == 9
     assert len(threads._threads) == 2
     threads.stop()
+
+
+def test_what_a_thread_raises_is_logged_and_told_and_not_printed(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    told: list[BaseException] = []
+
+    def fail() -> None:
+        raise KeyError("k")
+
+    with capture_logs() as lines:
+        thread = daemon_thread(fail, "1:fs-look", told.append)
+        thread.start()
+        thread.join(PATIENCE_S)
+    assert [repr(error) for error in told] == ["KeyError('k')"]
+    (line,) = lines
+    assert (line["thread"], line["error"], line["exc_info"]) == (
+        "1:fs-look",
+        "KeyError('k')",
+        True,
+    )
+    assert capfd.readouterr().err == ""

@@ -27,11 +27,15 @@ FOUND_BY = {
         "--seed 5 --minutes 0.2 --faults server_killed",
         "breakers stay open|redis serves nothing",
     ),
-    "no_sweep": ("--seed 71 --minutes 0.1 --faults none", "temporary files are left"),
+    "no_sweep": (
+        "--seed 71 --minutes 0.1 --faults none",
+        "temporary files are left|a thread of kvtier raised",
+    ),
     "old_weights": ("--seed 5 --minutes 1", "wrong bytes for"),
     "other_number": ("--seed 71 --minutes 0.5 --faults fs_vanish", "3:stress_disk"),
     "pins_left": ("--seed 5 --minutes 2", "after the last fault"),
     "torn_blocks": ("--seed 71 --minutes 1", "wrong bytes for"),
+    "unheard": ("--seed 71 --minutes 0.1 --faults none", "standard error stream:(?s:.*)KeyError"),
     "untold_losses": ("--seed 5 --minutes 0.2", "events tell what tiers don't have.*fs: "),
     "untold_removals": ("--seed 5 --minutes 0.2", "events tell what tiers don't have"),
 }

@@ -224,7 +224,7 @@ def test_memory_and_disk_give_the_tokens_of_a_recomputation(story: dict[str, Any
 
 def test_a_second_engine_is_refused_and_the_first_goes_on(story: dict[str, Any]) -> None:
     """It says whose the folder is, and touches nothing in it."""
-    for part in ("1:disk", "path=", "is in use by process", "Stop that engine, or name another"):
+    for part in ("1:disk", "path=", "is in use by process", "Stop that engine", "or name another"):
         assert part in story["refusal"]
     cold, _, _, later = story["first"]
     assert later["tokens"] == cold["tokens"]

@@ -9,6 +9,7 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.vllm import KVTierOffloadingSpec
+from kvtier.vllm.region import NAME_PREFIX
 from tests.vllm.support.children import run_scenario
 from tests.vllm.support.engine import engine, kvtier_config
 from tests.vllm.support.managers import manager
@@ -183,23 +184,29 @@ def refused_by_an_engine(model: str, root: str) -> dict[str, Any]:
     """Start engines that must not start, then one that must."""
     from pathlib import Path
 
-    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
-
-    told: dict[str, Any] = {"refusals": []}
+    told: dict[str, Any] = {"refusals": [], "mapped": []}
     good = kvtier_config(secondary_tiers=[tier(root, cell="process")])
     told["cold"] = play(model, good, [300], rounds=1)
     (config,) = Path(root).glob("*/config.json")
     description = config.read_text()
     config.write_text("garbage")
-    for bad in (good, {**good, "store_treshold": 2}, {**good, "cpu_bytes_to_use": 1}):
+    mistyped = kvtier_config(secondary_tiers=[tier(root, cell="process", n_read_thread=2)])
+    unknown, small = {**good, "store_treshold": 2}, {**good, "cpu_bytes_to_use": 1}
+    for bad in (good, unknown, small, mistyped):
         try:
             with engine(model, bad, engine_id=REFUSED):
                 told["refusals"].append("none")
         except Exception as refused:  # noqa: BLE001 - whatever vLLM makes of it
             told["refusals"].append(str(refused))
-        ensure_kv_transfer_shutdown()  # vLLM keeps the worker's side of a start that failed
+        told["mapped"].append(NAME_PREFIX in Path("/proc/self/maps").read_text())
     told["left"] = ours_in_shm(REFUSED)
     config.write_text(description)
+    with engine(model, good):
+        try:
+            with engine(model, good):
+                told["second"] = "none"
+        except Exception as refused:  # noqa: BLE001 - as above
+            told["second"] = str(refused)
     told["disk"] = play(model, good, [300], rounds=1)
     return told
 
@@ -211,11 +218,14 @@ def test_an_engine_does_not_start_with_bad_configuration(
     told = run_scenario(
         refused_by_an_engine, log_folder=log_folder, model=str(llama), root=str(tmp_path / "kv")
     )
-    damaged, unknown, small = told["refusals"]
+    damaged, unknown, small, mistyped = told["refusals"]
     assert "config.json" in damaged
     assert "remove its folder" in damaged
     assert "did you mean 'store_threshold'?" in unknown
     assert "cpu_bytes_to_use=1 holds no block" in small
+    assert "did you mean 'n_read_threads'?" in mistyped
     assert told["left"] == []
+    assert told["mapped"] == [False] * 4, "one interpreter may start again, and has its memory back"
+    assert "ensure_kv_transfer_shutdown()" in told["second"]
     assert told["disk"][0]["tokens"] == told["cold"][0]["tokens"]
     assert told["disk"][0]["cached"] == [288]

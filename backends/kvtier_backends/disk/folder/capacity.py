@@ -10,13 +10,20 @@ import os
 from typing import TYPE_CHECKING, Final
 
 from kvtier.plugin_api.slot_memory import free_memory_bytes, machine_memory_bytes
-from kvtier_backends.disk.folder.claim import FOLDER_BYTES, REGIONS_MIN, capacity_bytes_min
+from kvtier_backends.disk.folder.claim import (
+    FOLDER_BYTES,
+    REGIONS_MIN,
+    capacity_bytes_min,
+    plan_folder,
+)
 from kvtier_backends.disk.format import PAGE_BYTES, region_bytes_for
 from kvtier_backends.disk.log.index import SLOTS_MAX
+from kvtier_backends.posix import nearest
 
 if TYPE_CHECKING:
     from kvtier.plugin_api.backend import BackendContext
     from kvtier.plugin_api.options import Options
+    from kvtier_backends.disk.disk_options import DiskOptions
     from kvtier_backends.disk.folder.claim import Plan
 
 INDEX_BYTES_PER_BLOCK: Final = 90
@@ -44,6 +51,16 @@ def check_region_bytes(
     if least <= most < region_bytes:
         what = f"leaves no room for {REGIONS_MIN} regions in capacity_bytes={capacity_bytes}"
         raise reader.error("region_bytes", region_bytes, f"{what}; lower it to {most} or less")
+
+
+def check_new_folder(reader: Options, given: DiskOptions, context: BackendContext) -> None:
+    """Check how a folder would be cut that begins anew. Raises ``ConfigError`` and ``OSError``."""
+    capacity_bytes, tag_bytes = given.capacity_bytes, given.tag_bytes
+    if given.region_bytes is not None:
+        check_region_bytes(reader, given.region_bytes, capacity_bytes, context, tag_bytes)
+    plan = plan_folder(capacity_bytes, context.block_bytes, tag_bytes, given.region_bytes)
+    check_plan(reader, capacity_bytes, context, tag_bytes, plan)
+    check_memory(reader, capacity_bytes, nearest(given.path)[0], plan, tag_bytes)
 
 
 def check_plan(

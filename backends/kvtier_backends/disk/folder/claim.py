@@ -16,6 +16,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvtier.errors import ConfigError
 from kvtier_backends.disk.folder.users import LOCK_NAME, user_untrusted
 from kvtier_backends.disk.format import (
     ID_BYTES,
@@ -42,8 +43,6 @@ from kvtier_backends.posix import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvtier.errors import ConfigError
-
 REGION_BYTES_USUAL: Final = 64 << 20
 REGION_SLOTS_MIN: Final = 16  #: fewer only where the folder would have too few regions then
 REGION_SLOTS_MAX: Final = 8192  #: listing the blocks of one region stays short
@@ -67,6 +66,7 @@ has put its memory away. An engine that starts just then must not be refused.
 """
 
 _LOCK_POLL_S: Final = 0.02
+_LOCK_POLL_S_OF_LONG_WAITS: Final = 0.25
 SUPERBLOCK_NAME: Final = "superblock"
 _SEGMENT_PATTERN: Final = re.compile(r"segment-(\d{5})\.kv")
 
@@ -121,29 +121,39 @@ class Claim:
     """A folder that belongs to this process until ``release``, or until it ends."""
 
     def __init__(
-        self, path: str, refuse: Callable[[str], ConfigError], user_pid: int | None = None
+        self,
+        path: str,
+        refuse: Callable[[str], ConfigError],
+        user_pid: int | None = None,
+        *,
+        allow_world_writable: bool = False,
+        wait_s: float = 0.0,
     ) -> None:
         """Make the folder if it is missing, and claim it. Raises ``ConfigError``.
 
         ``user_pid``: the process to name to whoever comes later; without one, this process.
+        ``wait_s``: so long it may wait for an engine that has the folder, ``LOCK_WAIT_S_MAX`` at
+        least. One that goes on using it is trouble of the storage's: it may pass.
         """
         self.path = path
         self.user_pid = os.getpid() if user_pid is None else user_pid
+        self._allow_world_writable = allow_world_writable
         self._descriptor: int | None = None
         self._identity = (0, 0)  # of the lock: device and inode
         try:
             make_folders(path)
-            if os.stat(path).st_mode & stat.S_IWOTH:
+            if os.stat(path).st_mode & stat.S_IWOTH and not allow_world_writable:
                 raise refuse(world_writable())
-            self._descriptor = self._acquire(refuse)
+            self._descriptor = self._acquire(refuse, max(wait_s, LOCK_WAIT_S_MAX))
         except NotAFile as problem:
             raise refuse(not_ours(problem)) from None
         except (FileExistsError, NotADirectoryError):
             raise refuse(NOT_A_FOLDER) from None
         except OSError as problem:
+            where = "" if problem.filename in (None, path) else f": {problem.filename}"
             raise refuse(
-                f"cannot be used ({problem.strerror}). Give this user the right to write there, "
-                "free space, or name another folder."
+                f"cannot be used ({problem.strerror}{where}). Give this user the right to write "
+                "there, free space, or name another folder."
             ) from problem
 
     def __del__(self) -> None:
@@ -155,6 +165,11 @@ class Claim:
         if descriptor is not None:
             with suppress(OSError):
                 os.close(descriptor)
+
+    def again(self) -> Claim:
+        """Claim the folder anew, once it is there again. Raises ``ConfigError``."""
+        allowed = self._allow_world_writable
+        return Claim(self.path, ConfigError, self.user_pid, allow_world_writable=allowed)
 
     def stands(self) -> bool:
         """Tell whether the folder is still the one that was claimed.
@@ -171,22 +186,22 @@ class Claim:
             return False
         return (there.st_dev, there.st_ino) == self._identity
 
-    def _acquire(self, refuse: Callable[[str], ConfigError]) -> int:
+    def _acquire(self, refuse: Callable[[str], ConfigError], wait_s: float) -> int:
         path = f"{self.path}/{LOCK_NAME}"
         descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
         try:
-            is_acquired = _lock(descriptor)
+            is_acquired = _lock(descriptor, wait_s)
         except BaseException:
             os.close(descriptor)
             raise
         if not is_acquired:
-            owner = user_untrusted(descriptor)
+            owner = user_untrusted(descriptor, self.user_pid)
             os.close(descriptor)
             raise refuse(
                 f"is in use by {owner}: a disk tier belongs to one engine. {owner.remedy}, "
                 "or name another folder; data-parallel engines each need their own, with "
                 "{dp_rank} in its name."
-            )
+            ) from BlockingIOError(errno.EAGAIN, "another engine has its lock")
         ours = os.fstat(descriptor)
         self._identity = (ours.st_dev, ours.st_ino)
         with suppress(OSError):  # the number is for people; a full disk is no reason to refuse
@@ -220,15 +235,16 @@ def not_ours(problem: NotAFile) -> str:
     )
 
 
-def _lock(descriptor: int) -> bool:
-    """Acquire the lock, if it is free or becomes so in ``LOCK_WAIT_S_MAX``. Raises ``OSError``."""
-    waits = round(LOCK_WAIT_S_MAX / _LOCK_POLL_S)
+def _lock(descriptor: int, wait_s: float) -> bool:
+    """Take the lock, within this time: else it is another's. Raises ``OSError``."""
+    poll_s = _LOCK_POLL_S if wait_s <= LOCK_WAIT_S_MAX else _LOCK_POLL_S_OF_LONG_WAITS
+    waits = round(wait_s / poll_s)
     for wait in range(waits + 1):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if wait < waits:
-                time.sleep(_LOCK_POLL_S)
+                time.sleep(poll_s)
         else:
             return True
     return False

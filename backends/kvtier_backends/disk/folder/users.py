@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LOCK_NAME: Final = "lock"
+_PARENT_FIELD: Final = 1  # of those after the command's name, see proc(5)
 _STATES: Final = {
     "T": "is stopped",
     "t": "is stopped by a debugger",
@@ -38,6 +39,7 @@ class User(NamedTuple):
     pid: int | None  #: the engine's, as the lock file has it; of its own container, maybe
     holder: Holder | None = None  #: None if it can't be seen from here
     is_left_over: bool = False  #: the holder has outlived its engine
+    is_of_same_program: bool = False  #: whoever made the engine that asks has made this one too
 
     def __str__(self) -> str:
         """Return the process to end, and what it is, as half a sentence."""
@@ -63,13 +65,18 @@ class User(NamedTuple):
             return f"See to the storage that process {pid} waits for"
         if self.is_left_over:
             return f"End it with 'kill -KILL {pid}'"
+        if state == "runs" and self.is_of_same_program:
+            return "Stop that engine, which this same program has made (in a notebook: del llm)"
         if state == "runs":
             return "Stop that engine"
         return f"Let process {pid} go on with 'kill -CONT {pid}', then stop that engine"
 
 
-def user_untrusted(descriptor: int) -> User:
-    """Return who holds the lock of this open lock file, as far as anyone tells. Raises nothing."""
+def user_untrusted(descriptor: int, asking: int | None = None) -> User:
+    """Return who holds the lock of this open lock file, as far as anyone tells. Raises nothing.
+
+    ``asking``: the process of the engine that wants it.
+    """
     try:
         text = os.pread(descriptor, 32, 0).decode("ascii").strip()
     except (OSError, ValueError):
@@ -78,8 +85,10 @@ def user_untrusted(descriptor: int) -> User:
     pid = next(_holders(descriptor), None)
     if pid is None:
         return User(engine)
+    is_sibling = asking is not None and engine is not None and _are_siblings(engine, asking)
     is_left_over = engine is not None and _state(engine) == "has ended" and _is_of_here(pid)
-    return User(engine, Holder(pid, _state(pid)), is_left_over)
+    is_sibling = is_sibling and not is_left_over and _is_of_here(pid)
+    return User(engine, Holder(pid, _state(pid)), is_left_over, is_sibling)
 
 
 def _holders(descriptor: int) -> Iterator[int]:
@@ -125,6 +134,22 @@ def _is_of_here(pid: int) -> bool:
     try:
         return os.readlink(f"/proc/{pid}/ns/pid") == os.readlink("/proc/self/ns/pid")
     except OSError:
+        return False
+
+
+def _are_siblings(pid: int, other: int) -> bool:
+    """Tell whether two engines are of one Python program: itself, or two children of it.
+
+    Two programs of one shell are not: that is no Python.
+    """
+    if pid == other:
+        return True
+    try:
+        parent, other_parent = (int(process_stat(each)[_PARENT_FIELD]) for each in (pid, other))
+        return parent == other_parent and os.path.samefile(
+            f"/proc/{parent}/exe", f"/proc/{other}/exe"
+        )
+    except (OSError, IndexError, ValueError):
         return False
 
 

@@ -6,25 +6,18 @@ at a time. The engine itself moves blocks by ``device.py``.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
 from typing import TYPE_CHECKING, Final
 
 from kvtier_backends.disk.device import SEGMENT_NAME, Segments
+from kvtier_backends.disk.fallocate import punch_hole
 from kvtier_backends.disk.folder.claim import segment_numbers
 from kvtier_backends.disk.opened_files import open_file
 
 if TYPE_CHECKING:
     from typing import Self
 
-_KEEP_SIZE: Final = 1
-_PUNCH_HOLE: Final = 2
-_NO_PUNCHING: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 _ZEROS_BYTES: Final = 1 << 20
-
-_fallocate: Final = ctypes.CDLL(None, use_errno=True).fallocate
-_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 class RegionFiles:
@@ -119,11 +112,9 @@ class RegionFiles:
         if size == 0:
             return
         self._is_changed = True
-        if _fallocate(descriptor, _PUNCH_HOLE | _KEEP_SIZE, start + at, size) == 0:
+        path = self._path(self._segment_of(region))
+        if punch_hole(descriptor, start + at, size, path) is None:
             return
-        number = ctypes.get_errno()
-        if number not in _NO_PUNCHING:
-            raise OSError(number, os.strerror(number), self._path(self._segment_of(region)))
         for done in range(0, size, _ZEROS_BYTES):
             self.write(region, at + done, bytes(min(_ZEROS_BYTES, size - done)))
 

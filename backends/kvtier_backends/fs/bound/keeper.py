@@ -9,7 +9,6 @@ import asyncio
 import errno
 import os
 import secrets
-import threading
 import time
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvtier.plugin_api.deadlines import time_left_s
 from kvtier.plugin_api.log import log
+from kvtier.plugin_api.threads import daemon_thread
 from kvtier_backends.fs.bound.cleaner import Cleaner
 from kvtier_backends.fs.bound.eviction import Evicted, evict, scan
 from kvtier_backends.fs.bound.folders import ensure_folder
@@ -107,7 +107,7 @@ class ThreadHands:
         self._found = None
         work = partial(self._run_scan, self._scan, self._root(), epoch, duty)
         try:
-            threading.Thread(target=work, name=f"{self._name}-scan", daemon=True).start()
+            daemon_thread(work, f"{self._name}-scan").start()
         except RuntimeError:
             self._found = OSError(errno.EAGAIN, "no thread can be started")
 
@@ -133,6 +133,8 @@ class ThreadHands:
             found = scan(root.descriptor, epoch, self._timing.epoch_s, keep_on)
         except OSError as problem:
             found = problem
+        except Exception as problem:  # noqa: BLE001 - or the scan would never be over
+            found = OSError(errno.EIO, repr(problem))
         if self._scan == number:
             self._found = found
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 import aiofiles
 import aiofiles.os
 
+from kvtier.plugin_api.threads import daemon_thread
 from kvtier_backends.fs.bound.folders import Folder
 from kvtier_backends.fs.bound.records import SMALL_FILE_BYTES_MAX
 from kvtier_backends.fs.place import FOLDER_FLAGS
@@ -57,7 +58,7 @@ class DaemonExecutor(Executor):
         with self._lock:
             if self._left > 0:
                 self._left -= 1
-                threading.Thread(target=self._work, name=next(self._names), daemon=True).start()
+                daemon_thread(self._work, next(self._names)).start()
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 - as its base class has it

@@ -103,7 +103,7 @@ def announce(folder: FsFolder, names: Sequence[str]) -> None:
 async def _announce(folder: FsFolder, names: Sequence[str]) -> None:
     executor = DaemonExecutor(1, "announce")
     try:
-        mode = stat.S_IMODE(os.fstat(folder.root).st_mode) & 0o755
+        mode = stat.S_IMODE(os.fstat(folder.root).st_mode) & 0o775
         space = await SmallFiles(os.dup(folder.root), executor, mode).open_folder(SPACE)
         removals = Removals()
         await removals.begin(space, 0, secrets.randbelow(_NUMBERS))

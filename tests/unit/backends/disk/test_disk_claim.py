@@ -84,6 +84,8 @@ def test_a_claim_names_the_engine_though_the_tier_runs_elsewhere(tmp_path: Path)
     assert held.stands()
 
 
+SAME_PROGRAM = "which this same program has made (in a notebook: del llm)"
+
 HOLDER = """
 import os, sys
 from kvtier.errors import ConfigError
@@ -119,7 +121,7 @@ def test_the_refusal_names_the_process_that_has_the_lock_and_what_to_do(
     left = f"and is left of engine process {ended.pid}"
     wanted = {
         "lives": (
-            (f"process {pid}", "Stop that engine"),
+            (f"process {pid}", f"Stop that engine, {SAME_PROGRAM}"),
             (f"process {pid}, whose tier's process {holder.pid} is stopped", go_on),
         ),
         "has ended": (
@@ -151,10 +153,55 @@ def test_a_lock_that_stays_is_refused_after_a_bounded_wait(tmp_path: Path, naps:
         claim(tmp_path / "kv")
     assert str(refused.value) == (
         f"is in use by process {os.getpid()}: a disk tier belongs to one engine. "
-        "Stop that engine, or name another folder; data-parallel engines each need their own, "
+        f"Stop that engine, {SAME_PROGRAM}, or name another folder; data-parallel engines each "
+        "need their own, "
         "with {dp_rank} in its name."
     )
     assert sum(naps.seconds) == pytest.approx(LOCK_WAIT_S_MAX)
     assert open_before > 0
     assert times_open(tmp_path / "kv" / LOCK_NAME) == open_before, "the lock file stays open"
     assert held.stands()
+
+
+PROGRAM = """
+import os, subprocess, sys
+engine = "from kvtier.errors import ConfigError"
+engine += "\\nfrom kvtier_backends.disk.folder.claim import Claim"
+engine += "\\nimport sys\\nheld = Claim(sys.argv[1], ConfigError)\\nprint('claimed', flush=True)"
+engine += "\\nsys.stdin.read()"
+first = subprocess.Popen(
+    [sys.executable, "-c", engine, sys.argv[1]], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+)
+first.stdout.readline()
+second = subprocess.run(
+    [sys.executable, "-c", engine, sys.argv[1]], stdin=subprocess.DEVNULL, capture_output=True
+)
+print(second.stderr.decode())
+first.stdin.close()
+first.wait()
+"""
+
+
+def test_an_engine_that_a_notebook_made_before_is_called_its_own(tmp_path: Path) -> None:
+    """Its engines are processes that nobody there has seen: their numbers alone say nothing."""
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    program = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "kv")],
+        env=path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"Stop that engine, {SAME_PROGRAM}" in program.stdout
+
+
+def test_a_folder_in_use_is_trouble_that_may_pass(tmp_path: Path, naps: Naps) -> None:
+    """So that an engine may start without the tier: while a rollout goes on, the old one has it."""
+    held = claim(tmp_path / "kv")
+    with pytest.raises(ConfigError) as refused:
+        claim(tmp_path / "kv")
+    assert isinstance(refused.value.__cause__, BlockingIOError)
+    naps.seconds.clear()
+    naps.during[40] = held.release
+    assert Claim(str(tmp_path / "kv"), ConfigError, wait_s=45.0).stands()
+    assert LOCK_WAIT_S_MAX < sum(naps.seconds) <= 45.0

@@ -40,6 +40,7 @@ def make(folder: Path, said: Said | None = None, *, direct: bool = True) -> File
         write_threads=2,
         name="t",
         on_direct_refused=(Said() if said is None else said).append,
+        on_not_reserved=(Said() if said is None else said).append,
     )
 
 
@@ -214,13 +215,13 @@ async def test_a_file_without_holes_is_not_allocated_again(
     await before.allocate(1)
     before.close()
     asked: list[int] = []
-    real = os.posix_fallocate
+    real = device_module.reserve
 
-    def count(descriptor: int, at: int, size: int) -> None:
+    def count(descriptor: int, at: int, size: int) -> OSError | None:
         asked.append(at)
-        real(descriptor, at, size)
+        return real(descriptor, at, size)
 
-    monkeypatch.setattr(os, "posix_fallocate", count)
+    monkeypatch.setattr(device_module, "reserve", count)
     device = make(tmp_path)
     await device.allocate(1)
     assert asked == []

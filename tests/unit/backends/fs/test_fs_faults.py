@@ -13,14 +13,15 @@ from typing import Any
 
 import anyio
 import pytest
+from structlog.testing import capture_logs
 
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.fs import temporary
 from kvtier_backends.fs.files import BlockFiles
 from kvtier_backends.fs.temporary import Writer, parse_temporary_untrusted, this_writer
-from tests.support.fuse_folder import FuseFolder, needs_fuse
-from tests.support.patience import PATIENCE_S
+from tests.support.fuse_folder import FuseFolder, fuse_folder, needs_fuse
+from tests.support.patience import PATIENCE_S, until_true
 from tests.unit.backends._media import mount, needs_mount, start_python, tmpfs
 from tests.unit.backends.fs._fs import key_of, make_fs, open_fs
 
@@ -52,20 +53,28 @@ async def test_a_full_disk_is_full_and_keeps_nothing_unfinished(tmp_path: Path) 
             assert await fs.store(50) is Outcome.DONE
 
 
-@needs_mount
+@needs_fuse
 async def test_a_disk_that_turns_read_only_fails_stores_and_serves_loads(tmp_path: Path) -> None:
-    with tmpfs(tmp_path / "small", "1m") as root:
-        async with open_fs(root) as fs:
+    """As the kernel does after an error; nobody else can, while an engine has it open."""
+    with fuse_folder(tmp_path) as folder:
+        async with open_fs(folder.path / "kv") as fs:
             await fs.store(1)
             await fs.store(2)
             os.truncate(fs.path(2), 10)
-            mount("-o", "remount,ro", root)
+            writing = ("create", "mkdir", "write", "rename", "unlink", "truncate", "utimens")
+            folder.fail(*writing, error=errno.EROFS)
             assert await fs.store(3) is Outcome.FAILED
             assert await fs.load(1) is Outcome.DONE
             assert await fs.load(2) is Outcome.DAMAGED
             assert fs.count("removes_failed") == 1
-            mount("-o", "remount,rw", root)
+            folder.heal()
             assert await fs.store(3) is Outcome.DONE
+
+
+@needs_mount
+def test_a_read_only_disk_is_refused_at_the_start(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "small", "1m") as root:
+        make_fs(root)
         mount("-o", "remount,ro", root)
         with pytest.raises(ConfigError, match="Give this user the right to write"):
             make_fs(root)
@@ -151,6 +160,25 @@ async def test_only_dead_writers_temporaries_are_swept(tmp_path: Path) -> None:
         assert foreign.exists()
         assert await fs.load(1) is Outcome.DONE
         assert fs.count("temporaries_swept") == 3
+
+
+async def test_what_a_sweep_raises_is_counted_and_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As once with names that came without types: nothing was swept, and no log said so."""
+
+    def fail(*_: object) -> None:
+        raise KeyError("a mistake of ours")
+
+    monkeypatch.setattr(BlockFiles, "sweep", fail)
+    async with open_fs(tmp_path / "kv") as fs:
+        await fs.store(1)
+        markers = fs.path(1).parents[2] / "writers"
+    (markers / str(Writer(this_writer().host, 1, 12))).write_bytes(b"")
+    with capture_logs() as lines:
+        async with open_fs(tmp_path / "kv") as fs:
+            await until_true(lambda: fs.count("upkeep_failed") == 1)
+    assert "a thread of kvtier raised" in {line["event"] for line in lines}
 
 
 @needs_fuse

@@ -1,0 +1,43 @@
+"""The worker that vLLM keeps in this process, where one process is a whole engine.
+
+That is so in a notebook with ``VLLM_ENABLE_V1_MULTIPROCESSING=0``. vLLM keeps one KV connector for
+the workers of a process, whichever engine asked for it first, and makes no second one while it is
+there. Of an engine that was refused by its scheduler it stays, and keeps its memory mapped: the
+next engine of that process would find no worker of its own, whatever was mended in between.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, has_kv_transfer_group
+
+WORKER_OF_ANOTHER: Final = (
+    "this process still holds the worker of an engine that it had before, and vLLM makes no second "
+    "one beside it. End that engine (del llm); if it is gone already, call "
+    "vllm.distributed.kv_transfer.ensure_kv_transfer_shutdown(), and start this one again."
+)
+
+
+class WorkerHere:
+    """Whose worker this process holds. One for a process; the thread that starts engines."""
+
+    def __init__(self) -> None:
+        self._engine_id: str | None = None
+
+    def note(self, engine_id: str) -> None:
+        """Note that an engine's worker was made in this process."""
+        self._engine_id = engine_id
+
+    def is_of_another(self, engine_id: str) -> bool:
+        """Tell whether vLLM holds a worker here, of another engine than this."""
+        return bool(has_kv_transfer_group()) and self._engine_id != engine_id
+
+    def let_go_of(self, engine_id: str) -> None:
+        """End the worker of an engine that is not going to be, if it is in this process."""
+        if self._engine_id == engine_id:
+            self._engine_id = None
+            ensure_kv_transfer_shutdown()
+
+
+WORKER_HERE: Final = WorkerHere()

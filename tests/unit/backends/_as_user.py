@@ -1,0 +1,44 @@
+"""Opens a tier's folder as another user, stores and finds blocks: ``python -m`` this.
+
+``USER GROUP TYPE FOLDER STORED WANTED``: how many blocks to store, and how many must be found
+before. The user is changed here and not by whoever starts this: Python may be root's alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+
+from kvtier.errors import ConfigError
+from kvtier.plugin_api.backend import Outcome
+from tests.unit.backends.disk._disk import open_disk
+from tests.unit.backends.fs._fs import open_fs
+
+
+async def main(kind: str, folder: str, stored: int, wanted: int) -> None:
+    numbers = range(wanted, wanted + stored)
+    if kind == "disk":
+        async with open_disk(folder) as disk:
+            assert await disk.found(range(wanted)) == list(range(wanted))
+            assert await disk.store(*numbers) == [Outcome.DONE] * stored
+        return
+    async with open_fs(folder) as fs:
+        assert [await fs.load(number) for number in range(wanted)] == [Outcome.DONE] * wanted
+        assert [await fs.store(number) for number in numbers] == [Outcome.DONE] * stored
+
+
+if __name__ == "__main__":
+    user, group, kind, folder, stored, wanted = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as tried:  # what is imported late is, now
+        asyncio.run(main(kind, f"{tried}/kv", 1, 0))
+    os.umask(0o007)
+    os.setgroups([])
+    os.setgid(int(group))
+    os.setuid(int(user))
+    try:
+        asyncio.run(main(kind, folder, int(stored), int(wanted)))
+    except ConfigError as refusal:
+        print(refusal)
+        sys.exit(3)

@@ -1,0 +1,143 @@
+"""What a killed writer has left is found without a walk over all folders."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies
+
+from kvtier_backends.fs import unfinished
+from kvtier_backends.fs.temporary import Writer, this_writer
+from kvtier_backends.fs.unfinished import FOLDERS_MAX, Unfinished, folders_untrusted
+from tests.support.patience import until_true
+from tests.unit.backends._media import start_python
+from tests.unit.backends.fs._fs import open_fs
+
+pytestmark = pytest.mark.anyio
+
+
+def marker(path: Path) -> Unfinished:
+    return Unfinished(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+
+
+def markers(root: Path) -> list[Path]:
+    return list(root.glob("*/writers/*"))
+
+
+def kill_a_writer(root: Path) -> None:
+    """Have another process store, and kill it in the midst of that."""
+    with start_python(
+        "-m", "tests.unit.backends.fs._fs_child", "store_for_ever", root, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        while int(process.stdout.readline()) < 64:
+            pass
+        process.send_signal(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("_", range(3))
+async def test_the_marker_of_a_killed_writer_names_each_folder_with_an_unfinished_file(
+    _: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kill comes at any moment: a file is unfinished in about every second run."""
+    root = tmp_path / "kv"
+    kill_a_writer(root)
+    (path,) = markers(root)
+    named = folders_untrusted(path.read_bytes())
+    assert named, "it has stored"
+    left = list(root.rglob("*.tmp"))
+    assert {"/".join(path.parts[-3:-1]) for path in left} <= named
+    monkeypatch.setattr("kvtier_backends.fs.files.sweep", pytest.fail)
+    async with open_fs(root):
+        await until_true(lambda: len(markers(root)) == 1)
+        assert list(root.rglob("*.tmp")) == []
+
+
+async def test_only_the_folders_that_are_named_are_listed(tmp_path: Path) -> None:
+    """So a start over a million folders lists a few of them, and nothing waits for the others."""
+    async with open_fs(tmp_path / "kv") as fs:
+        for number in range(50):
+            await fs.store(number)
+        base = fs.path(0).parents[2]
+        folders = ["/".join(fs.path(number).parts[-3:-1]) for number in range(50)]
+        paths = [fs.path(number) for number in range(50)]
+    dead = Writer(this_writer().host, 1, 12)
+    marker(base / "writers" / str(dead)).note(frozenset(folders[:3]))
+    for path in paths:
+        Path(f"{path}.{dead}-1.tmp").write_bytes(b"half")
+    (base / f"config.json.{dead}-0.tmp").write_bytes(b"half")
+    async with open_fs(tmp_path / "kv") as fs:
+        await until_true(lambda: len(markers(tmp_path / "kv")) == 1)
+        assert fs.count("temporaries_swept") == 1 + len(set(folders[:3]))
+
+
+async def test_a_marker_of_an_older_kvtier_has_all_folders_walked(tmp_path: Path) -> None:
+    async with open_fs(tmp_path / "kv") as fs:
+        await fs.store(1)
+        block = fs.path(1)
+    dead = Writer(this_writer().host, 1, 12)
+    (block.parents[2] / "writers" / str(dead)).write_bytes(b"")
+    Path(f"{block}.{dead}-1.tmp").write_bytes(b"half")
+    async with open_fs(tmp_path / "kv") as fs:
+        await until_true(lambda: len(markers(tmp_path / "kv")) == 1)
+        assert fs.count("temporaries_swept") == 1
+
+
+async def test_a_folder_that_is_made_anew_in_the_midst_of_a_batch_is_noted_there_too(
+    tmp_path: Path,
+) -> None:
+    async with open_fs(tmp_path / "kv") as fs:
+        await fs.store(1)
+        shutil.rmtree(tmp_path / "kv")
+        await fs.store(2)
+        (path,) = markers(tmp_path / "kv")
+        assert folders_untrusted(path.read_bytes()) == {"/".join(fs.path(2).parts[-3:-1])}
+
+
+def test_a_batch_is_noted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = marker(tmp_path / "marker")
+    folders = frozenset(["012/34", "567/89"])
+    written.note(folders)
+    monkeypatch.setattr(unfinished.os, "pwrite", pytest.fail)
+    for _ in range(3):
+        written.note(folders)
+
+
+def test_what_is_noted_is_read_back_and_what_is_over_is_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "marker"
+    written = marker(path)
+    assert folders_untrusted(path.read_bytes()) == set()
+    written.note(frozenset(["abc/de", "abc/de_g4294967295", "___/__"]))
+    assert folders_untrusted(path.read_bytes()) == {"abc/de", "abc/de_g4294967295", "___/__"}
+    written.note(frozenset(["012/34"]))
+    assert folders_untrusted(path.read_bytes()) == {"012/34"}
+
+
+def test_a_marker_that_cannot_tell_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "marker"
+    written = marker(path)
+    written.note(frozenset(f"{number:03x}/00" for number in range(FOLDERS_MAX + 1)))
+    assert folders_untrusted(path.read_bytes()) is None
+    written.note(frozenset(["012/34"]))
+    assert folders_untrusted(path.read_bytes()) is None
+
+    def write_half(*_: object) -> int:
+        return 1  # the disk is full
+
+    again = marker(path)
+    assert folders_untrusted(path.read_bytes()) == set()
+    with monkeypatch.context() as full:
+        full.setattr(unfinished.os, "pwrite", write_half)
+        again.note(frozenset(["012/34"]))
+    assert folders_untrusted(path.read_bytes()) is None
+
+
+@given(raw=strategies.binary(max_size=200), with_header=strategies.booleans())
+def test_no_marker_leads_out_of_the_folders(raw: bytes, with_header: bool) -> None:
+    found = folders_untrusted(unfinished._HEADER * with_header + raw)
+    assert all(".." not in name and name.count("/") == 1 for name in found or ())
