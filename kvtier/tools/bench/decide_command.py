@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
+from itertools import permutations
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import InternalError
@@ -47,6 +48,9 @@ LEARNING_TURNS: Final = 3
 HOPELESS: Final = ((1, 10.0), (2, 3.0))
 """Turns after which a choice that takes so many times what the other one takes has lost, and is
 measured no more."""
+
+ORDERS: Final = tuple(permutations(POLICIES))
+"""Each comes after each other one as often: what comes after computing finds cold caches."""
 
 STEPS: Final = ("at first", "to slow", "back to fast")
 STEP_TURNS: Final = 10_000  #: turns have numbers, which make the ends of prompts; steps have others
@@ -120,8 +124,7 @@ def _measured(engines: Engines, cell: Cell, plan: Plan) -> dict[str, Any]:
     times: dict[str, list[float]] = {policy: [] for policy in POLICIES}
     turns: dict[str, list[dict[str, Any]]] = {policy: [] for policy in POLICIES}
     for turn in range(plan.repeats):
-        first = turn % len(POLICIES)
-        for policy in (*POLICIES[first:], *POLICIES[:first]):
+        for policy in ORDERS[turn % len(ORDERS)]:
             if _is_hopeless(policy, turn, times):
                 continue
             numbers = _numbers(plan, cell.clients, turn)

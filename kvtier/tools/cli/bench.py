@@ -166,7 +166,7 @@ def _add_decide_arguments(decide: argparse.ArgumentParser) -> None:
     decide.add_argument(
         "--repeats",
         type=int,
-        default=8,
+        default=6,
         help="turns in each cell; figures are means of all requests (default: %(default)s)",
     )
     decide.add_argument(
