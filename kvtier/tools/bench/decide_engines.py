@@ -118,6 +118,7 @@ def start_engines(plan: Plan) -> Iterator[Engines]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-bench-")))
         register(folder / "site")
+        (folder / "tmp").mkdir()  # engines are killed at the end: what they leave goes with it
         rate = RateFile(folder / "rate.json")
         rate.write(Rate())
         found = {}
@@ -138,6 +139,7 @@ def _engine(policy: str, plan: Plan, folder: Path) -> Iterator[Engine]:
         "clients": max(plan.clients),
         "extra_config": _extra_config(policy, plan, folder / "rate.json"),
     }
+    environment = {**QUIET_ENVIRONMENT, **ENVIRONMENT, "TMPDIR": str(folder / "tmp")}
     path = os.pathsep.join(filter(None, [str(folder / "site"), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryFile() as log:
         part = process_group(
@@ -145,7 +147,7 @@ def _engine(policy: str, plan: Plan, folder: Path) -> Iterator[Engine]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env={**os.environ, **QUIET_ENVIRONMENT, **ENVIRONMENT, "PYTHONPATH": path},
+            env={**os.environ, **environment, "PYTHONPATH": path},
         )
         try:
             with part as process:
