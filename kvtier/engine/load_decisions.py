@@ -11,7 +11,7 @@ engine's steps (``kvtier/engine/prefill_speed.py``), what loading takes from eac
 
 A tier that is declined tells nothing new of itself. So now and then a request loads the
 first few blocks all the same, and waits for them for no longer than a small share of what
-it has to compute anyway. That is done at growing intervals while it tells the same.
+it has to compute anyway (``kvtier/engine/exploration.py``).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.core import messages as m
+from kvtier.engine.exploration import Exploration
 from kvtier.engine.load_decision import FREE, Rates, Run, best_cut
 from kvtier.engine.prefill_speed import PrefillSpeed
 from kvtier.engine.prefix_choice import best_prefix
@@ -48,8 +49,6 @@ EXPLORING_SHARE: Final = 0.05
 """Of what a request has to compute: it waits no longer for blocks that only show how fast a
 tier is now."""
 
-EXPLORING_FIRST_S: Final = 1.0
-EXPLORING_LAST_S: Final = 60.0
 NOTICE_S: Final = 10.0
 """Of one tier a change of mind is logged no more often."""
 
@@ -57,12 +56,11 @@ NOTICE_S: Final = 10.0
 class _Mind:
     """What was decided of one tier lately."""
 
-    __slots__ = ("declines", "explore_at", "interval_s", "noticed_at")
+    __slots__ = ("declines", "exploration", "noticed_at")
 
     def __init__(self) -> None:
         self.declines = False
-        self.explore_at = 0.0
-        self.interval_s = EXPLORING_FIRST_S
+        self.exploration = Exploration()
         self.noticed_at = -NOTICE_S
 
 
@@ -215,15 +213,15 @@ class LoadDecisions:
 
     def _explore(self, tier: int, runs: Sequence[Run], cut: Cut, request: Request) -> int:
         """Return how many keys to keep so that a tier which is declined shows what it does now."""
-        mind, now = self._minds[tier], self._promotions.now
+        mind, now, cost = self._minds[tier], self._promotions.now, self.costs().get(tier)
+        if cost is None:
+            return 0
+        expected_s = cost.latency_s + cost.block_s * EXPLORED_BLOCKS_MAX
         if not mind.declines:
-            mind.explore_at = now + EXPLORING_FIRST_S
-            mind.interval_s = EXPLORING_FIRST_S
+            mind.exploration.begin(now, expected_s)
             return 0
-        if now < mind.explore_at:
+        if not mind.exploration.is_due(now, expected_s, cost.outstanding):
             return 0
-        mind.interval_s = min(2 * mind.interval_s, EXPLORING_LAST_S)
-        mind.explore_at = now + mind.interval_s
         request.wait_for_loads(EXPLORING_SHARE * cut.compute_s)
         kept = 0
         for run in runs:

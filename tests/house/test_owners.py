@@ -58,6 +58,7 @@ GIVEN = {
     "kvtier_backends.redis.client: made.ssl_context": "the client library: one for all connections",
     "kvtier.testing._workbench: backend.on_connection": "as above",
     "kvtier.tools.bench.backend_sides: self._backend.on_connection": "as above: the benchmark does",
+    "kvtier.tools.bench.decide_engine: self._core.step_fn": "vLLM tells only its own loop",
     "kvtier.tools.bench.plain_mooncake: self._placement.replica_num": "Mooncake's own settings",
     "kvtier_backends.mooncake.client: self._pinned.with_hard_pin": "Mooncake's own settings",
     "kvtier_backends.mooncake.client: self._placement.replica_num": "as above",

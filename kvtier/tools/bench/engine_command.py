@@ -27,11 +27,11 @@ from kvtier.tools.bench.engine_run import (
     RESTARTED,
     SECOND_ENGINE,
 )
+from kvtier.tools.bench.leftovers import remove_regions
 from kvtier.tools.bench.sides import KVTIER, SIDES, VLLM, kvtier_tier
 from kvtier.tools.bench.steps import KNOWN, STEPS_PROMISED, measure_steps
 from kvtier.tools.cli.terminal import progress, table, write_json
 from kvtier.tools.demo_engine import BLOCK_BYTES, BLOCK_TOKENS
-from kvtier.vllm.region import SHARED_MEMORY_FOLDER, sweep
 
 if TYPE_CHECKING:
     import argparse
@@ -135,10 +135,7 @@ def _run_engine(
     try:
         found: _Run = run_child("kvtier.tools.bench.engine_run", job, ENVIRONMENT)
     finally:
-        # An engine that was killed may have left its region.
-        for path in Path(SHARED_MEMORY_FOLDER).glob(f"vllm_offload_{engine_id}*"):
-            path.unlink(missing_ok=True)
-        sweep(SHARED_MEMORY_FOLDER)
+        remove_regions(engine_id)
     return found
 
 

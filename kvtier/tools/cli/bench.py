@@ -2,6 +2,7 @@
 
 ``ops`` times each call on the scheduler thread: both managers in one process,
 on the same keys. ``engine`` runs the real vLLM engine on the CPU with either.
+``decide`` measures how well ``"load_or_recompute": "auto"`` chooses, in that engine.
 ``disk`` measures the disk tier beside vLLM's fs tier, and beside the bare disk.
 ``backends`` measures redis, s3, mooncake and fs tiers beside the plain client library
 on the same server, and ``compression`` what compressing blocks gains. ``start`` measures what an
@@ -31,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="bench", required=True, metavar="BENCHMARK")
     _add_ops_arguments(kinds.add_parser("ops", help="scheduler-thread time of each call"))
     _add_engine_arguments(kinds.add_parser("engine", help="the real vLLM engine on the CPU"))
+    _add_decide_arguments(
+        kinds.add_parser("decide", help="whether loading or computing is chosen well")
+    )
     _add_disk_arguments(
         kinds.add_parser("disk", help="the disk tier beside vLLM's fs tier, and the bare disk")
     )
@@ -136,6 +140,45 @@ def _add_engine_arguments(engine: argparse.ArgumentParser) -> None:
         help="tokens in each prompt (default: %(default)s)",
     )
     engine.add_argument("--json", metavar="FILE", help="write all figures to FILE, as JSON")
+
+
+def _add_decide_arguments(decide: argparse.ArgumentParser) -> None:
+    decide.add_argument(
+        "--rates",
+        metavar="SIZES",
+        default="2GB,200MB,20MB,2MB,hang",
+        help="what a simulated tier gives each second, one after the other; hang: it answers "
+        "nothing (default: %(default)s)",
+    )
+    decide.add_argument(
+        "--prompts",
+        dest="lengths",
+        metavar="TOKENS",
+        default="1000,4000,8000",
+        help="lengths of prompts (default: %(default)s)",
+    )
+    decide.add_argument(
+        "--clients",
+        metavar="N,N,...",
+        default="1,8",
+        help="how many requests come at once (default: %(default)s)",
+    )
+    decide.add_argument(
+        "--repeats",
+        type=int,
+        default=6,
+        help="turns in each cell; figures are means of all requests (default: %(default)s)",
+    )
+    decide.add_argument(
+        "--step-requests",
+        type=int,
+        metavar="N",
+        default=30,
+        help="requests before and after the tier steps from the fastest rate to the slowest, and "
+        "back; 0 leaves that out (default: %(default)s)",
+    )
+    decide.add_argument("--json", metavar="FILE", help="write all figures to FILE, as JSON")
+    decide.add_argument("--picture", metavar="FILE.png", help="plot the ratios, and the steps")
 
 
 def _add_disk_arguments(disk: argparse.ArgumentParser) -> None:
@@ -261,6 +304,10 @@ def run(arguments: argparse.Namespace) -> int:
             from kvtier.tools.bench import ops_command  # noqa: PLC0415 - imports vllm
 
             ops_command.run(arguments)
+        elif arguments.bench == "decide":
+            from kvtier.tools.bench import decide_command  # noqa: PLC0415 - imports vllm
+
+            decide_command.run(arguments)
         elif arguments.bench == "disk":
             from kvtier.tools.bench import disk_command  # noqa: PLC0415 - imports vllm
 
@@ -292,7 +339,11 @@ def _check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name, 1)
         if value < 1:
             raise Misuse(f"--{name.replace('_', '-')} {value} must be at least 1.")
-    if getattr(arguments, "picture", None) and not arguments.scale:
+    if arguments.bench == "decide":
+        from kvtier.tools.bench.decide_plan import read_plan  # noqa: PLC0415 - as above
+
+        read_plan(arguments)
+    elif getattr(arguments, "picture", None) and not arguments.scale:
         raise Misuse("--picture draws what --scale measures: give both.")
     for path in (arguments.json, getattr(arguments, "picture", None)):
         if path:

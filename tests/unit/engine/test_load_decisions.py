@@ -11,11 +11,8 @@ from kvtier.core.block_state import BlockState
 from kvtier.core.group_messages import GroupKeys
 from kvtier.core.load_messages import Place
 from kvtier.engine.circuit_breaker import BreakerState
-from kvtier.engine.load_decisions import (
-    EXPLORED_BLOCKS_MAX,
-    EXPLORING_FIRST_S,
-    EXPLORING_SHARE,
-)
+from kvtier.engine.exploration import FIRST_S
+from kvtier.engine.load_decisions import EXPLORED_BLOCKS_MAX, EXPLORING_SHARE
 from kvtier.plugin_api.backend import Outcome
 from tests.unit.engine._story import Story, keys_of
 
@@ -299,7 +296,7 @@ def test_a_request_that_was_not_decided_for_waits_until_the_deadline() -> None:
 
 def explore(story: Decided) -> list[BlockState]:
     story.decline()
-    story.now += EXPLORING_FIRST_S
+    story.now += FIRST_S
     story.facade.step_end()
     return story.look_up("explores")
 
@@ -309,7 +306,7 @@ def test_a_tier_that_is_declined_is_tried_with_a_few_blocks_now_and_then() -> No
     assert explore(story) == [FILLING] * EXPLORED_BLOCKS_MAX + [ABSENT]
     assert story.counts.explorations_decided == 1
     story.end("explores")
-    story.decline(1.9 * EXPLORING_FIRST_S)
+    story.decline(1.9 * FIRST_S)
 
 
 def test_who_explores_waits_only_for_a_small_share_of_what_it_computes_anyway() -> None:
@@ -327,7 +324,7 @@ def test_a_tier_that_has_become_fast_is_loaded_from_again() -> None:
     story = Decided(block_s=0.1)
     story.decline()
     for number in range(10):
-        story.now += EXPLORING_FIRST_S * 2**number
+        story.now += FIRST_S * 2**number
         story.facade.step_end()
         states = story.look_up(f"r{number}")
         story.facade.step_end()
@@ -340,6 +337,24 @@ def test_a_tier_that_has_become_fast_is_loaded_from_again() -> None:
             break
     assert states == [FILLING] * LENGTH
     assert number < 4
+
+
+def test_a_tier_that_has_become_fast_is_noticed_within_ten_requests() -> None:
+    """However fast they come: many an engine serves ten in the second before the first try."""
+    story = Decided(block_s=0.1)
+    story.decline()
+    for number in range(10):
+        states = story.look_up(f"r{number}")
+        if len(states) == LENGTH:
+            break
+        story.facade.step_end()
+        story.runtime.cell.settle()
+        story.now += 0.001
+        story.answer_all()
+        story.end(f"r{number}")
+        story.evict()
+    assert states == [FILLING] * LENGTH
+    assert story.counts.explorations_decided <= 4
 
 
 def test_a_tier_that_stays_slow_is_explored_at_growing_intervals() -> None:

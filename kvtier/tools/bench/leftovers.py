@@ -1,0 +1,14 @@
+"""Removes what an engine of a benchmark leaves if it is killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvtier.vllm.region import SHARED_MEMORY_FOLDER, sweep
+
+
+def remove_regions(engine_id: str) -> None:
+    """Remove the host memory of an engine that is gone."""
+    for path in Path(SHARED_MEMORY_FOLDER).glob(f"vllm_offload_{engine_id}*"):
+        path.unlink(missing_ok=True)
+    sweep(SHARED_MEMORY_FOLDER)
