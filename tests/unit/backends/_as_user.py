@@ -31,8 +31,12 @@ async def main(kind: str, folder: str, stored: int, wanted: int) -> None:
 
 if __name__ == "__main__":
     user, group, kind, folder, stored, wanted = sys.argv[1:]
-    with tempfile.TemporaryDirectory() as tried:  # what is imported late is, now
-        asyncio.run(main(kind, f"{tried}/kv", 1, 0))
+    # What is imported late is imported now, by a folder that is begun, and opened again: the user
+    # may not be allowed to read Python's packages.
+    with tempfile.TemporaryDirectory() as tried:
+        asyncio.run(main(kind, f"{tried}/kv", 8, 0))
+        asyncio.run(main(kind, f"{tried}/kv", 8, 8))
+        import numpy.ma  # noqa: F401 - for some orders of what a folder has
     os.umask(0o007)
     os.setgroups([])
     os.setgid(int(group))
