@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Final
 from kvtier.core import messages as m
 from kvtier.core.statistics import Observed
 from kvtier.engine.circuit_breaker import Work
-from kvtier.engine.stall_watch import StallWatch
-from kvtier.engine.transfer_times import TransferTimes
+from kvtier.engine.under_way import UnderWay
 from kvtier.engine.waiting_probes import WaitingProbes
 
 if TYPE_CHECKING:
@@ -50,7 +49,6 @@ class Probes:
         """``number``: the tier's."""
         self.seconds: Observed[float] = Observed()  #: from asking until the answer
         self._number = number
-        self._limit_s = config.tiers[number].probe_timeout_s
         self._wait_s = config.wait_timeout_s
         self._probes_max = config.jobs_in_flight_max
         self._numbers = numbers
@@ -60,10 +58,10 @@ class Probes:
         self._tier = tier
         self._primary = primary
         self._waiting = WaitingProbes()
-        self._times = TransferTimes(FIRST_KEYS, self._limit_s)
+        self._under_way = UnderWay(FIRST_KEYS, config.tiers[number].probe_timeout_s)
+        self._times = self._under_way.times
         self._awaited: dict[int, Probe] = {}
         self._late: dict[int, Probe] = {}  # the last of them
-        self._watch = StallWatch()
         self._mark = b""  # of the generation
         self._now = 0.0
 
@@ -84,7 +82,7 @@ class Probes:
     @property
     def watched(self) -> frozenset[int]:
         """The numbers of those that would be noticed to be late."""
-        return self._watch.watched
+        return self._under_way.watched
 
     def meet(self, calls_max: int) -> None:
         """Learn how many probes the tier's backend may do at once."""
@@ -131,15 +129,11 @@ class Probes:
 
     def _send(self, probe: Probe) -> None:
         number = self._numbers.take()
-        self._times.sent(probe, self._now)
-        self._watch.begun(number, self._now)
+        deadline = self._under_way.begin(number, probe, self._now)
         self._awaited[number] = probe
-        # What the tier has been asked besides may take as long again.
-        deadline = self._now + 2 * (self._limit_s + self._times.allowance_s)
         if not self._tier.post(probe.order(number, self._mark, deadline)):
             del self._awaited[number]
-            self._watch.leave(number)
-            self._times.ended(probe, is_whole=False)
+            self._under_way.leave(number, probe)
             self._health.failed(Work.PROBE, "has a full mailbox")
             self._end(probe)
             self._end_waiting()
@@ -153,8 +147,7 @@ class Probes:
             self._answered_late(message)
             return
         is_sound = len(message.present) == len(probe.keys)
-        self._watch.ended(message.probe, self._now)
-        self._times.ended(probe, is_whole=is_sound)
+        self._under_way.end(message.probe, probe, self._now, is_whole=is_sound)
         self.seconds.add(self._now - probe.started)
         if not is_sound:
             self._health.failed(Work.PROBE, "answered a probe with the wrong number of answers")
@@ -170,17 +163,14 @@ class Probes:
         probe = self._late.pop(message.probe, None)
         if probe is None:
             return
-        self._watch.ended(message.probe, self._now)
-        self._times.ended(probe, is_whole=False)
+        self._under_way.end(message.probe, probe, self._now, is_whole=False)
         if len(message.present) == len(probe.keys):
             self._contents.answered(probe, message.present)
 
     def pass_time(self, now: float) -> None:
         """Answer for the tier where it is late, or where somebody has waited for long enough."""
         self._now = now
-        limit_s = self._limit_s + self._times.allowance_s
-        is_stalled = self._watch.is_stalled(now, limit_s)
-        late = self._watch.pop_late(now, limit_s)
+        late, is_stalled = self._under_way.pop_late(now)
         for number in late:
             self._lose(number)
         self._health.late(Work.PROBE, len(late), is_stalled=is_stalled)
@@ -209,15 +199,13 @@ class Probes:
         probe = self._late[number] = self._awaited.pop(number)
         while len(self._late) > self._probes_max:
             oldest = next(iter(self._late))
-            self._watch.leave(oldest)
-            self._times.ended(self._late.pop(oldest), is_whole=False)
+            self._under_way.leave(oldest, self._late.pop(oldest))
         self._end(probe)
 
     def end_all(self) -> None:
         """Answer for a tier that will not: it has nothing of what it was asked for."""
         self._health.showed_nothing(Work.PROBE)
-        self._watch.forget()
-        self._times.forget()
+        self._under_way.forget()
         self._late.clear()
         awaited, self._awaited = self._awaited, {}
         for probe in awaited.values():

@@ -106,7 +106,6 @@ class TierLink(Actor):
         self.probe_seconds = self._probes.seconds  #: from asking until the answer
         self._mark = mark_of_name(config.weights_version)  # of the generation
         self._probes.begin_generation(self._mark)
-        self._since = 0  # the epoch in which it began
         self._is_told = False  # whether the tier's cell has been told of it
         self._full_until = 0.0
         self._uses = UseRelay(tier)
@@ -130,7 +129,7 @@ class TierLink(Actor):
             m.ProbeAnswer: self._probes.answered,
             m.JobEnded: self._job_ended,
             m.PresenceChanged: self._contents.changed,
-            m.BlocksWanted: lambda x: self._relay.want(x, self._since),
+            m.BlocksWanted: lambda x: self._relay.want(x, self._contents.since),
             m.ConnectionChanged: self._connection_changed,
             m.Counted: lambda x: self.backend_counts.add(x.counters),
             m.PolicyBroke: self._new_policy,
@@ -157,15 +156,15 @@ class TierLink(Actor):
     # --- what the primary tier asks for ---
 
     def _generation_began(self, message: m.GenerationBegan) -> None:
-        self._mark, self._since = message.mark, message.epoch
-        self._contents.begin_generation(self._since)
+        self._mark = message.mark
+        self._contents.begin_generation(message.epoch)
         self._probes.begin_generation(self._mark)
         self._refuse(self._stores.waiting.pop_before(message.epoch))
         self._tell_generation()
 
     def _tell_generation(self) -> None:
         """Have the tier make room. Told again with each job and probe: this may be refused."""
-        self._is_told = self.tier.post(m.GenerationBegan(self._since, self._mark))
+        self._is_told = self.tier.post(m.GenerationBegan(self._contents.since, self._mark))
 
     def _promote(self, message: m.Promote) -> None:
         # A hit is counted here and not with the probe: most are known without one.
@@ -187,7 +186,7 @@ class TierLink(Actor):
 
     def _cascade(self, message: m.Cascade) -> None:
         room = max(0, self._config.cascade_slots_max - self._cascade_slots)
-        if message.epoch < self._since:  # Computed with the weights from before.
+        if message.epoch < self._contents.since:  # Computed with the weights from before.
             room = 0
         kept, dropped = message.part(0, room), message.part(room)
         self._cascade_slots += len(kept.keys)
@@ -243,8 +242,8 @@ class TierLink(Actor):
         """Send a job to the tier. False: its mailbox is full."""
         job_id = self._numbers.take()
         deadline = transfers.sent(job_id, job, self._now)
-        if not self.tier.post(job.order(job_id, self._mark, self._since, deadline)):
-            transfers.not_sent(job_id, job)
+        if not self.tier.post(job.order(job_id, self._mark, self._contents.since, deadline)):
+            transfers.not_sent(job_id)
             self._health.failed(job.work, "has a full mailbox")
             return False
         if job.is_load:
@@ -336,8 +335,7 @@ class TierLink(Actor):
 
     def _give_up_late(self, transfers: Transfers) -> None:
         """Wait no longer for what the tier is late with."""
-        is_stalled = transfers.is_stalled(self._now)
-        late = transfers.lose_late(self._now)
+        late, is_stalled = transfers.lose_late(self._now)
         self.counts.jobs_timed_out += len(late)
         for job in late:
             self._lose(job)
@@ -465,7 +463,7 @@ class TierLink(Actor):
         return LinkAudit(
             self._health.states,
             self._connection.state,
-            self._since,
+            self._contents.since,
             {number: job.audit() for number, job in jobs.items()},
             self._probes.awaited,
             {

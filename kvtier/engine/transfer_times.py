@@ -50,11 +50,16 @@ class TransferTimes:
         self._ended: list[Sent] = []  # since the last Tick, whole
         self.outstanding = 0  #: blocks at the tier, or on their way there and back
         self._lost = 0  # of these, in jobs that the tier is late with
-        self.allowance_s = 0.0  #: what the tier may take beside its limit, as it may just be slow
+        self._allowance_s = 0.0  # what the tier may take beside its limit, as it may just be slow
 
     def meet(self, calls_max: int) -> None:
         """Learn how many calls of this kind the tier's backend may do at once."""
         self._calls_max = calls_max
+
+    @property
+    def late_after_s(self) -> float:
+        """How long the tier may do nothing before it is late with what it has."""
+        return self._limit_s + self._allowance_s
 
     @property
     def room(self) -> int:
@@ -78,7 +83,7 @@ class TransferTimes:
         self.outstanding += job.size
         job.start(now, self.outstanding)
         expected_s = self._estimate.seconds(self.outstanding) or 0.0
-        self.allowance_s = min(SLOWER * expected_s, self._limit_s)
+        self._allowance_s = min(SLOWER * expected_s, self._limit_s)
 
     def ended(self, job: Sent, *, is_whole: bool) -> None:
         """Note that a job has ended, late or not. ``is_whole``: with all its blocks."""

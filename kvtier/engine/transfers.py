@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvtier.engine.circuit_breaker import Work
-from kvtier.engine.stall_watch import StallWatch
-from kvtier.engine.transfer_times import TransferTimes
+from kvtier.engine.under_way import UnderWay
 from kvtier.engine.waiting_jobs import WaitingJobs
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvtier.engine.in_flight import Job
     from kvtier.settings.runtime_config import RuntimeConfig
 
@@ -28,15 +29,14 @@ class Transfers:
         self.work = work
         self.jobs: dict[int, Job] = {}  #: at the tier, by their numbers
         self.waiting = WaitingJobs(remembers=work is Work.LOAD)
-        self.times = TransferTimes(max(1, FIRST_BYTES // config.block_bytes), limit_s)
-        self._watch = StallWatch()
-        self._limit_s = limit_s
+        self._under_way = UnderWay(max(1, FIRST_BYTES // config.block_bytes), limit_s)
+        self.times = self._under_way.times
         self._job_blocks_max = config.job_blocks_max
 
     @property
     def watched(self) -> frozenset[int]:
         """The numbers of the jobs that would be noticed to be late."""
-        return self._watch.watched
+        return self._under_way.watched
 
     def pop_next(self, *, whole: bool) -> Job | None:
         """Return what to send next; None: nothing waits, or the tier has enough to do.
@@ -56,50 +56,38 @@ class Transfers:
     def sent(self, number: int, job: Job, now: float) -> float:
         """Note that a job is sent; return from when on nobody waits for it at the latest."""
         self.jobs[number] = job
-        self._watch.begun(number, now)
-        self.times.sent(job, now)
-        # What waits in the tier besides may take as long again.
-        return now + 2 * (self._limit_s + self.times.allowance_s)
+        return self._under_way.begin(number, job, now)
 
-    def not_sent(self, number: int, job: Job) -> None:
+    def not_sent(self, number: int) -> None:
         """Note that the tier did not take a job."""
-        del self.jobs[number]
-        self._watch.leave(number)
-        self.times.ended(job, is_whole=False)
+        self._under_way.leave(number, self.jobs.pop(number))
 
     def ended(self, number: int, now: float, *, is_whole: bool) -> None:
         """Note that the tier has ended a job. ``is_whole``: with all its blocks."""
-        job = self.jobs.pop(number)
-        self._watch.ended(number, now)
-        self.times.ended(job, is_whole=is_whole)
+        self._under_way.end(number, self.jobs.pop(number), now, is_whole=is_whole)
 
-    def lose_late(self, now: float) -> list[Job]:
-        """Return the jobs that the tier is late with: they are failures of it."""
-        limit_s = self._limit_s + self.times.allowance_s
-        late = [self.jobs[number] for number in self._watch.pop_late(now, limit_s)]
-        for job in late:
-            self.times.lost(job)
-        return late
+    def lose_late(self, now: float) -> tuple[list[Job], bool]:
+        """Return the jobs that the tier is late with, and whether no job moves any more."""
+        numbers, is_stalled = self._under_way.pop_late(now)
+        return self._lost(numbers), is_stalled
 
     def lose_all(self) -> list[Job]:
         """Return the jobs that the tier still has, which broke."""
-        lost = [self.jobs[number] for number in sorted(self._watch.watched)]
-        self._watch.forget()
-        for job in lost:
-            self.times.lost(job)
-        return lost
+        return self._lost(self._under_way.pop_all())
 
     def fence(self) -> list[Job]:
         """Return all jobs at the tier, late or not: nothing is left of it."""
         jobs = list(self.jobs.values())
         self.jobs.clear()
-        self._watch.forget()
-        self.times.forget()
+        self._under_way.forget()
         return jobs
 
-    def is_stalled(self, now: float) -> bool:
-        """Tell whether nothing of this kind moves any more at the tier."""
-        return self._watch.is_stalled(now, self._limit_s + self.times.allowance_s)
+    def _lost(self, numbers: Sequence[int]) -> list[Job]:
+        """Return jobs that do not keep others from being sent any more."""
+        lost = [self.jobs[number] for number in numbers]
+        for job in lost:
+            self.times.lost(job)
+        return lost
 
     def slots(self) -> int:
         """How many slots the jobs at the tier hold."""
