@@ -13,7 +13,7 @@ import random
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import LLM, SamplingParams
@@ -62,17 +62,31 @@ def main() -> None:
         run.llm.llm_engine.engine_core.shutdown()
 
 
-def make_model(folder: Path) -> None:
+class LlamaShape(NamedTuple):
+    """How large a Llama is."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+    tokens_max: int
+
+
+DEMO_SHAPE = LlamaShape(LAYERS, HEADS, KV_HEADS, HEAD_SIZE, VOCABULARY, 4096)
+
+
+def make_model(folder: Path, shape: LlamaShape = DEMO_SHAPE) -> None:
     """Save a Llama with random weights; no download."""
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HEADS * HEAD_SIZE,
-        intermediate_size=4 * HEADS * HEAD_SIZE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_SIZE,
-        max_position_embeddings=4096,
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.heads * shape.head_size,
+        intermediate_size=4 * shape.heads * shape.head_size,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_size,
+        max_position_embeddings=shape.tokens_max,
         bos_token_id=1,
         eos_token_id=2,
     )
@@ -86,28 +100,37 @@ def make_prompts(count: int, tokens: int, seed: int) -> list[list[int]]:
     return [[choose.randrange(3, VOCABULARY) for _ in range(tokens)] for _ in range(count)]
 
 
+def start_engine(job: dict[str, Any], block_tokens: int = BLOCK_TOKENS, **sizes: int) -> LLM:
+    """Start vLLM with kvtier on a job's ``model``, as its ``extra_config`` has it.
+
+    ``engine_id``: in the job, if it is to be known. ``sizes``: what else bounds the engine.
+    """
+    named = {"engine_id": job["engine_id"]} if "engine_id" in job else {}
+    return LLM(
+        model=job["model"],
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        block_size=block_tokens,
+        disable_log_stats=False,
+        seed=0,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="OffloadingConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config=job["extra_config"],
+            **named,
+        ),
+        **sizes,
+    )
+
+
 class DemoRun:
     """The engine, and what the demo reads from it."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._output_tokens = job["output_tokens"]
-        self.llm = LLM(
-            model=job["model"],
-            skip_tokenizer_init=True,
-            dtype="float32",
-            enforce_eager=True,
-            block_size=BLOCK_TOKENS,
-            # Room for two prompts, so that the engine's own prefix cache cannot serve them all.
-            num_gpu_blocks_override=70,
-            max_model_len=2048,
-            disable_log_stats=False,
-            seed=0,
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="OffloadingConnector",
-                kv_role="kv_both",
-                kv_connector_extra_config=job["extra_config"],
-            ),
-        )
+        # Room for two prompts, so that the engine's own prefix cache cannot serve them all.
+        self.llm = start_engine(job, num_gpu_blocks_override=70, max_model_len=2048)
 
     def generate(self, prompt: list[int], output_tokens: int | None = None) -> Any:  # noqa: ANN401
         """Return vLLM's output for one prompt, greedily sampled."""

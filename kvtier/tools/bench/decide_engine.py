@@ -16,9 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from transformers import LlamaConfig, LlamaForCausalLM
-from vllm import LLM, SamplingParams
-from vllm.config import KVTransferConfig
+from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 
 from kvtier.errors import InternalError
@@ -31,6 +29,7 @@ from kvtier.tools.bench.decide_plan import (
     LAYERS,
     VOCABULARY,
 )
+from kvtier.tools.demo_engine import LlamaShape, make_model, start_engine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,24 +71,6 @@ def main() -> None:
             answers.write(json.dumps(answer) + "\n")
 
 
-def make_model(folder: Path, tokens_max: int) -> None:
-    """Save a Llama with random weights, whose keys and values are small beside what it computes."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HEADS * HEAD_SIZE,
-        intermediate_size=4 * HEADS * HEAD_SIZE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_SIZE,
-        max_position_embeddings=tokens_max,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    model: Any = LlamaForCausalLM
-    model(config).save_pretrained(folder)
-
-
 @lru_cache(maxsize=256)
 def _prompt(tokens: int, number: int) -> list[int]:
     choose = random.Random(f"{tokens} {number}")  # noqa: S311 - not for secrets
@@ -103,25 +84,15 @@ class DecideEngine:
         tokens_max = job["tokens_max"] + BLOCK_TOKENS
         model = Path(job["model"])
         if not model.exists():
-            make_model(model, tokens_max)
-        self.llm = LLM(
-            model=job["model"],
-            skip_tokenizer_init=True,
-            dtype="float32",
-            enforce_eager=True,
-            block_size=BLOCK_TOKENS,
+            shape = LlamaShape(LAYERS, HEADS, KV_HEADS, HEAD_SIZE, VOCABULARY, tokens_max)
+            make_model(model, shape)
+        self.llm = start_engine(
+            job,
+            BLOCK_TOKENS,
             num_gpu_blocks_override=job["clients"] * (tokens_max // BLOCK_TOKENS + 2) + 2,
             max_model_len=tokens_max,
             max_num_batched_tokens=BATCH_TOKENS,
             max_num_seqs=job["clients"] + 1,
-            disable_log_stats=False,
-            seed=0,
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="OffloadingConnector",
-                kv_role="kv_both",
-                engine_id=job["engine_id"],
-                kv_connector_extra_config=job["extra_config"],
-            ),
         )
         self._engine = self.llm.llm_engine
         self._core = self._engine.engine_core.engine_core

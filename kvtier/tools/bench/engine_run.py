@@ -14,12 +14,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm import LLM, SamplingParams
-from vllm.config import KVTransferConfig
+from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 
 from kvtier.errors import InternalError
-from kvtier.tools.demo_engine import BLOCK_TOKENS, make_model, make_prompts
+from kvtier.tools.demo_engine import make_model, make_prompts, start_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -120,23 +119,12 @@ class EngineRun:
     """The engine, and the phases it is put through."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        self.llm = LLM(
-            model=job["model"],
-            skip_tokenizer_init=True,
-            dtype="float32",
-            enforce_eager=True,
-            block_size=BLOCK_TOKENS,
+        tokens_max = MODEL_TOKENS_MAX + LOAD_OUTPUT_TOKENS
+        self.llm = start_engine(
+            job,
             num_gpu_blocks_override=ENGINE_BLOCKS,
-            max_model_len=MODEL_TOKENS_MAX + LOAD_OUTPUT_TOKENS,
-            max_num_batched_tokens=MODEL_TOKENS_MAX + LOAD_OUTPUT_TOKENS,
-            disable_log_stats=False,
-            seed=0,
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="OffloadingConnector",
-                kv_role="kv_both",
-                engine_id=job["engine_id"],
-                kv_connector_extra_config=job["extra_config"],
-            ),
+            max_model_len=tokens_max,
+            max_num_batched_tokens=tokens_max,
         )
         self._core = self.llm.llm_engine.engine_core.engine_core
         connector = self._core.scheduler.get_kv_connector()

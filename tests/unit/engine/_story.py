@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvtier import RuntimeConfig, TierConfig
+from kvtier.core.block_state import BlockState
 from kvtier.plugin_api.backend import BackendTraits, Outcome
 from kvtier.policies.eviction.lru import LRUPolicy
 from tests.support.cell import Batch, TestRuntime, open_test_runtime
+
+if TYPE_CHECKING:
+    from kvtier.core.statistics import TierCounts
+    from kvtier.engine.tier_link import TierLink
+    from tests.support.cell import TestTier
 
 
 class Story:
@@ -76,3 +82,46 @@ class Story:
 
 def keys_of(count: int, prefix: bytes = b"k") -> list[bytes]:
     return [prefix + bytes([number]) + bytes(4) for number in range(count)]
+
+
+def link_of(story: Story) -> TierLink:
+    return story.runtime.engine.links[0]
+
+
+def tier_of(story: Story) -> TestTier:
+    return story.runtime.tiers[0]
+
+
+def counts_of(story: Story) -> TierCounts:
+    return story.facade.statistics().tiers[0].counts
+
+
+def cascade(story: Story, keys: list[bytes], request: str = "w") -> None:
+    """Have the GPU store blocks; what the tier makes of them is open."""
+    story.facade.on_request_started(request)
+    grant = story.facade.prepare_store(keys, request)
+    assert grant is not None
+    story.facade.complete_store(grant.keys, request)
+
+
+def promote(story: Story, key: bytes, request: str = "r") -> None:
+    """Have a tier be asked to load a block that it has."""
+    story.facade.on_request_started(request)
+    assert story.facade.lookup_state(key, request) is BlockState.FILLING
+    story.facade.step_end()
+
+
+def story_of_a_tier(count: int = 1, **settings: object) -> tuple[Story, list[bytes]]:
+    """Return a runtime whose tier alone has some blocks."""
+    story = Story(**{"slots": 8, **settings})  # type: ignore[arg-type]
+    keys = keys_of(count)
+    story.store(keys)
+    story.store(keys_of(story.runtime.primary.slots.count, b"n"), "other")
+    return story, keys
+
+
+def pending(story: Story) -> Batch:
+    """Return what the tier's backend was asked."""
+    story.runtime.cell.settle()
+    (batch,) = tier_of(story).batches
+    return batch

@@ -8,10 +8,11 @@ import pytest
 
 from kvtier.core.block_state import BlockState
 from kvtier.plugin_api.backend import BackendTraits, Outcome
-from tests.unit.engine._story import Story, keys_of
-from tests.unit.engine.test_tier_link import (
+from tests.unit.engine._story import (
+    Story,
     cascade,
     counts_of,
+    keys_of,
     link_of,
     promote,
     story_of_a_tier,

@@ -11,10 +11,11 @@ from kvtier.core import messages as m
 from kvtier.core.block_state import BlockState
 from kvtier.core.events import EventKind
 from kvtier.plugin_api.backend import BackendTraits, Outcome
-from tests.unit.engine._story import Story, keys_of
-from tests.unit.engine.test_tier_link import (
+from tests.unit.engine._story import (
+    Story,
     cascade,
     counts_of,
+    keys_of,
     link_of,
     pending,
     promote,
