@@ -5,10 +5,14 @@ What is said of the blocks of jobs goes for the keys of probes as well.
 Part of a link's actor, whose clock is that of its Ticks. The end of a job counts as of the
 first Tick after it: until then the scheduler can't have used its blocks.
 
-The tier is given what it works off in a short time, or in twice its latency where that is
-longer: enough to keep it busy until the link looks again, and no more, since what it was given
-can neither be put in another order nor be withdrawn. Each of its threads has a block, though. A
-tier that nothing is known of is given what a slow one works off before it would count as stalled.
+The tier is given what it works off in a short time, or until the link has looked a few times, or
+in twice its latency, whichever is longest: enough to keep it busy, and no more, since what it was
+given can neither be put in another order nor be withdrawn. Each of its threads has a block, though.
+A tier that nothing is known of is given what a slow one works off before it would count as stalled.
+
+How much that is, is no matter of the estimate, which can't tell latency from throughput while all
+jobs are about as long. It becomes less only if a job shows that what was outstanding with it took
+longer, and more if it took less than half of that while the tier had as much as it may have.
 
 # Invariant: what is outstanding are the blocks of the jobs in flight.
 #            Checked: ended, transfer_times_count_what_is_in_flight.
@@ -16,7 +20,6 @@ tier that nothing is known of is given what a slow one works off before it would
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Final
 
 from kvtier.engine.transfer_estimate import TransferEstimate
@@ -26,10 +29,17 @@ if TYPE_CHECKING:
     from kvtier.engine.in_flight import Sent
 
 WINDOW_S: Final = 0.1
-"""The tier has work for so long, if it is not slow to answer."""
+"""The tier has work for so long, at least."""
 
 LATENCIES: Final = 2.0
-"""In units of its latency: the tier has work for so long, if it is."""
+"""In units of its latency: the tier has work for so long, if it is slow to answer."""
+
+LOOKS: Final = 4.0
+"""In units of the time between two Ticks: a job may have been sent one before it was noted, and
+its end is seen with the next."""
+
+LOOK_S_MAX: Final = 1.0
+WINDOW_BLOCKS_MAX: Final = 1 << 20
 
 SLOWER: Final = 4.0
 """Work may take so many times as long as expected, beside the limit of its tier."""
@@ -46,6 +56,9 @@ class TransferTimes:
         self._limit_s = limit_s
         self._first_blocks = first_blocks
         self._calls_max = 1
+        self.window = first_blocks  #: how many blocks the tier is given at once
+        self._now = 0.0
+        self._look_s = 0.0  # between two Ticks, lately, while the tier had something to do
         self._estimate = TransferEstimate()
         self._ended: list[Sent] = []  # since the last Tick, whole
         self.outstanding = 0  #: blocks at the tier, or on their way there and back
@@ -65,18 +78,6 @@ class TransferTimes:
     def room(self) -> int:
         """How many more blocks the tier is to be given now; not above 0: it has enough."""
         return self.window - (self.outstanding - self._lost)
-
-    @property
-    def window(self) -> int:
-        """How many blocks the tier is given at once."""
-        block_s = self._estimate.block_s
-        if not self._estimate.is_known:
-            return self._first_blocks
-        if block_s <= 0:
-            return max(self._calls_max, self._first_blocks)
-        seconds = max(WINDOW_S, LATENCIES * self._estimate.latency_s)
-        one_a_call = min(self._calls_max, self._first_blocks, int(self._limit_s / 2 / block_s))
-        return max(2, one_a_call, math.ceil(seconds / block_s))
 
     def sent(self, job: Sent, now: float) -> None:
         """Note that a job is sent."""
@@ -105,12 +106,14 @@ class TransferTimes:
     def forget(self) -> None:
         """Note that another cell serves the tier: nothing is outstanding, nothing known of it."""
         self._estimate = TransferEstimate()
+        self.window = self._first_blocks
         self._ended.clear()
         self.outstanding = self._lost = 0
 
     def pass_time(self, now: float) -> tuple[float, float]:
         """Learn from what has ended; return what that was expected to take, and what it took."""
         expected_s = took_s = 0.0
+        self._note_look(now)
         for job in self._ended:
             seconds = now - job.started
             expected = self._estimate.seconds(job.backlog)
@@ -118,8 +121,25 @@ class TransferTimes:
                 expected_s += expected
                 took_s += seconds
             self._estimate.took(job.backlog, seconds, now)
+            self._fit_window(job.backlog, seconds)
         self._ended.clear()
         return expected_s, took_s
+
+    def _note_look(self, now: float) -> None:
+        passed_s, self._now = now - self._now, now
+        if self.outstanding or self._ended:
+            self._look_s = max(min(passed_s, LOOK_S_MAX), 0.8 * self._look_s)
+
+    def _fit_window(self, blocks: int, seconds: float) -> None:
+        """Learn from a job, with which so many blocks were outstanding, how much is enough."""
+        latencies_s = LATENCIES * self._estimate.latency_s
+        enough_s = max(WINDOW_S, LOOKS * self._look_s, latencies_s)
+        if seconds > enough_s:
+            block_s = seconds / blocks
+            one_a_call = min(self._calls_max, self._first_blocks, int(self._limit_s / 2 / block_s))
+            self.window = min(self.window, max(2, one_a_call, int(enough_s / block_s)))
+        elif 2 * seconds < enough_s and 2 * blocks >= self.window:
+            self.window = min(2 * self.window, WINDOW_BLOCKS_MAX)
 
     def cost(self, waiting: int) -> LoadCost | None:
         """Return what is known of the tier, with so many blocks that wait in front of it."""

@@ -59,8 +59,10 @@ class Movements:
             is_over = name not in world.requests or name in world.decided
             assert not is_over, f"{message} is sent, and nobody waits for it"
         if isinstance(message, m.Probe):
-            waiters = world.primary.audit().directory.waiters
-            idle = [key for key in message.keys if not waiters.get(key)]
+            seen = world.primary.audit()
+            # What is being filled by now was to be asked for a request that still waits, for that.
+            asked = [key for key in message.keys if key not in seen.slots.slot_of]
+            idle = [key for key in asked if not seen.directory.waiters.get(key)]
             assert not idle, f"{idle} are asked for, and nobody waits for the answer"
 
     def foresee(self, actor: Actor, message: Message) -> None:

@@ -70,6 +70,13 @@ class Story:
                 self.runtime.cell.settle()
         return answered
 
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass in steps of the engine, of 20 ms: a link looks as often."""
+        started, steps = self.now, max(1, round(seconds / 0.02))
+        for step in range(1, steps + 1):
+            self.now = started + seconds * step / steps
+            self.facade.step_end()
+
     def answer_batch(self, outcome: Outcome = Outcome.DONE) -> Batch:
         """Have the first tier's backend answer what it was asked first."""
         self.runtime.cell.settle()

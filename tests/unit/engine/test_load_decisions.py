@@ -58,7 +58,7 @@ class Decided(Story):
         assert self.facade.lookup_states(keys, "taught") == [FILLING] * count
         self.facade.step_end()
         self.runtime.cell.settle()
-        self.now += block_s * count
+        self.pass_time(block_s * count)
         self.answer_all()
         self.facade.on_request_finished("taught")
         self.facade.step_end()
@@ -163,7 +163,7 @@ def test_what_is_in_the_primary_tier_is_used_whatever_tiers_do() -> None:
     story.facade.lookup_states(story.keys[:5], "head")
     story.facade.step_end()
     for _ in range(5):  # so slow a tier is given one at a time
-        story.now += 0.1
+        story.pass_time(0.1)
         story.answer_batch()
         story.facade.step_end()
     story.end("head")

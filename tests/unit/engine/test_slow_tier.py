@@ -64,8 +64,7 @@ class SlowTier:
         return tier_of(self.story).batches[0]
 
     def pass_time(self, seconds: float) -> None:
-        self.story.now += seconds
-        self.facade.step_end()
+        self.story.pass_time(seconds)
 
     @property
     def breakers(self) -> set[str]:
@@ -111,14 +110,39 @@ def test_a_tier_that_is_fast_is_given_all_at_once() -> None:
     assert link_of(story).audit().waiting_loads == ()
 
 
+def test_long_steps_of_the_engine_are_not_taken_for_a_slow_tier() -> None:
+    """What it has done is seen only at the end of a step, whatever it was."""
+    story = Story(slots=128)
+    for number in range(20):  # a block at a time, as while tokens are generated
+        cascade(story, [b"g" + bytes([number]) + bytes(4)], f"g{number}")
+        story.runtime.cell.settle()
+        story.now += 0.3
+        story.answer_all()
+        story.facade.step_end()
+    cascade(story, keys_of(40))
+    story.runtime.cell.settle()
+    assert link_of(story).audit().waiting_stores == ()
+    for number in range(3):
+        story.now += 0.3
+        story.answer_all()
+        story.facade.step_end()
+        cascade(story, keys_of(40, bytes([number])), f"p{number}")
+        story.runtime.cell.settle()
+        assert link_of(story).audit().waiting_stores == ()
+
+
 def test_a_tier_that_hangs_behind_a_queue_is_cut_off_at_its_limit() -> None:
     slow = SlowTier()
     slow.ask("r", slow.keys[:40])
     slow.serve(5)
     link = link_of(slow.story)
-    slow.pass_time(link._tier_config.promote_timeout_s)
+    limit_s = link._tier_config.promote_timeout_s
+    slow.pass_time(limit_s)
     assert slow.breakers == {"CLOSED"}, "it may be slower than ever, by as much as was expected"
-    slow.pass_time(link._tier_config.promote_timeout_s)
+    hangs_since = slow.story.now - limit_s
+    while slow.breakers == {"CLOSED"}:
+        slow.pass_time(0.02)
+        assert slow.story.now - hangs_since < 2 * limit_s
     assert slow.facade.statistics().tiers[0].breakers["loads"] == "OPEN"
     assert link.audit().waiting_loads == (), "nobody waits for it"
     assert slow.facade.lookup_states(slow.keys[5:40], "r") == [ABSENT]
@@ -402,7 +426,7 @@ def test_a_slow_writer_is_given_its_stores_one_after_the_other() -> None:
     story = Story(slots=64)
     first, rest = keys_of(1, b"f"), keys_of(30)
     cascade(story, first, "f")
-    story.now += BLOCK_S
+    story.pass_time(BLOCK_S)
     story.answer_all()
     story.facade.step_end()
     cascade(story, rest)
@@ -411,7 +435,7 @@ def test_a_slow_writer_is_given_its_stores_one_after_the_other() -> None:
     assert at_tier == 2
     stored: list[bytes] = []
     for _ in range(len(rest)):
-        story.now += BLOCK_S
+        story.pass_time(BLOCK_S)
         stored += story.answer_batch().keys
         story.facade.step_end()
     assert stored == rest
