@@ -169,6 +169,7 @@ def _extra_config(policy: str, plan: Plan, rate_file: Path) -> dict[str, Any]:
         "spec_module_path": "kvtier.vllm",
         "cpu_bytes_to_use": int(HOST_FACTOR * host_blocks) * BLOCK_BYTES,
         "secondary_tiers": [] if policy == RECOMPUTE else [tier],
+        "cascade_slots_fraction_max": 1.0,  # or one long prompt would not be stored to its end
         "load_or_recompute": {LOAD: "load", RECOMPUTE: "load", AUTO: "auto"}[policy],
         # The weights stay the same: what is in the tier is to be found after DRAM was emptied.
         "on_reset": "keep",
