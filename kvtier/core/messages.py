@@ -2,9 +2,10 @@
 
 (But those between a tier and its backend's driver: ``kvtier/core/driver_messages.py``; about
 requests: ``kvtier/core/request_messages.py``; about promotions:
-``kvtier/core/promotion_messages.py``; about what loads cost: ``kvtier/core/load_messages.py``;
-about a tier's life: ``kvtier/core/life_messages.py``; those that the primary tier leaves for
-itself while it waits for victims: ``kvtier/engine/eviction.py``.)
+``kvtier/core/promotion_messages.py``; about cascades: ``kvtier/core/cascade_messages.py``; about
+what loads cost: ``kvtier/core/load_messages.py``; about a tier's life:
+``kvtier/core/life_messages.py``; those that the primary tier leaves for itself while it waits for
+victims: ``kvtier/engine/eviction.py``.)
 
 Messages are values: keys, slot numbers, ids, outcomes, times. Never a buffer,
 a callback or an object of the sender's, so an actor can move to another process.
@@ -39,6 +40,13 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
+from kvtier.core.cascade_messages import Cascade as Cascade
+from kvtier.core.cascade_messages import CascadeEnded as CascadeEnded
+from kvtier.core.cascade_messages import CascadePutOff as CascadePutOff
+from kvtier.core.cascade_messages import CascadeRefused as CascadeRefused
+from kvtier.core.cascade_messages import CascadeWanted as CascadeWanted
+from kvtier.core.cascade_messages import StoresOffered as StoresOffered
+from kvtier.core.cascade_messages import StoresWanted as StoresWanted
 from kvtier.core.driver_messages import AnnounceContents as AnnounceContents
 from kvtier.core.driver_messages import BatchEnded as BatchEnded
 from kvtier.core.driver_messages import ContentsAnnounced as ContentsAnnounced
@@ -120,7 +128,8 @@ class PrepareStore(Message, frozen=True, gc=False):
 
     keys: tuple[Key, ...]
     request: RequestId
-    cuts: tuple[int, ...] | None = None  #: how many keys may be stored without the rest; None: any
+    cuts: tuple[int, ...] | None = None  #: how many keys may be stored without the rest; None: any,
+    #: and each is of use only with all before it
     order: RequestOrder | None = None
 
 
@@ -317,45 +326,6 @@ class ProbeEnded(Message, frozen=True, gc=False):
     keys: tuple[Key, ...]
     present: tuple[bool, ...]
     request: RequestId = ""
-
-
-class Cascade(Message, frozen=True, gc=False):
-    """Store these blocks, which are pinned once for this tier, from these slots."""
-
-    request: RequestId
-    keys: tuple[Key, ...]
-    slots: tuple[int, ...]
-    epoch: int
-
-    def part(self, start: int, stop: int | None = None) -> Cascade:
-        """Return a cascade of some of the blocks."""
-        where = slice(start, stop)
-        return Cascade(self.request, self.keys[where], self.slots[where], self.epoch)
-
-
-class CascadeRefused(Message, frozen=True, gc=False):
-    """The tier's admission policy doesn't want these blocks of a Cascade."""
-
-    keys: tuple[Key, ...]
-    slots: tuple[int, ...]
-    epoch: int
-
-
-class CascadeWanted(Message, frozen=True, gc=False):
-    """The tier's admission policy wants these now, which ``request`` used, if they are here."""
-
-    tier: int
-    keys: tuple[Key, ...]
-    request: RequestId
-
-
-class CascadeEnded(Message, frozen=True, gc=False):
-    """The tier reads these slots no longer."""
-
-    tier: int
-    keys: tuple[Key, ...]
-    slots: tuple[int, ...]
-    epoch: int
 
 
 class TierUsable(Message, frozen=True, gc=False):

@@ -54,7 +54,7 @@ class AdmissionGate(Actor):
         self._broke = False
 
     def _cascade(self, message: m.Cascade) -> None:
-        admitted = self._admit(message)
+        admitted = [True] if message.is_admitted else self._admit(message)
         if all(admitted):
             self.link.post(message)
             return

@@ -32,6 +32,7 @@ class PrimaryAudit:
     directory: DirectoryAudit
     looked_up: Mapping[RequestId, LookedUp]
     parked: frozenset[Key]  #: to be cascaded once they are READY
+    holes: Mapping[int, frozenset[Key]]  #: of each tier: put off, or lost
     makes_room: bool  #: whether something waits for slots that are being made free
     excluded: frozenset[Key]  #: not to be evicted for the last call that needed victims
 

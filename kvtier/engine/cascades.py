@@ -4,20 +4,27 @@ A block that the GPU stored is cascaded to every tier, unless the tier's
 admission policy (``kvtier/admission/``) refuses it. A tier that wants whole
 requests (vLLM's request-level policy) is also given what was here already;
 what is still being filled is parked and follows once it is READY.
+
+What a tier could not take is offered to it again; what would come behind a hole
+in its prefix is not sent (``kvtier/engine/holes.py``).
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtier.core import messages as m
+from kvtier.engine.holes import Holes, PutOff
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from kvtier.core.actor import Mailbox
     from kvtier.engine.promotions import Batch
+    from kvtier.engine.running_prefixes import RunningPrefixes
     from kvtier.engine.slot_table import SlotTable
+    from kvtier.engine.tier_directory import TierDirectory
     from kvtier.plugin_api.keys import Key, RequestId, TierSet
     from kvtier.settings.runtime_config import TierConfig
 
@@ -26,7 +33,13 @@ class Cascades:
     """Decides, pins the slots and sends them off; the primary tier hears of their end."""
 
     def __init__(
-        self, slots: SlotTable, tiers: Sequence[TierConfig], gates: Sequence[Mailbox]
+        self,
+        slots: SlotTable,
+        tiers: Sequence[TierConfig],
+        gates: Sequence[Mailbox],
+        *,
+        prefixes: RunningPrefixes,
+        directory: TierDirectory,
     ) -> None:
         """``gates``: of each tier its admission gate, else its link."""
         self.all_tiers: TierSet = (1 << len(tiers)) - 1
@@ -37,13 +50,79 @@ class Cascades:
         self._slots = slots
         self.parked: dict[Key, TierSet] = {}  #: not READY yet; where to, once they are
         self._gates = gates
+        self._prefixes = prefixes
+        self._are_chains = True  # a block is of use only with all before it in its request
+        self.holes = {  #: of the tiers that may have some
+            number: Holes(slots.count, self._is_ready, partial(directory.knows, tier=number))
+            for number in range(len(tiers))
+        }
 
     def send(self, batches: Mapping[int, Batch], request: RequestId, epoch: int) -> None:
-        """Pin each block once for each tier that is to store it, and send the blocks off."""
-        for _, slots in batches.values():
+        """Send blocks off, pinned once for each tier that is to store them.
+
+        Those behind a hole of a tier are put off.
+        """
+        for tier, batch in batches.items():
+            keys, slots = self._in_front_of_holes(tier, batch, request)
+            if keys:
+                self._slots.pin(slots)
+                self._gates[tier].post(m.Cascade(request, tuple(keys), tuple(slots), epoch))
+
+    def _in_front_of_holes(self, tier: int, batch: Batch, request: RequestId) -> Batch:
+        holes = self.holes.get(tier)
+        if not holes:  # as it mostly is
+            return batch
+        kept: Batch = ([], [])
+        for key, slot, before in zip(*batch, self._before(request, batch[0]), strict=True):
+            if holes.includes(before):
+                holes.put_off(key, PutOff(request, before, is_admitted=False))
+            else:
+                holes.fill(key)
+                kept[0].append(key)
+                kept[1].append(slot)
+        return kept
+
+    def put_off(self, message: m.CascadePutOff) -> None:
+        """Have blocks wait until the tier has room for them."""
+        keys, holes = message.keys, self.holes.get(message.tier)
+        if holes is not None:
+            for key, before in zip(keys, self._before(message.request, keys), strict=True):
+                holes.put_off(key, PutOff(message.request, before, is_admitted=True))
+
+    def send_put_off(self, message: m.StoresWanted, epoch: int) -> tuple[list[Key], int]:
+        """Send off what the tier has room for now; return that, and how many turned out lost."""
+        holes = self.holes.get(message.tier)
+        if holes is None:
+            return [], 0
+        now, lost = holes.pop(message.blocks)
+        batches: dict[tuple[RequestId, bool], list[Key]] = {}
+        for key, block in now.items():
+            batches.setdefault((block.request, block.is_admitted), []).append(key)
+        for (request, is_admitted), keys in batches.items():
+            slots = tuple(self._slots.slot_of[key] for key in keys)
             self._slots.pin(slots)
-        for tier, (keys, slots) in batches.items():
-            self._gates[tier].post(m.Cascade(request, tuple(keys), tuple(slots), epoch))
+            self._gates[message.tier].post(
+                m.Cascade(request, tuple(keys), slots, epoch, is_admitted)
+            )
+        return [*now], len(lost)
+
+    def _before(self, request: RequestId, keys: Sequence[Key]) -> list[Key | None]:
+        if self._are_chains:
+            return self._prefixes.before(request, keys)
+        return [None] * len(keys)
+
+    def note_windows(self) -> None:
+        """Note that a block may be of use without those before it: nothing is behind a hole."""
+        self._are_chains = False
+
+    def lose(self, keys: Sequence[Key]) -> None:
+        """Note that these blocks are here for no tier."""
+        for holes in self.holes.values():
+            holes.lose(keys)
+
+    def _is_ready(self, key: Key) -> bool:
+        slot = self._slots.slot_of.get(key)
+        return slot is not None and self._slots.is_ready(slot)
 
     def of_ready(self, keys: Sequence[Key], slots: Sequence[int], to: TierSet) -> dict[int, Batch]:
         """Return what to send to each tier of blocks just READY: to ``to``, and where parked."""
@@ -82,10 +161,9 @@ class Cascades:
         """Return what to send to a tier that wants ``keys`` now: those that are READY."""
         ready: Batch = ([], [])
         for key in keys:
-            slot = self._slots.slot_of.get(key)
-            if slot is not None and self._slots.is_ready(slot):
+            if self._is_ready(key):
                 ready[0].append(key)
-                ready[1].append(slot)
+                ready[1].append(self._slots.slot_of[key])
         return {tier: ready} if ready[0] and self.all_tiers >> tier & 1 else {}
 
     def forget(self, key: Key) -> None:
@@ -95,12 +173,16 @@ class Cascades:
     def leave_to_requests(self, tier: int) -> None:
         """Offer the tier nothing of every request: it goes by request."""
         self._whole_requests &= ~(1 << tier)
+        self.holes.pop(tier, None)  # what one request brings is of use to that one
 
     def cut_off(self, tier: int) -> None:
         """Send nothing to the tier any more."""
         self.all_tiers &= ~(1 << tier)
         self._whole_requests &= self.all_tiers
+        self.holes.pop(tier, None)
 
     def reset(self) -> None:
-        """Forget what is parked."""
+        """Forget what is parked or put off."""
         self.parked.clear()
+        for holes in self.holes.values():
+            holes.clear()

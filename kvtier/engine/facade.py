@@ -300,7 +300,8 @@ class SchedulerFacade:
         tail of what has no room are left out. None: no room for even one; try
         again in a later step. ``cuts``, growing: how many of ``keys`` are of use
         without those behind them, where keys of several KV-cache groups belong
-        together; None: any number. What fits no memory of this size gets an empty grant.
+        together; None: any number, and each needs all before it. What fits no memory of this
+        size gets an empty grant.
         ``order``: the keys of the request by token position, those too that the GPU has,
         from a number on; while it runs, a block of it is evicted after those behind it.
         One that tells it once tells it always; else it is what calls' ``keys`` make of it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from kvtier.core import messages as m
@@ -10,6 +11,8 @@ from kvtier.engine.circuit_breaker import Work
 from kvtier.plugin_api.deadlines import NEVER
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvtier.core.statistics import TierCounts
 
 
@@ -83,6 +86,11 @@ class Job:
     def counts_for_its_tier(self) -> bool:
         """Whether its end is a success or a failure of its tier."""
         return self.is_cut or not self.abandoned
+
+    def blocks_of(self, chosen: Sequence[bool]) -> m.Cascade:
+        """Return some blocks of a job that stores, as what they came in; one bool a block."""
+        keys, slots = tuple(compress(self.keys, chosen)), tuple(compress(self.slots, chosen))
+        return m.Cascade(self.request, keys, slots, self.epoch)
 
     def has_lost_patience(self, now: float) -> bool:
         """Tell whether its request is to wait for it no longer, though the tier isn't late."""

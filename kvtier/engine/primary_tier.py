@@ -100,7 +100,11 @@ class PrimaryTier(Actor):
         )
         self._gpu_loads = GpuLoads()
         self._cascades = Cascades(
-            self.slots, config.tiers, [gates.get(tier, link) for tier, link in enumerate(links)]
+            self.slots,
+            config.tiers,
+            [gates.get(tier, link) for tier, link in enumerate(links)],
+            prefixes=self._prefixes,
+            directory=self._directory,
         )
         self.by_request = RequestTiers(self.slots, self._cascades, links, policy)
         books = (self.slots, self._promotions, self._lookups, self._eviction)
@@ -136,6 +140,8 @@ class PrimaryTier(Actor):
             m.GoesByRequest: self.by_request.goes_by_request,
             m.CascadeWanted: self._cascade_wanted,
             m.CascadeEnded: self._cascade_ended,
+            m.CascadePutOff: self._cascade_put_off,
+            m.StoresWanted: self._stores_wanted,
             m.BlocksWanted: self.by_request.pin_wanted,
             m.PresenceLearned: self._presence_learned,
             m.LinkFailed: self._link_failed,
@@ -163,6 +169,7 @@ class PrimaryTier(Actor):
             self._directory.audit(),
             self._lookups.audit(),
             parked=frozenset(self._cascades.parked),
+            holes={tier: holes.audit() for tier, holes in self._cascades.holes.items()},
             makes_room=self._eviction.is_under_way,
             excluded=self._eviction.excluded,
         )
@@ -229,10 +236,13 @@ class PrimaryTier(Actor):
         if not wanted:
             self.reply(m.StoreGrant([], [], [], self.epoch))
             return
+        if message.cuts is not None:
+            self._cascades.note_windows()
         self._lookups.count_of(message.request)
         most = storable(wanted, message.keys, message.cuts, self.slots.count)
         if not most:  # not even in all slots: later is no better
             self.counts.stores_dropped += len(wanted)
+            self._cascades.lose(wanted)
             self.reply(m.StoreGrant([], [], [], self.epoch))
         elif most <= self.slots.free_count():
             self._grant(message.request, wanted, most, [])
@@ -255,6 +265,7 @@ class PrimaryTier(Actor):
             if not room:
                 self.reply(None)
                 return
+            self._cascades.lose(wanted[room:])
             wanted = wanted[:room]
         granted = self.slots.allocate_for_gpu(wanted, request)
         self.by_request.store(request, len(granted))
@@ -293,6 +304,7 @@ class PrimaryTier(Actor):
             self._became_ready(keys, slots, request, self.by_request.takers(request))
         else:
             self._fill_failed(keys, slots)
+            self._cascades.lose(keys)
         self.by_request.stored(request, len(keys))
 
     def _touch(self, message: m.Touch) -> None:
@@ -321,12 +333,25 @@ class PrimaryTier(Actor):
         for keys, _ in list(batches.values())[:1]:
             self.policy.post(m.Held(keys=tuple(keys)))
         self._cascades.send(batches, request, self.epoch)
+        for keys, slots in list(batches.values())[:1]:
+            self._unhold(keys, slots)  # those that were put off
 
     def _cascade_wanted(self, message: m.CascadeWanted) -> None:
         batches = self._cascades.of_wanted(message.tier, message.keys)
         self._hold_and_cascade(batches, message.request)
 
-    def _cascade_ended(self, message: m.CascadeEnded) -> None:
+    def _cascade_put_off(self, message: m.CascadePutOff) -> None:
+        if message.epoch == self.epoch:
+            self._cascades.put_off(message)
+        self._cascade_ended(message)
+
+    def _stores_wanted(self, message: m.StoresWanted) -> None:
+        keys, lost = self._cascades.send_put_off(message, self.epoch)
+        if keys:
+            self.policy.post(m.Held(keys=tuple(keys)))
+        self.links[message.tier].post(m.StoresOffered(is_all=not keys, lost=lost))
+
+    def _cascade_ended(self, message: m.CascadeEnded | m.CascadePutOff) -> None:
         if message.epoch != self.epoch:
             self._arrivals.let_go(message.slots)
             return

@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
     from kvtier.core.messages import RequestOrder
     from kvtier.plugin_api.keys import Key, RequestId
@@ -109,6 +109,11 @@ class _Prefix:
             self._place.update(zip(self.order[known:], range(known, len(self.order)), strict=True))
         return self._place
 
+    def known_place(self) -> dict[Key, int]:
+        """Return where each key is, those too that calls have brought lately."""
+        self._merge()
+        return self.place()
+
     def last_behind(self, key: Key, can_go: Callable[[Key], bool], eviction: int) -> Key | None:
         """Return the last block behind ``key`` that can go, if any.
 
@@ -169,6 +174,18 @@ class RunningPrefixes:
         else:
             prefix.follow(keys)
         self._changed[request] = prefix
+
+    def before(self, request: RequestId, keys: Sequence[Key]) -> list[Key | None]:
+        """Return what each of some keys, given from head to tail, follows on in their request."""
+        before = [None, *keys[:-1]]
+        prefix = self._prefix_of.get(request)
+        if prefix is not None:
+            order, place = prefix.order, prefix.known_place()
+            for number, key in enumerate(keys):
+                at = place.get(key)
+                if at is not None:
+                    before[number] = order[at - 1] if at else None
+        return before
 
     def begin_eviction(self, victims: Collection[Key]) -> bool:
         """Tell whether any of the victims may belong to a running request."""

@@ -9,7 +9,8 @@ gets exactly one answer to each thing it asked for:
 - a promotion: ``PromotionEnded``; ``PromotionWithdrawn`` if it was withdrawn before it was sent;
   or, when the tier is late or its request has lost patience, ``PromotionAbandoned`` and later,
   when the tier has let go, ``PromotionLate`` or ``SlotsReleased``;
-- a cascade: ``CascadeEnded``, only when the tier has let go of the slots.
+- a cascade: ``CascadeEnded`` or, for what the tier does not have, ``CascadePutOff``; only when the
+  tier has let go of the slots.
 
 Whatever it sends has the mark of the generation that its primary tier is in
 (``kvtier/core/generations.py``); what the tier answers to things sent before is
@@ -37,6 +38,7 @@ from kvtier.engine.contents_relay import ContentsRelay
 from kvtier.engine.in_flight import Numbers
 from kvtier.engine.probes import Probes
 from kvtier.engine.request_tiers import RequestRelay
+from kvtier.engine.store_room import StoreRoom
 from kvtier.engine.tier_health import NAMES, TierHealth
 from kvtier.engine.transfers import Transfers
 from kvtier.engine.uses import UseRelay
@@ -107,9 +109,9 @@ class TierLink(Actor):
         self._mark = mark_of_name(config.weights_version)  # of the generation
         self._probes.begin_generation(self._mark)
         self._is_told = False  # whether the tier's cell has been told of it
-        self._full_until = 0.0
         self._uses = UseRelay(tier)
-        self._cascade_slots = self._abandoned_slots = 0
+        self._room = StoreRoom(number, config, self.counts, self._relay, primary)
+        self._abandoned_slots = 0
         self._now = 0.0
         super().__init__(f"link:{config.tiers[number].name}", self._all_handlers())
 
@@ -121,7 +123,8 @@ class TierLink(Actor):
             m.Promote: self._promote,
             m.Withdraw: self._withdraw,
             m.Cascade: self._cascade,
-            m.CascadeRefused: self._cascade_refused,
+            m.CascadeRefused: self._room.refused,
+            m.StoresOffered: self._room.offered,
             m.TouchKeys: self._used,
             m.RequestEnded: self._request_ended,
             m.Tick: self._tick,
@@ -148,7 +151,8 @@ class TierLink(Actor):
         self._probes.meet(traits.probe_batches_max or traits.load_batches_max)
         self._loads.times.meet(traits.load_batches_max)
         self._stores.times.meet(traits.store_batches_max)
-        self.by_request, self.serves_others = traits.by_request, traits.serves_others
+        self.by_request = self._room.by_request = traits.by_request
+        self.serves_others = traits.serves_others
         if traits.by_request:
             self.primary.post(m.GoesByRequest(tier=self._number))
         self._health.tell_usable()
@@ -185,27 +189,13 @@ class TierLink(Actor):
         self._probes.withdraw(message)
 
     def _cascade(self, message: m.Cascade) -> None:
-        room = max(0, self._config.cascade_slots_max - self._cascade_slots)
         if message.epoch < self._contents.since:  # Computed with the weights from before.
-            room = 0
-        kept, dropped = message.part(0, room), message.part(room)
-        self._cascade_slots += len(kept.keys)
+            self._room.drop(message)
+            return
+        kept, rest = self._room.take(message)
         self._stores.waiting.add(kept, self._now)
         self._send_waiting(self._stores)
-        self._drop(dropped)
-
-    def _drop(self, blocks: Job | m.Cascade) -> None:
-        """Have the tier not store these, of which it knows nothing."""
-        if not blocks.keys:
-            return
-        self.counts.cascades_dropped += len(blocks.keys)
-        self._end_cascade(blocks)
-        if self.by_request:
-            self._relay.send(m.BlocksMissing(blocks.request, blocks.keys))
-
-    def _cascade_refused(self, message: m.CascadeRefused) -> None:
-        self.counts.cascades_refused += len(message.keys)
-        self._end_cascade(message)
+        self._room.put_off(rest)
 
     def _request_ended(self, message: m.RequestEnded) -> None:
         self._loads.waiting.forget(message.request)
@@ -231,11 +221,15 @@ class TierLink(Actor):
                 self._refuse([job, *transfers.waiting.pop_all()])
                 return
 
+    def _ask_again(self) -> None:
+        if self._takes(Work.STORE):
+            self._room.ask_again(self._now)
+
     def _takes(self, work: Work) -> bool:
         if work is Work.LOAD:
             is_free = self._abandoned_slots <= self._config.abandoned_slots_max
         else:
-            is_free = self._now >= self._full_until
+            is_free = not self._room.is_full(self._now)
         return is_free and self._health.takes(work)
 
     def _send(self, transfers: Transfers, job: Job) -> bool:
@@ -259,8 +253,7 @@ class TierLink(Actor):
                 self.counts.promotions_dropped += len(job.keys)
                 self._end_promotion(job, (Outcome.FAILED,) * len(job.keys))
             else:
-                self._cascade_slots -= len(job.slots)
-                self._drop(job)
+                self._room.not_sent(job, self._now)
 
     # --- what the tier answers ---
 
@@ -284,14 +277,13 @@ class TierLink(Actor):
             self._health.succeeded(job.work)
         self.counts.late_completions += job.abandoned
         if not job.is_load:
-            self._cascade_slots -= len(job.slots)
-            self._note_stored(job, outcomes)
-            self._end_cascade(job)
+            self._stored(job, outcomes)
         elif job.abandoned:
             self._arrived_late(job, outcomes)
         else:
             self._end_promotion(job, outcomes)
         self._send_waiting(transfers)
+        self._ask_again()
 
     def _arrived_late(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
         """Let go of the slots of a job that nobody waits for; keep what has arrived in them."""
@@ -301,15 +293,13 @@ class TierLink(Actor):
         else:
             self.primary.post(m.PromotionLate(job.keys, job.slots, outcomes, job.epoch))
 
-    def _note_stored(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
-        stored = tuple(
-            key for key, outcome in zip(job.keys, outcomes, strict=True) if outcome is Outcome.DONE
-        )
+    def _stored(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
+        pairs = zip(job.keys, outcomes, strict=True)
+        stored = tuple(key for key, outcome in pairs if outcome is Outcome.DONE)
         self._contents.stored(stored, job.epoch)
-        if Outcome.FULL in outcomes:
-            # No room now: trying each block would only cost its pin. Loads go on.
-            self._full_until = self._now + self._config.breaker_pause_s
-            self._refuse(self._stores.waiting.pop_all())
+        is_whole = self._room.stored(job, outcomes, self._now)
+        if not is_whole or self._room.is_full(self._now):
+            self._refuse(self._stores.waiting.pop_all())  # It may follow on what is missing now.
 
     # --- time ---
 
@@ -331,6 +321,7 @@ class TierLink(Actor):
         self._relay.go_on()
         self._health.end_pauses()
         self._send_all()
+        self._ask_again()
         self._tell_cost()
 
     def _give_up_late(self, transfers: Transfers) -> None:
@@ -402,8 +393,7 @@ class TierLink(Actor):
         self._probes.end_all()
         for job in (*self._loads.fence(), *self._stores.fence()):
             if not job.is_load:
-                self._cascade_slots -= len(job.slots)
-                self._end_cascade(job)
+                self._room.not_sent(job, self._now)
             elif job.abandoned:
                 self._abandoned_slots -= len(job.slots)
                 self.primary.post(m.SlotsReleased(slots=job.slots))
@@ -418,7 +408,7 @@ class TierLink(Actor):
             self.meet(message.traits)
         self._health.restarted()
         self.backend_counts.begin_anew()
-        self._full_until = 0.0
+        self._room.begin_anew()
         self._tell_generation()
         self._contents.forget()
         self._health.tell_usable()
@@ -441,10 +431,6 @@ class TierLink(Actor):
         if job.is_load:
             self._abandoned_slots += len(job.slots)
             self.primary.post(m.PromotionAbandoned(self._number, job.keys, job.slots, job.epoch))
-
-    def _end_cascade(self, blocks: Job | m.Cascade | m.CascadeRefused) -> None:
-        ended = m.CascadeEnded(self._number, blocks.keys, blocks.slots, blocks.epoch)
-        self.primary.post(ended)
 
     def in_flight(self) -> tuple[int, int, int]:
         """Return the probes, promotion jobs and cascade jobs in flight."""
@@ -473,7 +459,7 @@ class TierLink(Actor):
             },
             self._loads.waiting.slots(),
             self._stores.waiting.slots(),
-            self._cascade_slots,
+            self._room.slots,
             self._abandoned_slots,
             self._loads.times.outstanding,
             self._now,
@@ -491,7 +477,7 @@ class TierLink(Actor):
             promotion_jobs_in_flight=loads,
             cascade_jobs_in_flight=stores,
             promotion_slots=self._loads.slots() + self._loads.waiting.blocks,
-            cascade_slots=self._cascade_slots,
+            cascade_slots=self._room.slots,
             counts=self.counts.snapshot(),
             backend=self.backend_counts.total,
             backend_levels=self.backend_counts.levels,

@@ -126,6 +126,7 @@ class Groups:
         self.chunk_tokens = chunk_tokens
         self.kinds = kinds
         windows = any(kind.window is not None for kind in kinds.values())
+        self.have_windows = windows
         self.lose_blocks = chunk_blocks > 1 and windows
         """Whether of a chunk some blocks may have left a window since vLLM offered it first."""
 

@@ -45,7 +45,7 @@ from kvtier.vllm.tier_facts import TierFacts
 from kvtier.vllm.watch import Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
         OffloadingConnectorStats,
@@ -318,12 +318,14 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
             return _stores_nothing()
         if req_context.req_id in self._undecided:  # resumed: no ``ScheduleEndContext`` names it
             self._note_decided((req_context.req_id,))
-        cuts = None
+        cuts: Sequence[int] | None = None
         offered = keys
         if self._several_groups:
             end_of = positions_of(req_context)
             offered = ordered = in_token_order(keys, end_of)
             cuts = self._groups.cuts(ordered, end_of)
+        elif self._groups.have_windows:
+            cuts = range(1, len(keys) + 1)
         self._passes.is_decided(req_context.req_id)
         self._steps.offers(req_context.req_id, offered, positions_of(req_context))
         order = self._untold(req_context)

@@ -158,7 +158,7 @@ def test_every_message_to_a_link_may_cross() -> None:
     )
     from_the_primary_tier = {
         *(m.GenerationBegan, m.ProbeKeys, m.Promote, m.Cascade, m.CascadeRefused, m.TakeEvents),
-        *(m.RequestOpened, m.RequestClosed, m.BlocksMissing, m.Withdraw),
+        *(m.RequestOpened, m.RequestClosed, m.BlocksMissing, m.Withdraw, m.StoresOffered),
         *(m.TouchKeys, m.RequestEnded, m.Tick),
     }
     from_the_host = {m.TierFenced, m.TierRestarted}

@@ -1,0 +1,81 @@
+"""The messages about cascades, between the primary tier, admission gates and a tier's link.
+
+As those in ``kvtier/core/messages.py``; they never leave the engine cell.
+"""
+
+from __future__ import annotations
+
+from kvtier.core.message import Message
+from kvtier.plugin_api.keys import Key, RequestId  # noqa: TC001 - msgspec decodes by it
+
+
+class Cascade(Message, frozen=True, gc=False):
+    """Store these blocks, which are pinned once for this tier, from these slots.
+
+    ``is_admitted``: the tier's admission policy has had its say.
+    """
+
+    request: RequestId
+    keys: tuple[Key, ...]
+    slots: tuple[int, ...]
+    epoch: int
+    is_admitted: bool = False
+
+    def part(self, start: int, stop: int | None = None) -> Cascade:
+        """Return a cascade of some of the blocks."""
+        where = slice(start, stop)
+        return Cascade(
+            self.request, self.keys[where], self.slots[where], self.epoch, self.is_admitted
+        )
+
+
+class CascadeRefused(Message, frozen=True, gc=False):
+    """The tier's admission policy doesn't want these blocks of a Cascade."""
+
+    keys: tuple[Key, ...]
+    slots: tuple[int, ...]
+    epoch: int
+
+
+class CascadeWanted(Message, frozen=True, gc=False):
+    """The tier's admission policy wants these now, which ``request`` used, if they are here."""
+
+    tier: int
+    keys: tuple[Key, ...]
+    request: RequestId
+
+
+class CascadeEnded(Message, frozen=True, gc=False):
+    """The tier reads these slots no longer."""
+
+    tier: int
+    keys: tuple[Key, ...]
+    slots: tuple[int, ...]
+    epoch: int
+
+
+class CascadePutOff(Message, frozen=True, gc=False):
+    """The tier does not have these blocks, and reads the slots no longer: offer them again."""
+
+    tier: int
+    request: RequestId
+    keys: tuple[Key, ...]
+    slots: tuple[int, ...]
+    epoch: int
+
+
+class StoresWanted(Message, frozen=True, gc=False):
+    """The tier has room for so many blocks of those put off. Answered with StoresOffered."""
+
+    tier: int
+    blocks: int
+
+
+class StoresOffered(Message, frozen=True, gc=False):
+    """What was put off is on its way, as Cascades; ``is_all``: asking for more is of no use.
+
+    ``lost``: blocks put off that are not here any more, or follow on one that is not.
+    """
+
+    is_all: bool
+    lost: int

@@ -1,0 +1,121 @@
+"""The holes of a tier: blocks that it could not take yet, and blocks that it will not get.
+
+A tier that writes slowly, is full or fails for a while takes some blocks later than they come, or
+never. What it could not take is put off: it stays in host memory for as long as the policy there
+likes, and is offered again when the tier has room, heads before tails. A block is of no use in a
+tier without the one before it in its request. So what follows on a block that was put off is put
+off too, and what follows on one that is lost is not written: nobody could find it.
+
+A block is lost if it left host memory before the tier had room for it, or never got a slot there.
+It is no hole any more once it is sent to the tier, or once the tier is known to have it.
+
+Part of the primary tier's actor; one for each tier.
+
+# Invariant: no block is sent to a tier while the one before it in its request is a hole of it.
+#            Checked: p18_nothing_is_sent_to_a_tier_behind_a_hole.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kvtier.plugin_api.keys import Key, RequestId
+
+
+class PutOff(NamedTuple):
+    """A block that waits until its tier has room."""
+
+    request: RequestId
+    before: Key | None  #: the block that it follows on, if that is known
+    is_admitted: bool  #: the tier's admission policy has had its say
+
+
+class Holes:
+    """Of one tier."""
+
+    def __init__(
+        self, keys_max: int, is_here: Callable[[Key], bool], is_there: Callable[[Key], bool]
+    ) -> None:
+        """``keys_max``: of those put off, and of those lost: the oldest are forgotten.
+
+        ``is_here``: in host memory, READY. ``is_there``: the tier is known to have it.
+        """
+        self._keys_max = keys_max
+        self._is_here = is_here
+        self._is_there = is_there
+        self._put_off: dict[Key, PutOff] = {}  # in the order in which they are offered again
+        self._lost: dict[Key, None] = {}
+
+    def __bool__(self) -> bool:
+        """Tell whether there may be any."""
+        return bool(self._put_off or self._lost)
+
+    def includes(self, key: Key | None) -> bool:
+        """Tell whether a block is a hole, and nothing that follows on it may be sent."""
+        is_one = key in self._put_off or key in self._lost
+        return is_one and key is not None and not self._is_there(key)
+
+    def put_off(self, key: Key, block: PutOff) -> bool:
+        """Have a block wait until the tier has room. False: it follows on a lost one, and is too.
+
+        One that waits already keeps its place.
+        """
+        if self._is_lost(block.before):
+            self.lose((key,))
+            return False
+        self._lost.pop(key, None)
+        self._put_off.setdefault(key, block)
+        if len(self._put_off) > self._keys_max:
+            self._forget_gone()
+        return True
+
+    def lose(self, keys: Iterable[Key]) -> None:
+        """Note that the tier will not get these, for all that is known."""
+        for key in keys:
+            self._put_off.pop(key, None)
+            self._lost[key] = None
+        while len(self._lost) > self._keys_max:
+            del self._lost[next(iter(self._lost))]
+
+    def fill(self, key: Key) -> None:
+        """Note that a block is sent to the tier."""
+        self._put_off.pop(key, None)
+        self._lost.pop(key, None)
+
+    def pop(self, blocks_max: int) -> tuple[dict[Key, PutOff], list[Key]]:
+        """Return what may be sent now, at most so many blocks, and what turned out to be lost."""
+        now: dict[Key, PutOff] = {}
+        lost: list[Key] = []
+        for key, block in self._put_off.items():
+            if len(now) == blocks_max:
+                break
+            if not self._is_here(key) or self._is_lost(block.before):
+                self._lost[key] = None
+                lost.append(key)
+            elif block.before in now or not self.includes(block.before):
+                now[key] = block  # else that one goes first
+        for key in now:
+            self.fill(key)
+        self.lose(lost)
+        return now, lost
+
+    def clear(self) -> None:
+        """Forget all: the tier is given nothing from before any more."""
+        self._put_off.clear()
+        self._lost.clear()
+
+    def audit(self) -> frozenset[Key]:
+        """Return all holes. For tests and diagnosis."""
+        return frozenset(key for key in (*self._put_off, *self._lost) if self.includes(key))
+
+    def _is_lost(self, key: Key | None) -> bool:
+        return key in self._lost and self.includes(key)
+
+    def _forget_gone(self) -> None:
+        """Lose what has left host memory; if that is little, what has waited longest as well."""
+        gone = [key for key in self._put_off if not self._is_here(key)]
+        self.lose(gone)
+        self.lose(list(self._put_off)[: len(self._put_off) - self._keys_max // 2])
