@@ -33,6 +33,7 @@ class PrimaryAudit:
     looked_up: Mapping[RequestId, LookedUp]
     parked: frozenset[Key]  #: to be cascaded once they are READY
     holes: Mapping[int, frozenset[Key]]  #: of each tier: put off, or lost
+    put_off: Mapping[int, Mapping[Key, Key | None]]  #: of each tier: what each follows on
     makes_room: bool  #: whether something waits for slots that are being made free
     excluded: frozenset[Key]  #: not to be evicted for the last call that needed victims
 

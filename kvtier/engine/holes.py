@@ -111,6 +111,10 @@ class Holes:
         """Return all holes. For tests and diagnosis."""
         return frozenset(key for key in (*self._put_off, *self._lost) if self.includes(key))
 
+    def waiting(self) -> dict[Key, Key | None]:
+        """Return what is put off, and what each follows on. For tests and diagnosis."""
+        return {key: block.before for key, block in self._put_off.items()}
+
     def _is_lost(self, key: Key | None) -> bool:
         return key in self._lost and self.includes(key)
 

@@ -170,6 +170,7 @@ class PrimaryTier(Actor):
             self._lookups.audit(),
             parked=frozenset(self._cascades.parked),
             holes={tier: holes.audit() for tier, holes in self._cascades.holes.items()},
+            put_off={tier: holes.waiting() for tier, holes in self._cascades.holes.items()},
             makes_room=self._eviction.is_under_way,
             excluded=self._eviction.excluded,
         )

@@ -23,7 +23,7 @@ from rules import is_due
 from world import KEYS, PATHS, Shape, TierShape, World
 
 from kvtier.core.block_state import ANSWERS, BlockState
-from kvtier.engine.circuit_breaker import BreakerState
+from kvtier.engine.circuit_breaker import BreakerState, Work
 
 TIERS = (TierShape(capacity=3), TierShape(), TierShape(request_level=True))
 SHAPES = st.builds(
@@ -105,7 +105,29 @@ class KVTierSpec(Promises, GpuRules, RuleBasedStateMachine):
         assert world.facade.get_finished() == 0 or world.broken_links
         assert_p10_at_rest(world)
         assert_tiers_count_what_their_backends_have(world)
+        self._assert_a_healthy_tier_gets_what_was_put_off()
         self._assert_a_healthy_tier_serves_within_two_steps()
+
+    def _assert_a_healthy_tier_gets_what_was_put_off(self) -> None:
+        """What is still in host memory; or it is known to be lost."""
+        world = self.world
+        for _ in range(len(KEYS)):
+            waits = {
+                tier
+                for tier, keys in world.primary.audit().put_off.items()
+                if keys and self._takes_stores(tier)
+            }
+            if not waits:
+                return
+            self.a_step_ends(1.0, b"")
+            self.tiers_do_all_they_were_asked()
+            world.cell.settle()
+        raise AssertionError(f"tiers {waits} never get what was put off")
+
+    def _takes_stores(self, tier: int) -> bool:
+        link, held = self.world.links[tier], self.world.runtime.tiers[tier]
+        is_closed = link.audit().breakers[Work.STORE] is BreakerState.CLOSED
+        return is_closed and not held.is_full and not self.world.fenced[tier]
 
     def _assert_a_healthy_tier_serves_within_two_steps(self) -> None:
         """From the first lookup to a HIT: one step to ask, one to load."""

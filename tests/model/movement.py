@@ -1,7 +1,7 @@
 """What moves at tiers, seen from the messages: who is late, and what waits and in which order.
 
 It is told of each message between a link and its tier, and between a link and the primary
-tier, and keeps its own books: promises 19 and 20 are about these.
+tier, and keeps its own books: promises 18 (where stores are concerned), 19 and 20 are about these.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from kvtier.engine.circuit_breaker import Work
 from kvtier.plugin_api.backend import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from world import World
 
     from kvtier.core.actor import Actor
     from kvtier.core.messages import Message
     from kvtier.engine.audits import LinkAudit
-    from kvtier.plugin_api.keys import RequestId
+    from kvtier.plugin_api.keys import Key, RequestId
     from kvtier.settings.runtime_config import RuntimeConfig
     from tests.support.cell import TestMailbox
 
@@ -35,16 +35,36 @@ class Movements:
     def __init__(self, world: World) -> None:
         self._world = world
         self._of = [Movement(world.config, number) for number in range(len(world.links))]
-        self._watched: frozenset[int] = frozenset()  # before the message that is delivered now
+        # Before the message that is delivered now:
+        self._watched: frozenset[int] = frozenset()
+        self._put_off: Mapping[Key, Key | None] = {}  # what a tier wants again
 
     def note_post(self, mailbox: TestMailbox, message: Message) -> None:
         """Look at what a link sends its tier. What nobody waits for is not sent."""
         world = self._world
+        if isinstance(message, m.Cascade):
+            self.p18_nothing_is_sent_to_a_tier_behind_a_hole(mailbox, message)
         for tier, held in enumerate(world.runtime.tiers):
             if held.mailbox is mailbox:
                 self._of[tier].sent(message, world.links[tier].audit())
                 if not self._is_withdrawing():
                     self._assert_somebody_waits(message)
+
+    def p18_nothing_is_sent_to_a_tier_behind_a_hole(
+        self, mailbox: TestMailbox, message: m.Cascade
+    ) -> None:
+        """Of what the primary tier sends: a tier's gate passes it on as it likes."""
+        world = self._world
+        holes = world.primary.audit().holes
+        for tier, gate in enumerate(world.primary._cascades._gates):
+            if gate is not mailbox or tier not in holes:
+                continue
+            request = world.requests.get(message.request)
+            before: dict[Key, Key | None] = dict(self._put_off)
+            if not message.is_admitted and request is not None and request.is_told:
+                before.update(zip(request.path, (None, *request.path), strict=False))
+            for key in message.keys:
+                assert before.get(key) not in holes[tier], f"{key!r} is sent behind a hole"
 
     def _is_withdrawing(self) -> bool:
         """Tell whether somebody has stopped waiting, and the link has not heard of it yet."""
@@ -66,7 +86,10 @@ class Movements:
             assert not idle, f"{idle} are asked for, and nobody waits for the answer"
 
     def foresee(self, actor: Actor, message: Message) -> None:
-        """Note what is about to be delivered to a link."""
+        """Note what is about to be delivered to a link, or by one."""
+        seen_now = self._world.primary.audit()
+        wanted = isinstance(message, m.StoresWanted)
+        self._put_off = seen_now.put_off.get(message.tier, {}) if wanted else {}
         for tier, link in enumerate(self._world.links):
             if actor is link:
                 seen = link.audit()
@@ -92,6 +115,11 @@ class Movements:
     def _observe_primary(self, message: Message) -> None:
         if isinstance(message, m.PromotionEnded | m.PromotionAbandoned | m.PromotionWithdrawn):
             self._of[message.tier].let_go(message.slots)
+        if isinstance(message, m.CascadePutOff) and message.epoch == self._world.epoch:
+            seen = self._world.primary.audit()
+            for key in message.keys if message.tier in seen.holes else ():
+                is_there = seen.directory.known.get(key, 0) >> message.tier & 1
+                assert is_there or key in seen.holes[message.tier], f"{key!r} is forgotten"
         if isinstance(message, m.PromotionLate):
             for key, outcome in zip(message.keys, message.outcomes, strict=True):
                 is_of_use = outcome is Outcome.DONE and message.epoch == self._world.epoch

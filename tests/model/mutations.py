@@ -16,11 +16,14 @@ from kvtier.core import messages as m
 from kvtier.core.events import EventKind, EventLog
 from kvtier.engine import in_flight, prefix_reservations, tier_directory
 from kvtier.engine.arrivals import Arrivals
+from kvtier.engine.cascades import Cascades
 from kvtier.engine.circuit_breaker import Breaker
+from kvtier.engine.holes import Holes
 from kvtier.engine.primary_tier import PrimaryTier
 from kvtier.engine.requests import Request
 from kvtier.engine.slot_table import SlotTable
 from kvtier.engine.stall_watch import StallWatch
+from kvtier.engine.store_room import StoreRoom
 from kvtier.engine.tier_directory import Search, TierDirectory
 from kvtier.engine.tier_link import TierLink
 from kvtier.engine.waiting_jobs import WaitingJobs
@@ -234,8 +237,8 @@ def judge_one_group_at_a_time(real: Any, groups: Any, cost: Any, room: int) -> A
     return real(groups[:1], cost, room)
 
 
-@in_place_of(TierLink, "_cascade_refused")
-def lose_what_an_admission_policy_refuses(_self: TierLink, _message: m.CascadeRefused) -> None:
+@in_place_of(StoreRoom, "refused")
+def lose_what_an_admission_policy_refuses(_self: StoreRoom, _message: m.CascadeRefused) -> None:
     """Nobody is told that a refused block is not going to be read."""
 
 
@@ -355,8 +358,36 @@ def let_a_stray_answer_pass_uncounted(*_: object, **__: object) -> None:
 def let_a_cut_off_tier_keep_its_slots(real: Any, self: TierLink, message: m.TierFenced) -> None:
     """A fenced tier's cascades are forgotten with their pins."""
     for job in self._stores.fence():
-        self._cascade_slots -= len(job.slots)
+        self._room.slots -= len(job.slots)
     real(self, message)
+
+
+@in_place_of(Cascades, "_in_front_of_holes")
+def write_behind_a_hole(_self: Cascades, _tier: int, batch: Any, _request: str) -> Any:
+    """A block goes to a tier that has not got the one before it, nor will soon."""
+    return batch
+
+
+@in_place_of(StoreRoom, "ask_again")
+def forget_to_ask_for_what_was_put_off(*_: object) -> None:
+    """A tier that has room again is not given what it could not take."""
+
+
+@in_place_of(PrimaryTier, "_cascade_put_off")
+def keep_the_slots_of_what_is_put_off(self: PrimaryTier, message: m.CascadePutOff) -> None:
+    """What a tier could not take stays pinned for it."""
+    self._cascades.put_off(message)
+
+
+@in_place_of(Cascades, "put_off")
+def forget_what_a_tier_could_not_take(*_: object) -> None:
+    """It is let go, and its tail goes to the tier."""
+
+
+@in_place_of(Holes, "_is_lost")
+def offer_the_tail_of_what_is_gone(*_: object) -> bool:
+    """A block that was put off goes to its tier though the one before it never will."""
+    return False
 
 
 @in_place_of(Breaker, "restarted")

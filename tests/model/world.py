@@ -367,7 +367,7 @@ class World:
         elif isinstance(message, m.SlotsReleased | m.PromotionLate):
             for slot in message.slots:
                 self._end_one(self.abandoned, slot)
-        elif isinstance(message, m.CascadeEnded):
+        elif isinstance(message, m.CascadeEnded | m.CascadePutOff):
             for slot in message.slots:
                 self._end_one(self.cascading, (message.tier, message.epoch, slot))
 

@@ -1,0 +1,248 @@
+"""What a tier can't take now is put off, and comes back; nothing is sent behind a hole."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvtier.core import messages as m
+from kvtier.core.messages import RequestOrder
+from kvtier.engine.holes import Holes, PutOff
+from kvtier.plugin_api.backend import Outcome
+from tests.unit.engine._story import Story, cascade, counts_of, keys_of, link_of, tier_of
+
+if TYPE_CHECKING:
+    from kvtier.plugin_api.keys import Key
+
+HALF = {"slots": 8, "cascade_slots_fraction_max": 0.5, "job_blocks_max": 8}
+
+
+def stored(story: Story, outcome: Outcome = Outcome.DONE) -> list[Key]:
+    """Have the tier answer all that it is asked; return the keys, in the order of the calls."""
+    return [key for batch in story.answer_all(outcome) for key in batch.keys]
+
+
+def store_more(story: Story, keys: list[Key], *, success: bool = True, **told: Any) -> None:
+    """Have the GPU store blocks of a request that runs."""
+    grant = story.facade.prepare_store(keys, "r", **told)
+    assert grant is not None
+    story.facade.complete_store(grant.keys, "r", success=success)
+
+
+def holes(story: Story) -> frozenset[Key]:
+    return story.runtime.primary.audit().holes[0]
+
+
+# --- what is put off ---
+
+
+def test_a_prompt_that_was_cut_off_at_half_is_whole_after_a_quiet_second() -> None:
+    story, keys = Story(**HALF), keys_of(8)
+    cascade(story, keys)
+    story.facade.on_request_finished("w")
+    story.runtime.cell.settle()
+    assert tier_of(story).batches[0].keys == tuple(keys[:4])
+    assert holes(story) == set(keys[4:])
+    story.pass_time(1.0)
+    assert stored(story) == keys
+    counts = counts_of(story)
+    assert (counts.cascades_put_off, counts.cascades_dropped) == (4, 0)
+    assert holes(story) == frozenset()
+    assert story.facade.statistics().primary.pinned_slots == 0
+
+
+def test_what_comes_while_something_waits_is_stored_behind_it() -> None:
+    story, keys = Story(**HALF), keys_of(8)
+    story.facade.on_request_started("r")
+    store_more(story, keys[:6], order=RequestOrder(0, tuple(keys)))
+    store_more(story, keys[6:])
+    assert holes(story) == set(keys[4:]), "the last two follow on what was put off"
+    assert stored(story) == keys
+
+
+def test_another_request_is_not_held_up_by_a_hole() -> None:
+    story = Story(**{**HALF, "slots": 16})
+    keys, other = keys_of(10), keys_of(3, b"o")
+    cascade(story, keys)
+    story.runtime.cell.settle()
+    tier = tier_of(story)
+    tier.answer(tier.batches[0], [Outcome.FAILED] * 8)  # waits for a second now
+    story.runtime.cell.settle()
+    cascade(story, other, "o")
+    assert stored(story) == other
+    assert holes(story) == set(keys)
+
+
+def test_what_left_host_memory_while_it_was_put_off_is_dropped_with_what_follows_on_it() -> None:
+    story, keys = Story(slots=4, breaker_failures_max=100), keys_of(3)
+    cascade(story, keys)
+    story.facade.on_request_finished("w", keys)
+    assert stored(story, Outcome.FAILED) == keys
+    primary = story.runtime.primary
+    cascade(story, keys_of(2, b"n"), "n")  # which evicts
+    gone = [key for key in keys if primary.slot_of(key) is None]
+    assert gone == keys[2:], "tails go first"
+    assert stored(story) == keys_of(2, b"n")
+    story.pass_time(1.1)
+    assert stored(story) == keys[:2]
+    assert counts_of(story).cascades_dropped == 1
+    # It is computed anew, and stored: its tail is not lost for good.
+    cascade(story, keys[2:], "again")
+    assert stored(story) == keys[2:]
+    assert holes(story) == frozenset()
+
+
+def test_nothing_is_written_behind_a_block_that_is_lost() -> None:
+    story, keys = Story(slots=4, breaker_failures_max=100), keys_of(6)
+    story.facade.on_request_started("r")
+    store_more(story, keys[:1], order=RequestOrder(0, tuple(keys)))
+    assert stored(story) == keys[:1]
+    store_more(story, keys[1:2], success=False)
+    store_more(story, keys[2:4])
+    assert stored(story) == []
+    story.pass_time(3.0)
+    assert stored(story) == []
+    assert holes(story) == set(keys[1:4])
+    assert story.facade.statistics().primary.pinned_slots == 0
+
+
+def test_a_hole_is_none_once_the_tier_is_known_to_have_the_block() -> None:
+    """Somebody else may have stored it there."""
+    story, keys = Story(slots=8), keys_of(4)
+    story.facade.on_request_started("r")
+    store_more(story, keys[:1], success=False, order=RequestOrder(0, tuple(keys)))
+    primary, since = story.runtime.primary, link_of(story).audit().since
+    primary.receive(m.PresenceLearned(0, (keys[0],), (), since))
+    store_more(story, keys[1:])
+    assert stored(story) == keys[1:]
+
+
+def test_a_model_with_windows_has_no_holes_to_stop_at() -> None:
+    """There a block may be of use without those before it."""
+    story, keys = Story(slots=8, breaker_failures_max=100), keys_of(3)
+    story.facade.on_request_started("r")
+    order = RequestOrder(0, tuple(keys))
+    store_more(story, keys[:1], success=False, order=order, cuts=[1])
+    store_more(story, keys[1:])
+    assert stored(story) == keys[1:]
+
+
+# --- when it comes back ---
+
+
+def test_what_failed_is_tried_again_after_a_second() -> None:
+    story, keys = Story(slots=8, breaker_failures_max=100), keys_of(2)
+    cascade(story, keys)
+    assert stored(story, Outcome.FAILED) == keys
+    story.pass_time(0.9)
+    assert stored(story) == []
+    story.pass_time(0.2)
+    assert stored(story) == keys
+    assert counts_of(story).cascades_put_off == 2
+
+
+def test_only_what_a_tier_did_not_take_is_stored_again() -> None:
+    story, keys = Story(slots=8, breaker_failures_max=100), keys_of(3)
+    cascade(story, keys)
+    story.runtime.cell.settle()
+    tier = tier_of(story)
+    tier.answer(tier.batches[0], [Outcome.DONE, Outcome.FAILED, Outcome.DONE])
+    story.runtime.cell.settle()
+    assert counts_of(story).cascades_put_off == 1
+    story.pass_time(1.1)
+    assert stored(story) == keys[1:2]
+
+
+def test_a_breaker_that_closes_again_gets_what_it_missed() -> None:
+    story, keys = Story(slots=8, breaker_failures_max=1, breaker_pause_s=1.0), keys_of(3)
+    cascade(story, keys[:1])
+    assert stored(story, Outcome.FAILED) == keys[:1]
+    cascade(story, keys[1:], "later")
+    assert stored(story) == []
+    story.pass_time(1.1)
+    written = stored(story)
+    story.pass_time(1.1)
+    assert [*written, *stored(story)] == keys
+    assert link_of(story).statistics().breakers["stores"] == "CLOSED"
+
+
+def test_a_full_mailbox_is_tried_again_after_a_second() -> None:
+    story, keys = Story(slots=8, breaker_failures_max=100), keys_of(2)
+    tier_of(story).is_full = True
+    cascade(story, keys)
+    story.pass_time(0.5)
+    assert counts_of(story).cascades_put_off == 2, "it is not tried all the time"
+    tier_of(story).is_full = False
+    story.pass_time(1.0)
+    assert stored(story) == keys
+
+
+def test_a_reset_forgets_what_was_put_off() -> None:
+    story, keys = Story(**HALF), keys_of(8)
+    cascade(story, keys)
+    assert holes(story)
+    story.facade.reset()
+    assert holes(story) == frozenset()
+    assert stored(story) == keys[:4]
+    story.pass_time(1.1)
+    assert stored(story) == []
+
+
+# --- the books of one tier ---
+
+
+def book(keys_max: int = 8) -> tuple[Holes, set[Key], set[Key]]:
+    """Return holes, and what is in host memory and at the tier, as tests set it."""
+    here: set[Key] = set(keys_of(9))
+    there: set[Key] = set()
+    return Holes(keys_max, here.__contains__, there.__contains__), here, there
+
+
+def put_off(holes: Holes, keys: list[Key], before: Key | None = None) -> None:
+    for key in keys:
+        holes.put_off(key, PutOff("r", before, is_admitted=True))
+        before = key
+
+
+def test_heads_are_offered_before_their_tails() -> None:
+    holes, _, _ = book()
+    keys = keys_of(4)
+    put_off(holes, keys)
+    now, lost = holes.pop(2)
+    assert ([*now], lost) == (keys[:2], [])
+    assert not holes.includes(keys[0])
+    assert holes.includes(keys[2])
+    assert [*holes.pop(9)[0]] == keys[2:]
+    assert not holes
+
+
+def test_a_tail_that_came_first_waits_for_its_head() -> None:
+    holes, _, _ = book()
+    head, tail = keys_of(2)
+    put_off(holes, [tail], before=head)
+    put_off(holes, [head])
+    assert [*holes.pop(9)[0]] == [head]
+    assert [*holes.pop(9)[0]] == [tail]
+
+
+def test_what_follows_on_what_is_gone_is_lost() -> None:
+    holes, here, there = book()
+    keys = keys_of(3)
+    put_off(holes, keys)
+    here.discard(keys[1])
+    now, lost = holes.pop(9)
+    assert ([*now], lost) == (keys[:1], keys[1:])
+    assert holes.includes(keys[1])
+    there.add(keys[1])
+    assert not holes.includes(keys[1])
+
+
+def test_no_more_is_kept_than_its_bound() -> None:
+    holes, here, _ = book(keys_max=4)
+    keys = keys_of(9)
+    put_off(holes, keys[:4])
+    here.discard(keys[0])
+    put_off(holes, keys[4:], before=keys[3])
+    assert len(holes.audit()) <= 8
+    for key in keys:
+        holes.lose([key])
+    assert holes.audit() == set(keys[-4:])
