@@ -37,7 +37,6 @@ class Cascades:
         slots: SlotTable,
         tiers: Sequence[TierConfig],
         gates: Sequence[Mailbox],
-        *,
         prefixes: RunningPrefixes,
         directory: TierDirectory,
     ) -> None:
@@ -77,7 +76,7 @@ class Cascades:
             if holes.includes(before):
                 holes.put_off(key, PutOff(request, before, is_admitted=False))
             else:
-                holes.fill(key)
+                holes.fill(key, before)
                 kept[0].append(key)
                 kept[1].append(slot)
         return kept

@@ -12,7 +12,7 @@ It is no hole any more once it is sent to the tier, or once the tier is known to
 Part of the primary tier's actor; one for each tier.
 
 # Invariant: no block is sent to a tier while the one before it in its request is a hole of it.
-#            Checked: p18_nothing_is_sent_to_a_tier_behind_a_hole.
+#            Checked: fill, p18_nothing_is_sent_to_a_tier_behind_a_hole.
 """
 
 from __future__ import annotations
@@ -80,8 +80,9 @@ class Holes:
         while len(self._lost) > self._keys_max:
             del self._lost[next(iter(self._lost))]
 
-    def fill(self, key: Key) -> None:
-        """Note that a block is sent to the tier."""
+    def fill(self, key: Key, before: Key | None) -> None:
+        """Note that a block, which follows on ``before``, is sent to the tier."""
+        assert not self.includes(before), "a block is sent behind a hole"
         self._put_off.pop(key, None)
         self._lost.pop(key, None)
 
@@ -97,8 +98,8 @@ class Holes:
                 lost.append(key)
             elif block.before in now or not self.includes(block.before):
                 now[key] = block  # else that one goes first
-        for key in now:
-            self.fill(key)
+        for key, block in now.items():
+            self.fill(key, block.before)
         self.lose(lost)
         return now, lost
 

@@ -99,13 +99,8 @@ class PrimaryTier(Actor):
             self._directory, self._promotions, self._requests, links, config.wait_timeout_s
         )
         self._gpu_loads = GpuLoads()
-        self._cascades = Cascades(
-            self.slots,
-            config.tiers,
-            [gates.get(tier, link) for tier, link in enumerate(links)],
-            prefixes=self._prefixes,
-            directory=self._directory,
-        )
+        takers = [gates.get(tier, link) for tier, link in enumerate(links)]
+        self._cascades = Cascades(self.slots, config.tiers, takers, self._prefixes, self._directory)
         self.by_request = RequestTiers(self.slots, self._cascades, links, policy)
         books = (self.slots, self._promotions, self._lookups, self._eviction)
         self._arrivals = Arrivals(*books, self._became_ready, self._not_filled)

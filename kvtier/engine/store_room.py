@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvtier.core.statistics import TierCounts
     from kvtier.engine.in_flight import Job
     from kvtier.engine.request_tiers import RequestRelay
+    from kvtier.plugin_api.backend import BackendTraits
     from kvtier.settings.runtime_config import RuntimeConfig
 
 AGAIN_S: Final = 1.0
@@ -40,7 +41,7 @@ class StoreRoom:
     ) -> None:
         """``number``: the tier's."""
         self.slots = 0  #: pinned for what waits to be stored, or is being stored
-        self.by_request = False  #: the tier wants blocks for the request that brings them, or never
+        self._by_request = False  # the tier wants blocks for the request that brings them, or never
         self._number = number
         self._slots_max = config.cascade_slots_max
         self._full_pause_s = config.breaker_pause_s
@@ -50,6 +51,10 @@ class StoreRoom:
         self._full_until = 0.0
         self._again_from = 0.0
         self._has_put_off = self._has_asked = False
+
+    def meet(self, traits: BackendTraits) -> None:
+        """Learn what the tier's backend is."""
+        self._by_request = traits.by_request
 
     def is_full(self, now: float) -> bool:
         """Tell whether the tier had no room lately. ``now``: in seconds of the link's clock."""
@@ -64,7 +69,7 @@ class StoreRoom:
 
     def put_off(self, blocks: Job | m.Cascade) -> None:
         """Let go of blocks that are to be stored later; what one request brings, for good."""
-        if self.by_request:
+        if self._by_request:
             self.drop(blocks)
         elif blocks.keys:
             self._counts.cascades_put_off += len(blocks.keys)
@@ -80,7 +85,7 @@ class StoreRoom:
         if blocks.keys:
             self._counts.cascades_dropped += len(blocks.keys)
             self._end(blocks)
-            if self.by_request:
+            if self._by_request:
                 self._relay.send(m.BlocksMissing(blocks.request, blocks.keys))
 
     def refused(self, message: m.CascadeRefused) -> None:
@@ -98,7 +103,7 @@ class StoreRoom:
     def stored(self, job: Job, outcomes: Sequence[Outcome], now: float) -> bool:
         """Let go of what a job has stored, put off what it has not; tell whether it is whole."""
         self.slots -= len(job.slots)
-        is_done = [outcome is Outcome.DONE or self.by_request for outcome in outcomes]
+        is_done = [outcome is Outcome.DONE or self._by_request for outcome in outcomes]
         if Outcome.FULL in outcomes:
             # No room now: trying each block would only cost its pin. Loads go on.
             self._full_until = self._again_from = now + self._full_pause_s

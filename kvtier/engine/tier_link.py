@@ -151,7 +151,8 @@ class TierLink(Actor):
         self._probes.meet(traits.probe_batches_max or traits.load_batches_max)
         self._loads.times.meet(traits.load_batches_max)
         self._stores.times.meet(traits.store_batches_max)
-        self.by_request = self._room.by_request = traits.by_request
+        self._room.meet(traits)
+        self.by_request = traits.by_request
         self.serves_others = traits.serves_others
         if traits.by_request:
             self.primary.post(m.GoesByRequest(tier=self._number))

@@ -76,9 +76,13 @@ _OWN_TIER_COUNTERS: Final[Mapping[str, tuple[_ReadTier, str]]] = {
         "Blocks whose load or store failed at the medium.",
     ),
     "kvtier:tier_full": (lambda now: now.full, "Blocks that a tier had no room for."),
+    "kvtier:tier_cascades_put_off": (
+        lambda now: now.cascades_put_off,
+        "Blocks that a tier could not take when they came: it is sick, full or has much to do.",
+    ),
     "kvtier:tier_cascades_dropped": (
         lambda now: now.cascades_dropped,
-        "Blocks not sent to a tier that is sick, full or has too much to do.",
+        "Of these, blocks that left host memory before the tier had room for them.",
     ),
     "kvtier:tier_cascades_refused": (
         lambda now: now.cascades_refused,

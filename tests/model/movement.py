@@ -56,8 +56,9 @@ class Movements:
         """Of what the primary tier sends: a tier's gate passes it on as it likes."""
         world = self._world
         holes = world.primary.audit().holes
-        for tier, gate in enumerate(world.primary._cascades._gates):
-            if gate is not mailbox or tier not in holes:
+        for tier, link in enumerate(world.links):
+            taker = world.cell.mailbox_of(world.gates.get(tier, link))
+            if taker is not mailbox or tier not in holes:
                 continue
             request = world.requests.get(message.request)
             before: dict[Key, Key | None] = dict(self._put_off)

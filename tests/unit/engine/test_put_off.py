@@ -13,7 +13,7 @@ from tests.unit.engine._story import Story, cascade, counts_of, keys_of, link_of
 if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key
 
-HALF = {"slots": 8, "cascade_slots_fraction_max": 0.5, "job_blocks_max": 8}
+HALF: dict[str, Any] = {"slots": 8, "cascade_slots_fraction_max": 0.5, "job_blocks_max": 8}
 
 
 def stored(story: Story, outcome: Outcome = Outcome.DONE) -> list[Key]:
