@@ -111,11 +111,12 @@ class KVTierSpec(Promises, GpuRules, RuleBasedStateMachine):
     def _assert_a_healthy_tier_gets_what_was_put_off(self) -> None:
         """What is still in host memory; or it is known to be lost."""
         world = self.world
+        refused = [link.counts.full + link.counts.failed for link in world.links]
         for _ in range(len(KEYS)):
             waits = {
                 tier
                 for tier, keys in world.primary.audit().put_off.items()
-                if keys and self._takes_stores(tier)
+                if keys and self._takes_stores(tier, refused[tier])
             }
             if not waits:
                 return
@@ -124,10 +125,12 @@ class KVTierSpec(Promises, GpuRules, RuleBasedStateMachine):
             world.cell.settle()
         raise AssertionError(f"tiers {waits} never get what was put off")
 
-    def _takes_stores(self, tier: int) -> bool:
+    def _takes_stores(self, tier: int, refused: int) -> bool:
+        """Tell whether a tier is in use, and has refused no more than that."""
         link, held = self.world.links[tier], self.world.runtime.tiers[tier]
         is_closed = link.audit().breakers[Work.STORE] is BreakerState.CLOSED
-        return is_closed and not held.is_full and not self.world.fenced[tier]
+        is_healthy = is_closed and link.counts.full + link.counts.failed == refused
+        return is_healthy and not held.is_full and not self.world.fenced[tier]
 
     def _assert_a_healthy_tier_serves_within_two_steps(self) -> None:
         """From the first lookup to a HIT: one step to ask, one to load."""
