@@ -102,16 +102,22 @@ class Connection(asyncio.BufferedProtocol):
         self._discard_bytes = 0
         self._waiting: deque[Command] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._is_in_batch = False
         self._is_paused = False
         self._lost: str | None = None
 
     @property
     def is_usable(self) -> bool:
-        """Whether a batch may be run on it."""
-        return self._lost is None and not self._waiting
+        """Whether a batch may be run on it.
+
+        Not after one that was cancelled, even if all its replies have come: a server may have
+        answered before it had the whole of a command, and would take the next for the rest.
+        """
+        return self._lost is None and not self._is_in_batch
 
     async def run(self, commands: Sequence[Command]) -> None:
         """Send the commands and wait for their replies. Raises ``ConnectionLost``."""
+        self._is_in_batch = True
         self._waiting.extend(commands)
         parts = deque(part for command in commands for part in command.parts)
         while parts:
@@ -125,6 +131,7 @@ class Connection(asyncio.BufferedProtocol):
         while self._waiting:
             await self._wait()
         self._check()
+        self._is_in_batch = False
 
     def abort(self) -> None:
         """End the connection at once. Nothing touches a buffer of its batch any more."""
