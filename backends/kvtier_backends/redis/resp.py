@@ -17,6 +17,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from kvtier.errors import StoreFault
+from kvtier_backends.redis.socket_reader import SocketReader
 from kvtier_backends.redis.socket_writer import SocketWriter
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ SCRATCH_BYTES: Final = 4096
 """Where lines and trailers are read to. What of a block comes with them is copied."""
 
 TRAILER_BYTES_MAX: Final = SCRATCH_BYTES // 2
+READ_ON_BYTES_MAX: Final = 1 << 20
+"""So much of replies is read at a stretch; then other connections have a turn."""
+
 _DISCARD_BYTES: Final = 1 << 16
 _LINE_END: Final = b"\r\n"
 
@@ -94,6 +98,7 @@ class Connection(asyncio.BufferedProtocol):
         self._on_end = on_end
         self._transport: asyncio.Transport
         self._writer: SocketWriter
+        self._reader: SocketReader
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._start = self._end = 0  # what in ``_scratch`` is unread
         self._reading = _Reading.LINE
@@ -148,6 +153,7 @@ class Connection(asyncio.BufferedProtocol):
         """Take over a connection."""
         self._transport = cast("asyncio.Transport", transport)
         self._writer = SocketWriter(self._transport)
+        self._reader = SocketReader(self._transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the batch."""
@@ -183,6 +189,26 @@ class Connection(asyncio.BufferedProtocol):
             self._discard_bytes -= nbytes
         else:
             self._end += nbytes
+        self._take_in()
+        self._read_on(nbytes)
+
+    # --- replies ---
+
+    def _read_on(self, count: int) -> None:
+        """Read what else is there already: the rest of a block, and what is behind it."""
+        while self._waiting and count < READ_ON_BYTES_MAX:
+            block, scratch = self._left, self._scratch[self._end :]
+            read = self._reader.read_some((block, scratch) if block else (scratch,))
+            if not read:
+                return
+            count += read
+            of_block = min(read, len(block))
+            self._left = block[of_block:]
+            self._end += read - of_block
+            self._take_in()
+
+    def _take_in(self) -> None:
+        """Take in what has been read."""
         try:
             while self._step():
                 pass
@@ -191,8 +217,6 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.abort()
             self._on_lost(self)
         self._tidy()
-
-    # --- replies ---
 
     def _step(self) -> bool:
         """Take in a part of a reply. False: the rest has not come."""
