@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
 
 from kvtier.errors import ConfigError
+from kvtier_backends.incidents import TierCounters
 from kvtier_backends.s3.failures import Failure, RequestFailed, WrongLength, failure_of
 
 if TYPE_CHECKING:
@@ -58,7 +59,15 @@ class Client:
         import obstore  # noqa: PLC0415 - an extra: only those who use the tier have it
 
         self._library = obstore
+        self._sent = TierCounters()
         self._has_conditional_put = True
+
+    def counts(self) -> Mapping[str, int]:
+        """Return the requests sent, by kind, failed ones too, and the bytes of bodies. No zeros.
+
+        Any thread.
+        """
+        return self._sent.counts()
 
     def forget_connections(self) -> None:
         """Send what comes next over new connections; what is under way goes on over its own.
@@ -71,11 +80,13 @@ class Client:
 
     async def get(self, name: str, is_length: Callable[[int], bool]) -> FoundObject:
         """Return an object of such a length. Raises ``WrongLength``, too."""
+        self._sent.add("requests_get")
         result = await _call(lambda: self._library.get_async(self._store, name))
         length = result.meta["size"]
         if not is_length(length):
             raise WrongLength(f"an object of {length} bytes")
         body = memoryview(await _call(result.bytes_async))
+        self._sent.add("bytes_got", body.nbytes)
         # Not what was announced: the library checks that, too, but has had gaps there.
         if body.nbytes != length:
             raise WrongLength(f"{body.nbytes} of {length} bytes")
@@ -108,6 +119,7 @@ class Client:
 
     async def length(self, name: str) -> int | None:
         """Return how long an object is, None if there is none."""
+        self._sent.add("requests_head")
         try:
             meta = await _call(lambda: self._library.head_async(self._store, name))
         except RequestFailed as failed:
@@ -120,6 +132,7 @@ class Client:
         """Yield the objects whose names begin with this and a slash, some at a time."""
         pages = self._library.list(self._store, prefix or None, chunk_size=LISTED_AT_ONCE)
         while True:
+            self._sent.add("requests_list")
             try:
                 page = await _call(pages.__anext__)
             except StopAsyncIteration:
@@ -131,6 +144,7 @@ class Client:
 
     async def remove(self, names: Sequence[str]) -> None:
         """Remove these objects. Those that are not there are no error."""
+        self._sent.add("requests_delete")
         try:
             await _call(lambda: self._library.delete_async(self._store, list(names)))
         except RequestFailed as failed:
@@ -150,7 +164,9 @@ class Client:
     ) -> None:
         mode: Literal["create", "overwrite"] = "create" if create else "overwrite"
         named: dict[str, Any] = {"mode": mode, "attributes": attributes, "use_multipart": False}
+        self._sent.add("requests_put")
         await _call(lambda: self._library.put_async(self._store, name, body, **named))
+        self._sent.add("bytes_put", len(body))
 
 
 def make_store(
