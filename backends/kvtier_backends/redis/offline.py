@@ -7,11 +7,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier_backends.redis.client import ServerRefused
 from kvtier_backends.redis.topology import discover
+from kvtier_backends.shared.holdings import Holding
 from kvtier_backends.shared.namespaces import (
     DESCRIPTION_BYTES_MAX,
     DescriptionDamaged,
@@ -30,16 +30,6 @@ DESCRIPTION: Final = b"description"
 _HEX: Final = re.compile(rb"(?:[0-9a-f]{2})+")
 
 
-@dataclass
-class Holding:
-    """The blocks of one namespace."""
-
-    namespace: str
-    blocks: int = 0
-    bytes: int = 0  #: of the values: blocks, and what protects them
-    facts: dict[str, Any] = field(default_factory=dict)  #: empty: not known
-
-
 async def list_servers(
     client: Client, given: RedisOptions, advance: Callable[[int], None]
 ) -> dict[str, Holding]:
@@ -52,24 +42,30 @@ async def list_servers(
         await _count(run, names, found)
         for namespace, name in _descriptions(names):
             holding = found.setdefault(namespace, Holding(namespace))
-            holding.facts = await _facts_untrusted(run, name)
+            holding.describe(await _facts_untrusted(run, name))
         advance(len(names))
     return found
 
 
 async def purge_servers(
-    client: Client, given: RedisOptions, namespace: str | None, advance: Callable[[int], None]
+    client: Client,
+    given: RedisOptions,
+    namespace: str | None,
+    advance: Callable[[int], None],
+    *,
+    dry: bool,
 ) -> tuple[dict[str, Holding], int]:
     """Remove all blocks, or those of one namespace. Returns what is gone, and what failed.
 
-    Descriptions go with them; an engine that runs writes its own again. Raises ``StoreFault``.
+    Descriptions go with them; an engine that runs writes its own again. ``dry``: removes nothing.
+    Raises ``StoreFault``.
     """
     gone: dict[str, Holding] = {}
     failed = 0
     async for run, names in _walk(client, given):
         wanted = {name: parts for name, parts in names.items() if namespace in (None, parts[0])}
         await _count(run, wanted, gone)
-        answers = await run([("UNLINK", name) for name in wanted]) if wanted else []
+        answers = await run([("UNLINK", name) for name in wanted]) if wanted and not dry else []
         failed += sum(isinstance(answer, ServerRefused) for answer in answers)
         advance(len(wanted))
     return gone, failed
@@ -117,8 +113,7 @@ async def _count(run: Commands, names: _Names, into: dict[str, Holding]) -> None
     sizes = await run([("STRLEN", name) for name, _ in blocks]) if blocks else []
     for (_, namespace), size in zip(blocks, sizes, strict=True):
         holding = into.setdefault(namespace, Holding(namespace))
-        holding.blocks += 1
-        holding.bytes += size if isinstance(size, int) else 0
+        holding.add(size if isinstance(size, int) else 0)
 
 
 async def _facts_untrusted(run: Commands, name: bytes) -> dict[str, Any]:

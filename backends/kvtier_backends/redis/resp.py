@@ -17,6 +17,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from kvtier.errors import StoreFault
+from kvtier_backends.redis.socket_reader import SocketReader
 from kvtier_backends.redis.socket_writer import SocketWriter
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ SCRATCH_BYTES: Final = 4096
 """Where lines and trailers are read to. What of a block comes with them is copied."""
 
 TRAILER_BYTES_MAX: Final = SCRATCH_BYTES // 2
+READ_ON_BYTES_MAX: Final = 1 << 20
+"""So much of replies is read at a stretch; then other connections have a turn."""
+
 _DISCARD_BYTES: Final = 1 << 16
 _LINE_END: Final = b"\r\n"
 
@@ -94,6 +98,7 @@ class Connection(asyncio.BufferedProtocol):
         self._on_end = on_end
         self._transport: asyncio.Transport
         self._writer: SocketWriter
+        self._reader: SocketReader
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._start = self._end = 0  # what in ``_scratch`` is unread
         self._reading = _Reading.LINE
@@ -102,16 +107,22 @@ class Connection(asyncio.BufferedProtocol):
         self._discard_bytes = 0
         self._waiting: deque[Command] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._is_in_batch = False
         self._is_paused = False
         self._lost: str | None = None
 
     @property
     def is_usable(self) -> bool:
-        """Whether a batch may be run on it."""
-        return self._lost is None and not self._waiting
+        """Whether a batch may be run on it.
+
+        Not after one that was cancelled, even if all its replies have come: a server may have
+        answered before it had the whole of a command, and would take the next for the rest.
+        """
+        return self._lost is None and not self._is_in_batch
 
     async def run(self, commands: Sequence[Command]) -> None:
         """Send the commands and wait for their replies. Raises ``ConnectionLost``."""
+        self._is_in_batch = True
         self._waiting.extend(commands)
         parts = deque(part for command in commands for part in command.parts)
         while parts:
@@ -125,6 +136,7 @@ class Connection(asyncio.BufferedProtocol):
         while self._waiting:
             await self._wait()
         self._check()
+        self._is_in_batch = False
 
     def abort(self) -> None:
         """End the connection at once. Nothing touches a buffer of its batch any more."""
@@ -141,6 +153,7 @@ class Connection(asyncio.BufferedProtocol):
         """Take over a connection."""
         self._transport = cast("asyncio.Transport", transport)
         self._writer = SocketWriter(self._transport)
+        self._reader = SocketReader(self._transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the batch."""
@@ -176,6 +189,26 @@ class Connection(asyncio.BufferedProtocol):
             self._discard_bytes -= nbytes
         else:
             self._end += nbytes
+        self._take_in()
+        self._read_on(nbytes)
+
+    # --- replies ---
+
+    def _read_on(self, count: int) -> None:
+        """Read what else is there already: the rest of a block, and what is behind it."""
+        while self._waiting and count < READ_ON_BYTES_MAX:
+            block, scratch = self._left, self._scratch[self._end :]
+            read = self._reader.read_some((block, scratch) if block else (scratch,))
+            if not read:
+                return
+            count += read
+            of_block = min(read, len(block))
+            self._left = block[of_block:]
+            self._end += read - of_block
+            self._take_in()
+
+    def _take_in(self) -> None:
+        """Take in what has been read."""
         try:
             while self._step():
                 pass
@@ -184,8 +217,6 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.abort()
             self._on_lost(self)
         self._tidy()
-
-    # --- replies ---
 
     def _step(self) -> bool:
         """Take in a part of a reply. False: the rest has not come."""

@@ -189,12 +189,13 @@ class S3Backend(Backend):
         return self._coding.busy() + self._lent.count()
 
     def counters(self) -> Mapping[str, int]:
-        """Return counts of what went wrong, the limit of requests, and whether it is connected."""
+        """Return counts of requests, bytes and faults, the limit of requests, and ``connected``."""
         levels = {
             "requests_limit": self._limiter.limit,
             "connected": int(self._is_connected()),
         }
-        return {**self._counters.counts(), **self._records.counts(), **levels}
+        sent = self._client.counts()
+        return {**self._counters.counts(), **self._records.counts(), **sent, **levels}
 
     async def _probe_one(self, key: bytes) -> bool | RequestFailed:
         try:

@@ -1,8 +1,8 @@
 """The object store's client: the only file that knows ``obstore``.
 
-Its calls run in threads of its own. Its retries are off: ours know the deadline, and tell
-a server that is busy from one that is gone. Whatever it raises, a panic of its native code
-included, comes out as ``RequestFailed``.
+Its calls run in threads of its own. A tier has its retries off: ours know the deadline, and
+tell a server that is busy from one that is gone. Whatever it raises, a panic of its native
+code included, comes out as ``RequestFailed``.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
 
 from kvtier.errors import ConfigError
+from kvtier_backends.incidents import TierCounters
 from kvtier_backends.s3.failures import Failure, RequestFailed, WrongLength, failure_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
     from obstore.store import ObjectStore
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CONNECT_TIMEOUT_S_MAX: Final = 5.0
+LISTED_AT_ONCE: Final = 1000  # a request brings no more
 _NOT_IMPLEMENTED: Final = 501
 _TRAILER: Final = "kvtier"
 """The name of the metadata with the trailer, ``x-amz-meta-kvtier`` on S3. Azure takes letters,
@@ -39,6 +41,14 @@ class FoundObject(NamedTuple):
     trailer: bytes  #: empty if it has none, or none that could be one
 
 
+class ListedObject(NamedTuple):
+    """An object as a listing has it."""
+
+    name: str
+    size: int
+    stored_s: float  #: seconds since 1970
+
+
 class Client:
     """Requests to one bucket. Loop thread only; each call raises ``RequestFailed``."""
 
@@ -49,7 +59,15 @@ class Client:
         import obstore  # noqa: PLC0415 - an extra: only those who use the tier have it
 
         self._library = obstore
+        self._sent = TierCounters()
         self._has_conditional_put = True
+
+    def counts(self) -> Mapping[str, int]:
+        """Return the requests sent, by kind, failed ones too, and the bytes of bodies. No zeros.
+
+        Any thread.
+        """
+        return self._sent.counts()
 
     def forget_connections(self) -> None:
         """Send what comes next over new connections; what is under way goes on over its own.
@@ -62,11 +80,13 @@ class Client:
 
     async def get(self, name: str, is_length: Callable[[int], bool]) -> FoundObject:
         """Return an object of such a length. Raises ``WrongLength``, too."""
+        self._sent.add("requests_get")
         result = await _call(lambda: self._library.get_async(self._store, name))
         length = result.meta["size"]
         if not is_length(length):
             raise WrongLength(f"an object of {length} bytes")
         body = memoryview(await _call(result.bytes_async))
+        self._sent.add("bytes_got", body.nbytes)
         # Not what was announced: the library checks that, too, but has had gaps there.
         if body.nbytes != length:
             raise WrongLength(f"{body.nbytes} of {length} bytes")
@@ -99,6 +119,7 @@ class Client:
 
     async def length(self, name: str) -> int | None:
         """Return how long an object is, None if there is none."""
+        self._sent.add("requests_head")
         try:
             meta = await _call(lambda: self._library.head_async(self._store, name))
         except RequestFailed as failed:
@@ -107,8 +128,23 @@ class Client:
             raise
         return int(meta["size"])
 
+    async def walk(self, prefix: str) -> AsyncIterator[Sequence[ListedObject]]:
+        """Yield the objects whose names begin with this and a slash, some at a time."""
+        pages = self._library.list(self._store, prefix or None, chunk_size=LISTED_AT_ONCE)
+        while True:
+            self._sent.add("requests_list")
+            try:
+                page = await _call(pages.__anext__)
+            except StopAsyncIteration:
+                return
+            yield [
+                ListedObject(each["path"], each["size"], each["last_modified"].timestamp())
+                for each in page
+            ]
+
     async def remove(self, names: Sequence[str]) -> None:
         """Remove these objects. Those that are not there are no error."""
+        self._sent.add("requests_delete")
         try:
             await _call(lambda: self._library.delete_async(self._store, list(names)))
         except RequestFailed as failed:
@@ -128,11 +164,18 @@ class Client:
     ) -> None:
         mode: Literal["create", "overwrite"] = "create" if create else "overwrite"
         named: dict[str, Any] = {"mode": mode, "attributes": attributes, "use_multipart": False}
+        self._sent.add("requests_put")
         await _call(lambda: self._library.put_async(self._store, name, body, **named))
+        self._sent.add("bytes_put", len(body))
 
 
 def make_store(
-    given: S3Options, address: Address, credentials: Credentials | None, where: str
+    given: S3Options,
+    address: Address,
+    credentials: Credentials | None,
+    where: str,
+    *,
+    retries_max: int = 0,
 ) -> ObjectStore:
     """Return the library's store, which has sent nothing yet. Raises ``ConfigError``."""
     try:
@@ -149,7 +192,7 @@ def make_store(
     }
     settings = _settings(given, address, credentials)
     try:
-        return kinds[address.scheme](address.bucket, **settings, **_transport(given))
+        return kinds[address.scheme](address.bucket, **settings, **_transport(given, retries_max))
     except Exception as error:  # noqa: BLE001 - it has many kinds, and its text may hold a secret
         raise ConfigError(
             f"{where}: url={str(address)!r} cannot be used: obstore says {type(error).__name__}. "
@@ -180,7 +223,7 @@ def _settings(
     return settings
 
 
-def _transport(given: S3Options) -> dict[str, Any]:
+def _transport(given: S3Options, retries_max: int) -> dict[str, Any]:
     timeout_s = given.request_timeout_s
     return {
         "client_options": {
@@ -189,7 +232,10 @@ def _transport(given: S3Options) -> dict[str, Any]:
             "connect_timeout": timedelta(seconds=min(timeout_s, CONNECT_TIMEOUT_S_MAX)),
             "pool_max_idle_per_host": str(given.requests_max),
         },
-        "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=timeout_s)},
+        "retry_config": {
+            "max_retries": retries_max,
+            "retry_timeout": timedelta(seconds=timeout_s),
+        },
     }
 
 
@@ -205,7 +251,13 @@ async def _call(start: Callable[[], Awaitable[T]]) -> T:
     """Start a call of the library and wait for it. Raises ``RequestFailed``."""
     try:
         return await start()
-    except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit):
+    except (
+        asyncio.CancelledError,
+        GeneratorExit,
+        KeyboardInterrupt,
+        StopAsyncIteration,
+        SystemExit,
+    ):
         raise
     except BaseException as error:  # noqa: BLE001 - a panic of its native code is no Exception
         raise failure_of(error) from None

@@ -5,44 +5,30 @@ Every file is a block, and engines may be using the folder: what is removed is a
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.tools.cli.exit_status import INTERRUPTED
-from kvtier.tools.cli.folders import age, gib, refusing, report
-from kvtier.tools.cli.namespaces import show_differences, show_removed, the_one_meant
+from kvtier.tools.cli.folders import gib, refusing, report
+from kvtier.tools.cli.namespaces import (
+    show_differences,
+    show_namespaces,
+    show_removed,
+    the_one_meant,
+)
 from kvtier.tools.cli.terminal import progress, table
 from kvtier_backends.fs.offline.checking import Checked, check_folder
 from kvtier_backends.fs.offline.evicting import announce
 from kvtier_backends.fs.offline.inspection import BlockFile, FsFolder
+from kvtier_backends.shared.holdings import Holding
 from kvtier_backends.shared.namespaces import facts_of
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterable
 
 PROBLEMS: Final = 1
 ROWS_MAX: Final = 50
 _ANNOUNCED_AT_ONCE: Final = 1024
-
-
-@dataclass
-class Holding:
-    """The blocks of one namespace. Times are seconds since 1970."""
-
-    namespace: str
-    blocks: int = 0
-    bytes: int = 0
-    oldest_s: int | None = None
-    newest_s: int | None = None
-
-    def add(self, file: BlockFile) -> None:
-        """Add a block."""
-        stored_s = int(file.stored_s)
-        self.blocks += 1
-        self.bytes += file.size
-        self.oldest_s = min(stored_s, self.oldest_s or stored_s)
-        self.newest_s = max(stored_s, self.newest_s or 0)
 
 
 # --- ls ---
@@ -53,9 +39,9 @@ def ls(arguments: argparse.Namespace) -> int:
     with refusing(arguments.path), FsFolder(arguments.path) as folder:
         holdings, others, is_complete = _holdings(folder)
         lease = folder.lease()
+    for holding in holdings:
+        holding.describe(facts_of(folder.namespaces.get(holding.namespace, {})))
     rows = sorted(map(asdict, holdings), key=lambda row: row["bytes"], reverse=True)
-    for row in rows:
-        row["facts"] = facts_of(folder.namespaces.get(row["namespace"], {}))
     figures = {
         "path": folder.path,
         "complete": is_complete,
@@ -76,7 +62,9 @@ def _holdings(folder: FsFolder) -> tuple[list[Holding], int, bool]:
     try:
         for file in folder.files():
             if isinstance(file, BlockFile):
-                holdings.setdefault(file.namespace, Holding(file.namespace)).add(file)
+                holdings.setdefault(file.namespace, Holding(file.namespace)).add(
+                    file.size, file.stored_s
+                )
             else:
                 others += file
     except KeyboardInterrupt:
@@ -99,29 +87,12 @@ def _show_listing(figures: dict[str, Any]) -> None:
         ],
     )
     rows = figures["namespaces"]
-    _show_namespaces("Blocks by namespace", rows)
+    show_namespaces("Blocks by namespace", rows)
     # As short as --namespace takes them.
     digests = [row["namespace"].rpartition("_")[2] for row in rows]
     show_differences(digests, [row["facts"] for row in rows])
     if not figures["complete"]:
         print("Interrupted: not everything was counted.")
-
-
-def _show_namespaces(title: str, rows: Iterable[dict[str, Any]]) -> None:
-    table(
-        title,
-        ("namespace", "blocks", "GiB", "oldest", "newest"),
-        [
-            (
-                row["namespace"],
-                f"{row['blocks']:,}",
-                gib(row["bytes"]),
-                age(row["oldest_s"]),
-                age(row["newest_s"]),
-            )
-            for row in rows
-        ],
-    )
 
 
 # --- fsck ---
@@ -237,7 +208,9 @@ def _purge(
                 failed += 1
                 continue
             if is_removed:
-                gone.setdefault(file.namespace, Holding(file.namespace)).add(file)
+                gone.setdefault(file.namespace, Holding(file.namespace)).add(
+                    file.size, file.stored_s
+                )
                 names.append(file.path)
             if not dry and len(names) >= _ANNOUNCED_AT_ONCE:
                 announce(folder, names)
@@ -263,4 +236,4 @@ def question(arguments: argparse.Namespace) -> str:
 
 
 def _show_purged(figures: dict[str, Any]) -> None:
-    show_removed(figures, _show_namespaces)
+    show_removed(figures, show_namespaces)

@@ -1,6 +1,6 @@
-"""Show what a disk, an fs or a redis tier holds: namespaces, blocks, bytes and ages.
+"""Show what a disk, an fs, a redis or an s3 tier holds: namespaces, blocks, bytes and ages.
 
-Nothing is changed, and engines may be using the folder. What counts is what
+Nothing is changed, and engines may be using it. What counts is what
 an engine would find at its start.
 """
 

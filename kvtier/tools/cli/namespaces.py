@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import ConfigError
-from kvtier.tools.cli.folders import gib
+from kvtier.tools.cli.folders import age, gib
 from kvtier.tools.cli.terminal import table
 
 if TYPE_CHECKING:
@@ -36,6 +36,17 @@ def the_one_meant(given: str | None, known: Sequence[str]) -> str | None:
             f"first digits of its digest: {', '.join(known) or 'there is none'}."
         )
     return meant[0]
+
+
+def show_namespaces(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Show what there is of each, and how old it is, where that is known."""
+    columns = ["namespace", "blocks", "GiB"]
+    cells = [[row["namespace"], f"{row['blocks']:,}", gib(row["bytes"])] for row in rows]
+    if any(row["oldest_s"] is not None for row in rows):
+        columns += ["oldest", "newest"]
+        for row, shown in zip(rows, cells, strict=True):
+            shown += [age(row["oldest_s"]), age(row["newest_s"])]
+    table(title, columns, cells)
 
 
 def show_removed(figures: Mapping[str, Any], show: Callable[[str, list[Any]], None]) -> None:

@@ -38,7 +38,7 @@ def add_folder_options(parser: argparse.ArgumentParser, *, or_servers: bool = Fa
     """Add which folder of a tier to work on, or which servers, and where to write the figures."""
     about = "the folder: the disk tier's path, or the fs tier's root_dir"
     if or_servers:
-        about += "; or redis://host:port, or a redis tier's entry of secondary_tiers as JSON"
+        about += "; or redis://host:port, s3://bucket/prefix, or such a tier's entry as JSON"
     _add_folder(parser, about)
 
 

@@ -1,7 +1,7 @@
-"""Remove blocks of a disk, an fs or a redis tier: by age, by namespace, or all of them.
+"""Remove blocks of a disk, an fs, a redis or an s3 tier: by age, by namespace, or all of them.
 
 They are not found again, and their bytes are taken off the disk. If an engine is
-using a disk tier's folder, it is asked to do it. Servers do not say how old a block is. On
+using a disk tier's folder, it is asked to do it. Redis and Valkey do not say how old a block is. On
 a terminal, --all asks first. The exit status is 0 if all that was selected is gone, 1 if
 not, and 2 if what was named, or an option, was refused.
 """
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     if is_server(arguments.path):
         from kvtier.tools.cli import servers  # noqa: PLC0415 - as above
 
-        return servers.purge(arguments)
+        return servers.purge(arguments, before_s)
     folders.check(arguments)
     if folders.is_fs_folder(arguments.path):
         return _purge_fs(arguments, before_s)

@@ -12,58 +12,61 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import ConfigError, StoreFault
-from kvtier.plugin_api.backend import BackendContext, Namespace
 from kvtier.plugin_api.options import shown
 from kvtier.tools.cli.folders import gib, report
-from kvtier.tools.cli.namespaces import show_differences, show_removed, the_one_meant
-from kvtier.tools.cli.terminal import check_can_write, progress, says_yes, table
-from kvtier_backends.redis.addresses import SCHEMES
-from kvtier_backends.redis.client import Client
-from kvtier_backends.redis.offline import Holding, list_servers, purge_servers
-from kvtier_backends.redis.redis_options import RedisOptions, read_options
+from kvtier.tools.cli.namespaces import (
+    show_differences,
+    show_namespaces,
+    show_removed,
+    the_one_meant,
+)
+from kvtier.tools.cli.server_kinds import KINDS, Servers, kind_of_address
+from kvtier.tools.cli.terminal import check_can_write, progress, says_yes
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterable
 
+    from kvtier_backends.shared.holdings import Holding
+
 PROBLEMS: Final = 1
 ENTRY: Final = "{"
-ADDRESS: Final = "://"
 
 
 def ls(arguments: argparse.Namespace) -> int:
     """Show what the servers hold. Returns the exit status."""
-    client, given = _servers(arguments)
-    figures = _figures(_list(client, given).values())
-    report(arguments, {"path": given.place, "complete": True, **figures}, _listed)
+    servers = _servers(arguments)
+    figures = _figures(_list(servers).values())
+    report(arguments, {"path": servers.place, "complete": True, **figures}, _listed)
     return 0
 
 
-def purge(arguments: argparse.Namespace) -> int:
+def purge(arguments: argparse.Namespace, before_s: int) -> int:
     """Remove what was selected. Returns the exit status."""
-    if arguments.older_than is not None:
+    servers = _servers(arguments)
+    before = None if arguments.older_than is None else before_s
+    if before is not None and not servers.tell_age:
         raise ConfigError(
-            f"--older-than {arguments.older_than!r}: servers do not say how old a block is. Give "
-            "the tier ttl_s, or remove a whole namespace."
+            f"--older-than {arguments.older_than!r}: these servers do not say how old a block is. "
+            "Give the tier ttl_s, or remove a whole namespace."
         )
-    client, given = _servers(arguments)
     is_asked = arguments.all and not (arguments.yes or arguments.dry_run) and sys.stdin.isatty()
     found: dict[str, Holding] = {}
-    if is_asked or arguments.dry_run or arguments.namespace is not None:
-        found = _list(client, given)
+    if is_asked or arguments.namespace is not None:
+        found = _list(servers)
     namespace = the_one_meant(arguments.namespace, sorted(found))
-    if is_asked and not says_yes(_question(given, found)):
-        print(f"{given.place}: nothing was removed.")
+    if is_asked and not says_yes(_question(servers, found)):
+        print(f"{servers.place}: nothing was removed.")
         return PROBLEMS
-    if arguments.dry_run:
-        gone, failed = {n: h for n, h in found.items() if namespace in (None, n)}, 0
-    else:
-        gone, failed = _run(
-            given, "removing", lambda advance: purge_servers(client, given, namespace, advance)
-        )
+    dry = bool(arguments.dry_run)
+    gone, failed = _run(
+        servers,
+        "looking at names" if dry else "removing",
+        lambda advance: servers.purge(namespace, before, advance, dry=dry),
+    )
     figures = {
-        "path": given.place,
-        "dry_run": bool(arguments.dry_run),
+        "path": servers.place,
+        "dry_run": dry,
         "complete": True,
         **_figures(gone.values()),
         "blocks_failed": failed,
@@ -72,14 +75,12 @@ def purge(arguments: argparse.Namespace) -> int:
     return PROBLEMS if failed else 0
 
 
-def _list(client: Client, given: RedisOptions) -> dict[str, Holding]:
-    found: dict[str, Holding] = _run(
-        given, "looking at names", lambda advance: list_servers(client, given, advance)
-    )
+def _list(servers: Servers) -> dict[str, Holding]:
+    found: dict[str, Holding] = _run(servers, "looking at names", servers.list)
     return found
 
 
-def _servers(arguments: argparse.Namespace) -> tuple[Client, RedisOptions]:
+def _servers(arguments: argparse.Namespace) -> Servers:
     """Read what was given. Raises ``ConfigError``, and ``Misuse`` for a file that can't be."""
     if arguments.json and arguments.json != "-":
         check_can_write(arguments.json)
@@ -91,34 +92,32 @@ def _servers(arguments: argparse.Namespace) -> tuple[Client, RedisOptions]:
             raise ConfigError(
                 f"{path} is no JSON ({problem}). Give one entry of secondary_tiers."
             ) from None
+        kind = entry.pop("type", None)
     else:
-        entry = {"type": "redis", "url": path}
-    kind = entry.pop("type", None)
-    scheme = str(entry.get("url", "")).partition(ADDRESS)[0]
-    if kind != "redis" or scheme not in SCHEMES:
+        kind, entry = kind_of_address(path), {"url": path}
+    if kind not in KINDS:
         raise ConfigError(
             f"{shown(path)} is no tier whose blocks can be listed. Name the folder of a disk or an "
-            f"fs tier, an address that begins with {SCHEMES[0]}://, or an entry of a redis tier."
+            "fs tier, an address that begins with redis:// or s3://, or an entry of such a tier."
         )
-    reader, given = read_options(entry, BackendContext(1, Namespace({}), "redis"))
-    return Client(given, reader), given
+    return KINDS[kind](entry)
 
 
-def _run(given: RedisOptions, doing: str, call: Callable[[Callable[[int], None]], Any]) -> Any:  # noqa: ANN401 - what it returns
+def _run(servers: Servers, doing: str, call: Callable[[Callable[[int], None]], Any]) -> Any:  # noqa: ANN401 - what it returns
     with progress(doing, None) as bar:
         try:
             return asyncio.run(call(bar.advance))
         except StoreFault as problem:
             raise ConfigError(
-                f"{given.place} can't be looked at: {problem}. See to the server, or give an entry "
-                "of secondary_tiers with what it asks for."
+                f"{servers.place} can't be looked at: {problem}. See to the server, or give an "
+                "entry of secondary_tiers with what it asks for."
             ) from problem
 
 
-def _question(given: RedisOptions, found: dict[str, Holding]) -> str:
+def _question(servers: Servers, found: dict[str, Holding]) -> str:
     figures = _figures(found.values())
     return (
-        f"Remove all blocks from {given.place}, which engines may be using: "
+        f"Remove all blocks from {servers.place}, which engines may be using: "
         f"{figures['blocks']:,} blocks, {gib(figures['bytes'])} GiB, {len(found)} "
         "namespaces? [y/N] "
     )
@@ -133,18 +132,13 @@ def _figures(holdings: Iterable[Holding]) -> dict[str, Any]:
     }
 
 
-def _show(title: str, rows: list[dict[str, Any]]) -> None:
-    cells = [(row["namespace"], f"{row['blocks']:,}", gib(row["bytes"])) for row in rows]
-    table(title, ("namespace", "blocks", "GiB"), cells)
-
-
 def _listed(figures: dict[str, Any]) -> None:
     print(figures["path"])
     rows = figures["namespaces"]
-    _show("Blocks by namespace", rows)
+    show_namespaces("Blocks by namespace", rows)
     digests = [row["namespace"].rpartition("_")[2] for row in rows]
     show_differences(digests, [row["facts"] for row in rows])
 
 
 def _purged(figures: dict[str, Any]) -> None:
-    show_removed(figures, _show)
+    show_removed(figures, show_namespaces)

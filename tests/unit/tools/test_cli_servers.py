@@ -7,15 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from anyio import to_thread
 
 from kvtier.plugin_api.backend import Connection, Namespace, Outcome
-from kvtier.tools.cli.exit_status import BAD_INPUT
-from kvtier.tools.cli.main import main
 from kvtier_backends.redis import offline
 from kvtier_backends.shared.namespaces import namespace_name
 from tests.support.redis_servers import running
 from tests.unit.backends.redis._redis import BLOCK_BYTES, CONTEXT, open_redis
+from tests.unit.tools._shell import Shell, blocks_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,39 +61,6 @@ async def stored(
     return entry
 
 
-class Shell:
-    """Runs commands and reads their figures."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    async def _run(self, *arguments: str) -> int:
-        """Run a command as a process of its own would: beside the loop of the tier."""
-        return await to_thread.run_sync(main, [*arguments])
-
-    async def __call__(self, *arguments: str) -> dict[str, Any]:
-        assert await self._run(*arguments, "--json", "-") == 0
-        figures: dict[str, Any] = json.loads(self._capsys.readouterr().out)
-        return figures
-
-    async def shown(self, *arguments: str) -> str:
-        assert await self._run(*arguments) == 0
-        return self._capsys.readouterr().out
-
-    async def refused(self, *arguments: str) -> str:
-        assert await self._run(*arguments) == BAD_INPUT
-        return self._capsys.readouterr().err
-
-
-@pytest.fixture
-def kvtier(capsys: pytest.CaptureFixture[str]) -> Shell:
-    return Shell(capsys)
-
-
-def blocks_in(figures: dict[str, Any]) -> dict[str, int]:
-    return {row["namespace"]: row["blocks"] for row in figures["namespaces"]}
-
-
 async def test_ls_shows_namespaces_blocks_bytes_and_why_they_differ(
     stored: dict[str, Any], kvtier: Shell
 ) -> None:
@@ -138,6 +103,6 @@ async def test_what_cannot_be_done_is_refused(stored: dict[str, Any], kvtier: Sh
     assert "names none" in await kvtier.refused("purge", path, "--namespace", "zz")
     assert "AuthenticationError" in await kvtier.refused("ls", stored["url"])
     assert "no JSON" in await kvtier.refused("ls", "{")
-    assert "no tier whose blocks" in await kvtier.refused("ls", "s3://bucket")
+    assert "no tier whose blocks" in await kvtier.refused("ls", "ftp://bucket")
     assert "password" in await kvtier.refused("ls", "redis://me:secret@host")
     assert "can't be looked at" in await kvtier.refused("ls", "redis://127.0.0.1:1")

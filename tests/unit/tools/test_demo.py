@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvtier.tools.demo import COLD, DISK, DRAM, PROMPT_TOKENS, PROMPTS, RESTART, table, verdict
+from kvtier.tools.demo import COLD, DRAM, PROMPT_TOKENS, PROMPTS, RESTART, table, verdict
 
+DISK = "disk"
 BLOCK_TOKENS, BLOCK_BYTES = 32, 131_072
 CACHED = PROMPTS * (PROMPT_TOKENS // BLOCK_TOKENS) * BLOCK_TOKENS
 MOVED = CACHED // BLOCK_TOKENS * BLOCK_BYTES
@@ -15,7 +16,7 @@ MOVED = CACHED // BLOCK_TOKENS * BLOCK_BYTES
 
 def phase(**moved: int) -> dict[str, Any]:
     """Return one phase's figures; bytes that are not given did not move."""
-    counters = ("gpu_to_dram_bytes", "dram_to_gpu_bytes", "dram_to_disk_bytes")
+    counters = ("gpu_to_dram_bytes", "dram_to_gpu_bytes", "dram_to_tier_bytes")
     return {
         "tokens": [[number, 7] for number in range(PROMPTS)],
         "prompt_tokens": PROMPTS * PROMPT_TOKENS,
@@ -23,7 +24,7 @@ def phase(**moved: int) -> dict[str, Any]:
         "first_token_s": [0.01] * PROMPTS,
         "block_tokens": BLOCK_TOKENS,
         "block_bytes": BLOCK_BYTES,
-        "disk_to_dram_bytes": 0,
+        "tier_to_dram_bytes": 0,
         **dict.fromkeys(counters, 0),
         **moved,
     }
@@ -33,17 +34,17 @@ def phase(**moved: int) -> dict[str, Any]:
 def phases() -> dict[str, dict[str, Any]]:
     """Return what a run that is all well gives."""
     return {
-        COLD: phase(cached_tokens=0, gpu_to_dram_bytes=MOVED, dram_to_disk_bytes=MOVED),
+        COLD: phase(cached_tokens=0, gpu_to_dram_bytes=MOVED, dram_to_tier_bytes=MOVED),
         DRAM: phase(dram_to_gpu_bytes=MOVED),
-        DISK: phase(dram_to_gpu_bytes=MOVED, disk_to_dram_bytes=MOVED),
-        RESTART: phase(dram_to_gpu_bytes=MOVED, disk_to_dram_bytes=MOVED),
+        DISK: phase(dram_to_gpu_bytes=MOVED, tier_to_dram_bytes=MOVED),
+        RESTART: phase(dram_to_gpu_bytes=MOVED, tier_to_dram_bytes=MOVED),
     }
 
 
 def test_a_good_run_has_no_problems(phases: dict[str, dict[str, Any]]) -> None:
     """And its table has a row a phase, with the tokens at the tier that they came from."""
     assert verdict(phases) == []
-    rows = {line.split()[0]: line.split()[3:6] for line in table(phases).splitlines()[2:6]}
+    rows = {line.split()[0]: line.split()[3:6] for line in table(phases, DISK).splitlines()[2:6]}
     computed, cached = str(PROMPTS * PROMPT_TOKENS - CACHED), str(CACHED)
     assert rows == {
         COLD: [str(PROMPTS * PROMPT_TOKENS), "0", "0"],
@@ -65,10 +66,10 @@ def test_another_token_is_a_problem(phases: dict[str, dict[str, Any]], name: str
     ("name", "counter", "value"),
     [
         (COLD, "cached_tokens", BLOCK_TOKENS),
-        (COLD, "dram_to_disk_bytes", MOVED - BLOCK_BYTES),
-        (DRAM, "disk_to_dram_bytes", BLOCK_BYTES),
-        (DISK, "disk_to_dram_bytes", 0),
-        (RESTART, "disk_to_dram_bytes", MOVED - BLOCK_BYTES),
+        (COLD, "dram_to_tier_bytes", MOVED - BLOCK_BYTES),
+        (DRAM, "tier_to_dram_bytes", BLOCK_BYTES),
+        (DISK, "tier_to_dram_bytes", 0),
+        (RESTART, "tier_to_dram_bytes", MOVED - BLOCK_BYTES),
         (RESTART, "cached_tokens", CACHED - BLOCK_TOKENS),
     ],
 )

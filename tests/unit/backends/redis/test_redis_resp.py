@@ -228,3 +228,22 @@ def test_a_batch_waits_while_the_socket_takes_nothing() -> None:
         await running
 
     asyncio.run(run())
+
+
+def test_a_batch_that_was_cancelled_while_it_was_sent_leaves_no_usable_connection() -> None:
+    """A server that answered early still waits for the rest, and would take it from the next."""
+
+    async def run() -> None:
+        connection, socket, _ = connected()
+        connection.pause_writing()
+        running = asyncio.create_task(
+            connection.run([Command((b"head", memoryview(bytes(100_000))))])
+        )
+        await asyncio.sleep(0)
+        feed(connection, b"-ERR too long\r\n", [])
+        running.cancel()
+        await asyncio.wait([running])
+        assert bytes(socket.written) == b"head"
+        assert not connection.is_usable
+
+    asyncio.run(run())

@@ -16,7 +16,7 @@ from kvtier.plugin_api.backend import (
 )
 from kvtier.plugin_api.deadlines import time_limit
 from tests.support.s3_fault_server import OF_BLOCKS, Fault
-from tests.unit.backends.s3._s3 import data_of, key_of, open_s3
+from tests.unit.backends.s3._s3 import BLOCK_BYTES, data_of, key_of, open_s3
 
 if TYPE_CHECKING:
     from tests.support.s3_fault_server import FaultServer
@@ -243,6 +243,26 @@ async def test_removal_takes_many_blocks_in_one_request_and_says_if_it_fails(
         server.misbehave_always(Fault.DENIED)
         with pytest.raises(StoreFault, match="403 AccessDenied"):
             await s3.backend.remove([key_of(1)])
+
+
+async def test_each_request_is_counted_by_its_kind_as_the_server_counts_it(faulty: Faulty) -> None:
+    """A provider bills those that fail, and those of the description, too."""
+    server, endpoint = faulty
+    async with open_s3(endpoint) as s3:
+        server.misbehave(Fault.ERROR, "PUT GET", times=2)
+        assert await s3.store(1, 2, 3) == [DONE] * 3
+        server.misbehave(Fault.ERROR, "GET", times=1)
+        assert await s3.load(1, 2, 9) == [DONE, DONE, ABSENT]
+        assert await s3.probe(1, 9) == [True, False]
+        await s3.backend.remove([key_of(number) for number in range(10)])
+        methods = [method for method, _ in server.requests]
+        kinds = {"PUT": "put", "GET": "get", "HEAD": "head", "POST": "delete"}
+        there = {f"requests_{kind}": methods.count(method) for method, kind in kinds.items()}
+        counts = s3.backend.counters()
+        assert {name: counts[name] for name in there} == there
+        of_description = sum(len(body) for path, body in server.objects.items())
+        assert counts["bytes_put"] == 3 * BLOCK_BYTES + of_description
+        assert counts["bytes_got"] == 2 * BLOCK_BYTES
 
 
 @pytest.mark.parametrize("kind", ["auth_key_env", "encryption_key_env"])

@@ -1,0 +1,139 @@
+"""Says what the bucket of an ``s3`` tier holds, by namespace, and removes it, while engines use it.
+
+A listing names up to a thousand objects a request, with their sizes and when they were stored, and
+``DeleteObjects`` removes as many: no block is read.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from kvtier_backends.s3.failures import Failure, RequestFailed, WrongLength
+from kvtier_backends.shared.holdings import Holding
+from kvtier_backends.shared.namespaces import (
+    DESCRIPTION_BYTES_MAX,
+    DescriptionDamaged,
+    facts_of,
+    parse_description_untrusted,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from kvtier_backends.s3.client import Client
+    from kvtier_backends.s3.s3_options import Address
+
+RETRIES_MAX: Final = 8
+"""Nobody waits, and a bucket of a million blocks takes a thousand requests: the library repeats
+those that fail."""
+
+DESCRIPTION: Final = "description.json"
+_NAMESPACE: Final = re.compile(r"[A-Za-z0-9._-]+_[0-9a-f]{12}")
+_KEY: Final = re.compile(r"(?:[0-9a-f]{2})+")
+_SERVER_SAYS_NO: Final = frozenset({Failure.DENIED, Failure.REFUSED})
+
+
+class _Found(NamedTuple):
+    """An object that a tier with this prefix has made."""
+
+    name: str
+    namespace: str
+    is_description: bool
+    size: int
+    stored_s: float
+
+
+async def list_bucket(
+    client: Client, address: Address, advance: Callable[[int], None]
+) -> dict[str, Holding]:
+    """Return what there is, by namespace. ``advance`` is called with each number of new names.
+
+    Raises ``StoreFault``.
+    """
+    held: dict[str, Holding] = {}
+    async for found in _walk(client, address):
+        for each in found:
+            holding = held.setdefault(each.namespace, Holding(each.namespace))
+            if each.is_description:
+                holding.describe(await _facts_untrusted(client, each.name))
+            else:
+                holding.add(each.size, each.stored_s)
+        advance(len(found))
+    return held
+
+
+async def purge_bucket(
+    client: Client,
+    address: Address,
+    namespace: str | None,
+    before_s: float | None,
+    advance: Callable[[int], None],
+    *,
+    dry: bool,
+) -> tuple[dict[str, Holding], int]:
+    """Remove all blocks, those of one namespace, or those that were stored before a time.
+
+    Returns what is gone, and how many objects could not be removed. Descriptions go unless a time
+    is given; an engine that runs writes its own again. ``dry``: removes nothing. Raises
+    ``StoreFault``.
+    """
+    gone: dict[str, Holding] = {}
+    failed = 0
+    async for found in _walk(client, address):
+        wanted = [each for each in found if _is_wanted(each, namespace, before_s)]
+        try:
+            if wanted and not dry:
+                await client.remove([each.name for each in wanted])
+        except RequestFailed as refused:
+            if refused.failure not in _SERVER_SAYS_NO:
+                raise
+            failed += len(wanted)
+            continue
+        for each in wanted:
+            if not each.is_description:
+                holding = gone.setdefault(each.namespace, Holding(each.namespace))
+                holding.add(each.size, each.stored_s)
+        advance(len(wanted))
+    return gone, failed
+
+
+def _is_wanted(found: _Found, namespace: str | None, before_s: float | None) -> bool:
+    if namespace not in (None, found.namespace):
+        return False
+    return before_s is None or (found.stored_s < before_s and not found.is_description)
+
+
+async def _walk(client: Client, address: Address) -> AsyncIterator[Sequence[_Found]]:
+    """Yield the objects that are ours, some at a time."""
+    below = address.below("")
+    async for page in client.walk(address.prefix):
+        known = ((each, _parts(each.name.removeprefix(below))) for each in page)
+        yield [
+            _Found(each.name, *parts, each.size, each.stored_s)
+            for each, parts in known
+            if parts is not None
+        ]
+
+
+def _parts(name: str) -> tuple[str, bool] | None:
+    """Return an object's namespace, and whether it describes it; None if no tier has made it."""
+    namespace, *rest = name.split("/")
+    if not _NAMESPACE.fullmatch(namespace):
+        return None
+    if rest == [DESCRIPTION]:
+        return namespace, True
+    is_block = len(rest) == 2 and _KEY.fullmatch(rest[1]) and rest[1].startswith(rest[0])
+    return (namespace, False) if is_block and rest[0] else None
+
+
+async def _facts_untrusted(client: Client, name: str) -> dict[str, Any]:
+    try:
+        raw = await client.get_up_to(name, DESCRIPTION_BYTES_MAX)
+        return facts_of(parse_description_untrusted(raw))
+    except (WrongLength, DescriptionDamaged):
+        return {}
+    except RequestFailed as failed:
+        if failed.failure is Failure.ABSENT:  # an engine or another purge was here meanwhile
+            return {}
+        raise
