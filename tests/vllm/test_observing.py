@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadPromMetrics,
 )
 
+from kvtier.core.events import EventKind
 from kvtier.core.statistics import (
     Counts,
     Observations,
@@ -191,11 +192,13 @@ def test_whatever_part_of_observing_raises_vllm_never_sees_it(owner: type, name:
     """Each of these is called in a step of the engine, where one exception ends the server."""
     front = FrontEnd(EXTRA)
     with manager(secondary_tiers=TIERS, store_threshold=2) as ours:
+        ours.facade._primary._events.collects = True
         with patch.object(owner, name, broken):
             for _ in range(3):
                 ours.facade.step_end()
                 ours.facade._primary.allocation_sizes.add(3)
                 ours.facade._primary.counts.evictions += 1
+                ours.facade._primary._events.add(EventKind.LAPSED)
                 front.take(ours.get_stats())
                 assert list(ours.take_events()) == []
                 assert ours.config_info()
