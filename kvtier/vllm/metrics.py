@@ -297,6 +297,7 @@ class _Counters(Generic[C]):
         self._series = tuple(series)
         self._read = read
         self._reported: list[float | None] = [None] * len(self._series)
+        self._now: C | None = None
 
     @classmethod
     def of(cls, counters: Sequence[_Counter]) -> _Counters[C]:
@@ -306,6 +307,8 @@ class _Counters(Generic[C]):
 
     def report(self, sample: Sample, now: C) -> None:
         """Report what ``now`` has more. One that fell counts on from where it is now."""
+        if now == self._now:
+            return
         reported = self._reported
         for number, value in enumerate(self._read(now)):
             before = reported[number]
@@ -314,6 +317,7 @@ class _Counters(Generic[C]):
                 sample.count(metric, value - (before or 0), label)
                 # Afterwards: if that raises, it is reported the next time.
                 reported[number] = value
+        self._now = now
 
 
 def _faults() -> _Counters[int]:
@@ -366,7 +370,7 @@ class TierExporter:
             for what, value in now.backend.items():
                 sample.set(_BACKEND, value, (self._tier, what))
         self._watch.safely("metrics", self._hosted.report, sample)
-        self._drops.report(sample, self._watch.dropped)
+        self._drops.report(sample, self._watch.dropped.copy())
         return sample.stats
 
 
@@ -438,7 +442,7 @@ class MetricsExporter:
                     self._set(sample, _BACKEND, value, (tier.name, what))
 
     def _take_drops(self, sample: Sample) -> None:
-        self._drops.report(sample, self._watch.dropped)
+        self._drops.report(sample, self._watch.dropped.copy())
 
     def _take_slots(self, sample: Sample, now: PrimaryStatistics) -> None:
         writing = (now.filling_from_gpu_slots + now.filling_from_tiers_slots) / now.slot_count
@@ -453,6 +457,8 @@ class MetricsExporter:
             now.ready_slots,
             now.quarantined_slots,
         )
+        if values == self._slots:
+            return
         for number, (metric, label) in enumerate(_SLOT_GAUGES):
             if values[number] != self._slots[number]:
                 sample.set(metric, values[number], label)

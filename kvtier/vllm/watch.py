@@ -9,7 +9,7 @@ that one. So each value is checked here, and what is wrong is dropped, counted
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, TypeVar, TypeVarTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingMetricMetadata
 
 T = TypeVar("T")
-P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
 
 Drop: TypeAlias = Literal["metrics", "events", "config_info", "counter_fell", "bad_value"]
 """Code that raised (the first three), or a value that is none vLLM would take."""
@@ -50,12 +50,10 @@ class Watch:
         self.dropped: dict[str, int] = dict.fromkeys(DROPS, 0)
         self._said: set[tuple[str, ...]] = set()
 
-    def safely(
-        self, what: Drop, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T | None:
+    def safely(self, what: Drop, call: Callable[[*Ts], T], *arguments: *Ts) -> T | None:
         """Return what ``call`` does; None if it raises, which is counted."""
         try:
-            return call(*args, **kwargs)
+            return call(*arguments)
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine must go on
             self.dropped[what] += 1
             if self._is_news(what, type(error).__name__):
