@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping  # noqa: TC003 - msgspec resolves the annotations
-from copy import copy
 from typing import TYPE_CHECKING, Final, Generic, Self, TypeVar
 
 import msgspec
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from kvtier.plugin_api.backend import Outcome
 
@@ -31,7 +30,7 @@ class Counts(msgspec.Struct):
 
     def snapshot(self) -> Self:
         """Return the counters as they are now."""
-        return copy(self)
+        return replace(self)
 
 
 class PrimaryCounts(Counts):

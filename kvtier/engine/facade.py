@@ -103,7 +103,7 @@ class SchedulerFacade:
         ``params``: for tiers that go by request, as MessagePack of a mapping; these hear of no
         request without.
         """
-        self._ask(m.RequestStarted(request, tiers, params))
+        self._cell.ask(self._primary, m.RequestStarted(request, tiers, params))
 
     @property
     def goes_by_request(self) -> bool:
@@ -335,10 +335,12 @@ class SchedulerFacade:
     def step_end(self) -> None:
         """End a step: send the step's probes and promotions, and let deadlines pass."""
         self._is_first_lookup = True
-        self._poll_tiers()
+        for tier in self._tiers:
+            tier.poll()
         self._last_tick = self._clock()
-        self._ask(m.StepEnd(now=self._last_tick))
-        self._wake_tiers()
+        self._cell.ask(self._primary, m.StepEnd(self._last_tick))
+        for tier in self._tiers:
+            tier.wake()
 
     def get_finished(self) -> int:
         """Take in what tiers have reported; return how many jobs and probes are in flight.
@@ -364,10 +366,9 @@ class SchedulerFacade:
     def take_events(self) -> list[Event]:
         """Return what became resident or went since the last call, in order for each tier."""
         events: list[Event] = []
-        actors: list[PrimaryTier | TierLink] = [self._primary, *self._links]
-        for actor in actors:
+        for actor in (self._primary, *self._links):
             taken = self._cell.ask(actor, m.TakeEvents())
-            if taken is not NO_REPLY:
+            if taken and taken is not NO_REPLY:
                 events += cast("list[Event]", taken)
         return events
 

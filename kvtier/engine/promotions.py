@@ -175,6 +175,8 @@ class Promotions:
 
     def expired(self) -> list[RequestId]:
         """Return the requests whose leases have run out."""
+        if not self._leases:
+            return []
         return [name for name, leases in self._leases.items() if leases.is_expired(self.now)]
 
     def tiers_asked_for(self, request: RequestId) -> set[int]:

@@ -52,6 +52,8 @@ class StepRequests:
             self._send(epoch)
 
     def _send(self, epoch: int) -> None:
+        if not self._links:
+            return
         self._directory.end_step()
         for tier, name, probed in self._directory.pop_unsent():
             in_order = self._directory.asks_in_order(name)

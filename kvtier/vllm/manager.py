@@ -108,6 +108,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._info = getattr(spec, "cpu_info", None)  # vLLM 0.33
         self._tiers = [TierFacts(tier) for tier in config.tiers]
         self._several_groups = len(spec.config.groups) > 1
+        # Promotions are leased to requests, and so are prefixes of several groups.
+        self._reserves = bool(self._tiers) or self._several_groups
         self._groups = Groups.of(spec)
         chunk_tokens = spec.config.groups[0].tokens_per_block * int(spec.blocks_per_chunk)
         self._chunk_tokens = max(1, chunk_tokens)
@@ -155,12 +157,10 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        allows = req_context.load_tier_filter.allows
-        tiers = sum(
-            1 << number
-            for number, tier in enumerate(self._tiers)
-            if allows(tier.medium, tier.locality)
-        )
+        tiers = 0
+        for number, tier in enumerate(self._tiers):
+            if req_context.load_tier_filter.allows(tier.medium, tier.locality):
+                tiers |= 1 << number
         self._live.add(req_context.req_id)
         params = req_context.kv_transfer_params
         if params and self.facade.goes_by_request:
@@ -368,17 +368,16 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._is_idle = False
         self._ahead_of = None
         self._sources.clear()
-        scheduled, preempted = (
-            [*context.new_req_ids, *self._loading],
-            context.preempted_req_ids or (),
-        )
-        self._note_decided([*scheduled, *preempted])
+        scheduled = [*context.new_req_ids, *self._loading]
         self._loading.clear()
+        if self._undecided:
+            self._note_decided([*scheduled, *(context.preempted_req_ids or ())])
         if self._several_groups:
             self._passes.reserve(self._undecided)
         self._resumed.end_step(scheduled)
         self.facade.step_end()
-        self._yield_if_spinning()
+        if self._tiers:
+            self._yield_if_spinning()
         if not self._unlinked:
             self._unlinked = self._region.try_unlink()
         if self._flush_steps_left:
@@ -394,7 +393,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         decided = self._undecided.intersection(requests)
         if decided:
             self._undecided -= decided
-            self.facade.on_requests_scheduled(decided)
+            if self._reserves:
+                self.facade.on_requests_scheduled(decided)
 
     def _yield_if_spinning(self) -> None:
         """Let tiers' threads run while the engine steps without any work of its own.

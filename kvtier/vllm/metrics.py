@@ -6,10 +6,8 @@ with each step's statistics; Prometheus sees the sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 from prometheus_client import REGISTRY
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
@@ -22,6 +20,8 @@ from kvtier.plugin_api.log import log
 from kvtier.vllm.watch import DROPS, Sample
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
         OffloadingConnectorStats,
     )
@@ -45,189 +45,190 @@ C = TypeVar("C")
 _PRIMARY_LABEL: Final[_Label] = ("0:primary",)
 _PROMOTION_LATENCY: Final = getattr(TieringOffloadingMetrics, "PROMOTION_LATENCY", None)
 
-_ReadTier: TypeAlias = "Callable[[TierCounts], float]"
-_ReadPrimary: TypeAlias = "Callable[[PrimaryCounts], float]"
-
-_VLLM_TIER_COUNTERS: Final[Mapping[str, _ReadTier]] = {
-    TieringOffloadingMetrics.CHUNK_QUERIES: lambda now: now.queries,
-    TieringOffloadingMetrics.CHUNK_HITS: lambda now: now.hits,
-    TieringOffloadingMetrics.READ_BYTES: lambda now: now.read_bytes,
-    TieringOffloadingMetrics.READ_TIME: lambda now: now.read_seconds,
-    TieringOffloadingMetrics.WRITE_BYTES: lambda now: now.write_bytes,
-    TieringOffloadingMetrics.WRITE_TIME: lambda now: now.write_seconds,
-    TieringOffloadingMetrics.PROMOTION_JOB_FAILURES: lambda now: now.promotion_jobs_failed,
-    TieringOffloadingMetrics.CASCADE_JOB_FAILURES: lambda now: now.cascade_jobs_failed,
+_VLLM_TIER_COUNTERS: Final[Mapping[str, str]] = {
+    TieringOffloadingMetrics.CHUNK_QUERIES: "queries",
+    TieringOffloadingMetrics.CHUNK_HITS: "hits",
+    TieringOffloadingMetrics.READ_BYTES: "read_bytes",
+    TieringOffloadingMetrics.READ_TIME: "read_seconds",
+    TieringOffloadingMetrics.WRITE_BYTES: "write_bytes",
+    TieringOffloadingMetrics.WRITE_TIME: "write_seconds",
+    TieringOffloadingMetrics.PROMOTION_JOB_FAILURES: "promotion_jobs_failed",
+    TieringOffloadingMetrics.CASCADE_JOB_FAILURES: "cascade_jobs_failed",
 }
-"""Counts of one tier that vLLM has a name for."""
+"""Counts of one tier that vLLM has a name for, and that name."""
 
-_OWN_TIER_COUNTERS: Final[Mapping[str, tuple[_ReadTier, str]]] = {
-    "kvtier:tier_promotion_jobs": (lambda now: now.promotion_jobs, "Promotions sent to the tier."),
-    "kvtier:tier_cascade_jobs": (lambda now: now.cascade_jobs, "Cascades sent to the tier."),
+_OWN_TIER_COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
+    "kvtier:tier_promotion_jobs": ("promotion_jobs", "Promotions sent to the tier."),
+    "kvtier:tier_cascade_jobs": ("cascade_jobs", "Cascades sent to the tier."),
     "kvtier:tier_absent": (
-        lambda now: now.absent,
+        "absent",
         "Blocks that a load did not find, though the tier had reported them.",
     ),
     "kvtier:tier_damaged": (
-        lambda now: now.damaged,
+        "damaged",
         "Blocks whose bytes failed their check; each was treated as a miss.",
     ),
     "kvtier:tier_failed": (
-        lambda now: now.failed,
+        "failed",
         "Blocks whose load or store failed at the medium.",
     ),
-    "kvtier:tier_full": (lambda now: now.full, "Blocks that a tier had no room for."),
+    "kvtier:tier_full": ("full", "Blocks that a tier had no room for."),
     "kvtier:tier_cascades_put_off": (
-        lambda now: now.cascades_put_off,
+        "cascades_put_off",
         "Blocks that a tier could not take when they came: it is sick, full or has much to do.",
     ),
     "kvtier:tier_cascades_dropped": (
-        lambda now: now.cascades_dropped,
+        "cascades_dropped",
         "Of these, blocks that left host memory before the tier had room for them.",
     ),
     "kvtier:tier_cascades_refused": (
-        lambda now: now.cascades_refused,
+        "cascades_refused",
         "Blocks that the tier's admission policy found not worth writing.",
     ),
     "kvtier:tier_promotions_dropped": (
-        lambda now: now.promotions_dropped,
+        "promotions_dropped",
         "Blocks not loaded from a tier that is sick or has too much to do.",
     ),
     "kvtier:tier_promotions_cut": (
-        lambda now: now.promotions_cut,
+        "promotions_cut",
         "Blocks whose load took longer than computing them; their requests went on without.",
     ),
     "kvtier:tier_promotions_withdrawn": (
-        lambda now: now.promotions_withdrawn,
+        "promotions_withdrawn",
         "Blocks that were to be loaded, and were not when their request ended or went on.",
     ),
     "kvtier:tier_load_expected_seconds": (
-        lambda now: now.load_expected_seconds,
+        "load_expected_seconds",
         "Time that promotions were expected to take, of those that ended.",
     ),
     "kvtier:tier_load_seconds": (
-        lambda now: now.load_seconds,
+        "load_seconds",
         "Time that the same promotions took.",
     ),
     "kvtier:tier_jobs_timed_out": (
-        lambda now: now.jobs_timed_out,
+        "jobs_timed_out",
         "Jobs that the tier was late with: it did nothing for too long, or did others first.",
     ),
     "kvtier:tier_probes_timed_out": (
-        lambda now: now.probes_timed_out,
+        "probes_timed_out",
         "Probes that the tier was late with, likewise.",
     ),
     "kvtier:tier_late_completions": (
-        lambda now: now.late_completions,
+        "late_completions",
         "Jobs and probes that ended when nobody waited for them any more, or twice.",
     ),
     "kvtier:tier_unknown_completions": (
-        lambda now: now.unknown_completions,
+        "unknown_completions",
         "Completions of jobs that never were.",
     ),
     "kvtier:tier_policies_replaced": (
-        lambda now: now.policies_replaced,
+        "policies_replaced",
         "Eviction policies of the tier that raised; lru took their place.",
     ),
     "kvtier:tier_breaker_opened": (
-        lambda now: now.breaker_opened,
+        "breaker_opened",
         "How often a circuit breaker of the tier opened: for loads, stores or probes.",
     ),
     "kvtier:tier_connections_lost": (
-        lambda now: now.connections_lost,
+        "connections_lost",
         "How often a tier lost the server that it needs.",
     ),
     "kvtier:tier_broke": (
-        lambda now: now.broke,
+        "broke",
         "How often a tier was disabled because its own code raised, or its process ended.",
     ),
 }
 """Counts of one tier that only kvtier has, and what they are."""
 
-_OWN_PRIMARY_COUNTERS: Final[Mapping[str, tuple[_ReadPrimary, str]]] = {
+_OWN_PRIMARY_COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
     "kvtier:primary_evictions": (
-        lambda now: now.evictions,
+        "evictions",
         "Blocks evicted from the primary tier.",
     ),
     "kvtier:primary_stores_dropped": (
-        lambda now: now.stores_dropped,
+        "stores_dropped",
         "Blocks not stored for want of room in the primary tier.",
     ),
     "kvtier:primary_late_blocks_kept": (
-        lambda now: now.late_blocks_kept,
+        "late_blocks_kept",
         "Blocks that tiers delivered when nobody waited for them any more; they serve others.",
     ),
     "kvtier:primary_policies_replaced": (
-        lambda now: now.policies_replaced,
+        "policies_replaced",
         "Eviction policies that raised or named no block; lru took their place.",
     ),
     "kvtier:primary_blocks_declined": (
-        lambda now: now.blocks_declined,
+        "blocks_declined",
         "Blocks that tiers have, as far as known, and that were recomputed as that is faster.",
     ),
     "kvtier:prefill_expected_seconds": (
-        lambda now: now.prefill_expected_seconds,
+        "prefill_expected_seconds",
         "Time that steps which computed prompts were expected to take.",
     ),
     "kvtier:prefill_seconds": (
-        lambda now: now.prefill_seconds,
+        "prefill_seconds",
         "Time that the same steps took.",
     ),
     "kvtier:primary_unknown_completions": (
-        lambda now: now.unknown_completions,
+        "unknown_completions",
         "Loads and stores completed by the engine that never began.",
     ),
 }
 """Counts of the primary tier that only kvtier has, and what they are."""
 
 
-class _Counter(NamedTuple, Generic[C]):
-    """One series of a counter, and where its value is."""
+class _Counter(NamedTuple):
+    """One series of a counter, and the attribute of the counts that is its value."""
 
     metric: str
     label: _Label
-    read: Callable[[C], float]
+    attribute: str
 
 
-_PRIMARY_COUNTERS: Final[Sequence[_Counter[PrimaryCounts]]] = (
-    *(_Counter(name, (), read) for name, (read, _) in _OWN_PRIMARY_COUNTERS.items()),
-    _Counter(
-        TieringOffloadingMetrics.PROMOTION_ALLOCATION_FAILURES,
-        (),
-        lambda now: now.promotions_refused,
-    ),
-    _Counter(TieringOffloadingMetrics.CHUNK_QUERIES, _PRIMARY_LABEL, lambda now: now.queries),
-    _Counter(TieringOffloadingMetrics.CHUNK_HITS, _PRIMARY_LABEL, lambda now: now.hits),
+_PRIMARY_COUNTERS: Final = (
+    *(_Counter(name, (), attribute) for name, (attribute, _) in _OWN_PRIMARY_COUNTERS.items()),
+    _Counter(TieringOffloadingMetrics.PROMOTION_ALLOCATION_FAILURES, (), "promotions_refused"),
+    _Counter(TieringOffloadingMetrics.CHUNK_QUERIES, _PRIMARY_LABEL, "queries"),
+    _Counter(TieringOffloadingMetrics.CHUNK_HITS, _PRIMARY_LABEL, "hits"),
 )
 _DECISIONS: Final = "kvtier:load_decisions"
-_DECISION_COUNTERS: Final[Sequence[_Counter[PrimaryCounts]]] = (
-    _Counter(_DECISIONS, ("load",), lambda now: now.loads_decided),
-    _Counter(_DECISIONS, ("cut",), lambda now: now.cuts_decided),
-    _Counter(_DECISIONS, ("recompute",), lambda now: now.recomputes_decided),
-    _Counter(_DECISIONS, ("explore",), lambda now: now.explorations_decided),
+_DECISION_COUNTERS: Final = (
+    _Counter(_DECISIONS, ("load",), "loads_decided"),
+    _Counter(_DECISIONS, ("cut",), "cuts_decided"),
+    _Counter(_DECISIONS, ("recompute",), "recomputes_decided"),
+    _Counter(_DECISIONS, ("explore",), "explorations_decided"),
 )
-_STORES_SKIPPED: Final[_Counter[PrimaryCounts]] = _Counter(
-    CPUOffloadingMetrics.STORES_SKIPPED, (), lambda now: now.stores_skipped
-)
+_STORES_SKIPPED: Final = _Counter(CPUOffloadingMetrics.STORES_SKIPPED, (), "stores_skipped")
 """Only with a ``store_threshold``, as in vLLM."""
 
 
-def _tier_counters(tier: str) -> list[_Counter[TierCounts]]:
-    own = {name: read for name, (read, _) in _OWN_TIER_COUNTERS.items()}
-    return [_Counter(name, (tier,), read) for name, read in {**_VLLM_TIER_COUNTERS, **own}.items()]
+def _tier_counters(tier: str) -> list[_Counter]:
+    return [
+        *(_Counter(name, (tier,), attribute) for name, attribute in _VLLM_TIER_COUNTERS.items()),
+        *_own_tier_counters(tier),
+    ]
 
 
-_SLOT_STATES: Final[Mapping[str, Callable[[PrimaryStatistics], int]]] = {
-    "free": lambda now: now.free_slots,
-    "filling_from_gpu": lambda now: now.filling_from_gpu_slots,
-    "filling_from_tiers": lambda now: now.filling_from_tiers_slots,
-    "ready": lambda now: now.ready_slots,
-    "quarantined": lambda now: now.quarantined_slots,
-}
+def _own_tier_counters(tier: str) -> list[_Counter]:
+    return [
+        _Counter(name, (tier,), attribute) for name, (attribute, _) in _OWN_TIER_COUNTERS.items()
+    ]
+
 
 _OWN_PREFIX: Final = "kvtier:"
 _FAULTS: Final = "kvtier:faults"
 _DROPPED: Final = "kvtier:samples_dropped"
 _SLOTS: Final = "kvtier:primary_slots"
+_SLOT_GAUGES: Final[tuple[tuple[str, _Label], ...]] = (
+    (CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC, ()),
+    (CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC, ()),
+    (CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC, ()),
+    (_SLOTS, ("free",)),
+    (_SLOTS, ("filling_from_gpu",)),
+    (_SLOTS, ("filling_from_tiers",)),
+    (_SLOTS, ("ready",)),
+    (_SLOTS, ("quarantined",)),
+)
 _BREAKER: Final = "kvtier:tier_breaker_state"
 _CONNECTION: Final = "kvtier:tier_connection_state"
 _BACKEND: Final = "kvtier:tier_backend"
@@ -293,22 +294,42 @@ def unregister_own_metrics() -> None:
 class _Counters(Generic[C]):
     """Reports by how much the counters of one source have grown since the last time."""
 
-    def __init__(self, counters: Sequence[_Counter[C]]) -> None:
-        self._counters = counters
-        self._reported: list[float | None] = [None] * len(counters)
+    def __init__(
+        self, series: Iterable[tuple[str, _Label]], read: Callable[[C], tuple[float, ...]]
+    ) -> None:
+        """``read``: returns the value of each of the ``series``."""
+        self._series = tuple(series)
+        self._read = read
+        self._reported: list[float | None] = [None] * len(self._series)
         self._now: C | None = None
+
+    @classmethod
+    def of(cls, counters: Sequence[_Counter]) -> _Counters[C]:
+        """Return what reports counts by their names."""
+        series = ((each.metric, each.label) for each in counters)
+        return cls(series, attrgetter(*(each.attribute for each in counters)))
 
     def report(self, sample: Sample, now: C) -> None:
         """Report what ``now`` has more. One that fell counts on from where it is now."""
         if now == self._now:
             return
-        for number, (metric, label, read) in enumerate(self._counters):
-            value, before = read(now), self._reported[number]
+        reported = self._reported
+        for number, value in enumerate(self._read(now)):
+            before = reported[number]
             if value != before:
+                metric, label = self._series[number]
                 sample.count(metric, value - (before or 0), label)
                 # Afterwards: if that raises, it is reported the next time.
-                self._reported[number] = value
+                reported[number] = value
         self._now = now
+
+
+def _faults() -> _Counters[int]:
+    return _Counters([(_FAULTS, ())], lambda now: (now,))
+
+
+def _drops() -> _Counters[Mapping[str, int]]:
+    return _Counters([(_DROPPED, (what,)) for what in DROPS], itemgetter(*DROPS))
 
 
 class TierExporter:
@@ -329,13 +350,9 @@ class TierExporter:
         self._hosted = hosted
         self._definitions = {**definitions, **tier_metric_definitions()}
         self._watch = watch
-        self._counters = _Counters(
-            [_Counter(name, (tier,), read) for name, (read, _) in _OWN_TIER_COUNTERS.items()]
-        )
-        self._faults = _Counters[int]([_Counter(_FAULTS, (), lambda now: now)])
-        self._drops = _Counters[Mapping[str, int]](
-            [_Counter(_DROPPED, (what,), itemgetter(what)) for what in DROPS]
-        )
+        self._counters: _Counters[TierCounts] = _Counters.of(_own_tier_counters(tier))
+        self._faults = _faults()
+        self._drops = _drops()
         self._breakers: Mapping[str, str] = {}
         self._connection = ""
         self._backend: Mapping[str, int] | None = None
@@ -356,8 +373,8 @@ class TierExporter:
             self._backend = now.backend
             for what, value in now.backend.items():
                 sample.set(_BACKEND, value, (self._tier, what))
-        self._watch.safely("metrics", partial(self._hosted.report, sample))
-        self._drops.report(sample, dict(self._watch.dropped))
+        self._watch.safely("metrics", self._hosted.report, sample)
+        self._drops.report(sample, self._watch.dropped.copy())
         return sample.stats
 
 
@@ -383,15 +400,17 @@ class MetricsExporter:
         self._definitions = definitions
         self._watch = watch
         skipped = [_STORES_SKIPPED] if config.store_threshold >= 2 else []
-        self._primary = _Counters([*_PRIMARY_COUNTERS, *_DECISION_COUNTERS, *skipped])
-        self._tiers = [_Counters(_tier_counters(tier.name)) for tier in config.tiers]
-        self._faults = _Counters[int]([_Counter(_FAULTS, (), lambda now: now)])
-        self._drops = _Counters[Mapping[str, int]](
-            [_Counter(_DROPPED, (what,), itemgetter(what)) for what in DROPS]
+        self._primary: _Counters[PrimaryCounts] = _Counters.of(
+            [*_PRIMARY_COUNTERS, *_DECISION_COUNTERS, *skipped]
         )
+        self._tiers: list[_Counters[TierCounts]] = [
+            _Counters.of(_tier_counters(tier.name)) for tier in config.tiers
+        ]
+        self._faults = _faults()
+        self._drops = _drops()
         self._tier_names = [tier.name for tier in config.tiers]
         self._backends: list[Mapping[str, int] | None] = [None for _ in config.tiers]
-        self._slots: tuple[int, ...] = ()
+        self._slots: tuple[float | None, ...] = (None,) * len(_SLOT_GAUGES)
         self._gauges: dict[tuple[str, _Label], float] = {}
 
     def take(self) -> OffloadingConnectorStats:
@@ -400,16 +419,13 @@ class MetricsExporter:
         A part that fails is left out, and counted.
         """
         sample = Sample(self._definitions, self._watch)
-        parts: list[Callable[[Sample], None]] = [
-            self._take_state,
-            self._take_observations,
-        ]
+        safely = self._watch.safely
+        safely("metrics", self._take_state, sample)
+        safely("metrics", self._take_observations, sample)
         if self._hosting is not None:
-            parts.append(self._hosting.stats.report)
-        for part in parts:
-            self._watch.safely("metrics", partial(part, sample))
+            safely("metrics", self._hosting.stats.report, sample)
         # The last, since the others add to it.
-        self._watch.safely("metrics", partial(self._take_drops, sample))
+        safely("metrics", self._take_drops, sample)
         return sample.stats
 
     def labels(self, tier: str) -> Mapping[str, Any]:
@@ -430,26 +446,27 @@ class MetricsExporter:
                     self._set(sample, _BACKEND, value, (tier.name, what))
 
     def _take_drops(self, sample: Sample) -> None:
-        self._drops.report(sample, dict(self._watch.dropped))
+        self._drops.report(sample, self._watch.dropped.copy())
 
     def _take_slots(self, sample: Sample, now: PrimaryStatistics) -> None:
-        slots = (
+        writing = (now.filling_from_gpu_slots + now.filling_from_tiers_slots) / now.slot_count
+        reading = now.pinned_slots / now.slot_count
+        values = (
+            writing + reading,
+            writing,
+            reading,
             now.free_slots,
             now.filling_from_gpu_slots,
             now.filling_from_tiers_slots,
+            now.ready_slots,
             now.quarantined_slots,
-            now.pinned_slots,
         )
-        if slots == self._slots:
+        if values == self._slots:
             return
-        self._slots = slots
-        writing = (now.filling_from_gpu_slots + now.filling_from_tiers_slots) / now.slot_count
-        reading = now.pinned_slots / now.slot_count
-        self._set(sample, CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC, writing + reading)
-        self._set(sample, CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC, writing)
-        self._set(sample, CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC, reading)
-        for state, read in _SLOT_STATES.items():
-            self._set(sample, _SLOTS, read(now), (state,))
+        for number, (metric, label) in enumerate(_SLOT_GAUGES):
+            if values[number] != self._slots[number]:
+                sample.set(metric, values[number], label)
+        self._slots = values
 
     def _take_jobs(self, sample: Sample, now: TierStatistics, slot_count: int) -> None:
         names = TieringOffloadingMetrics

@@ -56,5 +56,6 @@ class ResumedRequests:
     def end_step(self, scheduled: Iterable[str]) -> None:
         """Take in what vLLM reports of a step. ``scheduled``: for the first time, or to load."""
         self._have_run.update(scheduled)
-        self._waited, self._wait = self._wait, set()
+        self._waited, self._wait = self._wait, self._waited
+        self._wait.clear()
         self._is_empty = False

@@ -9,7 +9,7 @@ that one. So each value is checked here, and what is wrong is dropped, counted
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, TypeVar, TypeVarTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingMetricMetadata
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 Drop: TypeAlias = Literal["metrics", "events", "config_info", "counter_fell", "bad_value"]
 """Code that raised (the first three), or a value that is none vLLM would take."""
@@ -38,17 +39,21 @@ VALUE_MAX: Final = 2.0**63
 """vLLM sends values to its front end as MessagePack, which has no larger integers."""
 
 
+_NUMBER: Final = (int, float)  # a union would be made anew for each value
+
+
 class Watch:
     """Counts what was dropped, and writes each kind of it to the log once."""
 
     def __init__(self) -> None:
+        self.sound: set[tuple[type, str, tuple[str, ...]]] = set()  #: series that vLLM takes
         self.dropped: dict[str, int] = dict.fromkeys(DROPS, 0)
         self._said: set[tuple[str, ...]] = set()
 
-    def safely(self, what: Drop, call: Callable[[], T]) -> T | None:
+    def safely(self, what: Drop, call: Callable[[*Ts], T], *arguments: *Ts) -> T | None:
         """Return what ``call`` does; None if it raises, which is counted."""
         try:
-            return call()
+            return call(*arguments)
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine must go on
             self.dropped[what] += 1
             if self._is_news(what, type(error).__name__):
@@ -110,16 +115,27 @@ class Sample:
         label: tuple[str, ...],
     ) -> bool:
         """Tell whether vLLM takes this; drop it if not."""
+        if (
+            ((kind, metric, label) in self._watch.sound or self._is_defined(kind, metric, label))
+            and isinstance(value, _NUMBER)
+            and abs(value) < VALUE_MAX  # which neither an infinity nor a NaN is
+        ):
+            return True
+        self._watch.drop("bad_value", metric, (value, label))
+        return False
+
+    def _is_defined(
+        self, kind: type[OffloadingMetricMetadata], metric: str, label: tuple[str, ...]
+    ) -> bool:
+        """Tell whether vLLM takes this series; it is asked once for each that it takes."""
         definition = self._definitions.get(metric)
         if (
             isinstance(definition, kind)
             and len(label) == len(definition.labelnames)
-            and isinstance(value, int | float)
-            and abs(value) < VALUE_MAX  # which neither an infinity nor a NaN is
-            and (not label or all(map(_is_text, label)))
+            and all(map(_is_text, label))
         ):
+            self._watch.sound.add((kind, metric, label))
             return True
-        self._watch.drop("bad_value", metric, (value, label))
         return False
 
 

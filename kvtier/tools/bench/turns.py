@@ -43,6 +43,7 @@ NEW_REQUEST: Final = "on_new_request"
 SCHEDULE_END: Final = "on_schedule_end"
 GET_STATS: Final = "get_stats"
 TAKE_EVENTS: Final = "take_events"
+TAKE_EVENTS_OF_KEYS: Final = "take_events, blocks stored or evicted"
 
 BOUND_OF: Final[dict[str, float | None]] = {
     LOOKUP_HIT: 1 / 3,
@@ -65,6 +66,7 @@ BOUND_OF: Final[dict[str, float | None]] = {
     SCHEDULE_END: None,
     GET_STATS: None,
     TAKE_EVENTS: None,
+    TAKE_EVENTS_OF_KEYS: None,
 }
 """What is measured, in the order of the table, and the promised ratio to vLLM's time."""
 
@@ -171,12 +173,12 @@ class Player:
             raise InternalError(f"{self.side.name}: prepare_store did not take all of {count} keys")
         stored = set(output.keys_to_store)  # as vLLM's connector keeps them
         self._look_for_filling(first, count)
-        self._take()
+        self._take(events_of=count if evicting else 0)
 
         watch.call(COMPLETE_STORE, manager.complete_store, stored, context, keys=count)
         self._end_step()
         watch.call(FINISHED_STORED, manager.on_request_finished, context, keys=count)
-        self._take()
+        self._take(events_of=count)
         watch.end_turn(WHOLE_STORED, count)
         if self.side.has_tier:
             self._settle()
@@ -264,9 +266,11 @@ class Player:
         context = NOTHING_NEW if new is None else ScheduleEndContext((new.req_id,), ())
         self.watch.call(SCHEDULE_END, self._manager.on_schedule_end, context)
 
-    def _take(self) -> None:
+    def _take(self, *, events_of: int = 0) -> None:
+        """Take statistics and events. ``events_of``: so many blocks; 0: there are none."""
         self.watch.call(GET_STATS, self._manager.get_stats)
-        self.watch.call(TAKE_EVENTS, lambda: list(self._manager.take_events()))
+        name = TAKE_EVENTS_OF_KEYS if events_of else TAKE_EVENTS
+        self.watch.call(name, lambda: list(self._manager.take_events()), keys=events_of or 1)
 
     def _settle(self) -> None:
         """Step until the tier has stored everything, so that it does not disturb the next turn."""
