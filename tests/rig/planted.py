@@ -157,8 +157,8 @@ def tell_nobody_what_is_gone() -> Any:
     return _rewritten(
         KVEvents,
         "_removed",
-        "for key in keys:\n        del",
-        "return\n    for key in keys:\n        del",
+        "announced = self._places",
+        "return\n    announced = self._places",
     )
 
 
@@ -175,7 +175,10 @@ def announce_only_the_first_block_of_several() -> Any:
 def remove_at_once_what_routers_have_and_what_they_have_not() -> Any:
     """Where two tiers have one medium, Dynamo ends a removal at what the other's has removed."""
     return _rewritten(
-        KVEvents, "_take_back", "apart = elsewhere.union(gone)", "apart, gone = elsewhere, []"
+        KVEvents,
+        "_take_back",
+        "elsewhere.union(gone)))\n    self._emit_removed(number, gone)",
+        "elsewhere))",
     )
 
 
