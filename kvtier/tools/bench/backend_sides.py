@@ -28,7 +28,7 @@ from kvtier.tier.backend_driver import DIGEST_INLINE_BYTES_MAX, DIGEST_THREADS
 from kvtier.tools.bench.call_legs import STORE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from kvtier.plugin_api.backend import Backend
     from kvtier.plugin_api.slot_memory import SlotMemory
@@ -133,6 +133,14 @@ class TierSide(Side):
     @override
     async def remove(self, leg: int, numbers: Sequence[int]) -> None:
         await self._backend.remove([self._key(leg, number) for number in numbers])
+
+    async def probe(self, leg: int, numbers: Sequence[int]) -> None:
+        """Look these blocks up. Raises ``StoreFault``."""
+        await self._backend.probe([self._key(leg, number) for number in numbers])
+
+    def counters(self) -> Mapping[str, int]:
+        """Return what the backend counts."""
+        return self._backend.counters()
 
     @override
     def prepare_load(self) -> None:

@@ -10,7 +10,7 @@ import os
 import secrets
 import tempfile
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,6 +26,7 @@ from kvtier.tools.bench.call_legs import KINDS, STORE, Leg, batches_of, play
 from kvtier.tools.bench.kv_like import kv_like
 from kvtier.tools.bench.plain_client_types import plain_client_class
 from kvtier.tools.bench.plain_clients import CALLS_AT_ONCE
+from kvtier.tools.bench.prompt_requests import PromptRequests, count_requests
 from kvtier_backends.encryption.keys import KEY_BYTES
 from kvtier_backends.shared.compression import BITPLANE_ZSTD, COMPRESSION
 
@@ -72,6 +73,7 @@ class Measured:
     blocks: int  #: in each leg
     shapes: dict[str, dict[str, CallShape]]  #: by kind and side
     rounds: list[dict[str, dict[str, Leg]]] = field(default_factory=list)  #: by kind and side
+    prompt_requests: PromptRequests = field(default_factory=dict)
 
     @property
     def leg_bytes(self) -> int:
@@ -117,7 +119,9 @@ async def measure(
             for way in client.ways
             for at_once in CALLS_AT_ONCE
         ]
-        return await _run(block_bytes, count, [*tiers, *clients], options, advance)
+        measured = await _run(block_bytes, count, [*tiers, *clients], options, advance)
+        requests = await count_requests(tiers[0], count)
+        return replace(measured, prompt_requests=requests)
 
 
 class _Cleaner:

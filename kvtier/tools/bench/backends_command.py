@@ -16,6 +16,7 @@ from kvtier.tools.bench.asked import check_pages
 from kvtier.tools.bench.backends import Options, measure, sides_count
 from kvtier.tools.bench.backends_figures import BESIDE_CLIENT_MIN, Figures, figures
 from kvtier.tools.bench.plain_client_types import plain_client_class
+from kvtier.tools.bench.prompt_requests import PROMPT_BLOCKS, requests_shown
 from kvtier.tools.cli.terminal import progress, table, write_json
 from kvtier_backends.shared.compression import COMPRESSION
 
@@ -42,11 +43,11 @@ def run(arguments: argparse.Namespace) -> None:
     )
     report: dict[str, Any] = {**about_machine(), "options": asdict(options), "tiers": []}
     for tier in tiers:
-        found: list[tuple[int, Sequence[Figures]]] = []
+        found: list[tuple[Measured, Sequence[Figures]]] = []
         try:
             for size in sizes:
                 measured = _measure(tier, size, options)
-                found.append((size, figures(measured)))
+                found.append((measured, figures(measured)))
         finally:  # a size that can't be measured, or Ctrl-C, takes nothing from those before it
             if found:
                 _print_figures(tier, found, options)
@@ -105,11 +106,11 @@ def _measure(tier: TierConfig, block_bytes: int, options: Options) -> Measured:
 
 
 def _print_figures(
-    tier: TierConfig, found: Sequence[tuple[int, Sequence[Figures]]], options: Options
+    tier: TierConfig, found: Sequence[tuple[Measured, Sequence[Figures]]], options: Options
 ) -> None:
     rows = [
-        _row(size, each)
-        for size, of_size in found
+        _row(measured.block_bytes, each)
+        for measured, of_size in found
         for each in of_size
         if each.is_best_client or not each.is_client
     ]
@@ -120,6 +121,11 @@ def _print_figures(
         ["ratio", f"to the client's best MB/s; at least {BESIDE_CLIENT_MIN} is promised"],
         ["bytes of a leg", f"{_size(options.leg_bytes)}, medians of {options.rounds} rounds"],
         ["cores", f"{about_machine()['cores']}, shared with the server if it is on this machine"],
+    ]
+    notes += [
+        [f"requests for {PROMPT_BLOCKS} blocks", requests_shown(measured.prompt_requests)]
+        for measured, _ in found[:1]
+        if measured.prompt_requests
     ]
     table("", ["", ""], notes)
 
@@ -140,10 +146,16 @@ def _row(size: int, each: Figures) -> list[str]:
     ]
 
 
-def _to_json(tier: TierConfig, found: Sequence[tuple[int, Sequence[Figures]]]) -> dict[str, Any]:
+def _to_json(
+    tier: TierConfig, found: Sequence[tuple[Measured, Sequence[Figures]]]
+) -> dict[str, Any]:
     sizes = [
-        {"block_bytes": size, "figures": [each.to_json() for each in of_size]}
-        for size, of_size in found
+        {
+            "block_bytes": measured.block_bytes,
+            "prompt_requests": measured.prompt_requests,
+            "figures": [each.to_json() for each in of_size],
+        }
+        for measured, of_size in found
     ]
     return {"type": tier.type, "sizes": sizes}
 

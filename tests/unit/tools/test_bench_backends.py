@@ -116,6 +116,12 @@ def test_s3_is_measured_beside_obstore_and_nothing_is_left(tmp_path: Path) -> No
         options = s3_server.options_for(server.endpoint, "blocks", requests_max=2)
         found = run({"type": "s3", **options}, tmp_path / "report.json", 16 * 8)
         expect_figures(found, [PLAIN], "obstore", 3)
+        (tier,) = json.loads((tmp_path / "report.json").read_text())["tiers"]
+        assert tier["sizes"][0]["prompt_requests"] == {
+            "lookup": {"head": 500},
+            "store": {"put": 500},
+            "load": {"get": 500},
+        }
         listed = s3_server.client_for(server.endpoint).list_objects_v2(Bucket=s3_server.BUCKET)
         assert listed["KeyCount"] == 0
 

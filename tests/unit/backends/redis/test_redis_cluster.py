@@ -51,7 +51,7 @@ async def test_what_all_nodes_have_is_listed_and_removed(cluster: Cluster) -> No
         client, given = tier.backend._watch._client, tier.backend._given
         (holding,) = (await list_servers(client, given, lambda _: None)).values()
         assert (holding.blocks, holding.facts) == (30, CONTEXT.namespace.facts)
-        gone, failed = await purge_servers(client, given, None, lambda _: None)
+        gone, failed = await purge_servers(client, given, None, lambda _: None, dry=False)
         assert ([each.blocks for each in gone.values()], failed) == ([30], 0)
         assert await tier.load(*MANY) == [Outcome.ABSENT] * 30
         assert await list_servers(client, given, lambda _: None) == {}
