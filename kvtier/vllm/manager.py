@@ -108,8 +108,6 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._info = getattr(spec, "cpu_info", None)  # vLLM 0.33
         self._tiers = [TierFacts(tier) for tier in config.tiers]
         self._several_groups = len(spec.config.groups) > 1
-        # Promotions are leased to requests, and so are prefixes of several groups.
-        self._reserves = bool(self._tiers) or self._several_groups
         self._groups = Groups.of(spec)
         chunk_tokens = spec.config.groups[0].tokens_per_block * int(spec.blocks_per_chunk)
         self._chunk_tokens = max(1, chunk_tokens)
@@ -393,7 +391,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         decided = self._undecided.intersection(requests)
         if decided:
             self._undecided -= decided
-            if self._reserves:
+            if self._tiers or self._several_groups:  # else nothing is ever reserved
                 self.facade.on_requests_scheduled(decided)
 
     def _yield_if_spinning(self) -> None:
