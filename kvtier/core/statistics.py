@@ -140,6 +140,16 @@ class PrimaryStatistics(msgspec.Struct, frozen=True):
     counts: PrimaryCounts  #: as they were then
 
 
+class TierSpeed(msgspec.Struct, frozen=True):
+    """How fast a tier is at one kind of work, from what ended lately."""
+
+    latency_s: float  #: 0 as well while it is not told from the time that each block takes
+    bytes_per_s: float  #: 0 for probes, and if only the latency shows
+    answers_per_s: float  #: of probes, in blocks; 0 for others
+    spread: float  #: how far off what was expected was, as a share of it
+    window: int  #: how many blocks it is given at once, or keys
+
+
 class TierStatistics(msgspec.Struct, frozen=True):
     """One moment of one secondary tier."""
 
@@ -153,6 +163,8 @@ class TierStatistics(msgspec.Struct, frozen=True):
     promotion_slots: int
     cascade_slots: int
     counts: TierCounts  #: as they were then
+    #: Of ``"probes"``, ``"loads"`` and ``"stores"`` those of which something is known.
+    speeds: Mapping[str, TierSpeed] = msgspec.field(default_factory=dict)
     #: The backend's own counters, as they were told last; and which of them go up and down.
     backend: Mapping[str, int] = msgspec.field(default_factory=dict)
     backend_levels: frozenset[str] = frozenset()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvtier.core.actor import Mailbox
+    from kvtier.core.statistics import TierSpeed
     from kvtier.engine.contents_relay import ContentsRelay
     from kvtier.engine.in_flight import Numbers
     from kvtier.engine.tier_health import TierHealth
@@ -166,6 +167,10 @@ class Probes:
         self._under_way.end(message.probe, probe, self._now, is_whole=False)
         if len(message.present) == len(probe.keys):
             self._contents.answered(probe, message.present)
+
+    def speed(self) -> TierSpeed | None:
+        """Return how fast the tier answers, if that is known."""
+        return self._times.speed(None)
 
     def pass_time(self, now: float) -> None:
         """Answer for the tier where it is late, or where somebody has waited for long enough."""

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvtier.core.load_messages import LoadCost
+    from kvtier.core.statistics import TierSpeed
     from kvtier.engine.in_flight import Job
     from kvtier.plugin_api.backend import BackendTraits
     from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
@@ -480,6 +481,16 @@ class TierLink(Actor):
             promotion_slots=self._loads.slots() + self._loads.waiting.blocks,
             cascade_slots=self._room.slots,
             counts=self.counts.snapshot(),
+            speeds=self._speeds(),
             backend=self.backend_counts.total,
             backend_levels=self.backend_counts.levels,
         )
+
+    def _speeds(self) -> dict[str, TierSpeed]:
+        block_bytes = self._config.block_bytes
+        speeds = {
+            Work.PROBE: self._probes.speed(),
+            Work.LOAD: self._loads.times.speed(block_bytes),
+            Work.STORE: self._stores.times.speed(block_bytes),
+        }
+        return {NAMES[work]: speed for work, speed in speeds.items() if speed is not None}

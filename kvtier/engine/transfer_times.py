@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from kvtier.core.statistics import TierSpeed
 from kvtier.engine.transfer_estimate import TransferEstimate
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class TransferTimes:
         self._now = 0.0
         self._look_s = 0.0  # between two Ticks, lately, while the tier had something to do
         self._estimate = TransferEstimate()
+        self._speed: TierSpeed | None = None  # as it was told last; None: it has changed since
         self._ended: list[Sent] = []  # since the last Tick, whole
         self.outstanding = 0  #: blocks at the tier, or on their way there and back
         self._lost = 0  # of these, in jobs that the tier is late with
@@ -98,6 +100,7 @@ class TransferTimes:
     def given_up(self, job: Sent, now: float) -> None:
         """Note that nobody waits for a job any more: it takes too long."""
         self._estimate.given_up(job.backlog, now - job.started, now)
+        self._speed = None
 
     def lost(self, job: Sent) -> None:
         """Note that the tier is late with a job: it does not keep others from being sent."""
@@ -106,6 +109,7 @@ class TransferTimes:
     def forget(self) -> None:
         """Note that another cell serves the tier: nothing is outstanding, nothing known of it."""
         self._estimate = TransferEstimate()
+        self._speed = None
         self.window = self._first_blocks
         self._ended.clear()
         self.outstanding = self._lost = 0
@@ -121,6 +125,7 @@ class TransferTimes:
                 expected_s += expected
                 took_s += seconds
             self._estimate.took(job.backlog, seconds, now)
+            self._speed = None
             self._fit_window(job.backlog, seconds)
         self._ended.clear()
         return expected_s, took_s
@@ -140,6 +145,24 @@ class TransferTimes:
             self.window = min(self.window, max(2, one_a_call, int(enough_s / block_s)))
         elif 2 * seconds < enough_s and 2 * blocks >= self.window:
             self.window = min(2 * self.window, WINDOW_BLOCKS_MAX)
+
+    def speed(self, unit_bytes: int | None) -> TierSpeed | None:
+        """Return what is known; None: nothing. ``unit_bytes``: of a block; None: of a probe.
+
+        It is the same object until more is known.
+        """
+        estimate = self._estimate
+        if self._speed is not None or not estimate.is_known:
+            return self._speed
+        a_second = 1 / estimate.block_s if estimate.block_s else 0.0
+        self._speed = TierSpeed(
+            latency_s=estimate.latency_s,
+            bytes_per_s=a_second * (unit_bytes or 0),
+            answers_per_s=a_second if unit_bytes is None else 0.0,
+            spread=estimate.spread,
+            window=self.window,
+        )
+        return self._speed
 
     def cost(self, waiting: int) -> LoadCost | None:
         """Return what is known of the tier, with so many blocks that wait in front of it."""

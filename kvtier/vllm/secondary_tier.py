@@ -38,7 +38,8 @@ from kvtier.vllm.hosted.backend import HostingEngine
 from kvtier.vllm.hosted.stats import definitions_of
 from kvtier.vllm.hosted.tier_class import info_keys_of
 from kvtier.vllm.kv_events import KVEvents, Place
-from kvtier.vllm.metrics import TierExporter, tier_metric_definitions, unregister_own_metrics
+from kvtier.vllm.metric_definitions import tier_metric_definitions, unregister_own_metrics
+from kvtier.vllm.metrics import TierExporter
 from kvtier.vllm.own_spec import namespace_of
 from kvtier.vllm.sharing import apart_if_unknown
 from kvtier.vllm.start import wait_for_servers, warn_of_this_release

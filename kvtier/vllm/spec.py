@@ -64,7 +64,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
     def build_metric_definitions(
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
-        from kvtier.vllm.metrics import unregister_own_metrics  # noqa: PLC0415 - not in workers
+        from kvtier.vllm.metric_definitions import unregister_own_metrics  # noqa: PLC0415 - not in workers
 
         unregister_own_metrics()  # vLLM registers what is returned here
         return cls.metrics(extra_config)
@@ -73,7 +73,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
     def metrics(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
         """Return all metrics that a manager may report, by name."""
         from kvtier.vllm.hosted.stats import definitions_of  # noqa: PLC0415 - not in workers
-        from kvtier.vllm.metrics import metric_definitions  # noqa: PLC0415 - not in workers
+        from kvtier.vllm.metric_definitions import metric_definitions  # noqa: PLC0415 - not in workers
 
         definitions: dict[str, OffloadingMetricMetadata] = super().build_metric_definitions(
             _without_tiers(for_vllm(extra_config))

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 ABSENT, FILLING, READY = BlockState.ABSENT, BlockState.FILLING, BlockState.READY
 BLOCK_S = 0.5
+BLOCK_BYTES = 16
 COUNT = 24
 
 
@@ -94,6 +95,16 @@ def test_a_tier_is_given_no_more_than_it_works_off_soon() -> None:
     assert at_tier == 2, "one that it works at, and one to go on with"
     assert len(link_of(slow.story).audit().waiting_loads) == 18
     assert slow.facade.statistics().tiers[0].promotion_slots == 20
+
+
+def test_how_fast_a_tier_is_and_what_it_is_given_at_once_is_told() -> None:
+    slow = SlowTier()
+    slow.ask("r", slow.keys[:40])
+    slow.serve(40)
+    loads = slow.facade.statistics().tiers[0].speeds["loads"]
+    assert loads.bytes_per_s == pytest.approx(BLOCK_BYTES / BLOCK_S, rel=0.3)
+    assert (loads.window, loads.answers_per_s) == (2, 0)
+    assert slow.facade.statistics().tiers[0].speeds["loads"] is loads, "until more is known"
 
 
 def test_a_tier_that_is_fast_is_given_all_at_once() -> None:
