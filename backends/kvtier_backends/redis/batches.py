@@ -65,6 +65,8 @@ class BatchRunner:
         commands: Sequence[tuple[bytes, Command]],
         problems: list[StoreFault],
     ) -> dict[Target, list[Command]]:
+        if topology.only is not None:
+            return {Target(topology.only): [command for _, command in commands]}
         at: dict[Target, list[Command]] = defaultdict(list)
         for name, command in commands:
             address = topology.server_of(name)

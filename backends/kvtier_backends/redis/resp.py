@@ -57,6 +57,10 @@ class Reply(NamedTuple):
     payload_bytes: int = 0
 
 
+_STORED: Final = b"+OK\r\n"
+_STORED_REPLY: Final = Reply(Kind.DONE, "OK")
+
+
 @dataclass(slots=True, eq=False)
 class Command:
     """One command, and its reply once it has come."""
@@ -230,6 +234,9 @@ class Connection(asyncio.BufferedProtocol):
 
     def _take_line(self) -> bool:
         unread = bytes(self._scratch[self._start : self._end])
+        if unread.startswith(_STORED):
+            self._take_stored(unread)
+            return True
         line, found, _ = unread.partition(_LINE_END)
         if not found:
             if len(unread) == SCRATCH_BYTES:
@@ -248,6 +255,16 @@ class Connection(asyncio.BufferedProtocol):
         else:
             raise ValueError(f"it begins with {kind!r}")
         return True
+
+    def _take_stored(self, unread: bytes) -> None:
+        """Take in what most stores of a batch are answered with, all that have come at once."""
+        count = 0
+        while unread.startswith(_STORED, count * len(_STORED)):
+            if not self._waiting:
+                raise ValueError("nobody asked")
+            count += 1
+            self._replied(_STORED_REPLY)
+        self._start += count * len(_STORED)
 
     def _begin_bulk(self, length: int) -> None:
         command = self._waiting[0]

@@ -51,10 +51,14 @@ class SocketWriter:
             self._transport.write(_next_chunk(parts))
             return
         assert not self._transport.get_write_buffer_size()
+        some = list(islice(parts, _PARTS_MAX))
         try:
-            written = os.writev(self._socket.fileno(), list(islice(parts, _PARTS_MAX)))
+            written = os.writev(self._socket.fileno(), some)
         except BlockingIOError:
             written = 0
+        if len(some) == len(parts) and written == sum(map(len, some)):
+            parts.clear()  # as it mostly is; the other way takes them out one by one
+            return
         _skip(parts, written)
         if parts:
             rest = memoryview(parts.popleft())

@@ -35,6 +35,8 @@ class Topology:
         self._key_slot = key_slot
         self.is_cluster = is_cluster
         self.addresses = frozenset(address for _, _, address in ranges)
+        #: the server that has all blocks, whatever they are called; None if there are several
+        self.only = None if is_cluster else ranges[0][2]
 
     def server_of(self, name: bytes) -> Address | None:
         """Return the server that has what is called so; None if none is in charge of it."""

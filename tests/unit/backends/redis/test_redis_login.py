@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 SECRET = "hunter2-hunter2"
-ACL = ("on", f">{SECRET}", "~kvtier:*", "+get", "+set", "+exists", "+unlink")
+ACL = ("on", f">{SECRET}", "~kvtier:*", "+get", "+set", "+mset", "+exists", "+unlink")
 """All that the tier needs; in a cluster it needs more."""
 ACL_OF_A_CLUSTER = (*ACL, "+cluster|slots", "+asking")
 
@@ -65,7 +65,7 @@ async def test_a_user_who_may_only_read_is_served(
 ) -> None:
     async with open_redis(valkey_server.url) as writer:
         assert await writer.store(1) == [Outcome.DONE]
-    rights = [right for right in ACL if right not in ("+set", "+unlink")]
+    rights = [right for right in ACL if right not in ("+set", "+mset", "+unlink")]
     valkey_server.ask("ACL", "SETUSER", "kv", *rights)
     async with open_redis(valkey_server.url, username="kv", password_file=password) as tier:
         assert await tier.load(1) == [Outcome.DONE]
