@@ -18,6 +18,7 @@ from kvtier.plugin_api.backend import (
 )
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier_backends.disk import DiskBackend
+from tests.support.folder_files import files_of
 from tests.unit.backends._media import key_of as key_of
 
 if TYPE_CHECKING:
@@ -124,5 +125,5 @@ async def open_disk(
 
 def folder_bytes(path: Path) -> int:
     """Return what the folder holds, by length and by blocks, whichever is more."""
-    files = [file.stat() for file in path.rglob("*") if file.is_file()]
+    files = list(files_of(path))
     return max(sum(f.st_size for f in files), sum(512 * f.st_blocks for f in files))

@@ -13,6 +13,7 @@ from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import BackendContext, Outcome
 from kvtier_backends.fs.bound import keeper as keeper_module
 from kvtier_backends.fs.bound.names import SPACE, TERMS
+from tests.support.folder_files import files_of
 from tests.support.patience import PATIENCE_S, until_true
 from tests.unit.backends._media import needs_mount, tmpfs
 from tests.unit.backends.fs._fs import BLOCK_BYTES, CONTEXT, FILE_BYTES, Fs, key_of, make_fs
@@ -52,7 +53,7 @@ async def store_all(fs: Fs, numbers: range) -> None:
 
 
 def folder_bytes(root: Path) -> int:
-    return sum(each.stat().st_size for each in root.rglob("*.kv"))
+    return sum(each.st_size for each in files_of(root, ".kv"))
 
 
 async def test_a_folder_holds_no_more_than_its_capacity(tmp_path: Path) -> None:
