@@ -39,6 +39,9 @@ LOOKS: Final = 4.0
 """In units of the time between two Ticks: a job may have been sent one before it was noted, and
 its end is seen with the next."""
 
+BLOCK_S_MIN: Final = 1e-9
+"""What a fit says beside a latency may be as good as nothing: then only the latency shows."""
+
 LOOK_S_MAX: Final = 1.0
 WINDOW_BLOCKS_MAX: Final = 1 << 20
 
@@ -154,7 +157,8 @@ class TransferTimes:
         estimate = self._estimate
         if self._speed is not None or not estimate.is_known:
             return self._speed
-        a_second = 1 / estimate.block_s if estimate.block_s else 0.0
+        block_s = estimate.block_s
+        a_second = 1 / block_s if block_s > BLOCK_S_MIN else 0.0
         self._speed = TierSpeed(
             latency_s=estimate.latency_s,
             bytes_per_s=a_second * (unit_bytes or 0),
