@@ -88,9 +88,9 @@ class Movements:
 
     def foresee(self, actor: Actor, message: Message) -> None:
         """Note what is about to be delivered to a link, or by one."""
-        seen_now = self._world.primary.audit()
-        wanted = isinstance(message, m.StoresWanted)
-        self._put_off = seen_now.put_off.get(message.tier, {}) if wanted else {}
+        self._put_off = {}
+        if isinstance(message, m.StoresWanted):
+            self._put_off = self._world.primary.audit().put_off.get(message.tier, {})
         for tier, link in enumerate(self._world.links):
             if actor is link:
                 seen = link.audit()
