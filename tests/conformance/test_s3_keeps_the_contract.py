@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtier.plugin_api.backend import Connection, Outcome
-from kvtier.testing import BACKEND_CHECKS, PERSISTENCE_CHECKS
+from kvtier.testing import BACKEND_CHECKS, PERSISTENCE_CHECKS, ServerFault, check_server_fault
 from kvtier_backends.s3 import S3Backend
+from kvtier_backends.shared import kept_connection
 from tests.support.ceph_server import ceph_server
-from tests.support.s3_server import moto_server, options_for, set_credentials
+from tests.support.s3_server import BUCKET, client_for, moto_server, options_for, set_credentials
 from tests.unit.backends.s3._s3 import open_s3
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from kvtier.plugin_api.backend import Backend, BackendContext
     from kvtier.testing import BackendCheck
+    from kvtier.testing.server_faults import FaultyServer
     from tests.support.ceph_server import CephServer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -58,7 +60,35 @@ async def test_s3_keeps_the_contract(check: BackendCheck, endpoint: str) -> None
     await check(partial(s3, endpoint, check.__name__))
 
 
+class EmptiedGateway:
+    """A gateway that comes back with an empty bucket: nothing is asked of it in between."""
+
+    def __init__(self, ceph: CephServer) -> None:
+        self._endpoint = ceph.endpoint
+        self.start = ceph.gateway.start
+        self.stop = ceph.gateway.stop
+        self.go_on = ceph.gateway.go_on
+        self._end = ceph.gateway.kill
+
+    def kill(self) -> None:
+        client = client_for(self._endpoint)
+        for page in client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET):
+            for each in page.get("Contents", ()):
+                client.delete_object(Bucket=BUCKET, Key=each["Key"])
+        self._end()
+
+
 if "ceph" in SERVERS:
+
+    @pytest.mark.parametrize("fault", ServerFault)
+    async def test_s3_survives_the_faults_of_a_gateway(
+        fault: ServerFault, ceph: CephServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(kept_connection, "PAUSE_S_MIN", 0.01)
+        monkeypatch.setattr(kept_connection, "PAUSE_S_MAX", 0.05)
+        is_emptied = fault is ServerFault.EMPTIED
+        server: FaultyServer = EmptiedGateway(ceph) if is_emptied else ceph.gateway
+        await check_server_fault(partial(s3, ceph.endpoint, fault.name), server, fault)
 
     async def test_a_gateway_that_is_stopped_or_killed_is_used_again_with_its_blocks(
         ceph: CephServer,

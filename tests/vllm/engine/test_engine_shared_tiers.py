@@ -3,6 +3,7 @@
 One engine stores in all of them: a shared folder, a Valkey server, an S3 server and a Mooncake
 store. Others, in processes of their own, each find it in one. Two share while both serve, and
 go on when their server is killed. With vLLM 0.33, these two alone show that engines share.
+``make test-long`` has engines over a whole Ceph as well.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pytest
 import valkey
 
 from tests.support import mooncake_server, redis_servers, s3_server
+from tests.support.ceph_server import ceph_server
 from tests.support.patience import PATIENCE_S, until
 from tests.vllm.support.children import run_scenario, start_scenario
 from tests.vllm.support.engine import engine, kvtier_config
@@ -25,7 +27,7 @@ from tests.vllm.support.peers import Peer, serve
 from tests.vllm.support.play import assert_at_rest, play, play_round, prompts_of, whole_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from tests.vllm.support.children import Child
 
@@ -107,6 +109,16 @@ def assert_sound(told: Mapping[str, Any]) -> None:
         assert not any(tier["counts"][name] for name in (*wrong, *late)), tier
 
 
+def assert_served_by(kind: str, told: Mapping[str, Any]) -> None:
+    """An engine's only tier had all whole blocks of all prompts, and gave each of them once."""
+    assert told["cached"] == whole_blocks(LENGTHS)
+    metrics, size = told["metrics"], BLOCKS * told["block_bytes"]
+    assert metrics[f'vllm:kv_offload_tiering_read_bytes{{tier="1:{kind}"}}'] == size
+    assert metrics[f'vllm:kv_offload_tiering_chunk_hits{{tier="1:{kind}"}}'] == BLOCKS
+    assert metrics["vllm:kv_offload_load_bytes"] == size
+    assert_sound(told)
+
+
 @pytest.mark.one_release
 @pytest.mark.parametrize("kind", SHARED)
 def test_another_engine_serves_what_the_first_has_stored(
@@ -130,12 +142,7 @@ def test_another_engine_serves_what_the_first_has_stored(
         rounds=1,
     )
     assert told["tokens"] == cold["tokens"]
-    assert told["cached"] == whole_blocks(LENGTHS)
-    metrics, size = told["metrics"], BLOCKS * told["block_bytes"]
-    assert metrics[f'vllm:kv_offload_tiering_read_bytes{{tier="1:{kind}"}}'] == size
-    assert metrics[f'vllm:kv_offload_tiering_chunk_hits{{tier="1:{kind}"}}'] == BLOCKS
-    assert metrics["vllm:kv_offload_load_bytes"] == size
-    assert_sound(told)
+    assert_served_by(kind, told)
     (log,) = log_folder.glob("*.log")
     text = log.read_text(errors="replace")
     assert not re.search(r"^I\d{4} ", text, re.MULTILINE), "Mooncake's client logs errors only"
@@ -200,7 +207,7 @@ def test_an_engine_without_the_key_or_with_another_one_finds_nothing(
 
 
 class Serving(Peer):
-    """An engine with a ``redis`` tier that serves whatever it is asked."""
+    """An engine with one tier that serves whatever it is asked."""
 
     def __init__(self, child: Child, folder: Path) -> None:
         super().__init__(child, folder, 0)
@@ -219,7 +226,7 @@ class Serving(Peer):
         until(lambda: self.tier()["cascade_jobs_in_flight"] == 0)
 
     def until_connection_is(self, state: float) -> None:
-        """Wait until a scrape of the metrics says so."""
+        """Wait until a scrape of the metrics of a ``redis`` tier says so."""
         until(lambda: self.run(NOTHING_NEW, None, 1)["metrics"][CONNECTION] == state)
 
 
@@ -240,55 +247,89 @@ def serving(
         yield Serving(child, folder)
 
 
+class Two:
+    """Two engines on one tier, and what an engine without one answers to each part."""
+
+    def __init__(
+        self,
+        engines: Sequence[Serving],
+        parts: Sequence[list[list[int]]],
+        plain: Sequence[list[list[int]]],
+    ) -> None:
+        self.engines = engines
+        self._parts = parts
+        self._plain = plain
+
+    def ask(self, *numbers: int, forget: bool = False) -> list[Path]:
+        """Ask each engine for a part at the same time; return where the answers will be."""
+        parts = [self._parts[number] for number in numbers]
+        both = zip(self.engines, parts, strict=True)
+        return [engine.ask(part, forget=forget) for engine, part in both]
+
+    def cached(self, asked: Sequence[Path], *numbers: int) -> list[int]:
+        """Wait for the answers, which must be the plain ones; return how much was loaded."""
+        counts = []
+        for each, answer, number in zip(self.engines, asked, numbers, strict=True):
+            told = json.loads(each.child.wait_for(answer))
+            assert told["tokens"] == self._plain[number]
+            counts.append(sum(told["cached"]))
+        return counts
+
+    def both(self, *numbers: int) -> list[int]:
+        """Have each compute or load a part at the same time; return how much was loaded."""
+        return self.cached(self.ask(*numbers, forget=True), *numbers)
+
+    def until_stored(self) -> None:
+        """Wait until all that was given to the tier is there."""
+        for each in self.engines:
+            each.until_stored()
+
+
+@contextmanager
+def two_serving(
+    model: Path, tier: dict[str, Any], parts_count: int, log_folder: Path, tmp_path: Path
+) -> Iterator[Two]:
+    parts = [prompts_of(LENGTHS, 1000 * number) for number in range(1, parts_count + 1)]
+    plain = run_scenario(tokens_of_all, log_folder=log_folder, model=str(model), parts=parts)
+    with ExitStack() as running:
+        engines = [
+            running.enter_context(serving(name, model, tier, log_folder, tmp_path))
+            for name in ("one", "other")
+        ]
+        yield Two(engines, parts, plain)
+
+
 @pytest.mark.slow
 def test_two_engines_share_while_both_serve_and_go_on_when_their_server_is_killed(
     llama: Path, tmp_path: Path, log_folder: Path
 ) -> None:
     """No request waits for a deadline: those here are longer than a test waits for an answer."""
-    parts = [prompts_of(LENGTHS, seed) for seed in range(1000, 7000, 1000)]
-    plain = run_scenario(tokens_of_all, log_folder=log_folder, model=str(llama), parts=parts)
     server = redis_servers.RedisServer("valkey", tmp_path / "server")
     with ExitStack() as running:
         running.callback(server.kill)
         server.start()
-        one, other = (
-            running.enter_context(serving(name, llama, redis(server), log_folder, tmp_path))
-            for name in ("one", "other")
-        )
-
-        def both(first: int, second: int) -> list[int]:
-            """Have each compute or load a part at the same time; return how much was loaded."""
-            asked = [one.ask(parts[first], forget=True), other.ask(parts[second], forget=True)]
-            return [cached_of(one, asked[0], first), cached_of(other, asked[1], second)]
-
-        def cached_of(engine: Serving, asked: Path, part: int) -> int:
-            told = json.loads(engine.child.wait_for(asked))
-            assert told["tokens"] == plain[part]
-            return sum(told["cached"])
-
+        two = running.enter_context(two_serving(llama, redis(server), 6, log_folder, tmp_path))
         whole = sum(whole_blocks(LENGTHS))
-        assert both(0, 1) == [0, 0]
-        one.until_stored()
-        other.until_stored()
-        assert both(1, 0) == [whole, whole]
+        assert two.both(0, 1) == [0, 0]
+        two.until_stored()
+        assert two.both(1, 0) == [whole, whole]
 
         stored = server.ask("DBSIZE")
-        asked = [one.ask(parts[2]), other.ask(parts[3])]
+        asked = two.ask(2, 3)
         until(lambda: server.ask("DBSIZE") > stored)
         server.kill()
-        assert [cached_of(one, asked[0], 2), cached_of(other, asked[1], 3)] == [0, 0]
-        for engine in (one, other):
+        assert two.cached(asked, 2, 3) == [0, 0]
+        for engine in two.engines:
             engine.until_connection_is(GONE)
-        assert both(3, 2) == [0, 0]
+        assert two.both(3, 2) == [0, 0]
 
         server.start()
-        for engine in (one, other):
+        for engine in two.engines:
             engine.until_connection_is(UP)
-        assert both(4, 5) == [0, 0]
-        one.until_stored()
-        other.until_stored()
-        assert both(5, 4) == [whole, whole]
-        for engine in (one, other):
+        assert two.both(4, 5) == [0, 0]
+        two.until_stored()
+        assert two.both(5, 4) == [whole, whole]
+        for engine in two.engines:
             tier = engine.tier()
             assert (tier["breaker"], tier["connection"]) == ("CLOSED", "UP")
             counts = tier["counts"]
@@ -299,6 +340,65 @@ def test_two_engines_share_while_both_serve_and_go_on_when_their_server_is_kille
 def tokens_of_all(model: str, parts: list[list[list[int]]]) -> list[list[list[int]]]:
     with engine(model, None) as running:
         return [running.run_one_by_one(prompts).tokens for prompts in parts]
+
+
+# --- on a whole Ceph ---
+
+
+@pytest.fixture(scope="module")
+def ceph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Run it; return the address of its gateway."""
+    with ceph_server(tmp_path_factory.mktemp("ceph") / "cluster") as server:
+        yield server.endpoint
+
+
+def on_ceph(endpoint: str, prefix: str) -> dict[str, Any]:
+    return s3_server.options_for(endpoint, prefix, type="s3", request_timeout_s=PATIENCE_S)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_an_engine_that_is_restarted_is_served_by_ceph(
+    llama: Path, ceph: str, log_folder: Path
+) -> None:
+    """With its first request: token for token what an engine without offloading answers."""
+    arguments: dict[str, Any] = {"model": str(llama), "lengths": LENGTHS}
+    plain = run_scenario(tokens_of, log_folder=log_folder, **arguments)
+    config = kvtier_config(secondary_tiers=[on_ceph(ceph, "restarted")])
+    before, after = (
+        run_scenario(
+            play,
+            log_folder=log_folder,
+            environment=ENVIRONMENT,
+            extra_config=config,
+            rounds=1,
+            **arguments,
+        )[0]
+        for _ in range(2)
+    )
+    assert before["cached"] == [0] * len(LENGTHS)
+    assert before["tokens"] == after["tokens"] == plain
+    assert_sound(before)
+    assert_served_by("s3", after)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_two_engines_share_a_bucket_on_ceph_while_both_serve(
+    llama: Path, ceph: str, tmp_path: Path, log_folder: Path
+) -> None:
+    """Each serves what the other has stored, while that one serves too."""
+    with two_serving(llama, on_ceph(ceph, "shared"), 2, log_folder, tmp_path) as two:
+        assert two.both(0, 1) == [0, 0]
+        two.until_stored()
+        assert two.both(1, 0) == [sum(whole_blocks(LENGTHS))] * 2
+        for engine in two.engines:
+            tier = engine.tier()
+            assert (tier["breaker"], tier["connection"]) == ("CLOSED", "UP")
+            counts = tier["counts"]
+            assert counts["read_bytes"] == counts["write_bytes"] > 0
+            for wrong in ("connections_lost", "damaged", "failed", "absent"):
+                assert counts[wrong] == 0, (wrong, tier)
 
 
 # --- two ranks beside one ---
