@@ -210,8 +210,9 @@ vllm-tests-0.32: $(OF_0.32)/.made
 vllm-tests-0.33: $(OF_0.33)/.made $(NEWER)/.made
 	$(call run_vllms_tests,$(OF_0.33),$(abspath $(NEWER)):)
 
-# Five hundred scenarios, and that the rig finds what is wrong. Sets of strings have an order of
-# their own in each process; with a hash seed, a scenario is the same each time.
+# Five hundred scenarios, half of them on each release, and that the rig finds what is wrong. Sets
+# of strings have an order of their own in each process; with a hash seed, a scenario is the same
+# each time.
 rig-0.32: $(VENV)/.dev
 	PYTHONHASHSEED=0 KVTIER_TEST_VLLM=0.32 $(PYTEST) tests/rig
 

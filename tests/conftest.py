@@ -7,6 +7,7 @@ import signal
 from typing import TYPE_CHECKING
 
 import pytest
+import structlog.dev
 from hypothesis import HealthCheck, settings
 
 from tests.support.starvation import Starvation
@@ -25,6 +26,10 @@ settings.register_profile(
     "kvtier", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("kvtier")
+
+# structlog has rich draw a traceback where rich is installed: with all variables, for half a second
+# each. Tests log hundreds.
+structlog.dev.ConsoleRenderer.get_active().exception_formatter = structlog.dev.plain_traceback
 
 NEEDS_ROOT = "needs root"
 """In a skip's reason: allowed for a user, not for root."""
