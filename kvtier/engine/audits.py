@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvtier.engine.circuit_breaker import BreakerState, Work
+    from kvtier.engine.holes import PutOff
     from kvtier.engine.lookups import LookedUp
     from kvtier.engine.promotions import PromotionAudit
     from kvtier.engine.slot_table import SlotAudit
@@ -33,7 +34,7 @@ class PrimaryAudit:
     looked_up: Mapping[RequestId, LookedUp]
     parked: frozenset[Key]  #: to be cascaded once they are READY
     holes: Mapping[int, frozenset[Key]]  #: of each tier: put off, or lost
-    put_off: Mapping[int, Mapping[Key, Key | None]]  #: of each tier: what each follows on
+    put_off: Mapping[int, Mapping[Key, PutOff]]  #: of each tier
     makes_room: bool  #: whether something waits for slots that are being made free
     excluded: frozenset[Key]  #: not to be evicted for the last call that needed victims
 

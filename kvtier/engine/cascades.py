@@ -52,7 +52,7 @@ class Cascades:
         self._prefixes = prefixes
         self._are_chains = True  # a block is of use only with all before it in its request
         self.holes = {  #: of the tiers that may have some
-            number: Holes(slots.count, self._is_ready, partial(directory.knows, tier=number))
+            number: Holes(slots.count, partial(directory.knows, tier=number))
             for number in range(len(tiers))
         }
 
@@ -99,11 +99,12 @@ class Cascades:
             batches.setdefault((block.request, block.is_admitted), []).append(key)
         for (request, is_admitted), keys in batches.items():
             slots = tuple(self._slots.slot_of[key] for key in keys)
+            assert self._slots.are_ready(slots), "a block waits for a tier, and is gone"
             self._slots.pin(slots)
             self._gates[message.tier].post(
                 m.Cascade(request, tuple(keys), slots, epoch, is_admitted)
             )
-        return [*now], len(lost)
+        return [*now], lost
 
     def _before(self, request: RequestId, keys: Sequence[Key]) -> list[Key | None]:
         if self._are_chains:
@@ -118,6 +119,18 @@ class Cascades:
         """Note that these blocks are here for no tier."""
         for holes in self.holes.values():
             holes.lose(keys)
+
+    def leave(self, keys: Sequence[Key]) -> None:
+        """Note that these blocks have left host memory."""
+        for holes in self.holes.values():
+            if holes:
+                holes.leave(keys)
+
+    def put_off_of(self, request: RequestId) -> int:
+        """Return how many blocks of a request wait for a tier, which has none behind them."""
+        if not self._are_chains:
+            return 0
+        return max((holes.put_off_of(request) for holes in self.holes.values()), default=0)
 
     def _is_ready(self, key: Key) -> bool:
         slot = self._slots.slot_of.get(key)

@@ -13,10 +13,12 @@ Part of the primary tier's actor; one for each tier.
 
 # Invariant: no block is sent to a tier while the one before it in its request is a hole of it.
 #            Checked: fill, p18_nothing_is_sent_to_a_tier_behind_a_hole.
+# Invariant: what is put off is in host memory, READY. Checked: send_put_off, foresee.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -36,18 +38,17 @@ class PutOff(NamedTuple):
 class Holes:
     """Of one tier."""
 
-    def __init__(
-        self, keys_max: int, is_here: Callable[[Key], bool], is_there: Callable[[Key], bool]
-    ) -> None:
-        """``keys_max``: of those put off, and of those lost: the oldest are forgotten.
+    def __init__(self, keys_max: int, is_there: Callable[[Key], bool]) -> None:
+        """``keys_max``: of those lost: the oldest are forgotten.
 
-        ``is_here``: in host memory, READY. ``is_there``: the tier is known to have it.
+        ``is_there``: the tier is known to have it.
         """
         self._keys_max = keys_max
-        self._is_here = is_here
         self._is_there = is_there
         self._put_off: dict[Key, PutOff] = {}  # in the order in which they are offered again
+        self._put_off_of: Counter[RequestId] = Counter()  # how many each request has brought
         self._lost: dict[Key, None] = {}
+        self._left_count = 0  # put off, and lost since ``pop`` told it
 
     def __bool__(self) -> bool:
         """Tell whether there may be any."""
@@ -67,15 +68,25 @@ class Holes:
             self.lose((key,))
             return False
         self._lost.pop(key, None)
-        self._put_off.setdefault(key, block)
-        if len(self._put_off) > self._keys_max:
-            self._forget_gone()
+        if key not in self._put_off:
+            self._put_off[key] = block
+            self._put_off_of[block.request] += 1
         return True
+
+    def put_off_of(self, request: RequestId) -> int:
+        """Return how many blocks wait that a request has brought."""
+        return self._put_off_of.get(request, 0)
+
+    def leave(self, keys: Iterable[Key]) -> None:
+        """Note that blocks have left host memory: what was put off of them is lost."""
+        gone = [key for key in keys if key in self._put_off]
+        self._left_count += len(gone)
+        self.lose(gone)
 
     def lose(self, keys: Iterable[Key]) -> None:
         """Note that the tier will not get these, for all that is known."""
         for key in keys:
-            self._put_off.pop(key, None)
+            self._end_wait(key)
             self._lost[key] = None
         while len(self._lost) > self._keys_max:
             del self._lost[next(iter(self._lost))]
@@ -83,17 +94,17 @@ class Holes:
     def fill(self, key: Key, before: Key | None) -> None:
         """Note that a block, which follows on ``before``, is sent to the tier."""
         assert not self.includes(before), "a block is sent behind a hole"
-        self._put_off.pop(key, None)
+        self._end_wait(key)
         self._lost.pop(key, None)
 
-    def pop(self, blocks_max: int) -> tuple[dict[Key, PutOff], list[Key]]:
-        """Return what may be sent now, at most so many blocks, and what turned out to be lost."""
+    def pop(self, blocks_max: int) -> tuple[dict[Key, PutOff], int]:
+        """Return what may be sent now, at most so many blocks, and how many were lost lately."""
         now: dict[Key, PutOff] = {}
         lost: list[Key] = []
         for key, block in self._put_off.items():
             if len(now) == blocks_max:
                 break
-            if not self._is_here(key) or self._is_lost(block.before):
+            if self._is_lost(block.before):
                 self._lost[key] = None
                 lost.append(key)
             elif block.before in now or not self.includes(block.before):
@@ -101,26 +112,30 @@ class Holes:
         for key, block in now.items():
             self.fill(key, block.before)
         self.lose(lost)
-        return now, lost
+        lost_count, self._left_count = self._left_count + len(lost), 0
+        return now, lost_count
 
     def clear(self) -> None:
         """Forget all: the tier is given nothing from before any more."""
         self._put_off.clear()
+        self._put_off_of.clear()
         self._lost.clear()
+        self._left_count = 0
 
     def audit(self) -> frozenset[Key]:
         """Return all holes. For tests and diagnosis."""
         return frozenset(key for key in (*self._put_off, *self._lost) if self.includes(key))
 
-    def waiting(self) -> dict[Key, Key | None]:
-        """Return what is put off, and what each follows on. For tests and diagnosis."""
-        return {key: block.before for key, block in self._put_off.items()}
+    def waiting(self) -> dict[Key, PutOff]:
+        """Return what is put off. For tests and diagnosis."""
+        return self._put_off.copy()
 
     def _is_lost(self, key: Key | None) -> bool:
         return key in self._lost and self.includes(key)
 
-    def _forget_gone(self) -> None:
-        """Lose what has left host memory; if that is little, what has waited longest as well."""
-        gone = [key for key in self._put_off if not self._is_here(key)]
-        self.lose(gone)
-        self.lose(list(self._put_off)[: len(self._put_off) - self._keys_max // 2])
+    def _end_wait(self, key: Key) -> None:
+        block = self._put_off.pop(key, None)
+        if block is not None:
+            self._put_off_of[block.request] -= 1
+            if not self._put_off_of[block.request]:
+                del self._put_off_of[block.request]

@@ -188,6 +188,7 @@ class PrimaryTier(Actor):
         evicted = self._eviction.evicted
         if evicted:
             self.counts.evictions += len(evicted)
+            self._cascades.leave(evicted)
             self._events.add(EventKind.REMOVED, evicted)
         self.receive(then)
 
@@ -242,11 +243,22 @@ class PrimaryTier(Actor):
             self.reply(m.StoreGrant([], [], [], self.epoch))
         elif most <= self.slots.free_count():
             self._grant(message.request, wanted, most, [])
+        elif self._would_cost_put_off(message.request, most):
+            self._grant(message.request, wanted, 0, [])  # later is better
         else:
             # Its own blocks stay: they are the heads of what is stored now.
             is_partly_here = len(wanted) < len(message.keys)
             excluded = frozenset(message.keys if is_partly_here else ())
             self._eviction.make_room(most, StoreAfterEviction(message, wanted), excluded)
+
+    def _would_cost_put_off(self, request: RequestId, count: int) -> bool:
+        """Tell whether a store has to evict what a tier has yet to get of the same request.
+
+        What is stored then would be of no use without that.
+        """
+        put_off = self._cascades.put_off_of(request)
+        loose = self.slots.ready_count() - len(self.slots.pins) - put_off
+        return put_off > 0 and count > self.slots.free_count() + max(0, loose)
 
     def _store_after_eviction(self, message: StoreAfterEviction) -> None:
         store, wanted = message.store, message.wanted

@@ -15,9 +15,11 @@ from kvtier.core.block_state import BlockState
 from kvtier.core.messages import RequestOrder
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from world import Request
 
-    from kvtier.plugin_api.keys import Key
+    from kvtier.plugin_api.keys import Key, RequestId
 
 
 class GpuRules(LookupRules):
@@ -86,9 +88,10 @@ class GpuRules(LookupRules):
         before = dict(world.states)
         counts = world.primary.counts
         dropped = counts.stores_dropped
+        is_later_better = self._would_cost_what_waits(request.name, keys)
         world.in_order(schedule)
         grant = world.facade.prepare_store(keys, request.name, order=self._order(request))
-        if counts.stores_dropped > dropped and not schedule:
+        if counts.stores_dropped > dropped and not schedule and not is_later_better:
             self._assert_nothing_can_be_evicted(keys)
         if grant is None:
             assert counts.stores_dropped > dropped, "refused and not counted"
@@ -103,6 +106,17 @@ class GpuRules(LookupRules):
             assert before[key] in {BlockState.ABSENT, BlockState.PROBING} or schedule
             data = world.new_bytes(key)
             world.gpu.stores.append(GpuStore(request.name, key, slot, data, grant.epoch))
+
+    def _would_cost_what_waits(self, request: RequestId, keys: Sequence[Key]) -> bool:
+        """Tell whether a store would evict what a tier has yet to get of the same request."""
+        slots = self.world.slots
+        ready = {key for key, slot in slots.slot_of.items() if slots.is_ready(slot)}
+        loose = {key for key in ready if slots.slot_of[key] not in slots.pins}
+        wanted = [key for key in keys if key not in slots.slot_of]
+        of_tiers = self.world.primary.audit().put_off.values()
+        waits = [sum(b.request == request for b in of_tier.values()) for of_tier in of_tiers]
+        put_off = max(waits, default=0)
+        return put_off > 0 and len(wanted) > slots.free_count() + max(0, len(loose) - put_off)
 
     @precondition(lambda self: self.world.gpu.stores)
     @rule(which=PICKS)

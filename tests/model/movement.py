@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvtier.core.actor import Actor
     from kvtier.core.messages import Message
     from kvtier.engine.audits import LinkAudit
+    from kvtier.engine.holes import PutOff
     from kvtier.plugin_api.keys import Key, RequestId
     from kvtier.settings.runtime_config import RuntimeConfig
     from tests.support.cell import TestMailbox
@@ -37,7 +38,7 @@ class Movements:
         self._of = [Movement(world.config, number) for number in range(len(world.links))]
         # Before the message that is delivered now:
         self._watched: frozenset[int] = frozenset()
-        self._put_off: Mapping[Key, Key | None] = {}  # what a tier wants again
+        self._put_off: Mapping[Key, PutOff] = {}  # what a tier wants again
 
     def note_post(self, mailbox: TestMailbox, message: Message) -> None:
         """Look at what a link sends its tier. What nobody waits for is not sent."""
@@ -61,7 +62,7 @@ class Movements:
             if taker is not mailbox or tier not in holes:
                 continue
             request = world.requests.get(message.request)
-            before: dict[Key, Key | None] = dict(self._put_off)
+            before = {key: block.before for key, block in self._put_off.items()}
             if not message.is_admitted and request is not None and request.is_told:
                 before.update(zip(request.path, (None, *request.path), strict=False))
             for key in message.keys:
@@ -91,6 +92,8 @@ class Movements:
         self._put_off = {}
         if isinstance(message, m.StoresWanted):
             self._put_off = self._world.primary.audit().put_off.get(message.tier, {})
+            resident = self._world.primary.resident()
+            assert self._put_off.keys() <= resident, "a block waits for a tier, and is gone"
         for tier, link in enumerate(self._world.links):
             if actor is link:
                 seen = link.audit()

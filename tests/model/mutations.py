@@ -384,6 +384,17 @@ def forget_what_a_tier_could_not_take(*_: object) -> None:
     """It is let go, and its tail goes to the tier."""
 
 
+@in_place_of(Cascades, "leave")
+def offer_what_has_left_host_memory(*_: object) -> None:
+    """What was put off, and is evicted, still waits for its tier."""
+
+
+@in_place_of(PrimaryTier, "_would_cost_put_off")
+def refuse_stores_that_evict(*_: object) -> bool:
+    """A store gets free slots, and no others."""
+    return True
+
+
 @in_place_of(Holes, "_is_lost")
 def offer_the_tail_of_what_is_gone(*_: object) -> bool:
     """A block that was put off goes to its tier though the one before it never will."""

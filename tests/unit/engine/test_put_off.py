@@ -91,6 +91,35 @@ def test_what_left_host_memory_while_it_was_put_off_is_dropped_with_what_follows
     assert holes(story) == frozenset()
 
 
+def fill_host_memory(story: Story, keys: list[Key]) -> None:
+    """Have a request store 16 blocks of its prompt, of which its tier takes 8 for now."""
+    story.facade.on_request_started("r")
+    for first in range(0, 16, 4):
+        store_more(story, keys[first : first + 4], order=RequestOrder(0, tuple(keys)))
+    assert holes(story) == set(keys[8:16])
+
+
+def test_a_prompt_longer_than_host_memory_evicts_nothing_that_its_tier_has_yet_to_get() -> None:
+    story, keys = Story(**{**HALF, "slots": 16}), keys_of(32)
+    fill_host_memory(story, keys)
+    assert story.facade.prepare_store(keys[16:20], "r") is None, "it is offered again later"
+    written = stored(story)
+    for first in range(16, 32, 4):
+        store_more(story, keys[first : first + 4])
+        written += stored(story)
+    assert written == keys
+
+
+def test_that_holds_up_no_other_request() -> None:
+    story, keys = Story(**{**HALF, "slots": 16}), keys_of(32)
+    fill_host_memory(story, keys)
+    other = keys_of(2, b"o")
+    cascade(story, other, "o")
+    assert stored(story) == [*keys[:14], *other]
+    story.pass_time(0.1)
+    assert counts_of(story).cascades_dropped == 2
+
+
 def test_nothing_is_written_behind_a_block_that_is_lost() -> None:
     story, keys = Story(slots=4, breaker_failures_max=100), keys_of(6)
     story.facade.on_request_started("r")
@@ -190,11 +219,10 @@ def test_a_reset_forgets_what_was_put_off() -> None:
 # --- the books of one tier ---
 
 
-def book(keys_max: int = 8) -> tuple[Holes, set[Key], set[Key]]:
-    """Return holes, and what is in host memory and at the tier, as tests set it."""
-    here: set[Key] = set(keys_of(9))
+def book(keys_max: int = 8) -> tuple[Holes, set[Key]]:
+    """Return holes, and what is known to be at the tier, as tests set it."""
     there: set[Key] = set()
-    return Holes(keys_max, here.__contains__, there.__contains__), here, there
+    return Holes(keys_max, there.__contains__), there
 
 
 def put_off(holes: Holes, keys: list[Key], before: Key | None = None) -> None:
@@ -204,11 +232,11 @@ def put_off(holes: Holes, keys: list[Key], before: Key | None = None) -> None:
 
 
 def test_heads_are_offered_before_their_tails() -> None:
-    holes, _, _ = book()
+    holes, _ = book()
     keys = keys_of(4)
     put_off(holes, keys)
     now, lost = holes.pop(2)
-    assert ([*now], lost) == (keys[:2], [])
+    assert ([*now], lost) == (keys[:2], 0)
     assert not holes.includes(keys[0])
     assert holes.includes(keys[2])
     assert [*holes.pop(9)[0]] == keys[2:]
@@ -216,7 +244,7 @@ def test_heads_are_offered_before_their_tails() -> None:
 
 
 def test_a_tail_that_came_first_waits_for_its_head() -> None:
-    holes, _, _ = book()
+    holes, _ = book()
     head, tail = keys_of(2)
     put_off(holes, [tail], before=head)
     put_off(holes, [head])
@@ -225,24 +253,23 @@ def test_a_tail_that_came_first_waits_for_its_head() -> None:
 
 
 def test_what_follows_on_what_is_gone_is_lost() -> None:
-    holes, here, there = book()
+    holes, there = book()
     keys = keys_of(3)
     put_off(holes, keys)
-    here.discard(keys[1])
+    assert holes.put_off_of("r") == 3
+    holes.leave(keys[1:2])
     now, lost = holes.pop(9)
-    assert ([*now], lost) == (keys[:1], keys[1:])
+    assert ([*now], lost) == (keys[:1], 2)
+    assert holes.put_off_of("r") == 0
+    assert holes.pop(9) == ({}, 0), "they are told once"
     assert holes.includes(keys[1])
     there.add(keys[1])
     assert not holes.includes(keys[1])
 
 
-def test_no_more_is_kept_than_its_bound() -> None:
-    holes, here, _ = book(keys_max=4)
+def test_the_oldest_of_what_is_lost_are_forgotten() -> None:
+    holes, _ = book(keys_max=4)
     keys = keys_of(9)
-    put_off(holes, keys[:4])
-    here.discard(keys[0])
-    put_off(holes, keys[4:], before=keys[3])
-    assert len(holes.audit()) <= 8
     for key in keys:
         holes.lose([key])
     assert holes.audit() == set(keys[-4:])
