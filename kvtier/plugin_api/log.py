@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from structlog.typing import Processor
+
 
 class LazyLogger:
     """Has the few methods of a structlog logger that kvtier uses. Any thread."""
@@ -37,7 +39,24 @@ class LazyLogger:
         with suppress(Exception):
             import structlog  # noqa: PLC0415 - see the module's docstring
 
-            getattr(structlog.get_logger("kvtier"), level)(event, **fields)
+            processors = None if structlog.is_configured() else default_processors()
+            logger = structlog.wrap_logger(None, processors, logger_factory_args=("kvtier",))
+            getattr(logger, level)(event, **fields)
+
+
+def default_processors() -> list[Processor]:
+    """Return structlog's own processors, but tracebacks tell no variable of any function.
+
+    Where rich is installed, as vLLM has it, structlog's would: passwords among them, and half a
+    second of the scheduler's thread for each.
+    """
+    from structlog import dev, get_config  # noqa: PLC0415 - see the module's docstring
+
+    *before, renderer = get_config()["processors"]
+    if isinstance(renderer, dev.ConsoleRenderer):
+        coloured = getattr(renderer, "colors", False)  # told since 25.5
+        renderer = dev.ConsoleRenderer(colors=coloured, exception_formatter=dev.plain_traceback)
+    return [*before, renderer]
 
 
 def printable(text: str) -> str:

@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import Misuse
+from kvtier.plugin_api.log import default_processors
 from kvtier.tools.cli.exit_status import BAD_INPUT, INTERRUPTED
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def _log_on_stderr() -> Iterator[None]:
 
     before = structlog.get_config()
     structlog.configure(
+        processors=default_processors(),
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
     )
