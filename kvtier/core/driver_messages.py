@@ -79,8 +79,12 @@ class ContentsLost(Message, frozen=True, gc=False):
 
 
 class BatchEnded(Message, frozen=True, gc=False):
-    """One outcome a key. For a probe DONE means present, for a removal gone."""
+    """One outcome a key. For a probe DONE means present, for a removal gone.
+
+    ``at``: when, by the monotonic clock of the machine; 0.0: not known.
+    """
 
     batch: int
     outcomes: tuple[Outcome, ...]
     seconds: float
+    at: float = 0.0

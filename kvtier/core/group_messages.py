@@ -44,3 +44,4 @@ class ReservePrefix(Message, frozen=True, gc=False):
     groups: tuple[GroupKeys, ...]
     request: RequestId
     first_token: int | None = None  #: those before it the GPU has; None: whatever tiers have counts
+    now: float = 0.0  #: told with ``first_token``

@@ -5,9 +5,12 @@ As those in ``kvtier/core/messages.py``; they never leave the engine cell.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvtier.core.message import Message
+
+SPREADS: Final = 3.0
+"""A load that takes so many spreads longer than expected is stalled."""
 
 
 class Place(NamedTuple):
@@ -30,6 +33,16 @@ class LoadCost(NamedTuple):
         if not blocks:
             return 0.0
         return self.latency_s + self.block_s * (self.outstanding + blocks)
+
+    def patience_s(self, blocks: int, least_s: float, most_s: float) -> float:
+        """Return how long to wait for so many blocks: until they are stalled, within limits.
+
+        ``least_s`` for those that are not expected within ``most_s``.
+        """
+        expected_s = self.seconds(blocks)
+        if expected_s >= most_s:
+            return least_s
+        return max(least_s, min(expected_s * (1 + SPREADS * self.spread), most_s))
 
 
 class LoadCostLearned(Message, frozen=True, gc=False):

@@ -100,11 +100,13 @@ class LookupPrefix(Message, frozen=True, gc=False):
 
     Maybe fewer: the first ABSENT is the last; what needs an eviction is to be asked for alone.
     Given ``place``, it is decided how much of what tiers have is loaded; the rest is ABSENT.
+    ``now`` is told with it: the last Tick may be as old as a step of the engine.
     """
 
     keys: tuple[Key, ...]
     request: RequestId
     place: Place | None = None
+    now: float = 0.0
 
 
 class PrepareLoad(Message, frozen=True, gc=False):
@@ -424,11 +426,15 @@ class StoreJob(Message, frozen=True, gc=False):
 
 
 class JobEnded(Message, frozen=True, gc=False):
-    """One outcome a block, in the order of the job. ``seconds``: time at the backend."""
+    """One outcome a block, in the order of the job. ``seconds``: time at the backend.
+
+    ``at``: when the last block ended, by the monotonic clock of the machine; 0.0: not known.
+    """
 
     job: int
     outcomes: tuple[Outcome, ...]
     seconds: float
+    at: float = 0.0
 
 
 class TouchKeys(Message, frozen=True, gc=False):

@@ -14,7 +14,8 @@ from kvtier.plugin_api.keys import Key, RequestId  # noqa: TC001 - as above
 class Promote(Message, frozen=True, gc=False):
     """Load these blocks, all for one request, into these slots.
 
-    ``patience_s``: after so long the request computes them instead.
+    ``patience_s``: after so long the request computes them instead, or as long as the load should
+    take by what else the tier has to do, if that is no longer than ``patience_max_s``.
     """
 
     keys: tuple[Key, ...]
@@ -22,6 +23,7 @@ class Promote(Message, frozen=True, gc=False):
     epoch: int
     request: RequestId = ""
     patience_s: float = NEVER
+    patience_max_s: float = NEVER
 
 
 class PromotionEnded(Message, frozen=True, gc=False):

@@ -192,7 +192,8 @@ class SchedulerFacade:
         if self._is_first_lookup:
             self._begin_lookups()
         started = time.perf_counter()
-        states = self._ask(m.LookupPrefix(tuple(keys), request, place))
+        now = 0.0 if place is None else self._clock()
+        states = self._ask(m.LookupPrefix(tuple(keys), request, place, now))
         if states is NO_REPLY:
             return []
         found = cast("list[BlockState]", states)
@@ -240,7 +241,8 @@ class SchedulerFacade:
         anywhere, tiers are still being asked, or a prefix was reserved before. Given
         ``first_token``, before which the GPU has all, also: it is computed sooner.
         """
-        tokens = self._ask(ReservePrefix(tuple(groups), request, first_token))
+        now = 0.0 if first_token is None else self._clock()
+        tokens = self._ask(ReservePrefix(tuple(groups), request, first_token, now))
         return 0 if tokens is NO_REPLY else cast("int", tokens)
 
     def load_sources(self, request: RequestId) -> Mapping[Key, int]:

@@ -3,18 +3,22 @@
 The time until a request's first token, where its first ``j`` keys are loaded and the
 rest of what tiers have is computed, is::
 
-    max over tiers (latency + seconds per block * (outstanding + blocks of it))
+    max over tiers (latency + seconds per block * (outstanding + blocks of it)),
+        or until the engine has computed what it has to before, if that takes longer
     + linear * (tokens computed) + quadratic * (end² - (tokens before them)²)
+
+To that comes how much longer others wait whose loads end while this is computed: an engine
+that computes one prompt lets those wait that need no more than a step.
 
 Loads from several tiers run side by side. What is in the primary tier already costs
 nothing. While blocks of one tier follow one another, this is concave on either side
 of the point where that tier becomes the slowest of them, so the best cut is at an end of such
-a run, or at that point: there is no need to look at the others.
+a run, or at that point: the others are not looked at.
 """
 
 from __future__ import annotations
 
-from math import ceil, floor, inf
+from math import ceil, floor, hypot, inf
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
@@ -39,12 +43,17 @@ class Cut(NamedTuple):
     """The best cut of a prefix, and what was expected of it."""
 
     keys: int  #: that are loaded, or free
-    blocks: int  #: of these, from tiers
+    counts: tuple[tuple[int, int], ...]  #: of these, from each tier
     load_s: float  #: what loading them takes
     saved_s: float  #: what computing them would take
-    all_blocks: int  #: what tiers have of the whole prefix
+    all_blocks: int  #: how many tiers have of the whole prefix
     all_load_s: float  #: what loading all takes
     compute_s: float  #: what computing all takes
+
+    @property
+    def blocks(self) -> int:
+        """How many are loaded from tiers."""
+        return sum(count for _, count in self.counts)
 
 
 class Rates(NamedTuple):
@@ -58,55 +67,80 @@ class Rates(NamedTuple):
         return self.linear * (end - first) + self.quadratic * (end * end - first * first)
 
 
-def best_cut(runs: Sequence[Run], costs: Mapping[int, LoadCost], place: Place, rates: Rates) -> Cut:
-    """Return the best cut. Where two are alike, the one that loads more.
+class Outlook(NamedTuple):
+    """What a decision reckons with. Times are seconds from now."""
 
-    A tier of which no cost is known is thought to cost nothing: it is loaded from.
-    """
+    rates: Rates
+    costs: Mapping[int, LoadCost]  #: by tier; one that is missing is thought to take no time
+    computed_s: float = 0.0  #: until then, the engine computes what was decided on before
+    loads_end_s: tuple[float, ...] = ()  #: of other requests that wait for loads
+
+    def load_s(self, counts: Mapping[int, int]) -> float:
+        """Return what loads from several tiers take that are sent together."""
+        known = ((self.costs.get(tier), count) for tier, count in counts.items())
+        return max((cost.seconds(count) for cost, count in known if cost is not None), default=0.0)
+
+    def spread(self) -> float:
+        """Return how far off estimates of loads are at most, as a share of what they say."""
+        return max((cost.spread for cost in self.costs.values()), default=0.0)
+
+    def seconds(self, load_s: float, compute_s: float) -> float:
+        """Return when a request has its first token, and by how much longer others wait.
+
+        A load that takes about as long as the engine is busy anyway is not for nothing: it may take
+        longer. So it is the later of both that is to be expected.
+        """
+        apart_s = hypot(load_s - self.computed_s, load_s * self.spread())
+        begins_s = (load_s + self.computed_s + apart_s) / 2
+        ends_s = begins_s + compute_s
+        return ends_s + sum(ends_s - each for each in self.loads_end_s if begins_s <= each < ends_s)
+
+
+def best_cut(runs: Sequence[Run], place: Place, outlook: Outlook) -> Cut:
+    """Return the best cut. Where two are alike, the one that loads more."""
+    rates = outlook.rates
     total = sum(run.length for run in runs)
     end = place.first_token + total * place.chunk_tokens
-    best_s, best = inf, (0, 0.0, 0)
-    whole = (0, 0.0, 0)
-    for keys, load_s, blocks in _candidates(runs, costs):
-        first = place.first_token + keys * place.chunk_tokens
-        seconds = load_s + rates.seconds(first, end)
-        whole = (keys, load_s, blocks)
+    best_s = inf
+    best: tuple[int, float, dict[int, int]] = (0, 0.0, {})
+    whole = best
+    for keys, counts in _candidates(runs, outlook):
+        first, load_s = place.first_token + keys * place.chunk_tokens, outlook.load_s(counts)
+        seconds = outlook.seconds(load_s, rates.seconds(first, end))
+        whole = (keys, load_s, counts)
         if seconds <= best_s + _ALIKE * max(1.0, seconds):
             best_s, best = min(seconds, best_s), whole
-    keys, load_s, blocks = best
+    keys, load_s, counts = best
     return Cut(
         keys,
-        blocks,
+        tuple(counts.items()),
         load_s,
         rates.seconds(place.first_token, place.first_token + keys * place.chunk_tokens),
-        whole[2],
+        sum(whole[2].values()),
         whole[1],
         rates.seconds(place.first_token, end),
     )
 
 
-def _candidates(
-    runs: Sequence[Run], costs: Mapping[int, LoadCost]
-) -> Iterator[tuple[int, float, int]]:
-    """Yield cuts: keys, what loading them takes, and how many are from tiers. They grow."""
-    keys = blocks = 0
+def _candidates(runs: Sequence[Run], outlook: Outlook) -> Iterator[tuple[int, dict[int, int]]]:
+    """Yield cuts: keys, and how many of them are from each tier. They grow."""
+    free_s = outlook.computed_s / (1 + outlook.spread())
+    keys = 0
     counts: dict[int, int] = {}
-    yield 0, 0.0, 0
+    yield 0, {}
     for where, count in runs:
         if where != FREE:
             before = counts.get(where, 0)
-            others_s = loads_s({**counts, where: 0}, costs)
-            for more in _bends(before, count, costs.get(where), others_s):
-                taken = {**counts, where: before + more}
-                yield keys + more, loads_s(taken, costs), blocks + more
-            counts[where] = before + count
-            blocks += count
+            others_s = max(free_s, outlook.load_s({**counts, where: 0}))
+            for more in _bends(before, count, outlook.costs.get(where), others_s):
+                yield keys + more, {**counts, where: before + more}
+            counts = {**counts, where: before + count}
         keys += count
-        yield keys, loads_s(counts, costs), blocks
+        yield keys, counts
 
 
 def _bends(before: int, count: int, cost: LoadCost | None, others_s: float) -> Iterator[int]:
-    """Yield how many blocks of a run may be loaded while the other tiers' loads go on."""
+    """Yield how many blocks of a run may be loaded while other loads, or the engine, go on."""
     if cost is None or cost.block_s <= 0:
         return
     within = (others_s - cost.latency_s) / cost.block_s - cost.outstanding - before
@@ -114,11 +148,3 @@ def _bends(before: int, count: int, cost: LoadCost | None, others_s: float) -> I
         for more in {floor(within), ceil(within)}:
             if 0 < more < count:
                 yield more
-
-
-def loads_s(counts: Mapping[int, int], costs: Mapping[int, LoadCost]) -> float:
-    """Return what loads from several tiers take that are sent together."""
-    return max(
-        (costs[tier].seconds(count) for tier, count in counts.items() if tier in costs),
-        default=0.0,
-    )

@@ -19,12 +19,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.core import messages as m
+from kvtier.core.load_messages import SPREADS
+from kvtier.engine.engine_queue import EngineQueue
 from kvtier.engine.exploration import Exploration
 from kvtier.engine.load_decision import FREE, Rates, Run, best_cut
 from kvtier.engine.prefill_speed import PrefillSpeed
 from kvtier.engine.prefix_choice import best_prefix
 from kvtier.engine.tier_directory import NOWHERE
-from kvtier.plugin_api.deadlines import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from kvtier.core.group_messages import GroupKeys
     from kvtier.core.load_messages import LoadCost, Place
     from kvtier.core.statistics import PrimaryCounts
-    from kvtier.engine.load_decision import Cut
+    from kvtier.engine.load_decision import Cut, Outlook
     from kvtier.engine.promotions import Promotions
     from kvtier.engine.requests import Request
     from kvtier.engine.slot_table import SlotTable
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key
     from kvtier.settings.runtime_config import RuntimeConfig
 
-SPREADS: Final = 3.0
-"""A load that takes so many spreads longer than expected is stalled."""
+LONGER: Final = 2.0
+"""So many times as long as it was to wait for a load, a request waits at most."""
 
 EXPLORED_BLOCKS_MAX: Final = 16
 EXPLORING_SHARE: Final = 0.05
@@ -84,6 +85,7 @@ class LoadDecisions:
         self._names = [tier.name for tier in config.tiers]
         self._is_on = config.load_or_recompute == "auto" and bool(config.tiers)
         self._speed = PrefillSpeed(config.prefill_tokens_per_s)
+        self._queue = EngineQueue()
         self._costs: dict[int, LoadCost] = {}
         self._minds = [_Mind() for _ in config.tiers]
 
@@ -114,25 +116,39 @@ class LoadDecisions:
             for tier, cost in self._costs.items()
         }
 
-    def weigh(self, keys: Sequence[Key], request: Request, place: Place) -> None:
-        """Decide how much of these keys, from the first on, the request loads."""
+    def weigh(self, keys: Sequence[Key], request: Request, place: Place, now: float) -> None:
+        """Decide how much of these keys, from the first on, the request loads.
+
+        Where the first one would be loaded, and tiers are yet to tell whether they have it, nothing
+        is decided: most of what is asked for is nowhere.
+        """
         rates = self.rates()
         if rates is None or not self._costs:
             return
-        request.is_decided_for()
         if self._directory.is_apart(request.search.request):
+            request.is_decided_for()
             return  # It came with parameters for a tier: somebody else has decided.
         runs = self._runs(keys, request)
-        cut = best_cut(runs, self.costs(), place, rates)
+        outlook = self._queue.outlook(request, rates, self.costs(), now)
+        cut = best_cut(runs, place, outlook)
+        if cut.blocks and not self._directory.is_known(keys[0], request.search):
+            return
+        request.is_decided_for()
+        kept = cut.keys
         if cut.all_blocks:
-            kept = self._decided(runs, cut, request)
+            kept = self._decided(runs, cut, request, outlook)
             end = sum(run.length for run in runs)
             self._decline(keys[kept:end], request)
+        first, end = (place.first_token + each * place.chunk_tokens for each in (kept, len(keys)))
+        self._queue.add(request, cut, rates.seconds(first, end), outlook, now)
 
     def weigh_groups(
-        self, groups: Sequence[GroupKeys], tokens: int, request: Request, first_token: int
+        self, groups: Sequence[GroupKeys], tokens: int, request: Request, place: tuple[int, float]
     ) -> int:
-        """Decide how much of a prefix of several KV-cache groups is loaded; return its tokens."""
+        """Decide how much of a prefix of several KV-cache groups is loaded; return its tokens.
+
+        ``place``: how many tokens the GPU has, and what time it is.
+        """
         rates = self.rates()
         if rates is None or not self._costs:
             return tokens
@@ -144,11 +160,16 @@ class LoadDecisions:
         def where(key: Key) -> int:
             return FREE if key in self._slot_of else self._directory.seen_at(key, search)
 
-        cut = best_prefix(groups, tokens, where, self.costs(), (first_token, rates))
+        first_token, now = place
+        outlook = self._queue.outlook(request, rates, self.costs(), now)
+        cut = best_prefix(groups, tokens, where, first_token, outlook)
+        end = max(end for group in groups for end in group.ends)
+        compute_s = rates.seconds(max(cut.keys, first_token), end)
+        self._queue.add(request, cut, compute_s, outlook, now)
         if not cut.all_blocks:
             return tokens
         runs = [Run(where(key), 1) for group in groups for key in group.needed(tokens) or ()]
-        kept = self._decided(runs, cut, request)
+        kept = self._decided(runs, cut, request, outlook)
         if kept and not cut.keys:  # to learn how fast the tier is: of one group no part is of use
             return tokens
         if cut.keys < tokens:
@@ -161,10 +182,12 @@ class LoadDecisions:
             self._decline(behind, request)
         return cut.keys
 
-    def _decided(self, runs: Sequence[Run], cut: Cut, request: Request) -> int:
+    def _decided(self, runs: Sequence[Run], cut: Cut, request: Request, outlook: Outlook) -> int:
         """Take note of a decision; return how many keys are kept, which may be others."""
         tier = next(run.where for run in runs if run.where != FREE)
-        request.wait_for_loads(max(cut.saved_s, cut.load_s * (1 + SPREADS * self._spread(runs))))
+        stalled_s = cut.load_s * (1 + SPREADS * outlook.spread())
+        patience_s = max(outlook.computed_s + cut.saved_s, stalled_s)
+        request.wait_for_loads(patience_s, LONGER * patience_s)
         counts = self.counts
         if cut.blocks == cut.all_blocks:
             counts.loads_decided += 1
@@ -203,12 +226,6 @@ class LoadDecisions:
             runs.append(Run(where, count))
         return runs
 
-    def _spread(self, runs: Sequence[Run]) -> float:
-        return max(
-            (self._costs[run.where].spread for run in runs if run.where in self._costs),
-            default=0.0,
-        )
-
     # --- exploring ---
 
     def _explore(self, tier: int, runs: Sequence[Run], cut: Cut, request: Request) -> int:
@@ -222,7 +239,8 @@ class LoadDecisions:
             return 0
         if not mind.exploration.is_due(now, expected_s, cost.outstanding):
             return 0
-        request.wait_for_loads(EXPLORING_SHARE * cut.compute_s)
+        patience_s = EXPLORING_SHARE * cut.compute_s
+        request.wait_for_loads(patience_s, patience_s)
         kept = 0
         for run in runs:
             if run.where != FREE:
@@ -266,8 +284,3 @@ class LoadDecisions:
         if foretold is not None:
             self.counts.prefill_expected_seconds += foretold.expected_s
             self.counts.prefill_seconds += foretold.seconds
-
-
-def patience_of(request: Request | None) -> float:
-    """Return how long a request waits for its loads, in seconds from when they are sent."""
-    return NEVER if request is None else request.patience_s

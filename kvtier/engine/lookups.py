@@ -18,7 +18,6 @@ from kvtier.engine.tier_directory import ASKING, NOWHERE
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kvtier.core.load_messages import Place
     from kvtier.core.statistics import PrimaryCounts
     from kvtier.engine.eviction import Eviction
     from kvtier.engine.load_decisions import LoadDecisions
@@ -144,6 +143,7 @@ class Lookups:
         hits: list[Key] = []
         hit_slots: list[int] = []
         slot_of, slot_state = self._slot_of, self._slot_state
+        is_to_decide = message.place is not None and not request.is_weighed
         for key in message.keys:
             slot = slot_of.get(key)
             if slot is not None and slot_state[slot] == _SLOT_READY:
@@ -153,8 +153,9 @@ class Lookups:
                 continue
             state = FILLING
             if slot is None:
-                if message.place is not None and not request.is_weighed:
-                    self._weigh(message, message.place, request, len(states))
+                if is_to_decide:
+                    is_to_decide = False
+                    self._weigh(message, request, len(states))
                 found = self._go_on(self._find(key, request.search), key, request)
                 if found is None:
                     break
@@ -171,10 +172,13 @@ class Lookups:
         self._slots.note_hits(hit_slots)
         self.reply(states)
 
-    def _weigh(self, message: m.LookupPrefix, place: Place, request: Request, first: int) -> None:
-        """Decide what the request loads of the keys from the ``first`` on."""
+    def _weigh(self, message: m.LookupPrefix, request: Request, first: int) -> None:
+        """Decide what the request loads of the keys from the ``first`` on, if it can be told."""
+        place = message.place
+        assert place is not None, "a decision is taken where the keys' place is told"
         start = place.first_token + first * place.chunk_tokens
-        self._decisions.weigh(message.keys[first:], request, place._replace(first_token=start))
+        place = place._replace(first_token=start)
+        self._decisions.weigh(message.keys[first:], request, place, message.now)
 
     def _load_sources(self, message: m.LoadSources) -> None:
         request = self.requests.get(message.request)

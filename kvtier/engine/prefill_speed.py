@@ -20,7 +20,7 @@ Given ``tokens_per_s``, that is what counts, and nothing is learnt.
 
 from __future__ import annotations
 
-from math import log
+from math import inf, log
 from typing import Final, NamedTuple, TypeAlias
 
 from kvtier.engine.changes import ChangeDetector, bounded
@@ -30,6 +30,13 @@ FORGETTING: Final = 0.9
 
 LAG_MAX: Final = 1
 """In steps: with async scheduling, a step's time is seen one interval later."""
+
+SMALL_SHARE: Final = 1 / 8
+"""Of the most that a step computed lately. What steps of less take is mostly the constant, and
+would be taken for a change of all three: then a long prompt would seem to cost no more."""
+
+ALIKE: Final = 0.01
+"""Two readings that foretell so well are as good: while all steps are alike, both may be."""
 
 OBSERVATIONS_MIN: Final = 3
 """From so many steps that computed prompts on, the fit counts."""
@@ -75,8 +82,11 @@ class PrefillSpeed:
         """
         if self._configured is not None:
             return None
-        self._observed += tokens > 0
-        self._tokens_max = max(0.99 * self._tokens_max, float(tokens))
+        if tokens:
+            self._tokens_max = max(0.99 * self._tokens_max, float(tokens))
+            if tokens < SMALL_SHARE * self._tokens_max:
+                tokens = attention = 0
+            self._observed += tokens > 0
         computed = [(tokens, attention), *self._before]
         self._before = computed[:LAG_MAX]
         if seconds is None:
@@ -108,7 +118,7 @@ class PrefillSpeed:
     @property
     def lag(self) -> int:
         """How many steps later a step's time is seen."""
-        return min(range(LAG_MAX + 1), key=lambda lag: self._fits[lag].error)
+        return min(range(LAG_MAX + 1), key=lambda lag: self._fits[lag].doubt)
 
     def _best(self) -> _Fit:
         return self._fits[self.lag]
@@ -119,8 +129,14 @@ class _Fit:
 
     def __init__(self) -> None:
         self.error = 0.0  #: of what it foretold lately: a logarithm
+        self._has_foretold = False
         self._changes = ChangeDetector()
         self._forget()
+
+    @property
+    def doubt(self) -> float:
+        """How far off it lately was. One that had nothing to foretell is no match for another."""
+        return max(self.error, ALIKE) if self._has_foretold else inf
 
     def _forget(self) -> None:
         self._weights = 0.0
@@ -134,6 +150,7 @@ class _Fit:
         if self._weights > OBSERVATIONS_MIN:
             expected = self.expected(features)
             error = min(_ERROR_MAX, abs(log(seconds / expected)))
+            self._has_foretold = True
             self.error = FORGETTING * self.error + (1 - FORGETTING) * error
             anew = self._changes.changed(features, seconds, expected, self._weights)
             if anew:

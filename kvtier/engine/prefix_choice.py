@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvtier.engine.load_decision import FREE, Cut, loads_s
+from kvtier.engine.load_decision import FREE, Cut
 from kvtier.engine.tier_directory import NOWHERE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from kvtier.core.group_messages import GroupKeys
-    from kvtier.core.load_messages import LoadCost
-    from kvtier.engine.load_decision import Rates
+    from kvtier.engine.load_decision import Outlook
     from kvtier.plugin_api.keys import Key
 
 CUTS_MAX: Final = 16
@@ -28,33 +27,33 @@ def best_prefix(
     groups: Sequence[GroupKeys],
     tokens: int,
     where: Callable[[Key], int],
-    costs: Mapping[int, LoadCost],
-    computing: tuple[int, Rates],
+    first_token: int,
+    outlook: Outlook,
 ) -> Cut:
     """Return the best cut of a prefix of ``tokens``; its ``keys`` are tokens, 0 for none.
 
-    ``where``: the tier that has a block, or ``FREE``. ``computing``: how many tokens the GPU has
-    already, and what others take.
+    ``where``: the tier that has a block, or ``FREE``. ``first_token``: those before it the GPU has.
     """
-    first_token, rates = computing
+    rates = outlook.rates
     ends = [first_token]
-    loads = [(0.0, 0)]
+    loads: list[tuple[float, dict[int, int]]] = [(0.0, {})]
     for end in (*_changes(groups, tokens, where)[-CUTS_MAX:], tokens):
-        load = _load(groups, end, where, costs)
+        load = _load(groups, end, where, outlook)
         if load is not None:
             ends.append(end)
             loads.append(load)
     seconds = [
-        load_s + rates.seconds(end, tokens) for end, (load_s, _) in zip(ends, loads, strict=True)
+        outlook.seconds(load_s, rates.seconds(end, tokens))
+        for end, (load_s, _) in zip(ends, loads, strict=True)
     ]
     best = min(range(len(ends)), key=lambda number: (seconds[number], -number))
-    load_s, blocks = loads[best]
+    load_s, counts = loads[best]
     return Cut(
         ends[best] if best else 0,
-        blocks,
+        tuple(counts.items()),
         load_s,
         rates.seconds(first_token, ends[best]),
-        loads[-1][1],
+        sum(loads[-1][1].values()),
         loads[-1][0],
         rates.seconds(first_token, tokens),
     )
@@ -78,9 +77,9 @@ def _load(
     groups: Sequence[GroupKeys],
     tokens: int,
     where: Callable[[Key], int],
-    costs: Mapping[int, LoadCost],
-) -> tuple[float, int] | None:
-    """Return what loading a prefix takes, and how many blocks of it are in tiers.
+    outlook: Outlook,
+) -> tuple[float, dict[int, int]] | None:
+    """Return what loading a prefix takes, and how many blocks of it are in each tier.
 
     None: not all that it needs is anywhere.
     """
@@ -95,4 +94,4 @@ def _load(
                 return None
             if tier != FREE:
                 counts[tier] = counts.get(tier, 0) + 1
-    return loads_s(counts, costs), sum(counts.values())
+    return outlook.load_s(counts), counts

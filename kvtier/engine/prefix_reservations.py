@@ -102,7 +102,7 @@ class PrefixReservations:
             return
         if prefix is not None and message.first_token is not None and not request.is_weighed:
             kept = self._decisions.weigh_groups(
-                message.groups, prefix.tokens, request, message.first_token
+                message.groups, prefix.tokens, request, (message.first_token, message.now)
             )
             if kept < prefix.tokens:
                 if kept:

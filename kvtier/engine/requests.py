@@ -21,6 +21,7 @@ class Request:
         "hits",
         "is_weighed",
         "misses",
+        "patience_max_s",
         "patience_s",
         "reserved",
         "search",
@@ -31,6 +32,7 @@ class Request:
         self.search = search
         self.is_weighed = False  #: whether it is decided what it loads, and what it computes
         self.patience_s = NEVER  #: how long it waits for a load
+        self.patience_max_s = NEVER  #: the same, for one that should take longer by now
         self.reserved: int | None = None  #: tokens of the prefix reserved for it, if any
         self.sources: dict[Key, int] = {}  #: the tier that delivered the key to it
         # Invariant: a key is in one of these from its first lookup on, and never changes sides.
@@ -51,15 +53,16 @@ class Request:
         """Note that it is decided what it loads and what it computes, for as long as it waits."""
         self.is_weighed = True
 
-    def wait_for_loads(self, seconds: float) -> None:
-        """Note how long it waits for a load, from when that is sent."""
+    def wait_for_loads(self, seconds: float, at_most: float) -> None:
+        """Note how long it waits for a load, from when that is sent; see ``m.Promote``."""
         self.patience_s = seconds
+        self.patience_max_s = at_most
 
     def end_reservation(self) -> None:
         """Let it reserve again, and be decided for anew."""
         self.reserved = None
         self.is_weighed = False
-        self.patience_s = NEVER
+        self.patience_s = self.patience_max_s = NEVER
 
     def delivered(self, key: Key, tier: int) -> None:
         """Note which tier delivered a key to it."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtier.core import messages as m
-from kvtier.engine.load_decisions import patience_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -62,5 +61,8 @@ class StepRequests:
         for name, tier, probed in self._directory.pop_unsent_apart():
             self._links[tier].post(m.ProbeKeys(tuple(probed), name, asker=name))
         for (tier, name), (keys, slots) in self._promotions.pop_unsent().items():
-            patience_s = min(patience_of(self._requests.get(name)), self._wait_timeout_s)
-            self._links[tier].post(m.Promote(tuple(keys), tuple(slots), epoch, name, patience_s))
+            request, longest_s = self._requests.get(name), self._wait_timeout_s
+            patience_s = longest_s if request is None else min(request.patience_s, longest_s)
+            most_s = longest_s if request is None else min(request.patience_max_s, longest_s)
+            promote = m.Promote(tuple(keys), tuple(slots), epoch, name, patience_s, most_s)
+            self._links[tier].post(promote)

@@ -277,6 +277,13 @@ class TierDirectory:
             having = allowed & self._answering  # as if it were there
         return (having & -having).bit_length() - 1 if having else NOWHERE
 
+    def is_known(self, key: Key, search: Search) -> bool:
+        """Tell whether ``find`` would ask nobody for the key."""
+        allowed = search.tiers & self._usable & ~search.failed.get(key, 0)
+        if key in search.verdicts or allowed & self._known.get(key, 0):
+            return True
+        return not allowed & self._answering
+
     def decline(self, keys: Iterable[Key], search: Search) -> None:
         """Find these nowhere for this request, until it waits for nothing any more."""
         search.decline(keys)

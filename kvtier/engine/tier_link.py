@@ -176,10 +176,12 @@ class TierLink(Actor):
         # A hit is counted here and not with the probe: most are known without one.
         self.counts.queries += len(message.keys)
         self.counts.hits += len(message.keys)
+        patience_s, cost = message.patience_s, self._loads.times.cost(self._loads.waiting.blocks)
         if self.by_request:  # that may never come, from a tier that serves others meanwhile
-            limit_s = min(message.patience_s, self._tier_config.promote_timeout_s)
-            message = structs.replace(message, patience_s=limit_s)
-        self._loads.waiting.add(message, self._now)
+            patience_s = min(patience_s, self._tier_config.promote_timeout_s)
+        elif cost is not None:
+            patience_s = cost.patience_s(len(message.keys), patience_s, message.patience_max_s)
+        self._loads.waiting.add(structs.replace(message, patience_s=patience_s), self._now)
         self._send_waiting(self._loads)
 
     def _withdraw(self, message: m.Withdraw) -> None:
@@ -270,7 +272,7 @@ class TierLink(Actor):
             outcomes = (Outcome.FAILED,) * len(job.keys)
         size, seconds = self._config.block_bytes, message.seconds
         complete = self.counts.count_job(outcomes, size, seconds, is_load=job.is_load)
-        transfers.ended(message.job, self._now, is_whole=complete)
+        transfers.ended(message.job, self._now, is_whole=complete, at=message.at)
         if job.is_load:
             self.promotion_seconds.add((self._now - job.started, complete))
         if job.counts_for_its_tier and Outcome.FAILED in outcomes:

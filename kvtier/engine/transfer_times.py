@@ -2,8 +2,9 @@
 
 What is said of the blocks of jobs goes for the keys of probes as well.
 
-Part of a link's actor, whose clock is that of its Ticks. The end of a job counts as of the
-first Tick after it: until then the scheduler can't have used its blocks.
+Part of a link's actor, whose clock is that of its Ticks. A job takes until its tier has ended it,
+as its tier tells: not until the next Tick, which is late where the engine computes for long, and
+the more requests compute since loads seem slow. Without a time that can be true it is the Tick.
 
 The tier is given what it works off in a short time, or until the link has looked a few times, or
 in twice its latency, whichever is longest: enough to keep it busy, and no more, since what it was
@@ -43,6 +44,9 @@ BLOCK_S_MIN: Final = 1e-9
 """What a fit says beside a latency may be as good as nothing: then only the latency shows."""
 
 LOOK_S_MAX: Final = 1.0
+LOOK_HALF_LIFE_S: Final = 5.0
+"""An engine that has nothing to compute looks often, until it computes a prompt again."""
+
 WINDOW_BLOCKS_MAX: Final = 1 << 20
 
 SLOWER: Final = 4.0
@@ -65,7 +69,7 @@ class TransferTimes:
         self._look_s = 0.0  # between two Ticks, lately, while the tier had something to do
         self._estimate = TransferEstimate()
         self._speed: TierSpeed | None = None  # as it was told last; None: it has changed since
-        self._ended: list[Sent] = []  # since the last Tick, whole
+        self._ended: list[tuple[Sent, float]] = []  # since the last Tick, whole, and when
         self.outstanding = 0  #: blocks at the tier, or on their way there and back
         self._lost = 0  # of these, in jobs that the tier is late with
         self._allowance_s = 0.0  # what the tier may take beside its limit, as it may just be slow
@@ -91,14 +95,17 @@ class TransferTimes:
         expected_s = self._estimate.seconds(self.outstanding) or 0.0
         self._allowance_s = min(SLOWER * expected_s, self._limit_s)
 
-    def ended(self, job: Sent, *, is_whole: bool) -> None:
-        """Note that a job has ended, late or not. ``is_whole``: with all its blocks."""
+    def ended(self, job: Sent, *, is_whole: bool, at: float = 0.0) -> None:
+        """Note that a job has ended, late or not. ``is_whole``: with all its blocks.
+
+        ``at``: when that was, by the tier's clock, which should be the link's.
+        """
         self.outstanding -= job.size
         assert self.outstanding >= 0, "a job ended that was not sent"
         if not job.counts_for_its_tier:
             self._lost -= job.size
         if is_whole:
-            self._ended.append(job)
+            self._ended.append((job, at))
 
     def given_up(self, job: Sent, now: float) -> None:
         """Note that nobody waits for a job any more: it takes too long."""
@@ -121,22 +128,24 @@ class TransferTimes:
         """Learn from what has ended; return what that was expected to take, and what it took."""
         expected_s = took_s = 0.0
         self._note_look(now)
-        for job in self._ended:
-            seconds = now - job.started
+        for job, at in self._ended:
+            seen_s = now - job.started
+            seconds = at - job.started if job.started < at < now else seen_s
             expected = self._estimate.seconds(job.backlog)
             if expected is not None:
                 expected_s += expected
                 took_s += seconds
             self._estimate.took(job.backlog, seconds, now)
             self._speed = None
-            self._fit_window(job.backlog, seconds)
+            self._fit_window(job.backlog, seen_s)
         self._ended.clear()
         return expected_s, took_s
 
     def _note_look(self, now: float) -> None:
         passed_s, self._now = now - self._now, now
+        self._look_s *= 0.5 ** (passed_s / LOOK_HALF_LIFE_S)
         if self.outstanding or self._ended:
-            self._look_s = max(min(passed_s, LOOK_S_MAX), 0.8 * self._look_s)
+            self._look_s = max(min(passed_s, LOOK_S_MAX), self._look_s)
 
     def _fit_window(self, blocks: int, seconds: float) -> None:
         """Learn from a job, with which so many blocks were outstanding, how much is enough."""

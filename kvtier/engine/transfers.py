@@ -62,9 +62,9 @@ class Transfers:
         """Note that the tier did not take a job."""
         self._under_way.leave(number, self.jobs.pop(number))
 
-    def ended(self, number: int, now: float, *, is_whole: bool) -> None:
-        """Note that the tier has ended a job. ``is_whole``: with all its blocks."""
-        self._under_way.end(number, self.jobs.pop(number), now, is_whole=is_whole)
+    def ended(self, number: int, now: float, *, is_whole: bool, at: float) -> None:
+        """Note that the tier has ended a job. As ``TransferTimes.ended``."""
+        self._under_way.end(number, self.jobs.pop(number), now, is_whole=is_whole, at=at)
 
     def lose_late(self, now: float) -> tuple[list[Job], bool]:
         """Return the jobs that the tier is late with, and whether no job moves any more."""

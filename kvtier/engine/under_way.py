@@ -39,10 +39,10 @@ class UnderWay:
         self._watch.leave(number)
         self.times.ended(work, is_whole=False)
 
-    def end(self, number: int, work: Sent, now: float, *, is_whole: bool) -> None:
-        """Note that the tier has ended work. ``is_whole``: with all its blocks."""
+    def end(self, number: int, work: Sent, now: float, *, is_whole: bool, at: float = 0.0) -> None:
+        """Note that the tier has ended work. As ``TransferTimes.ended``."""
         self._watch.ended(number, now)
-        self.times.ended(work, is_whole=is_whole)
+        self.times.ended(work, is_whole=is_whole, at=at)
 
     def pop_late(self, now: float) -> tuple[list[int], bool]:
         """Return what the tier is late with, and whether that is all, since nothing moves."""

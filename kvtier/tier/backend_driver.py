@@ -167,8 +167,8 @@ class BackendDriver:
                 raise
             self._log_once(error, type(message).__name__)
             outcomes = (Outcome.FAILED,) * len(message.keys)
-        seconds = time.perf_counter() - started
-        self._report(m.BatchEnded(batch=message.batch, outcomes=outcomes, seconds=seconds))
+        seconds, at = time.perf_counter() - started, time.monotonic()
+        self._report(m.BatchEnded(message.batch, outcomes, seconds, at))
 
     async def _probe(self, message: m.ProbeBatch) -> tuple[Outcome, ...]:
         keys = message.keys

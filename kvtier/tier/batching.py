@@ -28,6 +28,7 @@ class Job:
 
     __slots__ = (
         "deadline",
+        "ended_at",
         "id",
         "is_load",
         "keys",
@@ -52,22 +53,26 @@ class Job:
         self.outcomes = [Outcome.FAILED] * len(message.keys)
         self.unended = len(message.keys)
         self.seconds = 0.0
+        self.ended_at = 0.0
 
     def claimed(self) -> tuple[Key, ...]:
         """Return the keys that its end may say are there."""
         return self.keys
 
-    def end(self, job_slice: JobSlice, outcomes: tuple[Outcome, ...], seconds: float) -> None:
-        """Note how one of its slices ended, and how long the backend had it."""
+    def end(
+        self, job_slice: JobSlice, outcomes: tuple[Outcome, ...], seconds: float, at: float
+    ) -> None:
+        """Note how one of its slices ended, how long the backend had it, and when it ended."""
         self.outcomes[job_slice.start : job_slice.stop] = outcomes
         assert self.unended >= len(outcomes), "a block of a job ended twice"
         self.unended -= len(outcomes)
         self.seconds += seconds
+        self.ended_at = at
 
     def ended(self) -> m.JobEnded:
         """Return the answer, once each block has an outcome."""
         assert not self.unended, "a job is answered before each of its blocks has ended"
-        return m.JobEnded(job=self.id, outcomes=tuple(self.outcomes), seconds=self.seconds)
+        return m.JobEnded(self.id, tuple(self.outcomes), self.seconds, self.ended_at)
 
 
 class JobSlice(NamedTuple):

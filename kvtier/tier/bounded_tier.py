@@ -215,7 +215,7 @@ class BoundedTier(Actor):
             if outcomes.count(Outcome.FAILED) == len(outcomes):
                 self._leave(batch.remove)  # it may have failed before they were removed
             self._remove_leftovers()
-        for job_slice, ends in end_slices(batch, outcomes, message.seconds):
+        for job_slice, ends in end_slices(batch, outcomes, message):
             if job_slice.job.is_load:
                 self._note_loaded(job_slice.keys, ends)
             else:

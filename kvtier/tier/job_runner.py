@@ -141,11 +141,12 @@ class JobRunner:
 
 
 def end_slices(
-    batch: BlockBatch, outcomes: tuple[Outcome, ...], seconds: float
+    batch: BlockBatch, outcomes: tuple[Outcome, ...], message: m.BatchEnded
 ) -> Iterator[tuple[JobSlice, tuple[Outcome, ...]]]:
-    """Yield the slices of a batch that took so long, each once its job knows how it ended."""
+    """Yield the slices of a batch, each once its job knows how and when it ended."""
     end = 0
     for job_slice in batch.slices:
         start, end = end, end + job_slice.stop - job_slice.start
-        job_slice.job.end(job_slice, outcomes[start:end], (end - start) / len(outcomes) * seconds)
+        share_s = (end - start) / len(outcomes) * message.seconds
+        job_slice.job.end(job_slice, outcomes[start:end], share_s, message.at)
         yield job_slice, outcomes[start:end]

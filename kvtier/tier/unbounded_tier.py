@@ -151,7 +151,7 @@ class UnboundedTier(Actor):
             if not batch.probe.unended:
                 self.link.post(batch.probe.answer(self._claims.end(batch.probe)))
             return
-        for job_slice, ends in end_slices(batch, outcomes, message.seconds):
+        for job_slice, ends in end_slices(batch, outcomes, message):
             if job_slice.job.is_load:
                 self._lose(_gone(job_slice.keys, ends))
             if not job_slice.job.unended:

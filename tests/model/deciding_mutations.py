@@ -22,11 +22,11 @@ def wait_on_though_computing_would_be_done(_self: Job, _now: float) -> bool:
 
 @in_place_of(TransferTimes, "ended")
 def count_what_has_ended_as_outstanding(
-    real: Any, self: TransferTimes, job: Job, *, is_whole: bool
+    real: Any, self: TransferTimes, job: Job, *, is_whole: bool, at: float = 0.0
 ) -> None:
     """A tier seems ever busier."""
     outstanding = self.outstanding
-    real(self, job, is_whole=is_whole)
+    real(self, job, is_whole=is_whole, at=at)
     self.outstanding = outstanding
 
 

@@ -272,11 +272,13 @@ class TestTier:
         assert isinstance(self.actor, BoundedTier)
         return self.actor
 
-    def answer(self, batch: Batch, outcomes: Sequence[Outcome], seconds: float = 0.0) -> None:
+    def answer(
+        self, batch: Batch, outcomes: Sequence[Outcome], seconds: float = 0.0, at: float = 0.0
+    ) -> None:
         """End a batch, with one outcome a block; or with any others, to see what happens."""
         if batch in self.batches:
             self.batches.remove(batch)
-        ended = m.BatchEnded(batch=batch.batch, outcomes=tuple(outcomes), seconds=seconds)
+        ended = m.BatchEnded(batch=batch.batch, outcomes=tuple(outcomes), seconds=seconds, at=at)
         self.mailbox.post(ended)
 
     def _announce_contents(self, message: m.AnnounceContents) -> None:

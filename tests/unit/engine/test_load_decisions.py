@@ -376,7 +376,88 @@ def test_a_tier_that_stays_slow_is_explored_at_growing_intervals() -> None:
 
 def test_a_change_of_mind_is_logged_once() -> None:
     story = Decided(block_s=0.1)
-    for _ in range(5):
-        story.decline()
+    for _ in range(4):
+        story.decline(LENGTH * CHUNK / SPEED)
     notices = [each for each in story.runtime.cell.notices if "recomputed" in each.event]
     assert [each.tier for each in notices] == ["1:test"]
+
+
+# --- waiting, by what is known when the load begins to wait ---
+
+
+def test_a_request_waits_longer_for_a_load_that_others_went_before() -> None:
+    """It was decided when it knew of none: its load should take 0.3 s now, twice 0.24 s at most."""
+    story = Decided(block_s=0.005)
+    assert story.look_up() == [FILLING] * LENGTH
+    link = story.runtime.engine.links[0]
+    behind = link._loads.times.cost(36)
+    assert behind is not None
+    assert behind.seconds(LENGTH) == pytest.approx(0.3)
+    assert behind.patience_s(LENGTH, 0.24, 0.48) == pytest.approx(
+        min(0.48, 0.3 * (1 + 3 * behind.spread))
+    )
+    assert behind.patience_s(LENGTH, 0.1, 0.2) == 0.1, "it is not expected in time"
+    assert behind.patience_s(LENGTH, 1.0, 2.0) == 1.0
+    assert behind.patience_s(LENGTH, 0.01, 0.01) == 0.01, "exploring"
+
+
+def test_what_is_nowhere_is_computed_and_nothing_is_decided_before_that_is_known() -> None:
+    story = Decided(block_s=0.001)
+    cold = keys_of(LENGTH, b"x")
+    story.facade.on_request_started("cold")
+    probing = [BlockState.PROBING] * LENGTH
+    assert story.facade.lookup_states(cold, "cold", PLACE) == probing
+    assert story.counts.loads_decided == 0
+    story.facade.step_end()
+    story.answer_all(Outcome.ABSENT)
+    assert story.facade.lookup_states(cold, "cold", PLACE) == [ABSENT]
+    assert story.counts.loads_decided == 0
+
+
+def test_a_slow_tier_is_not_even_asked() -> None:
+    story = Decided(block_s=0.1)
+    story.facade.on_request_started("cold")
+    assert story.facade.lookup_states(keys_of(LENGTH, b"x"), "cold", PLACE) == [ABSENT]
+
+
+# --- how long a load takes ---
+
+
+def test_a_load_takes_until_its_tier_has_ended_it_and_not_until_the_engine_looks() -> None:
+    """An engine that computes a long step looks late; else loads would seem slow, and lose."""
+    story = Decided(block_s=None)
+    keys = story.taught[:8]
+    story.facade.on_request_started("taught")
+    story.facade.lookup_states(keys, "taught")
+    story.facade.step_end()
+    story.runtime.cell.settle()
+    tier = story.runtime.tiers[0]
+    for number, batch in enumerate(list(tier.batches), 1):
+        tier.answer(batch, [Outcome.DONE] * len(batch.keys), at=story.now + 0.01 * number)
+    story.runtime.cell.settle()
+    story.now += 5.0
+    story.facade.step_end()
+    story.facade.step_end()
+    known = story.runtime.engine.links[0]._loads.times.cost(0)
+    assert known is not None
+    assert known.seconds(8) < 0.2
+
+
+@pytest.mark.parametrize("at", [0.0, -1.0, 1e9, float("inf"), float("nan")])
+def test_a_time_that_cannot_be_true_is_not_believed(at: float) -> None:
+    """A clock of another machine, or none: then it is when the engine looks."""
+    story = Decided(block_s=None)
+    story.facade.on_request_started("taught")
+    story.facade.lookup_states(story.taught[:8], "taught")
+    story.facade.step_end()
+    story.runtime.cell.settle()
+    tier = story.runtime.tiers[0]
+    for batch in list(tier.batches):
+        tier.answer(batch, [Outcome.DONE] * len(batch.keys), at=at)
+    story.runtime.cell.settle()
+    story.now += 5.0
+    story.facade.step_end()
+    story.facade.step_end()
+    known = story.runtime.engine.links[0]._loads.times.cost(0)
+    assert known is not None
+    assert known.seconds(8) == pytest.approx(5.0, rel=0.1)

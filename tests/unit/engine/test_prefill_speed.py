@@ -109,3 +109,38 @@ def test_no_part_is_ever_negative(steps: list[tuple[int, int, float | None]]) ->
         speed.step(*step)
         rates = speed.rates()
         assert rates is None or min(rates) >= 0
+
+
+def test_many_short_prompts_do_not_make_long_ones_seem_free() -> None:
+    """What a step of few tokens takes is mostly the constant, which tells nothing of many."""
+    engine = Engine()
+    engine.prompts(10)
+    for _ in range(30):
+        engine.step(16, 16 * 16)
+    assert seconds(engine.speed, 0, 4000) == pytest.approx(truth(0, 4000), rel=0.1)
+
+
+def test_after_short_prompts_alone_a_long_one_seems_no_quicker_than_it_is() -> None:
+    engine = Engine()
+    engine.prompts(10)
+    for _ in range(1000):
+        engine.step(16, 16 * 16)
+    assert seconds(engine.speed, 0, 4000) >= truth(0, 4000)
+
+
+def test_an_engine_with_nothing_to_compute_seems_as_fast_as_before() -> None:
+    engine = Engine()
+    engine.prompts(10)
+    before = engine.speed.rates()
+    for _ in range(1000):
+        engine.step(0, 0)
+    assert engine.speed.rates() == before
+
+
+def test_while_both_readings_foretell_alike_the_plain_one_counts() -> None:
+    """All prompts alike, and nothing but them: nobody can tell which interval was whose."""
+    engine = Engine()
+    for _ in range(10):
+        for tokens, attention in ((512, 512 * 512), (512, 1024 * 1024 - 512 * 512), (0, 0)):
+            engine.step(tokens, attention)
+    assert engine.speed.lag == 0

@@ -1,0 +1,78 @@
+"""What a decision reckons with that others have to do, for as long as it should take."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.core.load_messages import LoadCost
+from kvtier.engine.engine_queue import LOADING_MAX, EngineQueue
+from kvtier.engine.load_decision import Cut, Outlook, Rates
+from kvtier.engine.requests import Request
+from kvtier.engine.tier_directory import TierDirectory
+
+RATES = Rates(1e-3, 0.0)
+COSTS = {0: LoadCost(0.5, 0.01, 0, 0.1)}
+LOADS_100 = Cut(100, ((0, 100),), 1.5, 1.6, 100, 1.5, 1.6)
+COMPUTES = Cut(0, (), 0.0, 0.0, 100, 1.5, 1.6)
+NEVER_SEEN = "another"
+
+
+def request(name: str) -> Request:
+    made = Request(TierDirectory(1, 100).start(name, 1))
+    made.is_decided_for()
+    return made
+
+
+def outlook(queue: EngineQueue, now: float) -> Outlook:
+    return queue.outlook(request(NEVER_SEEN), RATES, COSTS, now)
+
+
+def test_at_first_there_is_nothing() -> None:
+    assert outlook(EngineQueue(), 5.0) == Outlook(RATES, COSTS)
+
+
+def test_what_is_computed_takes_its_turn_and_is_over() -> None:
+    queue = EngineQueue()
+    for name in "ab":
+        queue.add(request(name), COMPUTES, 2.0, outlook(queue, 10.0), 10.0)
+    assert outlook(queue, 10.0).computed_s == pytest.approx(4.0)
+    assert outlook(queue, 13.0).computed_s == pytest.approx(1.0)
+    assert outlook(queue, 20.0).computed_s == 0
+
+
+def test_a_request_that_loads_waits_until_it_should_have_loaded() -> None:
+    queue = EngineQueue()
+    queue.add(request("a"), LOADS_100, 0.0, outlook(queue, 10.0), 10.0)
+    assert outlook(queue, 11.0).loads_end_s == pytest.approx((0.5,))
+    assert outlook(queue, 12.0).loads_end_s == ()
+
+
+def test_one_that_is_scheduled_or_decided_for_again_waits_no_more() -> None:
+    queue = EngineQueue()
+    scheduled, again = request("a"), request("b")
+    for each in (scheduled, again):
+        queue.add(each, LOADS_100, 0.0, outlook(queue, 0.0), 0.0)
+    scheduled.end_reservation()
+    assert len(outlook(queue, 0.0).loads_end_s) == 1
+    assert queue.outlook(again, RATES, COSTS, 0.0).loads_end_s == ()
+
+
+def test_blocks_that_are_decided_on_are_outstanding_before_the_tier_is_asked() -> None:
+    """And are worked off as fast as the tier is by now."""
+    queue = EngineQueue()
+    for name in "ab":
+        queue.add(request(name), LOADS_100, 0.0, outlook(queue, 0.0), 0.0)
+    assert outlook(queue, 0.0).costs[0].outstanding == 200
+    assert outlook(queue, 1.5).costs[0].outstanding == pytest.approx(50, abs=1)
+    assert outlook(queue, 9.0).costs[0].outstanding == 0
+    quick = {0: COSTS[0]._replace(block_s=1e-4)}
+    assert queue.outlook(request(NEVER_SEEN), RATES, quick, 0.1).costs[0].outstanding == 0
+    busier = {0: COSTS[0]._replace(outstanding=300)}
+    assert queue.outlook(request(NEVER_SEEN), RATES, busier, 0.0).costs == busier
+
+
+def test_a_decision_looks_at_so_many_others_at_most() -> None:
+    queue = EngineQueue()
+    for number in range(LOADING_MAX + 5):
+        queue.add(request(str(number)), LOADS_100, 0.0, outlook(queue, 0.0), 0.0)
+    assert len(outlook(queue, 0.0).loads_end_s) == LOADING_MAX
