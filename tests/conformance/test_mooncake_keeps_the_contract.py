@@ -1,4 +1,8 @@
-"""The mooncake tier passes the shipped suite, on a real master and a real owner of memory."""
+"""The mooncake tier passes the shipped suite, on a real master and a real owner of memory.
+
+Its part for remote storage too: with a master that hangs, or was killed and comes back empty, and
+with an owner that hangs. A master that is gone keeps no block, so KILLED is EMPTIED here.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +15,21 @@ from kvtier.testing import (
     BACKEND_CHECKS,
     PERSISTENCE_CHECKS,
     BackendCheck,
+    ServerFault,
     backend_books,
     backend_calls,
+    check_server_fault,
     conformance,
 )
+from kvtier.testing._workbench import new_blocks, opened
 from kvtier_backends.mooncake import MooncakeBackend, registered
+from kvtier_backends.shared import kept_connection
 from tests.conformance._together import together
-from tests.support.mooncake_server import running
+from tests.support.mooncake_server import Cluster, Program, running
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from kvtier.plugin_api.backend import BackendContext
 
@@ -93,3 +102,54 @@ async def test_mooncake_keeps_the_contract_without_a_copy(
     """As large blocks are moved; those of the suite are small."""
     monkeypatch.setattr(registered, "STAGED_BLOCK_BYTES_MAX", 0)
     await check(partial(mooncake, address))
+
+
+async def test_what_one_client_has_stored_another_one_loads_until_one_removes_it(
+    address: str,
+) -> None:
+    make = partial(mooncake, address)
+    blocks = new_blocks(4)
+    async with opened(make) as one, opened(make) as other:
+        await one.keep(blocks)
+        assert await other.backend.probe([block.key for block in blocks]) == [True] * 4
+        await other.expect_kept(blocks)
+        await other.backend.remove([block.key for block in blocks])
+        await one.expect_absent(blocks)
+
+
+def the_master(cluster: Cluster) -> Program:
+    return cluster.master
+
+
+def the_owner(cluster: Cluster) -> Program:
+    return cluster.owner
+
+
+@pytest.mark.parametrize(
+    ("who", "fault"),
+    [
+        (the_master, ServerFault.EMPTIED),
+        (the_master, ServerFault.STOPPED),
+        (the_owner, ServerFault.STOPPED),
+    ],
+    ids=lambda given: getattr(given, "__name__", None),
+)
+async def test_mooncake_survives_its_servers(
+    who: Callable[[Cluster], Program],
+    fault: ServerFault,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The client is still connected when an owner is killed: the tests of the backend have that."""
+    monkeypatch.setattr(kept_connection, "PAUSE_S_MIN", 0.01)
+    monkeypatch.setattr(kept_connection, "PAUSE_S_MAX", 0.05)
+    for name, value in (
+        ("MC_RPC_TIMEOUT_MS", "2000"),
+        ("MC_RPC_CONNECT_TIMEOUT_MS", "2000"),
+        ("MC_TCP_STATUS_TIMEOUT_SEC", "2"),
+        ("MC_TCP_PROGRESS_TIMEOUT_SEC", "2"),
+    ):
+        monkeypatch.setenv(name, value)  # the library waits so long for what hangs
+    with running(tmp_path) as cluster:
+        make = partial(mooncake, cluster.address)
+        await check_server_fault(make, who(cluster), fault)
