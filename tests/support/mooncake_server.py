@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Final
 
+from tests.support.patience import PATIENCE_S
 from tests.support.server_program import HOST, ServerProgram, free_port
 
 if TYPE_CHECKING:
@@ -38,14 +40,14 @@ class Cluster:
     """A master, and one process that owns the store's memory."""
 
     def __init__(self, folder: Path, segment: str = "64MB", *settings: str) -> None:
-        port = free_port()
+        port, self._metrics_port = free_port(), free_port()
         self.address = f"{HOST}:{port}"
         self.master = Program(
             "mooncake_master",
             folder / "master.log",
             port,
             f"--rpc_port={port}",
-            f"--metrics_port={free_port()}",
+            f"--metrics_port={self._metrics_port}",
             f"--rpc_address={HOST}",
             f"--metrics_host={HOST}",
             *(settings or LASTING),
@@ -69,6 +71,17 @@ class Cluster:
     def kill(self) -> None:
         self.owner.kill()
         self.master.kill()
+
+    def count(self, name: str) -> int:
+        """Return a metric of the master's, 0 if it has none of this name."""
+        connection = HTTPConnection(HOST, self._metrics_port, timeout=PATIENCE_S)
+        try:
+            connection.request("GET", "/metrics")
+            lines = connection.getresponse().read().decode().splitlines()
+        finally:
+            connection.close()
+        found = [line.split()[-1] for line in lines if line.startswith(f"{name} ")]
+        return int(float(found[0])) if found else 0
 
 
 @contextmanager

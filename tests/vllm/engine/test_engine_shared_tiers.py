@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,17 +21,14 @@ import valkey
 from tests.support import mooncake_server, redis_servers, s3_server
 from tests.support.ceph_server import ceph_server
 from tests.support.patience import PATIENCE_S, until
-from tests.vllm.support.children import run_scenario, start_scenario
+from tests.vllm.support.children import run_scenario
 from tests.vllm.support.engine import engine, kvtier_config
-from tests.vllm.support.peers import Peer, serve
 from tests.vllm.support.play import assert_at_rest, play, play_round, prompts_of, whole_blocks
+from tests.vllm.support.two_engines import LENGTHS, two_serving
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
-    from tests.vllm.support.children import Child
-
-LENGTHS = [500, 1000, 333, 31]  #: in tokens; the last one is shorter than a block
 BLOCKS = sum(whole_blocks(LENGTHS)) // 32
 SHARED = ("fs", "redis", "s3", "mooncake")
 KEYS = {"TEST_KEY": secrets.token_hex(32), "TEST_OTHER_KEY": secrets.token_hex(32)}
@@ -41,9 +38,7 @@ CREDENTIALS = {
 }
 ENVIRONMENT = {**KEYS, **CREDENTIALS}
 SIGNED = {"auth_key_env": "TEST_KEY"}
-CONNECTION = 'kvtier:tier_connection_state{tier="1:redis"}'
 UP, GONE = 0.0, 2.0
-NOTHING_NEW = [[3]]  #: a prompt shorter than a block, which no tier sees
 
 
 def redis(server: redis_servers.RedisServer, **options: Any) -> dict[str, Any]:
@@ -206,99 +201,6 @@ def test_an_engine_without_the_key_or_with_another_one_finds_nothing(
 # --- two engines at once ---
 
 
-class Serving(Peer):
-    """An engine with one tier that serves whatever it is asked."""
-
-    def __init__(self, child: Child, folder: Path) -> None:
-        super().__init__(child, folder, 0)
-        self._counts: dict[str, float] = {}  # at the last look
-
-    def tier(self) -> dict[str, Any]:
-        """Have the engine step; return what its tier's link says. No count of it may fall."""
-        (tier,) = self.run(NOTHING_NEW, None, 1)["statistics"]["tiers"]
-        fallen = [name for name, count in self._counts.items() if tier["counts"][name] < count]
-        assert not fallen, (fallen, self._counts, tier)
-        self._counts = tier["counts"]
-        return dict(tier)
-
-    def until_stored(self) -> None:
-        """Wait until all that was given to the tier is there."""
-        until(lambda: self.tier()["cascade_jobs_in_flight"] == 0)
-
-    def until_connection_is(self, state: float) -> None:
-        """Wait until a scrape of the metrics of a ``redis`` tier says so."""
-        until(lambda: self.run(NOTHING_NEW, None, 1)["metrics"][CONNECTION] == state)
-
-
-@contextmanager
-def serving(
-    name: str, model: Path, tier: dict[str, Any], log_folder: Path, tmp_path: Path
-) -> Iterator[Serving]:
-    folder = tmp_path / name
-    folder.mkdir()
-    with start_scenario(
-        serve,
-        log_folder / name,
-        ENVIRONMENT,
-        model=str(model),
-        extra_config=kvtier_config(secondary_tiers=[tier]),
-        folder=str(folder),
-    ) as child:
-        yield Serving(child, folder)
-
-
-class Two:
-    """Two engines on one tier, and what an engine without one answers to each part."""
-
-    def __init__(
-        self,
-        engines: Sequence[Serving],
-        parts: Sequence[list[list[int]]],
-        plain: Sequence[list[list[int]]],
-    ) -> None:
-        self.engines = engines
-        self._parts = parts
-        self._plain = plain
-
-    def ask(self, *numbers: int, forget: bool = False) -> list[Path]:
-        """Ask each engine for a part at the same time; return where the answers will be."""
-        parts = [self._parts[number] for number in numbers]
-        both = zip(self.engines, parts, strict=True)
-        return [engine.ask(part, forget=forget) for engine, part in both]
-
-    def cached(self, asked: Sequence[Path], *numbers: int) -> list[int]:
-        """Wait for the answers, which must be the plain ones; return how much was loaded."""
-        counts = []
-        for each, answer, number in zip(self.engines, asked, numbers, strict=True):
-            told = json.loads(each.child.wait_for(answer))
-            assert told["tokens"] == self._plain[number]
-            counts.append(sum(told["cached"]))
-        return counts
-
-    def both(self, *numbers: int) -> list[int]:
-        """Have each compute or load a part at the same time; return how much was loaded."""
-        return self.cached(self.ask(*numbers, forget=True), *numbers)
-
-    def until_stored(self) -> None:
-        """Wait until all that was given to the tier is there."""
-        for each in self.engines:
-            each.until_stored()
-
-
-@contextmanager
-def two_serving(
-    model: Path, tier: dict[str, Any], parts_count: int, log_folder: Path, tmp_path: Path
-) -> Iterator[Two]:
-    parts = [prompts_of(LENGTHS, 1000 * number) for number in range(1, parts_count + 1)]
-    plain = run_scenario(tokens_of_all, log_folder=log_folder, model=str(model), parts=parts)
-    with ExitStack() as running:
-        engines = [
-            running.enter_context(serving(name, model, tier, log_folder, tmp_path))
-            for name in ("one", "other")
-        ]
-        yield Two(engines, parts, plain)
-
-
 @pytest.mark.slow
 def test_two_engines_share_while_both_serve_and_go_on_when_their_server_is_killed(
     llama: Path, tmp_path: Path, log_folder: Path
@@ -308,7 +210,9 @@ def test_two_engines_share_while_both_serve_and_go_on_when_their_server_is_kille
     with ExitStack() as running:
         running.callback(server.kill)
         server.start()
-        two = running.enter_context(two_serving(llama, redis(server), 6, log_folder, tmp_path))
+        two = running.enter_context(
+            two_serving(llama, [redis(server)] * 2, 6, log_folder, tmp_path, ENVIRONMENT)
+        )
         whole = sum(whole_blocks(LENGTHS))
         assert two.both(0, 1) == [0, 0]
         two.until_stored()
@@ -335,11 +239,6 @@ def test_two_engines_share_while_both_serve_and_go_on_when_their_server_is_kille
             counts = tier["counts"]
             assert (counts["connections_lost"], counts["damaged"]) == (1, 0)
             assert (counts["probes_timed_out"], counts["jobs_timed_out"]) == (0, 0)
-
-
-def tokens_of_all(model: str, parts: list[list[list[int]]]) -> list[list[list[int]]]:
-    with engine(model, None) as running:
-        return [running.run_one_by_one(prompts).tokens for prompts in parts]
 
 
 # --- on a whole Ceph ---
@@ -388,7 +287,9 @@ def test_two_engines_share_a_bucket_on_ceph_while_both_serve(
     llama: Path, ceph: str, tmp_path: Path, log_folder: Path
 ) -> None:
     """Each serves what the other has stored, while that one serves too."""
-    with two_serving(llama, on_ceph(ceph, "shared"), 2, log_folder, tmp_path) as two:
+    with two_serving(
+        llama, [on_ceph(ceph, "shared")] * 2, 2, log_folder, tmp_path, ENVIRONMENT
+    ) as two:
         assert two.both(0, 1) == [0, 0]
         two.until_stored()
         assert two.both(1, 0) == [sum(whole_blocks(LENGTHS))] * 2
