@@ -259,6 +259,16 @@ def _of_multi_connector(extra: dict[str, Any], findings: Findings) -> Mapping[st
             f"connectors: {len(ours)} entries of the {MULTI_CONNECTOR} use kvtier, and all "
             "have one engine_id: put the tiers of all into the secondary_tiers of one."
         )
+    offloading = [
+        entry
+        for entry in entries
+        if isinstance(entry, dict) and entry.get("kv_connector") == CONNECTOR
+    ]
+    if ours and offloading and offloading[0] is not ours[0]:
+        findings.refuse(
+            f"connectors: another {CONNECTOR} stands before kvtier's. vLLM knows the metrics of "
+            "the first one only, and would end at a metric of kvtier's. Put kvtier's entry first."
+        )
     if not ours:
         findings.refuse(
             f"connectors={shown(connectors)}: no entry of the {MULTI_CONNECTOR} has "

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from typing_extensions import override
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -29,6 +29,7 @@ from kvtier.settings.extra_config import cpu_bytes_to_use, for_vllm, read_settin
 from kvtier.settings.plugins import check_keys
 from kvtier.settings.vllm_keys import VLLMKeys
 from kvtier.vllm.connector_hooks import hook_connector
+from kvtier.vllm.connectors_beside import check_connectors
 from kvtier.vllm.cpu_worker import CPUPlatformWorker
 from kvtier.vllm.device_region import DeviceRegion, HeaderMap, region_path
 from kvtier.vllm.namespace import build_namespace, publish_facts, weights_in_words
@@ -191,6 +192,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
         """Map the region and return the worker that copies. Worker process, once."""
         if self._kvtier_worker is None:
             check_windows(self.config, get_current_vllm_config)
+            check_connectors(type(self).__name__, get_current_vllm_config_or_none())
             if _on_cpu_platform():
                 self._kvtier_worker = self._cpu_platform_worker(kv_caches)
             else:

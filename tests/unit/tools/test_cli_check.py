@@ -351,6 +351,19 @@ def test_two_connectors_of_a_multi_connector_are_refused(check: Check, sound: An
     assert "secondary_tiers of one" in text
 
 
+def test_another_offloading_connector_may_stand_behind_kvtiers_only(
+    check: Check, sound: Any
+) -> None:
+    vllms = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    multi: dict[str, Any] = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+    multi["kv_connector_extra_config"] = {"connectors": [nixl, sound, vllms]}
+    check(multi, status=0)
+    multi["kv_connector_extra_config"] = {"connectors": [nixl, vllms, sound]}
+    (text,) = check(multi, status=1)["refused"]
+    assert "Put kvtier's entry first" in text
+
+
 @pytest.mark.parametrize("text", ["", "[1]", "{", '"x"', "nul", "{" * 100_000])
 def test_a_file_that_is_no_configuration_is_bad_input(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

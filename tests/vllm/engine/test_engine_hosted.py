@@ -1,9 +1,13 @@
-"""vLLM's own ``fs`` tier, hosted by kvtier, in a real engine."""
+"""vLLM's own ``fs`` and ``obj`` tiers, hosted by kvtier, in real engines; ``obj`` over moto."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
+import pytest
+
+from tests.support.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, client_for, moto_server
 from tests.vllm.support.children import run_scenario
 from tests.vllm.support.engine import kvtier_config
 from tests.vllm.support.play import assert_at_rest, grown, play, whole_blocks
@@ -15,21 +19,43 @@ LENGTHS = [500, 1000, 333, 31]  #: in tokens; the last one is shorter than a blo
 READ = 'vllm:kv_offload_tiering_read_bytes{tier="1:vllm"}'
 
 
+BESIDE_OBJ = {"NIXL_TELEMETRY_ENABLE": "y"}  #: docs/how-to/host-vllms-tiers.md says why
+
+
+def on_moto(endpoint: str) -> dict[str, Any]:
+    """Return vLLM's ``obj`` tier in a bucket of this server's."""
+    store = {
+        "bucket": BUCKET,
+        "endpoint_override": endpoint,
+        "scheme": "http",
+        "access_key": ACCESS_KEY,
+        "secret_key": SECRET_KEY,
+    }
+    return {"type": "obj", "store_config": store}
+
+
+@pytest.mark.parametrize("kind", ["fs", "obj"])
 def test_a_hosted_tier_gives_a_new_engine_the_same_tokens(
-    llama: Path, tmp_path: Path, log_folder: Path
+    kind: str, llama: Path, tmp_path: Path, log_folder: Path
 ) -> None:
-    tiers = [{"type": "vllm", "tier": {"type": "fs", "root_dir": str(tmp_path / "kv")}}]
-    cold, again = (
-        run_scenario(
-            play,
-            log_folder=log_folder,
-            model=str(llama),
-            extra_config=kvtier_config(secondary_tiers=tiers),
-            lengths=LENGTHS,
-            rounds=1,
+    with moto_server() if kind == "obj" else nullcontext() as server:
+        folder = {"type": "fs", "root_dir": str(tmp_path / "kv")}
+        tier = folder if server is None else on_moto(server.endpoint)
+        cold, again = (
+            run_scenario(
+                play,
+                log_folder=log_folder,
+                environment=BESIDE_OBJ,
+                model=str(llama),
+                extra_config=kvtier_config(secondary_tiers=[{"type": "vllm", "tier": tier}]),
+                lengths=LENGTHS,
+                rounds=1,
+            )
+            for _ in range(2)
         )
-        for _ in range(2)
-    )
+        if server is not None:
+            found = client_for(server.endpoint).list_objects_v2(Bucket=BUCKET)["Contents"]
+            assert {each["Size"] for each in found} == {cold[0]["block_bytes"]}
     assert cold[0]["cached"] == [0] * len(LENGTHS)
     assert again[0]["tokens"] == cold[0]["tokens"]
     assert again[0]["cached"] == whole_blocks(LENGTHS)

@@ -1,17 +1,18 @@
-"""kvtier beside vLLM's ``NixlConnector`` in a ``MultiConnector``: prefill here and decode there.
+"""kvtier beside other connectors in a ``MultiConnector``, in real engines.
 
-What NIXL brought is stored by kvtier like all else, and found after the engine
-has forgotten it.
+Beside vLLM's ``NixlConnector``, prefill here and decode there: what NIXL brought is stored by
+kvtier like all else, and found after the engine has forgotten it. Beside vLLM's own
+``OffloadingConnector``: kvtier serves if it is the first of the two, and is refused otherwise.
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tests.support.server_program import free_port
-from tests.vllm.support.children import start_scenario
-from tests.vllm.support.engine import BLOCK_TOKENS, kvtier_config
+from tests.vllm.support.children import run_scenario, start_scenario
+from tests.vllm.support.engine import BLOCK_TOKENS, CONNECTOR, engine, kvtier_config
 from tests.vllm.support.peers import HOST, Peer, serve
 from tests.vllm.support.play import prompts_of, whole_blocks
 
@@ -87,3 +88,57 @@ def test_nixl_brings_blocks_that_kvtier_keeps(
         assert metrics[ON_DISK] == sum(whole_blocks(LENGTHS)) / BLOCK_TOKENS
         assert metrics["kvtier:faults"] == 0
         assert again["statistics"]["primary"]["pinned_slots"] == 0
+
+
+def beside_vllms_own(model: str, disk: str) -> dict[str, Any]:
+    """Play kvtier before and behind a connector with vLLM's own manager and region."""
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    tier = {"type": "disk", "path": disk, "capacity_bytes": "64MB"}
+    ours = {**CONNECTOR, "kv_connector_extra_config": kvtier_config(secondary_tiers=[tier])}
+    own = {
+        "spec_name": "VLLMTieringOnCPUSpec",  # vLLM's, with a worker for the CPU
+        "spec_module_path": "kvtier.tools.bench.vllm_spec",
+        "cpu_bytes_to_use": 32 << 20,
+    }
+    vllms = {**CONNECTOR, "kv_connector_extra_config": own}
+
+    def beside(*connectors: dict[str, Any]) -> Any:
+        config = KVTransferConfig(
+            kv_connector="MultiConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"connectors": list(connectors)},
+        )
+        return engine(model, None, kv_transfer_config=config)
+
+    prompts = prompts_of(LENGTHS)
+    told: dict[str, Any] = {}
+    with engine(model, None) as running:
+        told["plain"] = running.run_one_by_one(prompts).tokens
+    with beside(ours, vllms) as running:
+        for round_ in ("cold", "warm"):
+            running.forget()
+            told[round_] = running.run_one_by_one(prompts).as_json()
+        told["metrics"] = running.metrics()
+    try:
+        with beside(vllms, ours):
+            told["refusal"] = "none"
+    except Exception as refused:  # noqa: BLE001 - whatever vLLM makes of it
+        told["refusal"] = str(refused)
+    ensure_kv_transfer_shutdown()  # vLLM keeps the worker's side of a start that failed
+    return told
+
+
+def test_beside_vllms_offloading_kvtier_serves_if_it_is_first_and_else_is_refused(
+    llama: Path, tmp_path: Path, log_folder: Path
+) -> None:
+    """vLLM ends at a metric that the first of the two has not defined."""
+    told = run_scenario(
+        beside_vllms_own, log_folder=log_folder, model=str(llama), disk=str(tmp_path / "disk")
+    )
+    assert told["cold"]["cached"] == [0] * len(LENGTHS)
+    assert told["warm"]["cached"] == whole_blocks(LENGTHS)
+    assert told["cold"]["tokens"] == told["warm"]["tokens"] == told["plain"]
+    assert told["metrics"][ON_DISK] == sum(whole_blocks(LENGTHS)) / BLOCK_TOKENS
+    assert "Put kvtier's entry before it" in told["refusal"]

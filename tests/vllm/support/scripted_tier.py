@@ -37,6 +37,7 @@ METHODS = (
     "on_request_finished",
     "on_schedule_end",
     "get_stats",
+    "take_events",
     "drain_jobs",
     "shutdown",
 )
