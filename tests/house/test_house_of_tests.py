@@ -36,6 +36,7 @@ MAY_READ_A_CLOCK = {
     "model/test_model.py": "runs for as long as it is told",
     "mutants/hangs.py": "ends a mutant that runs far longer than the code does",
     "unit/runtime/test_hanging_storage.py": "moves a clock on once something hangs",
+    "vllm/hosted_hangs.py": "is a program that measures, and no test",
     "vllm/support/engine.py": "notes how long a round took, for people",
 }
 MAY_SLEEP = {
