@@ -113,6 +113,50 @@ class Orders:
         self._of.pop(request, None)
 
 
+class _Chains:
+    """One request's keys, each with the one before it in its own group."""
+
+    __slots__ = ("by_end", "count", "parents")
+
+    def __init__(self) -> None:
+        self.parents: dict[bytes, bytes] = {}
+        self.by_end: dict[tuple[bytes, int], bytes] = {}
+        self.count = 0  # of the request's keys that were looked at
+
+
+class Parents:
+    """The block before each block of running requests, in groups with full attention."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._chunk_tokens = {
+            group: tokens
+            for group, tokens in groups.chunk_tokens.items()
+            if groups.kinds[group].window is None
+        }
+        self._of: dict[str, _Chains] = {}
+
+    def of(self, request: str, end_of: dict[bytes, int]) -> Mapping[bytes, bytes]:
+        """Return the parents of a request's keys; the first of each group has none."""
+        chains = self._of.setdefault(request, _Chains())
+        new = len(end_of) - chains.count
+        if new:
+            chains.count += new
+            for key, end in list(islice(reversed(end_of.items()), new))[::-1]:
+                group = key[-GROUP_BYTES:]
+                tokens = self._chunk_tokens.get(group)
+                if tokens is not None:
+                    chains.by_end[group, end] = key
+                    # Of the tail of a prompt, which is no whole block, it is the last whole one.
+                    parent = chains.by_end.get((group, (end - 1) // tokens * tokens))
+                    if parent is not None:
+                        chains.parents[key] = parent
+        return chains.parents
+
+    def end(self, request: str) -> None:
+        """Forget a request."""
+        self._of.pop(request, None)
+
+
 class Groups:
     """The groups of one model, by the bytes that their keys end in."""
 

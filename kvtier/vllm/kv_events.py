@@ -19,6 +19,10 @@ tiers have one medium, a block that leaves one of them is announced for the
 other once more; and a removal never names blocks that routers know beside
 others that they have forgotten with the other tier's removal: Dynamo ends a
 removal at the first block that it doesn't know.
+
+llm-d drops a block whose parent it doesn't know. So a block that was announced
+while its parent was nowhere, an orphan, is announced again once the parent is
+somewhere (``kvtier/vllm/event_orphans.py``).
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadingEvent
 
 from kvtier.core.events import PRIMARY, EventKind
+from kvtier.vllm.event_orphans import Orphans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -102,17 +107,20 @@ class KVEvents:
         self._described: dict[bytes, set[int]] = {}
         self._met: dict[bytes, None] = {}  # described since the last step
         self._doubtful: set[bytes] = set()  # announced again; a router without the head drops it
+        self._orphans = Orphans(self._is_announced)
         self._out: list[OffloadingEvent] = []
 
-    def describe(self, keys: Iterable[bytes]) -> None:
+    def describe(self, keys: Iterable[bytes], parents: Mapping[bytes, bytes]) -> None:
         """Note blocks that vLLM has described as being in the primary tier, or on the way there.
 
-        Those that ``prepare_store`` granted, and those that a lookup found.
+        Those that ``prepare_store`` granted, and those that a lookup found. ``parents``: the
+        block before each block of the request, but for the first one.
         """
         for key in keys:
             kept = self._described.get(key)
             if kept is None:
                 self._described[key] = {PRIMARY}
+                self._orphans.meet(key, parents.get(key))
                 self._met[key] = None
             else:
                 kept.add(PRIMARY)
@@ -128,6 +136,7 @@ class KVEvents:
         self._described.clear()
         self._met.clear()
         self._doubtful.clear()
+        self._orphans.clear()
         for contents in self._places.values():
             contents.waiting |= contents.announced
             contents.withdraw()
@@ -140,9 +149,18 @@ class KVEvents:
         self._note(events)
         self._announce_waiting()
         self._announce_withdrawn()
+        while (key := self._orphans.pop_adopted()) is not None:
+            self._announce_again(key, self._places)
         out, self._out = self._out, []
         self._forget_undescribed(out)
         return out
+
+    def _is_announced(self, key: bytes) -> bool:
+        """Tell whether routers have been told that the block is somewhere."""
+        for contents in self._places.values():  # noqa: SIM110 - a loop takes half of the time
+            if key in contents.announced:
+                return True
+        return False
 
     def _waits(self) -> bool:
         """Tell whether a tier has what was not announced, or was announced and is gone."""
@@ -254,6 +272,7 @@ class KVEvents:
                 for key in _within(event.keys, self._described):
                     if not self._described.get(key, {PRIMARY}):
                         del self._described[key]
+                        self._orphans.forget(key)
 
     def _emit_stored(self, number: int, keys: Sequence[bytes]) -> None:
         place = self._places[number].place
@@ -263,6 +282,8 @@ class KVEvents:
         if removals and self._self_describing:
             for key in keys:
                 self._described[key].add(number)
+        if self._self_describing:
+            self._orphans.announced(keys)
         self._emit(place, keys, removed=False, removal_expected=removals)
 
     def _emit_removed(self, number: int, keys: Sequence[bytes]) -> None:

@@ -30,6 +30,7 @@ from kvtier.vllm.grants import OpenGrants
 from kvtier.vllm.groups import (
     Groups,
     Orders,
+    Parents,
     in_token_order,
     positions_of,
     warn_without_positions,
@@ -37,6 +38,7 @@ from kvtier.vllm.groups import (
 from kvtier.vllm.keys_behind import keys_behind
 from kvtier.vllm.kv_events import DESCRIBED_RESULTS, KVEvents, Place
 from kvtier.vllm.metrics import MetricsExporter
+from kvtier.vllm.news import News
 from kvtier.vllm.passes import Passes
 from kvtier.vllm.prefill_steps import PrefillSteps
 from kvtier.vllm.request_params import packed_params
@@ -116,7 +118,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._context = RequestOffloadingContext(
             policy=OffloadPolicy.REQUEST_LEVEL if wants_requests else OffloadPolicy.CHUNK_LEVEL
         )
-        self._watch = Watch()
+        self._watch, self._news = Watch(), News(facade)
         self._metrics = MetricsExporter(facade, config, definitions, self._watch, hosting)
         events = spec.kv_events_config
         self._describes = events.enable_kv_cache_events and events.self_describing_kv_events
@@ -143,7 +145,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         offers_first = _TELLS_WHEN_FLUSHED
         self._steps = PrefillSteps.of(facade, self._chunk_tokens, offers_first=offers_first)
         self._orders = Orders(None if self._several_groups else self._chunk_tokens)
-        self._granted = OpenGrants()
+        self._granted, self._parents = OpenGrants(), Parents(self._groups)
         self._undecided: set[str] = set()  # requests that have looked up, and may wait
         self._resumed = ResumedRequests(are_held_back=not _TELLS_WHEN_FLUSHED)
         self._loading: list[str] = []  # requests that began a load in this step
@@ -178,6 +180,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._undecided.discard(req_context.req_id)
         self._passes.end(req_context.req_id)
         self._orders.end(req_context.req_id)
+        self._parents.end(req_context.req_id)
         self._steps.ends(req_context.req_id)
         self._steps.is_idle(time.monotonic(), len(self._live) - len(self._undecided))
         self._resumed.end(req_context.req_id)
@@ -211,7 +214,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         """Stand for ``lookup`` where vLLM describes what it finds."""
         result = KVTierManager.lookup(self, key, req_context)
         if result in DESCRIBED_RESULTS:
-            self._kv_events.describe((key,))
+            parents = self._parents.of(req_context.req_id, positions_of(req_context))
+            self._kv_events.describe((key,), parents)
         return result
 
     def _look_ahead(self, key: bytes, req_context: ReqContext) -> None:
@@ -334,7 +338,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         if granted:
             self._granted.add(req_context.req_id, grant)
             if self._describes:
-                self._kv_events.describe(granted)
+                parents = self._parents.of(req_context.req_id, positions_of(req_context))
+                self._kv_events.describe(granted, parents)
         if self._several_groups:  # vLLM takes slots in the order of its offer
             slot_of = dict(zip(granted, slots, strict=True))
             granted = [key for key in keys if key in slot_of]
@@ -418,6 +423,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
             or self._flush_steps_left > 0
             or self._kv_events.is_behind()
             or self.facade.has_pending_work()
+            or self._news.is_there(time.monotonic())
         )
 
     @override
@@ -425,7 +431,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         return self._watch.safely("events", self._all_events) or []
 
     def _all_events(self) -> list[OffloadingEvent]:
-        return self._kv_events.take(self.facade.take_events())
+        return self._kv_events.take(self._news.take_events())
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
@@ -445,7 +451,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._ahead_of = None
         self._sources.clear()
         self.facade.reset()
-        self._watch.safely("events", lambda: self._kv_events.reset(self.facade.take_events()))
+        self._watch.safely("events", lambda: self._kv_events.reset(self._news.take_events()))
         self._undecided.clear()
         self._resumed.emptied()
         self._passes.clear()

@@ -153,11 +153,13 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
         if self._manager is None:
             # Scheduler side only.
             from kvtier.vllm.adapters import know_adapters  # noqa: PLC0415
+            from kvtier.vllm.idle import wake_idle_engines  # noqa: PLC0415
             from kvtier.vllm.sharing import apart_if_unknown, warn_of_lonely_tiers  # noqa: PLC0415
             from kvtier.vllm.start import build_manager  # noqa: PLC0415
 
             config = self.read_settings()
             know_adapters()
+            wake_idle_engines()
             region = self._open_scheduler_region()
             try:
                 self._check_ranks(region.header)

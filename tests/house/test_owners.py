@@ -70,6 +70,7 @@ GIVEN = {
     "kvtier.vllm.adapters: request.kvtier_adapter": "vLLM's request carries what it is hashed by",
     "kvtier.vllm.adapters: EngineCore.add_lora": "vLLM tells nobody that an adapter is loaded",
     "kvtier.vllm.adapters: EngineCore.remove_lora": "as above",
+    "kvtier.vllm.idle: EngineCoreProc.has_work": "vLLM tells nobody that it waits",
     "kvtier.vllm.adapters: kv_cache_utils.generate_block_hash_extra_keys": "nor asks anybody",
     "kvtier.vllm.connector_hooks: SchedulerOffloadConfig.from_spec": "vLLM's manager is not told",
     "kvtier.vllm.connector_hooks: "

@@ -17,7 +17,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvtier.core.generations import mark_of, unmarked
 from tests.rig.layers import BLOCK_TOKENS
-from tests.vllm.support.routers import DynamoIndex, LLMDIndex
+from tests.vllm.support.routers import DynamoIndex, routers_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,12 +29,12 @@ _MAIN = bytes(4)  #: the end of a key: its group
 
 
 class Listener:
-    """Two routers, in the place of vLLM's publisher."""
+    """Routers, in the place of vLLM's publisher."""
 
     def __init__(self, shape: Shape, scheduler: Any) -> None:
         self._shape = shape
         self._scheduler = scheduler
-        self._llmd, self._dynamo = LLMDIndex(BLOCK_TOKENS), DynamoIndex(BLOCK_TOKENS)
+        self._routers = routers_of(BLOCK_TOKENS)
         self._requests: list[Any] = []
         scheduler.kv_event_publisher = self
 
@@ -56,26 +56,33 @@ class Listener:
         """Return what is wrong with the indexes, at rest, once all has been told."""
         self._hear(list(self._scheduler.connector.take_events()))
         there, must = self._places()
-        found: dict[str, Found] = {}
         # A reset of vLLM's own cache alone tells routers to forget all, and kvtier nothing. Then
         # Dynamo stops at the first hash of a removal that it doesn't know, and keeps the others.
-        if not self._shape.forgets:
-            found["Dynamo"] = self._dynamo.found()
-        if not (self._shape.salted or self._shape.adapters):
-            found["llm-d"] = self._llmd.found()  # it knows a block by its tokens alone
+        # llm-d knows a block by its tokens alone.
+        of_dynamo = {
+            who: router.found()
+            for who, router in self._routers.items()
+            if isinstance(router, DynamoIndex) and not self._shape.forgets
+        }
+        of_llmd = {
+            who: router.found()
+            for who, router in self._routers.items()
+            if not isinstance(router, DynamoIndex)
+            and not (self._shape.salted or self._shape.adapters)
+        }
         told = {
             f"nowhere, but {who} finds it": _offloaded(known) - there
-            for who, known in found.items()
+            for who, known in {**of_dynamo, **of_llmd}.items()
         }
-        if "Dynamo" in found:
-            told["there, but Dynamo does not find it"] = must - found["Dynamo"]
+        for who, known in of_dynamo.items():
+            told[f"there, but {who} does not find it"] = must - known
         return {what: which for what, which in told.items() if which}
 
     def _hear(self, events: list[Any]) -> None:
         # Of windows on the GPU vLLM tells more tokens than blocks: some have left the window.
         events = [each for each in events if not getattr(each, "group_idx", None)]
-        self._llmd.apply(events)
-        self._dynamo.apply(events)
+        for router in self._routers.values():
+            router.apply(events)
 
     def _places(self) -> tuple[Found, Found]:
         """Return where each block of the main group is, and what of it must be found."""

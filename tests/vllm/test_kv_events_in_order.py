@@ -27,6 +27,11 @@ def facts(events: Iterable[OffloadingEvent]) -> list[tuple[str | None, bool, lis
     return [(event.ownership, event.removed, event.keys) for event in events]
 
 
+def again(key: bytes, *places: str | None) -> list[tuple[str | None, bool, list[bytes]]]:
+    """Return what is told of a block that is announced once more wherever it is."""
+    return [(each, removed, [key]) for each in places for removed in (True, False)]
+
+
 def test_without_descriptions_all_is_announced_at_once() -> None:
     """llm-d then takes hashes that it knows from the GPU's events."""
     events = translation(place("disk"), self_describing=False)
@@ -58,7 +63,7 @@ def test_a_load_that_came_to_nothing_hides_no_block_of_a_tier_of_that_medium() -
     """vLLM 0.32 has no event for it alone: the block is announced, and removed."""
     memory_tier = Place(Medium.CPU, None, "memory", lambda: True)
     events = translation(memory_tier, self_describing=True)
-    events.describe([b"a"])
+    events.describe([b"a"], {})
     told = events.take(
         [Event(EventKind.STORED, (b"a",), 0), Event(EventKind.LAPSED, (b"a",), PRIMARY)]
     )
@@ -72,7 +77,7 @@ def test_a_tail_that_a_tier_of_the_medium_keeps_is_announced_before_its_head_is_
     memory_tier = Place(Medium.CPU, None, "memory", lambda: True)
     events = translation(memory_tier, self_describing=True)
     head, tail = b"head", b"tail"
-    events.describe([head, tail])
+    events.describe([head, tail], {tail: head})
     events.take(
         [Event(EventKind.STORED, (head, tail), PRIMARY), Event(EventKind.STORED, (tail,), 0)]
     )
@@ -98,6 +103,47 @@ def test_a_tier_tells_of_each_block_once() -> None:
 def test_a_removal_is_expected_of_tiers_that_will_tell() -> None:
     """vLLM keeps a description until then: of a tier that never tells, it would for ever."""
     events = translation(place("disk"), place("fs", removals=False), self_describing=True)
-    events.describe([b"a"])
+    events.describe([b"a"], {})
     told = events.take([Event(EventKind.STORED, (b"a",), number) for number in (PRIMARY, 0, 1)])
     assert [event.removal_expected for event in told] == [True, True, False]
+
+
+HEAD, MIDDLE, TAIL = b"head", b"middle", b"tail"
+CHAIN_KEYS = (HEAD, MIDDLE, TAIL)
+CHAIN = {MIDDLE: HEAD, TAIL: MIDDLE}
+
+
+def test_what_was_announced_while_its_head_was_nowhere_is_announced_again_with_the_head() -> None:
+    """llm-d dropped it, and found it no more though head and tail were there."""
+    events = translation(place("disk"), self_describing=True)
+    events.describe(CHAIN_KEYS, CHAIN)
+    events.take([Event(EventKind.STORED, CHAIN_KEYS, PRIMARY)])
+    events.take([Event(EventKind.REMOVED, (HEAD,), PRIMARY)])
+    told = facts(events.take([Event(EventKind.STORED, (MIDDLE, TAIL), 0)]))
+    assert told == [("disk", False, [MIDDLE, TAIL])]
+    events.describe([HEAD], CHAIN)
+    told = facts(events.take([Event(EventKind.STORED, (HEAD,), PRIMARY)]))
+    assert told == [
+        (None, False, [HEAD]),
+        *(fact for key in (MIDDLE, TAIL) for fact in again(key, None, "disk")),
+    ]
+    assert facts(events.take([Event(EventKind.REMOVED, (HEAD,), PRIMARY)])) == [
+        (None, True, [HEAD])
+    ]
+
+
+def test_an_orphan_that_is_gone_is_not_announced_again() -> None:
+    events = translation(place("disk"), self_describing=True)
+    events.describe([MIDDLE, TAIL], CHAIN)
+    events.take([Event(EventKind.STORED, (MIDDLE, TAIL), PRIMARY)])
+    events.take([Event(EventKind.REMOVED, (MIDDLE, TAIL), PRIMARY)])
+    events.describe([HEAD], CHAIN)
+    told = facts(events.take([Event(EventKind.STORED, (HEAD,), PRIMARY)]))
+    assert told == [(None, False, [HEAD])]
+
+
+def test_a_tail_that_a_tier_tells_of_before_its_head_is_told_again_after_it() -> None:
+    events = translation(place("disk"), self_describing=True)
+    events.describe([HEAD, MIDDLE], CHAIN)
+    told = facts(events.take([Event(EventKind.STORED, (MIDDLE, HEAD), 0)]))
+    assert told == [("disk", False, [MIDDLE, HEAD]), *again(MIDDLE, "disk")]

@@ -88,6 +88,46 @@ def test_blocks_of_another_engines_memory_give_the_same_tokens(
         assert killed["statistics"]["primary"]["quarantined_slots"] == 0
 
 
+class Load:
+    """Prompts that one engine prefills and another decodes, eight at once."""
+
+    def __init__(self, decoder: Peer) -> None:
+        self.decoder = decoder
+        self.names: list[str] = []  # of those asked for last
+        self._seeds = iter(range(1000))
+
+    def prompts(self) -> list[list[int]]:
+        """Return prompts that nobody has seen."""
+        return make_prompts(AT_ONCE, 200, seed=next(self._seeds))
+
+    def params(self, at: Peer) -> list[dict[str, Any]]:
+        """Return what the decode engine is told of requests that ``at`` is to prefill."""
+        number = next(self._seeds)
+        self.names = [f"{number}-{each}" for each in range(AT_ONCE)]
+        return [{"remote_prefiller": source(at, each)} for each in self.names]
+
+    def given(self, at: Peer, prompts: list[list[int]]) -> list[dict[str, Any]]:
+        """Have an engine prefill the prompts; return what the decode engine is told."""
+        params = self.params(at)
+        at.run(prompts, [{"remote_decoder": {"kv_request_id": each}} for each in self.names], 1)
+        return params
+
+    def is_served(self, by: Peer) -> bool:
+        """Whether anything came in time. A tier that was late is left alone for a while."""
+        prompts = self.prompts()
+        pulled = self.decoder.run(prompts, self.given(by, prompts))
+        assert pulled["tokens"] == by.run(prompts)["tokens"]
+        return sum(pulled["cached"]) > 0
+
+    def has_slots_back(self) -> bool:
+        """Whether no slot is kept for a peer that may still write it."""
+        told = self.decoder.run([[3]], None, 1)
+        return bool(told["statistics"]["primary"]["quarantined_slots"] == 0)
+
+
+IMPATIENT = {"promote_timeout_s": TIMEOUT_S, "runtime": {"breaker_pause_s": PAUSE_S}}
+
+
 # What a release changes of its peers, the test above meets. This one is about kvtier's limits.
 @pytest.mark.one_release
 def test_a_stopped_peer_holds_nobody_up_and_a_restarted_one_serves(
@@ -98,35 +138,75 @@ def test_a_stopped_peer_holds_nobody_up_and_a_restarted_one_serves(
     They come back when its process is gone. What has its address next serves.
     """
     ports = [free_port(), free_port()]
-    seeds = iter(range(1000))
-
-    def asked_at_once() -> list[list[int]]:
-        return make_prompts(AT_ONCE, 200, seed=next(seeds))
-
-    def given(at: Peer, prompts: list[list[int]], name: str) -> list[dict[str, Any]]:
-        """Have an engine prefill the prompts; return what the decode engine is told."""
-        names = [f"{name}-{number}" for number in range(AT_ONCE)]
-        at.run(prompts, [{"remote_decoder": {"kv_request_id": each}} for each in names], 1)
-        return [{"remote_prefiller": source(at, each)} for each in names]
-
-    def is_served(by: Peer) -> bool:
-        """Whether anything came in time. A tier that was late is left alone for a while."""
-        prompts = asked_at_once()
-        pulled = second.run(prompts, given(by, prompts, f"asked-{next(seeds)}"))
-        assert pulled["tokens"] == by.run(prompts)["tokens"]
-        return sum(pulled["cached"]) > 0
-
-    impatient = {"promote_timeout_s": TIMEOUT_S, "runtime": {"breaker_pause_s": PAUSE_S}}
-    with peer(llama, log_folder, tmp_path, ports[1], **impatient) as second:
+    with peer(llama, log_folder, tmp_path, ports[1], **IMPATIENT) as second:
+        load = Load(second)
         with peer(llama, log_folder, tmp_path, ports[0]) as first:
-            until(lambda: is_served(first))
-            prompts = asked_at_once()
-            params = given(first, prompts, "stopped")
+            until(lambda: load.is_served(first))
+            prompts = load.prompts()
+            params = load.given(first, prompts)
             alone = first.run(prompts)["tokens"]
             os.kill(first.child.pid, signal.SIGSTOP)
             stopped = second.run(prompts, params)
             assert (stopped["tokens"], stopped["cached"]) == (alone, [0] * AT_ONCE)
             assert stopped["statistics"]["primary"]["quarantined_slots"] > 0
-        until(lambda: second.run([[3]], None, 1)["statistics"]["primary"]["quarantined_slots"] == 0)
+        until(load.has_slots_back)
         with peer(llama, log_folder, tmp_path, ports[0]) as third:
-            until(lambda: is_served(third))
+            until(lambda: load.is_served(third))
+
+
+KILLS = 4
+ROUNDS = 5  #: of eight requests in each life of the peer: 200 in five lives
+
+
+@pytest.mark.long  # minutes: nine engines start
+@pytest.mark.one_release
+def test_two_hundred_requests_while_the_peer_is_killed_and_restarted_four_times(
+    llama: Path, tmp_path: Path, log_folder: Path
+) -> None:
+    """Each answer is that of an engine alone: served, in the middle of a load, with no peer."""
+    ports = [free_port(), free_port()]
+    answered: list[tuple[list[list[int]], Path]] = []
+    served = []  # tokens from the peer, by life
+    with (
+        start_scenario(
+            serve,
+            log_folder,
+            {},
+            model=str(llama),
+            extra_config=kvtier_config(),
+            folder=str(tmp_path),
+        ) as child,
+        peer(llama, log_folder, tmp_path, ports[1], **IMPATIENT) as second,
+    ):
+        alone, load = Peer(child, tmp_path, 0), Load(second)
+
+        def ask(params: list[dict[str, Any]], prompts: list[list[int]]) -> Path:
+            answered.append((prompts, second.ask(prompts, params)))
+            return answered[-1][1]
+
+        for life in range(KILLS + 1):
+            with peer(llama, log_folder, tmp_path, ports[0]) as first:
+                if life:  # those in which it was gone, while it started
+                    second.child.wait_for(answered[-1][1])
+                until(lambda: load.is_served(first))
+                told = []
+                for _ in range(ROUNDS - 2):
+                    prompts = load.prompts()
+                    told.append(ask(load.given(first, prompts), prompts))
+                served.append(
+                    sum(sum(json.loads(second.child.wait_for(each))["cached"]) for each in told)
+                )
+                prompts = load.prompts()
+                waiting = ask(load.given(first, prompts), prompts)
+                if life < KILLS:
+                    is_loading = second.folder / f"loading-{load.names[0]}"
+                    until(lambda: is_loading.exists() or waiting.exists())  # noqa: B023 - as above
+                    first.child.kill()
+                gone = load.params(first)
+            ask(gone, load.prompts())
+        tokens = [json.loads(second.child.wait_for(told))["tokens"] for _, told in answered]
+        right = [alone.run(prompts)["tokens"] for prompts, _ in answered]
+        until(load.has_slots_back)
+    assert len(answered) * AT_ONCE == 200
+    assert tokens == right
+    assert all(served), "what has the address of a killed peer serves"

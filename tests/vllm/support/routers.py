@@ -14,15 +14,21 @@ keeps to what decides which block is found where:
   another size than its own are dropped. A removal ends at the first hash that
   it doesn't know.
 
-Neither counts how often a block was announced, and neither looks at the tier.
+Both are in use with and without a filter in front of the index, and so both are
+here twice. The filter counts how often a hash was announced in a medium (llm-d:
+and group), and lets a removal pass with the last of them, or where it has
+counted none: ``dedup.rs`` of Dynamo's publisher, but not its stand-alone indexer
+(``kv_indexer/listener.rs``); the pool of ``llm-d/llm-d-router``, but not yet the
+commit above. Neither router looks at the tier.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 Found: TypeAlias = set[tuple[str, bytes]]
 """What an index has: the medium and the hash of each block that a request can be sent for."""
@@ -30,11 +36,41 @@ Found: TypeAlias = set[tuple[str, bytes]]
 MAIN_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 
 
+class References:
+    """How often each hash was announced in a place; without ``counts`` this filters nothing."""
+
+    def __init__(self, *, counts: bool) -> None:
+        self._counts = counts
+        self._of: Counter[tuple[Any, bytes]] = Counter()
+
+    def stored(self, place: Any, names: Iterable[bytes]) -> None:
+        """Count an announcement that the index has taken."""
+        if self._counts:
+            self._of.update((place, name) for name in names)
+
+    def removed(self, place: Any, names: Iterable[bytes]) -> Sequence[bytes]:
+        """Return which the index is to remove: those that nothing else has announced."""
+        passed = []
+        for name in names:
+            left = self._of.pop((place, name), 1) - 1
+            if left:
+                self._of[place, name] = left
+            else:
+                passed.append(name)
+        return passed
+
+    def clear(self) -> None:
+        """Forget all counts, with the index."""
+        self._of.clear()
+
+
 class LLMDIndex:
     """One engine's part of llm-d's index. ``block_tokens``: its own block size."""
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, *, counts: bool) -> None:
         self._block_tokens = block_tokens
+        self.counts = counts
+        self._references = References(counts=counts)
         self._block_of: dict[bytes, tuple[int, ...]] = {}  # by hash: all tokens up to its end
         self._entries: dict[tuple[int, ...], set[tuple[str, int | None]]] = {}
 
@@ -45,11 +81,13 @@ class LLMDIndex:
             if kind == "BlockStored":
                 self._store(event)
             elif kind == "BlockRemoved":
-                for name in event.block_hashes:
-                    self._remove(name, (_medium(event), event.group_idx))
+                place = (_medium(event), event.group_idx)
+                for name in self._references.removed(place, event.block_hashes):
+                    self._remove(name, place)
             else:
                 assert kind == "AllBlocksCleared", kind
                 self._entries.clear()
+                self._references.clear()
 
     def found(self, group: int | None = 0) -> Found:
         """Return what it would send requests for, in one group."""
@@ -79,6 +117,8 @@ class LLMDIndex:
         elif not tokens:
             known = self._block_of
             blocks = [known[name] for name in event.block_hashes if name in known]
+        if blocks:
+            self._references.stored(place, event.block_hashes)
         for block in blocks:
             self._entries.setdefault(block, set()).add(place)
 
@@ -96,8 +136,10 @@ class LLMDIndex:
 class DynamoIndex:
     """One worker's part of Dynamo's indexes. ``block_tokens``: its own block size."""
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, *, counts: bool) -> None:
         self._block_tokens = block_tokens
+        self.counts = counts
+        self._references = References(counts=counts)
         self._kinds: dict[int, str] = {}  # by group, as learnt
         self._edges: dict[str, dict[bytes, tuple[bytes | None, tuple[int, ...]]]] = {}
 
@@ -107,6 +149,7 @@ class DynamoIndex:
             kind = type(event).__name__
             if kind == "AllBlocksCleared":
                 self._edges.clear()
+                self._references.clear()
             elif self._is_taken(event):
                 if kind == "BlockStored":
                     self._store(event)
@@ -139,14 +182,25 @@ class DynamoIndex:
             if len(tokens) < size:
                 return
             edges.setdefault(name, (parent, tokens))
+            self._references.stored(_medium(event), [name])
             parent = name
 
     def _remove(self, event: Any) -> None:
         edges = self._edges.get(_medium(event), {})
-        for name in event.block_hashes:
+        for name in self._references.removed(_medium(event), event.block_hashes):
             if edges.pop(name, None) is None:
                 return
 
 
 def _medium(event: Any) -> str:
     return event.medium or "GPU"
+
+
+def routers_of(block_tokens: int) -> dict[str, LLMDIndex | DynamoIndex]:
+    """Return both routers with and without their filter, by what a message may call them."""
+    return {
+        "llm-d": LLMDIndex(block_tokens, counts=False),
+        "llm-d, which counts": LLMDIndex(block_tokens, counts=True),
+        "Dynamo": DynamoIndex(block_tokens, counts=False),
+        "Dynamo, which counts": DynamoIndex(block_tokens, counts=True),
+    }

@@ -1,0 +1,81 @@
+"""Wakes an idle engine every few seconds, so that what happens in its tiers reaches people.
+
+With no request left, vLLM's engine waits for the next one: what a tier lost or broke meanwhile
+would be told with that, by an event, a gauge or a line in the log. vLLM has a message that only
+wakes its loop. The loop then asks the connector whether there is anything to step for
+(``KVTierManager.has_pending_work``), and goes on waiting if there is not.
+
+Only an engine in a process of its own has such a loop. One that runs inside of its caller's
+program steps when the program has it step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
+
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine.core import EngineCoreProc
+
+from kvtier.plugin_api.threads import daemon_thread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WAKE_S: Final = 2.0
+"""Between two looks of an idle engine at its tiers."""
+
+_MESSAGE: Final = (EngineCoreRequestType.WAKEUP, None)
+_hooking = threading.Lock()
+
+
+class Waker:
+    """Wakes one engine while it waits for requests."""
+
+    def __init__(self, engine: EngineCoreProc) -> None:
+        self._queue = engine.input_queue
+        self._waits = threading.Event()
+        daemon_thread(self._run, "kvtier-idle").start()
+
+    def waits(self) -> None:
+        """Note that the engine may wait now."""
+        self._waits.set()
+
+    def goes_on(self) -> None:
+        """Note that it does not wait any more."""
+        self._waits.clear()
+
+    def _run(self) -> None:
+        while self._waits.wait():
+            time.sleep(WAKE_S)
+            if self._waits.is_set() and self._queue.empty():
+                self._queue.put_nowait(_MESSAGE)
+
+
+def wake_idle_engines() -> None:
+    """Have each engine of this process woken while it waits. Once a process."""
+    with _hooking:
+        if not hasattr(EngineCoreProc.has_work, "__wrapped__"):
+            EngineCoreProc.has_work = _woken(EngineCoreProc.has_work)
+
+
+def _woken(real: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Note what vLLM's loop finds: with no work, it waits for a message."""
+    wakers: WeakKeyDictionary[Any, Waker] = WeakKeyDictionary()
+
+    @wraps(real)
+    def has_work(engine: Any) -> bool:  # noqa: ANN401 - vLLM has no stubs
+        waker = wakers.get(engine)
+        if waker is None:
+            waker = wakers[engine] = Waker(engine)
+        found = real(engine)
+        if found:
+            waker.goes_on()
+        else:
+            waker.waits()
+        return found
+
+    return has_work

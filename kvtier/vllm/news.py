@@ -1,0 +1,44 @@
+"""What an engine without requests has to step for: events, and tiers that are not as they were."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from kvtier.core.events import Event
+    from kvtier.engine.facade import SchedulerFacade
+
+LOOK_S: Final = 1.0
+"""Between two looks at the tiers: what changes all the time must not keep an engine stepping."""
+
+
+class News:
+    """What has happened since the engine last stepped. Scheduler thread only."""
+
+    def __init__(self, facade: SchedulerFacade) -> None:
+        self._facade = facade
+        self._events: list[Event] = []
+        self._tiers: object = None
+        self._looked_s = 0.0
+
+    def is_there(self, now: float) -> bool:
+        """Tell whether there is anything that a step would publish: events, gauges, counters."""
+        self._events += self._facade.take_events()
+        if self._events:
+            return True
+        if now - self._looked_s < LOOK_S:
+            return False
+        self._looked_s = now
+        before, self._tiers = (
+            self._tiers,
+            [
+                (tier.breaker, tier.connection, tier.counts)
+                for tier in self._facade.statistics().tiers
+            ],
+        )
+        return before is not None and before != self._tiers
+
+    def take_events(self) -> list[Event]:
+        """Return all events that nobody has taken yet."""
+        events, self._events = self._events, []
+        return [*events, *self._facade.take_events()] if events else self._facade.take_events()
