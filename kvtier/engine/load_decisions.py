@@ -83,7 +83,7 @@ class LoadDecisions:
         self.counts = counts
         self._log = log
         self._names = [tier.name for tier in config.tiers]
-        self._is_on = config.load_or_recompute == "auto" and bool(config.tiers)
+        self._is_on = config.load_policy == "auto" and bool(config.tiers)
         self._speed = PrefillSpeed(config.prefill_tokens_per_s)
         self._queue = EngineQueue()
         self._costs: dict[int, LoadCost] = {}

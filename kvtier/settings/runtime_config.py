@@ -33,7 +33,7 @@ _NO_BACKPRESSURE: Final = (
 
 Locality: TypeAlias = Literal["LOCAL", "REMOTE"]
 OffloadPolicy: TypeAlias = Literal["chunk_level", "request_level"]
-LoadOrRecompute: TypeAlias = Literal["auto", "load"]
+LoadPolicy: TypeAlias = Literal["auto", "always"]
 OnReset: TypeAlias = Literal["new_generation", "keep"]
 OnUnusable: TypeAlias = Literal["refuse", "start_without"]
 
@@ -208,10 +208,10 @@ class RuntimeConfig:
         "keys remembered as present in a tier, for which it need not be probed; about 170 bytes "
         "each",
     )
-    load_or_recompute: LoadOrRecompute = option.text(
-        "load",
-        '`"load"` loads all that tiers have; `"auto"` computes what would take longer to load',
-        choices=get_args(LoadOrRecompute),
+    load_policy: LoadPolicy = option.text(
+        "auto",
+        '`"auto"` computes what would take longer to load; `"always"` loads all that tiers have',
+        choices=get_args(LoadPolicy),
     )
     prefill_tokens_per_s: float | None = option.number(
         None,

@@ -111,6 +111,7 @@ def run_engine(folder: Path, tier: DemoTier, names: Sequence[str]) -> dict[str, 
                 "spec_module_path": "kvtier.vllm",
                 "cpu_bytes_to_use": CPU_BYTES,
                 "on_reset": "keep",  # it empties DRAM, and the weights stay the same
+                "load_policy": "always",  # so small a model may be quicker than the tier
                 "secondary_tiers": [tier.entry],
             },
         }

@@ -87,6 +87,7 @@ class Places:
             "spec_module_path": "kvtier.vllm",
             "cpu_bytes_to_use": DRAM_BLOCKS * BLOCK_BYTES,
             "offload_prompt_only": False,
+            "load_policy": "always",  # a fault that nobody meets shows nothing
             # Weights are changed with the first only; a kept generation is read more often.
             "on_reset": ("new_generation", "keep")[self.seed % 2],
             "secondary_tiers": [{**known[tier], **limits} for tier in tiers],

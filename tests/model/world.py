@@ -164,7 +164,7 @@ class World:
             breaker_failures_max=shape.breaker_failures_max,
             breaker_pause_s=1.0,
             breaker_pause_s_max=4.0,
-            load_or_recompute="auto",
+            load_policy="auto",
             prefill_tokens_per_s=shape.prefill_tokens_per_s,
         )
         self.memory = SlotMemory.anonymous(shape.slot_count, shape.block_bytes)

@@ -208,7 +208,7 @@ def vllm_config(shape: Shape, folder: Path) -> VllmConfig:
         "cpu_bytes_to_use": (shape.slots + _header_rows(row)) * row,
         "blocks_per_chunk": shape.blocks_per_chunk,
         "eviction_policy": shape.eviction_policy,
-        "load_or_recompute": "auto" if shape.decides else "load",
+        "load_policy": "auto" if shape.decides else "always",
         "canonical_layout": shape.canonical,
         "on_reset": "keep" if shape.keeps and not shape.updates else "new_generation",
         "offload_prompt_only": shape.prompts_only,

@@ -63,7 +63,7 @@ class Shape:
     adapters: int = 0  #: of LoRA, of which a request may have one
     samples_max: int = 1  #: of one prompt: vLLM makes a request of each
     prompts_only: bool = True  #: no KV of outputs is offloaded
-    decides: bool = False  #: ``load_or_recompute: "auto"``
+    decides: bool = False  #: ``load_policy: "auto"``
     events: bool = False  #: routers listen, see ``listening.py``
     options: tuple[tuple[str, Any], ...] = ()  #: more of kvtier's and vLLM's
     names: int = 1000  #: request ids to choose from: few are used again soon

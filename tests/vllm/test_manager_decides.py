@@ -8,7 +8,7 @@ from vllm.v1.kv_offload.base import LookupResult
 from tests.vllm.support.stepped_manager import SteppedManager, context, keys, stepped
 
 FS = {"type": "fs", "root_dir": "/nowhere"}
-AUTO = {"load_or_recompute": "auto", "prefill_tokens_per_s": 1000.0, "on_reset": "keep"}
+AUTO = {"load_policy": "auto", "prefill_tokens_per_s": 1000.0, "on_reset": "keep"}
 
 
 def teach(played: SteppedManager, seconds: float) -> None:

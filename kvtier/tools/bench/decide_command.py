@@ -1,4 +1,4 @@
-"""``kvtier bench decide``: how well ``"load_or_recompute": "auto"`` chooses.
+"""``kvtier bench decide``: how well ``"load_policy": "auto"`` chooses.
 
 Three real engines take turns, in each cell, on the same prompts: one that always loads, one that
 always computes, and one that decides. What is compared is the time until the first token. Then

@@ -25,7 +25,6 @@ from kvtier.tools.bench.decide_plan import (
     AUTO,
     BLOCK_BYTES,
     BLOCK_TOKENS,
-    LOAD,
     POLICIES,
     RECOMPUTE,
 )
@@ -170,7 +169,7 @@ def _extra_config(policy: str, plan: Plan, rate_file: Path) -> dict[str, Any]:
         "cpu_bytes_to_use": int(HOST_FACTOR * host_blocks) * BLOCK_BYTES,
         "secondary_tiers": [] if policy == RECOMPUTE else [tier],
         "cascade_slots_fraction_max": 1.0,  # or one long prompt would not be stored to its end
-        "load_or_recompute": {LOAD: "load", RECOMPUTE: "load", AUTO: "auto"}[policy],
+        "load_policy": "auto" if policy == AUTO else "always",
         # The weights stay the same: what is in the tier is to be found after DRAM was emptied.
         "on_reset": "keep",
     }

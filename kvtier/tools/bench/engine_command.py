@@ -40,7 +40,11 @@ if TYPE_CHECKING:
     from kvtier.tools.cli.terminal import Progress
 
 SPEC_OF: Final = {
-    KVTIER: {"spec_name": "KVTierOffloadingSpec", "spec_module_path": "kvtier.vllm"},
+    KVTIER: {
+        "spec_name": "KVTierOffloadingSpec",
+        "spec_module_path": "kvtier.vllm",
+        "load_policy": "always",  # as vLLM does: it is loading that is compared
+    },
     VLLM: {
         "spec_name": "VLLMTieringOnCPUSpec",
         "spec_module_path": "kvtier.tools.bench.vllm_spec",

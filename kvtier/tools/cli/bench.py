@@ -2,7 +2,7 @@
 
 ``ops`` times each call on the scheduler thread: both managers in one process,
 on the same keys. ``engine`` runs the real vLLM engine on the CPU with either.
-``decide`` measures how well ``"load_or_recompute": "auto"`` chooses, in that engine.
+``decide`` measures how well ``"load_policy": "auto"`` chooses, in that engine.
 ``disk`` measures the disk tier beside vLLM's fs tier, and beside the bare disk.
 ``backends`` measures redis, s3, mooncake and fs tiers beside the plain client library
 on the same server, and ``compression`` what compressing blocks gains. ``start`` measures what an

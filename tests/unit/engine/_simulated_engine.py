@@ -63,7 +63,7 @@ class _Request:
 
 
 class SimulatedEngine:
-    """``policy``: of ``load_or_recompute``, or ``"recompute"`` for an engine without tiers."""
+    """``policy``: the ``load_policy``, or ``"recompute"`` for an engine without tiers."""
 
     def __init__(self, policy: str, block_s: float) -> None:
         """``block_s``: what the tier takes for a block; it may be changed, ``HANGS`` included."""
@@ -71,7 +71,7 @@ class SimulatedEngine:
         self._recomputes = policy == "recompute"
         self._story = Story(
             slots=4096,
-            load_or_recompute="load" if self._recomputes else policy,
+            load_policy="always" if self._recomputes else policy,
             on_reset="keep",
             backend_traits=BackendTraits(4, 4),
         )

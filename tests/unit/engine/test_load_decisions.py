@@ -32,7 +32,6 @@ class Decided(Story):
     def __init__(self, block_s: float | None, **settings: Any) -> None:
         options = {
             "slots": 128,
-            "load_or_recompute": "auto",
             "prefill_tokens_per_s": SPEED,
             "on_reset": "keep",
             **settings,
@@ -130,7 +129,7 @@ def test_a_preempted_request_is_decided_for_anew() -> None:
 
 
 def test_with_load_as_its_setting_nothing_is_decided() -> None:
-    story = Decided(block_s=0.1, load_or_recompute="load")
+    story = Decided(block_s=0.1, load_policy="always")
     assert story.look_up() == [FILLING] * LENGTH
     assert not story.facade.decides_loads
     assert story.counts.loads_decided == 0

@@ -253,5 +253,6 @@ def kvtier_config(**options: Any) -> dict[str, Any]:
         "spec_name": "KVTierOffloadingSpec",
         "spec_module_path": "kvtier.vllm",
         "cpu_bytes_to_use": 64 << 20,
+        "load_policy": "always",
         **options,
     }
