@@ -72,7 +72,10 @@ class Cascades:
         if not holes:  # as it mostly is
             return batch
         kept: Batch = ([], [])
-        for key, slot, before in zip(*batch, self._before(request, batch[0]), strict=True):
+        rows = list(zip(*batch, self._before(request, batch[0]), strict=True))
+        if self._are_chains:  # a hole that is filled now is none for what follows on it
+            rows = self._prefixes.from_head_to_tail(request, rows)
+        for key, slot, before in rows:
             if holes.includes(before):
                 holes.put_off(key, PutOff(request, before, is_admitted=False))
             else:

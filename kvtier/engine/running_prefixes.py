@@ -187,6 +187,19 @@ class RunningPrefixes:
                     before[number] = order[at - 1] if at else None
         return before
 
+    def from_head_to_tail(
+        self, request: RequestId, rows: list[tuple[Key, int, Key | None]]
+    ) -> list[tuple[Key, int, Key | None]]:
+        """Return rows in the order in which their keys, the first of each, are in their request.
+
+        Keys that nobody has reported go last.
+        """
+        prefix = self._prefix_of.get(request)
+        if prefix is None:
+            return rows
+        place = prefix.known_place()
+        return sorted(rows, key=lambda row: place.get(row[0], len(place)))
+
     def begin_eviction(self, victims: Collection[Key]) -> bool:
         """Tell whether any of the victims may belong to a running request."""
         self._evictions += 1

@@ -88,9 +88,10 @@ class GpuRules(LookupRules):
         before = dict(world.states)
         counts = world.primary.counts
         dropped = counts.stores_dropped
-        is_later_better = self._would_cost_what_waits(request.name, keys)
         world.in_order(schedule)
         grant = world.facade.prepare_store(keys, request.name, order=self._order(request))
+        # What is here already is put off before it is decided, and nothing changes afterwards.
+        is_later_better = grant is None and self._would_cost_what_waits(request.name, keys)
         if counts.stores_dropped > dropped and not schedule and not is_later_better:
             self._assert_nothing_can_be_evicted(keys)
         if grant is None:

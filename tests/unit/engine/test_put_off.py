@@ -50,6 +50,30 @@ def test_a_prompt_that_was_cut_off_at_half_is_whole_after_a_quiet_second() -> No
     assert story.facade.statistics().primary.pinned_slots == 0
 
 
+def test_what_completes_from_tail_to_head_is_put_off_as_a_whole() -> None:
+    """The GPU's stores end in any order: the last block follows on one that follows on a hole."""
+    story, keys = Story(**HALF), keys_of(8)
+    story.facade.on_request_started("r")
+    store_more(story, keys[:6], order=RequestOrder(0, tuple(keys)))
+    grant = story.facade.prepare_store(keys[6:], "r")
+    assert grant is not None
+    story.facade.complete_store(grant.keys[::-1], "r")
+    assert holes(story) == set(keys[4:])
+    assert stored(story) == keys
+
+
+def test_a_lost_block_that_comes_again_is_no_hole_for_those_that_come_with_it() -> None:
+    story, keys = Story(**HALF), keys_of(4)
+    story.facade.on_request_started("r")
+    store_more(story, keys[:1], success=False, order=RequestOrder(0, tuple(keys)))
+    assert holes(story) == set(keys[:1])
+    grant = story.facade.prepare_store(keys, "r")
+    assert grant is not None
+    story.facade.complete_store(grant.keys[::-1], "r")
+    assert holes(story) == set()
+    assert stored(story) == keys
+
+
 def test_what_comes_while_something_waits_is_stored_behind_it() -> None:
     story, keys = Story(**HALF), keys_of(8)
     story.facade.on_request_started("r")
