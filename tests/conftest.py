@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import structlog.dev
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 from tests.support.starvation import Starvation
 
@@ -26,6 +27,10 @@ settings.register_profile(
     "kvtier", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("kvtier")
+
+# Hypothesis also draws the constants of all modules of ours that are loaded: a new literal
+# anywhere, or a test that ran before, would have the gate play other stories than were proven.
+providers._get_local_constants = lambda: providers._local_constants
 
 # structlog has rich draw a traceback where rich is installed: with all variables, for half a second
 # each. Tests log hundreds.
