@@ -286,7 +286,7 @@ class TierLink(Actor):
             self._arrived_late(job, outcomes)
         else:
             self._end_promotion(job, outcomes)
-        self._send_waiting(transfers)
+        self._send_all()  # a place is free, for either kind
         self._ask_again()
 
     def _arrived_late(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:

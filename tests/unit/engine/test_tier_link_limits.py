@@ -117,6 +117,22 @@ def test_what_is_in_flight_is_told_by_its_kind() -> None:
     assert (seen.probes_in_flight, seen.promotion_slots, seen.cascade_slots) == (0, 0, 0)
 
 
+def test_the_end_of_a_load_makes_room_for_a_store_and_the_other_way_round() -> None:
+    story, (key,) = story_of_a_tier(jobs_in_flight_max=1)
+    promote(story, key)
+    (first,) = keys_of(1, b"s")
+    cascade(story, [first])
+    assert pending(story).keys == (key,)
+    assert story.answer_batch().keys == (key,)
+    assert pending(story).keys == (first,), "it does not wait for the next step"
+    story.facade.on_request_finished("r")
+    primary = story.runtime.primary
+    other = next(each for each in keys_of(8, b"n") if primary.slot_of(each) is None)
+    promote(story, other)
+    assert story.answer_batch().keys == (first,)
+    assert pending(story).keys == (other,)
+
+
 # --- the breaker ---
 
 
