@@ -175,6 +175,8 @@ class Probes:
     def pass_time(self, now: float) -> None:
         """Answer for the tier where it is late, or where somebody has waited for long enough."""
         self._now = now
+        if self._under_way.is_idle and not self._waiting:  # as it is at most steps
+            return
         late, is_stalled = self._under_way.pop_late(now)
         for number in late:
             self._lose(number)

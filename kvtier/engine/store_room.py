@@ -50,7 +50,7 @@ class StoreRoom:
         self._primary = primary
         self._full_until = 0.0
         self._again_from = 0.0
-        self._has_put_off = self._has_asked = False
+        self.has_put_off = self._has_asked = False
 
     def meet(self, traits: BackendTraits) -> None:
         """Learn what the tier's backend is."""
@@ -73,7 +73,7 @@ class StoreRoom:
             self.drop(blocks)
         elif blocks.keys:
             self._counts.cascades_put_off += len(blocks.keys)
-            self._has_put_off = True
+            self.has_put_off = True
             self._primary.post(
                 m.CascadePutOff(
                     self._number, blocks.request, blocks.keys, blocks.slots, blocks.epoch
@@ -126,12 +126,12 @@ class StoreRoom:
     def ask_again(self, now: float) -> None:
         """Ask for what was put off, if there is any, and room. The tier must take stores now."""
         room = self._slots_max - self.slots
-        if self._has_put_off and not self._has_asked and room > 0 and now >= self._again_from:
-            self._has_asked, self._has_put_off = True, False
+        if self.has_put_off and not self._has_asked and room > 0 and now >= self._again_from:
+            self._has_asked, self.has_put_off = True, False
             self._primary.post(m.StoresWanted(self._number, room))
 
     def offered(self, message: m.StoresOffered) -> None:
         """Learn whether there is more of what was put off."""
         self._has_asked = False
-        self._has_put_off |= not message.is_all
+        self.has_put_off |= not message.is_all
         self._counts.cascades_dropped += message.lost

@@ -75,9 +75,11 @@ class TierHealth:
 
     def end_pauses(self) -> None:
         """Go on once the pause of a breaker is over."""
-        for breaker in self._breakers.values():
+        pausing = [each for each in self._breakers.values() if each.state is BreakerState.OPEN]
+        for breaker in pausing:
             breaker.pass_time(self._now)
-        self.tell_usable()
+        if pausing:
+            self.tell_usable()
 
     def succeeded(self, work: Work) -> None:
         """Note that the tier did some work."""

@@ -114,6 +114,7 @@ class TierLink(Actor):
         self._room = StoreRoom(number, config, self.counts, self._relay, primary)
         self._abandoned_slots = 0
         self._now = 0.0
+        self._was_idle = True  # at the last Tick
         super().__init__(f"link:{config.tiers[number].name}", self._all_handlers())
 
     def _all_handlers(self) -> dict[type[Any], Callable[[Any], None]]:
@@ -226,7 +227,7 @@ class TierLink(Actor):
                 return
 
     def _ask_again(self) -> None:
-        if self._takes(Work.STORE):
+        if self._room.has_put_off and self._takes(Work.STORE):
             self._room.ask_again(self._now)
 
     def _takes(self, work: Work) -> bool:
@@ -313,28 +314,32 @@ class TierLink(Actor):
         if not self._is_told:
             self._tell_generation()
         self._probes.pass_time(self._now)
+        is_idle = self._loads.is_idle and self._stores.is_idle
+        looks, self._was_idle = not (is_idle and self._was_idle), is_idle  # at the end once more
+        if looks:
+            self._look()
+        self._uses.send(self._now)
+        self._contents.pass_time(self._now)
+        self._relay.go_on()
+        self._health.end_pauses()
+        if looks:
+            self._send_all()
+            self._tell_cost()
+        self._ask_again()
+
+    def _look(self) -> None:
+        """Wait no longer for what the tier is late with, and learn from what has ended."""
         for transfers in (self._loads, self._stores):
-            self._give_up_late(transfers)
+            late, is_stalled = transfers.lose_late(self._now)
+            self.counts.jobs_timed_out += len(late)
+            for job in late:
+                self._lose(job)
+            self._health.late(transfers.work, len(late), is_stalled=is_stalled)
             expected_s, took_s = transfers.times.pass_time(self._now)
             if transfers.work is Work.LOAD:
                 self.counts.load_expected_seconds += expected_s
                 self.counts.load_seconds += took_s
         self._cut_loads()
-        self._uses.send(self._now)
-        self._contents.pass_time(self._now)
-        self._relay.go_on()
-        self._health.end_pauses()
-        self._send_all()
-        self._ask_again()
-        self._tell_cost()
-
-    def _give_up_late(self, transfers: Transfers) -> None:
-        """Wait no longer for what the tier is late with."""
-        late, is_stalled = transfers.lose_late(self._now)
-        self.counts.jobs_timed_out += len(late)
-        for job in late:
-            self._lose(job)
-        self._health.late(transfers.work, len(late), is_stalled=is_stalled)
 
     def _cut_loads(self) -> None:
         """Let requests compute that have waited for long enough: no failure of the tier."""
@@ -489,10 +494,7 @@ class TierLink(Actor):
         )
 
     def _speeds(self) -> dict[str, TierSpeed]:
-        block_bytes = self._config.block_bytes
-        speeds = {
-            Work.PROBE: self._probes.speed(),
-            Work.LOAD: self._loads.times.speed(block_bytes),
-            Work.STORE: self._stores.times.speed(block_bytes),
-        }
+        speeds = {Work.PROBE: self._probes.speed()}
+        for transfers in (self._loads, self._stores):
+            speeds[transfers.work] = transfers.times.speed(self._config.block_bytes)
         return {NAMES[work]: speed for work, speed in speeds.items() if speed is not None}

@@ -84,12 +84,19 @@ class TransferTimes:
         return self._limit_s + self._allowance_s
 
     @property
+    def is_idle(self) -> bool:
+        """Whether the tier has nothing to do, and all that it has done is noted."""
+        return not (self.outstanding or self._ended)
+
+    @property
     def room(self) -> int:
         """How many more blocks the tier is to be given now; not above 0: it has enough."""
         return self.window - (self.outstanding - self._lost)
 
     def sent(self, job: Sent, now: float) -> None:
         """Note that a job is sent."""
+        if self.is_idle:  # then nobody looked
+            self._note_look(now)
         self.outstanding += job.size
         job.start(now, self.outstanding)
         expected_s = self._estimate.seconds(self.outstanding) or 0.0
@@ -125,7 +132,10 @@ class TransferTimes:
         self.outstanding = self._lost = 0
 
     def pass_time(self, now: float) -> tuple[float, float]:
-        """Learn from what has ended; return what that was expected to take, and what it took."""
+        """Learn from what has ended; return what that was expected to take, and what it took.
+
+        While it is idle, this need not be called.
+        """
         expected_s = took_s = 0.0
         self._note_look(now)
         for job, at in self._ended:

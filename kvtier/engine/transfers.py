@@ -34,6 +34,11 @@ class Transfers:
         self._job_blocks_max = config.job_blocks_max
 
     @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits and nothing is at the tier, and all that has ended is noted."""
+        return self._under_way.is_idle and not self.waiting
+
+    @property
     def watched(self) -> frozenset[int]:
         """The numbers of the jobs that would be noticed to be late."""
         return self._under_way.watched

@@ -23,6 +23,11 @@ class UnderWay:
         self._watch = StallWatch()
 
     @property
+    def is_idle(self) -> bool:
+        """Whether the tier has nothing to do, and all that it has done is noted."""
+        return self.times.is_idle
+
+    @property
     def watched(self) -> frozenset[int]:
         """The numbers of the work that would be noticed to be late."""
         return self._watch.watched
