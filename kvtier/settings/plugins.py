@@ -57,7 +57,7 @@ def make_backend(config: TierConfig, context: BackendContext) -> Backend:
     try:
         backend: Backend = found.from_options(config.options, context)
     except ConfigError as refusal:
-        if _is_trouble(refusal.__cause__):
+        if is_storage_trouble(refusal.__cause__):
             raise StorageUnusable(str(refusal)) from refusal
         raise
     except (OSError, StoreFault) as trouble:
@@ -85,13 +85,13 @@ def check_keys(tiers: Iterable[TierConfig], block_bytes: int) -> None:
         try:
             call.result()
         except ConfigError as refusal:
-            if not _is_trouble(refusal.__cause__):
+            if not is_storage_trouble(refusal.__cause__):
                 raise
         except (OSError, StoreFault):
             continue
 
 
-def _is_trouble(cause: BaseException | None) -> bool:
+def is_storage_trouble(cause: BaseException | None) -> bool:
     """Tell whether this is what storage says that is in trouble, and not of a wrong setting."""
     if isinstance(cause, OSError):
         return cause.errno not in _MISTAKES

@@ -14,6 +14,7 @@ import os
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,8 +23,15 @@ from kvtier.plugin_api.admission_policy import AdmissionContext
 from kvtier.plugin_api.backend import BackendContext, Namespace
 from kvtier.plugin_api.options import shown
 from kvtier.plugin_api.slot_memory import machine_memory_bytes
+from kvtier.plugin_api.threads import BoundedCall
 from kvtier.settings.extra_config import WHERE, cpu_bytes_to_use, read_settings
-from kvtier.settings.plugins import backend_class, lasting_tiers, make_admission, make_policy
+from kvtier.settings.plugins import (
+    backend_class,
+    is_storage_trouble,
+    lasting_tiers,
+    make_admission,
+    make_policy,
+)
 from kvtier.settings.runtime_config import ADMIT_ALL, TierConfig
 from kvtier.settings.secondary_tier import read_secondary_tier, refuse_behind_vllm
 from kvtier.settings.vllm_keys import VLLMKeys
@@ -61,6 +69,11 @@ class Findings:
     warned: list[str] = field(default_factory=list)  #: an engine starts, and gets little of it
     not_checked: list[str] = field(default_factory=list)
     tiers: list[str] = field(default_factory=list)  #: one line a sound tier
+
+    @property
+    def count(self) -> int:
+        """How many refusals and warnings there are."""
+        return len(self.refused) + len(self.warned)
 
     def refuse(self, text: object) -> None:
         """Note a refusal, once."""
@@ -141,17 +154,32 @@ def _check_weights(
             "whether the model's weights can be told from others: give --model"
         )
         return
-    reason = why_out_of_sight(load_format, model)
-    path = Path(model)
-    if reason is None and load_format != NO_WEIGHTS and path.is_dir():
-        files = (file for file in path.rglob("*") if is_weight_file(file))
-        reason = None if next(files, None) else no_weight_files(path)
+    look = None
+    if silent_option({"model": model}) is None:
+        look = BoundedCall(partial(_why_nameless, model, load_format), "kvtier-model-check")
+    if look is None or not look.wait(LOOK_S_MAX):
+        findings.not_checked.append(
+            f"whether the model's weights can be told from others: the storage of {model} does not "
+            "answer"
+        )
+        return
+    reason = look.result()
     if reason is not None:
         findings.warned.append(
             f"nothing tells the weights of {model} from others ({reason}): neither a restart nor "
             f"another engine would find what {lasting} stores. Name the weights by the key "
             "weights_version, a name for each change of them."
         )
+
+
+def _why_nameless(model: str, load_format: str) -> str | None:
+    """Return why nothing tells a model's weights from others; None: something does."""
+    reason = why_out_of_sight(load_format, model)
+    path = Path(model)
+    if reason is None and load_format != NO_WEIGHTS and path.is_dir():
+        files = (file for file in path.rglob("*") if is_weight_file(file))
+        reason = None if next(files, None) else no_weight_files(path)
+    return reason
 
 
 def _is_vllms_with_kvtier(extra: Mapping[str, Any]) -> bool:
@@ -329,11 +357,8 @@ def _check_tiers(configs: list[TierConfig | None], block_bytes: int, findings: F
 
 def _check_tier(config: TierConfig, block_bytes: int, findings: Findings) -> str | None:
     """Look at one tier; return the place that it would use, if it has one."""
-    before = len(findings.refused)
-    _try(findings, lambda: make_policy(config.eviction_policy, 1))
-    if config.admission != ADMIT_ALL:
-        context = AdmissionContext(block_bytes=max(1, block_bytes), slot_count=1)
-        _try(findings, lambda: make_admission(config, context))
+    before = findings.count
+    _check_policies(config, block_bytes, findings)
     place: list[str | None] = []
     try:
         backend = backend_class(config.type)  # its import is not what may hang
@@ -343,21 +368,28 @@ def _check_tier(config: TierConfig, block_bytes: int, findings: Findings) -> str
 
     silent = silent_option(config.options)
     if silent is not None:
-        findings.refuse(
+        _note_trouble(
+            config,
             f"secondary tier {config.name}: {silent}={shown(config.options[silent])} has not "
             f"answered for {ANSWER_S_MAX:g} s: its storage hangs, or is very slow. Mend the "
-            "storage, or name another."
+            "storage, or name another.",
+            findings,
         )
         return None
 
-    def look() -> None:
-        context = BackendContext(block_bytes, Namespace(facts={}), config.name)
+    context = BackendContext(block_bytes, Namespace(facts={}), config.name)
+
+    def look_with(options: Mapping[str, Any]) -> None:
         try:
-            _each_refusal(
-                config.options,
-                lambda left: place.append(backend.check_options(left, context)),
-                findings,
-            )
+            place.append(backend.check_options(options, context))
+        except ConfigError as refused:
+            if not is_storage_trouble(refused.__cause__):
+                raise
+            _note_trouble(config, str(refused), findings)
+
+    def look() -> None:
+        try:
+            _each_refusal(config.options, look_with, findings)
         except Exception as error:  # noqa: BLE001 - a backend may raise anything
             findings.refuse(
                 f"secondary tier {config.name}: it can't be checked ({type(error).__name__}: "
@@ -368,14 +400,33 @@ def _check_tier(config: TierConfig, block_bytes: int, findings: Findings) -> str
     thread.start()
     thread.join(LOOK_S_MAX)
     if thread.is_alive():
-        findings.refuse(
+        _note_trouble(
+            config,
             f"secondary tier {config.name}: its storage does not answer within {LOOK_S_MAX:g} s "
-            f"({shown(dict(config.options))}). See to it, or name another."
+            f"({shown(dict(config.options))}). See to it, or name another.",
+            findings,
         )
-    elif len(findings.refused) == before:
+    elif findings.count == before:
         where = f" at {place[0]}" if place and place[0] else ""
         findings.tiers.append(f"{config.name}{where}")
     return place[0] if place else None
+
+
+def _check_policies(config: TierConfig, block_bytes: int, findings: Findings) -> None:
+    _try(findings, lambda: make_policy(config.eviction_policy, 1))
+    if config.admission != ADMIT_ALL:
+        context = AdmissionContext(block_bytes=max(1, block_bytes), slot_count=1)
+        _try(findings, lambda: make_admission(config, context))
+
+
+def _note_trouble(config: TierConfig, text: str, findings: Findings) -> None:
+    """Note that a tier's storage can't be used now, which not every engine refuses."""
+    if config.on_unusable == "start_without":
+        findings.warned.append(
+            f"{text} An engine starts without this tier, and takes it as soon as that is over."
+        )
+    else:
+        findings.refuse(text)
 
 
 def _read_tier(

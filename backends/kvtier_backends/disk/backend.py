@@ -63,11 +63,11 @@ from kvtier_backends.disk.log.index import BlockIndex
 from kvtier_backends.disk.log.index_bulk import BulkLoad
 from kvtier_backends.disk.log.regions import Budget, Regions, RegionState
 from kvtier_backends.disk.log.tables import Identity
-from kvtier_backends.disk.offline.inspection import fault_of_use
+from kvtier_backends.disk.offline.inspection import refuse_folder
 from kvtier_backends.disk.offline.purge_requests import answer_requests
 from kvtier_backends.disk.opened_files import NotAFile
 from kvtier_backends.incidents import IncidentLog, TierCounters
-from kvtier_backends.posix import PAGE_BYTES, fault_of_folder, filesystem_of
+from kvtier_backends.posix import PAGE_BYTES, filesystem_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -214,11 +214,8 @@ class DiskBackend(Backend):
     def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> str:
         """Check the options, and look at the folder and who uses it."""
         reader, given = read_options(options, context)
-        allowed = given.allow_world_writable
-        fault = fault_of_folder(given.path, allow_world_writable=allowed)
-        fault = fault or fault_of_use(given.path)
-        if fault is not None:
-            raise ConfigError(f"{reader.where}: path={shown(options['path'])} {fault}")
+        where = f"{reader.where}: path={shown(options['path'])}"
+        refuse_folder(given.path, where, allow_world_writable=given.allow_world_writable)
         if context.block_bytes:
             check_new_folder(reader, given, context)
         return os.path.realpath(given.path)

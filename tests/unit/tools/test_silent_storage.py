@@ -131,6 +131,25 @@ def test_a_check_of_a_configuration_ends_and_names_the_tier_and_the_folder(
     assert folder.waiting
 
 
+def test_a_check_of_a_model_whose_storage_hangs_ends_and_says_so(
+    folder: FuseFolder, tmp_path: Path
+) -> None:
+    config = {
+        "spec_name": "KVTierOffloadingSpec",
+        "spec_module_path": "kvtier.vllm",
+        "cpu_bytes_to_use": "1MiB",
+        "secondary_tiers": [{"type": "redis", "url": "redis://127.0.0.1:6379"}],
+    }
+    (tmp_path / "kv.json").write_text(json.dumps(config))
+    folder.hang("*")
+    model = str(folder.path / "model")
+    ended = run_over(folder, "check", str(tmp_path / "kv.json"), "--json", "-", "--model", model)
+    found = json.loads(ended.stdout)
+    assert (ended.returncode, found["refused"], found["warned"]) == (0, [], [])
+    assert f"the storage of {model} does not answer" in found["not_checked"][0]
+    assert folder.waiting
+
+
 def test_storage_that_answers_is_not_refused(
     folder: FuseFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ damaged only if it has stayed the same.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -39,6 +40,7 @@ from kvtier_backends.disk.format import (
 )
 from kvtier_backends.disk.offline.region_files import RegionFiles
 from kvtier_backends.disk.opened_files import NotAFile, open_file
+from kvtier_backends.posix import fault_of_folder
 
 if TYPE_CHECKING:
     from typing import Self
@@ -198,17 +200,26 @@ def user_of(path: str) -> User | None:
         os.close(descriptor)
 
 
-def fault_of_use(path: str) -> str | None:
-    """Return what keeps an engine from claiming the folder now, for a refusal."""
+def refuse_folder(path: str, where: str, *, allow_world_writable: bool) -> None:
+    """Raise ``ConfigError`` if an engine can't claim the folder now. ``where``: how it begins."""
+
+    def refuse(fault: str) -> ConfigError:
+        return ConfigError(f"{where} {fault}")
+
+    if fault := fault_of_folder(path, allow_world_writable=allow_world_writable):
+        raise refuse(fault)
     try:
         user = user_of(path)
     except NotAFile as problem:
-        return not_ours(problem)
+        raise refuse(not_ours(problem)) from None
     except OSError as problem:
-        return f"cannot be read ({problem.strerror}). Give this user the right to, or name another."
-    return (
-        None if user is None else f"is in use by {user}: stop that first, or name another folder."
-    )
+        raise refuse(
+            f"cannot be read ({problem.strerror}). Give this user the right to, or name another."
+        ) from problem
+    if user is not None:
+        raise refuse(
+            f"is in use by {user}: stop that first, or name another folder."
+        ) from BlockingIOError(errno.EAGAIN, "another engine has its lock")
 
 
 def refusal(path: str, problem: OSError) -> ConfigError:
