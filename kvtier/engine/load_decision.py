@@ -80,6 +80,11 @@ class Outlook(NamedTuple):
         known = ((self.costs.get(tier), count) for tier, count in counts.items())
         return max((cost.seconds(count) for cost, count in known if cost is not None), default=0.0)
 
+    def load_alone_s(self, counts: Mapping[int, int]) -> float:
+        """Return what such loads take once tiers have nothing else to do."""
+        alone = {tier: cost._replace(outstanding=0) for tier, cost in self.costs.items()}
+        return self._replace(costs=alone).load_s(counts)
+
     def spread(self) -> float:
         """Return how far off estimates of loads are at most, as a share of what they say."""
         return max((cost.spread for cost in self.costs.values()), default=0.0)

@@ -83,6 +83,7 @@ class LoadDecisions:
         self.counts = counts
         self._log = log
         self._names = [tier.name for tier in config.tiers]
+        self._wait_timeout_s = config.wait_timeout_s
         self._is_on = config.load_policy == "auto" and bool(config.tiers)
         self._speed = PrefillSpeed(config.prefill_tokens_per_s)
         self._queue = EngineQueue()
@@ -139,6 +140,7 @@ class LoadDecisions:
             kept = self._decided(runs, cut, request, outlook)
             end = sum(run.length for run in runs)
             self._decline(keys[kept:end], request)
+            self._have_wait_for_room(cut, request, outlook)
         first, end = (place.first_token + each * place.chunk_tokens for each in (kept, len(keys)))
         self._queue.add(request, cut, rates.seconds(first, end), outlook, now)
 
@@ -201,6 +203,15 @@ class LoadDecisions:
             counts.recomputes_decided += 1
         self._note(tier, cut)
         return cut.keys
+
+    def _have_wait_for_room(self, cut: Cut, request: Request, outlook: Outlook) -> None:
+        """Have it wait for slots that others hold, as long as it would have computed meanwhile."""
+        if self._promotions.leases_of(request.search.request):
+            return  # it waits for some already, since before estimates were known
+        wait_s = outlook.computed_s + cut.saved_s - outlook.load_alone_s(dict(cut.counts))
+        if cut.blocks and wait_s > 0:
+            until = self._promotions.now + min(wait_s, self._wait_timeout_s)
+            request.wait_for_room(cut.blocks, until)
 
     def _decline(self, keys: Sequence[Key], request: Request) -> None:
         declined = [key for key in keys if key not in self._slot_of]

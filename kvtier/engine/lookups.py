@@ -39,6 +39,7 @@ class LookedUp(NamedTuple):
 
     hits: frozenset[Key]
     misses: frozenset[Key]
+    slots_wanted: int  #: that it waits for before it loads
 
 
 class Lookups:
@@ -83,7 +84,7 @@ class Lookups:
     def audit(self) -> dict[RequestId, LookedUp]:
         """Return which keys count as what, by request. For tests and diagnosis: it costs O(n)."""
         return {
-            name: LookedUp(frozenset(each.hits), frozenset(each.misses))
+            name: LookedUp(frozenset(each.hits), frozenset(each.misses), each.room_wanted)
             for name, each in self.requests.items()
         }
 
@@ -128,8 +129,9 @@ class Lookups:
         key, request = message.lookup.key, self.requests[message.lookup.request]
         state = self._go_on(self._find(key, request.search), key, request)
         if state is None:
-            self.counts.promotions_refused += 1
-            state = ABSENT
+            waits = request.room_wanted > 0
+            self.counts.promotions_refused += not waits
+            state = BlockState.PROBING if waits else ABSENT
         self.reply(state)
 
     def lookup_prefix(self, message: m.LookupPrefix) -> None:
@@ -193,11 +195,16 @@ class Lookups:
             return ABSENT
         if tier == ASKING:
             return BlockState.PROBING
+        if request.room_wanted and self._promotions.lets_wait(request):
+            self.counts.requests_waited += request.begin_to_wait()
+            return BlockState.PROBING
         if not self._promotions.has_room():
             self.counts.promotions_refused += 1
             return ABSENT
         if not self._slots.free_count():
             return None
+        if request.room_wanted:
+            request.stop_waiting()
         self.directory.stop_probing((key,))
         slot = self._slots.allocate_for_tier(key, tier)
         self._promotions.start(key, slot, request.search.request, tier)

@@ -8,6 +8,8 @@ that a reserve stays for stores.
 
 # Invariant: a slot is in at most one promotion job of at most one link.
 #            Checked: start, _ended, p3_a_slot_that_is_written_has_one_writer_and_no_reader.
+# Invariant: a request that waits for room leases nothing, so no two wait for one another.
+#            Checked: lets_wait, p11_who_waits_for_room_holds_none.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from kvtier.engine.requests import Request
     from kvtier.engine.slot_table import SlotTable
     from kvtier.plugin_api.keys import Key, RequestId
 
@@ -70,6 +73,20 @@ class Promotions:
     def has_room(self) -> bool:
         """Tell whether one more promotion leaves the reserve for stores untouched."""
         return self.held_slots < self._slots_max
+
+    def lets_wait(self, request: Request) -> bool:
+        """Tell whether a request still waits until others let go of the slots that it needs."""
+        assert not self.leases_of(request.search.request), "who waits for room holds some"
+        if self.now >= request.room_until:
+            request.stop_waiting()
+        return self._available() < min(request.room_wanted, self._slots_max)
+
+    def _available(self) -> int:
+        """How many slots promotions might take, were no block of this step's lookups among them."""
+        slots = self._slots
+        leased = self.held_slots - len(slots.tier_fills)
+        loose = slots.ready_count() - len(slots.pins) - leased
+        return min(self.room(), slots.free_count() + max(0, loose))
 
     def room(self) -> int:
         """How many slots promotions may take beside those that they hold."""
@@ -178,6 +195,11 @@ class Promotions:
         if not self._leases:
             return []
         return [name for name, leases in self._leases.items() if leases.is_expired(self.now)]
+
+    def leases_of(self, request: RequestId) -> int:
+        """Return how many slots a request leases."""
+        leases = self._leases.get(request)
+        return 0 if leases is None else len(leases.slot_of)
 
     def tiers_asked_for(self, request: RequestId) -> set[int]:
         """Return the tiers that a request's blocks are to come from yet."""

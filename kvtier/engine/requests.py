@@ -18,12 +18,15 @@ class Request:
     __slots__ = (
         "_hits_counted",
         "_queries_counted",
+        "has_waited",
         "hits",
         "is_weighed",
         "misses",
         "patience_max_s",
         "patience_s",
         "reserved",
+        "room_until",
+        "room_wanted",
         "search",
         "sources",
     )
@@ -33,6 +36,9 @@ class Request:
         self.is_weighed = False  #: whether it is decided what it loads, and what it computes
         self.patience_s = NEVER  #: how long it waits for a load
         self.patience_max_s = NEVER  #: the same, for one that should take longer by now
+        self.has_waited = False  #: for room, in this wait
+        self.room_wanted = 0  #: how many slots it waits for; 0: it does not
+        self.room_until = 0.0  #: then it goes on with as many as there are
         self.reserved: int | None = None  #: tokens of the prefix reserved for it, if any
         self.sources: dict[Key, int] = {}  #: the tier that delivered the key to it
         # Invariant: a key is in one of these from its first lookup on, and never changes sides.
@@ -58,8 +64,24 @@ class Request:
         self.patience_s = seconds
         self.patience_max_s = at_most
 
+    def wait_for_room(self, slots: int, until: float) -> None:
+        """Note that it begins to load once promotions may take so many slots, or it is so late."""
+        self.has_waited = False
+        self.room_wanted = slots
+        self.room_until = until
+
+    def begin_to_wait(self) -> bool:
+        """Note that it waits for room; tell whether that is news."""
+        had, self.has_waited = self.has_waited, True
+        return not had
+
+    def stop_waiting(self) -> None:
+        """Note that it goes on with as many slots as there are."""
+        self.room_wanted = 0
+
     def end_reservation(self) -> None:
         """Let it reserve again, and be decided for anew."""
+        self.room_wanted = 0
         self.reserved = None
         self.is_weighed = False
         self.patience_s = self.patience_max_s = NEVER

@@ -145,6 +145,10 @@ OWN_PRIMARY_COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
         "blocks_declined",
         "Blocks that tiers have, as far as known, and that were recomputed as that is faster.",
     ),
+    "kvtier:primary_requests_waited": (
+        "requests_waited",
+        "Requests that waited for slots that others held, as that is faster than recomputing.",
+    ),
     "kvtier:prefill_expected_seconds": (
         "prefill_expected_seconds",
         "Time that steps which computed prompts were expected to take.",

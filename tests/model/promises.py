@@ -192,6 +192,13 @@ class Promises:
 
     @precondition(is_running)
     @invariant()
+    def p11_who_waits_for_room_holds_none(self) -> None:
+        audit = self.world.primary.audit()
+        waiting = {name for name, each in audit.looked_up.items() if each.slots_wanted}
+        assert waiting.isdisjoint(audit.promotions.leases)
+
+    @precondition(is_running)
+    @invariant()
     def p11_promoted_blocks_are_leased_until_their_request_has_read_them(self) -> None:
         world = self.world
         for key in world.leases:

@@ -65,12 +65,12 @@ class _Request:
 class SimulatedEngine:
     """``policy``: the ``load_policy``, or ``"recompute"`` for an engine without tiers."""
 
-    def __init__(self, policy: str, block_s: float) -> None:
+    def __init__(self, policy: str, block_s: float, *, slots: int = 4096) -> None:
         """``block_s``: what the tier takes for a block; it may be changed, ``HANGS`` included."""
         self.block_s = block_s
         self._recomputes = policy == "recompute"
         self._story = Story(
-            slots=4096,
+            slots=slots,
             load_policy="always" if self._recomputes else policy,
             on_reset="keep",
             backend_traits=BackendTraits(4, 4),
@@ -155,6 +155,9 @@ class SimulatedEngine:
             return True
         place = Place(0, CHUNK_TOKENS) if facade.decides_loads else None
         states = facade.lookup_states(keys, name, place)
+        while BlockState.ABSENT not in states[-1:] and len(states) < len(keys):
+            states.append(facade.lookup_state(keys[len(states)], name))  # with room made for it
+            states += facade.lookup_states(keys[len(states) :], name)
         found = list(takewhile(lambda state: state is not BlockState.ABSENT, states))
         if any(state is not BlockState.READY for state in found):
             return False

@@ -60,6 +60,18 @@ def test_deciding_is_as_good_as_the_better_choice() -> None:
     assert min(ratios) < 0.9, "tier and engine were never both used"
 
 
+@pytest.mark.parametrize(("slowness", "most"), [(0.05, 0.15), (0.5, 1.0)])
+def test_prompts_wait_for_host_memory_where_that_is_quicker(slowness: float, most: float) -> None:
+    """Two of eight find room at once. Computing the others would take ten times as long."""
+    times = {}
+    for policy in ("always", "auto"):
+        engine = SimulatedEngine(policy, slowness * COMPUTE_BLOCK_S, slots=300)
+        for number in range(PROMPTS):
+            engine.store(Prompt.of(number, 4000))
+        times[policy] = mean_s(engine, 4000, 8)
+    assert times["auto"] <= most * times["always"]
+
+
 @pytest.mark.parametrize("slowness", [20.0, HANGS])
 @pytest.mark.parametrize("clients", CLIENTS)
 def test_a_tier_that_becomes_slow_is_noticed(slowness: float, clients: int) -> None:
