@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from vllm.distributed import nixl_utils
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.p2p.session import client
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -475,6 +476,20 @@ def test_a_peer_that_no_longer_hears_is_connected_to_anew(monkeypatch: pytest.Mo
             assert not is_served(2)
         numbers = itertools.count(3)
         until(lambda: is_served(next(numbers)))
+
+
+def test_a_call_during_the_start_fixes_no_seed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM draws the seed of its block hashes last. vLLM's tier would go on telling another."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    monkeypatch.setattr(kv_cache_utils, "_NONE_HASH_SEED", None)
+    with peer() as played:
+        early = played.backend._tier._get_hash_seed()
+        monkeypatch.setattr(kv_cache_utils, "_NONE_HASH_SEED", "drawn")
+        assert played.backend._tier._get_hash_seed() == "drawn" != early
+        monkeypatch.setenv("PYTHONHASHSEED", "7")
+        assert played.backend._tier._get_hash_seed() == "7"
 
 
 # --- the door ---

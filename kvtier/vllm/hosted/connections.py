@@ -10,18 +10,27 @@ And where a peer isn't there, libzmq goes on trying without end, also for connec
 ended. The peer's next life would first hear from those, all under one name, of which it listens to
 one: maybe not to the one that is in use. So a connection is tried once, as vLLM expects (one that
 is refused it gives up at once), and what was to be sent over an ended one is dropped soon.
+
+vLLM's tier notes the seed of its engine's block hashes with its first connection, and compares it
+with the peer's. Here a peer may connect while the engine still starts, and has drawn no seed: one
+that was noted then would have every peer refused for as long as the engine lives.
 """
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Final
 
 import zmq
+from vllm.v1.core.kv_cache_utils import get_none_hash_seed
+
+from kvtier.vllm.sharing import SEED_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm.v1.kv_offload.tiering.p2p.control.zmq import ZmqConnection, ZmqTransport
+    from vllm.v1.kv_offload.tiering.p2p.manager import P2PSecondaryTierManager
 
 LAST_WORDS_MS: Final = 1000
 """How long an ended connection may take to send what it was given before."""
@@ -54,3 +63,13 @@ def _without_events(connection: ZmqConnection) -> Callable[[], None]:
         real()
 
     return close
+
+
+def note_no_seed_too_early(tier: P2PSecondaryTierManager) -> None:
+    """Have the tier look up the seed of the engine's block hashes for each connection."""
+    tier._get_hash_seed = _hash_seed  # noqa: SLF001 - as above
+
+
+def _hash_seed() -> str:
+    set_for_all = os.environ.get(SEED_VARIABLE)
+    return str(get_none_hash_seed()) if set_for_all is None else set_for_all
