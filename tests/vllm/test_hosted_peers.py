@@ -478,9 +478,7 @@ def test_a_peer_that_no_longer_hears_is_connected_to_anew(monkeypatch: pytest.Mo
         until(lambda: is_served(next(numbers)))
 
 
-def test_a_call_during_the_start_fixes_no_seed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_call_during_the_start_fixes_no_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM draws the seed of its block hashes last. vLLM's tier would go on telling another."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     monkeypatch.setattr(kv_cache_utils, "_NONE_HASH_SEED", None)
