@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import socket
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from vllm.distributed import nixl_utils
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.tiering.p2p.session import client
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.errors import ConfigError
@@ -88,9 +92,10 @@ def peer(
     slots: int = SLOTS,
     cascade_slots_fraction_max: float = 0.5,
     close_timeout_s: float = PATIENCE_S,
+    port: int | None = None,
     **own: Any,
 ) -> Iterator[Peer]:
-    port = free_port()
+    port = port or free_port()
     tier = {
         "type": "vllm",
         "tier": {"type": "p2p", "host": HOST, "port": port, **own},
@@ -417,6 +422,72 @@ def test_a_peer_that_is_not_there_costs_a_miss() -> None:
         gone = {"kv_request_id": "k", "remote_host": HOST, "remote_port": 1}
         with second.request([1], {"remote_kv_source": gone}) as context:
             assert find(second, [1], context, first) == []
+
+
+def test_a_peer_that_does_not_answer_is_told_of_no_slots() -> None:
+    """The tier would keep them for half a minute, in the hope that it does, and then for good."""
+    with socket.create_server((HOST, 0)) as mute, peer(promote_timeout_s=0.2) as second:
+        address = {"kv_request_id": "k", "remote_host": HOST, "remote_port": mute.getsockname()[1]}
+        with second.request([1, 2], {"remote_prefiller": address}) as context:
+            assert find(second, [1, 2], context, second) == []
+            assert quarantined(second) == 2
+        until(lambda: second.step() or not quarantined(second))
+        assert not second.backend._tier._sessions[f"{HOST}:{address['remote_port']}"].ready
+
+
+def test_slots_of_a_peer_that_was_restarted_at_once_come_back_without_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its address is never seen to be nobody's. So it is called, and is another process."""
+    monkeypatch.setattr(late_writes, "LOOK_S", 0.01)
+    monkeypatch.setattr(late_writes, "_listens", lambda _host, _port: True)
+    with peer(promote_timeout_s=0.2) as second:
+        with (
+            peer(close_timeout_s=GIVEN_UP_S) as first,
+            second.request([1], first.as_prefiller("k")) as context,
+        ):
+            assert find(second, [1], context, first) == []  # it has not been computed
+            assert "k" in first.backend._tier._kv_to_session
+        until(lambda: second.step() or not second.backend._jobs.under_way)
+        assert quarantined(second) == 1
+        with peer(port=first.port) as third:
+            both(second, third, lambda: not quarantined(second))
+
+
+def test_a_peer_that_no_longer_hears_is_connected_to_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's tier would send it the fetches of all later requests, too."""
+    monkeypatch.setattr(late_writes, "LOOK_S", 0.01)
+    monkeypatch.setattr(late_writes, "ANSWERS_S", 0.01)
+    with peer(close_timeout_s=GIVEN_UP_S) as first, peer() as second:
+
+        def is_served(number: int) -> int:
+            prefill(first, [number], f"k{number}")
+            return read(second, [number], first.as_prefiller(f"k{number}"), first)
+
+        assert is_served(1)
+        monkeypatch.setenv("VLLM_P2P_HANDSHAKE_TIMEOUT_S", "1")  # the old name may still be taken
+        session = second.backend._tier._sessions[f"{HOST}:{first.port}"]
+        monkeypatch.setattr(session._conn, "send", lambda _message: None)
+        with monkeypatch.context() as impatient:
+            impatient.setattr(client, "_LOAD_TIMEOUT_S", 0.0)
+            impatient.setattr(client, "_ABORT_ACK_TIMEOUT_S", 0.0)
+            impatient.setattr(late_writes, "PEERS_LOAD_S", 0.0)
+            impatient.setattr(late_writes, "UNANSWERED_S", 0.0)
+            assert not is_served(2)
+        numbers = itertools.count(3)
+        until(lambda: is_served(next(numbers)))
+
+
+def test_a_call_during_the_start_fixes_no_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM draws the seed of its block hashes last. vLLM's tier would go on telling another."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    monkeypatch.setattr(kv_cache_utils, "_NONE_HASH_SEED", None)
+    with peer() as played:
+        early = played.backend._tier._get_hash_seed()
+        monkeypatch.setattr(kv_cache_utils, "_NONE_HASH_SEED", "drawn")
+        assert played.backend._tier._get_hash_seed() == "drawn" != early
+        monkeypatch.setenv("PYTHONHASHSEED", "7")
+        assert played.backend._tier._get_hash_seed() == "7"
 
 
 # --- the door ---

@@ -25,6 +25,7 @@ from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import Backend, BackendTraits, Loaded, Outcome
 from kvtier.plugin_api.threads import DaemonThreads
 from kvtier.settings.hosted_tier import HostedOptions
+from kvtier.vllm.hosted.connections import end_well, note_no_seed_too_early
 from kvtier.vllm.hosted.jobs import HostedJobs, slots_in
 from kvtier.vllm.hosted.late_writes import Peers
 from kvtier.vllm.hosted.parent import Parent
@@ -108,6 +109,8 @@ class HostedBackend(Backend):
         self._peers: Peers | None = None
         if serves_peers(type(tier)):
             self._peers = Peers(tier, name)
+            end_well(tier._control)  # noqa: SLF001 - before it has any connection
+            note_no_seed_too_early(tier)
             self._jobs.also(Parent(tier, self, self._jobs, view).serve, self._takers.tell)
         self._steps: asyncio.Task[None] | None = None
         self._closing = DaemonThreads(1, f"kvtier-{name}-close")

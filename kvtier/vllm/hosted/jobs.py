@@ -160,6 +160,14 @@ class HostedJobs:
                 raise
         self._wanted.set()
 
+    async def step(self) -> None:
+        """Wait for the tier's next step."""
+        self._lookups += 1
+        try:
+            await self._next_step()
+        finally:
+            self._lookups -= 1
+
     def forget(self) -> None:
         """Note that no job is under way any more, however it ended."""
         self._waiting.clear()

@@ -11,7 +11,11 @@ What is taken for an end of it:
 - the peer has answered, without a break, for a minute since: what it had begun has ended.
 
 A peer of which nothing is known keeps them. How many there may be is bounded
-(``abandoned_slots_fraction_max``): beyond, the tier gets no more loads.
+(``abandoned_slots_fraction_max``): beyond, the tier gets no more loads. So that this ends without
+a request, too, a peer that listens and has no connection is called.
+
+A peer is told of slots only once it has answered. Until then no load is given to the tier, which
+would keep the slots for as long as it hopes for an answer.
 """
 
 from __future__ import annotations
@@ -20,10 +24,13 @@ import asyncio
 import socket
 from typing import TYPE_CHECKING, Any, Final
 
+from vllm.v1.kv_offload.base import ReqContext
+
 from kvtier.plugin_api.threads import DaemonThreads
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_offload.base import ReqContext
+    from collections.abc import Awaitable, Callable
+
     from vllm.v1.kv_offload.tiering.p2p.manager import P2PSecondaryTierManager
 
 LOOK_S: Final = 1.0
@@ -37,6 +44,9 @@ ANSWERS_S: Final = 60.0
 
 PEERS_LOAD_S: Final = 30.0
 """After this the tier gives a load up by itself, and what it reports is not the peer's word."""
+
+UNANSWERED_S: Final = 40.0
+"""After this the tier no longer hopes for an answer to that."""
 
 
 class Peers:
@@ -65,6 +75,13 @@ class Peers:
         names: dict[str, str] = self._tier._data._peer_nixl_names  # noqa: SLF001 - as above
         return names.get(address)
 
+    def call(self, host: str, port: Any) -> None:  # noqa: ANN401 - anybody's
+        """Have the tier connect to a peer, as for a request."""
+        source = {"kv_request_id": "kvtier-call", "remote_host": host, "remote_port": port}
+        context = ReqContext(req_id="kvtier-call", kv_transfer_params={"remote_kv_source": source})
+        self._tier.on_new_request(context)
+        self._tier.on_request_finished(context)
+
     async def listens(self, host: str, port: int) -> bool:
         """Tell whether something listens at an address; yes if that is not certain."""
         return await self._threads.run(lambda: _listens(host, port))
@@ -86,15 +103,40 @@ class Peer:
         self._agent = peers.agent(self._address)
         self._began_s = asyncio.get_running_loop().time()
 
-    def is_away(self) -> bool:
-        """Tell whether there was no way to it when the load began."""
-        return self._session is None
+    async def answers(
+        self, next_step: Callable[[], Awaitable[object]], is_over: Callable[[], bool]
+    ) -> bool:
+        """Wait until it has answered; False if there is no way to it, or nobody waits any more.
+
+        ``next_step``: waits for the tier's next step. The tier gives up after half a minute.
+        """
+        while self._session is not None and not is_over():
+            if self._peers.session(self._address) is not self._session:
+                return False
+            if self._session.ready:
+                self._agent = self._peers.agent(self._address)
+                self._began_s = asyncio.get_running_loop().time()
+                return True
+            await next_step()
+        return False
 
     def has_said_so(self) -> bool:
         """Tell whether a load that has failed did so by the peer's own word."""
-        took_s = asyncio.get_running_loop().time() - self._began_s
-        session = self._peers.session(self._address)
-        return session is not None and session is self._session and took_s < PEERS_LOAD_S
+        return self._is_connected() and self._took_s() < PEERS_LOAD_S
+
+    def end_if_deaf(self) -> None:
+        """End the connection if the peer hasn't even answered that the load was given up.
+
+        vLLM's tier would use it for all later loads.
+        """
+        if self._is_connected() and self._took_s() >= UNANSWERED_S:
+            self._session._conn.mark_dead()  # noqa: SLF001 - no other way to end it
+
+    def _is_connected(self) -> bool:
+        return self._session is not None and self._session is self._peers.session(self._address)
+
+    def _took_s(self) -> float:
+        return asyncio.get_running_loop().time() - self._began_s
 
     async def writes_no_more(self) -> None:
         """Wait until the peer can write nothing of an older load. It may be for good."""
@@ -115,6 +157,8 @@ class Peer:
             if not await self._peers.listens(self._host, int(self._port)):
                 await asyncio.sleep(GONE_S)
                 break
+            if session is None:
+                self._peers.call(self._host, self._port)
         self._peers.held -= 1
 
 

@@ -44,7 +44,11 @@ class HostedRequest(ServedRequest):
 
     async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
         """Look the keys up, until the request is over."""
-        return await self._jobs.look_up(keys, self._context, lambda: self._is_over)
+        return await self._jobs.look_up(keys, self._context, self.is_over)
+
+    def is_over(self) -> bool:
+        """Tell whether the request has ended."""
+        return self._is_over
 
     async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
         """Have the blocks loaded by one job. What it did not load, the request does without."""
@@ -111,7 +115,7 @@ class PeersBlocks(HostedRequest):
             there = set(compress(keys, await self.probe(keys)))
             wanted = [block for block in blocks if block.key in there]
             peer = self._peers.peer_of(self._context)
-            if self._is_over or not wanted or peer is None or peer.is_away():
+            if not wanted or peer is None or not await peer.answers(self._jobs.step, self.is_over):
                 return [Loaded(Outcome.ABSENT)] * len(blocks)
             slots = slots_in(self._view, (block.buffer for block in wanted))
             wanted_keys = [block.key for block in wanted]
@@ -124,6 +128,7 @@ class PeersBlocks(HostedRequest):
         self._loads -= 1
         self._finish_if_over()
         if not is_said:
+            peer.end_if_deaf()
             await peer.writes_no_more()
         loaded = there if result.success else set()
         return [Loaded(Outcome.DONE if key in loaded else Outcome.ABSENT) for key in keys]

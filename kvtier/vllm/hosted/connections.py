@@ -1,0 +1,75 @@
+"""How the connections of vLLM's ``p2p`` tier end, so that the tier stays able to make new ones.
+
+vLLM ends a connection by closing what reads its events, and then the connection itself. libzmq
+waits until an event is read, in the one thread that serves all connections: what it tells of a
+connection in between stops them all for good, and the tier reaches nobody any more, nor is it
+reached. (libzmq#3575; seen with a peer that was killed and started again.) So events are turned
+off first.
+
+And where a peer isn't there, libzmq goes on trying without end, also for connections that vLLM has
+ended. The peer's next life would first hear from those, all under one name, of which it listens to
+one: maybe not to the one that is in use. So a connection is tried once, as vLLM expects (one that
+is refused it gives up at once), and what was to be sent over an ended one is dropped soon.
+
+vLLM's tier notes the seed of its engine's block hashes with its first connection, and compares it
+with the peer's. Here a peer may connect while the engine still starts, and has drawn no seed: one
+that was noted then would have every peer refused for as long as the engine lives.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final
+
+import zmq
+from vllm.v1.core.kv_cache_utils import get_none_hash_seed
+
+from kvtier.vllm.sharing import SEED_VARIABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.v1.kv_offload.tiering.p2p.control.zmq import ZmqConnection, ZmqTransport
+    from vllm.v1.kv_offload.tiering.p2p.manager import P2PSecondaryTierManager
+
+LAST_WORDS_MS: Final = 1000
+"""How long an ended connection may take to send what it was given before."""
+
+NEVER: Final = -1
+
+
+def end_well(control: ZmqTransport) -> None:
+    """Have all connections that are made from now on end without harm to others."""
+    context = control._zmq_ctx  # noqa: SLF001 - no other way, here and below
+    context.setsockopt(zmq.LINGER, LAST_WORDS_MS)
+    context.setsockopt(zmq.RECONNECT_IVL, NEVER)
+    real = control._open_connection  # noqa: SLF001
+
+    def opened(peer_id: str, direction: str = "outbound") -> ZmqConnection:
+        connection = real(peer_id, direction)
+        connection.close = _without_events(connection)
+        return connection
+
+    control._open_connection = opened  # noqa: SLF001
+
+
+def _without_events(connection: ZmqConnection) -> Callable[[], None]:
+    real: Callable[[], None] = connection.close
+    dealer = connection._sockets.dealer  # noqa: SLF001
+
+    def close() -> None:
+        if not dealer.closed:
+            dealer.disable_monitor()
+        real()
+
+    return close
+
+
+def note_no_seed_too_early(tier: P2PSecondaryTierManager) -> None:
+    """Have the tier look up the seed of the engine's block hashes for each connection."""
+    tier._get_hash_seed = _hash_seed  # noqa: SLF001 - as above
+
+
+def _hash_seed() -> str:
+    set_for_all = os.environ.get(SEED_VARIABLE)
+    return str(get_none_hash_seed()) if set_for_all is None else set_for_all
