@@ -26,6 +26,7 @@ LoadJob                refused; the promotion fails at once, the slots are free
 StoreJob               refused; the blocks are not cascaded, and counted
 RequestOpened,         sent again with the next Tick
 RequestClosed,
+PrefixHits,
 BlocksMissing
 TouchKeys,             dropped; the tier's eviction order is a little older
 RequestEnded, Tick
@@ -76,6 +77,7 @@ from kvtier.core.promotion_messages import Withdraw as Withdraw
 from kvtier.core.request_messages import BlocksMissing as BlocksMissing
 from kvtier.core.request_messages import BlocksWanted as BlocksWanted
 from kvtier.core.request_messages import GoesByRequest as GoesByRequest
+from kvtier.core.request_messages import PrefixHits as PrefixHits
 from kvtier.core.request_messages import RequestClosed as RequestClosed
 from kvtier.core.request_messages import RequestFinished as RequestFinished
 from kvtier.core.request_messages import RequestOpened as RequestOpened

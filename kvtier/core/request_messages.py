@@ -61,6 +61,16 @@ class GoesByRequest(Message, frozen=True, gc=False):
     tier: int
 
 
+class PrefixHits(Message, frozen=True, gc=False):
+    """These blocks of the request were in host memory before it. Before the StoreJob with them.
+
+    Only a tier that wants all blocks of the request has any use for them.
+    """
+
+    request: RequestId
+    keys: tuple[Key, ...]
+
+
 # --- blocks that a backend wants, for a request of another engine's ---
 
 

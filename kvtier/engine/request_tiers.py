@@ -2,7 +2,8 @@
 
 Such a tier hears of requests that come with parameters for it, and of no others. It is asked for
 what one request may have, and takes what that request stores: all its blocks, those too that were
-here before. Blocks that are still being filled follow once they are READY.
+here before, of which it is told: it may not want them. Blocks that are still being filled follow
+once they are READY.
 
 Of a request's end it hears after the last of these.
 """
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from kvtier.engine.slot_table import SlotTable
     from kvtier.plugin_api.keys import Key, RequestId, TierSet
 
-    OfRequests: TypeAlias = m.RequestOpened | m.RequestClosed | m.BlocksMissing
+    OfRequests: TypeAlias = m.RequestOpened | m.RequestClosed | m.PrefixHits | m.BlocksMissing
 
 
 class _Open:
@@ -93,14 +94,19 @@ class RequestTiers:
         if request not in self._open:
             return {}
         ready: Batch = ([], [])
+        hits: list[Key] = []
         for key in keys:
             slot = self._slots.slot_of[key]
             if self._slots.is_ready(slot):
+                hits.append(key)
                 ready[0].append(key)
                 ready[1].append(slot)
             elif self._slots.gpu_fills.get(slot) != request:  # its own go to all who take them
+                hits.append(key)
                 self._awaited.setdefault(key, []).append(request)
                 self._follow(request, 1)
+        if hits:
+            self._tell(m.PrefixHits(request, tuple(hits)))
         return self._to_each(ready)
 
     def became_ready(self, keys: Sequence[Key], slots: Sequence[int]) -> None:
@@ -161,7 +167,7 @@ class RequestTiers:
             del self._open[request]
             self._tell(m.RequestClosed(request))
 
-    def _tell(self, message: m.RequestOpened | m.RequestClosed) -> None:
+    def _tell(self, message: OfRequests) -> None:
         for tier, link in enumerate(self._links):
             if self.tiers >> tier & 1:
                 link.post(message)
@@ -179,7 +185,9 @@ class RequestRelay:
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
         """Return what is done for each message that the link leaves to this."""
-        return dict.fromkeys((m.RequestOpened, m.RequestClosed, m.BlocksMissing), self.send)
+        return dict.fromkeys(
+            (m.RequestOpened, m.RequestClosed, m.PrefixHits, m.BlocksMissing), self.send
+        )
 
     def send(self, message: OfRequests) -> None:
         """Have the tier told, as soon as its mailbox has room."""

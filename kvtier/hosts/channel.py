@@ -103,6 +103,7 @@ ToTier = (
     | m.RequestEnded
     | m.RequestOpened
     | m.RequestClosed
+    | m.PrefixHits
     | m.BlocksMissing
     | m.Tick
 )

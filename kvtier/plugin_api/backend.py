@@ -242,6 +242,13 @@ class ServedRequest(ABC):
     def end(self) -> None:
         """Note that the request asks for nothing more; its calls may still be under way."""
 
+    def prefix_hits(self, keys: Sequence[bytes]) -> None:  # noqa: B027 - those who want all need it not
+        """Note that these blocks, of those that ``store`` is given, were here before the request.
+
+        Called before the ``store`` with them. One that wants only what the request itself computes
+        answers ABSENT to them.
+        """
+
     def missing(self, keys: Sequence[bytes]) -> None:  # noqa: B027 - those who want none need none
         """Note that these blocks, which the backend wanted, are not to be had."""
 

@@ -21,7 +21,7 @@ from kvtier.plugin_api.deadlines import NEVER, set_deadline
 from kvtier.plugin_api.log import log, printable
 from kvtier.plugin_api.threads import DaemonThreads
 from kvtier.tier.leftovers import Unannounced
-from kvtier.tier.open_requests import OpenRequests
+from kvtier.tier.open_requests import OF_REQUESTS, OpenRequests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -85,7 +85,7 @@ class BackendDriver:
         if isinstance(message, m.AnnounceContents):
             self._tasks.create_task(self.announce_contents(message.keys))
             return
-        if isinstance(message, m.RequestOpened | m.RequestClosed | m.BlocksMissing):
+        if isinstance(message, OF_REQUESTS):
             # As a task: they start in their order, so that a request ends after its last call.
             self._tasks.create_task(self.requests.receive(message))
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from kvtier.core.messages import Message
     from kvtier.plugin_api.backend import Backend, LoadBlock, ServedRequest, StoreBlock
     from kvtier.plugin_api.keys import RequestId
+
+
+OF_REQUESTS: Final = (m.RequestOpened, m.RequestClosed, m.PrefixHits, m.BlocksMissing)
+"""What a backend hears of requests."""
 
 
 class Serving(Protocol):
@@ -77,13 +81,19 @@ class OpenRequests:
         """Let what still comes for this request go at once."""
         self._open.pop(request, None)
 
-    async def receive(self, message: m.RequestOpened | m.RequestClosed | m.BlocksMissing) -> None:
-        """Begin a request, or end it, or tell it what it doesn't get."""
+    async def receive(
+        self, message: m.RequestOpened | m.RequestClosed | m.PrefixHits | m.BlocksMissing
+    ) -> None:
+        """Begin a request, or end it, or tell it of its blocks."""
         try:
             if isinstance(message, m.RequestOpened):
                 params = msgspec.msgpack.decode(message.params, type=dict[str, Any])
                 served = self._backend.begin_request(message.request, params)
                 self._open[message.request] = served
+            elif isinstance(message, m.PrefixHits):
+                storing = self._open.get(message.request)
+                if storing is not None:
+                    storing.prefix_hits(message.keys)
             elif isinstance(message, m.BlocksMissing):
                 wanting = self._open.get(message.request)
                 if wanting is not None:

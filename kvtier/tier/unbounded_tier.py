@@ -75,6 +75,7 @@ class UnboundedTier(Actor):
                 m.BatchEnded: self._batch_ended,
                 m.RequestOpened: self._tell_driver,
                 m.RequestClosed: self._tell_driver,
+                m.PrefixHits: self._prefix_hits,
                 m.BlocksWanted: self._blocks_wanted,
                 m.BlocksMissing: self._blocks_missing,
             },
@@ -96,6 +97,9 @@ class UnboundedTier(Actor):
     def _tell_driver(self, message: Message) -> None:
         """Pass on what the backend is to hear of requests."""
         self._driver.post(message)
+
+    def _prefix_hits(self, message: m.PrefixHits) -> None:
+        self._driver.post(m.PrefixHits(message.request, marked(message.keys, self._mark)))
 
     def _blocks_wanted(self, message: m.BlocksWanted) -> None:
         """Ask for those of the engine's generation; it has no others."""

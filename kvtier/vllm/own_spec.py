@@ -66,14 +66,23 @@ def _choices(config: VllmConfig) -> dict[str, Any]:
 
 def _vllm_config() -> VllmConfig:
     """Return the configuration of the engine that is being built. Raises ``InternalError``."""
+    for config in vllm_configs():
+        return config
+    raise InternalError(f"none of the calls that lead to the tier has a {_NAME}")
+
+
+def vllm_configs() -> Iterator[VllmConfig]:
+    """Yield the configurations that are known here, the nearest first.
+
+    In a ``MultiConnector`` that is the one that this connector was given, then the engine's.
+    """
     current = get_current_vllm_config_or_none()
     if current is not None:
-        return current
+        yield current
     for frame in _callers():
         found = frame.f_locals.get(_NAME)
         if isinstance(found, VllmConfig):
-            return found
-    raise InternalError(f"none of the calls that lead to the tier has a {_NAME}")
+            yield found
 
 
 def _callers() -> Iterator[FrameType]:

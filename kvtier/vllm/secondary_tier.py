@@ -33,6 +33,7 @@ from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.runtime import open_staged_tier
 from kvtier.settings.secondary_tier import read_secondary_tier
 from kvtier.vllm.adapters import know_adapters
+from kvtier.vllm.connectors_beside import OWN_SPEC, check_place_of_tier
 from kvtier.vllm.groups import in_token_order, positions_of
 from kvtier.vllm.hosted.backend import HostingEngine
 from kvtier.vllm.hosted.stats import definitions_of
@@ -40,7 +41,7 @@ from kvtier.vllm.hosted.tier_class import info_keys_of
 from kvtier.vllm.kv_events import KVEvents, Place
 from kvtier.vllm.metric_definitions import tier_metric_definitions, unregister_own_metrics
 from kvtier.vllm.metrics import TierExporter
-from kvtier.vllm.own_spec import namespace_of
+from kvtier.vllm.own_spec import namespace_of, vllm_configs
 from kvtier.vllm.sharing import apart_if_unknown
 from kvtier.vllm.start import wait_for_servers, warn_of_this_release
 from kvtier.vllm.tier_facts import TierFacts
@@ -89,6 +90,7 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
         """``options``: the entry's other keys. ``clock``: for tests."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         warn_of_this_release()
+        check_place_of_tier(type(self).__name__, *OWN_SPEC, vllm_configs())
         slot_count, block_bytes = len(primary_kv_view), int(self.block_size_bytes)
         config = read_secondary_tier(
             options,

@@ -13,6 +13,7 @@ from tests.vllm.test_hosted_tiers import SHORT_S, SLOTS, Engine, block_of, engin
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+COMPUTED = {"tenant": "eve", "computed_only": True}
 ANN, BOB = {"tenant": "ann"}, {"tenant": "bob"}
 
 
@@ -119,6 +120,32 @@ def test_blocks_that_another_request_still_writes_follow_and_then_the_end() -> N
             until(lambda: played.step() or (reader.req_id, "ended") in tier.told)
         assert sorted(tier.stored[reader.req_id]) == [key_of(n) for n in (1, 2, 3)]
         assert writer.req_id not in tier.stored
+
+
+def test_a_tier_that_wants_what_a_request_computes_is_not_given_what_was_here() -> None:
+    """The tier answers CHUNK_LEVEL, after vLLM was told REQUEST_LEVEL: what it wants counts."""
+    with tenants() as played:
+        store(played, [1, 2], None)
+        request = store(played, [1, 2, 3], COMPUTED)
+        assert TenantTier.last.stored == {request: [key_of(3)]}
+        store(played, [1, 2, 3], COMPUTED)
+        assert TenantTier.last.stored == {request: [key_of(3)]}
+        assert played.statistics().tiers[0].breaker == "CLOSED"
+        whole = store(played, [1, 2, 3], BOB)
+        assert sorted(TenantTier.last.stored[whole]) == [key_of(n) for n in (1, 2, 3)]
+
+
+def test_a_block_that_another_request_writes_is_none_that_this_one_computes() -> None:
+    with tenants() as played:
+        tier = TenantTier.last
+        with played.request([1]) as writer:
+            assert write(played, [1], writer) == [1]
+            with played.request([1, 2], COMPUTED) as reader:
+                assert write(played, [1, 2], reader) == [2]
+                complete(played, [2], reader)
+            complete(played, [1], writer)
+            until(lambda: played.step() or (reader.req_id, "ended") in tier.told)
+        assert tier.stored == {reader.req_id: [key_of(2)]}
 
 
 def test_a_reset_ends_what_was_waited_for() -> None:

@@ -186,6 +186,23 @@ class SlowLink:
         return getattr(self._real, name)
 
 
+def calling_threads(played: Peer, *methods: str) -> dict[str, set[str]]:
+    """Note from now on, by method, which threads call the tier."""
+    tier = played.backend._tier
+    threads: dict[str, set[str]] = {}
+
+    def noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            threads.setdefault(name, set()).add(threading.current_thread().name)
+            return real(*arguments)
+
+        return call
+
+    for name in methods:
+        setattr(tier, name, noted(name, getattr(tier, name)))
+    return threads
+
+
 def pinned(played: Peer) -> int:
     return int(played.statistics().primary.pinned_slots)
 
@@ -206,6 +223,19 @@ def test_a_decode_engine_gets_what_a_prefill_engine_computed() -> None:
         for played in (first, second):
             (tier,) = played.statistics().tiers
             assert (tier.counts.failed, tier.breaker) == (0, "CLOSED")
+
+
+def test_peers_are_served_on_the_thread_that_calls_all_else() -> None:
+    """A tier of vLLM 0.33 that is not to be polled off its thread relies on it."""
+    methods = ("serve_external_requests", "get_finished_jobs", "submit_store", "on_schedule_end")
+    with peer() as first, peer() as second:
+        threads = calling_threads(first, *methods)
+        prefill(first, [1, 2], "k")
+        assert read(second, [1, 2], first.as_prefiller("k"), first) == 2
+        both(first, second, lambda: not pinned(first))
+        assert threads.keys() == {*methods}
+        (own,) = set.union(*threads.values())
+        assert own != threading.current_thread().name
 
 
 def test_a_long_prompt_comes_in_one_load() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -250,6 +251,33 @@ def test_a_load_that_fails_midway_keeps_what_it_brought() -> None:
         assert tier.counts.failed == 1  # the tier says that it has it
 
 
+def test_one_thread_calls_all_methods_of_a_tier_and_another_one_ends_it() -> None:
+    """A tier of vLLM 0.33 that says False to ``tolerates_off_thread_polling`` relies on it.
+
+    A load that nobody can tell the end of is among it, for which the tier's jobs are drained.
+    """
+    with engine(scripted(SHORT_S)) as played:
+        tier = ScriptedTier.last
+        played.store([1, 2, 3])
+        played.evict()
+        assert played.read([1, 2, 3, 9]) == [1, 2, 3]
+        played.evict()
+        tier.raises_in = "get_finished_jobs"
+        played.read([1, 2])
+        until(lambda: played.step() or "drain_jobs" in tier.threads)
+        tier.raises_in = ""
+        played.settle()
+        lived_on = {name: set(threads) for name, threads in tier.threads.items()}
+    assert lived_on.keys() == {*METHODS} - {"shutdown"}
+    (own,) = set.union(*lived_on.values())
+    assert own != threading.current_thread().name
+    (last,) = tier.threads["shutdown"]
+    assert last != own
+    for name, threads in tier.threads.items():
+        assert threads <= {own, *([last] if name in ("drain_jobs", "shutdown") else [])}, name
+    assert tier.overlaps == []
+
+
 def test_what_a_tier_removes_by_itself_is_known_to_be_gone() -> None:
     with engine(scripted()) as played:
         played.store([1, 2])
@@ -400,6 +428,7 @@ def test_a_tier_that_hangs_in_any_method_holds_up_no_call_and_no_request(method:
             hosted({"type": "ServingTier", "module_path": "tests.vllm.support.tenant_tier"}),
             "serves the requests of other engines",
         ),
+        (hosted({"type": "kvcr"}), "Use p2p, or vLLM's TieringOffloadingSpec"),
         (hosted({"type": "nosuch"}), "type='nosuch' can't be loaded"),
         (hosted({"type": "X", "module_path": "no.such.module"}), "can't be loaded"),
         (hosted({"root_dir": "/x"}), "type"),

@@ -2,6 +2,10 @@
 
 The tier sees the request as vLLM's manager would show it: its id and its
 ``kv_transfer_params``. No digests are kept: what one request is brought is no other's.
+
+What the tier answers, its policy for the request, decides which blocks it is given: with
+``CHUNK_LEVEL`` those that the request itself has stored, with ``REQUEST_LEVEL`` those too that were
+in host memory before. Both are offered, since vLLM wants the answer before the tier can be asked.
 """
 
 from __future__ import annotations
@@ -9,6 +13,8 @@ from __future__ import annotations
 import asyncio
 from itertools import compress
 from typing import TYPE_CHECKING
+
+from vllm.v1.kv_offload.base import OffloadPolicy
 
 from kvtier.plugin_api.backend import Loaded, Outcome, ServedRequest
 from kvtier.vllm.hosted.jobs import slots_in
@@ -40,7 +46,8 @@ class HostedRequest(ServedRequest):
         self._view = view
         self._context = context
         self._is_over = False
-        tier.on_new_request(context)
+        self._skipped: set[bytes] = set()  # blocks that the tier is not to be given
+        self._is_whole = tier.on_new_request(context).policy is OffloadPolicy.REQUEST_LEVEL
 
     async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
         """Look the keys up, until the request is over."""
@@ -62,14 +69,25 @@ class HostedRequest(ServedRequest):
         loaded = set(keys if result.success else result.successful_keys or ())
         return [Loaded(Outcome.DONE if key in loaded else Outcome.ABSENT) for key in keys]
 
+    def prefix_hits(self, keys: Sequence[bytes]) -> None:
+        """Note what was here before the request; the tier may want no such block."""
+        if not self._is_whole:
+            self._skipped.update(keys)
+
     async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
         """Have the blocks taken by one job. That nobody came for them is no failure."""
+        wanted = [block for block in blocks if block.key not in self._skipped]
+        self._skipped.difference_update([block.key for block in blocks])  # once
+        taken = set(await self._store(wanted)) if wanted else set()
+        return [Outcome.DONE if block.key in taken else Outcome.ABSENT for block in blocks]
+
+    async def _store(self, blocks: Sequence[StoreBlock]) -> Sequence[bytes]:
         keys = [block.key for block in blocks]
         slots = slots_in(self._view, (block.buffer for block in blocks))
         result = await self._jobs.run(
             self._tier.submit_store, keys, slots, self._context, is_promotion=False
         )
-        return [Outcome.DONE if result.success else Outcome.ABSENT] * len(blocks)
+        return keys if result.success else ()
 
     def end(self) -> None:
         """Tell the tier that the request is over."""

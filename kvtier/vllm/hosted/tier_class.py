@@ -19,11 +19,22 @@ if TYPE_CHECKING:
 P2P: Final = "p2p"
 """vLLM's tier that brings blocks from other engines, and serves theirs."""
 
+KVCR: Final = "kvcr"
+"""Another one, that kvtier can't host; to be refused before anybody installs what it needs."""
+
+_NO_KVCR: Final = (
+    "asks for host memory's blocks and pins them in one call, which kvtier answers from another "
+    "thread: its peers would find nothing. It reports loads as ended that a peer may still write, "
+    "too. Use p2p, or vLLM's TieringOffloadingSpec for it"
+)
+
 
 def class_of(tier: Mapping[str, Any], where: str) -> type[SecondaryTierManager]:
     """Return the class of one of vLLM's tiers. Raises ``ConfigError``; ``where``: for its text."""
     options = Options(tier, f"{where}: tier")
     kind = options.text("type")
+    if kind == KVCR and "module_path" not in tier:
+        raise options.error("type", kind, _NO_KVCR)
     try:
         found: type[SecondaryTierManager] = SecondaryTierFactory.get_tier_class(dict(tier))
     except (ImportError, AttributeError, AssertionError, ValueError) as error:

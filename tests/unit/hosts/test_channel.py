@@ -56,6 +56,7 @@ TO_TIER = strategies.one_of(
     strategies.builds(m.RequestEnded, TEXTS, strategies.none() | KEYS),
     strategies.builds(m.RequestOpened, TEXTS, strategies.binary(max_size=20)),
     strategies.builds(m.RequestClosed, TEXTS),
+    strategies.builds(m.PrefixHits, TEXTS, KEYS),
     strategies.builds(m.BlocksMissing, TEXTS, KEYS),
     strategies.builds(m.Tick, SECONDS),
 )
@@ -158,8 +159,8 @@ def test_every_message_to_a_link_may_cross() -> None:
     )
     from_the_primary_tier = {
         *(m.GenerationBegan, m.ProbeKeys, m.Promote, m.Cascade, m.CascadeRefused, m.TakeEvents),
-        *(m.RequestOpened, m.RequestClosed, m.BlocksMissing, m.Withdraw, m.StoresOffered),
-        *(m.TouchKeys, m.RequestEnded, m.Tick),
+        *(m.RequestOpened, m.RequestClosed, m.PrefixHits, m.BlocksMissing),
+        *(m.Withdraw, m.StoresOffered, m.TouchKeys, m.RequestEnded, m.Tick),
     }
     from_the_host = {m.TierFenced, m.TierRestarted}
     assert {*link.handlers} - from_the_primary_tier - from_the_host <= {*ToEngine.__args__}

@@ -193,6 +193,7 @@ def use(
                 time.sleep(0)
             grant = facade.prepare_store(keys, request)
             facade.complete_store(grant.keys if grant else [], request)
+            facade.prepare_store(keys, request)  # what is here now, offered once more
             facade.touch(keys, request)
             facade.on_request_finished(request)
         facade.step_end()

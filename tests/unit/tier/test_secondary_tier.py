@@ -112,7 +112,8 @@ def test_both_kinds_of_tier_understand_what_any_tier_is_sent() -> None:
     contents = {m.ContentsFound, m.ContentsAnnounced}
     assert own.keys() - shared.keys() == {m.Victims, m.PolicyBroke, m.PolicyReturned, *contents}
     # A tier that goes by requests has no capacity.
-    of_requests = {m.RequestOpened, m.RequestClosed, m.BlocksWanted, m.BlocksMissing}
+    of_requests = {m.RequestOpened, m.RequestClosed, m.PrefixHits}
+    of_requests |= {m.BlocksWanted, m.BlocksMissing}
     assert shared.keys() - of_requests <= own.keys()
 
 

@@ -2,7 +2,8 @@
 
 Beside vLLM's ``NixlConnector``, prefill here and decode there: what NIXL brought is stored by
 kvtier like all else, and found after the engine has forgotten it. Beside vLLM's own
-``OffloadingConnector``: kvtier serves if it is the first of the two, and is refused otherwise.
+``OffloadingConnector``: kvtier serves if it is the first of the two, and is refused
+otherwise. So is a tier of its own in vLLM's spec.
 """
 
 from __future__ import annotations
@@ -121,12 +122,16 @@ def beside_vllms_own(model: str, disk: str) -> dict[str, Any]:
             running.forget()
             told[round_] = running.run_one_by_one(prompts).as_json()
         told["metrics"] = running.metrics()
-    try:
-        with beside(vllms, ours):
-            told["refusal"] = "none"
-    except Exception as refused:  # noqa: BLE001 - whatever vLLM makes of it
-        told["refusal"] = str(refused)
-    ensure_kv_transfer_shutdown()  # vLLM keeps the worker's side of a start that failed
+    inside = {"type": "KVTierSecondaryTier", "module_path": "kvtier.vllm", "tier": tier}
+    inner = {**CONNECTOR, "kv_connector_extra_config": {**own, "secondary_tiers": [inside]}}
+    for kind, second in (("spec", ours), ("tier", inner)):
+        told[kind] = "none"
+        try:
+            with beside(vllms, second):
+                pass
+        except Exception as refused:  # noqa: BLE001 - whatever vLLM makes of it
+            told[kind] = str(refused)
+        ensure_kv_transfer_shutdown()  # vLLM keeps the worker's side of a start that failed
     return told
 
 
@@ -141,4 +146,5 @@ def test_beside_vllms_offloading_kvtier_serves_if_it_is_first_and_else_is_refuse
     assert told["warm"]["cached"] == whole_blocks(LENGTHS)
     assert told["cold"]["tokens"] == told["warm"]["tokens"] == told["plain"]
     assert told["metrics"][ON_DISK] == sum(whole_blocks(LENGTHS)) / BLOCK_TOKENS
-    assert "Put kvtier's entry before it" in told["refusal"]
+    assert "Put kvtier's entry before it" in told["spec"]
+    assert "Put the entry with KVTierSecondaryTier before it" in told["tier"]

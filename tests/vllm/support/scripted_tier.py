@@ -63,6 +63,9 @@ class ScriptedTier(SecondaryTierManager):  # type: ignore[misc]  # vllm has no s
         self.hangs = threading.Event()
         self.goes_on = threading.Event()
         self.hangs_in, self.raises_in = hangs_in, raises_in
+        self.threads: dict[str, set[str]] = {}  #: by method, on which it was called
+        self.overlaps: list[tuple[str, str]] = []  #: methods that were called during another
+        self._running = ""
         self._results: list[JobResult] = []
         type(self).last = self
         for name in METHODS:
@@ -72,6 +75,16 @@ class ScriptedTier(SecondaryTierManager):  # type: ignore[misc]  # vllm has no s
         real = getattr(self, name)
 
         def call(*arguments: Any) -> Any:
+            self.threads.setdefault(name, set()).add(threading.current_thread().name)
+            if self._running:
+                self.overlaps.append((self._running, name))
+            self._running = name
+            try:
+                return scripted(*arguments)
+            finally:
+                self._running = ""
+
+        def scripted(*arguments: Any) -> Any:
             if name == self.hangs_in:
                 self.hangs.set()
                 self.goes_on.wait()

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 class TenantTier(ScriptedTier):
-    """The tenant stands in the request's ``kv_transfer_params``. It wants whole requests."""
+    """The tenant stands in the request's ``kv_transfer_params``. It wants whole requests.
+
+    With ``computed_only`` beside the tenant, it wants what the request itself computes.
+    """
 
     last: ClassVar[TenantTier]
 
@@ -28,6 +31,8 @@ class TenantTier(ScriptedTier):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         super().on_new_request(req_context)
         self.told.append((req_context.req_id, "began"))
+        if (req_context.kv_transfer_params or {}).get("computed_only"):
+            return RequestOffloadingContext(policy=OffloadPolicy.CHUNK_LEVEL)
         return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
