@@ -69,6 +69,22 @@ class KVTierDecidingSpec(KVTierSpec):
                 self._serve(number, only=m.ProbeBatch)
         self.a_step_ends(seconds, b"")
 
+    @rule(seconds=st.sampled_from([0.01, 0.4, 1.1]))
+    def a_request_comes_while_another_holds_the_slots(self, seconds: float) -> None:
+        """If it is to load, it waits for room."""
+        world = self.world
+        for path in PATHS[:2]:
+            while world.requests:
+                self.a_request_finishes(0, True, b"")
+            self.a_request_comes_and_stores_all(path, b"")
+            self.tiers_do_all_they_were_asked()
+            self.a_step_ends(0.01, b"")
+        self.a_request_is_served_from_tiers(PATHS[1], b"")
+        while world.requests:
+            self.a_request_finishes(0, True, b"")
+        self.a_request_comes_and_is_promoted_for(PATHS[0], len(PATHS[0]), b"")
+        self.a_request_comes_and_waits_for_what_it_decides_to_load(PATHS[1], seconds)
+
     @precondition(lambda self: self.world.requests)
     @rule(which=PICKS, count=st.integers(1, 7), place=PLACES, schedule=SCHEDULES)
     def a_request_decides_what_it_loads(

@@ -7,6 +7,8 @@ from typing import Any
 from mutating import Mutations
 
 from kvtier.engine.in_flight import Job
+from kvtier.engine.promotions import Promotions
+from kvtier.engine.requests import Request
 from kvtier.engine.tier_directory import Search, TierDirectory
 from kvtier.engine.transfer_times import TransferTimes
 
@@ -44,3 +46,9 @@ def promote_what_was_declined(real: Any, self: TierDirectory, key: bytes, search
         return int(real(self, key, search))
     finally:
         search.failed = declining
+
+
+@in_place_of(Promotions, "lets_wait")
+def wait_for_room_for_ever(_self: Promotions, _request: Request) -> bool:
+    """A request that waits for slots once goes on waiting, though there are some."""
+    return True
