@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mutating import Mutations
 
 from kvtier.engine.in_flight import Job
 from kvtier.engine.promotions import Promotions
-from kvtier.engine.requests import Request
 from kvtier.engine.tier_directory import Search, TierDirectory
 from kvtier.engine.transfer_times import TransferTimes
+
+if TYPE_CHECKING:
+    from kvtier.engine.requests import Request
 
 MUTATIONS = Mutations()
 in_place_of = MUTATIONS.in_place_of
