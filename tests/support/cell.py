@@ -408,6 +408,7 @@ class _Driver(Actor):
                 m.StoreBatch: take,
                 m.RemoveBatch: take,
                 m.AnnounceContents: announce,
+                m.PrefixHits: lambda _: None,  # no backend here goes by request
             },
         )
 
