@@ -86,6 +86,9 @@ BATCH_BYTES_WANTED: Final = 4 << 20
 BATCH_BYTES_MAX: Final = 8 << 20
 """Of a store. Larger ones end so far apart that the disk has too little to do between them."""
 
+BATCHES_PER_THREAD: Final = 3
+"""While one batch is at the disk, another has its digests computed: the disk never waits."""
+
 BATCH_BLOCKS_MAX: Final = 64
 """More blocks in one transfer save nothing, however small they are."""
 
@@ -130,8 +133,8 @@ class DiskBackend(Backend):
             return max(1, min(BATCH_BLOCKS_MAX, size // context.block_bytes))
 
         self.traits = BackendTraits(
-            load_batches_max=given.io_depth,
-            store_batches_max=given.io_depth,
+            load_batches_max=BATCHES_PER_THREAD * given.io_depth,
+            store_batches_max=BATCHES_PER_THREAD * given.io_depth,
             load_batch_blocks_min=batch_blocks(BATCH_BYTES_MIN),
             load_batch_blocks_max=max(
                 BackendTraits.load_batch_blocks_max, batch_blocks(BATCH_BYTES_WANTED)

@@ -100,7 +100,9 @@ class BlockAppender:
             pages = table.own_pages(entries)
             async with self._priority.store():
                 blocks = context.transfer(first, batch.buffers)
-                problem = await context.device.write([blocks, *pages])
+                problem = await context.device.write([blocks])
+                if problem is None and pages:  # by another thread: this one has the next blocks
+                    problem = await context.device.write(pages)
             if problem is None and not pages:
                 problem = await table.add(entries)
             if problem is not None:
