@@ -61,7 +61,7 @@ from kvtier_backends.disk.log.block_runs import stored_together
 from kvtier_backends.disk.log.context import LogContext
 from kvtier_backends.disk.log.index import BlockIndex
 from kvtier_backends.disk.log.index_bulk import BulkLoad
-from kvtier_backends.disk.log.regions import Budget, Regions, RegionState
+from kvtier_backends.disk.log.regions import Budget, Regions, RegionState, regions_ahead
 from kvtier_backends.disk.log.tables import Identity
 from kvtier_backends.disk.offline.inspection import fault_of_use
 from kvtier_backends.disk.offline.purge_requests import answer_requests
@@ -343,7 +343,8 @@ class DiskBackend(Backend):
         key_id = NO_KEY_ID if keyring is None else keyring.current_id
         key_ids = {NO_KEY_ID} if keyring is None else set(keyring.by_id)
         index = BlockIndex(plan.regions, geometry.slots, encrypted=keyring is not None)
-        regions = Regions(plan.regions, geometry.slots, index.live)
+        ahead = regions_ahead(plan.regions, geometry.region_bytes)
+        regions = Regions(plan.regions, geometry.slots, index.live, ahead_max=ahead)
         namespace, description = namespace_digest(self._context), describe(self._context)
         identity = Identity(superblock.folder_id, namespace, key_id, description)
         expected = Expected(identity.folder_id, identity.namespace, key_ids, geometry)

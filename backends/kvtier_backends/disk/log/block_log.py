@@ -158,10 +158,16 @@ class BlockLog:
         return max(0, self._capacity_blocks - len(self.index) - self._appender.appending)
 
     def _look_ahead(self) -> None:
-        """Open the next region, or reclaim one for that, before a store has to wait for it."""
-        if self.regions.has_next or self._opener.lock.locked() or self._faults.in_doubt:
+        """Open the next regions, or reclaim some for that, before a store has to wait for them."""
+        regions = self.regions
+        if not regions.ahead_missing or self._opener.lock.locked() or self._faults.in_doubt:
             return
-        if self.regions.next_to_open(for_reinsertion=False) is not None:
-            self._opener.open_ahead()
-        else:
+        if self._opener.may_open_ahead():
+            while len(regions.next_to_open_ahead()) < regions.ahead_missing:
+                if not (regions.has_next and self._reclaimer.reclaim_dead()):
+                    break
+            if regions.next_to_open_ahead():
+                self._opener.open_ahead()
+                return
+        if not regions.has_next:
             self._reclaimer.reclaim_ahead()

@@ -85,6 +85,14 @@ class Reclaimer:
             if region is not None and self._index.live(region) <= self._affordable():
                 self._begin(region)
 
+    def reclaim_dead(self) -> bool:
+        """Reclaim a region without blocks and readers, if there is one: it costs no I/O."""
+        region = self._victim() if self._running is None or self._running.done() else None
+        if region is None or self._index.live(region) or self._regions.is_read(region):
+            return False
+        self._begin(region)
+        return self._regions.state(region) is RegionState.FREE
+
     def _begin(self, region: int | None) -> None:
         self._running = self._calls.start(self._reclaim(region))
 
@@ -96,7 +104,7 @@ class Reclaimer:
         regions, stride = self._regions, self._context.geometry.stride
         batches = -(-regions.slots * stride // BATCH_BYTES)
         overhead_bytes = (batches + 2) * PAGE_BYTES  # a table page a batch, a header
-        room = regions.room + regions.slots * (regions.has_next + (regions.free_count > 0))
+        room = regions.room + regions.slots * (regions.next_count + (regions.free_count > 0))
         return min(room, self._context.budget.affords(stride, overhead_bytes))
 
     async def _reclaim(self, region: int | None) -> Outcome:
