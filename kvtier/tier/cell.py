@@ -53,7 +53,7 @@ class Waker(Protocol):
 class TierCell:
     """One life of a tier's actors and its backend."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what its host has for it
         self,
         name: str,
         backend: Backend,

@@ -84,7 +84,7 @@ BATCH_BYTES_WANTED: Final = 4 << 20
 """So much in one transfer keeps a disk busy while the next one is handed over."""
 
 BATCH_BYTES_MAX: Final = 8 << 20
-"""Of a store. Larger ones end so far apart that the disk has too little to do between them."""
+"""Larger ones end so far apart that the disk, or the digests, have too little to do in between."""
 
 BATCHES_PER_THREAD: Final = 3
 """While one batch is at the disk, another has its digests computed: the disk never waits."""
@@ -136,8 +136,9 @@ class DiskBackend(Backend):
             load_batches_max=BATCHES_PER_THREAD * given.io_depth,
             store_batches_max=BATCHES_PER_THREAD * given.io_depth,
             load_batch_blocks_min=batch_blocks(BATCH_BYTES_MIN),
-            load_batch_blocks_max=max(
-                BackendTraits.load_batch_blocks_max, batch_blocks(BATCH_BYTES_WANTED)
+            load_batch_blocks_max=min(
+                max(BackendTraits.load_batch_blocks_max, batch_blocks(BATCH_BYTES_WANTED)),
+                batch_blocks(BATCH_BYTES_MAX),
             ),
             store_batch_blocks_min=batch_blocks(BATCH_BYTES_WANTED),
             store_batch_blocks_max=batch_blocks(BATCH_BYTES_MAX),

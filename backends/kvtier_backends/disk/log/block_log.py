@@ -144,9 +144,7 @@ class BlockLog:
                 [tags[place] for place in fits],
                 self._context.now_s(),
             )
-            ends = await self._appender.append(
-                batch, self._reclaimer.make_room, self._look_ahead
-            )
+            ends = await self._appender.append(batch, self._reclaimer.make_room, self._look_ahead)
             outcomes.update(zip(batch.keys, ends, strict=True))
         answers = [outcomes[key] for key in keys]
         if Outcome.FULL in answers:
