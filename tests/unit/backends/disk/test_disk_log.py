@@ -342,6 +342,56 @@ async def test_the_next_region_is_opened_before_a_store_needs_it() -> None:
     await engine.check()
 
 
+async def test_several_regions_are_opened_ahead_at_once() -> None:
+    """Each header waits behind all that is being written: one after the other took too long."""
+    engine = Engine(fresh_disk(), ahead=3)
+    await engine.begin()
+    regions, writing_max, writing = engine.log.regions, 0, 0
+    write = engine.device.write
+
+    async def counted(transfers: Sequence[Transfer]) -> OSError | None:
+        nonlocal writing, writing_max
+        is_header = transfers[0].at == 0
+        writing += is_header
+        writing_max = max(writing_max, writing)
+        problem = await write(transfers)
+        writing -= is_header
+        return problem
+
+    engine.device.write = counted  # type: ignore[method-assign]
+    await engine.store(KEYS[:1])
+    await engine.log.calls.wait_idle()
+    assert (regions.next_count, writing_max) == (3, 3)
+    async with engine.log.opening:  # no header can be written now
+        keys = KEYS[1 : 4 * SLOTS]
+        assert await engine.store(keys) == [Outcome.DONE] * len(keys)
+    await engine.check()
+
+
+async def test_regions_without_blocks_are_reclaimed_for_that_and_others_are_not() -> None:
+    """To reclaim a dead one costs nothing; the longer one with blocks waits, the less it costs."""
+    engine = Engine(fresh_disk(), ahead=3)
+    await engine.begin()
+    regions = engine.log.regions
+
+    async def store(keys: Sequence[bytes]) -> None:
+        assert await engine.store(keys) == [Outcome.DONE] * len(keys)
+        await engine.log.calls.wait_idle()
+
+    held = KEYS[: (REGIONS - 4) * SLOTS]
+    for start in range(0, len(held), SLOTS):
+        await store(held[start : start + SLOTS])
+    await store(KEYS[len(held) : len(held) + 1])
+    assert (regions.next_count, regions.free_count) == (2, KEPT_BACK_REGIONS)
+    assert engine.count("regions_reclaimed") == 0
+    engine.log.remove(held[:SLOTS])
+    await store(KEYS[len(held) + 1 : len(held) + SLOTS])  # the open one is filled: the next opens
+    await store(KEYS[len(held) + SLOTS : len(held) + SLOTS + 1])
+    assert engine.count("regions_reclaimed") == 1
+    assert engine.count("bytes_reinserted") == 0
+    await engine.check()
+
+
 async def test_no_region_is_reclaimed_while_the_next_one_is_open_already() -> None:
     """The longer a reclaim waits, the fewer blocks it has to write twice."""
     engine = Engine(fresh_disk())
