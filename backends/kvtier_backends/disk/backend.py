@@ -87,7 +87,10 @@ BATCH_BYTES_MAX: Final = 8 << 20
 """Larger ones end so far apart that the disk, or the digests, have too little to do in between."""
 
 BATCHES_PER_THREAD: Final = 3
-"""While one batch is at the disk, another has its digests computed: the disk never waits."""
+"""Of large blocks: while one batch is at the disk, others have their digests computed."""
+
+LARGE_BLOCK_BYTES: Final = 256 << 10
+"""Smaller ones are better moved together: in fewer batches there are more of them in each."""
 
 BATCH_BLOCKS_MAX: Final = 64
 """More blocks in one transfer save nothing, however small they are."""
@@ -132,9 +135,11 @@ class DiskBackend(Backend):
         def batch_blocks(size: int) -> int:
             return max(1, min(BATCH_BLOCKS_MAX, size // context.block_bytes))
 
+        is_large = context.block_bytes >= LARGE_BLOCK_BYTES
+        batches_max = given.io_depth * (BATCHES_PER_THREAD if is_large else 1)
         self.traits = BackendTraits(
-            load_batches_max=BATCHES_PER_THREAD * given.io_depth,
-            store_batches_max=BATCHES_PER_THREAD * given.io_depth,
+            load_batches_max=batches_max,
+            store_batches_max=batches_max,
             load_batch_blocks_min=batch_blocks(BATCH_BYTES_MIN),
             load_batch_blocks_max=min(
                 max(BackendTraits.load_batch_blocks_max, batch_blocks(BATCH_BYTES_WANTED)),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvtier_backends.disk.log.region_opening import RegionOpener
 
     MakeRoom = Callable[[], Awaitable[Outcome]]
-    LookAhead = Callable[[], object]
+    OpenAhead = Callable[[], object]
 
 
 class BlockAppender:
@@ -59,15 +59,15 @@ class BlockAppender:
         self._reserved = slots
 
     async def append(
-        self, batch: AppendBatch, make_room: MakeRoom, look_ahead: LookAhead
+        self, batch: AppendBatch, make_room: MakeRoom, open_ahead: OpenAhead
     ) -> list[Outcome]:
         """Append new blocks; one outcome a block.
 
-        ``make_room`` reclaims a region. ``look_ahead`` is called each time that slots have been
+        ``make_room`` reclaims a region. ``open_ahead`` is called each time that slots have been
         allocated, and before anything is written to them.
         """
         self._appending += len(batch.keys)
-        return await self._append(batch, make_room, look_ahead)
+        return await self._append(batch, make_room, open_ahead)
 
     async def reinsert(self, items: Sequence[Reinsertion]) -> list[Outcome]:
         """Append blocks of the log once more, as far as there is room; one outcome a block."""
@@ -77,7 +77,7 @@ class BlockAppender:
         self,
         batch: AppendBatch,
         make_room: MakeRoom | None,
-        look_ahead: LookAhead = lambda: None,
+        open_ahead: OpenAhead = lambda: None,
     ) -> list[Outcome]:
         """Write blocks extent by extent, all at once."""
         writes: list[asyncio.Future[list[Outcome]]] = []
@@ -93,7 +93,7 @@ class BlockAppender:
             if isinstance(extent, Outcome):
                 ends = [extent] * (count - at)
                 break
-            look_ahead()
+            open_ahead()
             cut = batch.cut(at, at + extent.slots)
             at += extent.slots
             if at < count:
@@ -113,9 +113,7 @@ class BlockAppender:
             pages = table.own_pages(entries)
             async with self._priority.store():
                 blocks = context.transfer(first, batch.buffers)
-                problem = await context.device.write([blocks])
-                if problem is None and pages:  # by another thread: this one has the next blocks
-                    problem = await context.device.write(pages)
+                problem = await context.device.write([blocks, *pages])
             if problem is None and not pages:
                 problem = await table.add(entries)
             if problem is not None:

@@ -139,6 +139,7 @@ class Regions:
         self._open: int | None = None
         self._next: deque[int] = deque()  # the first is OPEN as soon as no other is
         self._used = 0  # slots of the open region that are allocated
+        self._opened = 0  # how often a region was opened
         self._sequence = 0
 
     # --- what is ---
@@ -173,8 +174,12 @@ class Regions:
 
     @property
     def ahead_missing(self) -> int:
-        """How many more regions may get their headers ahead."""
-        return self._ahead_max - len(self._next)
+        """How many more regions may get their headers ahead.
+
+        No more than were opened so far: a folder may hold what others, or this engine
+        after a restart, could still use, and a header is the end of it.
+        """
+        return max(1, min(self._ahead_max, self._opened)) - len(self._next)
 
     @property
     def free_count(self) -> int:
@@ -276,6 +281,7 @@ class Regions:
         if self._open is None and self._next:
             self._open = self._next.popleft()
             self._used = 0
+            self._opened += 1
             assert self.is_at_rest(self._open), "a region is opened while it is in use"
             self._move(self._open, RegionEvent.OPENED)
 
