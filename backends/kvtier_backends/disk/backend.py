@@ -16,7 +16,6 @@ from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import (
     Backend,
     BackendContext,
-    BackendTraits,
     CellKind,
     LoadBlock,
     Loaded,
@@ -25,6 +24,7 @@ from kvtier.plugin_api.backend import (
 )
 from kvtier.plugin_api.options import shown
 from kvtier.plugin_api.threads import DaemonThreads, daemon_thread
+from kvtier_backends.disk.batch_sizes import disk_traits
 from kvtier_backends.disk.device import Device, FileDevice, Segments
 from kvtier_backends.disk.disk_options import read_options
 from kvtier_backends.disk.folder.capacity import (
@@ -77,24 +77,6 @@ if TYPE_CHECKING:
 STORES_BESIDE_LOADS_FRACTION: Final = 0.25
 """Of ``io_depth``: what stores keep of the disk while something is loaded."""
 
-BATCH_BYTES_MIN: Final = 1 << 20
-"""A smaller transfer takes longer to hand over than to make."""
-
-BATCH_BYTES_WANTED: Final = 4 << 20
-"""So much in one transfer keeps a disk busy while the next one is handed over."""
-
-BATCH_BYTES_MAX: Final = 8 << 20
-"""Larger ones end so far apart that the disk, or the digests, have too little to do in between."""
-
-BATCHES_PER_THREAD: Final = 3
-"""Of large blocks: while one batch is at the disk, others have their digests computed."""
-
-LARGE_BLOCK_BYTES: Final = 256 << 10
-"""Smaller ones are better moved together: in fewer batches there are more of them in each."""
-
-BATCH_BLOCKS_MAX: Final = 64
-"""More blocks in one transfer save nothing, however small they are."""
-
 TICK_S: Final = 1.0
 SWEEPS_PER_TTL: Final = 20
 CLOSE_TIMEOUT_S_MAX: Final = 1.0
@@ -131,25 +113,7 @@ class DiskBackend(Backend):
     ) -> None:
         """``clock`` gives seconds since 1970."""
         self._encrypted_log = given.encrypted_log
-
-        def batch_blocks(size: int) -> int:
-            return max(1, min(BATCH_BLOCKS_MAX, size // context.block_bytes))
-
-        is_large = context.block_bytes >= LARGE_BLOCK_BYTES
-        batches_max = given.io_depth * (BATCHES_PER_THREAD if is_large else 1)
-        self.traits = BackendTraits(
-            load_batches_max=batches_max,
-            store_batches_max=batches_max,
-            load_batch_blocks_min=batch_blocks(BATCH_BYTES_MIN),
-            load_batch_blocks_max=min(
-                max(BackendTraits.load_batch_blocks_max, batch_blocks(BATCH_BYTES_WANTED)),
-                batch_blocks(BATCH_BYTES_MAX),
-            ),
-            store_batch_blocks_min=batch_blocks(BATCH_BYTES_WANTED),
-            store_batch_blocks_max=batch_blocks(BATCH_BYTES_MAX),
-            capacity_blocks=verdict.plan.capacity_blocks,
-            levels=frozenset(["blocks", "regions_free", "regions_retired"]),
-        )
+        self.traits = disk_traits(context.block_bytes, given.io_depth, verdict.plan.capacity_blocks)
         self._clock = clock
         # Whoever rewrites a weight file in place changes its time, and nothing else is as sure.
         self._context = replace(context, namespace=context.namespace.on_this_machine())
