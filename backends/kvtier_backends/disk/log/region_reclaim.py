@@ -59,6 +59,7 @@ class Reclaimer:
         self._calls = calls
         self._running: asyncio.Future[Outcome] | None = None
         self._search_at_room = 0  # with so much room left, a victim is searched for
+        self._searched_in: tuple[int | None, int] = (None, 0)  # the open region, and its quarter
 
     async def make_room(self) -> Outcome:
         """Reclaim a region, together with whoever wants room as well.
@@ -84,6 +85,17 @@ class Reclaimer:
             region = self._victim()
             if region is not None and self._index.live(region) <= self._affordable():
                 self._begin(region)
+
+    def may_search(self) -> bool:
+        """Tell whether to search for dead regions, and count it as done: some times a region.
+
+        A search looks at all regions: after each batch of small blocks it took a third of the
+        time that these take.
+        """
+        regions = self._regions
+        quarter = regions.room * VICTIM_SEARCHES_PER_REGION // regions.slots
+        last, self._searched_in = self._searched_in, (regions.open_region, quarter)
+        return last != self._searched_in
 
     def reclaim_dead(self) -> bool:
         """Reclaim a region without blocks and readers, if there is one: it costs no I/O."""
