@@ -410,7 +410,7 @@ async def test_dead_regions_are_searched_for_a_few_times_a_region_and_not_at_eac
         searches += 1
         return real(regions, exclude)
 
-    stored = KEYS[: (REGIONS - 4) * SLOTS + 1]
+    stored = KEYS[: (REGIONS - 3) * SLOTS + 1]  # no region is left to be opened
     for start in range(0, len(stored), SLOTS):
         assert set(await engine.store(stored[start : start + SLOTS])) == {Outcome.DONE}
         await engine.log.calls.wait_idle()
