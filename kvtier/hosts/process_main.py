@@ -184,6 +184,7 @@ def main(
             policy_maker(setup.tier, backend.traits),
             fallback_policy(),
             may_announce=lambda: channel.is_flushed,
+            beside_scheduler=False,
         )
         inbox = Inbox(channel, cell)
         inbox.hand_in(others)

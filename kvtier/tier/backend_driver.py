@@ -16,7 +16,14 @@ import anyio
 
 from kvtier.core import messages as m
 from kvtier.errors import InternalError, StoreFault
-from kvtier.plugin_api.backend import LoadBlock, Loaded, Outcome, StoreBlock, block_digest
+from kvtier.plugin_api.backend import (
+    DIGEST_STEP_BYTES,
+    LoadBlock,
+    Loaded,
+    Outcome,
+    StoreBlock,
+    block_digest,
+)
 from kvtier.plugin_api.deadlines import NEVER, set_deadline
 from kvtier.plugin_api.log import log, printable
 from kvtier.plugin_api.threads import DaemonThreads
@@ -33,7 +40,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DIGEST_THREADS: Final = 2
-"""Digests hold the GIL: a second thread only keeps one job from waiting for another."""
+"""Beside a scheduler, digests hold the GIL: a second thread only keeps one job from waiting for
+another. In a process of the tier's own they don't, and two keep up with several disks."""
+
+FREE_DIGEST_BYTES_MIN: Final = 256 << 10
+"""From this size of blocks on, a digest takes longer than to hand the GIL on."""
 
 CONTENTS_A_PAUSE: Final = 512
 CONTENTS_PAUSE_S: Final = 0.002
@@ -61,14 +72,21 @@ class BackendDriver:
         memory: SlotMemory,
         report: Callable[[Message], object],
         may_announce: Callable[[], bool] = lambda: True,
+        *,
+        beside_scheduler: bool = True,
     ) -> None:
-        """``report``: sends to the tier's actor. ``may_announce``: the link keeps up."""
+        """``report``: sends to the tier's actor. ``may_announce``: the link keeps up.
+
+        ``beside_scheduler``: the engine's scheduler runs in this process, and wants its GIL.
+        """
         self._tasks: asyncio.TaskGroup
         self._may_announce = may_announce
         self._name = name
         self._backend = backend
         self._memory = memory
         self._report = report
+        self._frees_gil = not beside_scheduler and memory.block_bytes >= FREE_DIGEST_BYTES_MIN
+        self._step_bytes = memory.block_bytes if self._frees_gil else DIGEST_STEP_BYTES
         self._digests = DaemonThreads(DIGEST_THREADS, f"kvtier-{name}-digest")
         self._unannounced = Unannounced()
         if backend.traits.capacity_blocks is None:
@@ -180,10 +198,11 @@ class BackendDriver:
 
     async def _store(self, message: m.StoreBatch) -> tuple[Outcome, ...]:
         views = self._memory.views(message.slots)
+        step_bytes = self._step_bytes
 
         def with_digests() -> list[StoreBlock]:
             return [
-                StoreBlock(key, view.toreadonly(), block_digest(key, view))
+                StoreBlock(key, view.toreadonly(), block_digest(key, view, step_bytes))
                 for key, view in zip(message.keys, views, strict=True)
             ]
 
@@ -209,10 +228,11 @@ class BackendDriver:
         loaded = await self.requests.serving(message.request).load(blocks)
         _expect(len(loaded), len(blocks))
         accepts_unchecked = self._backend.traits.accepts_unchecked
+        step_bytes = self._step_bytes
 
         def checked() -> tuple[Outcome, ...]:
             return tuple(
-                _checked(block, answer, accepts_unchecked=accepts_unchecked)
+                _checked(block, answer, step_bytes, accepts_unchecked=accepts_unchecked)
                 for block, answer in zip(blocks, loaded, strict=True)
             )
 
@@ -224,7 +244,8 @@ class BackendDriver:
 
     async def _digest(self, blocks: int, work: Callable[[], T]) -> T:
         """Run ``work``, which digests that many blocks: here, or in a thread if it takes long."""
-        if blocks * self._memory.block_bytes <= DIGEST_INLINE_BYTES_MAX:
+        size = blocks * self._memory.block_bytes
+        if size <= DIGEST_INLINE_BYTES_MAX and not self._frees_gil:
             return work()
         return await self._digests.run(work)
 
@@ -267,12 +288,14 @@ def _outcomes(answers: Sequence[Outcome]) -> tuple[Outcome, ...]:
     return tuple(map(Outcome, answers))
 
 
-def _checked(block: LoadBlock, loaded: Loaded, *, accepts_unchecked: bool) -> Outcome:
+def _checked(
+    block: LoadBlock, loaded: Loaded, step_bytes: int, *, accepts_unchecked: bool
+) -> Outcome:
     """Return what the load is worth once the bytes have been compared with their digest."""
     outcome, digest = loaded.outcome, loaded.digest
     if outcome is not Outcome.DONE and Outcome(outcome) is not Outcome.DONE:
         return Outcome(outcome)
     if digest is None:
         return Outcome.DONE if accepts_unchecked else Outcome.DAMAGED
-    sound = block_digest(block.key, block.buffer) == digest
+    sound = block_digest(block.key, block.buffer, step_bytes) == digest
     return Outcome.DONE if sound else Outcome.DAMAGED

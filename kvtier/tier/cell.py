@@ -53,7 +53,7 @@ class Waker(Protocol):
 class TierCell:
     """One life of a tier's actors and its backend."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what its host has for it
         self,
         name: str,
         backend: Backend,
@@ -62,8 +62,13 @@ class TierCell:
         make_policy: Callable[[], EvictionPolicy] | None,
         fallback_policy: Callable[[int], EvictionPolicy],
         may_announce: Callable[[], bool] = lambda: True,
+        *,
+        beside_scheduler: bool = True,
     ) -> None:
-        """``make_policy``: None if nothing is ever evicted. ``may_announce``: the link keeps up."""
+        """``make_policy``: None if nothing is ever evicted. ``may_announce``: the link keeps up.
+
+        ``beside_scheduler``: the engine's scheduler runs in this process.
+        """
         self.arrived: deque[tuple[Actor | BackendDriver, Message]] = deque()
         self._is_woken = False  # and has not looked yet
         self._backend = backend
@@ -72,7 +77,9 @@ class TierCell:
         self._is_delivering = False
         self._waking: anyio.Event  # set when there is something to deliver
         to_tier, to_driver, to_policy = (_CellMailbox(self) for _ in range(3))
-        self.driver = BackendDriver(name, backend, memory, to_tier.post, may_announce)
+        self.driver = BackendDriver(
+            name, backend, memory, to_tier.post, may_announce, beside_scheduler=beside_scheduler
+        )
         self._counting = Counting(name, self.driver.counters, link)
         self._tier: BoundedTier | UnboundedTier
         if make_policy is None:

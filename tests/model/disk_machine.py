@@ -19,6 +19,7 @@ SHAPES = st.builds(
             (disk_tier(DiskShape(regions=4, slots=3, own_page_slots=4, ttl_s=60), batches_max=1),),
             (disk_tier(DiskShape(regions=4, slots=4, own_page_slots=3)), TierShape()),
             (TierShape(capacity=4), disk_tier(DiskShape(regions=6, slots=2, ttl_s=60))),
+            (disk_tier(DiskShape(regions=9, slots=1)),),  # two regions are opened ahead
         ]
     ),
     job_blocks_max=st.integers(1, 4),

@@ -16,7 +16,6 @@ from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import (
     Backend,
     BackendContext,
-    BackendTraits,
     CellKind,
     LoadBlock,
     Loaded,
@@ -25,6 +24,7 @@ from kvtier.plugin_api.backend import (
 )
 from kvtier.plugin_api.options import shown
 from kvtier.plugin_api.threads import DaemonThreads, daemon_thread
+from kvtier_backends.disk.batch_sizes import disk_traits
 from kvtier_backends.disk.device import Device, FileDevice, Segments
 from kvtier_backends.disk.disk_options import read_options
 from kvtier_backends.disk.folder.capacity import (
@@ -61,7 +61,7 @@ from kvtier_backends.disk.log.block_runs import stored_together
 from kvtier_backends.disk.log.context import LogContext
 from kvtier_backends.disk.log.index import BlockIndex
 from kvtier_backends.disk.log.index_bulk import BulkLoad
-from kvtier_backends.disk.log.regions import Budget, Regions, RegionState
+from kvtier_backends.disk.log.regions import Budget, Regions, RegionState, regions_ahead
 from kvtier_backends.disk.log.tables import Identity
 from kvtier_backends.disk.offline.inspection import refuse_folder
 from kvtier_backends.disk.offline.purge_requests import answer_requests
@@ -76,18 +76,6 @@ if TYPE_CHECKING:
 
 STORES_BESIDE_LOADS_FRACTION: Final = 0.25
 """Of ``io_depth``: what stores keep of the disk while something is loaded."""
-
-BATCH_BYTES_MIN: Final = 1 << 20
-"""A smaller transfer takes longer to hand over than to make."""
-
-BATCH_BYTES_WANTED: Final = 4 << 20
-"""So much in one transfer keeps a disk busy while the next one is handed over."""
-
-BATCH_BYTES_MAX: Final = 8 << 20
-"""Of a store. Larger ones end so far apart that the disk has too little to do between them."""
-
-BATCH_BLOCKS_MAX: Final = 64
-"""More blocks in one transfer save nothing, however small they are."""
 
 TICK_S: Final = 1.0
 SWEEPS_PER_TTL: Final = 20
@@ -125,22 +113,7 @@ class DiskBackend(Backend):
     ) -> None:
         """``clock`` gives seconds since 1970."""
         self._encrypted_log = given.encrypted_log
-
-        def batch_blocks(size: int) -> int:
-            return max(1, min(BATCH_BLOCKS_MAX, size // context.block_bytes))
-
-        self.traits = BackendTraits(
-            load_batches_max=given.io_depth,
-            store_batches_max=given.io_depth,
-            load_batch_blocks_min=batch_blocks(BATCH_BYTES_MIN),
-            load_batch_blocks_max=max(
-                BackendTraits.load_batch_blocks_max, batch_blocks(BATCH_BYTES_WANTED)
-            ),
-            store_batch_blocks_min=batch_blocks(BATCH_BYTES_WANTED),
-            store_batch_blocks_max=batch_blocks(BATCH_BYTES_MAX),
-            capacity_blocks=verdict.plan.capacity_blocks,
-            levels=frozenset(["blocks", "regions_free", "regions_retired"]),
-        )
+        self.traits = disk_traits(context.block_bytes, given.io_depth, verdict.plan.capacity_blocks)
         self._clock = clock
         # Whoever rewrites a weight file in place changes its time, and nothing else is as sure.
         self._context = replace(context, namespace=context.namespace.on_this_machine())
@@ -337,7 +310,8 @@ class DiskBackend(Backend):
         key_id = NO_KEY_ID if keyring is None else keyring.current_id
         key_ids = {NO_KEY_ID} if keyring is None else set(keyring.by_id)
         index = BlockIndex(plan.regions, geometry.slots, encrypted=keyring is not None)
-        regions = Regions(plan.regions, geometry.slots, index.live)
+        ahead = regions_ahead(plan.regions, geometry.region_bytes)
+        regions = Regions(plan.regions, geometry.slots, index.live, ahead_max=ahead)
         namespace, description = namespace_digest(self._context), describe(self._context)
         identity = Identity(superblock.folder_id, namespace, key_id, description)
         expected = Expected(identity.folder_id, identity.namespace, key_ids, geometry)

@@ -36,6 +36,9 @@ _NOT_RESERVED: Final = (
     "this filesystem cannot reserve room ({}): the tier works, but a disk that is full fails the "
     "store of a block in the middle, where elsewhere no region would have been opened"
 )
+PAGES_BYTES_MAX: Final = 256 << 10
+"""A write of up to so many bytes is of headers and table pages, for which others wait."""
+
 _BUFFERS_MAX: Final = 1024  # the kernel's limit for one call
 
 
@@ -91,7 +94,8 @@ class FileDevice(Device):
     """Segment files in a folder, read and written by threads.
 
     Readers and writers have threads of their own, so neither waits for the
-    other. ``direct`` goes around the page cache where buffers and filesystem
+    other, and so have writes of few pages: they don't wait for the data of others, nor keep
+    a thread from it. ``direct`` goes around the page cache where buffers and filesystem
     allow it; ``on_direct_refused`` is called when one does not, and ``on_not_reserved``
     once if the filesystem cannot reserve room.
     """
@@ -110,6 +114,7 @@ class FileDevice(Device):
         self._files = _SegmentFiles(segments, on_direct_refused, on_not_reserved, direct=direct)
         self._readers = DaemonThreads(read_threads, f"{name}-read")
         self._writers = DaemonThreads(write_threads, f"{name}-write")
+        self._page_writers = DaemonThreads(write_threads, f"{name}-pages")
         self._is_closed = False  # stopped threads take no more calls: these would wait for ever
 
     async def read(self, transfers: Sequence[Transfer]) -> list[int | OSError]:
@@ -122,7 +127,9 @@ class FileDevice(Device):
         """Write all, in one of the writing threads."""
         if self._is_closed:
             return _closed()
-        return await self._writers.run(partial(self._files.write_all, transfers))
+        size = sum([transfer.size for transfer in transfers])
+        threads = self._page_writers if size <= PAGES_BYTES_MAX else self._writers
+        return await threads.run(partial(self._files.write_all, transfers))
 
     async def allocate(self, region: int) -> None:
         """Allocate in one of the writing threads."""
@@ -132,13 +139,14 @@ class FileDevice(Device):
 
     def busy(self) -> int:
         """Count the calls that may still touch a buffer or a file."""
-        return self._readers.busy() + self._writers.busy()
+        return self._readers.busy() + self._writers.busy() + self._page_writers.busy()
 
     def close(self) -> None:
         """End the threads after what they run now; files are closed with the last of them."""
         self._is_closed = True
         self._readers.stop()
         self._writers.stop()
+        self._page_writers.stop()
         self._files.close_when(lambda: self.busy() == 0)
 
 

@@ -70,6 +70,13 @@ PROBE_BATCH_BLOCKS_MIN = 8
 """Each key is a system call, which a network filesystem takes half a millisecond for: as many as
 pay for a hand-over to a thread."""
 
+LARGE_BLOCK_BYTES = 256 << 10
+BATCHES_PER_THREAD = 3
+"""Of large blocks: while one batch is at the disk, others have their digests computed."""
+
+BATCH_BYTES_MAX = 8 << 20
+"""Of large blocks: batches that end all at once leave the disk alone with nothing to do."""
+
 _CLOSE_TIMEOUT_S_MAX = 1.0
 
 Item = TypeVar("Item")
@@ -108,9 +115,18 @@ class FsBackend(Backend):
         accept_unchecked: bool,
         capacity_bytes: int | None = None,
     ) -> None:
+        block_bytes = records.context.block_bytes
+        is_large = block_bytes >= LARGE_BLOCK_BYTES
+        per_thread = BATCHES_PER_THREAD if is_large else 1
+        blocks_max = BackendTraits.load_batch_blocks_max
+        if is_large:
+            blocks_max = max(1, min(blocks_max, BATCH_BYTES_MAX // block_bytes))
         self.traits = BackendTraits(
-            load_batches_max=read_threads,
-            store_batches_max=write_threads,
+            load_batches_max=per_thread * read_threads,
+            store_batches_max=per_thread * write_threads,
+            load_batch_blocks_max=blocks_max,
+            store_batch_blocks_max=blocks_max,
+            probe_batches_max=read_threads,
             capacity_blocks=None,
             accepts_unchecked=accept_unchecked,
             levels=frozenset({"folder_bytes", "folder_blocks"}),

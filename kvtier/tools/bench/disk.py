@@ -31,7 +31,16 @@ from kvtier.tools.bench.disk_fio import FIO, Fio, FioFailed
 from kvtier.tools.bench.disk_legs import Leg, longest_pause_without_io_s, play
 from kvtier.tools.bench.disk_page_cache import drop, resident_bytes
 from kvtier.tools.bench.disk_raw import RAW, RawSide
-from kvtier.tools.bench.disk_sides import ENCRYPTED, DiskSetup, DiskSide, Job, KVTierSide, VLLMSide
+from kvtier.tools.bench.disk_sides import (
+    ENCRYPTED,
+    KVTIER_FS,
+    DiskSetup,
+    DiskSide,
+    FsSide,
+    Job,
+    KVTierSide,
+    VLLMSide,
+)
 from kvtier.tools.bench.sides import KVTIER, VLLM, make_keys
 from kvtier.tools.held_signals import HeldSignals
 
@@ -67,7 +76,7 @@ class Options:
     @property
     def sides(self) -> list[str]:
         """Everything that is measured, in the order of the table; fio only if it is found."""
-        tiers = [VLLM, KVTIER, *([ENCRYPTED] if self.encrypted else []), RAW]
+        tiers = [VLLM, KVTIER_FS, KVTIER, *([ENCRYPTED] if self.encrypted else []), RAW]
         return [*tiers, *([FIO] if shutil.which("fio") else [])]
 
     @property
@@ -154,6 +163,7 @@ def _open_bed(options: Options, block_bytes: int) -> Iterator[_Bed]:
         stack.callback(_close, sides)
         with HeldSignals():  # so that a side that has been made is in the list
             sides += [VLLMSide(setup)]
+            sides += [FsSide(setup)]
             sides += [KVTierSide(setup)]
             if options.encrypted:
                 sides += [KVTierSide(setup, _make_key_file(folder))]

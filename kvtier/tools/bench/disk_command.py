@@ -75,7 +75,8 @@ def _sizes(arguments: argparse.Namespace) -> tuple[list[int], int]:
 
 def _check_room(options: Options) -> None:
     tiers = 1 + options.encrypted
-    needed = int((tiers * CAPACITY_LEGS + 3) * options.leg_bytes)  # 3: vLLM's, raw's and fio's
+    others = 4  # both fs tiers, raw and fio
+    needed = int((tiers * CAPACITY_LEGS + others) * options.leg_bytes)
     free = shutil.disk_usage(options.folder).free
     if free < needed:
         raise Misuse(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvtier.tools.bench.disk import KINDS, LOAD, STORE
 from kvtier.tools.bench.disk_fio import FIO
 from kvtier.tools.bench.disk_raw import RAW
-from kvtier.tools.bench.disk_sides import ENCRYPTED
+from kvtier.tools.bench.disk_sides import ENCRYPTED, KVTIER_FS
 from kvtier.tools.bench.percentile import percentile
 from kvtier.tools.bench.sides import KVTIER, VLLM
 
@@ -27,6 +27,9 @@ BESIDE_VLLM_MIN: Final = {
 """How many times vLLM's GB/s is promised, by block size and kind."""
 
 BESIDE_FIO_MIN: Final = 0.85
+LARGE_BYTES: Final = 1 << 20  #: blocks of the models that people serve have this size and more
+FS_BESIDE_VLLM_MIN: Final = 1.0  #: of large blocks
+OF_BEST_MIN: Final = 0.95  #: of large blocks
 PAUSE_BESIDE_VLLM_MAX: Final = 0.25
 
 
@@ -121,6 +124,21 @@ def ratios(measured: Measured) -> list[Ratio]:
                     _times_faster(measured, kind, KVTIER, side=ENCRYPTED),
                 )
             )
+        found.append(
+            Ratio(
+                f"{kind}, kvtier fs, times vLLM's GB/s",
+                _times_faster(measured, kind, VLLM, side=KVTIER_FS),
+                FS_BESIDE_VLLM_MIN if measured.block_bytes >= LARGE_BYTES else None,
+            )
+        )
+        if measured.block_bytes >= LARGE_BYTES:
+            found.append(
+                Ratio(
+                    f"{kind}, share of the best of vLLM's and raw's GB/s",
+                    _of_best(measured, kind, [VLLM, RAW]),
+                    OF_BEST_MIN,
+                )
+            )
     return found + [_pause(measured, kind) for kind in KINDS]
 
 
@@ -130,6 +148,12 @@ def _times_faster(
     """Return how many times as fast as ``other`` a side was in each round: all move as much."""
     legs = [_legs(each, busy=busy)[kind] for each in measured.rounds]
     return [leg[other].seconds / leg[side].seconds for leg in legs]
+
+
+def _of_best(measured: Measured, kind: str, others: Sequence[str]) -> list[float]:
+    """Return how many times as fast as the fastest of the others kvtier was in each round."""
+    legs = [each.idle[kind] for each in measured.rounds]
+    return [min(leg[other].seconds for other in others) / leg[KVTIER].seconds for leg in legs]
 
 
 def _pause(measured: Measured, kind: str) -> Ratio:

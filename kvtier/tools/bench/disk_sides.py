@@ -9,6 +9,7 @@ its end of the tier.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from abc import ABC, abstractmethod
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.slot_memory import SlotMemory
 
 ENCRYPTED: Final = "kvtier, encrypted"
+KVTIER_FS: Final = "kvtier fs"
 
 CAPACITY_LEGS: Final = 2.5
 """kvtier's folder holds so many legs' bytes: from the third leg on it overwrites the oldest."""
@@ -76,12 +78,31 @@ class DiskSetup:
         return self.memory.slot_count * self.memory.block_bytes
 
 
+def side_folder(setup: DiskSetup, name: str) -> Path:
+    """Return the folder of the side with this name."""
+    return setup.folder / name.replace(", ", "-")
+
+
+def fs_takes_direct(folder: Path) -> bool:
+    """Tell whether files in this folder can be opened with O_DIRECT. Raises ``OSError``."""
+    path = folder / "direct"
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600))
+    except OSError as refused:
+        if refused.errno != errno.EINVAL:
+            raise
+        return False
+    finally:
+        path.unlink(missing_ok=True)
+    return True
+
+
 class DiskSide(ABC):
     """One tier. Everything is called from one thread, as a scheduler does."""
 
     def __init__(self, name: str, setup: DiskSetup) -> None:
         self.name = name
-        self.folder = setup.folder / name.replace(", ", "-")
+        self.folder = side_folder(setup, name)
 
     @abstractmethod
     def store(self, job: Job) -> None:
@@ -185,26 +206,15 @@ class VLLMSide(DiskSide):
         self._tier.shutdown()
 
 
-class KVTierSide(DiskSide):
-    """kvtier's ``disk`` tier, in its cell. ``key_file``: encrypts with the key in it."""
+class TierSide(DiskSide):
+    """One of kvtier's tiers, in its cell."""
 
-    def __init__(self, setup: DiskSetup, key_file: Path | None = None) -> None:
-        super().__init__(ENCRYPTED if key_file else KVTIER, setup)
+    def __init__(self, name: str, setup: DiskSetup, options: Mapping[str, object]) -> None:
+        """``options``: the tier's, as an entry of ``secondary_tiers`` has them."""
+        super().__init__(name, setup)
         memory = setup.memory
-        capacity_bytes = int(CAPACITY_LEGS * setup.leg_bytes)
-        is_large = capacity_bytes >= REGIONS_MIN * REGION_BYTES
-        options = {
-            "type": "disk",
-            "path": str(self.folder),
-            "capacity_bytes": capacity_bytes,
-            **({"region_bytes": REGION_BYTES} if is_large else {}),
-            "io_depth": setup.threads,
-            # What is loaded here was stored last; lru evicts what was stored first.
-            "eviction_policy": "lru",
-            **({"encryption_key_file": str(key_file)} if key_file else {}),
-        }
         config = read_settings(
-            {"secondary_tiers": [options]},
+            {"secondary_tiers": [dict(options)]},
             slot_count=memory.slot_count,
             block_bytes=memory.block_bytes,
         )
@@ -217,8 +227,8 @@ class KVTierSide(DiskSide):
             tier, context, memory, self._answers, messages_max=config.mailbox_messages_max
         )
         assert self._tier.traits is not None, "a tier that is made"
-        capacity_blocks = self._tier.traits.capacity_blocks or 0
-        if capacity_blocks < memory.slot_count:
+        capacity_blocks = self._tier.traits.capacity_blocks
+        if capacity_blocks is not None and capacity_blocks < memory.slot_count:
             self._tier.close(CLOSE_TIMEOUT_S)
             raise Misuse(
                 f"--bytes is too few for blocks of {memory.block_bytes} bytes: a folder of that "
@@ -265,11 +275,6 @@ class KVTierSide(DiskSide):
     def end_step(self) -> None:
         self._tier.wake()
 
-    @property
-    @override
-    def is_direct(self) -> bool:
-        return "direct_refused" not in self.counters()
-
     @override
     def counters(self) -> Mapping[str, int]:
         self._tier.poll()
@@ -299,6 +304,58 @@ class KVTierSide(DiskSide):
             if time.monotonic() > deadline_s:
                 raise InternalError(f"{self.name}: not open after {OPEN_TIMEOUT_S:.0f} s")
             time.sleep(POLL_S)
+
+
+class KVTierSide(TierSide):
+    """kvtier's ``disk`` tier. ``key_file``: encrypts with the key in it."""
+
+    def __init__(self, setup: DiskSetup, key_file: Path | None = None) -> None:
+        name = ENCRYPTED if key_file else KVTIER
+        capacity_bytes = int(CAPACITY_LEGS * setup.leg_bytes)
+        is_large = capacity_bytes >= REGIONS_MIN * REGION_BYTES
+        options = {
+            "type": "disk",
+            "path": str(side_folder(setup, name)),
+            "capacity_bytes": capacity_bytes,
+            **({"region_bytes": REGION_BYTES} if is_large else {}),
+            "io_depth": setup.threads,
+            # What is loaded here was stored last; lru evicts what was stored first.
+            "eviction_policy": "lru",
+            **({"encryption_key_file": str(key_file)} if key_file else {}),
+        }
+        super().__init__(name, setup, options)
+
+    @property
+    @override
+    def is_direct(self) -> bool:
+        return "direct_refused" not in self.counters()
+
+
+class FsSide(TierSide):
+    """kvtier's ``fs`` tier: a file a block, as vLLM's has, with a digest in each."""
+
+    def __init__(self, setup: DiskSetup) -> None:
+        self._takes_direct = fs_takes_direct(setup.folder)
+        options = {
+            "type": "fs",
+            "root_dir": str(side_folder(setup, KVTIER_FS)),
+            "n_read_threads": setup.threads,
+            "n_write_threads": setup.threads,
+        }
+        super().__init__(KVTIER_FS, setup, options)
+
+    @override
+    def forget(self) -> None:
+        """Delete all blocks. Its folders stay, as they would in a folder that is long in use."""
+        for folder, _, names in os.walk(self.folder):
+            for name in names:
+                if name.endswith(".kv"):
+                    os.unlink(os.path.join(folder, name))
+
+    @property
+    @override
+    def is_direct(self) -> bool:
+        return self._takes_direct and "direct_refused" not in self.counters()
 
 
 class _Recorder:

@@ -190,7 +190,7 @@ def _add_disk_arguments(disk: argparse.ArgumentParser) -> None:
     disk.add_argument(
         "--block-bytes",
         metavar="SIZES",
-        default="64KiB,256KiB,1MiB,2MiB",
+        default="64KiB,256KiB,1MiB,2MiB,4MiB,8MiB",
         help="block sizes, measured one after the other (default: %(default)s)",
     )
     disk.add_argument(

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvtier_backends.disk.log.region_opening import RegionOpener
 
     MakeRoom = Callable[[], Awaitable[Outcome]]
+    OpenAhead = Callable[[], object]
 
 
 class BlockAppender:
@@ -57,16 +58,27 @@ class BlockAppender:
         """Keep this many of the last slots for reinserted blocks, instead of any before."""
         self._reserved = slots
 
-    async def append(self, batch: AppendBatch, make_room: MakeRoom) -> list[Outcome]:
-        """Append new blocks; one outcome a block. ``make_room`` reclaims a region."""
+    async def append(
+        self, batch: AppendBatch, make_room: MakeRoom, open_ahead: OpenAhead
+    ) -> list[Outcome]:
+        """Append new blocks; one outcome a block.
+
+        ``make_room`` reclaims a region. ``open_ahead`` is called each time that slots have been
+        allocated, and before anything is written to them.
+        """
         self._appending += len(batch.keys)
-        return await self._append(batch, make_room)
+        return await self._append(batch, make_room, open_ahead)
 
     async def reinsert(self, items: Sequence[Reinsertion]) -> list[Outcome]:
         """Append blocks of the log once more, as far as there is room; one outcome a block."""
         return await self._append(AppendBatch.reinserted(items), None)
 
-    async def _append(self, batch: AppendBatch, make_room: MakeRoom | None) -> list[Outcome]:
+    async def _append(
+        self,
+        batch: AppendBatch,
+        make_room: MakeRoom | None,
+        open_ahead: OpenAhead = lambda: None,
+    ) -> list[Outcome]:
         """Write blocks extent by extent, all at once."""
         writes: list[asyncio.Future[list[Outcome]]] = []
         ends: list[Outcome] = []
@@ -81,6 +93,7 @@ class BlockAppender:
             if isinstance(extent, Outcome):
                 ends = [extent] * (count - at)
                 break
+            open_ahead()
             cut = batch.cut(at, at + extent.slots)
             at += extent.slots
             if at < count:

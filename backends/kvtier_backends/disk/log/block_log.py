@@ -144,9 +144,10 @@ class BlockLog:
                 [tags[place] for place in fits],
                 self._context.now_s(),
             )
-            ends = await self._appender.append(batch, self._reclaimer.make_room)
+            ends = await self._appender.append(batch, self._reclaimer.make_room, self._open_ahead)
             outcomes.update(zip(batch.keys, ends, strict=True))
-            self._look_ahead()
+            self._open_ahead()
+            self._reclaim_ahead()
         answers = [outcomes[key] for key in keys]
         if Outcome.FULL in answers:
             self._context.counters.add("stores_full", answers.count(Outcome.FULL))
@@ -156,11 +157,25 @@ class BlockLog:
         """Return how many more blocks the capacity allows."""
         return max(0, self._capacity_blocks - len(self.index) - self._appender.appending)
 
-    def _look_ahead(self) -> None:
-        """Open the next region, or reclaim one for that, before a store has to wait for it."""
-        if self.regions.has_next or self._opener.lock.locked() or self._faults.in_doubt:
+    def _open_ahead(self) -> None:
+        """Open the next regions before a store has to wait for them."""
+        regions = self.regions
+        if not (regions.ahead_missing and self._may_look_ahead() and self._opener.may_open_ahead()):
             return
-        if self.regions.next_to_open(for_reinsertion=False) is not None:
+        if regions.has_next and self._reclaimer.may_search():
+            while len(regions.next_to_open_ahead()) < regions.ahead_missing:
+                if not self._reclaimer.reclaim_dead():
+                    break
+        if regions.next_to_open_ahead():
             self._opener.open_ahead()
-        else:
+
+    def _reclaim_ahead(self) -> None:
+        """Reclaim a region before a store has to wait for that, if no other can be opened."""
+        regions = self.regions
+        if regions.has_next or not self._may_look_ahead():
+            return
+        if regions.next_to_open(for_reinsertion=False) is None:
             self._reclaimer.reclaim_ahead()
+
+    def _may_look_ahead(self) -> bool:
+        return not (self._opener.lock.locked() or self._faults.in_doubt)

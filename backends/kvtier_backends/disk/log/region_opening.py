@@ -1,7 +1,7 @@
 """Opens regions: writes their headers, and keeps the tables of those that are written.
 
-A region's bytes are allocated before its first header is written. The next region
-gets its header while the open one still has room, so no store waits for that.
+A region's bytes are allocated before its first header is written. The next regions
+get their headers while the open one still has room, so no store waits for that.
 
 # Invariant: a header is written only by whoever holds ``lock``. Checked: write_header,
 #            what_the_index_names_is_whole_on_the_disk_unless_the_disk_lost_it.
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvtier_backends.disk.device import Transfer
 from kvtier_backends.disk.format import ID_BYTES, PAGE_BYTES, TAG_BYTES, encode_header
+from kvtier_backends.disk.log.calls import begin
 from kvtier_backends.disk.log.tables import PagePool, RegionTable, new_header
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ class RegionOpener:
         self._calls = calls
         self._tables: dict[int, RegionTable] = {}  # of regions that are written
         self._pages = PagePool()
-        self._header_page = self._pages.borrow()  # whoever holds ``lock`` has it
         self._opened_ahead_in: int | None = None  # the region that was open at the last attempt
         self._is_closed = False
 
@@ -87,17 +87,27 @@ class RegionOpener:
         self._tables[region] = table
         return None
 
+    def may_open_ahead(self) -> bool:
+        """Tell whether no attempt was made yet since the open region is open."""
+        return self._regions.open_region != self._opened_ahead_in
+
     def open_ahead(self) -> None:
-        """Begin to open the next region, once for each region that is open."""
-        if self._regions.open_region != self._opened_ahead_in:
+        """Begin to open the next regions, once for each region that is open."""
+        if self.may_open_ahead():
             self._opened_ahead_in = self._regions.open_region
             self._calls.start(self._open_ahead())
 
     async def _open_ahead(self) -> None:
         async with self.lock:
-            region = self._regions.next_to_open(for_reinsertion=False)
-            if region is not None and not (self._regions.has_next or self._is_closed):
-                await self.open(region)  # a store that needs a region meets the problem again
+            if self._is_closed:
+                return
+            # All at once: each header waits at the disk for what is being written there.
+            # A store that needs a region meets the problem again.
+            headed = [begin(self.open(each)) for each in self._regions.next_to_open_ahead()]
+            if headed:
+                await asyncio.wait(headed)
+            for each in headed:
+                each.result()
 
     async def probe(self) -> Outcome | None:
         """Write one header, to find out whether writing works; None if it does.
@@ -136,8 +146,10 @@ class RegionOpener:
             except OSError as no_room:
                 return sequence, no_room
             self._regions.note_allocated(region)
-        self._header_page[:] = encode_header(header)
-        problem = await context.device.write([Transfer(region, 0, [self._header_page])])
+        page = self._pages.borrow()
+        page[:] = encode_header(header)
+        problem = await context.device.write([Transfer(region, 0, [page])])
+        self._pages.give_back([page])
         assert self.lock.locked(), "the lock was let go while a header was written"
         if problem is None:
             self._count_overhead(PAGE_BYTES)

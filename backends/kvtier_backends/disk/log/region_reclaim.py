@@ -59,6 +59,7 @@ class Reclaimer:
         self._calls = calls
         self._running: asyncio.Future[Outcome] | None = None
         self._search_at_room = 0  # with so much room left, a victim is searched for
+        self._searched_in: tuple[int | None, int] = (None, 0)  # the open region, and its quarter
 
     async def make_room(self) -> Outcome:
         """Reclaim a region, together with whoever wants room as well.
@@ -85,6 +86,25 @@ class Reclaimer:
             if region is not None and self._index.live(region) <= self._affordable():
                 self._begin(region)
 
+    def may_search(self) -> bool:
+        """Tell whether to search for dead regions, and count it as done: some times a region.
+
+        A search looks at all regions: after each batch of small blocks it took a third of the
+        time that these take.
+        """
+        regions = self._regions
+        quarter = regions.room * VICTIM_SEARCHES_PER_REGION // regions.slots
+        last, self._searched_in = self._searched_in, (regions.open_region, quarter)
+        return last != self._searched_in
+
+    def reclaim_dead(self) -> bool:
+        """Reclaim a region without blocks and readers, if there is one: it costs no I/O."""
+        region = self._victim() if self._running is None or self._running.done() else None
+        if region is None or self._index.live(region) or self._regions.is_read(region):
+            return False
+        self._begin(region)
+        return self._regions.state(region) is RegionState.FREE
+
     def _begin(self, region: int | None) -> None:
         self._running = self._calls.start(self._reclaim(region))
 
@@ -96,7 +116,7 @@ class Reclaimer:
         regions, stride = self._regions, self._context.geometry.stride
         batches = -(-regions.slots * stride // BATCH_BYTES)
         overhead_bytes = (batches + 2) * PAGE_BYTES  # a table page a batch, a header
-        room = regions.room + regions.slots * (regions.has_next + (regions.free_count > 0))
+        room = regions.room + regions.slots * (regions.next_count + (regions.free_count > 0))
         return min(room, self._context.budget.affords(stride, overhead_bytes))
 
     async def _reclaim(self, region: int | None) -> Outcome:

@@ -1,6 +1,6 @@
 """What becomes of each region, as a table, and which one comes next. Touches no file.
 
-Blocks are appended to the one open region. The next one gets its header ahead,
+Blocks are appended to the one open region. The next ones get their headers ahead,
 so that no store waits for that. When hardly a free one is left, the sealed
 region with the fewest blocks is reclaimed: its blocks are reinserted, as far
 as the budget for that goes, and the rest is dropped. One free region is kept
@@ -30,6 +30,13 @@ if TYPE_CHECKING:
 WRITE_AMPLIFICATION_MAX: Final = 1.3
 KEPT_BACK_REGIONS: Final = 1
 """This many free regions are only for blocks that are reinserted."""
+
+AHEAD_BYTES: Final = 256 << 20
+"""Regions of so many bytes get their headers ahead: what a fast disk writes in the time that it
+takes for a header, which waits there behind all that is being written."""
+
+AHEAD_MAX: Final = 8
+AHEAD_OF: Final = 4  #: at most one region of so many is opened ahead, in a small folder
 
 
 class RegionState(IntEnum):
@@ -106,11 +113,20 @@ class Budget:
         return max(0, int(self._credit - overhead_bytes) // block_bytes)
 
 
+def regions_ahead(count: int, region_bytes: int) -> int:
+    """Return how many regions of a folder with ``count`` of them get their headers ahead."""
+    return max(1, min(AHEAD_MAX, count // AHEAD_OF, AHEAD_BYTES // region_bytes))
+
+
 class Regions:
     """The regions of a folder. ``live`` returns how many blocks of a region are in the index."""
 
-    def __init__(self, count: int, slots: int, live: Callable[[int], int]) -> None:
+    def __init__(
+        self, count: int, slots: int, live: Callable[[int], int], *, ahead_max: int = 1
+    ) -> None:
+        """``ahead_max``: so many regions may have their headers before they take blocks."""
         self.slots = slots
+        self._ahead_max = ahead_max
         self._live = live
         self._states = [RegionState.FREE] * count
         self._sequences = [0] * count
@@ -121,8 +137,9 @@ class Regions:
         self._allocated: set[int] = set()
         self._free: deque[int] = deque(range(count))
         self._open: int | None = None
-        self._next: int | None = None  # is OPEN as soon as no other is
+        self._next: deque[int] = deque()  # the first is OPEN as soon as no other is
         self._used = 0  # slots of the open region that are allocated
+        self._opened = 0  # how often a region was opened
         self._sequence = 0
 
     # --- what is ---
@@ -148,7 +165,21 @@ class Regions:
     @property
     def has_next(self) -> bool:
         """Whether a region takes blocks as soon as the open one is filled."""
-        return self._next is not None
+        return bool(self._next)
+
+    @property
+    def next_count(self) -> int:
+        """How many regions take blocks, one after the other, when the open one is filled."""
+        return len(self._next)
+
+    @property
+    def ahead_missing(self) -> int:
+        """How many more regions may get their headers ahead.
+
+        No more than were opened so far: a folder may hold what others, or this engine
+        after a restart, could still use, and a header is the end of it.
+        """
+        return max(1, min(self._ahead_max, self._opened)) - len(self._next)
 
     @property
     def free_count(self) -> int:
@@ -200,6 +231,11 @@ class Regions:
         kept_back = 0 if for_reinsertion else KEPT_BACK_REGIONS
         return self._free[0] if len(self._free) > kept_back else None
 
+    def next_to_open_ahead(self) -> list[int]:
+        """Return the free regions that may get their headers ahead now, in their order."""
+        count = min(self.ahead_missing, len(self._free) - KEPT_BACK_REGIONS)
+        return [self._free[place] for place in range(count)]
+
     def next_sequence(self) -> int:
         """Return a number greater than any before, for the header of a region to be opened."""
         self._sequence += 1
@@ -210,15 +246,15 @@ class Regions:
 
         ``key_id`` is the id of the key that its blocks are encrypted with.
         """
-        if self._next is not None:
-            raise InternalError(f"region {self._next} is next")
+        if self.ahead_missing <= 0:
+            raise InternalError(f"regions {list(self._next)} are next")
         if not self.is_at_rest(region):
             raise InternalError(f"region {region} is in use")
         self._move(region, RegionEvent.HEADED)
         self._free.remove(region)
         self._sequences[region] = sequence
         self._key_ids[region] = key_id
-        self._next = region
+        self._next.append(region)
         self._open_next()
 
     def allocate(self, count: int) -> Extent:
@@ -242,9 +278,10 @@ class Regions:
             self._open_next()
 
     def _open_next(self) -> None:
-        if self._open is None and self._next is not None:
-            self._open, self._next = self._next, None
+        if self._open is None and self._next:
+            self._open = self._next.popleft()
             self._used = 0
+            self._opened += 1
             assert self.is_at_rest(self._open), "a region is opened while it is in use"
             self._move(self._open, RegionEvent.OPENED)
 
@@ -264,6 +301,10 @@ class Regions:
     def pin(self, region: int) -> None:
         """Count a reader: the region is not opened again before it ends."""
         self._readers[region] += 1
+
+    def is_read(self, region: int) -> bool:
+        """Tell whether the region has a reader."""
+        return self._readers[region] > 0
 
     def unpin(self, region: int) -> None:
         """End a reader. The region becomes free if that is what it waited for."""
@@ -345,8 +386,8 @@ class Regions:
             return False
         if self._states[region] is RegionState.FREE:
             self._free.remove(region)
-        if self._next == region:
-            self._next = None
+        if region in self._next:
+            self._next.remove(region)
         self._move(region, RegionEvent.FAILED)
         if self._open == region:
             self._open = None
@@ -376,8 +417,9 @@ class Regions:
         for number, its_state in enumerate(self._states):
             by_state[its_state].append(number)
         assert sorted(self._free) == by_state[RegionState.FREE], "the free ones"
-        for state, region in ((RegionState.OPEN, self._open), (RegionState.NEXT, self._next)):
-            assert by_state[state] == ([] if region is None else [region]), state
+        assert by_state[RegionState.OPEN] == ([] if self._open is None else [self._open])
+        assert by_state[RegionState.NEXT] == sorted(self._next), "the next ones"
+        assert len(self._next) <= self._ahead_max, "more are next than may be"
         waiting = by_state[RegionState.FREE] + by_state[RegionState.NEXT]
         assert all(map(self.is_at_rest, waiting)), "a region that waits to be opened is in use"
 

@@ -40,18 +40,19 @@ class Engine:
 
     log: BlockLog
 
-    def __init__(self, disk: SimulatedDisk, *, ttl_s: int = 0) -> None:
+    def __init__(self, disk: SimulatedDisk, *, ttl_s: int = 0, ahead: int = 1) -> None:
         self.device = SimulatedDevice(disk)
         self.lost: set[bytes] = set()
         self.now = 1000.0
         self.counters = TierCounters()
         self.incidents = IncidentLog("disk", "1:disk", "simulated", self.counters)
         self.ttl_s = ttl_s
+        self.ahead = ahead
 
     async def begin(self) -> None:
         index = BlockIndex(REGIONS, SLOTS)
         identity = Identity(b"f" * 16, b"n" * 16, NO_KEY_ID)
-        regions = Regions(REGIONS, SLOTS, index.live)
+        regions = Regions(REGIONS, SLOTS, index.live, ahead_max=self.ahead)
         threads = DaemonThreads(1, "test")
         bulk = BulkLoad(index, int(self.now), 0)
         expected = Expected(b"f" * 16, b"n" * 16, {NO_KEY_ID}, GEOMETRY)

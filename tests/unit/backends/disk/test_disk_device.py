@@ -4,12 +4,21 @@ import errno
 import mmap
 import os
 import stat
+import threading
 from typing import TYPE_CHECKING
 
+import anyio
 import pytest
 
 from kvtier_backends.disk import device as device_module
-from kvtier_backends.disk.device import FileDevice, Segments, Transfer, trim_segments
+from kvtier_backends.disk.device import (
+    PAGES_BYTES_MAX,
+    FileDevice,
+    Segments,
+    Transfer,
+    trim_segments,
+)
+from tests.support.patience import PATIENCE_S
 from tests.unit.backends._media import needs_mount, tmpfs
 
 if TYPE_CHECKING:
@@ -42,6 +51,32 @@ def make(folder: Path, said: Said | None = None, *, direct: bool = True) -> File
         on_direct_refused=(Said() if said is None else said).append,
         on_not_reserved=(Said() if said is None else said).append,
     )
+
+
+async def test_pages_do_not_wait_for_the_data_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A header waited for all batches in front of it, and all stores waited for the header."""
+    device = make(tmp_path)
+    await device.allocate(0)
+    held, write = threading.Event(), os.pwritev
+    large = memoryview(mmap.mmap(-1, 2 * PAGES_BYTES_MAX))
+
+    def holding(descriptor: int, buffers: list[memoryview], at: int) -> int:
+        if sum(each.nbytes for each in buffers) > PAGES_BYTES_MAX:
+            held.wait(PATIENCE_S)
+        return write(descriptor, buffers, at)
+
+    monkeypatch.setattr(os, "pwritev", holding)
+    async with anyio.create_task_group() as tasks:
+        for _ in range(4):  # more than there are threads
+            tasks.start_soon(device.write, [Transfer(0, 0, [large])])
+        await anyio.wait_all_tasks_blocked()
+        with anyio.fail_after(PATIENCE_S):
+            assert await device.write([Transfer(1, 0, pages(1))]) is None
+        assert device.busy() == 4
+        held.set()
+    device.close()
 
 
 @pytest.mark.parametrize("direct", [True, False])

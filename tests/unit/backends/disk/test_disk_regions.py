@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvtier.errors import InternalError
 from kvtier_backends.disk.log.index import BlockIndex, BlockRecord
 from kvtier_backends.disk.log.regions import (
+    AHEAD_MAX,
     REGION_TABLE,
     WRITE_AMPLIFICATION_MAX,
     Budget,
@@ -16,9 +17,10 @@ from kvtier_backends.disk.log.regions import (
     RegionEvent,
     Regions,
     RegionState,
+    regions_ahead,
 )
 
-REGIONS, SLOTS = 5, 4
+REGIONS, SLOTS, AHEAD = 5, 4, 2
 NOTHING = BlockRecord(bytes(16), 0, 0, b"")
 
 
@@ -28,7 +30,7 @@ class RegionsSpec(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.index = BlockIndex(REGIONS, SLOTS)
-        self.regions = Regions(REGIONS, SLOTS, self.index.live)
+        self.regions = Regions(REGIONS, SLOTS, self.index.live, ahead_max=AHEAD)
         self.disk: dict[tuple[int, int], bytes] = {}
         self.writing: list[tuple[Extent, list[bytes]]] = []
         self.readers: list[tuple[int, int, bytes]] = []
@@ -69,7 +71,7 @@ class RegionsSpec(RuleBasedStateMachine):
                 self.index.insert(key, extent.region * SLOTS + slot, NOTHING)
                 self.live[key] = (extent.region, slot)
 
-    @precondition(lambda self: not self.regions.has_next)
+    @precondition(lambda self: self.regions.ahead_missing)
     @rule()
     def open_ahead(self) -> None:
         self.open(for_reinsertion=False)
@@ -177,7 +179,8 @@ class RegionsSpec(RuleBasedStateMachine):
     def every_region_is_in_one_state_and_at_most_one_is_open(self) -> None:
         states = Counter(self.regions.state(region) for region in range(REGIONS))
         assert states[RegionState.OPEN] == (self.regions.open_region is not None)
-        assert states[RegionState.NEXT] == self.regions.has_next
+        assert states[RegionState.NEXT] == self.regions.next_count <= AHEAD
+        assert self.regions.has_next == (self.regions.next_count > 0)
         assert self.regions.open_region is not None or not self.regions.has_next
         assert states[RegionState.FREE] == self.regions.free_count
         assert all(self.regions.count_in(state) == states[state] for state in RegionState)
@@ -197,6 +200,44 @@ def fill(regions: Regions, count: int) -> None:
         assert region is not None
         regions.headed(region, regions.next_sequence())
         regions.written(regions.allocate(SLOTS))
+
+
+def test_regions_ahead_take_blocks_in_the_order_of_their_headers() -> None:
+    regions = Regions(REGIONS, SLOTS, lambda _: 0, ahead_max=AHEAD)
+    assert regions.next_to_open_ahead() == [0], "no more than were opened before"
+    for region in (0, 1):  # 0 is open at once
+        regions.headed(region, regions.next_sequence())
+    assert regions.next_to_open_ahead() == []
+    assert regions.allocate(SLOTS).region == 0
+    assert regions.next_to_open_ahead() == [2, 3]
+    for region in (2, 3):
+        regions.headed(region, regions.next_sequence())
+    assert (regions.open_region, regions.next_count, regions.ahead_missing) == (1, 2, 0)
+    with pytest.raises(InternalError):
+        regions.headed(4, regions.next_sequence())
+    assert [regions.allocate(SLOTS).region for _ in range(3)] == [1, 2, 3]
+
+
+def test_a_region_ahead_that_fails_is_left_out() -> None:
+    regions = Regions(REGIONS, SLOTS, lambda _: 0, ahead_max=AHEAD)
+    for region in (0, 1):
+        regions.headed(region, regions.next_sequence())
+    regions.allocate(SLOTS)
+    for region in (2, 3):
+        regions.headed(region, regions.next_sequence())
+    assert regions.retire(2)
+    assert [regions.allocate(SLOTS).region for _ in range(2)] == [1, 3]
+    regions.assert_invariants()
+
+
+def test_how_many_regions_are_opened_ahead() -> None:
+    """What a disk writes meanwhile, and never much of a small folder."""
+    mib = 1 << 20
+    assert regions_ahead(1000, 64 * mib) == 4
+    assert regions_ahead(1000, 1024 * mib) == 1
+    assert regions_ahead(1000, mib) == AHEAD_MAX
+    assert regions_ahead(8, 64 * mib) == 2
+    assert regions_ahead(3, 64 * mib) == 1
 
 
 def test_stores_leave_one_region_for_what_is_appended_again() -> None:

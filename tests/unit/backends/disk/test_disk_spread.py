@@ -49,7 +49,7 @@ def test_a_job_spreads_over_io_depth_and_reads_neighbours_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Blocks of a test are small: as they are, one call would do for all of them.
-    monkeypatch.setattr("kvtier_backends.disk.backend.BATCH_BYTES_MIN", BLOCK_BYTES)
+    monkeypatch.setattr("kvtier_backends.disk.batch_sizes.BATCH_BYTES_MIN", BLOCK_BYTES)
     together = threading.Barrier(IO_DEPTH, timeout=PATIENCE_S)
     sizes: list[int] = []
     real = os.preadv

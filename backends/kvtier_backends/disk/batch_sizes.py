@@ -1,0 +1,47 @@
+"""How the tier above cuts what it stores and loads into calls of ``disk``."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvtier.plugin_api.backend import BackendTraits
+
+BATCH_BYTES_MIN: Final = 1 << 20
+"""A smaller transfer takes longer to hand over than to make."""
+
+BATCH_BYTES_WANTED: Final = 4 << 20
+"""So much in one transfer keeps a disk busy while the next one is handed over."""
+
+BATCH_BYTES_MAX: Final = 8 << 20
+"""Larger ones end so far apart that the disk, or the digests, have too little to do in between."""
+
+BATCH_BLOCKS_MAX: Final = 64
+"""More blocks in one transfer save nothing, however small they are."""
+
+BATCHES_PER_THREAD: Final = 3
+"""Of large blocks: while one batch is at the disk, others have their digests computed."""
+
+LARGE_BLOCK_BYTES: Final = 256 << 10
+"""Smaller ones are better moved together: in fewer batches there are more of them in each."""
+
+
+def disk_traits(block_bytes: int, io_depth: int, capacity_blocks: int) -> BackendTraits:
+    """Return what the tier above is told. ``io_depth``: threads that read, and that write."""
+
+    def batch_blocks(size: int) -> int:
+        return max(1, min(BATCH_BLOCKS_MAX, size // block_bytes))
+
+    batches_max = io_depth * (BATCHES_PER_THREAD if block_bytes >= LARGE_BLOCK_BYTES else 1)
+    return BackendTraits(
+        load_batches_max=batches_max,
+        store_batches_max=batches_max,
+        load_batch_blocks_min=batch_blocks(BATCH_BYTES_MIN),
+        load_batch_blocks_max=min(
+            max(BackendTraits.load_batch_blocks_max, batch_blocks(BATCH_BYTES_WANTED)),
+            batch_blocks(BATCH_BYTES_MAX),
+        ),
+        store_batch_blocks_min=batch_blocks(BATCH_BYTES_WANTED),
+        store_batch_blocks_max=batch_blocks(BATCH_BYTES_MAX),
+        capacity_blocks=capacity_blocks,
+        levels=frozenset(["blocks", "regions_free", "regions_retired"]),
+    )
