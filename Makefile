@@ -125,7 +125,7 @@ test-long: $(VENV)/.dev $(NEWER)/.made
 	    $(MAKE) --no-print-directory LONG=1 unit backends PYTEST_ARGS="--hypothesis-seed=$$seed $(PYTEST_ARGS)"
 	$(MAKE) --no-print-directory -j1 LONG=1 conformance engine-0.32 bench engine-0.33 model
 	$(MAKE) --no-print-directory MINUTES= server
-	KVTIER_EVENT_REQUESTS=2500 KVTIER_EVENTS=100000 $(PYTEST) --timeout=0 tests/vllm/test_kv_events.py
+	KVTIER_EVENT_REQUESTS=2700 KVTIER_EVENTS=100000 $(PYTEST) --timeout=0 tests/vllm/test_kv_events.py
 	$(MAKE) --no-print-directory rig MINUTES=$(or $(MINUTES),60)
 	$(BIN)/python -m tests.vllm.gpu_engine --device cpu
 	$(BIN)/python -m tests.vllm.hosted_hangs
