@@ -67,9 +67,14 @@ class RegionOpener:
 
         The caller holds ``lock``. Returns the problem if the header could not be written.
         """
-        context = self._context
         incarnation = os.urandom(ID_BYTES)
-        sequence, problem = await self.write_header(region, incarnation)
+        return self._headed(region, incarnation, *await self.write_header(region, incarnation))
+
+    def _headed(
+        self, region: int, incarnation: bytes, sequence: int, problem: OSError | None
+    ) -> OSError | None:
+        """Have a region take blocks, if its header was written. Returns the problem otherwise."""
+        context = self._context
         if problem is not None:
             return problem
         table = RegionTable(
@@ -103,11 +108,18 @@ class RegionOpener:
                 return
             # All at once: each header waits at the disk for what is being written there.
             # A store that needs a region meets the problem again.
-            headed = [begin(self.open(each)) for each in self._regions.next_to_open_ahead()]
-            if headed:
-                await asyncio.wait(headed)
-            for each in headed:
-                each.result()
+            regions = self._regions.next_to_open_ahead()
+            incarnations = [os.urandom(ID_BYTES) for _ in regions]
+            written = [
+                begin(self.write_header(region, incarnation))
+                for region, incarnation in zip(regions, incarnations, strict=True)
+            ]
+            if written:
+                await asyncio.wait(written)
+            # They take blocks in the order of their sequences, whichever was written first: by
+            # that, a later start knows what is older.
+            for region, incarnation, header in zip(regions, incarnations, written, strict=True):
+                self._headed(region, incarnation, *header.result())
 
     async def probe(self) -> Outcome | None:
         """Write one header, to find out whether writing works; None if it does.

@@ -372,6 +372,34 @@ async def test_several_regions_are_opened_ahead_at_once() -> None:
     await engine.check()
 
 
+async def test_regions_ahead_take_blocks_in_the_order_of_their_sequences() -> None:
+    """Whichever header is written first: a later start takes the higher sequence for the newer."""
+    engine = Engine(fresh_disk(), ahead=3)
+    await engine.begin()
+    regions, waiting = engine.log.regions, 0
+    write = engine.device.write
+
+    async def last_first(transfers: Sequence[Transfer]) -> OSError | None:
+        nonlocal waiting
+        if transfers[0].at == 0:
+            waiting += 1
+            for _ in range(50 // waiting):
+                await anyio.lowlevel.checkpoint()
+        return await write(transfers)
+
+    engine.device.write = last_first  # type: ignore[method-assign]
+    opened: list[int | None] = []
+    for start in range(0, 7 * SLOTS, SLOTS):
+        waiting = 0
+        for key in KEYS[start : start + SLOTS]:
+            await engine.store([key])
+            opened.append(regions.open_region)
+            await engine.log.calls.wait_idle()
+    order = [each for each in dict.fromkeys(opened) if each is not None]
+    assert order == sorted(order, key=regions.sequence)
+    await engine.check()
+
+
 async def test_regions_without_blocks_are_reclaimed_for_that_and_others_are_not() -> None:
     """To reclaim a dead one costs nothing; the longer one with blocks waits, the less it costs."""
     engine = Engine(fresh_disk(), ahead=3)
