@@ -37,7 +37,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def folder(tmp_path: Path) -> Path:
-    """Twenty blocks of one namespace and seven of another, and two regions opened ahead."""
+    """Twenty blocks of one namespace and seven of another, and three regions opened ahead."""
     path = tmp_path / "kv"
     async with open_disk(path) as disk:
         await disk.store(*range(20))
@@ -97,7 +97,7 @@ async def test_ls_shows_namespaces_blocks_bytes_and_ages(folder: Path, kvtier: S
     assert rows[OWN]["key_id"] is None
     assert rows[OWN]["oldest_s"] <= rows[OWN]["newest_s"]
     assert (figures["blocks"], figures["in_use"], figures["engine_pid"]) == (27, False, None)
-    assert figures["regions"]["region_sound"] == 3 + 2
+    assert figures["regions"]["region_sound"] == 3 + 3
     for text in (str(folder), OWN[:12], OTHER[:12], "8,192"):
         assert text in kvtier.out
 
