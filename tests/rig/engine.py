@@ -227,6 +227,8 @@ def vllm_config(shape: Shape, folder: Path) -> VllmConfig:
             enable_prefix_caching=True,
             num_gpu_blocks_override=_blocks_least(shape) + shape.gpu_blocks,
             mamba_cache_mode="align" if "mamba" in shape.kinds else "none",
+            # vLLM wants none with one group, and a focus may leave no more.
+            prefix_match_unit=shape.unit if len(shape.kinds) > 1 else None,
         ),
         scheduler_config=SchedulerConfig(
             max_num_seqs=shape.running_max,

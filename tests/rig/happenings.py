@@ -129,7 +129,8 @@ class Happenings:
         return rng.choice(
             [
                 {"max_load_tokens": rng.choice([0, 3, 4, 9, 16, 30])},
-                {"max_offload_tokens": rng.choice([0, 5, 16])},
+                # An end within a block that lies behind these tokens fails an assertion of vLLM's.
+                {"max_offload_tokens": rng.choice([0, 5, 16])} if self._shape.unit is None else {},
                 {"kv_load_tiers": rng.choice([[], [{"medium": "CPU"}], [{"medium": "DISK"}]])},
             ]
         )

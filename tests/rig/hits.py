@@ -33,6 +33,7 @@ class Hits(NamedTuple):
 
     dram: list[int]
     restart: list[int]  #: the same prompts, by an engine that has only the tier
+    again: list[int]  #: once more by that engine, from its DRAM
 
 
 def hits(kinds: Sequence[str], lengths: Sequence[int], seed: int = 0, **shape: Any) -> Hits:
@@ -56,10 +57,11 @@ def hits(kinds: Sequence[str], lengths: Sequence[int], seed: int = 0, **shape: A
                 _play(running, f"cold-{number}", prompt)
             dram = [_play(running, f"dram-{number}", each) for number, each in enumerate(prompts)]
         with engine(made, rng, Path(folder)) as running:
-            restart = [
-                _play(running, f"tier-{number}", each) for number, each in enumerate(prompts)
-            ]
-    return Hits(dram, restart)
+            restart, again = (
+                [_play(running, f"{name}-{number}", each) for number, each in enumerate(prompts)]
+                for name in ("tier", "again")
+            )
+    return Hits(dram, restart, again)
 
 
 def _play(running: Engine, name: str, prompt: list[int]) -> int:

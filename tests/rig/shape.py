@@ -34,6 +34,7 @@ class Shape:
     layers_each: int = 1
     drafts: tuple[int, ...] = ()  #: groups that hold a draft model's layers, as with EAGLE
     blocks_per_chunk: int = 1  #: vLLM blocks in one of kvtier's
+    unit: int | None = None  #: vLLM's ``prefix_match_unit``, in tokens: hits may end within a block
     ranks: int = 1  #: of tensor parallelism
     canonical: bool = False  #: vLLM's ``canonical_layout``
     asynchronous: bool = False
@@ -124,8 +125,11 @@ def draw_shape(rng: random.Random) -> Shape:
     shape = replace(shape, throws_back=shape.names == 5, decides=rng.random() < 0.5)
     if rng.random() < 0.2:
         shape = replace(shape, drafts=(rng.randrange(len(kinds)),))
+    if len(kinds) > 1:
+        shape = replace(shape, unit=rng.choice([None, None, 1, 2]))
     # Where chunks share hashes routers have too little to go by: docs/how-to/behind-llm-d.md.
-    return shape if shape.blocks_per_chunk == 1 else replace(shape, events=False)
+    has_shared_hashes = shape.blocks_per_chunk > 1 or shape.unit is not None
+    return replace(shape, events=False) if has_shared_hashes else shape
 
 
 def draw_options(rng: random.Random) -> tuple[tuple[str, Any], ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.rig.hits import hits
+from tests.rig.layers import BLOCK_TOKENS
 
 LENGTHS = (48, 49, 56, 57, 25, 63)  #: with ends on a block and off it
 SHAPES = {
@@ -35,3 +36,14 @@ def test_a_tier_serves_after_a_restart_what_dram_serves(shape: str) -> None:
     found = hits(lengths=LENGTHS, **SHAPES[shape])
     assert found.restart == found.dram
     assert sum(found.dram), "nothing was compared"
+
+
+@pytest.mark.parametrize("kinds", [("full", "mamba"), ("mla", "mamba")])
+def test_hits_end_within_a_block_where_vllm_waits_for_no_tier(kinds: tuple[str, ...]) -> None:
+    """With ``prefix_match_unit`` vLLM asks for the rest once the whole blocks are there.
+
+    It takes what DRAM has of it at that moment, and the next request finds what a tier brought.
+    """
+    found = hits(kinds, (*LENGTHS, 51), unit=1)
+    assert found.restart == [tokens // BLOCK_TOKENS * BLOCK_TOKENS for tokens in found.dram]
+    assert found.again == found.dram != found.restart
