@@ -76,9 +76,12 @@ $(VENV)/.kvtier: pyproject.toml $(VENV)/.engine
 	$(PIP) --no-build-isolation -e .
 	touch $@
 
-$(VENV)/.dev: requirements/dev.txt $(VENV)/.kvtier
+$(VENV)/.tools: requirements/dev.txt | $(VENV)/.made
 	@echo "== tools for lint, types, tests and docs"
 	$(PIP) -r requirements/dev.txt
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.kvtier $(VENV)/.tools
 	touch $@
 
 # There is no CPU build of vLLM 0.33: its Python over the compiled parts of 0.32.
@@ -103,7 +106,8 @@ PARTS := vllm-0.33 lint types engine-0.32 unit engine-0.33 backends conformance 
          rig-0.33 $(if $(filter 0,$(shell id -u)),soak-filesystem) soak soak-remote docs
 GATE := $(if $(LONG),,-m "not long")
 
-test: $(VENV)/.dev
+test:
+	@$(MAKE) --no-print-directory -j2 --output-sync=recurse $(VENV)/.dev
 	@env -u SECONDS -u MINUTES -u SEED CI=true $(MAKE) --no-print-directory -j2 --output-sync=recurse $(PARTS:%=part-%)
 
 part-engine-0.33 part-rig-0.33: part-vllm-0.33
@@ -180,7 +184,7 @@ bench: $(VENV)/.dev
 # What does not look at vLLM has been tested with 0.32.
 engine-0.33: $(VENV)/.dev $(NEWER)/.made
 	KVTIER_TEST_VLLM=0.33 PYTHONPATH=$(abspath $(NEWER)) \
-	    $(PYTEST) -m "not one_release$(if $(LONG),, and not long)" --ignore=tests/vllm/bench \
+	    $(PYTEST) $(if $(LONG),,-m "not one_release and not long") --ignore=tests/vllm/bench \
 	    -o cache_dir=.pytest_cache/vllm-0.33 tests/vllm
 
 # Half of the time on each release of vLLM. A seed that fails is told: --seed plays it alone.

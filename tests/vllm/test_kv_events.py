@@ -100,6 +100,7 @@ def test_routers_have_what_is_resident(
     assert found_again
 
 
+@pytest.mark.one_release
 def test_what_a_tier_had_when_its_process_was_killed_is_found_nowhere(
     chunk_blocks: int, tmp_path: Path, wire: Wire
 ) -> None:
@@ -179,6 +180,7 @@ def test_after_a_reset_nothing_is_found_of_two_tiers_of_one_medium(
         play.serve(AROUND)
 
 
+@pytest.mark.one_release
 def test_what_a_killed_tier_had_is_found_where_another_of_its_medium_has_it(wire: Wire) -> None:
     subscriber = Subscriber(1, wire)
     with open_engine(1, [memory(1, cell="process")]) as engine:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from tests.support.patience import until
 from tests.vllm.support.children import start_scenario
 from tests.vllm.support.engine import engine, kvtier_config
@@ -51,6 +53,7 @@ def new_engine(model: str, path: str, notes: str) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.one_release
 def test_a_rollout_costs_no_block_and_ends(llama: Path, tmp_path: Path, log_folder: Path) -> None:
     notes = tmp_path / "notes"
     notes.mkdir()

@@ -219,12 +219,13 @@ def is_up(running: Server) -> bool:
     return True
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize(
     "is_program",
     [
         False,
         # Half a minute of imports: the same server, and what it imports isn't kvtier's.
-        pytest.param(True, marks=[pytest.mark.long, pytest.mark.one_release]),
+        pytest.param(True, marks=pytest.mark.long),
     ],
     ids=["fork", "program"],
 )

@@ -201,6 +201,7 @@ def test_an_engine_without_the_key_or_with_another_one_finds_nothing(
 # --- two engines at once ---
 
 
+@pytest.mark.one_release
 @pytest.mark.slow
 def test_two_engines_share_while_both_serve_and_go_on_when_their_server_is_killed(
     llama: Path, tmp_path: Path, log_folder: Path
