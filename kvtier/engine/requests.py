@@ -81,7 +81,7 @@ class Request:
 
     def end_reservation(self) -> None:
         """Let it reserve again, and be decided for anew."""
-        self.room_wanted = 0
+        self.stop_waiting()
         self.reserved = None
         self.is_weighed = False
         self.patience_s = self.patience_max_s = NEVER

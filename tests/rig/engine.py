@@ -227,6 +227,8 @@ def vllm_config(shape: Shape, folder: Path) -> VllmConfig:
             enable_prefix_caching=True,
             num_gpu_blocks_override=_blocks_least(shape) + shape.gpu_blocks,
             mamba_cache_mode="align" if "mamba" in shape.kinds else "none",
+            # It is of windows and states, and refused where there are none.
+            prefix_cache_retention_interval=shape.retention if _has_ends(shape.kinds) else 0,
             # vLLM wants none with one group, and a focus may leave no more.
             prefix_match_unit=shape.unit if len(shape.kinds) > 1 else None,
         ),
@@ -252,6 +254,11 @@ def vllm_config(shape: Shape, folder: Path) -> VllmConfig:
     # vLLM has no asynchronous scheduling on the CPU; its scheduler and core do not know that.
     config.scheduler_config.async_scheduling = shape.asynchronous
     return config
+
+
+def _has_ends(kinds: Sequence[str]) -> bool:
+    """Tell whether a group needs only the end of a prefix."""
+    return any(kind == "mamba" or ":" in kind for kind in kinds)
 
 
 def _device(rng: random.Random, laziness: float) -> Device:

@@ -35,6 +35,7 @@ class Shape:
     drafts: tuple[int, ...] = ()  #: groups that hold a draft model's layers, as with EAGLE
     blocks_per_chunk: int = 1  #: vLLM blocks in one of kvtier's
     unit: int | None = None  #: vLLM's ``prefix_match_unit``, in tokens: hits may end within a block
+    retention: int | None = 0  #: vLLM's ``prefix_cache_retention_interval``, in tokens
     ranks: int = 1  #: of tensor parallelism
     canonical: bool = False  #: vLLM's ``canonical_layout``
     asynchronous: bool = False
@@ -127,6 +128,11 @@ def draw_shape(rng: random.Random) -> Shape:
         shape = replace(shape, drafts=(rng.randrange(len(kinds)),))
     if len(kinds) > 1:
         shape = replace(shape, unit=rng.choice([None, None, 1, 2]))
+    if shape.unit is not None:
+        # For a hit that ends within a block vLLM takes one block more than it has counted on.
+        shape = replace(shape, gpu_blocks=200)
+    intervals = [16, 32] if shape.blocks_per_chunk == 1 else [24, 24]  # of whole chunks
+    shape = replace(shape, retention=rng.choice([0, 0, None, *intervals]))
     # Where chunks share hashes routers have too little to go by: docs/how-to/behind-llm-d.md.
     has_shared_hashes = shape.blocks_per_chunk > 1 or shape.unit is not None
     return replace(shape, events=False) if has_shared_hashes else shape

@@ -17,6 +17,8 @@ SHAPES = {
     "a state, chunks of 3": {"kinds": ("full", "mamba"), "blocks_per_chunk": 3},
     "a state beside latent attention": {"kinds": ("mla", "mamba")},
     "a window and a state": {"kinds": ("full", "window:8", "mamba")},
+    "windows, all ends of which are kept": {"kinds": ("full", "window:8"), "retention": None},
+    "windows, some ends of which are kept": {"kinds": ("full", "window:8"), "retention": 16},
     "a draft": {"kinds": ("full",), "drafts": (0,)},
     "a draft beside a window": {"kinds": ("full", "window:8"), "drafts": (0,)},
     "a draft with a window": {"kinds": ("full", "window:8"), "drafts": (1,)},

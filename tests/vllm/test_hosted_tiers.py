@@ -66,6 +66,7 @@ class Engine:
             context.set_offload_key_position(key_of(number), 32 * (place + 1))
         self.manager.on_new_request(context)
         yield context
+        self.step()  # the one in which it ran: vLLM ends no request before
         self.manager.on_request_finished(context)
         self.step()
 

@@ -190,11 +190,7 @@ class VLLMSide(DiskSide):
 
     @override
     def forget(self) -> None:
-        """Delete all blocks. Its folders stay, as they would in a folder that is long in use."""
-        for folder, _, names in os.walk(self.folder):
-            for name in names:
-                if name.endswith(".bin"):
-                    os.unlink(os.path.join(folder, name))
+        _delete_files(self.folder, ".bin")
 
     @property
     @override
@@ -346,16 +342,18 @@ class FsSide(TierSide):
 
     @override
     def forget(self) -> None:
-        """Delete all blocks. Its folders stay, as they would in a folder that is long in use."""
-        for folder, _, names in os.walk(self.folder):
-            for name in names:
-                if name.endswith(".kv"):
-                    os.unlink(os.path.join(folder, name))
+        _delete_files(self.folder, ".kv")
 
     @property
     @override
     def is_direct(self) -> bool:
         return self._takes_direct and "direct_refused" not in self.counters()
+
+
+def _delete_files(root: Path, suffix: str) -> None:
+    """Delete all blocks. Folders stay, as they would where a tier is long in use."""
+    for block in root.rglob(f"*{suffix}"):
+        block.unlink()
 
 
 class _Recorder:

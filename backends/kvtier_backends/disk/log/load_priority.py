@@ -1,4 +1,9 @@
-"""Load priority: loads go before stores at the disk, and stores are never starved."""
+"""Load priority: loads go before stores at the disk, and stores are never starved.
+
+The tier's job runner has the same rule for the batches that it begins (``JobRunner``). This one is
+for each write: of batches that began before the load, of which several are under way for each
+thread, and of blocks that are reinserted, which no job knows of.
+"""
 
 from __future__ import annotations
 
