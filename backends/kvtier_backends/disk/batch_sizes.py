@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from kvtier.plugin_api.backend import BackendTraits
+from kvtier_backends.shared.batches import BATCH_BYTES_MAX, batches_per_thread, blocks_within
 
 BATCH_BYTES_MIN: Final = 1 << 20
 """A smaller transfer takes longer to hand over than to make."""
@@ -12,26 +13,17 @@ BATCH_BYTES_MIN: Final = 1 << 20
 BATCH_BYTES_WANTED: Final = 4 << 20
 """So much in one transfer keeps a disk busy while the next one is handed over."""
 
-BATCH_BYTES_MAX: Final = 8 << 20
-"""Larger ones end so far apart that the disk, or the digests, have too little to do in between."""
-
 BATCH_BLOCKS_MAX: Final = 64
 """More blocks in one transfer save nothing, however small they are."""
-
-BATCHES_PER_THREAD: Final = 3
-"""Of large blocks: while one batch is at the disk, others have their digests computed."""
-
-LARGE_BLOCK_BYTES: Final = 256 << 10
-"""Smaller ones are better moved together: in fewer batches there are more of them in each."""
 
 
 def disk_traits(block_bytes: int, io_depth: int, capacity_blocks: int) -> BackendTraits:
     """Return what the tier above is told. ``io_depth``: threads that read, and that write."""
 
     def batch_blocks(size: int) -> int:
-        return max(1, min(BATCH_BLOCKS_MAX, size // block_bytes))
+        return min(BATCH_BLOCKS_MAX, blocks_within(size, block_bytes))
 
-    batches_max = io_depth * (BATCHES_PER_THREAD if block_bytes >= LARGE_BLOCK_BYTES else 1)
+    batches_max = io_depth * batches_per_thread(block_bytes)
     return BackendTraits(
         load_batches_max=batches_max,
         store_batches_max=batches_max,

@@ -46,6 +46,7 @@ from kvtier_backends.fs.older_blocks import report_older
 from kvtier_backends.fs.trailer import TRAILER_BYTES
 from kvtier_backends.incidents import IncidentLog, TierCounters
 from kvtier_backends.posix import fault_of_folder, padded_bytes
+from kvtier_backends.shared.batches import BATCH_BYTES_MAX, batches_per_thread, blocks_within
 from kvtier_backends.shared.record_trailer import Form
 from kvtier_backends.shared.records import (
     AUTH_KEY_ENV,
@@ -69,13 +70,6 @@ CAPACITY_BLOCKS_MIN = 64
 PROBE_BATCH_BLOCKS_MIN = 8
 """Each key is a system call, which a network filesystem takes half a millisecond for: as many as
 pay for a hand-over to a thread."""
-
-LARGE_BLOCK_BYTES = 256 << 10
-BATCHES_PER_THREAD = 3
-"""Of large blocks: while one batch is at the disk, others have their digests computed."""
-
-BATCH_BYTES_MAX = 8 << 20
-"""Of large blocks: batches that end all at once leave the disk alone with nothing to do."""
 
 _CLOSE_TIMEOUT_S_MAX = 1.0
 
@@ -116,11 +110,10 @@ class FsBackend(Backend):
         capacity_bytes: int | None = None,
     ) -> None:
         block_bytes = records.context.block_bytes
-        is_large = block_bytes >= LARGE_BLOCK_BYTES
-        per_thread = BATCHES_PER_THREAD if is_large else 1
-        blocks_max = BackendTraits.load_batch_blocks_max
-        if is_large:
-            blocks_max = max(1, min(blocks_max, BATCH_BYTES_MAX // block_bytes))
+        per_thread = batches_per_thread(block_bytes)
+        blocks_max = min(
+            BackendTraits.load_batch_blocks_max, blocks_within(BATCH_BYTES_MAX, block_bytes)
+        )
         self.traits = BackendTraits(
             load_batches_max=per_thread * read_threads,
             store_batches_max=per_thread * write_threads,
