@@ -73,16 +73,21 @@ def run(arguments: argparse.Namespace) -> None:
 def _measure(plan: Plan, found: dict[str, Any]) -> None:
     """Put into ``found`` what is measured, as soon as it is."""
     cells = plan.cells()
+    hung = [cell for cell in cells if cell.speed.rate.hangs]
     with start_engines(plan) as engines, progress("cells", len(cells) + len(STEPS)) as shown:
         _store(engines, plan, found["computes_bytes_per_s"])
         for cell in cells:
-            found["cells"].append(_measured(engines, cell, plan))
-            shown.advance()
+            if cell not in hung:
+                found["cells"].append(_measured(engines, cell, plan))
+                shown.advance()
         if plan.step_speeds and plan.step_requests:
             for number, name in enumerate(STEPS):
                 speed = plan.step_speeds[number % 2]
                 found["steps"].append(_step(engines, plan, name, speed, number))
                 shown.advance()
+        for cell in hung:  # last: a tier that was cut off is tried again at long intervals
+            found["cells"].append(_measured(engines, cell, plan))
+            shown.advance()
 
 
 def _report(arguments: argparse.Namespace, plan: Plan, found: dict[str, Any]) -> None:

@@ -31,8 +31,9 @@ TYPE_NAME: Final = "rated"
 SLICE_S: Final = 0.001
 """The device runs ahead of its rate by less than this: no sleep is as short as a fast block."""
 
-LOOK_S: Final = 0.01
-"""A device that hangs looks this often whether it still does."""
+LOOK_S: Final = 0.1
+"""A device that hangs looks this often whether it still does. With each look, its engine, in the
+same process, computes for longer."""
 
 
 class Rate(NamedTuple):
