@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 Block = TypeVar("Block", "StoreBlock", "LoadBlock")
 
 _STORED: Final = frozenset({0, Code.EXISTS})
+"""An object that exists keeps what it has. That is the same block: keys name contents."""
+
 _UNCLEAR_LENGTH: Final = frozenset({Code.BAD_PARAMETERS, Code.TRANSFER_FAILED})
 """What the library says of an object that is longer or shorter than the buffers, among others."""
 
