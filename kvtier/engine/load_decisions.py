@@ -5,9 +5,10 @@ the first of its blocks would be asked for at a tier, and before anything is ask
 allocated or evicted for it. From then on tiers count as not having the blocks
 behind the cut (``Search.declined``), so that lookups go on as always.
 
-Unless both sides are known, a request loads: what computing takes is learnt from the
-engine's steps (``kvtier/engine/prefill_speed.py``), what loading takes from each link's jobs
-(``kvtier/engine/transfer_estimate.py``).
+What computing takes is learnt from the engine's steps (``kvtier/engine/prefill_speed.py``), what
+loading takes from each link's jobs (``kvtier/engine/transfer_estimate.py``). While the first is
+not known, nothing is decided, and requests load. A tier that nothing is known of is thought to take
+no time, but its loads are waited for no longer than computing would take: it may hang.
 
 A tier that is declined tells nothing new of itself. So now and then a request loads the
 first few blocks all the same, and waits for them for no longer than a small share of what
@@ -97,7 +98,7 @@ class LoadDecisions:
     @property
     def wants_places(self) -> bool:
         """Whether there is anything to decide now, so that lookups should tell their place."""
-        return bool(self._costs) and self._speed.is_known
+        return self._is_on and self._speed.is_known
 
     @property
     def learns_from_steps(self) -> bool:
@@ -105,8 +106,8 @@ class LoadDecisions:
         return self._is_on
 
     def rates(self) -> Rates | None:
-        """Return what computing takes, as far as known."""
-        rates = self._speed.rates()
+        """Return what computing takes; None: it is not known, or nothing is to be decided."""
+        rates = self._speed.rates() if self._is_on else None
         return None if rates is None else Rates(*rates)
 
     def costs(self) -> dict[int, LoadCost]:
@@ -124,7 +125,7 @@ class LoadDecisions:
         is decided: most of what is asked for is nowhere.
         """
         rates = self.rates()
-        if rates is None or not self._costs:
+        if rates is None:
             return
         if self._directory.is_apart(request.search.request):
             request.is_decided_for()
@@ -152,7 +153,7 @@ class LoadDecisions:
         ``place``: how many tokens the GPU has, and what time it is.
         """
         rates = self.rates()
-        if rates is None or not self._costs:
+        if rates is None:
             return tokens
         request.is_decided_for()
         if self._directory.is_apart(request.search.request):
@@ -206,8 +207,8 @@ class LoadDecisions:
 
     def _have_wait_for_room(self, cut: Cut, request: Request, outlook: Outlook) -> None:
         """Have it wait for slots that others hold, as long as it would have computed meanwhile."""
-        if self._promotions.leases_of(request.search.request):
-            return  # it waits for some already, since before estimates were known
+        if not self._costs or self._promotions.leases_of(request.search.request):
+            return  # nothing is known of tiers; or it waits since before anything was
         wait_s = outlook.computed_s + cut.saved_s - outlook.load_alone_s(dict(cut.counts))
         if cut.blocks and wait_s > 0:
             until = self._promotions.now + min(wait_s, self._wait_timeout_s)

@@ -53,6 +53,7 @@ class Request:
     def reserve(self, tokens: int) -> None:
         """Note that a prefix of so many tokens is reserved; ``REFUSED`` where there was no room."""
         assert self.reserved is None, "a request reserves once until its decision has ended"
+        self.stop_waiting()
         self.reserved = tokens
 
     def is_decided_for(self) -> None:

@@ -199,6 +199,8 @@ class LookupRules(TierRules):
         if before is BlockState.READY:
             assert state is BlockState.READY
         self.world.decided.discard(request.name)
+        if state is not BlockState.PROBING and request.behind.get(key[-4:]) == key:
+            del request.behind[key[-4:]]  # it waited for room, and has it
         if state is BlockState.READY:
             request.hits[key] = None
         elif state is BlockState.PROBING:

@@ -91,6 +91,16 @@ def test_a_tier_that_becomes_slow_is_noticed(slowness: float, clients: int) -> N
 
 
 @pytest.mark.parametrize("clients", CLIENTS)
+def test_a_tier_that_hangs_from_the_start_costs_computing_once_more_at_most(clients: int) -> None:
+    """Nothing is known of it yet, and a request waits for up to 10 s without that."""
+    engine = engine_with("auto", HANGS, (4000,))
+    alone = mean(ask(engine_with("recompute", 1.0, (4000,)), 4000, clients, 0))
+    turns = [mean(ask(engine, 4000, clients, turn)) for turn in range(5)]
+    assert turns[0] < 2 * WORSE_MAX * alone
+    assert max(turns[1:]) < WORSE_MAX * alone
+
+
+@pytest.mark.parametrize("clients", CLIENTS)
 def test_a_tier_that_becomes_fast_again_is_noticed(clients: int) -> None:
     engine = engine_with("auto", 20.0, (4000,))
     for turn in range(4):

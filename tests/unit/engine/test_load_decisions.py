@@ -3,92 +3,30 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kvtier.core.block_state import BlockState
 from kvtier.core.group_messages import GroupKeys
-from kvtier.core.load_messages import Place
 from kvtier.engine.circuit_breaker import BreakerState
 from kvtier.engine.exploration import FIRST_S
 from kvtier.engine.load_decisions import EXPLORED_BLOCKS_MAX, EXPLORING_SHARE
 from kvtier.plugin_api.backend import Outcome
-from tests.unit.engine._story import Story, keys_of
+from tests.unit.engine._decided import (
+    ABSENT,
+    CHUNK,
+    FILLING,
+    LENGTH,
+    PLACE,
+    READY,
+    SPEED,
+    Decided,
+)
+from tests.unit.engine._story import keys_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from kvtier.core.statistics import PrimaryCounts, TierCounts
-
-SPEED = 1000.0  # tokens a second that the engine computes
-CHUNK = 10
-PLACE = Place(0, CHUNK)
-LENGTH = 24
-ABSENT, FILLING, READY = BlockState.ABSENT, BlockState.FILLING, BlockState.READY
-PROBING = BlockState.PROBING
-
-
-class Decided(Story):
-    """A runtime whose first tier alone has a prefix, and is known to take ``block_s`` a block."""
-
-    def __init__(self, block_s: float | None, **settings: Any) -> None:
-        options = {
-            "slots": 128,
-            "prefill_tokens_per_s": SPEED,
-            "on_reset": "keep",
-            **settings,
-        }
-        super().__init__(**options)
-        self.keys = keys_of(LENGTH)
-        self.taught = keys_of(80, b"t")
-        self.store(self.keys)
-        self.store(self.taught)
-        self.evict()
-        if block_s is not None:
-            self.teach(block_s)
-
-    def evict(self) -> None:
-        """Have the tier alone have what was stored."""
-        self.facade.reset()
-        self.facade.on_reset_flushed()
-
-    def teach(self, block_s: float, count: int = 8) -> None:
-        """Load some other blocks, each in so many seconds."""
-        keys, self.taught = self.taught[:count], self.taught[count:]
-        self.facade.on_request_started("taught")
-        assert self.facade.lookup_states(keys, "taught") == [FILLING] * count
-        self.facade.step_end()
-        self.runtime.cell.settle()
-        self.pass_time(block_s * count)
-        self.answer_all()
-        self.facade.on_request_finished("taught")
-        self.facade.step_end()
-
-    def look_up(self, request: str = "r", *, begins: bool = True) -> list[BlockState]:
-        if begins:
-            self.facade.on_request_started(request)
-        return self.facade.lookup_states(self.keys, request, PLACE)
-
-    def end(self, request: str = "r") -> None:
-        self.facade.on_request_finished(request)
-        self.facade.step_end()
-
-    def decline(self, seconds: float = 0.0) -> None:
-        """Have a request come that declines, after some time."""
-        self.now += seconds
-        self.facade.step_end()
-        assert self.look_up("declines") == [ABSENT]
-        self.end("declines")
-
-    @property
-    def counts(self) -> PrimaryCounts:
-        return self.facade.statistics().primary.counts
-
-    @property
-    def tier(self) -> TierCounts:
-        return self.facade.statistics().tiers[0].counts
-
 
 # --- the decision ---
 
@@ -138,11 +76,8 @@ def test_with_load_as_its_setting_nothing_is_decided() -> None:
     assert story.counts.loads_decided == 0
 
 
-@pytest.mark.parametrize(("block_s", "speed"), [(None, SPEED), (0.1, None)])
-def test_while_one_side_is_not_known_requests_load(
-    block_s: float | None, speed: float | None
-) -> None:
-    story = Decided(block_s, prefill_tokens_per_s=speed)
+def test_while_the_speed_of_the_engine_is_not_known_requests_load() -> None:
+    story = Decided(block_s=0.1, prefill_tokens_per_s=None)
     assert not story.facade.decides_loads
     assert story.look_up() == [FILLING] * LENGTH
 
@@ -182,73 +117,6 @@ def test_a_prefix_of_a_fast_and_a_slow_tier_is_cut_between_them() -> None:
     story.runtime.cell.settle()
     assert story.look_up() == [FILLING] * 10 + [ABSENT]
     assert story.counts.cuts_decided == 1
-
-
-# --- room that others hold ---
-
-
-class Crowded(Decided):
-    """Another request's loads leave few slots for ours."""
-
-    ROOM = 17
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(block_s=0.001, slots=94, **settings)
-        self.others = self.taught
-        self.facade.on_request_started("other")
-        assert self.look_up_all("other", self.others) == [FILLING] * len(self.others)
-        self.facade.step_end()
-        assert self.runtime.primary._promotions.room() == self.ROOM < LENGTH
-        self.facade.on_request_started("r")
-
-    def look_up_all(self, request: str, keys: list[bytes]) -> list[BlockState]:
-        """Return the states of ``keys`` up to the first that is nowhere."""
-        states = self.facade.lookup_states(keys, request, PLACE if request == "r" else None)
-        while ABSENT not in states[-1:] and len(states) < len(keys):
-            states.append(self.facade.lookup_state(keys[len(states)], request))
-        return states
-
-    def ours(self) -> list[BlockState]:
-        return self.look_up_all("r", self.keys)
-
-
-def test_a_request_waits_for_slots_that_another_holds() -> None:
-    story = Crowded()
-    assert story.ours() == [PROBING] * LENGTH
-    story.facade.step_end()
-    story.answer_all()
-    story.facade.prepare_load(story.others, "other")
-    assert story.ours() == [PROBING] * LENGTH, "the GPU still reads them"
-    story.facade.complete_load(story.others, "other")
-    assert story.ours() == [FILLING] * LENGTH
-    assert (story.counts.requests_waited, story.counts.promotions_refused) == (1, 0)
-
-
-def test_it_waits_no_longer_than_computing_would_take() -> None:
-    story = Crowded()
-    assert story.ours() == [PROBING] * LENGTH
-    compute_s, load_s = LENGTH * CHUNK / SPEED, LENGTH * 0.001
-    story.pass_time(compute_s - load_s - 0.02)
-    assert story.ours() == [PROBING] * LENGTH
-    story.pass_time(0.04)
-    assert story.ours() == [FILLING] * story.ROOM + [ABSENT]
-    assert (story.counts.requests_waited, story.counts.promotions_refused) == (1, 1)
-
-
-def test_nobody_waits_for_slots_who_is_to_load_always() -> None:
-    story = Crowded(load_policy="always")
-    assert story.ours() == [FILLING] * story.ROOM + [ABSENT]
-    assert story.counts.requests_waited == 0
-
-
-def test_a_request_that_ended_waits_for_slots_no_longer() -> None:
-    story = Crowded()
-    assert story.ours() == [PROBING] * LENGTH
-    story.end()
-    assert story.look_up() == [PROBING] * LENGTH, "it is decided anew"
-    assert story.counts.requests_waited == 2
-    story.facade.on_requests_scheduled(["r"])
-    assert story.runtime.primary._requests["r"].room_wanted == 0
 
 
 def test_blocks_that_another_request_brings_are_used_by_one_that_declined_them() -> None:
@@ -352,13 +220,27 @@ def test_blocks_that_arrived_before_the_cut_are_used() -> None:
 
 
 def test_a_request_that_was_not_decided_for_waits_until_the_deadline() -> None:
-    story = Decided(block_s=None)
+    story = Decided(block_s=None, prefill_tokens_per_s=None)
     story.look_up()
     story.facade.step_end()
     story.now += 9.9
     story.facade.step_end()
     assert story.look_up(begins=False) == [FILLING] * LENGTH
     assert story.tier.promotions_cut == 0
+
+
+def test_a_tier_that_nothing_is_known_of_is_waited_for_as_long_as_computing_takes() -> None:
+    """It may hang from the start. Whoever comes next knows of it."""
+    story = Decided(block_s=None)
+    assert story.look_up() == [FILLING] * LENGTH
+    story.facade.step_end()
+    for seconds, expected in ((-0.01, [FILLING] * LENGTH), (0.02, [ABSENT])):
+        story.now += seconds + (LENGTH * CHUNK / SPEED if seconds < 0 else 0.0)
+        story.facade.step_end()
+        assert story.look_up(begins=False) == expected
+    assert (story.tier.promotions_cut, story.tier.jobs_timed_out) == (LENGTH, 0)
+    story.end()
+    assert story.look_up("next") == [ABSENT]
 
 
 # --- exploring ---
