@@ -73,6 +73,10 @@ class Engine:
     def step(self) -> None:
         self.manager.on_schedule_end(NO_STEP)
 
+    def open(self) -> None:
+        """Wait until tiers are open: with short limits, one that opens slowly counts as hung."""
+        until(lambda: all(tier._opening.is_open for tier in self.manager.facade._tiers))
+
     def store(self, numbers: list[int]) -> None:
         """Write blocks as the GPU would, and let the tiers take them."""
         with self.request(numbers) as context:
@@ -258,6 +262,7 @@ def test_one_thread_calls_all_methods_of_a_tier_and_another_one_ends_it() -> Non
     A load that nobody can tell the end of is among it, for which the tier's jobs are drained.
     """
     with engine(scripted(SHORT_S)) as played:
+        played.open()
         tier = ScriptedTier.last
         played.store([1, 2, 3])
         played.evict()
@@ -360,6 +365,7 @@ def test_results_of_unknown_jobs_are_counted_and_otherwise_ignored() -> None:
 def test_a_late_load_writes_no_slot_that_is_anothers() -> None:
     """The deadline passes, and the tier writes afterwards: the slot is kept back until then."""
     with engine(scripted(SHORT_S)) as played:
+        played.open()
         played.store([1])
         played.evict()
         tier = ScriptedTier.last
@@ -384,6 +390,7 @@ def test_a_late_load_writes_no_slot_that_is_anothers() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_tier_that_raises_in_any_method_costs_hits_and_nothing_else(method: str) -> None:
     with engine(scripted(SHORT_S)) as played:
+        played.open()
         played.store([1, 2])
         played.settle()
         ScriptedTier.last.raises_in = method
@@ -399,6 +406,7 @@ def test_a_tier_that_raises_in_any_method_costs_hits_and_nothing_else(method: st
 def test_a_tier_that_hangs_in_any_method_holds_up_no_call_and_no_request(method: str) -> None:
     """It hangs for as long as calls and requests go on: one that waited for it would never end."""
     with engine(scripted(SHORT_S), close_timeout_s=0.05) as played:
+        played.open()
         played.store([1, 2])
         played.evict()
         tier = ScriptedTier.last
