@@ -21,6 +21,10 @@ class ConnectionChanged(Message, frozen=True, gc=False):
     state: Connection
 
 
+class TierOpened(Message, frozen=True, gc=False):
+    """The tier's backend is open, for the first time: what was sent until now waited for that."""
+
+
 class TierBroke(Message, frozen=True, gc=False):
     """The tier's actor or its backend's start raised. Nothing more will come."""
 

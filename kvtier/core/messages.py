@@ -32,7 +32,8 @@ TouchKeys,             dropped; the tier's eviction order is a little older
 RequestEnded, Tick
 ProbeAnswer, JobEnded, never refused: at most one for each probe and job in flight
 PresenceChanged
-TierBroke, TierFenced, never refused: one of each in a tier's life
+TierOpened, TierBroke, never refused: one of each in a tier's life
+TierFenced
 PolicyBroke, PolicyReturned, Counted, ConnectionChanged
 =====================  ====================================================
 """
@@ -61,6 +62,7 @@ from kvtier.core.life_messages import ConnectionChanged as ConnectionChanged
 from kvtier.core.life_messages import Counted as Counted
 from kvtier.core.life_messages import TierBroke as TierBroke
 from kvtier.core.life_messages import TierFenced as TierFenced
+from kvtier.core.life_messages import TierOpened as TierOpened
 from kvtier.core.life_messages import TierRestarted as TierRestarted
 from kvtier.core.load_messages import LoadCostLearned as LoadCostLearned
 from kvtier.core.load_messages import Place  # noqa: TC001 - msgspec decodes by it

@@ -116,9 +116,13 @@ class TierHealth:
         self._breakers[work].showed_nothing()
 
     def reconnected(self) -> None:
-        """Try everything again at once: what failed was the server, and it is back."""
+        """Try everything again at once: what failed was the server, and it is back.
+
+        Or the tier had not opened yet, however long that took.
+        """
         for breaker in self._breakers.values():
             breaker.reconnected()
+        self.tell_usable()
 
     def broke(self) -> None:
         """Send nothing any more, unless the tier is restarted."""

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from kvtier.core.statistics import TierSpeed
     from kvtier.engine.in_flight import Job
     from kvtier.plugin_api.backend import BackendTraits
-    from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
+    from kvtier.settings.runtime_config import RuntimeConfig
 
 
 class TierLink(Actor):
@@ -82,8 +82,7 @@ class TierLink(Actor):
         self.serves_others = False  #: whether it asks for blocks by itself
         self._number = number
         self._config = config
-        self._tier_config: TierConfig = config.tiers[number]
-        tier_config = self._tier_config
+        self._tier_config = tier_config = config.tiers[number]
         self._connection = ServerConnection(tier_config.name, log)
         self._health = TierHealth(number, config, self._connection, self.counts, primary, log)
         self._loads = Transfers(Work.LOAD, config, tier_config.promote_timeout_s)
@@ -139,6 +138,7 @@ class TierLink(Actor):
             m.Counted: lambda x: self.backend_counts.add(x.counters),
             m.PolicyBroke: self._new_policy,
             m.PolicyReturned: self._new_policy,
+            m.TierOpened: lambda _: self._health.reconnected(),
             m.TierBroke: self._tier_broke,
             m.TierFenced: self._tier_fenced,
             m.TierRestarted: self._tier_restarted,

@@ -219,7 +219,8 @@ class TierProcess(TierHost):
         elif isinstance(message, m.TierBroke):
             self._say_broke(message.reason)
         elif isinstance(message, Opened):
-            self._opening.opened(self.place, self.traits, message.levels)
+            if self._opening.opened(self.place, self.traits, message.levels):
+                self._link.post(m.TierOpened())
         else:
             self._link.post(message)
 

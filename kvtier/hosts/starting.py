@@ -48,14 +48,15 @@ class Opening:
 
     def opened(
         self, place: str | None, traits: BackendTraits | None, levels: Mapping[str, int]
-    ) -> None:
+    ) -> bool:
         """Say that the tier is open: where it is, what its backend has, and how long it took.
 
         ``levels``: of what the backend counts, what goes up and down. Does nothing
-        if it has been logged since the tier last broke.
+        if it has been logged since the tier last broke. Returns whether it is open for the first
+        time, and has not been away before.
         """
         if self.is_open:
-            return
+            return False
         self.is_open = True
         fields: dict[str, object] = {"tier": self._name, "cell": self._cell}
         if place is not None:
@@ -67,6 +68,7 @@ class Opening:
             log.warning("tier is back", **fields)
         else:
             log.info("tier is open", **fields)
+        return not self._was_away
 
 
 def hangs(tier: TierConfig) -> StorageUnusable:

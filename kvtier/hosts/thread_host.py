@@ -247,7 +247,8 @@ class TierThread(TierHost):
     def _opened(self, levels: Mapping[str, int]) -> None:
         """Take messages again, if this follows a cell that broke."""
         self._pause.opened()
-        self._opening.opened(self.place, self.traits, levels)
+        if self._opening.opened(self.place, self.traits, levels):
+            self._link.post(m.TierOpened())
         if self._life.state is LifeState.REOPENING:
             self._life.move(LifeEvent.OPENED)
             self._link.post(m.TierRestarted(traits=self.traits))

@@ -128,6 +128,19 @@ def test_a_server_that_is_back_is_tried_at_once() -> None:
     assert look_up(story, key, "again") is BlockState.PROBING
 
 
+def test_a_tier_that_was_long_in_opening_is_tried_at_once() -> None:
+    """It seemed to hang until then, and had a pause of a minute before it."""
+    story, key = story_with_a_stored_block(breaker_pause_s=60.0)
+    look_up(story, key)
+    story.now += 60.0
+    story.facade.step_end()  # the probe is late
+    assert link_of(story).audit().breaker is BreakerState.OPEN
+    assert look_up(story, key, "meanwhile") is BlockState.ABSENT
+    story.runtime.tiers[0].inbox.post(m.TierOpened())
+    story.runtime.cell.settle()
+    assert look_up(story, key, "again") is BlockState.PROBING
+
+
 def test_a_probe_on_trial_that_ends_with_its_server_is_followed_by_another() -> None:
     """It has shown nothing. Without another the breaker stays half-open, and asks no more."""
     story = Story(breaker_failures_max=1, breaker_pause_s=1.0)

@@ -61,6 +61,7 @@ class Bench:
         self.memory = SlotMemory.anonymous(SLOTS, BLOCK)
         self._messages: queue.Queue[Message] = queue.Queue()
         self.counted: dict[str, int] = {}  # told last
+        self.opened = 0
         host = make_host(
             TierConfig.from_mapping(1, tier),
             CONTEXT,
@@ -76,6 +77,8 @@ class Bench:
         """Stand where the link's inbox is."""
         if isinstance(message, m.Counted):
             self.counted = message.counters
+        elif isinstance(message, m.TierOpened):
+            self.opened += 1
         else:
             self._messages.put(message)
         return True
@@ -190,6 +193,7 @@ def test_a_killed_process_is_followed_by_another_that_has_what_was_stored(
     benches.append(bench)
     bench.fill()
     assert set(bench.store(KEYS, tuple(range(SLOTS))).outcomes) == {Outcome.DONE}
+    assert bench.opened == 1
     first = bench.pid
     os.kill(first, signal.SIGKILL)
     assert bench.next_of(m.TierBroke) == m.TierBroke(reason="was killed by signal 9")
@@ -199,6 +203,7 @@ def test_a_killed_process_is_followed_by_another_that_has_what_was_stored(
     bench.until_it_has(KEYS)
     assert bench.load(KEYS[:2], (8, 9)).outcomes == (Outcome.DONE,) * 2
     assert bytes(bench.memory.view(9)) == b"\x02" * BLOCK
+    assert bench.opened == 1, "the restart was told"
 
 
 def test_a_cut_off_tier_takes_no_message(benches: list[Bench]) -> None:

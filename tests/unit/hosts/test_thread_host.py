@@ -47,10 +47,13 @@ class LinkEnd:
     def __init__(self) -> None:
         self._messages: queue.Queue[Message] = queue.Queue()
         self.counted: queue.Queue[m.Counted] = queue.Queue()  # comes between all others
+        self.opened = 0
 
     def post(self, message: Message) -> bool:
         if isinstance(message, m.Counted):
             self.counted.put(message)
+        elif isinstance(message, m.TierOpened):
+            self.opened += 1
         else:
             self._messages.put(message)
         return True
@@ -333,6 +336,7 @@ def test_a_backend_that_cannot_be_opened_is_cut_off_and_heals_by_itself(
     kinds = [type(bench.link.next()) for _ in range(7)]
     assert kinds == [m.TierBroke, m.TierFenced] * 3 + [m.TierRestarted]
     assert bench.store((b"a",), (0,)).outcomes == (Outcome.DONE,)
+    assert bench.link.opened == 0, "the restart was told"
 
 
 def test_a_cell_that_broke_is_fenced_once_none_of_its_threads_is_busy(
@@ -370,6 +374,7 @@ def test_an_actor_that_raises_takes_down_its_own_tier_only(
     assert isinstance(bench.link.next(), m.TierFenced)
     monkeypatch.undo()
     assert isinstance(bench.link.next(), m.TierRestarted)
+    assert bench.link.opened == 1, "at the start"
     assert bench.load((b"a",), (2,), job=8).outcomes == (Outcome.DONE,)
 
 
