@@ -111,7 +111,9 @@ def _keep_removals_of_tiers(self: EventLog, kind: EventKind, keys: Sequence[byte
 # --- tiers ---
 
 
-def _unchecked(_block: LoadBlock, loaded: Loaded, *, accepts_unchecked: bool) -> Outcome:
+def _unchecked(
+    _block: LoadBlock, loaded: Loaded, _step_bytes: int, *, accepts_unchecked: bool
+) -> Outcome:
     del accepts_unchecked
     return loaded.outcome
 

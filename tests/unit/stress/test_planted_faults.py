@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
@@ -76,6 +77,17 @@ def test_a_planted_fault_is_found(name: str) -> None:
     )
     assert found.returncode == 1, found.stderr
     assert re.search(said, found.stderr), found.stderr
+
+
+@pytest.mark.parametrize("name", FOUND_BY)
+def test_a_plant_takes_what_stands_in_its_place_takes(name: str) -> None:
+    """Else the run finds that a call fails, and not the fault."""
+    for owner, function, new in plants()[name].replacements:
+        wanted = inspect.signature(getattr(owner, function)).parameters.values()
+        required = [each for each in wanted if each.default is each.empty]
+        by_name = {each.name: None for each in required if each.kind is each.KEYWORD_ONLY}
+        by_place = [None for each in required if each.kind is each.POSITIONAL_OR_KEYWORD]
+        inspect.signature(new).bind(*by_place, **by_name)
 
 
 @pytest.mark.parametrize("name", FOUND_BY)
