@@ -143,12 +143,22 @@ def second_engine(model: str, path: str, notes: str) -> dict[str, Any]:
         wait_until_back(running)
         empty_dram(running)
         told["back"] = play_after_start(running, seed=5000)
-        told["filling"] = play_round(running, prompts_of(FILLING_LENGTHS, seed=4000))
+        told["filling"] = fill(running, prompts_of(FILLING_LENGTHS, seed=4000))
         empty_dram(running)
         # The newest first: what is missing is stored anew, and takes the place of the oldest.
-        newest_first = prompts_of(FILLING_LENGTHS, seed=4000)[::-1]
-        told["full"] = play_round(running, newest_first)
+        told["full"] = fill(running, prompts_of(FILLING_LENGTHS, seed=4000)[::-1])
     return told
+
+
+def fill(running: Engine, prompts: list[list[int]]) -> dict[str, Any]:
+    """Play prompts, each once the tier has stored the one before.
+
+    More blocks at once than the whole folder has room for would rightly be refused: what is
+    being stored makes no room.
+    """
+    rounds = [play_round(running, [prompt]) for prompt in prompts]
+    joined = {name: [of for each in rounds for of in each[name]] for name in ("tokens", "cached")}
+    return {**rounds[-1], **joined}
 
 
 def kill_tier(running: Engine) -> None:
