@@ -208,7 +208,7 @@ class LoadDecisions:
     def _have_wait_for_room(self, cut: Cut, request: Request, outlook: Outlook) -> None:
         """Have it wait for slots that others hold, as long as it would have computed meanwhile."""
         if not self._costs or self._promotions.leases_of(request.search.request):
-            return  # nothing is known of tiers; or it waits since before anything was
+            return  # no tier's cost is known yet; or its loads were begun before anything was known
         wait_s = outlook.computed_s + cut.saved_s - outlook.load_alone_s(dict(cut.counts))
         if cut.blocks and wait_s > 0:
             until = self._promotions.now + min(wait_s, self._wait_timeout_s)

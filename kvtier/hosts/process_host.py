@@ -46,7 +46,7 @@ from kvtier.hosts.restarts import (
     RestartPause,
 )
 from kvtier.hosts.spawning import spawn
-from kvtier.hosts.starting import Opening, hangs, report_unusable
+from kvtier.hosts.starting import Opening, hangs
 from kvtier.plugin_api.log import log
 from kvtier.plugin_api.threads import BoundedCall, daemon_thread
 
@@ -87,7 +87,7 @@ class TierProcess(TierHost):
     ) -> None:
         self.name = tier.name
         self._unusable_for: str | None = None
-        self._opening = Opening(tier.name, "process")
+        self._opening = Opening(tier.name, "process", link)
         self._tier = tier
         self._context = context
         self._memory = memory
@@ -141,7 +141,7 @@ class TierProcess(TierHost):
     def start(self) -> None:
         """Have the backend opened. Nothing here waits for that."""
         if self._life.state is LifeState.AWAY:
-            report_unusable(self._unusable_for, self._life, self._opening, self._link)
+            self._opening.begin_away(self._unusable_for, self._life)
         self.post(Begin())
         self.wake()
         self._watcher.start()
@@ -219,8 +219,7 @@ class TierProcess(TierHost):
         elif isinstance(message, m.TierBroke):
             self._say_broke(message.reason)
         elif isinstance(message, Opened):
-            if self._opening.opened(self.place, self.traits, message.levels):
-                self._link.post(m.TierOpened())
+            self._opening.opened(self.place, self.traits, message.levels)
         else:
             self._link.post(message)
 

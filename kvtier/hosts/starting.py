@@ -18,27 +18,27 @@ if TYPE_CHECKING:
     from kvtier.settings.runtime_config import TierConfig
 
 
-def report_unusable(reason: str | None, life: Life, opening: Opening, link: Mailbox) -> None:
-    """Report to the link, at the start, that the tier can't be used yet. Nothing of it runs."""
-    reason = reason or "it has no backend"
-    opening.broke()
-    life.begin_away(reason)
-    link.post(m.TierBroke(reason=reason))
-    link.post(m.TierFenced())
-
-
 class Opening:
     """Writes the line that says that a tier can be used: once at the start, once at each return.
 
-    Its owner lets one thread at a time call it.
+    The link hears of the start too. Its owner lets one thread at a time call it.
     """
 
-    def __init__(self, name: str, cell: CellKind) -> None:
+    def __init__(self, name: str, cell: CellKind, link: Mailbox) -> None:
         self._began_s = time.monotonic()  # when the tier was begun, or broke
         self._name = name
         self._cell = cell
+        self._link = link
         self.is_open = False
         self._was_away = False
+
+    def begin_away(self, reason: str | None, life: Life) -> None:
+        """Report, at the start, that the tier can't be used yet. Nothing of it runs."""
+        reason = reason or "it has no backend"
+        self.broke()
+        life.begin_away(reason)
+        self._link.post(m.TierBroke(reason=reason))
+        self._link.post(m.TierFenced())
 
     def broke(self) -> None:
         """Note that the tier can't be used, or can't be used any more."""
@@ -48,15 +48,14 @@ class Opening:
 
     def opened(
         self, place: str | None, traits: BackendTraits | None, levels: Mapping[str, int]
-    ) -> bool:
+    ) -> None:
         """Say that the tier is open: where it is, what its backend has, and how long it took.
 
         ``levels``: of what the backend counts, what goes up and down. Does nothing
-        if it has been logged since the tier last broke. Returns whether it is open for the first
-        time, and has not been away before.
+        if it has been logged since the tier last broke.
         """
         if self.is_open:
-            return False
+            return
         self.is_open = True
         fields: dict[str, object] = {"tier": self._name, "cell": self._cell}
         if place is not None:
@@ -68,7 +67,7 @@ class Opening:
             log.warning("tier is back", **fields)
         else:
             log.info("tier is open", **fields)
-        return not self._was_away
+            self._link.post(m.TierOpened())
 
 
 def hangs(tier: TierConfig) -> StorageUnusable:

@@ -16,7 +16,7 @@ from kvtier.core import messages as m
 from kvtier.core.tier_host import ABANDON_S, TierHost
 from kvtier.hosts.life import Life, LifeEvent, LifeState
 from kvtier.hosts.restarts import RESTART_PAUSE_S, RestartPause
-from kvtier.hosts.starting import Opening, hangs, report_unusable
+from kvtier.hosts.starting import Opening, hangs
 from kvtier.plugin_api.log import log
 from kvtier.plugin_api.threads import BoundedCall, Waker, daemon_thread
 from kvtier.settings.plugins import fallback_policy
@@ -61,7 +61,7 @@ class TierThread(TierHost):
         """
         self.name = tier.name
         self._unusable_for: str | None = None
-        self._opening = Opening(tier.name, "thread")
+        self._opening = Opening(tier.name, "thread", link)
         self._tier = tier
         self._place: str | None = None
         self._backend: Backend | None = None
@@ -119,7 +119,7 @@ class TierThread(TierHost):
     def start(self) -> None:
         """Start the thread. The backend is opened on it; nothing here waits for that."""
         if self._life.state is LifeState.AWAY:
-            report_unusable(self._unusable_for, self._life, self._opening, self._link)
+            self._opening.begin_away(self._unusable_for, self._life)
         self._thread.start()
 
     def post(self, message: Message) -> bool:
@@ -247,8 +247,7 @@ class TierThread(TierHost):
     def _opened(self, levels: Mapping[str, int]) -> None:
         """Take messages again, if this follows a cell that broke."""
         self._pause.opened()
-        if self._opening.opened(self.place, self.traits, levels):
-            self._link.post(m.TierOpened())
+        self._opening.opened(self.place, self.traits, levels)
         if self._life.state is LifeState.REOPENING:
             self._life.move(LifeEvent.OPENED)
             self._link.post(m.TierRestarted(traits=self.traits))

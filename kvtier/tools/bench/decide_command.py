@@ -73,21 +73,23 @@ def run(arguments: argparse.Namespace) -> None:
 def _measure(plan: Plan, found: dict[str, Any]) -> None:
     """Put into ``found`` what is measured, as soon as it is."""
     cells = plan.cells()
+    moving = [cell for cell in cells if not cell.speed.rate.hangs]
     hung = [cell for cell in cells if cell.speed.rate.hangs]
     with start_engines(plan) as engines, progress("cells", len(cells) + len(STEPS)) as shown:
-        _store(engines, plan, found["computes_bytes_per_s"])
-        for cell in cells:
-            if cell not in hung:
+
+        def measure(some: Sequence[Cell]) -> None:
+            for cell in some:
                 found["cells"].append(_measured(engines, cell, plan))
                 shown.advance()
+
+        _store(engines, plan, found["computes_bytes_per_s"])
+        measure(moving)
         if plan.step_speeds and plan.step_requests:
             for number, name in enumerate(STEPS):
                 speed = plan.step_speeds[number % 2]
                 found["steps"].append(_step(engines, plan, name, speed, number))
                 shown.advance()
-        for cell in hung:  # last: a tier that was cut off is tried again at long intervals
-            found["cells"].append(_measured(engines, cell, plan))
-            shown.advance()
+        measure(hung)  # last: a tier that was cut off is tried again at long intervals
 
 
 def _report(arguments: argparse.Namespace, plan: Plan, found: dict[str, Any]) -> None:
