@@ -1,4 +1,8 @@
-"""What an engine without requests has to step for: events, and tiers that are not as they were."""
+"""What an engine without requests has to step for.
+
+Events; tiers that are not as they were; blocks that a tier could not take yet: time passes for a
+tier in steps only, so that nothing would be offered to it again before the next request.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +26,15 @@ class News:
         self._looked_s = 0.0
 
     def is_there(self, now: float) -> bool:
-        """Tell whether there is anything that a step would publish: events, gauges, counters."""
+        """Tell whether a step would publish anything, or might store what was put off."""
         self._events += self._facade.take_events()
         if self._events:
             return True
         if now - self._looked_s < LOOK_S:
             return False
         self._looked_s = now
+        if self._facade.puts_off():
+            return True
         before, self._tiers = (
             self._tiers,
             [

@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.vllm import news
 from tests.support.patience import until
-from tests.vllm.support.connector import connector
+from tests.vllm.support.connector import BLOCK_BYTES, connector
 
 if TYPE_CHECKING:
     from tests.vllm.support.connector import Connector
@@ -42,3 +42,18 @@ def test_a_tier_that_is_killed_is_something_to_step_for(
         until(engine.manager.has_pending_work)
         assert engine.tier().breaker == "DISABLED"
         until(lambda: comes_to_rest(engine))
+
+
+def test_what_a_tier_could_not_take_is_something_to_step_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So an engine that goes idle meanwhile stores it all the same."""
+    monkeypatch.setattr(news, "LOOK_S", 0.0)
+    with connector(slots=8, secondary_tiers=[TIER]) as engine:
+        until(lambda: engine.tier().breaker == "CLOSED" and comes_to_rest(engine))
+        os.kill(engine.manager.facade._tiers[0]._child.process.pid, signal.SIGKILL)
+        until(lambda: comes_to_rest(engine) and engine.tier().breaker == "DISABLED")
+        stored = engine.store("r", range(32))
+        assert engine.tier().counts.cascades_put_off == stored == 8
+        until(lambda: comes_to_rest(engine))
+        assert engine.tier().counts.write_bytes == 8 * BLOCK_BYTES
