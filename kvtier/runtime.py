@@ -259,7 +259,6 @@ def _add_link(
         tier=tier,
         primary=primary,
         log=cell.log,
-        reply=cell.reply,
         collect_events=collects,
     )
     # Without its link nothing can be done with a tier.

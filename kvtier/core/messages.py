@@ -176,10 +176,6 @@ class Tick(Message, frozen=True, gc=False):
     now: float
 
 
-class TakeEvents(Message, frozen=True, gc=False):
-    """Answered with the list of Events since the last one."""
-
-
 class LoadSources(Message, frozen=True, gc=False):
     """Which blocks of this request did tiers deliver? Answered with key → the tier's number."""
 

@@ -77,6 +77,7 @@ class EngineCell:
         self.reply: Callable[[object], None] = self._replies.append
         self.log: Mailbox = _LogMailbox()
         self.faults = 0
+        self.activity = 0  #: grows when anything is delivered
         self._last_words: dict[Actor, tuple[Mailbox, Message]] = {}
 
     def mailbox(self) -> OwnedMailbox:
@@ -106,6 +107,7 @@ class EngineCell:
         """Deliver what has arrived, then ``message``, run to quiescence, return the reply."""
         if self._arrived:
             self.run()
+        self.activity += 1
         # Nothing waits now, so the message is the next one: no need to queue it first.
         try:
             actor.handlers[type(message)](message)
@@ -116,8 +118,14 @@ class EngineCell:
         replies = self._replies
         return replies.pop() if replies else NO_REPLY
 
+    @property
+    def has_arrivals(self) -> bool:
+        """Whether other threads have sent something that is not delivered yet."""
+        return bool(self._arrived)
+
     def run(self) -> None:
         """Deliver what other threads have sent so far, and all that follows from it."""
+        self.activity += len(self._arrived)
         for _ in range(len(self._arrived)):
             self._ready.append(self._arrived.popleft())
         self._deliver()

@@ -90,6 +90,7 @@ class SchedulerFacade:
         self._is_first_lookup = True
         self._lookup_seconds: Observed[float] = Observed()
         self._last_tick = clock()
+        self._rests_since = -1  # with so much activity a step has ended, and nothing was left to do
         self._ask(m.Tick(now=self._last_tick))
         self._wake_tiers()  # they are told which generation of weights they serve
 
@@ -337,12 +338,19 @@ class SchedulerFacade:
     def step_end(self) -> None:
         """End a step: send the step's probes and promotions, and let deadlines pass."""
         self._is_first_lookup = True
-        for tier in self._tiers:
-            tier.poll()
-        self._last_tick = self._clock()
-        self._cell.ask(self._primary, m.StepEnd(self._last_tick))
-        for tier in self._tiers:
-            tier.wake()
+        self._poll_tiers()
+        now, promotions = self._clock(), self._primary.promotions
+        is_at_rest = self.activity == self._rests_since and not self._cell.has_arrivals
+        if is_at_rest and now - self._last_tick < TICK_S:  # as at most steps
+            promotions.pass_time(now)
+            for link in self._links:
+                link.pass_time(now)
+            return
+        self._last_tick = now
+        self._ask(m.StepEnd(now))
+        self._wake_tiers()
+        if not promotions.held_slots and all(link.is_at_rest for link in self._links):
+            self._rests_since = self.activity
 
     def get_finished(self) -> int:
         """Take in what tiers have reported; return how many jobs and probes are in flight.
@@ -361,17 +369,20 @@ class SchedulerFacade:
         self._wake_tiers()
         return any(link.serves_others or link.awaited() for link in self._links)
 
+    def puts_off(self) -> bool:
+        """Tell whether a tier could not store all: steps offer it again, whenever it has room."""
+        return any(link.room.has_put_off for link in self._links)
+
     def evicts(self, tier: int) -> bool:
         """Tell whether a secondary tier is bounded, and so tells of what it evicts."""
         return self._links[tier].tells_uses
 
     def take_events(self) -> list[Event]:
         """Return what became resident or went since the last call, in order for each tier."""
-        events: list[Event] = []
-        for actor in (self._primary, *self._links):
-            taken = self._cell.ask(actor, m.TakeEvents())
-            if taken and taken is not NO_REPLY:
-                events += cast("list[Event]", taken)
+        self._cell.run()
+        events = self._primary.drain_events()
+        for link in self._links:
+            events += link.drain_events()
         return events
 
     # --- the whole ---
@@ -401,6 +412,11 @@ class SchedulerFacade:
     def on_reset_flushed(self) -> None:
         """Note that the GPU has let go of every slot that it was given before the last reset."""
         self._ask(m.ResetFlushed())
+
+    @property
+    def activity(self) -> int:
+        """Grows whenever anything may have changed that can be asked for."""
+        return self._cell.activity
 
     def statistics(self) -> Statistics:
         """Return a frozen snapshot. Counters grow from the start of the runtime.

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 from kvtier.core import messages as m
 from kvtier.engine.audits import JobAudit
 from kvtier.engine.circuit_breaker import Work
+from kvtier.plugin_api.backend import Outcome
 from kvtier.plugin_api.deadlines import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvtier.core.statistics import TierCounts
+    from kvtier.plugin_api.keys import Key
 
 
 class Sent(Protocol):
@@ -86,6 +88,10 @@ class Job:
     def counts_for_its_tier(self) -> bool:
         """Whether its end is a success or a failure of its tier."""
         return self.is_cut or not self.abandoned
+
+    def done(self, outcomes: Sequence[Outcome]) -> tuple[Key, ...]:
+        """Return the keys of what is DONE; one outcome a block."""
+        return tuple(compress(self.keys, [outcome is Outcome.DONE for outcome in outcomes]))
 
     def blocks_of(self, chosen: Sequence[bool]) -> m.Cascade:
         """Return some blocks of a job that stores, as what they came in; one bool a block."""

@@ -130,6 +130,7 @@ class _Fit:
     def __init__(self) -> None:
         self.error = 0.0  #: of what it foretold lately: a logarithm
         self._has_foretold = False
+        self._subset: tuple[int, ...] = _SUBSETS[0]  # of the parts that were above 0, lately
         self._changes = ChangeDetector()
         self._forget()
 
@@ -180,13 +181,30 @@ class _Fit:
     def coefficients(self) -> tuple[float, float, float]:
         """Return the best three that are at least 0."""
         if self._solved is None:
-            best = min(
-                (found for subset in _SUBSETS if (found := self._solve(subset)) is not None),
-                key=self._residual,
-                default=(0.0, 0.0, 0.0),
-            )
-            self._solved = best
+            self._solved = self._best()
         return self._solved
+
+    def _best(self) -> _Features:
+        candidates: list[_Features] = []
+        for subset in (self._subset, *_SUBSETS):
+            found = self._solve(subset)
+            if found is None:
+                continue
+            if self._is_best(found, subset):
+                self._subset = subset
+                return found
+            candidates.append(found)
+        return min(candidates, key=self._residual, default=(0.0, 0.0, 0.0))
+
+    def _is_best(self, found: _Features, subset: tuple[int, ...]) -> bool:
+        """Tell whether none of the parts that are 0 would better be more (Karush-Kuhn-Tucker)."""
+        a, b, c = found
+        for row in (0, 1, 2):
+            if row not in subset:
+                x, y, z = self._squares[row]
+                if self._products[row] > x * a + y * b + z * c:
+                    return False
+        return True
 
     def _residual(self, found: _Features) -> float:
         """Return the sum of squared errors, but for a part that is the same for all."""

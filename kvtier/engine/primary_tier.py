@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvtier.core import messages as m
 from kvtier.core.actor import Actor, Mailbox
-from kvtier.core.events import PRIMARY, EventKind, EventLog
+from kvtier.core.events import PRIMARY, Event, EventKind, EventLog
 from kvtier.core.policy_actor import POLICY_TIME_S, new_policy
 from kvtier.core.statistics import Observed, PrimaryCounts, PrimaryStatistics
 from kvtier.engine.arrivals import Arrivals
@@ -72,7 +72,7 @@ class PrimaryTier(Actor):
         self._events = EventLog(PRIMARY, collects=collect_events)
         self._filter = StoreFilter.if_wanted(config.store_threshold, config.max_tracker_size)
         self.slots = SlotTable(config.slot_count)
-        self._promotions = Promotions(
+        self.promotions = Promotions(
             self.slots, config.slot_count - config.store_reserve_slots, config.lease_timeout_s
         )
         self._slot_of: Mapping[Key, int] = self.slots.slot_of
@@ -80,12 +80,12 @@ class PrimaryTier(Actor):
         self._eviction = Eviction(self.slots, self._prefixes, policy)
         self._directory = TierDirectory(len(config.tiers), config.known_keys_max)
         self.decisions = LoadDecisions(
-            config, self.slots, self._directory, self._promotions, self.counts, log
+            config, self.slots, self._directory, self.promotions, self.counts, log
         )
         self._lookups = Lookups(
             self.slots,
             self._directory,
-            self._promotions,
+            self.promotions,
             self._eviction,
             self.decisions,
             room=config.evict_batch_slots,
@@ -93,16 +93,16 @@ class PrimaryTier(Actor):
         )
         self._requests = self._lookups.requests
         self._reservations = PrefixReservations(
-            self._lookups, self.slots, self._promotions, self._eviction, self.decisions
+            self._lookups, self.slots, self.promotions, self._eviction, self.decisions
         )
         self._step_requests = StepRequests(
-            self._directory, self._promotions, self._requests, links, config.wait_timeout_s
+            self._directory, self.promotions, self._requests, links, config.wait_timeout_s
         )
         self._gpu_loads = GpuLoads()
         takers = [gates.get(tier, link) for tier, link in enumerate(links)]
         self._cascades = Cascades(self.slots, config.tiers, takers, self._prefixes, self._directory)
         self.by_request = RequestTiers(self.slots, self._cascades, links, policy)
-        books = (self.slots, self._promotions, self._lookups, self._eviction)
+        books = (self.slots, self.promotions, self._lookups, self._eviction)
         self._arrivals = Arrivals(*books, self._became_ready, self._not_filled)
         self.epoch = 0  #: how many resets there were
         self._since = 0  # the epoch in which the generation of weights began
@@ -128,7 +128,6 @@ class PrimaryTier(Actor):
             m.Tick: self._tick,
             m.Reset: self._reset,
             m.ResetFlushed: lambda _: self.slots.gpu_flushed(),
-            m.TakeEvents: self._take_events,
             m.Victims: self._victims,
             m.PolicyBroke: self._new_policy,
             m.PolicyReturned: self._new_policy,
@@ -154,13 +153,13 @@ class PrimaryTier(Actor):
 
     def statistics(self) -> PrimaryStatistics:
         """Return a frozen snapshot."""
-        return self.slots.statistics(self._promotions.held_slots, len(self._requests), self.counts)
+        return self.slots.statistics(self.promotions.held_slots, len(self._requests), self.counts)
 
     def audit(self) -> PrimaryAudit:
         """Return all that is kept here, frozen. For tests and diagnosis: it costs O(n)."""
         return PrimaryAudit(
             self.slots.audit(),
-            self._promotions.audit(),
+            self.promotions.audit(),
             self._directory.audit(),
             self._lookups.audit(),
             parked=frozenset(self._cascades.parked),
@@ -170,14 +169,14 @@ class PrimaryTier(Actor):
             excluded=self._eviction.excluded,
         )
 
-    def _take_events(self, _message: m.TakeEvents) -> None:
-        """Tell what happened; of what lapsed, only what nothing fills again."""
+    def drain_events(self) -> list[Event]:
+        """Return what happened since the last time; of what lapsed, only what nothing fills."""
         events = self._events.drain()
         for number, event in enumerate(events):
             if event.kind is EventKind.LAPSED:
                 gone = tuple(key for key in event.keys if key not in self._slot_of)
                 events[number] = event._replace(keys=gone)
-        self.reply(events)
+        return events
 
     # --- room ---
 
@@ -385,7 +384,7 @@ class PrimaryTier(Actor):
             self.policy.post(m.Gone(keys=tuple(keys)))
 
     def _end_leases(self, request: RequestId, keys: Sequence[Key] | None = None) -> None:
-        self._unhold(*self._promotions.end_leases(request, keys))
+        self._unhold(*self.promotions.end_leases(request, keys))
 
     def _unhold(self, keys: Sequence[Key], slots: Sequence[int]) -> None:
         """Tell the policy which of ``keys`` may be evicted now."""
@@ -428,8 +427,8 @@ class PrimaryTier(Actor):
 
     def _end_reservations(self, name: RequestId, request: Request) -> None:
         """End what is reserved for a request that waits for nothing any more."""
-        self._fill_failed(*self._promotions.call_off(name))
-        tiers = self._promotions.tiers_asked_for(name)
+        self._fill_failed(*self.promotions.call_off(name))
+        tiers = self.promotions.tiers_asked_for(name)
         unwanted = self._directory.stop_waiting(name)
         for tier in range(len(self.links)) if unwanted else tiers:
             self.links[tier].post(m.Withdraw(name, unwanted))
@@ -448,7 +447,7 @@ class PrimaryTier(Actor):
         self._step_requests.tick(self.epoch)
 
     def _pass_time(self, now: float) -> None:
-        self._promotions.pass_time(now)
+        self.promotions.pass_time(now)
         if now - self._policy_time >= POLICY_TIME_S:
             self._policy_time = now
             for policy in self._policies:
@@ -456,12 +455,12 @@ class PrimaryTier(Actor):
         # First of all: links count deadlines from the last Tick, which may be long ago.
         for link in self.links:
             link.post(m.Tick(now=now))
-        for request in self._promotions.expired():
+        for request in self.promotions.expired():
             self._end_leases(request)
             self._requests[request].end_reservation()
 
     def _reset(self, message: m.Reset) -> None:
-        for slot in self._promotions.reset():
+        for slot in self.promotions.reset():
             self.slots.fail_fill(slot)
         for request in self._requests.values():
             request.reset()
@@ -492,9 +491,9 @@ class PrimaryTier(Actor):
         self._cascades.cut_off(message.tier)
         self._directory.set_usable(message.tier, usable=False)
         self._directory.give_up(message.tier)
-        self._fill_failed(*self._promotions.call_off_tier(message.tier))
+        self._fill_failed(*self.promotions.call_off_tier(message.tier))
         for key, slot in list(self._slot_of.items()):
             if self.slots.tier_fills.get(slot) == message.tier:
-                self._promotions.lost(key, slot)
+                self.promotions.lost(key, slot)
                 self.slots.quarantine(slot, 1)
                 self._not_filled((key,))

@@ -76,6 +76,11 @@ class Probes:
         return self._waiting.unasked()
 
     @property
+    def is_under_way(self) -> bool:
+        """Whether any waits, or is at the tier."""
+        return bool(self._waiting) or not self._under_way.is_idle
+
+    @property
     def awaited(self) -> frozenset[int]:
         """The numbers of those that somebody waits for."""
         return frozenset(self._awaited)
@@ -175,7 +180,7 @@ class Probes:
     def pass_time(self, now: float) -> None:
         """Answer for the tier where it is late, or where somebody has waited for long enough."""
         self._now = now
-        if self._under_way.is_idle and not self._waiting:  # as it is at most steps
+        if not self.is_under_way:  # as it is at most steps
             return
         late, is_stalled = self._under_way.pop_late(now)
         for number in late:

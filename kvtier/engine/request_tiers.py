@@ -194,6 +194,11 @@ class RequestRelay:
         self._unsent.append(message)
         self.go_on()
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether the tier's mailbox has had no room for all."""
+        return bool(self._unsent)
+
     def want(self, message: m.BlocksWanted, since: int) -> None:
         """Pass on what the tier wants, if that is of the generation that began at ``since``."""
         if message.since == since:

@@ -185,8 +185,8 @@ class StagedFacade:
 
     def take_events(self) -> list[Event]:
         """Return what the tier gained and lost since the last call, in order."""
-        events = self._cell.ask(self._link, m.TakeEvents())
-        return [] if events is NO_REPLY else cast("list[Event]", events)
+        self._cell.run()
+        return self._link.drain_events()
 
     @property
     def evicts(self) -> bool:

@@ -69,6 +69,11 @@ class TierHealth:
         """Tell whether a piece of work may be sent now. It may be the one that is tried."""
         return self._connection.is_up and self._breakers[work].may_send()
 
+    @property
+    def pauses(self) -> bool:
+        """Whether a breaker is to be tried once its pause is over."""
+        return any(each.state is BreakerState.OPEN for each in self._breakers.values())
+
     def pass_time(self, now: float) -> None:
         """Learn the time, in seconds of the runtime's clock."""
         self._now = now

@@ -23,8 +23,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from msgspec import structs
-
 from kvtier.core import messages as m
 from kvtier.core.actor import Actor, Mailbox
 from kvtier.core.backend_counts import BackendCounts
@@ -65,7 +63,6 @@ class TierLink(Actor):
         tier: Mailbox,
         primary: Mailbox,
         log: Mailbox,
-        reply: Callable[[object], None],
         collect_events: bool,
     ) -> None:
         """``number``: the tier's. ``meet`` its backend before the first job."""
@@ -73,13 +70,13 @@ class TierLink(Actor):
         self.primary = primary
         self.tier = tier
         self.log = log
-        self.reply = reply
         self.counts = TierCounts()
         self.backend_counts = BackendCounts()
         self.promotion_seconds: Observed[tuple[float, bool]] = Observed()  #: and its success
         self.tells_uses = False  #: whether the tier evicts, and so wants to know what is used
         self.by_request = False  #: whether what it has depends on the request
         self.serves_others = False  #: whether it asks for blocks by itself
+        self.room = StoreRoom(number, config, self.counts, self._relay, primary)
         self._number = number
         self._config = config
         self._tier_config = tier_config = config.tiers[number]
@@ -108,9 +105,9 @@ class TierLink(Actor):
         self.probe_seconds = self._probes.seconds  #: from asking until the answer
         self._mark = mark_of_name(config.weights_version)  # of the generation
         self._probes.begin_generation(self._mark)
+        self.drain_events = self._contents.drain_events
         self._is_told = False  # whether the tier's cell has been told of it
         self._uses = UseRelay(tier)
-        self._room = StoreRoom(number, config, self.counts, self._relay, primary)
         self._abandoned_slots = 0
         self._now = 0.0
         self._was_idle = True  # at the last Tick
@@ -124,12 +121,11 @@ class TierLink(Actor):
             m.Promote: self._promote,
             m.Withdraw: self._withdraw,
             m.Cascade: self._cascade,
-            m.CascadeRefused: self._room.refused,
-            m.StoresOffered: self._room.offered,
+            m.CascadeRefused: self.room.refused,
+            m.StoresOffered: self.room.offered,
             m.TouchKeys: self._used,
             m.RequestEnded: self._request_ended,
             m.Tick: self._tick,
-            m.TakeEvents: lambda _: self.reply(self._contents.drain_events()),
             m.ProbeAnswer: self._probes.answered,
             m.JobEnded: self._job_ended,
             m.PresenceChanged: self._contents.changed,
@@ -153,7 +149,7 @@ class TierLink(Actor):
         self._probes.meet(traits.probe_batches_max or traits.load_batches_max)
         self._loads.times.meet(traits.load_batches_max)
         self._stores.times.meet(traits.store_batches_max)
-        self._room.meet(traits)
+        self.room.meet(traits)
         self.by_request = traits.by_request
         self.serves_others = traits.serves_others
         if traits.by_request:
@@ -177,12 +173,9 @@ class TierLink(Actor):
         # A hit is counted here and not with the probe: most are known without one.
         self.counts.queries += len(message.keys)
         self.counts.hits += len(message.keys)
-        patience_s, cost = message.patience_s, self._loads.times.cost(self._loads.waiting.blocks)
-        if self.by_request:  # that may never come, from a tier that serves others meanwhile
-            patience_s = min(patience_s, self._tier_config.promote_timeout_s)
-        elif cost is not None:
-            patience_s = cost.patience_s(len(message.keys), patience_s, message.patience_max_s)
-        self._loads.waiting.add(structs.replace(message, patience_s=patience_s), self._now)
+        # What goes by request may never come, from a tier that serves others meanwhile.
+        limit_s = self._tier_config.promote_timeout_s if self.by_request else None
+        self._loads.add_load(message, self._now, limit_s)
         self._send_waiting(self._loads)
 
     def _withdraw(self, message: m.Withdraw) -> None:
@@ -195,12 +188,12 @@ class TierLink(Actor):
 
     def _cascade(self, message: m.Cascade) -> None:
         if message.epoch < self._contents.since:  # Computed with the weights from before.
-            self._room.drop(message)
+            self.room.drop(message)
             return
-        kept, rest = self._room.take(message)
+        kept, rest = self.room.take(message)
         self._stores.waiting.add(kept, self._now)
         self._send_waiting(self._stores)
-        self._room.put_off(rest)
+        self.room.put_off(rest)
 
     def _request_ended(self, message: m.RequestEnded) -> None:
         self._loads.waiting.forget(message.request)
@@ -227,14 +220,14 @@ class TierLink(Actor):
                 return
 
     def _ask_again(self) -> None:
-        if self._room.has_put_off and self._takes(Work.STORE):
-            self._room.ask_again(self._now)
+        if self.room.has_put_off and self._takes(Work.STORE):
+            self.room.ask_again(self._now)
 
     def _takes(self, work: Work) -> bool:
         if work is Work.LOAD:
             is_free = self._abandoned_slots <= self._config.abandoned_slots_max
         else:
-            is_free = not self._room.is_full(self._now)
+            is_free = not self.room.is_full(self._now)
         return is_free and self._health.takes(work)
 
     def _send(self, transfers: Transfers, job: Job) -> bool:
@@ -245,10 +238,8 @@ class TierLink(Actor):
             transfers.not_sent(job_id)
             self._health.failed(job.work, "has a full mailbox")
             return False
-        if job.is_load:
-            self.counts.promotion_jobs += 1
-        else:
-            self.counts.cascade_jobs += 1
+        self.counts.promotion_jobs += job.is_load
+        self.counts.cascade_jobs += not job.is_load
         return True
 
     def _refuse(self, jobs: Sequence[Job]) -> None:
@@ -258,7 +249,7 @@ class TierLink(Actor):
                 self.counts.promotions_dropped += len(job.keys)
                 self._end_promotion(job, (Outcome.FAILED,) * len(job.keys))
             else:
-                self._room.not_sent(job, self._now)
+                self.room.not_sent(job, self._now)
 
     # --- what the tier answers ---
 
@@ -299,33 +290,42 @@ class TierLink(Actor):
             self.primary.post(m.PromotionLate(job.keys, job.slots, outcomes, job.epoch))
 
     def _stored(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
-        pairs = zip(job.keys, outcomes, strict=True)
-        stored = tuple(key for key, outcome in pairs if outcome is Outcome.DONE)
-        self._contents.stored(stored, job.epoch)
-        is_whole = self._room.stored(job, outcomes, self._now)
-        if not is_whole or self._room.is_full(self._now):
+        self._contents.stored(job.done(outcomes), job.epoch)
+        is_whole = self.room.stored(job, outcomes, self._now)
+        if not is_whole or self.room.is_full(self._now):
             self._refuse(self._stores.waiting.pop_all())  # It may follow on what is missing now.
 
     # --- time ---
 
     def _tick(self, message: m.Tick) -> None:
-        self._now = message.now
-        self._health.pass_time(self._now)
         if not self._is_told:
             self._tell_generation()
-        self._probes.pass_time(self._now)
+        self.pass_time(message.now)
         is_idle = self._loads.is_idle and self._stores.is_idle
         looks, self._was_idle = not (is_idle and self._was_idle), is_idle  # at the end once more
         if looks:
             self._look()
         self._uses.send(self._now)
-        self._contents.pass_time(self._now)
         self._relay.go_on()
         self._health.end_pauses()
         if looks:
             self._send_all()
             self._tell_cost()
         self._ask_again()
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether a Tick would come to ``pass_time``."""
+        looks = not (self._was_idle and self._loads.is_idle and self._stores.is_idle)
+        waits = looks or self.room.has_put_off or self._probes.is_under_way or not self._is_told
+        return not (waits or self._uses or self._relay.has_unsent or self._health.pauses)
+
+    def pass_time(self, now: float) -> None:
+        """Learn the time: at rest, a Tick comes to no more."""
+        self._now = now
+        self._health.pass_time(now)
+        self._probes.pass_time(now)
+        self._contents.pass_time(now)
 
     def _look(self) -> None:
         """Wait no longer for what the tier is late with, and learn from what has ended."""
@@ -373,7 +373,7 @@ class TierLink(Actor):
             self._probes.end_all()
             self._contents.lost_server()
             self._send_all()
-        self._health.tell_usable()
+            self._health.tell_usable()
 
     def _new_policy(self, message: m.PolicyBroke | m.PolicyReturned) -> None:
         self.counts.policies_replaced += isinstance(message, m.PolicyBroke)
@@ -402,7 +402,7 @@ class TierLink(Actor):
         self._probes.end_all()
         for job in (*self._loads.fence(), *self._stores.fence()):
             if not job.is_load:
-                self._room.not_sent(job, self._now)
+                self.room.not_sent(job, self._now)
             elif job.abandoned:
                 self._abandoned_slots -= len(job.slots)
                 self.primary.post(m.SlotsReleased(slots=job.slots))
@@ -417,7 +417,7 @@ class TierLink(Actor):
             self.meet(message.traits)
         self._health.restarted()
         self.backend_counts.begin_anew()
-        self._room.begin_anew()
+        self.room.begin_anew()
         self._tell_generation()
         self._contents.forget()
         self._health.tell_usable()
@@ -447,10 +447,8 @@ class TierLink(Actor):
 
     def awaited(self) -> int:
         """Return how much may still end in time: probes, and jobs or what waits to be one."""
-        jobs = (*self._loads.jobs.values(), *self._stores.jobs.values())
-        waiting = self._loads.waiting.blocks + self._stores.waiting.blocks
-        waiting += len(self._probes) + self._probes.waiting
-        return waiting + sum(not job.abandoned for job in jobs)
+        probes = len(self._probes) + self._probes.waiting
+        return probes + self._loads.awaited + self._stores.awaited
 
     def audit(self) -> LinkAudit:
         """Return what is in flight, frozen. For tests and diagnosis: it costs O(n)."""
@@ -468,7 +466,7 @@ class TierLink(Actor):
             },
             self._loads.waiting.slots(),
             self._stores.waiting.slots(),
-            self._room.slots,
+            self.room.slots,
             self._abandoned_slots,
             self._loads.times.outstanding,
             self._now,
@@ -486,7 +484,7 @@ class TierLink(Actor):
             promotion_jobs_in_flight=loads,
             cascade_jobs_in_flight=stores,
             promotion_slots=self._loads.slots() + self._loads.waiting.blocks,
-            cascade_slots=self._room.slots,
+            cascade_slots=self.room.slots,
             counts=self.counts.snapshot(),
             speeds=self._speeds(),
             backend=self.backend_counts.total,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from msgspec import structs
+
 from kvtier.engine.circuit_breaker import Work
 from kvtier.engine.under_way import UnderWay
 from kvtier.engine.waiting_jobs import WaitingJobs
@@ -14,6 +16,7 @@ from kvtier.engine.waiting_jobs import WaitingJobs
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvtier.core import messages as m
     from kvtier.engine.in_flight import Job
     from kvtier.settings.runtime_config import RuntimeConfig
 
@@ -39,9 +42,26 @@ class Transfers:
         return self._under_way.is_idle and not self.waiting
 
     @property
+    def awaited(self) -> int:
+        """How much may still end in time: jobs at the tier, and blocks that wait to be in one."""
+        return self.waiting.blocks + sum(not job.abandoned for job in self.jobs.values())
+
+    @property
     def watched(self) -> frozenset[int]:
         """The numbers of the jobs that would be noticed to be late."""
         return self._under_way.watched
+
+    def add_load(self, message: m.Promote, now: float, limit_s: float | None) -> None:
+        """Have a load wait for the tier. Its request waits so long at most, or as it says itself.
+
+        None: the latter, and for longer if by now that is what the load should take.
+        """
+        patience_s = message.patience_s
+        if limit_s is not None:
+            patience_s = min(patience_s, limit_s)
+        elif (cost := self.times.cost(self.waiting.blocks)) is not None:
+            patience_s = cost.patience_s(len(message.keys), patience_s, message.patience_max_s)
+        self.waiting.add(structs.replace(message, patience_s=patience_s), now)
 
     def pop_next(self, *, whole: bool) -> Job | None:
         """Return what to send next; None: nothing waits, or the tier has enough to do.

@@ -19,6 +19,10 @@ class UseRelay:
         self._unsent: list[m.TouchKeys | m.RequestEnded] = []
         self._told_time = 0.0  # that the tier's policy was told last
 
+    def __bool__(self) -> bool:
+        """Tell whether anything waits for the next tick."""
+        return bool(self._unsent)
+
     def add(self, use: m.TouchKeys | m.RequestEnded) -> None:
         """Keep it for the next tick."""
         self._unsent.append(use)

@@ -129,9 +129,13 @@ class _Counters(Generic[C]):
         series = ((each.metric, each.label) for each in counters)
         return cls(series, attrgetter(*(each.attribute for each in counters)))
 
+    def has_news(self, now: C) -> bool:
+        """Tell whether ``now`` is not what was reported last."""
+        return now != self._now
+
     def report(self, sample: Sample, now: C) -> None:
         """Report what ``now`` has more. One that fell counts on from where it is now."""
-        if now == self._now:
+        if not self.has_news(now):
             return
         reported = self._reported
         for number, value in enumerate(self._read(now)):
@@ -260,12 +264,17 @@ class MetricsExporter:
         self._tier_gauges = [_TierGauges(tier.name) for tier in config.tiers]
         self._slots: tuple[float | None, ...] = (None,) * len(_SLOT_GAUGES)
         self._gauges: dict[tuple[str, _Label], float] = {}
+        self._seen = -1  # how much activity there was at the last call
 
-    def take(self) -> OffloadingConnectorStats:
+    def take(self) -> OffloadingConnectorStats | None:
         """Return the increments, gauges and observations since the last call. Never raises.
 
-        A part that fails is left out, and counted.
+        A part that fails is left out, and counted. None: nothing has changed, as at most steps.
         """
+        before, self._seen = self._seen, self._facade.activity
+        is_told = self._hosting is not None and self._hosting.stats.has_news
+        if before == self._seen and not (is_told or self._drops.has_news(self._watch.dropped)):
+            return None
         sample = Sample(self._definitions, self._watch)
         safely = self._watch.safely
         safely("metrics", self._take_state, sample)

@@ -77,7 +77,7 @@ def _take_any_promotion(self: Arrivals, message: m.PromotionEnded) -> None:
 
 def _forget_cascades(self: TierLink, message: m.TierFenced) -> None:
     for job in self._stores.fence():
-        self._room.slots -= len(job.slots)
+        self.room.slots -= len(job.slots)
     _tier_fenced(self, message)
 
 

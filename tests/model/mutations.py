@@ -358,7 +358,7 @@ def let_a_stray_answer_pass_uncounted(*_: object, **__: object) -> None:
 def let_a_cut_off_tier_keep_its_slots(real: Any, self: TierLink, message: m.TierFenced) -> None:
     """A fenced tier's cascades are forgotten with their pins."""
     for job in self._stores.fence():
-        self._room.slots -= len(job.slots)
+        self.room.slots -= len(job.slots)
     real(self, message)
 
 

@@ -168,6 +168,7 @@ class TestCell(EngineCell):
 
     def deliver(self, mailbox: TestMailbox) -> None:
         """Deliver the first message that waits in ``mailbox``, and nothing that follows."""
+        self.activity += 1
         mailbox.ages.popleft()
         message = mailbox.waiting.popleft()
         actor = mailbox.actor

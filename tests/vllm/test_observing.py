@@ -214,10 +214,21 @@ def test_whatever_part_of_observing_raises_vllm_never_sees_it(owner: type, name:
         dropped = sum(ours._watch.dropped.values())
         assert dropped, "the test broke nothing that is called"
         ours.facade._primary.counts.evictions += 1
+        ours.facade._cell.activity += 1
         front.take(ours.get_stats())
         seen = sum(front.value(f"{DROPPED}_total", what=what) or 0 for what in DROPS)
         assert seen == dropped
         assert front.value("kvtier:primary_evictions_total")
+
+
+def test_a_step_in_which_nothing_has_happened_has_no_statistics() -> None:
+    with manager(secondary_tiers=TIERS) as ours:
+        until(lambda: ours.facade.step_end() or ours.get_stats() is None)
+        ours.facade._cell.activity += 1
+        assert ours.get_stats() is not None
+        assert ours.get_stats() is None
+        ours._watch.dropped["events"] += 1
+        assert ours.get_stats() is not None
 
 
 def test_a_fault_of_one_kind_is_in_the_log_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,8 +253,10 @@ class History:
         self.tiers = [TierCounts() for _ in TIERS]
         self.backends: list[dict[str, Any]] = [{} for _ in TIERS]
         self.faults = 0
+        self.activity = 0
 
     def statistics(self) -> Statistics:
+        self.activity += 1
         nothing = dict.fromkeys(
             set(PrimaryStatistics.__struct_fields__) - {"slot_count", "counts"}, 0
         )

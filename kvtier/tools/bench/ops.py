@@ -113,6 +113,7 @@ def _play_requests(
     for number, request in enumerate(loads):
         for player in _alternating(players, number, signals):
             player.load(request * count, count)
+            player.decode()
     for number in range(stored, stored + samples):
         for player in _alternating(players, number, signals):
             player.store(number * count, count, evicting=True)

@@ -44,6 +44,7 @@ SCHEDULE_END: Final = "on_schedule_end"
 GET_STATS: Final = "get_stats"
 TAKE_EVENTS: Final = "take_events"
 TAKE_EVENTS_OF_KEYS: Final = "take_events, blocks stored or evicted"
+QUIET_STEP: Final = "a step that only decodes"
 
 BOUND_OF: Final[dict[str, float | None]] = {
     LOOKUP_HIT: 1 / 3,
@@ -67,11 +68,15 @@ BOUND_OF: Final[dict[str, float | None]] = {
     GET_STATS: None,
     TAKE_EVENTS: None,
     TAKE_EVENTS_OF_KEYS: None,
+    QUIET_STEP: None,
 }
 """What is measured, in the order of the table, and the promised ratio to vLLM's time."""
 
-PER_CALL: Final = frozenset({NEW_REQUEST, SCHEDULE_END, GET_STATS, TAKE_EVENTS})
-"""Counted by the call; all others by the key."""
+PER_CALL: Final = frozenset({NEW_REQUEST, SCHEDULE_END, GET_STATS, TAKE_EVENTS, QUIET_STEP})
+"""Counted by the call, or the step; all others by the key."""
+
+QUIET_STEPS: Final = 20
+"""So many, one after the other, count as one figure: a single one is over too soon to be timed."""
 
 TIER_TIMEOUT_S: Final = 30.0
 TIER_POLL_S: Final = 0.001
@@ -90,6 +95,12 @@ class Stopwatch:
         result = function(*arguments)
         self._note(name, time.perf_counter_ns() - started, keys)
         return result
+
+    def apart(self, name: str, function: Callable[[], Any], count: int) -> None:
+        """Take the time of ``count`` calls, made by ``function``, that belong to no turn."""
+        started = time.perf_counter_ns()
+        function()
+        self.ns[name].append((time.perf_counter_ns() - started) / count)
 
     def take_over(self, name: str, other: Stopwatch) -> None:
         """Have another watch's times of one call, in place of one's own."""
@@ -215,6 +226,17 @@ class Player:
         watch.call(FINISHED_LOADED, manager.on_request_finished, context, keys=count)
         self._take()
         watch.end_turn(WHOLE_LOADED, count)
+
+    def decode(self) -> None:
+        """Play steps in which no request comes, ends, loads or stores."""
+        self.watch.apart(QUIET_STEP, self._quiet_steps, QUIET_STEPS)
+
+    def _quiet_steps(self) -> None:
+        manager = self._manager
+        for _ in range(QUIET_STEPS):
+            manager.on_schedule_end(NOTHING_NEW)
+            manager.get_stats()
+            list(manager.take_events())
 
     def ask(self, first: int, count: int) -> None:
         """Play a request whose blocks are nowhere, and which goes when its tier has said so."""

@@ -38,6 +38,11 @@ class HostedStats:
         """Whether a tier may be asked. Any thread."""
         return len(self._waiting) < WAITING_MAX
 
+    @property
+    def has_news(self) -> bool:
+        """Whether ``report`` would add anything. Any thread."""
+        return bool(self._waiting)
+
     def post(self, stats: OffloadingConnectorStats) -> None:
         """Take what a tier reports, which is nobody else's from now on. Any thread."""
         self._waiting.append(stats)

@@ -399,6 +399,7 @@ def test_a_primary_tier_that_breaks_turns_into_misses() -> None:
     """A handler that raises takes down its own actor's work, never the engine."""
     story = Story(tiers=0)
     story.store(keys_of(1))
+    assert story.facade.take_events()
     story.runtime.cell.raises_faults = False
     story.runtime.cell.break_down(story.runtime.primary)
     for _ in range(2):  # the first lookup of a step is another one

@@ -31,7 +31,7 @@ class Crowded(Decided):
         self.facade.on_request_started("other")
         assert self.look_up_all("other", self.others) == [FILLING] * len(self.others)
         self.facade.step_end()
-        assert self.runtime.primary._promotions.room() == self.ROOM < LENGTH
+        assert self.runtime.primary.promotions.room() == self.ROOM < LENGTH
         self.facade.on_request_started("r")
 
     def look_up_all(self, request: str, keys: list[bytes]) -> list[BlockState]:

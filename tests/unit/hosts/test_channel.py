@@ -154,11 +154,10 @@ def test_every_message_to_a_link_may_cross() -> None:
         tier=nowhere,
         primary=nowhere,
         log=nowhere,
-        reply=nowhere,
         collect_events=False,
     )
     from_the_primary_tier = {
-        *(m.GenerationBegan, m.ProbeKeys, m.Promote, m.Cascade, m.CascadeRefused, m.TakeEvents),
+        *(m.GenerationBegan, m.ProbeKeys, m.Promote, m.Cascade, m.CascadeRefused),
         *(m.RequestOpened, m.RequestClosed, m.PrefixHits, m.BlocksMissing),
         *(m.Withdraw, m.StoresOffered, m.TouchKeys, m.RequestEnded, m.Tick),
     }
