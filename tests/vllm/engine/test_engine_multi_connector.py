@@ -11,6 +11,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from tests.support.patience import until
 from tests.support.server_program import free_port
 from tests.vllm.support.children import run_scenario, start_scenario
 from tests.vllm.support.engine import BLOCK_TOKENS, CONNECTOR, engine, kvtier_config
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LENGTHS = [500, 1000, 333, 700]
+BLOCKS = sum(whole_blocks(LENGTHS)) // BLOCK_TOKENS
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 ON_DISK = 'kvtier:tier_backend{count="blocks",tier="1:disk"}'
 TO_BE_PULLED = {
@@ -85,9 +87,9 @@ def test_nixl_brings_blocks_that_kvtier_keeps(
         again = decode.run(prompts, forget=True)
         assert (again["tokens"], again["cached"]) == (alone["tokens"], whole_blocks(LENGTHS))
         assert again["sources"]["host"] == sum(whole_blocks(LENGTHS))
-        metrics = again["metrics"]  # they reach vLLM's through the other connector
-        assert metrics[ON_DISK] == sum(whole_blocks(LENGTHS)) / BLOCK_TOKENS
-        assert metrics["kvtier:faults"] == 0
+        # They reach vLLM's through the other connector. Backends tell from time to time.
+        until(lambda: decode.run([[3]])["metrics"][ON_DISK] == BLOCKS)
+        assert again["metrics"]["kvtier:faults"] == 0
         assert again["statistics"]["primary"]["pinned_slots"] == 0
 
 
@@ -121,7 +123,7 @@ def beside_vllms_own(model: str, disk: str) -> dict[str, Any]:
         for round_ in ("cold", "warm"):
             running.forget()
             told[round_] = running.run_one_by_one(prompts).as_json()
-        told["metrics"] = running.metrics()
+        until(lambda: running.run([[3]], max_tokens=1) and running.metrics()[ON_DISK] == BLOCKS)
     inside = {"type": "KVTierSecondaryTier", "module_path": "kvtier.vllm", "tier": tier}
     inner = {**CONNECTOR, "kv_connector_extra_config": {**own, "secondary_tiers": [inside]}}
     for kind, second in (("spec", ours), ("tier", inner)):
@@ -145,6 +147,5 @@ def test_beside_vllms_offloading_kvtier_serves_if_it_is_first_and_else_is_refuse
     assert told["cold"]["cached"] == [0] * len(LENGTHS)
     assert told["warm"]["cached"] == whole_blocks(LENGTHS)
     assert told["cold"]["tokens"] == told["warm"]["tokens"] == told["plain"]
-    assert told["metrics"][ON_DISK] == sum(whole_blocks(LENGTHS)) / BLOCK_TOKENS
     assert "Put kvtier's entry before it" in told["spec"]
     assert "Put the entry with KVTierSecondaryTier before it" in told["tier"]
