@@ -130,10 +130,15 @@ class LoadDecisions:
         if self._directory.is_apart(request.search.request):
             request.is_decided_for()
             return  # It came with parameters for a tier: somebody else has decided.
-        runs = self._runs(keys, request)
         outlook = self._queue.outlook(request, rates, self.costs(), now)
+        is_known = self._directory.is_known(keys[0], request.search)
+        if not is_known:  # then mostly none is, and there is no need to look at each
+            tier = self._directory.seen_at(keys[0], request.search)
+            if best_cut([Run(tier, len(keys))], place, outlook).blocks:
+                return
+        runs = self._runs(keys, request)
         cut = best_cut(runs, place, outlook)
-        if cut.blocks and not self._directory.is_known(keys[0], request.search):
+        if cut.blocks and not is_known:
             return
         request.is_decided_for()
         kept = cut.keys

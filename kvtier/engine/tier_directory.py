@@ -268,21 +268,24 @@ class TierDirectory:
 
     def seen_at(self, key: Key, search: Search) -> int:
         """Return the tier that ``find`` would name, or ask first, or ``NOWHERE``. Asks nobody."""
+        having, asked = self._having(key, search)
+        seen = having or asked  # as if it were there
+        return (seen & -seen).bit_length() - 1 if seen else NOWHERE
+
+    def is_known(self, key: Key, search: Search) -> bool:
+        """Tell whether ``find`` would ask nobody for the key."""
+        having, asked = self._having(key, search)
+        return bool(having) or not asked
+
+    def _having(self, key: Key, search: Search) -> tuple[TierSet, TierSet]:
+        """Return the tiers that have the key for the request, and those that would be asked."""
         allowed = search.tiers & self._usable
         if search.failed:
             allowed &= ~search.failed.get(key, 0)
         verdict = search.verdicts.get(key)
-        having = allowed & (self._known.get(key, 0) if verdict is None else verdict)
-        if not having and verdict is None:
-            having = allowed & self._answering  # as if it were there
-        return (having & -having).bit_length() - 1 if having else NOWHERE
-
-    def is_known(self, key: Key, search: Search) -> bool:
-        """Tell whether ``find`` would ask nobody for the key."""
-        allowed = search.tiers & self._usable & ~search.failed.get(key, 0)
-        if key in search.verdicts or allowed & self._known.get(key, 0):
-            return True
-        return not allowed & self._answering
+        if verdict is not None:
+            return allowed & verdict, 0
+        return allowed & self._known.get(key, 0), allowed & self._answering
 
     def decline(self, keys: Iterable[Key], search: Search) -> None:
         """Find these nowhere for this request, until it waits for nothing any more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import pytest
 
@@ -364,6 +365,16 @@ def test_what_is_nowhere_is_computed_and_nothing_is_decided_before_that_is_known
     story.answer_all(Outcome.ABSENT)
     assert story.facade.lookup_states(cold, "cold", PLACE) == [ABSENT]
     assert story.counts.loads_decided == 0
+
+
+def test_a_prompt_that_nobody_knows_of_is_not_gone_through_to_decide_nothing() -> None:
+    """As most prompts are, in each step until tiers have said so."""
+    story = Decided(block_s=0.001)
+    story.facade.on_request_started("cold")
+    directory = story.runtime.primary._directory
+    with patch.object(directory, "seen_at", wraps=directory.seen_at) as seen_at:
+        story.facade.lookup_states(keys_of(LENGTH, b"x"), "cold", PLACE)
+    assert seen_at.call_count == 1
 
 
 def test_a_slow_tier_is_not_even_asked() -> None:
