@@ -65,6 +65,10 @@ class TierHealth:
         """Tell whether work may be sent, now or once the one that is tried has ended."""
         return self._connection.is_up and self._breakers[work].lets_through
 
+    def tries(self, work: Work) -> bool:
+        """Tell whether the next piece of work shows whether the tier is well again."""
+        return self._breakers[work].state is BreakerState.HALF_OPEN
+
     def may_send(self, work: Work) -> bool:
         """Tell whether a piece of work may be sent now. It may be the one that is tried."""
         return self._connection.is_up and self._breakers[work].may_send()

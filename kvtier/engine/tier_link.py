@@ -212,8 +212,10 @@ class TierLink(Actor):
         if transfers.waiting and not self._takes(transfers.work):
             self._refuse(transfers.waiting.pop_all())
         while len(self._loads.jobs) + len(self._stores.jobs) < self._config.jobs_in_flight_max:
-            # What one request is brought may be all that it is ever brought, so it goes whole.
-            if (job := transfers.pop_next(whole=self.by_request)) is None:
+            # What one request is brought may be all that it is ever brought, so it goes whole; so
+            # does what is tried of a sick tier, as all behind it is refused.
+            whole = self.by_request or self._health.tries(transfers.work)
+            if (job := transfers.pop_next(whole=whole)) is None:
                 return
             if not (self._health.may_send(transfers.work) and self._send(transfers, job)):
                 self._refuse([job, *transfers.waiting.pop_all()])

@@ -294,6 +294,23 @@ def test_a_sick_tier_is_bypassed_tried_after_its_pause_and_back_with_a_success()
     ]
 
 
+def test_what_is_tried_of_a_sick_tier_is_all_that_a_request_wants_of_it() -> None:
+    """However little the tier was given at once: what is behind the trial is refused."""
+    story, keys = story_of_a_tier(6, breaker_failures_max=1, breaker_pause_s=10.0)
+    promote(story, keys[0], "r")
+    story.answer_all(Outcome.FAILED)
+    link_of(story)._loads.times.window = 2
+    story.now += 10.0
+    story.facade.step_end()
+    story.facade.on_request_started("tries")
+    states = [story.facade.lookup_state(key, "tries") for key in keys[1:]]
+    assert states == [BlockState.FILLING] * 5
+    story.facade.step_end()
+    story.answer_all()
+    assert link_of(story).audit().breaker is BreakerState.CLOSED
+    assert story.facade.lookup_prefix(keys[1:], "tries") == 5
+
+
 def test_a_trial_that_fails_is_no_return() -> None:
     story, keys = story_of_a_tier(2, breaker_failures_max=1, breaker_pause_s=10.0)
     promote(story, keys[0], "r")
