@@ -6,19 +6,21 @@ import itertools
 import socket
 import threading
 from contextlib import contextmanager
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from vllm.distributed import nixl_utils
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.tiering.p2p.data.nixl import NixlTransport
 from vllm.v1.kv_offload.tiering.p2p.session import client
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.errors import ConfigError
 from kvtier.vllm.hosted import late_writes
 from kvtier.vllm.hosted.backend import HostedBackend
-from tests.support.patience import PATIENCE_S, until
+from tests.support.patience import PATIENCE_S, pause, until
 from tests.support.server_program import free_port
 from tests.vllm.support.nixl import let_nixl_rest
 from tests.vllm.test_hosted_by_request import complete, write
@@ -468,7 +470,19 @@ def test_a_peer_that_does_not_answer_is_told_of_no_slots() -> None:
 def test_slots_of_a_peer_that_was_restarted_at_once_come_back_without_a_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its address is never seen to be nobody's. So it is called, and is another process."""
+    """Its address is never seen to be nobody's. So it is called, and is another process.
+
+    It is known by the name of its process, which vLLM 0.33 may learn after the peer's first answer.
+    """
+    if hasattr(NixlTransport, "_build_peer_handles"):
+        build = NixlTransport._build_peer_handles
+
+        def build_slowly(*arguments: Any) -> Any:
+            pause()
+            return build(*arguments)
+
+        monkeypatch.setattr(NixlTransport, "_build_peer_handles", build_slowly)
+    monkeypatch.setattr(late_writes, "ANSWERS_S", inf)
     # A call under a name that is still taken is heard by nobody: vLLM waits half a minute for it.
     monkeypatch.setenv("VLLM_P2P_HANDSHAKE_TIMEOUT_S", "1")
     monkeypatch.setattr(late_writes, "LOOK_S", 0.01)

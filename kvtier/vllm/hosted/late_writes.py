@@ -113,8 +113,9 @@ class Peer:
         while self._session is not None and not is_over():
             if self._peers.session(self._address) is not self._session:
                 return False
-            if self._session.ready:
-                self._agent = self._peers.agent(self._address)
+            self._agent = self._peers.agent(self._address)
+            # vLLM 0.33 may be heard by the peer before it knows the peer's process by name.
+            if self._session.ready and self._agent is not None:
                 self._began_s = asyncio.get_running_loop().time()
                 return True
             await next_step()
