@@ -84,10 +84,9 @@ class TierHealth:
 
     def end_pauses(self) -> None:
         """Go on once the pause of a breaker is over."""
-        pausing = [each for each in self._breakers.values() if each.state is BreakerState.OPEN]
-        for breaker in pausing:
-            breaker.pass_time(self._now)
-        if pausing:
+        if self.pauses:
+            for breaker in self._breakers.values():
+                breaker.pass_time(self._now)
             self.tell_usable()
 
     def succeeded(self, work: Work) -> None:

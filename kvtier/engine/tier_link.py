@@ -308,6 +308,7 @@ class TierLink(Actor):
         if looks:
             self._look()
         self._uses.send(self._now)
+        self._contents.pass_time(self._now)
         self._relay.go_on()
         self._health.end_pauses()
         if looks:
@@ -323,11 +324,10 @@ class TierLink(Actor):
         return not (waits or self._uses or self._relay.has_unsent or self._health.pauses)
 
     def pass_time(self, now: float) -> None:
-        """Learn the time: at rest, a Tick comes to no more."""
+        """Learn the time. At rest a Tick comes to no more for a while, and nothing is posted."""
         self._now = now
         self._health.pass_time(now)
         self._probes.pass_time(now)
-        self._contents.pass_time(now)
 
     def _look(self) -> None:
         """Wait no longer for what the tier is late with, and learn from what has ended."""
