@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
 
+from kvtier.hosts.process_host import TierProcess
 from kvtier.vllm import news
 from tests.support.patience import until
 from tests.vllm.support.connector import BLOCK_BYTES, connector
@@ -49,11 +51,16 @@ def test_what_a_tier_could_not_take_is_something_to_step_for(
 ) -> None:
     """So an engine that goes idle meanwhile stores it all the same."""
     monkeypatch.setattr(news, "LOOK_S", 0.0)
+    begin_anew, may_begin = TierProcess._begin_anew, threading.Event()
+    monkeypatch.setattr(
+        TierProcess, "_begin_anew", lambda host: may_begin.is_set() and begin_anew(host)
+    )
     with connector(slots=8, secondary_tiers=[TIER]) as engine:
         until(lambda: engine.tier().breaker == "CLOSED" and comes_to_rest(engine))
         os.kill(engine.manager.facade._tiers[0]._child.process.pid, signal.SIGKILL)
         until(lambda: comes_to_rest(engine) and engine.tier().breaker == "DISABLED")
         stored = engine.store("r", range(32))
         assert engine.tier().counts.cascades_put_off == stored == 8
+        may_begin.set()
         until(lambda: comes_to_rest(engine))
         assert engine.tier().counts.write_bytes == 8 * BLOCK_BYTES
