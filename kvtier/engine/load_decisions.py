@@ -194,7 +194,9 @@ class LoadDecisions:
         """Take note of a decision; return how many keys are kept, which may be others."""
         tier = next(run.where for run in runs if run.where != FREE)
         stalled_s = cut.load_s * (1 + SPREADS * outlook.spread())
-        patience_s = max(outlook.computed_s + cut.saved_s, stalled_s)
+        # Who loads nothing waits for blocks that leave the primary tier before it has read them.
+        spared_s = cut.saved_s if cut.blocks else cut.compute_s
+        patience_s = max(outlook.computed_s + spared_s, stalled_s)
         request.wait_for_loads(patience_s, LONGER * patience_s)
         counts = self.counts
         if cut.blocks == cut.all_blocks:

@@ -244,6 +244,25 @@ def test_a_tier_that_nothing_is_known_of_is_waited_for_as_long_as_computing_take
     assert story.look_up("next") == [ABSENT]
 
 
+def test_who_loads_nothing_waits_for_what_has_left_the_primary_tier_since() -> None:
+    """Else its load is given up in the step that begins it, and read for nothing."""
+    story = Decided(block_s=0.1)
+    head, rest = story.keys[:4], story.keys[4:]
+    story.store(head, "head")
+    assert story.look_up() == [READY] * len(head) + [ABSENT]
+    story.facade.step_end()
+    story.store(keys_of(128, b"more"), "more")
+    assert [story.facade.lookup_state(key, "r") for key in head] == [FILLING] * len(head)
+    story.facade.step_end()
+    story.now += 0.001
+    story.facade.step_end()
+    assert story.tier.promotions_cut == 0
+    story.answer_all()
+    assert story.look_up(begins=False) == [READY] * len(head) + [ABSENT]
+    assert story.counts.recomputes_decided == 1
+    assert story.counts.blocks_declined == len(rest)
+
+
 # --- exploring ---
 
 
