@@ -7,6 +7,7 @@ rely on a default.
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +16,7 @@ from unittest.mock import patch
 import pytest
 
 from kvtier.core import tier_host
+from kvtier.engine import primary_tier, uses
 from kvtier.hosts import thread_host
 from kvtier.plugin_api.option_fields import options_of
 from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
@@ -28,17 +30,25 @@ TIER_LIMITS: Final = ("probe_timeout_s", "promote_timeout_s", "store_timeout_s",
 RUNTIME_LIMITS: Final = ("close_timeout_s", "lease_timeout_s")
 #: What a cell's end leaves to a backend and to a host, where it runs in this process.
 CONSTANTS: Final = ((cell, "CLOSE_BACKEND_S"), (thread_host, "ABANDON_S"), (tier_host, "ABANDON_S"))
+#: How often policies of eviction are told the time. Else what goes depends on how busy the machine
+#: is; told none, they go by the blocks that come.
+POLICY_TIMES: Final = ((primary_tier, "POLICY_TIME_S"), (uses, "POLICY_TIME_S"))
 
 
 @contextmanager
 def patient_limits() -> Iterator[None]:
-    """Have every limit that is not given be ``PATIENCE_S``, in this process and its forks."""
+    """Have every limit that is not given be ``PATIENCE_S``, in this process and its forks.
+
+    And time stands still for policies of eviction.
+    """
     with ExitStack() as stack:
         for owner, names in ((TierConfig, TIER_LIMITS), (RuntimeConfig, RUNTIME_LIMITS)):
             for name in names:
                 stack.enter_context(_patient(owner, name))
         for module, name in CONSTANTS:
             stack.enter_context(patch.object(module, name, PATIENCE_S))
+        for module, name in POLICY_TIMES:
+            stack.enter_context(patch.object(module, name, math.inf))
         yield
 
 
