@@ -1,7 +1,8 @@
-"""Has vLLM's connector tell kvtier what it knows and tells no manager: two methods are wrapped.
+"""Has vLLM's connector tell kvtier what it knows and tells no manager: three methods are wrapped.
 
-Which groups look back how far, and which are a draft's (``kvtier/vllm/group_kinds.py``); and which
-requests it leaves waiting (``kvtier/vllm/resumed.py``).
+Which groups look back how far, and which are a draft's (``kvtier/vllm/group_kinds.py``); which
+requests it leaves waiting (``kvtier/vllm/resumed.py``); and that a request ends in this step, of
+which a manager hears in the next (``kvtier/vllm/metrics.py``).
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ def hook_connector() -> None:
         OffloadingConnectorScheduler.get_num_new_matched_tokens = _telling_who_waits(
             OffloadingConnectorScheduler.get_num_new_matched_tokens
         )
+        OffloadingConnectorScheduler.request_finished = _telling_who_ends(
+            OffloadingConnectorScheduler.request_finished
+        )
         _is_hooked = True
 
 
@@ -69,3 +73,18 @@ def _telling_who_waits(real: Callable[..., Any]) -> Callable[..., Any]:
         return found
 
     return get_num_new_matched_tokens
+
+
+def _telling_who_ends(real: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(real)
+    def request_finished(
+        connector: OffloadingConnectorScheduler,
+        *arguments: Any,  # noqa: ANN401 - vLLM has no stubs
+        **named: Any,  # noqa: ANN401 - as above
+    ) -> Any:  # noqa: ANN401 - as above
+        on_request_ends = getattr(connector.manager, "on_request_ends", None)
+        if on_request_ends is not None:
+            on_request_ends()
+        return real(connector, *arguments, **named)
+
+    return request_finished

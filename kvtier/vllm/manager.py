@@ -257,6 +257,10 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         """Note that vLLM's connector has left a request waiting (``kvtier/vllm/resumed.py``)."""
         self._resumed.waits(request)
 
+    def on_request_ends(self) -> None:
+        """Note that vLLM hands out a request's last token, after which a user may read metrics."""
+        self._watch.safely("metrics", self._metrics.report_at_once)
+
     def _note_waits(self, request: str) -> None:
         """Note that a request is scheduled for no step: it has no block on the GPU."""
         self._undecided.add(request)
@@ -404,11 +408,12 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
         An in-process engine spins while requests wait for a promotion, and
         holds the GIL for Python's switch interval (5 ms) each time a tier's
-        thread needs it. A step that computes takes longer than ``SPIN_S``.
+        thread needs it. A step that computes takes longer than ``SPIN_S`` mostly.
         """
-        now = time.monotonic()
-        self._steps.step_ends(now, len(self._live) - len(self._undecided))
-        if now - self._last_step < SPIN_S and self.facade.has_pending_work():
+        now, running = time.monotonic(), len(self._live) - len(self._undecided)
+        self._steps.step_ends(now, running)
+        spins = not running and now - self._last_step < SPIN_S
+        if spins and self.facade.has_pending_work():
             time.sleep(SPIN_YIELD_S)
             now = time.monotonic()
         self._last_step = now
@@ -435,7 +440,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
-        return self._watch.safely("metrics", self._metrics.take)
+        is_busy = bool(self._live)
+        return self._watch.safely("metrics", lambda: self._metrics.take(is_busy=is_busy))
 
     # --- resets and the end ---
 

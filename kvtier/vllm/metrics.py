@@ -1,11 +1,14 @@
 """Metrics: vLLM's own names where vLLM has them, ``kvtier:`` for the rest.
 
 vLLM takes increments of counters, values of gauges and lists of observations
-with each step's statistics; Prometheus sees the sums.
+with each step's statistics; Prometheus sees the sums. It looks every few seconds, and an engine
+may step a hundred times in one, so while requests run only some steps have statistics.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
@@ -54,6 +57,9 @@ if TYPE_CHECKING:
     from kvtier.vllm.hosted.backend import HostingEngine
     from kvtier.vllm.hosted.stats import HostedStats
     from kvtier.vllm.watch import Watch
+
+REPORT_S: Final = 0.1
+"""Between two reports while requests run, and none of them ends."""
 
 _Label = tuple[str, ...]
 C = TypeVar("C")
@@ -245,8 +251,11 @@ class MetricsExporter:
         definitions: Mapping[str, OffloadingMetricMetadata],
         watch: Watch,
         hosting: HostingEngine | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``hosting``: what hosted tiers tell of themselves is there."""
+        """``hosting``: what hosted tiers tell of themselves is there. ``clock``: for tests."""
+        self._clock = clock
         self._facade = facade
         self._hosting = hosting
         self._definitions = definitions
@@ -265,12 +274,22 @@ class MetricsExporter:
         self._slots: tuple[float | None, ...] = (None,) * len(_SLOT_GAUGES)
         self._gauges: dict[tuple[str, _Label], float] = {}
         self._seen = -1  # how much activity there was at the last call
+        self._next_at = -math.inf  # there is no report before, while requests run
 
-    def take(self) -> OffloadingConnectorStats | None:
-        """Return the increments, gauges and observations since the last call. Never raises.
+    def report_at_once(self) -> None:
+        """Report with this step whatever has changed: somebody may look for it."""
+        self._next_at = -math.inf
 
-        A part that fails is left out, and counted. None: nothing has changed, as at most steps.
+    def take(self, *, is_busy: bool) -> OffloadingConnectorStats | None:
+        """Return the increments, gauges and observations since the last report. Never raises.
+
+        A part that fails is left out, and counted. None: nothing has changed, as at most steps, or
+        requests run (``is_busy``) and it was reported lately what has.
         """
+        now = self._clock()
+        if is_busy and now < self._next_at:
+            return None
+        self._next_at = now + REPORT_S
         before, self._seen = self._seen, self._facade.activity
         is_told = self._hosting is not None and self._hosting.stats.has_news
         if before == self._seen and not (is_told or self._drops.has_news(self._watch.dropped)):

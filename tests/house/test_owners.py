@@ -78,6 +78,7 @@ GIVEN = {
     "kvtier.vllm.connector_hooks: SchedulerOffloadConfig.from_spec": "vLLM's manager is not told",
     "kvtier.vllm.connector_hooks: "
     "OffloadingConnectorScheduler.get_num_new_matched_tokens": "as above",
+    "kvtier.vllm.connector_hooks: OffloadingConnectorScheduler.request_finished": "as above",
     "kvtier.plugin_api.backend: traits.__init__": "a decorator of the class",
     "kvtier.plugin_api.options: error.key": "an exception, annotated where it is raised",
 }

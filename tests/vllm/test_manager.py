@@ -107,6 +107,10 @@ def test_an_engine_that_spins_lets_its_tiers_threads_run(monkeypatch: pytest.Mon
         played.step()
         assert len(clock.slept) == 2, "that is what a step takes which computes"
         assert clock.slept[0] < 0.001, "and a pause takes far less"
+        played.start(context("runs", keys("B")))
+        played.step()
+        played.step()
+        assert len(clock.slept) == 2, "a request runs, however little it computes"
 
 
 def test_the_region_loses_its_name_as_soon_as_all_have_mapped_it() -> None:

@@ -35,8 +35,9 @@ from kvtier.vllm.kv_events import KVEvents
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.metrics import MetricsExporter
 from kvtier.vllm.watch import DROPS, Sample, Watch
-from tests.support.patience import until
+from tests.support.patience import PATIENCE_S, until
 from tests.vllm.support.children import run_scenario
+from tests.vllm.support.connector import connector
 from tests.vllm.support.engine import engine, kvtier_config, make_prompts
 from tests.vllm.support.managers import manager
 
@@ -208,6 +209,7 @@ def test_whatever_part_of_observing_raises_vllm_never_sees_it(owner: type, name:
                 ours.facade._primary.allocation_sizes.add(3)
                 ours.facade._primary.counts.evictions += 1
                 ours.facade._primary._events.add(EventKind.LAPSED)
+                ours.on_request_ends()
                 front.take(ours.get_stats())
                 assert list(ours.take_events()) == []
                 assert ours.config_info()
@@ -229,6 +231,46 @@ def test_a_step_in_which_nothing_has_happened_has_no_statistics() -> None:
         assert ours.get_stats() is None
         ours._watch.dropped["events"] += 1
         assert ours.get_stats() is not None
+
+
+def test_while_requests_run_statistics_are_told_now_and_then_and_when_one_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each step of a busy engine changes something, and a report costs what many lookups do."""
+    monkeypatch.setattr(metrics, "REPORT_S", PATIENCE_S)
+    with connector(slots=8) as engine:
+        engine.start("long", range(4))
+        engine.match("long")
+        assert engine.manager.get_stats() is not None
+        engine.start("r", range(8))
+        engine.complete(engine.end_step(["r"]))
+        assert engine.manager.get_stats() is None, "it was told lately"
+        engine.real.request_finished(engine.requests["r"])
+        assert engine.manager.get_stats() is not None, "a user may look at it now"
+        engine.finish("long")
+        engine.finish("r")
+        engine.manager.get_stats()
+        engine.manager.facade.touch((), "r")
+        assert engine.manager.get_stats() is not None, "no request is left"
+
+
+def test_what_waits_to_be_told_is_told_before_long() -> None:
+    now, facade = [100.0], History()
+    exporter = MetricsExporter(
+        facade,  # type: ignore[arg-type]
+        CONFIG,
+        KVTierOffloadingSpec.metrics(EXTRA),
+        Watch(),
+        clock=lambda: now[0],
+    )
+    assert exporter.take(is_busy=True) is not None
+    facade.primary.evictions += 3
+    facade.activity += 1
+    assert exporter.take(is_busy=True) is None
+    now[0] += metrics.REPORT_S
+    told = exporter.take(is_busy=True)
+    assert told is not None
+    assert told.data["data"]["kvtier:primary_evictions"] == {(): 3}
 
 
 def test_a_fault_of_one_kind_is_in_the_log_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -337,7 +379,7 @@ def test_whatever_counters_do_vllms_front_end_takes_it_and_shows_no_fall(steps: 
             else:
                 facade.backends[0] = {}
                 facade.tiers[1] = TierCounts()
-        front.take(exporter.take())
+        front.take(exporter.take(is_busy=False))
         now = front.value("kvtier:primary_evictions_total") or 0.0
         assert now >= shown
         shown = now
