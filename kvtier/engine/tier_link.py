@@ -190,6 +190,7 @@ class TierLink(Actor):
         if message.epoch < self._contents.since:  # Computed with the weights from before.
             self.room.drop(message)
             return
+        self._uses.send(self._now)  # before it evicts
         kept, rest = self.room.take(message)
         self._stores.waiting.add(kept, self._now)
         self._send_waiting(self._stores)
@@ -226,10 +227,8 @@ class TierLink(Actor):
             self.room.ask_again(self._now)
 
     def _takes(self, work: Work) -> bool:
-        if work is Work.LOAD:
-            is_free = self._abandoned_slots <= self._config.abandoned_slots_max
-        else:
-            is_free = not self.room.is_full(self._now)
+        has_slots = self._abandoned_slots <= self._config.abandoned_slots_max
+        is_free = has_slots if work is Work.LOAD else not self.room.is_full(self._now)
         return is_free and self._health.takes(work)
 
     def _send(self, transfers: Transfers, job: Job) -> bool:
@@ -307,7 +306,7 @@ class TierLink(Actor):
         looks, self._was_idle = not (is_idle and self._was_idle), is_idle  # at the end once more
         if looks:
             self._look()
-        self._uses.send(self._now)
+        self._uses.tick(self._now)
         self._contents.pass_time(self._now)
         self._relay.go_on()
         self._health.end_pauses()
@@ -321,7 +320,7 @@ class TierLink(Actor):
         """Whether a Tick would come to ``pass_time``."""
         looks = not (self._was_idle and self._loads.is_idle and self._stores.is_idle)
         waits = looks or self.room.has_put_off or self._probes.is_under_way or not self._is_told
-        return not (waits or self._uses or self._relay.has_unsent or self._health.pauses)
+        return not (waits or self._relay.has_unsent or self._health.pauses)
 
     def pass_time(self, now: float) -> None:
         """Learn the time. At rest a Tick comes to no more for a while, and nothing is posted."""

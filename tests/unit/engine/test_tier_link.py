@@ -463,21 +463,3 @@ def test_a_cascade_of_older_weights_is_dropped() -> None:
     story.runtime.cell.settle()
     assert story.runtime.primary.audit().directory.known == {}, "of other weights"
     assert story.facade.statistics().primary.quarantined_slots == 0
-
-
-def test_uses_are_told_to_a_tier_that_evicts_and_to_no_other() -> None:
-    story = Story()
-    link = link_of(story)
-    told: list[type] = []
-    story.runtime.cell.on_post = lambda mailbox, message: (
-        told.append(type(message)) if mailbox is tier_of(story).mailbox else None
-    )
-    for evicts in (False, True):
-        link.tells_uses = evicts
-        story.facade.on_request_started("r")
-        story.facade.touch(keys_of(1), "r")
-        story.facade.on_request_finished("r")
-        story.now += 100.0
-        story.facade.step_end()
-        story.facade.step_end()
-        assert told == ([m.Tick, m.TouchKeys, m.RequestEnded] if evicts else [])

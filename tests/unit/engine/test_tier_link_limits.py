@@ -297,18 +297,3 @@ def test_probes_of_a_tier_that_is_gone_are_no_late_answers_of_another_generation
     story.runtime.cell.settle()
     assert counts_of(story).queries == 0
     assert tier_statistics(story).probes_in_flight == 0
-
-
-def test_a_tier_that_evicts_is_told_the_time_about_once_a_second() -> None:
-    story = Story()
-    link_of(story).tells_uses = True
-    times: list[float] = []
-    story.runtime.cell.on_post = lambda mailbox, message: (
-        times.append(message.now)
-        if mailbox is tier_of(story).mailbox and isinstance(message, m.Tick)
-        else None
-    )
-    for _ in range(12):
-        story.facade.touch(keys_of(1), "r")
-        let_pass(story, 0.25)
-    assert times == [1.0, 2.0, 3.0]

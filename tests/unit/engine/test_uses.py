@@ -1,0 +1,64 @@
+"""What a tier that evicts is told of the use of its blocks, and when."""
+
+from __future__ import annotations
+
+from kvtier.core import messages as m
+from kvtier.engine.uses import SEND_S
+from tests.unit.engine._story import Story, cascade, keys_of, link_of, tier_of
+
+
+def test_uses_are_told_to_a_tier_that_evicts_and_to_no_other() -> None:
+    story = Story()
+    link = link_of(story)
+    told: list[type] = []
+    story.runtime.cell.on_post = lambda mailbox, message: (
+        told.append(type(message)) if mailbox is tier_of(story).mailbox else None
+    )
+    for evicts in (False, True):
+        link.tells_uses = evicts
+        story.facade.on_request_started("r")
+        story.facade.touch(keys_of(1), "r")
+        story.facade.on_request_finished("r")
+        story.now += 100.0
+        story.facade.step_end()
+        story.facade.step_end()
+        assert told == ([m.Tick, m.TouchKeys, m.RequestEnded] if evicts else [])
+
+
+def test_uses_are_sent_before_what_may_evict_and_else_not_with_each_step() -> None:
+    story = Story(slots=12)
+    link_of(story).tells_uses = True
+    told: list[type] = []
+    story.runtime.cell.on_post = lambda mailbox, message: (
+        told.append(type(message)) if mailbox is tier_of(story).mailbox else None
+    )
+    story.now += 100.0
+    for _ in range(3):
+        story.facade.touch(keys_of(1), "r")
+        story.facade.step_end()
+    assert told == [m.Tick, m.TouchKeys]
+    story.facade.on_request_started("r")
+    cascade(story, keys_of(2))
+    assert told[2:] == [m.TouchKeys, m.TouchKeys, m.StoreJob]
+    story.facade.touch(keys_of(1), "r")
+    story.facade.step_end()
+    assert told[5:] == []
+    story.now += SEND_S
+    story.facade.step_end()
+    assert told[5:] == [m.TouchKeys]
+
+
+def test_a_tier_that_evicts_is_told_the_time_about_once_a_second() -> None:
+    story = Story()
+    link_of(story).tells_uses = True
+    times: list[float] = []
+    story.runtime.cell.on_post = lambda mailbox, message: (
+        times.append(message.now)
+        if mailbox is tier_of(story).mailbox and isinstance(message, m.Tick)
+        else None
+    )
+    for _ in range(12):
+        story.facade.touch(keys_of(1), "r")
+        story.now += 0.25
+        story.facade.step_end()
+    assert times == [1.0, 2.0, 3.0]
