@@ -1,8 +1,7 @@
 """What a tier that evicts is told of the use of its blocks.
 
-It is collected, and sent before the next store, which may evict; else with a tick now and then. To
-send something by itself is a system call more in a step, 15 us and more with what that
-puts out of the processor's caches.
+It is collected, and sent before the next store, which may evict; else with a tick now and then:
+sent with each, it would cost most steps a system call, some 15 us.
 """
 
 from __future__ import annotations

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvtier.core import messages as m
 from kvtier.engine.uses import SEND_S
 from tests.unit.engine._story import Story, cascade, keys_of, link_of, tier_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvtier.core.messages import Message
+
+
+def hear(story: Story, note: Callable[[Message], None]) -> None:
+    """Have what is posted to the tier noted."""
+    story.runtime.cell.on_post = lambda mailbox, message: (
+        note(message) if mailbox is tier_of(story).mailbox else None
+    )
 
 
 def test_uses_are_told_to_a_tier_that_evicts_and_to_no_other() -> None:
     story = Story()
     link = link_of(story)
     told: list[type] = []
-    story.runtime.cell.on_post = lambda mailbox, message: (
-        told.append(type(message)) if mailbox is tier_of(story).mailbox else None
-    )
+    hear(story, lambda message: told.append(type(message)))
     for evicts in (False, True):
         link.tells_uses = evicts
         story.facade.on_request_started("r")
@@ -29,9 +41,7 @@ def test_uses_are_sent_before_what_may_evict_and_else_not_with_each_step() -> No
     story = Story(slots=12)
     link_of(story).tells_uses = True
     told: list[type] = []
-    story.runtime.cell.on_post = lambda mailbox, message: (
-        told.append(type(message)) if mailbox is tier_of(story).mailbox else None
-    )
+    hear(story, lambda message: told.append(type(message)))
     story.now += 100.0
     for _ in range(3):
         story.facade.touch(keys_of(1), "r")
@@ -52,11 +62,7 @@ def test_a_tier_that_evicts_is_told_the_time_about_once_a_second() -> None:
     story = Story()
     link_of(story).tells_uses = True
     times: list[float] = []
-    story.runtime.cell.on_post = lambda mailbox, message: (
-        times.append(message.now)
-        if mailbox is tier_of(story).mailbox and isinstance(message, m.Tick)
-        else None
-    )
+    hear(story, lambda message: times.append(message.now) if isinstance(message, m.Tick) else None)
     for _ in range(12):
         story.facade.touch(keys_of(1), "r")
         story.now += 0.25
