@@ -20,6 +20,8 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.platforms import current_platform
 from vllm.v1.engine import core as core_module
 from vllm.v1.engine.core import EngineCore
@@ -296,6 +298,9 @@ def _blocks_least(shape: Shape) -> int:
 
 @cache
 def _model() -> ModelConfig:
+    # Else vLLM looks at the class in a process of its own, where nothing stands in for the
+    # compiled parts that may be missing here.
+    ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_MODEL))
         config = ModelConfig(

@@ -12,6 +12,7 @@ from vllm.v1.kv_offload.cpu.gpu_worker import (
     SingleDirectionOffloadingHandler,
 )
 
+from tests.rig import cuda_device
 from tests.rig.runner import WrongKV
 from tests.rig.scenario import play
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 FOUND_WITHIN = 300  #: scenarios, by far
+#: Of the device's clock, some 10 ms: a copy is still under way when a worker that does not ask
+#: has been believed. (An H100 had copied by then in all but one of 150 scenarios with a tenth.)
+LATE_CYCLES_MAX = 20_000_000
 
 
 def load_from_another_slot() -> Any:
@@ -59,7 +63,7 @@ MISTAKES: dict[str, Callable[[], Any]] = {
 
 def scenarios_until_found(plant: Callable[[], Any]) -> int:
     """Return the first scenario that finds a mistake. Raises if none of many does."""
-    with plant():
+    with plant(), patch.object(cuda_device, "LATE_CYCLES_MAX", LATE_CYCLES_MAX):
         for seed in range(FOUND_WITHIN):
             try:
                 play(seed)

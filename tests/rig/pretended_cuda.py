@@ -138,12 +138,17 @@ def _empty(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tenso
     return _real_empty(*shape, **options)
 
 
+def _refuse_a_process(*_: Any) -> Any:
+    raise AssertionError("on a device, a process of its own would lack vLLM's compiled parts")
+
+
 @contextmanager
 def vllm_on_pretended_cuda() -> Iterator[None]:
     """As ``vllm_on_cuda``, for good: torch and vLLM find a device in this process."""
     with vllm_on_cuda():
         yield
     import vllm._custom_ops
+    import vllm.model_executor.models.registry
     import vllm.v1.kv_offload.cpu.host_register
 
     from tests.rig.cuda_device import CudaDevice
@@ -158,4 +163,5 @@ def vllm_on_pretended_cuda() -> Iterator[None]:
     torch.empty = _empty
     vllm._custom_ops.swap_blocks_batch = _copy_batch
     vllm.v1.kv_offload.cpu.host_register.CudaRTLibrary = Runtime
+    vllm.model_executor.models.registry._run_in_subprocess = _refuse_a_process
     CudaDevice.place = torch.device("cpu")
