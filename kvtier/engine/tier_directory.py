@@ -173,6 +173,7 @@ class DirectoryAudit:
 
     known: Mapping[Key, TierSet]
     waiters: Mapping[Key, frozenset[RequestId]]  #: of each key that tiers are asked for
+    settled: frozenset[Key]  #: what requests know; later tiers may still owe an answer
     unsent: frozenset[Key]
     requests: frozenset[RequestId]
     declined: Mapping[RequestId, frozenset[Key]]  #: what requests compute rather than load
@@ -430,6 +431,7 @@ class TierDirectory:
         return DirectoryAudit(
             known=self._known.copy(),
             waiters=waiters,
+            settled=frozenset().union(*(search.verdicts for search in self._searches.values())),
             unsent=frozenset(unsent),
             requests=frozenset(self._searches),
             declined={name: search.declined() for name, search in self._searches.items()},

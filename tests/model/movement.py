@@ -84,7 +84,13 @@ class Movements:
             seen = world.primary.audit()
             # What is being filled by now was to be asked for a request that still waits, for that.
             asked = [key for key in message.keys if key not in seen.slots.slot_of]
-            idle = [key for key in asked if not seen.directory.waiters.get(key)]
+            # What one tier is found to have is not withdrawn from a question to a later one.
+            directory = seen.directory
+            idle = [
+                key
+                for key in asked
+                if not directory.waiters.get(key) and key not in directory.settled
+            ]
             assert not idle, f"{idle} are asked for, and nobody waits for the answer"
 
     def foresee(self, actor: Actor, message: Message) -> None:
