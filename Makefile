@@ -91,6 +91,12 @@ $(NEWER)/.made: requirements/engine-cpu-0.33.txt tests/vllm/support/other_releas
 	PIP_ARGS='$(PIP_ARGS)' $(BIN)/python tests/vllm/support/other_release.py $< $(@D)
 	touch $@
 
+# For `kvtier bench disk --beside lmcache`.
+LMCACHE := $(VENV)/lmcache
+$(LMCACHE)/.made: requirements/lmcache.txt $(VENV)/.dev
+	$(PIP) --target $(@D) -r $<
+	touch $@
+
 # --- what a user runs ---
 
 # TIER=redis starts a Valkey server of its own, whose program and client are among the test's.
@@ -178,8 +184,8 @@ engine: engine-0.32 engine-0.33
 engine-0.32: $(VENV)/.dev
 	KVTIER_TEST_VLLM=0.32 $(PYTEST) $(GATE) --ignore=tests/vllm/bench tests/vllm
 
-bench: $(VENV)/.dev
-	KVTIER_TEST_VLLM=0.32 $(PYTEST) tests/vllm/bench
+bench: $(LMCACHE)/.made
+	KVTIER_TEST_VLLM=0.32 PYTHONPATH=$(abspath $(LMCACHE)) $(PYTEST) tests/vllm/bench
 
 # What does not look at vLLM has been tested with 0.32.
 engine-0.33: $(VENV)/.dev $(NEWER)/.made

@@ -191,7 +191,7 @@ def test_every_room_is_on_the_page_that_says_what_lives_where() -> None:
     assert "| `backends/kvtier_backends/` |" in page
 
 
-NAMES_ALLOWED = {"liburing", "vllm"}
+NAMES_ALLOWED = {"liburing", "lmcache", "lmcache-rust-raw-block-io", "vllm"}
 """Packages of an index that are installed by their own names, besides what kvtier declares."""
 
 

@@ -29,6 +29,7 @@ from kvtier.errors import StoreFault
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.tools.bench.disk_fio import FIO, Fio, FioFailed
 from kvtier.tools.bench.disk_legs import Leg, longest_pause_without_io_s, play
+from kvtier.tools.bench.disk_lmcache import LMCACHE, LMCacheSide
 from kvtier.tools.bench.disk_page_cache import drop, resident_bytes
 from kvtier.tools.bench.disk_raw import RAW, RawSide
 from kvtier.tools.bench.disk_sides import (
@@ -71,13 +72,14 @@ class Options:
     rounds: int
     threads: int
     encrypted: bool = False
+    beside: Sequence[str] = ()  #: what is measured as well: ``LMCACHE``
     warm: bool = False  #: leave in the page cache what is there when loads begin
 
     @property
     def sides(self) -> list[str]:
         """Everything that is measured, in the order of the table; fio only if it is found."""
-        tiers = [VLLM, KVTIER_FS, KVTIER, *([ENCRYPTED] if self.encrypted else []), RAW]
-        return [*tiers, *([FIO] if shutil.which("fio") else [])]
+        tiers = [VLLM, KVTIER_FS, KVTIER, *([ENCRYPTED] if self.encrypted else [])]
+        return [*tiers, *self.beside, RAW, *([FIO] if shutil.which("fio") else [])]
 
     @property
     def legs(self) -> int:
@@ -167,6 +169,8 @@ def _open_bed(options: Options, block_bytes: int) -> Iterator[_Bed]:
             sides += [KVTierSide(setup)]
             if options.encrypted:
                 sides += [KVTierSide(setup, _make_key_file(folder))]
+            if LMCACHE in options.beside:
+                sides += [LMCacheSide(setup)]
             sides += [RawSide(setup)]
         bed = _Bed(options, setup, sides, job_blocks)
         freeze_gc_heap()  # as vLLM's engine core does when it has started

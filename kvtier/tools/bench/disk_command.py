@@ -15,6 +15,7 @@ from kvtier.tools.bench.about import about
 from kvtier.tools.bench.asked import asked_folder, check_pages
 from kvtier.tools.bench.disk import KINDS, Measured, Options, blocks_of_a_job, measure
 from kvtier.tools.bench.disk_figures import cpu_s_per_gb, gb_per_s, job_ms, pauses_ms, ratios
+from kvtier.tools.bench.disk_lmcache import LMCACHE, lmcache_version
 from kvtier.tools.bench.disk_sides import CAPACITY_LEGS
 from kvtier.tools.bench.sides import KVTIER, VLLM
 from kvtier.tools.cli.terminal import progress, table, write_json
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 THREADS_MIN: Final = 2  #: vLLM's tier wants one at least that reads, and one that writes
-SHOWN_AS: Final = {VLLM: "vLLM fs", KVTIER: "kvtier disk"}
+SHOWN_AS: Final = {VLLM: "vLLM fs", KVTIER: "kvtier disk", LMCACHE: "LMCache raw_block"}
 NOTHING: Final = "-"
 
 
@@ -35,6 +36,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.threads < THREADS_MIN:
         raise Misuse(f"--threads {arguments.threads} must be at least {THREADS_MIN}.")
     report: dict[str, Any] = {**about(), "sizes": []}
+    if LMCACHE in arguments.beside:
+        report["beside"] = lmcache_version()
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=place) as folder:
         options = Options(
             folder=Path(folder),
@@ -42,6 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
             rounds=arguments.rounds,
             threads=arguments.threads,
             encrypted=arguments.encryption,
+            beside=arguments.beside,
             warm=arguments.warm,
         )
         _check_room(options)
@@ -75,7 +79,7 @@ def _sizes(arguments: argparse.Namespace) -> tuple[list[int], int]:
 
 def _check_room(options: Options) -> None:
     tiers = 1 + options.encrypted
-    others = 4  # both fs tiers, raw and fio
+    others = 4 + len(options.beside)  # both fs tiers, raw and fio
     needed = int((tiers * CAPACITY_LEGS + others) * options.leg_bytes)
     free = shutil.disk_usage(options.folder).free
     if free < needed:

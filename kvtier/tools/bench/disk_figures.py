@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.tools.bench.disk import KINDS, LOAD, STORE
 from kvtier.tools.bench.disk_fio import FIO
+from kvtier.tools.bench.disk_lmcache import LMCACHE
 from kvtier.tools.bench.disk_raw import RAW
 from kvtier.tools.bench.disk_sides import ENCRYPTED, KVTIER_FS
 from kvtier.tools.bench.percentile import percentile
@@ -31,6 +32,7 @@ LARGE_BYTES: Final = 1 << 20  #: blocks of the models that people serve have thi
 FS_BESIDE_VLLM_MIN: Final = 1.0  #: of large blocks
 OF_BEST_MIN: Final = 0.95  #: of large blocks
 PAUSE_BESIDE_VLLM_MAX: Final = 0.25
+RIVALS: Final = {VLLM: "vLLM's", LMCACHE: "LMCache's", RAW: "raw's"}
 
 
 @dataclass(frozen=True)
@@ -131,11 +133,19 @@ def ratios(measured: Measured) -> list[Ratio]:
                 FS_BESIDE_VLLM_MIN if measured.block_bytes >= LARGE_BYTES else None,
             )
         )
-        if measured.block_bytes >= LARGE_BYTES:
+        if LMCACHE in measured.sides:
             found.append(
                 Ratio(
-                    f"{kind}, share of the best of vLLM's and raw's GB/s",
-                    _of_best(measured, kind, [VLLM, RAW]),
+                    f"{kind}, times LMCache's GB/s",
+                    _times_faster(measured, kind, LMCACHE),
+                )
+            )
+        if measured.block_bytes >= LARGE_BYTES:
+            others = [side for side in RIVALS if side in measured.sides]
+            found.append(
+                Ratio(
+                    f"{kind}, share of the best of {' and '.join(RIVALS[o] for o in others)} GB/s",
+                    _of_best(measured, kind, others),
                     OF_BEST_MIN,
                 )
             )

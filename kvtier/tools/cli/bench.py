@@ -215,6 +215,13 @@ def _add_disk_arguments(disk: argparse.ArgumentParser) -> None:
         "--encryption", action="store_true", help="measure the encrypted disk tier as well"
     )
     disk.add_argument(
+        "--beside",
+        choices=("lmcache",),
+        action="append",
+        default=[],
+        help="measure LMCache's raw_block adapter as well, if LMCache is installed",
+    )
+    disk.add_argument(
         "--warm",
         action="store_true",
         help="keep the page cache: by default it is dropped before each load",

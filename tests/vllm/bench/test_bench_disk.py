@@ -7,6 +7,7 @@ import mmap
 import os
 import shutil
 import signal
+import sys
 import threading
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ with warnings.catch_warnings():
     from kvtier.tools.bench.disk_figures import gb_per_s, job_ms, ratios
     from kvtier.tools.bench.disk_fio import FIO, Fio, FioFailed
     from kvtier.tools.bench.disk_legs import Leg, play
+    from kvtier.tools.bench.disk_lmcache import LMCACHE, LMCacheSide
     from kvtier.tools.bench.disk_raw import RAW, RawSide
     from kvtier.tools.bench.disk_sides import (
         ENCRYPTED,
@@ -46,7 +48,9 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 64 << 10
 SLOTS = 32
-MAKERS: list[Callable[[DiskSetup], DiskSide]] = [VLLMSide, FsSide, KVTierSide, RawSide]
+MAKERS: list[Callable[[DiskSetup], DiskSide]] = [
+    *(VLLMSide, FsSide, KVTierSide, LMCacheSide, RawSide)
+]
 
 
 @pytest.fixture
@@ -59,7 +63,7 @@ def setup(tmp_path: Path) -> DiskSetup:
     return DiskSetup(tmp_path, memory, memoryview(slot_map).cast("B", (SLOTS, BLOCK_BYTES)), 4)
 
 
-@pytest.fixture(params=MAKERS, ids=[VLLM, KVTIER_FS, KVTIER, RAW])
+@pytest.fixture(params=MAKERS, ids=[VLLM, KVTIER_FS, KVTIER, LMCACHE, RAW])
 def side(request: pytest.FixtureRequest, setup: DiskSetup) -> Iterator[DiskSide]:
     """Each side in turn."""
     built = request.param(setup)
@@ -115,7 +119,7 @@ def test_a_raw_job_of_several_calls_ends_once_with_the_last_of_them(
 
 def test_a_load_of_what_was_never_stored_is_no_figure(setup: DiskSetup) -> None:
     """Else a tier that finds nothing would be the fastest."""
-    for make in (VLLMSide, KVTierSide):
+    for make in (VLLMSide, KVTierSide, LMCacheSide):
         side = make(setup)
         try:
             with pytest.raises(StoreFault, match="its log says why"):
@@ -289,6 +293,34 @@ def test_large_blocks_are_held_against_the_best_of_the_others_in_each_round() ->
     assert list(large[name].of_rounds) == [0.5, 0.5, 1.0]
     assert (large[name].at_least, large[name].holds) == (0.95, False)
     assert large["store, kvtier fs, times vLLM's GB/s"].holds is True
+
+
+def test_lmcache_is_one_of_the_others_where_it_is_measured() -> None:
+    seconds = {VLLM: 2.0, KVTIER_FS: 2.0, KVTIER: 2.0, LMCACHE: 1.0, RAW: 4.0}
+    found = {each.name: each for each in ratios(measured([seconds], block_bytes=1 << 20))}
+    name = "store, share of the best of vLLM's and LMCache's and raw's GB/s"
+    assert list(found[name].of_rounds) == [0.5]
+    assert list(found["load, times LMCache's GB/s"].of_rounds) == [0.5]
+
+
+def test_lmcache_that_is_not_there_is_said_at_the_door(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "lmcache_rust_raw_block_io", None)
+    assert main(["bench", "disk", "--beside", "lmcache"]) == 2
+    assert "pip install lmcache lmcache-rust-raw-block-io" in capsys.readouterr().err
+
+
+def test_what_lmcache_has_is_forgotten_after_each_round(setup: DiskSetup) -> None:
+    """Its file has room for one leg, and nothing makes room by itself."""
+    side = LMCacheSide(setup)
+    try:
+        for first in (1, 11, 21):
+            play(side, side.store, jobs(first=first), in_flight=2, busy=False)
+            play(side, side.load, jobs(first=first), in_flight=2, busy=False)
+            side.forget()
+    finally:
+        side.close()
 
 
 def test_the_share_of_fio_has_the_bar_and_raw_has_it_only_without_fio() -> None:
