@@ -55,11 +55,13 @@ class ProcessFaults:
             elif fault.kind == "stop":
                 os.kill(pid, signal.SIGSTOP)
                 self._stopped.setdefault(fault.seed, []).append(pid)
-            else:
+            elif _has_started(pid):
                 limit = _LIMITS[fault.kind]
                 _, most = resource.getrlimit(limit)  # tiers' processes take what they may
                 resource.prlimit(pid, limit, (_little(pid, limit), most))
                 self._restore[fault.seed] = (pid, limit, (most, most))
+            else:
+                return False
             return True
         return False
 
@@ -71,6 +73,20 @@ class ProcessFaults:
                     os.kill(pid, signal.SIGCONT)
             elif fault.seed in self._restore:
                 resource.prlimit(*self._restore.pop(fault.seed))
+
+
+def _has_started(pid: int) -> bool:
+    """Tell whether a tier's process serves: it watches its engine then.
+
+    One that runs out of something before ends, and says so on the standard error stream, where
+    nothing else may be said.
+    """
+    folder = f"/proc/{pid}/fd"
+    for each in os.listdir(folder):  # noqa: PTH208 - names are all that is wanted
+        with suppress(FileNotFoundError):
+            if "pidfd" in os.readlink(f"{folder}/{each}"):  # noqa: PTH115 - no path
+                return True
+    return False
 
 
 def _little(pid: int, limit: int) -> int:
