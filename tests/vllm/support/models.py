@@ -141,7 +141,9 @@ def make_eagle_head(folder: Path) -> Path:
 
 def _save(model_class: Any, config: Any, folder: Path) -> Path:
     import torch
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # a soak takes what is on the stream of errors for a failure
     torch.manual_seed(0)
     model = model_class(config)
     with torch.no_grad():
