@@ -55,13 +55,13 @@ class ProcessFaults:
             elif fault.kind == "stop":
                 os.kill(pid, signal.SIGSTOP)
                 self._stopped.setdefault(fault.seed, []).append(pid)
-            elif _has_started(pid):
+            elif not _has_started(pid):
+                return False
+            else:
                 limit = _LIMITS[fault.kind]
                 _, most = resource.getrlimit(limit)  # tiers' processes take what they may
                 resource.prlimit(pid, limit, (_little(pid, limit), most))
                 self._restore[fault.seed] = (pid, limit, (most, most))
-            else:
-                return False
             return True
         return False
 

@@ -72,14 +72,15 @@ class Options:
     rounds: int
     threads: int
     encrypted: bool = False
-    beside: Sequence[str] = ()  #: what is measured as well: ``LMCACHE``
+    beside_lmcache: bool = False
     warm: bool = False  #: leave in the page cache what is there when loads begin
 
     @property
     def sides(self) -> list[str]:
         """Everything that is measured, in the order of the table; fio only if it is found."""
         tiers = [VLLM, KVTIER_FS, KVTIER, *([ENCRYPTED] if self.encrypted else [])]
-        return [*tiers, *self.beside, RAW, *([FIO] if shutil.which("fio") else [])]
+        tiers += [LMCACHE] if self.beside_lmcache else []
+        return [*tiers, RAW, *([FIO] if shutil.which("fio") else [])]
 
     @property
     def legs(self) -> int:
@@ -169,7 +170,7 @@ def _open_bed(options: Options, block_bytes: int) -> Iterator[_Bed]:
             sides += [KVTierSide(setup)]
             if options.encrypted:
                 sides += [KVTierSide(setup, _make_key_file(folder))]
-            if LMCACHE in options.beside:
+            if options.beside_lmcache:
                 sides += [LMCacheSide(setup)]
             sides += [RawSide(setup)]
         bed = _Bed(options, setup, sides, job_blocks)

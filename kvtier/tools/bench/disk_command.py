@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.threads < THREADS_MIN:
         raise Misuse(f"--threads {arguments.threads} must be at least {THREADS_MIN}.")
     report: dict[str, Any] = {**about(), "sizes": []}
-    if LMCACHE in arguments.beside:
+    if arguments.beside == LMCACHE:
         report["beside"] = lmcache_version()
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=place) as folder:
         options = Options(
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
             rounds=arguments.rounds,
             threads=arguments.threads,
             encrypted=arguments.encryption,
-            beside=arguments.beside,
+            beside_lmcache=arguments.beside == LMCACHE,
             warm=arguments.warm,
         )
         _check_room(options)
@@ -79,7 +79,7 @@ def _sizes(arguments: argparse.Namespace) -> tuple[list[int], int]:
 
 def _check_room(options: Options) -> None:
     tiers = 1 + options.encrypted
-    others = 4 + len(options.beside)  # both fs tiers, raw and fio
+    others = 4 + options.beside_lmcache  # both fs tiers, raw and fio
     needed = int((tiers * CAPACITY_LEGS + others) * options.leg_bytes)
     free = shutil.disk_usage(options.folder).free
     if free < needed:

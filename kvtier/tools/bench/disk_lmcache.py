@@ -34,7 +34,7 @@ def lmcache_version() -> str:
     try:
         found = version("lmcache")
         import_module("lmcache_rust_raw_block_io")  # what does its I/O, a package of its own
-        _adapter()
+        _import_adapter()
     except (PackageNotFoundError, ImportError) as missing:
         raise Misuse(
             f"--beside {LMCACHE}: {sys.executable} can't import it ({missing}). Run "
@@ -48,7 +48,7 @@ class LMCacheSide(DiskSide):
 
     def __init__(self, setup: DiskSetup) -> None:
         super().__init__(LMCACHE, setup)
-        adapter = _adapter()
+        lmcache = _import_adapter()
         slot_bytes = setup.memory.block_bytes + _HEADER_BYTES
         self.folder.mkdir()
         path = self.folder / "raw_block"
@@ -60,9 +60,9 @@ class LMCacheSide(DiskSide):
         self._stores: dict[int, Job] = {}  # by LMCache's number of the task
         self._loads: dict[int, Job] = {}
         self._objects = [_memory_object(setup, slot) for slot in range(setup.memory.slot_count)]
-        self._make_key: Callable[..., Any] = adapter.ObjectKey
-        self._adapter = adapter.RawBlockL2Adapter(
-            adapter.RawBlockL2AdapterConfig(
+        self._make_key: Callable[..., Any] = lmcache.ObjectKey
+        self._adapter = lmcache.RawBlockL2Adapter(
+            lmcache.RawBlockL2AdapterConfig(
                 device_path=str(path),
                 slot_bytes=slot_bytes,
                 header_bytes=_HEADER_BYTES,
@@ -121,8 +121,8 @@ def _check(done: object, job: Job) -> None:
         raise StoreFault(f"LMCache failed job {job.number}; its log says why")
 
 
-def _adapter() -> Any:  # noqa: ANN401 - LMCache has no stubs
-    """Import it: quietly, and without telling anyone of its use."""
+def _import_adapter() -> Any:  # noqa: ANN401 - LMCache has no stubs
+    """Import the adapter's module: quietly, and without telling anyone of its use."""
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
     os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
     with warnings.catch_warnings():

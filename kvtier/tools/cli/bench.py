@@ -217,8 +217,6 @@ def _add_disk_arguments(disk: argparse.ArgumentParser) -> None:
     disk.add_argument(
         "--beside",
         choices=("lmcache",),
-        action="append",
-        default=[],
         help="measure LMCache's raw_block adapter as well, if LMCache is installed",
     )
     disk.add_argument(

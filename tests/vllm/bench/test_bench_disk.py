@@ -49,7 +49,11 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 64 << 10
 SLOTS = 32
 MAKERS: list[Callable[[DiskSetup], DiskSide]] = [
-    *(VLLMSide, FsSide, KVTierSide, LMCacheSide, RawSide)
+    VLLMSide,
+    FsSide,
+    KVTierSide,
+    LMCacheSide,
+    RawSide,
 ]
 
 
