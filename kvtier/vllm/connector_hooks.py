@@ -2,24 +2,31 @@
 
 Which groups look back how far, and which are a draft's (``kvtier/vllm/group_kinds.py``); which
 requests it leaves waiting (``kvtier/vllm/resumed.py``); and that a request ends in this step, of
-which a manager hears in the next (``kvtier/vllm/metrics.py``).
+which a manager hears in the next (``kvtier/vllm/metrics.py``). With 0.32 a fourth is, to keep the
+connector from storing the wrong blocks of a prompt that a client streams.
 """
 
 from __future__ import annotations
 
 import threading
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
     SchedulerOffloadConfig,
 )
+from vllm.v1.kv_offload.base import OffloadingManager
 
 from kvtier.vllm.group_kinds import kinds_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+_APPENDS_WHOLE_TABLES: Final = not hasattr(OffloadingManager, "on_reset_flushed")
+"""True with 0.32. A request whose prompt comes in parts begins anew with each, and its table of GPU
+blocks is appended to what the connector had of it: from then on other blocks than the keys' own
+would be stored."""
 
 _hooking = threading.Lock()
 _is_hooked = False
@@ -40,6 +47,9 @@ def hook_connector() -> None:
         OffloadingConnectorScheduler.request_finished = _telling_who_ends(
             OffloadingConnectorScheduler.request_finished
         )
+        if _APPENDS_WHOLE_TABLES:
+            real = OffloadingConnectorScheduler._update_req_states  # noqa: SLF001 - the one place
+            OffloadingConnectorScheduler._update_req_states = _emptying_tables(real)  # noqa: SLF001
         _is_hooked = True
 
 
@@ -88,3 +98,17 @@ def _telling_who_ends(real: Callable[..., Any]) -> Callable[..., Any]:
         return real(connector, *arguments, **named)
 
     return request_finished
+
+
+def _emptying_tables(real: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(real)
+    def _update_req_states(
+        connector: OffloadingConnectorScheduler,
+        scheduled: Any,  # noqa: ANN401 - vLLM has no stubs
+    ) -> None:
+        for new in scheduled.scheduled_new_reqs:
+            for group in connector._req_status[new.req_id].group_states:  # noqa: SLF001 - as above
+                group.block_ids.clear()
+        real(connector, scheduled)
+
+    return _update_req_states

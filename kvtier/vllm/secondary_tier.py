@@ -33,6 +33,7 @@ from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.runtime import open_staged_tier
 from kvtier.settings.secondary_tier import read_secondary_tier
 from kvtier.vllm.adapters import know_adapters
+from kvtier.vllm.connector_hooks import hook_connector
 from kvtier.vllm.connectors_beside import OWN_SPEC, check_place_of_tier
 from kvtier.vllm.groups import in_token_order, positions_of
 from kvtier.vllm.hosted.backend import HostingEngine
@@ -90,6 +91,7 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
         """``options``: the entry's other keys. ``clock``: for tests."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         warn_of_this_release()
+        hook_connector()
         check_place_of_tier(type(self).__name__, *OWN_SPEC, vllm_configs())
         slot_count, block_bytes = len(primary_kv_view), int(self.block_size_bytes)
         config = read_secondary_tier(

@@ -59,6 +59,9 @@ GIVEN = {
     "kvtier.testing._workbench: backend.on_connection": "as above",
     "kvtier.tools.bench.backend_sides: self._backend.on_connection": "as above: the benchmark does",
     "kvtier.vllm.hosted.connections: connection.close": "vLLM's tier has no other place for it",
+    "kvtier.vllm.connector_hooks: OffloadingConnectorScheduler._update_req_states": (
+        "vLLM 0.32 has no other place for it"
+    ),
     "kvtier.vllm.hosted.connections: control._open_connection": "as above",
     "kvtier.vllm.hosted.connections: tier._get_hash_seed": "as above",
     "kvtier.tools.bench.decide_engine: self._core.step_fn": "vLLM tells only its own loop",

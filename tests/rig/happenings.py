@@ -61,6 +61,12 @@ class Happenings:
         self.requests_to_come = shape.requests
         self.void = 0  #: blocks of completions from before a reset
         self._from_before: list[_FromBefore] = []
+        self._sessions: dict[str, int] = {}  #: request → the tokens it may come to, so far
+
+    @property
+    def are_over(self) -> bool:
+        """Whether no request is to come any more, and none waits for more of its prompt."""
+        return not (self.requests_to_come or self._sessions)
 
     def happen(self) -> None:
         """Let some things happen, or none."""
@@ -68,6 +74,8 @@ class Happenings:
         arrivals = shape.arrivals if self._engine.has_work else max(0.5, shape.arrivals)
         if self.requests_to_come and happens(arrivals):
             self._add_request()
+        if self._sessions and happens(0.3):
+            self._go_on_with_a_session()
         if happens(shape.aborts):
             self._abort()
         if happens(shape.forgets):
@@ -100,12 +108,24 @@ class Happenings:
         salt = rng.choice(["", "salt"]) if shape.salted else ""
         adapter = rng.randint(0, shape.adapters)
         prompt = self._prompt()[: MODEL_TOKENS_MAX - output - 1]
+        is_session = self._happens(shape.sessions)
         for number, each in enumerate(names):
             self._engine.world.asked[each] = Asked(salt, adapter, number)
-            self._start_request(each, prompt, sampling, salt, adapter)
+            # A copy: vLLM appends the next part of a session's prompt to it.
+            self._start_request(each, [*prompt], sampling, salt, adapter, is_session=is_session)
+            self._sessions.pop(each, None)  # of one by this name that was aborted
+            if is_session:
+                self._sessions[each] = len(prompt) + output
 
     def _start_request(
-        self, name: str, prompt: list[int], sampling: SamplingParams, salt: str, adapter: int
+        self,
+        name: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        salt: str = "",
+        adapter: int = 0,
+        *,
+        is_session: bool = False,
     ) -> None:
         core, listener = self._engine.core, self._engine.listener
         request = Request(
@@ -116,10 +136,27 @@ class Happenings:
             lora_request=_adapter(adapter) if adapter else None,
             cache_salt=salt or None,
             block_hasher=core.request_block_hasher,
+            resumable=is_session,
         )
         core.add_request(request)
         if listener is not None:
             listener.meet(request)
+
+    def _go_on_with_a_session(self) -> None:
+        """Send a client's next part of a prompt that it streams, or the end of it."""
+        rng = self._rng
+        name = rng.choice(list(self._sessions))
+        if name not in self._engine.scheduler.requests:  # it was aborted
+            del self._sessions[name]
+            return
+        part = [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 12))]
+        output = rng.randrange(1, self._shape.output_tokens_max + 1)
+        self._sessions[name] += len(part) + output
+        goes_on = self._sessions[name] < MODEL_TOKENS_MAX and self._happens(0.8)
+        if not goes_on:
+            del self._sessions[name]
+        sampling = SamplingParams(max_tokens=output, ignore_eos=True)
+        self._start_request(name, part, sampling, is_session=goes_on)
 
     def _transfer_params(self) -> dict[str, Any] | None:
         """Draw what a client may ask of the connector for one request."""
@@ -176,9 +213,11 @@ class Happenings:
 
         vLLM refuses to reset running requests while a load is under way, so those end first.
         """
+        scheduler = self._engine.scheduler
         if not self._engine.may_be_reset:
             return
-        scheduler = self._engine.scheduler
+        if any(request.resumable for request in scheduler.requests.values()):
+            return  # vLLM does not reset what a request holds that waits for more of its prompt
         scheduler.set_pause_state(PauseState.PAUSED_NEW)
         while scheduler.kv_holding_waiting or self._engine.is_loading:
             self._step()

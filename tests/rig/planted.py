@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
 from vllm.v1.core import kv_cache_utils
 
 from kvtier.core.generations import Generations
@@ -18,6 +21,7 @@ from kvtier.engine.primary_tier import PrimaryTier
 from kvtier.engine.requests import Request
 from kvtier.engine.slot_table import SlotTable
 from kvtier.vllm import cpu_worker
+from kvtier.vllm.connector_hooks import hook_connector
 from kvtier.vllm.kv_events import KVEvents
 from kvtier.vllm.resumed import ResumedRequests
 from tests.rig.device import LateWorker
@@ -200,6 +204,13 @@ def take_who_is_to_ask_again_for_who_waits() -> Any:
     return patch.object(ResumedRequests, "may_load", may_load)
 
 
+def take_the_next_table_of_a_session_for_more_of_the_last() -> Any:
+    """Leave vLLM 0.32 as it is."""
+    hook_connector()
+    method = OffloadingConnectorScheduler._update_req_states
+    return patch.object(OffloadingConnectorScheduler, method.__name__, method.__wrapped__)
+
+
 _RESETS = {
     "resets": 0.1,
     "updates": 0.0,
@@ -260,7 +271,6 @@ _EVENTS = {
     "slots": 20,
     "tiers": (_TIER,),
 }
-ENDS_OVER_LOADS = RELEASE < (0, 33)  #: vLLM, of requests that are thrown back in the same step
 _THROWN_BACK = {"throws_back": True, "forgets": 0.2, "slots": 40, "tiers": (), "resets": 0.0}
 _UNEQUAL = {
     **_THROWN_BACK,
@@ -271,7 +281,8 @@ _UNEQUAL = {
 }
 _WITHDRAWN = {**_EVENTS, "resets": 0.1, "arrivals": 0.4, "slots": 8}
 
-_OVER_LOADS = (
+_OF_0_32 = (
+    (take_the_next_table_of_a_session_for_more_of_the_last, {"sessions": 0.5}, 0),
     (load_at_once_for_who_was_thrown_back, _THROWN_BACK, 0),
     (take_who_is_to_ask_again_for_who_waits, _UNEQUAL, 0),
 )
@@ -292,7 +303,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], dict[str, Any], int]] = {
         (tell_nobody_what_is_gone, _EVENTS, 2),
         (announce_only_the_first_block_of_several, _EVENTS, 0),
         (remove_at_once_what_routers_have_and_what_they_have_not, _WITHDRAWN, 0),
-        *(_OVER_LOADS if ENDS_OVER_LOADS else ()),
+        *(_OF_0_32 if RELEASE < (0, 33) else ()),
     )
 }
 """Each mistake, what of a shape is not drawn, and the first seed of those that are played.

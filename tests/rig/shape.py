@@ -64,6 +64,7 @@ class Shape:
     salted: bool = False  #: some requests have a salt of their own
     adapters: int = 0  #: of LoRA, of which a request may have one
     samples_max: int = 1  #: of one prompt: vLLM makes a request of each
+    sessions: float = 0.0  #: chance of a request whose prompt comes in parts, with outputs between
     prompts_only: bool = True  #: no KV of outputs is offloaded
     decides: bool = False  #: ``load_policy: "auto"``
     events: bool = False  #: routers listen, see ``listening.py``
@@ -135,6 +136,7 @@ def draw_shape(rng: random.Random) -> Shape:
     shape = replace(shape, retention=rng.choice([0, 0, None, *intervals]))
     # Where chunks share hashes routers have too little to go by: docs/how-to/behind-llm-d.md.
     has_shared_hashes = shape.blocks_per_chunk > 1 or shape.unit is not None
+    shape = replace(shape, sessions=rng.choice([0.0, 0.0, 0.3]))
     return replace(shape, events=False) if has_shared_hashes else shape
 
 

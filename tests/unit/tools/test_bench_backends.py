@@ -110,6 +110,7 @@ def test_fs_is_measured_beside_bare_files_and_nothing_is_left(tmp_path: Path) ->
     assert not list(root.iterdir())
 
 
+@pytest.mark.long  # the gate has that of redis
 def test_s3_is_measured_beside_obstore_and_nothing_is_left(tmp_path: Path) -> None:
     s3_server.set_credentials()
     with s3_server.moto_server() as server:
@@ -126,6 +127,7 @@ def test_s3_is_measured_beside_obstore_and_nothing_is_left(tmp_path: Path) -> No
         assert listed["KeyCount"] == 0
 
 
+@pytest.mark.long  # the gate has that of redis
 def test_mooncake_is_measured_beside_its_client_and_nothing_is_left(tmp_path: Path) -> None:
     with mooncake_server.running(tmp_path) as cluster:
         tier = {"type": "mooncake", "master": cluster.address}
