@@ -48,8 +48,9 @@ def hook_connector() -> None:
             OffloadingConnectorScheduler.request_finished
         )
         if _APPENDS_WHOLE_TABLES:
-            real = OffloadingConnectorScheduler._update_req_states  # noqa: SLF001 - the one place
-            OffloadingConnectorScheduler._update_req_states = _emptying_tables(real)  # noqa: SLF001
+            OffloadingConnectorScheduler.build_connector_meta = _emptying_tables(
+                OffloadingConnectorScheduler.build_connector_meta
+            )
         _is_hooked = True
 
 
@@ -101,14 +102,16 @@ def _telling_who_ends(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _emptying_tables(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what begins with taking in the tables of GPU blocks of a step."""
+
     @wraps(real)
-    def _update_req_states(
+    def build_connector_meta(
         connector: OffloadingConnectorScheduler,
         scheduled: Any,  # noqa: ANN401 - vLLM has no stubs
-    ) -> None:
+    ) -> Any:  # noqa: ANN401 - as above
         for new in scheduled.scheduled_new_reqs:
             for group in connector._req_status[new.req_id].group_states:  # noqa: SLF001 - as above
                 group.block_ids.clear()
-        real(connector, scheduled)
+        return real(connector, scheduled)
 
-    return _update_req_states
+    return build_connector_meta

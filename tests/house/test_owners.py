@@ -59,9 +59,6 @@ GIVEN = {
     "kvtier.testing._workbench: backend.on_connection": "as above",
     "kvtier.tools.bench.backend_sides: self._backend.on_connection": "as above: the benchmark does",
     "kvtier.vllm.hosted.connections: connection.close": "vLLM's tier has no other place for it",
-    "kvtier.vllm.connector_hooks: OffloadingConnectorScheduler._update_req_states": (
-        "vLLM 0.32 has no other place for it"
-    ),
     "kvtier.vllm.hosted.connections: control._open_connection": "as above",
     "kvtier.vllm.hosted.connections: tier._get_hash_seed": "as above",
     "kvtier.tools.bench.decide_engine: self._core.step_fn": "vLLM tells only its own loop",
@@ -82,6 +79,7 @@ GIVEN = {
     "kvtier.vllm.connector_hooks: "
     "OffloadingConnectorScheduler.get_num_new_matched_tokens": "as above",
     "kvtier.vllm.connector_hooks: OffloadingConnectorScheduler.request_finished": "as above",
+    "kvtier.vllm.connector_hooks: OffloadingConnectorScheduler.build_connector_meta": "as above",
     "kvtier.plugin_api.backend: traits.__init__": "a decorator of the class",
     "kvtier.plugin_api.options: error.key": "an exception, annotated where it is raised",
 }

@@ -62,7 +62,7 @@ _MODEL = {
 
 
 class EngineEnded(Exception):
-    """Raised when vLLM or kvtier has failed an assertion of its own."""
+    """Raised when vLLM or kvtier has failed an assertion of its own, or found no entry."""
 
 
 class Engine:
@@ -88,9 +88,9 @@ class Engine:
         before = self.world.steps_computed
         try:
             outputs, _ = self.core.step_fn()
-        except AssertionError as error:
-            if type(error) is AssertionError:  # and none of the rig's own
-                raise EngineEnded("an assertion would have ended the engine") from error
+        except (AssertionError, KeyError) as error:
+            if type(error) in (AssertionError, KeyError):  # and none of the rig's own
+                raise EngineEnded(f"{error!r} would have ended the engine") from error
             raise
         computed = self.world.steps_computed > before
         self._steps_idle = 0 if computed else self._steps_idle + 1

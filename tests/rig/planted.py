@@ -207,7 +207,7 @@ def take_who_is_to_ask_again_for_who_waits() -> Any:
 def take_the_next_table_of_a_session_for_more_of_the_last() -> Any:
     """Leave vLLM 0.32 as it is."""
     hook_connector()
-    method = OffloadingConnectorScheduler._update_req_states
+    method = OffloadingConnectorScheduler.build_connector_meta
     return patch.object(OffloadingConnectorScheduler, method.__name__, method.__wrapped__)
 
 
