@@ -1,12 +1,13 @@
 """The note that an engine's workers leave for its scheduler, beside the slots.
 
 vLLM gives the scheduler-side spec no model configuration and no channel to the
-workers; the shared region is one. Its last bytes hold one flag a worker rank
-("I have mapped this") and one JSON document, which rank 0 publishes.
+workers; the shared region is one. Its last bytes hold, for each worker rank, a flag
+("I have mapped this") and how much of a slot is its own, and one JSON document, which rank 0
+publishes.
 
 The same layout lies at the end of kvtier's own region (CPU platform) and in
-the last rows of vLLM's (the others). Bytes start as zeros. Flags have one
-writer each and only go from 0 to 1. The document has one writer; a reader
+the last rows of vLLM's (the others). Bytes start as zeros. Flags and parts have one
+writer each, and are written once. The document has one writer; a reader
 checks its length and CRC, so that it sees all of it or nothing.
 """
 
@@ -28,8 +29,10 @@ RANKS_MAX = 4096
 _MAGIC = b"kvtier\x00\x01"
 _DOCUMENT_HEAD = struct.Struct("<8sII")  # magic, length, CRC-32
 _DOCUMENT_HEAD_AT = 0
+_PART = struct.Struct("<Q")
 _FLAGS_AT = 64
-_DOCUMENT_AT = 8192
+_PARTS_AT = 8192
+_DOCUMENT_AT = _PARTS_AT + RANKS_MAX * _PART.size
 DOCUMENT_BYTES_MAX = HEADER_BYTES - _DOCUMENT_AT
 
 
@@ -58,6 +61,15 @@ class RegionHeader:
         first = self._view[_FLAGS_AT + rank] == 0
         self._view[_FLAGS_AT + rank] = 1
         return first
+
+    def note_part(self, rank: int, part_bytes: int) -> None:
+        """Tell how many bytes of a slot are this rank's."""
+        _PART.pack_into(self._view, _PARTS_AT + rank * _PART.size, part_bytes)
+
+    def parts(self) -> list[int]:
+        """Return how many bytes of a slot are whose, 0 of a rank that has not told."""
+        places = range(_PARTS_AT, _PARTS_AT + self.world_size * _PART.size, _PART.size)
+        return [_PART.unpack_from(self._view, place)[0] for place in places]
 
     def mapped_ranks(self) -> int:
         """Return how many ranks have mapped the region."""

@@ -55,6 +55,11 @@ if TYPE_CHECKING:
 
 
 _VLLM_KEYS: Final = VLLMKeys()
+_UNEQUAL_STAGES: Final = (
+    "the pipeline stages do not have the same layers. vLLM's connector takes each to be like the "
+    "first, so they would write into one another's blocks. Give every stage as many layers of each "
+    "kind (VLLM_PP_LAYER_PARTITION), or use tensor parallelism in place of stages."
+)
 
 
 class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is untyped here
@@ -200,7 +205,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
             else:
                 # vLLM's worker creates and maps vLLM's region; the name is there until
                 # the scheduler has seen the flag that is set here.
-                self._kvtier_worker = super().get_worker(kv_caches)
+                self._kvtier_worker = self._device_worker(kv_caches)
                 header_map = HeaderMap(self.config.engine_id, self.slot_count, self.block_bytes)
                 try:
                     self._leave_facts(header_map.header(self.config.parallel.world_size))
@@ -208,6 +213,16 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
                     header_map.close()
             WORKER_HERE.note(self.config.engine_id)
         return self._kvtier_worker
+
+    def _device_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        try:
+            return super().get_worker(kv_caches)
+        except TimeoutError as problem:  # the region that is there is smaller than this rank's
+            if self.config.parallel.pp_size == 1:
+                raise
+            raise ConfigError(
+                f"engine_id={self.config.engine_id!r}: {_UNEQUAL_STAGES}"
+            ) from problem
 
     def _cpu_platform_worker(self, kv_caches: CanonicalKVCaches) -> CPUPlatformWorker:
         if self.config.canonical_layout:
@@ -251,17 +266,19 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
         if not mapped and not header.mark_mapped(rank):
             engine_id = self.config.engine_id
             raise doubled_rank(engine_id, rank, region_path(engine_id))
+        header.note_part(rank, int(self.cpu_page_size_per_worker))
         if rank == 0:
             publish_facts(header, get_current_vllm_config)
 
     def _check_ranks(self, header: RegionHeader) -> None:
-        """Refuse an engine with a rank that maps other memory than this, or none.
+        """Refuse an engine with a rank that maps other memory than this, or none, or otherwise.
 
         vLLM registers the KV caches of all ranks before it builds the scheduler, so
         one that has not marked itself here never will. What it loads from its own
         memory would be whatever lies there.
         """
         if header.all_mapped():
+            self._check_parts(header.parts())
             return
         if WORKER_HERE.is_of_another(self.config.engine_id):
             raise ConfigError(f"engine_id={self.config.engine_id!r}: {WORKER_OF_ANOTHER}")
@@ -271,7 +288,17 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
             f"{missing} does not share this host's {SHARED_MEMORY_FOLDER}, where kvtier keeps the "
             "blocks of all. Run all ranks of an engine on one host, in containers that share it "
             "(--ipc=host, or one pod); for several hosts use data parallelism, an engine a host."
+            + (f" Or {_UNEQUAL_STAGES}" if self.config.parallel.pp_size > 1 else "")
         )
+
+    def _check_parts(self, parts: list[int]) -> None:
+        """Refuse ranks that would write into one another's parts of a slot."""
+        for rank, part_bytes in enumerate(parts):
+            if part_bytes != parts[0]:
+                raise ConfigError(
+                    f"engine_id={self.config.engine_id!r}: of a block, rank {rank} keeps "
+                    f"{part_bytes} bytes and rank 0 {parts[0]}: {_UNEQUAL_STAGES}"
+                )
 
     def _open_scheduler_region(self) -> Region:
         world_size = self.config.parallel.world_size

@@ -18,6 +18,7 @@ from vllm.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.model_executor.models import ModelRegistry
@@ -156,13 +157,17 @@ class Engine:
 @contextmanager
 def engine(shape: Shape, rng: random.Random, folder: Path) -> Iterator[Engine]:
     """Start an engine and shut it down. ``folder``: where tiers keep their files."""
-    world = World()
+    world = World(drafts_max=shape.speculates)
     executor: Any = type(
         "Executor",
         (RigExecutor,),
         {
-            "specs": layers(shape.kinds, shape.layers_each, shape.ranks),
-            "devices": [_device(rng, shape.laziness) for _ in range(shape.ranks)],
+            "specs": [
+                layers(shape.kinds, shape.layers_each, shape.ranks, stage)
+                for stage in range(shape.stages)
+                for _ in range(shape.ranks)
+            ],
+            "devices": [_device(rng, shape.laziness) for _ in range(shape.ranks * shape.stages)],
             "world": world,
         },
     )
@@ -203,7 +208,8 @@ def _drafts(numbers: Sequence[int]) -> Iterator[None]:
 
 def vllm_config(shape: Shape, folder: Path) -> VllmConfig:
     """Build what a user's options would become."""
-    row = -(-PAGE_BYTES * shape.layers_each * shape.blocks_per_chunk // ROW_BYTES) * ROW_BYTES
+    row_bytes = PAGE_BYTES * shape.layers_each * shape.stages * shape.blocks_per_chunk
+    row = -(-row_bytes // ROW_BYTES) * ROW_BYTES
     extra = {
         "spec_name": "KVTierOffloadingSpec",
         "spec_module_path": "kvtier.vllm",
@@ -222,6 +228,11 @@ def vllm_config(shape: Shape, folder: Path) -> VllmConfig:
         ],
         **dict(shape.options),
     }
+    parallel = ParallelConfig(
+        tensor_parallel_size=shape.ranks,
+        pipeline_parallel_size=shape.stages,
+        distributed_executor_backend="uni" if shape.ranks * shape.stages == 1 else "mp",
+    )
     config = VllmConfig(
         model_config=_model(),
         cache_config=CacheConfig(
@@ -235,16 +246,15 @@ def vllm_config(shape: Shape, folder: Path) -> VllmConfig:
             prefix_match_unit=shape.unit if len(shape.kinds) > 1 else None,
         ),
         scheduler_config=SchedulerConfig(
+            policy="fcfs" if shape.priorities == 1 else "priority",
             max_num_seqs=shape.running_max,
             max_num_batched_tokens=shape.batched_tokens_max,
             max_model_len=MODEL_TOKENS_MAX,
             is_encoder_decoder=False,
             enable_chunked_prefill=True,
         ),
-        parallel_config=ParallelConfig(
-            tensor_parallel_size=shape.ranks,
-            distributed_executor_backend="uni" if shape.ranks == 1 else "mp",
-        ),
+        parallel_config=parallel,
+        speculative_config=_speculation(shape, parallel),
         device_config=DeviceConfig(device=current_platform.device_type),
         kv_events_config=KVEventsConfig(enable_kv_cache_events=shape.events, publisher="null"),
         kv_transfer_config=KVTransferConfig(
@@ -256,6 +266,20 @@ def vllm_config(shape: Shape, folder: Path) -> VllmConfig:
     # vLLM has no asynchronous scheduling on the CPU; its scheduler and core do not know that.
     config.scheduler_config.async_scheduling = shape.asynchronous
     return config
+
+
+def _speculation(shape: Shape, parallel: ParallelConfig) -> SpeculativeConfig | None:
+    """Return vLLM's configuration of drafts. The rig's own runner proposes them."""
+    if not shape.speculates:
+        return None
+    return SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=shape.speculates,
+        prompt_lookup_min=1,
+        prompt_lookup_max=1,
+        target_model_config=_model(),
+        target_parallel_config=parallel,
+    )
 
 
 def _has_ends(kinds: Sequence[str]) -> bool:
@@ -290,7 +314,7 @@ def _blocks_least(shape: Shape) -> int:
         tokens = MODEL_TOKENS_MAX
         window = kind.partition(":")[2]
         if window:
-            in_flight = shape.batched_tokens_max * (2 if shape.asynchronous else 1)
+            in_flight = shape.batched_tokens_max * (shape.stages + shape.asynchronous)
             tokens = min(tokens, int(window) - 1 + in_flight)
         needed += 4 if kind == "mamba" else -(-tokens // BLOCK_TOKENS) + 1
     return needed

@@ -95,6 +95,9 @@ class RigWorker:
 
         return read
 
+    def take_draft_token_ids(self) -> Any:
+        return self._runner.drafts()
+
     def synchronize_device(self) -> None:
         self.device.synchronize()
 
@@ -118,17 +121,17 @@ class _Result(Future[Any]):
 class RigExecutor(Executor):
     """Runs all ranks, one after the other."""
 
-    specs: dict[str, KVCacheSpec]
+    specs: list[dict[str, KVCacheSpec]]
     devices: list[Device]
     world: World
 
     def _init_executor(self) -> None:
         self.workers = []
-        for rank, device in enumerate(self.devices):
+        for rank, (specs, device) in enumerate(zip(self.specs, self.devices, strict=True)):
             config = copy.copy(self.vllm_config)
             config.parallel_config = copy.copy(config.parallel_config)
             config.parallel_config.rank = rank
-            worker = RigWorker(config, rank, self.specs, device, self.world)
+            worker = RigWorker(config, rank, specs, device, self.world)
             self.workers.append(worker)
 
     def collective_rpc(

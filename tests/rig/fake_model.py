@@ -7,6 +7,7 @@ is a wrong number, and so is what was never written.
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -45,9 +46,34 @@ class Prefix:
             self._digests.append(_mixed(last ^ (self.tokens[number] + 1)))
         return np.array(self._digests[:end], dtype=np.uint64)
 
+    def drafted(self, drafts: list[int]) -> Prefix:
+        """Return the sequence with these tokens behind it, which may turn out wrong."""
+        self.digests(len(self.tokens))
+        longer = copy.copy(self)
+        longer.tokens, longer._digests = [*self.tokens, *drafts], [*self._digests]
+        return longer
+
     def next_token(self) -> int:
         """Sample what follows."""
         return (int(self.digests(len(self.tokens))[-1]) >> 8 * self._sample) % VOCABULARY
+
+    def sample(self, drafts: list[int]) -> list[int]:
+        """Append what follows and return it: the drafts as far as they are right, and one more."""
+        sampled: list[int] = []
+        for draft in (*drafts, None):
+            sampled.append(self.next_token())
+            self.tokens.append(sampled[-1])
+            if sampled[-1] != draft:
+                break
+        return sampled
+
+    def propose(self, count: int) -> list[int]:
+        """Draft what may follow: each token is right three times in four."""
+        guessed = self.drafted([])
+        for _ in range(count):
+            is_right = guessed.digests(len(guessed.tokens))[-1] & np.uint64(3 << 40)
+            guessed.tokens.append((guessed.next_token() + (not is_right)) % VOCABULARY)
+        return guessed.tokens[len(self.tokens) :]
 
 
 def written(digests: NDArray[np.uint64], salts: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -135,6 +135,7 @@ class Happenings:
             None,
             lora_request=_adapter(adapter) if adapter else None,
             cache_salt=salt or None,
+            priority=self._rng.randrange(self._shape.priorities),
             block_hasher=core.request_block_hasher,
             resumable=is_session,
         )

@@ -28,14 +28,16 @@ SMALLER: Final = {"half": 2, "quarter": 4}
 that all pages are of one size."""
 
 
-def layers(kinds: Sequence[str], layers_each: int, ranks: int = 1) -> dict[str, KVCacheSpec]:
-    """Return the spec of each layer.
+def layers(
+    kinds: Sequence[str], layers_each: int, ranks: int = 1, stage: int = 0
+) -> dict[str, KVCacheSpec]:
+    """Return the spec of each layer of a stage.
 
     Kinds: full, mla, mamba, window:TOKENS, and those of ``SMALLER`` with a window, as half:TOKENS.
     """
     return {
         f"model.layers.{number * layers_each + n}.{kind}": _spec(kind, ranks)
-        for number, kind in enumerate(kinds)
+        for number, kind in enumerate(kinds, stage * len(kinds))
         for n in range(layers_each)
     }
 

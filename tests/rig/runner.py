@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 
 from tests.rig.fake_model import Asked, Prefix, salts_of, written
 from tests.rig.slot_watch import SlotWatch
@@ -39,6 +39,7 @@ class World:
     asked: dict[str, Asked] = field(default_factory=dict)  #: by request
     tokens_checked: int = 0
     steps_computed: int = 0  #: launched, of all ranks
+    drafts_max: int = 0  #: tokens that are proposed after each step
     slot_watch: SlotWatch = field(default_factory=SlotWatch)
     has_failed: bool = False  #: what was launched since is of no use
 
@@ -50,6 +51,7 @@ class _Running:
     name: str
     prefix: Prefix
     tables: list[list[int]]  #: block ids of each group
+    drafts: list[int] = field(default_factory=list)  #: what may follow, not computed yet
 
     def tables_now(self) -> list[list[int]]:
         """Return the block ids as a step that is launched now has them."""
@@ -150,7 +152,13 @@ class Runner:
         cached = scheduled.scheduled_cached_reqs
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         batch = [
-            (self._requests[name], self._requests[name].tables_now(), computed[name], count)
+            (
+                self._requests[name],
+                self._requests[name].tables_now(),
+                computed[name],
+                count,
+                scheduled.scheduled_spec_decode_tokens.get(name, []),
+            )
             for name, count in scheduled.num_scheduled_tokens.items()
         ]
         sampled: list[list[int]] = [[] for _ in batch]
@@ -158,13 +166,18 @@ class Runner:
         def run() -> None:
             if self._world.has_failed:
                 return
-            for number, (request, tables, start, count) in enumerate(batch):
-                self._read(request, tables, start)
-                end = start + count
-                self._write(request, tables, start, end)
-                if end == len(request.prefix.tokens):
-                    sampled[number].append(request.prefix.next_token())
-                    request.prefix.tokens.append(sampled[number][0])
+            for number, (request, tables, start, count, scheduled_drafts) in enumerate(batch):
+                prefix = request.prefix
+                # Scheduling ahead, vLLM takes all drafts for right, and does not name the next.
+                first = min(start, len(prefix.tokens) - 1)
+                drafts = request.drafts if -1 in scheduled_drafts else scheduled_drafts
+                drafts = [*drafts, *scheduled_drafts][: len(scheduled_drafts)]
+                end = first + count
+                self._read(request, tables, first)
+                self._write(prefix.drafted(drafts), tables, first, end)
+                if end == len(prefix.tokens) + len(drafts):
+                    sampled[number] += prefix.sample(drafts)
+                    request.drafts = prefix.propose(self._world.drafts_max)
 
         self._device.launch(run)
         self._world.steps_computed += bool(batch)
@@ -174,6 +187,11 @@ class Runner:
             req_id_to_index={name: number for number, name in enumerate(names)},
             sampled_token_ids=sampled,
         )
+
+    def drafts(self) -> DraftTokenIds:
+        """Return what may follow in each request."""
+        running = {name: request.drafts for name, request in self._requests.items()}
+        return DraftTokenIds([*running], [[*each] for each in running.values()])
 
     # --- the model, on the device ---
 
@@ -219,8 +237,8 @@ class Runner:
         wrong = (found != put(layer.words(digests))).any(axis=(1, 2))
         self._device.look(wrong, refuse)
 
-    def _write(self, request: _Running, tables: list[list[int]], start: int, end: int) -> None:
-        digests, put = request.prefix.digests(end), self._device.put
+    def _write(self, prefix: Prefix, tables: list[list[int]], start: int, end: int) -> None:
+        digests, put = prefix.digests(end), self._device.put
         for (spec, layers), table in zip(self._groups, tables, strict=True):
             first = end - 1 if isinstance(spec, MambaSpec) else start
             _, blocks, offsets = _places(spec, table, first, end)

@@ -37,6 +37,7 @@ class Shape:
     unit: int | None = None  #: vLLM's ``prefix_match_unit``, in tokens: hits may end within a block
     retention: int | None = 0  #: vLLM's ``prefix_cache_retention_interval``, in tokens
     ranks: int = 1  #: of tensor parallelism
+    stages: int = 1  #: of pipeline parallelism, each with ``layers_each`` layers of each group
     canonical: bool = False  #: vLLM's ``canonical_layout``
     asynchronous: bool = False
     gpu_blocks: int = 10  #: more than one request of full length needs
@@ -64,6 +65,8 @@ class Shape:
     salted: bool = False  #: some requests have a salt of their own
     adapters: int = 0  #: of LoRA, of which a request may have one
     samples_max: int = 1  #: of one prompt: vLLM makes a request of each
+    priorities: int = 1  #: of requests; with several, the last of the lowest is preempted first
+    speculates: int = 0  #: tokens that are drafted after each step
     sessions: float = 0.0  #: chance of a request whose prompt comes in parts, with outputs between
     prompts_only: bool = True  #: no KV of outputs is offloaded
     decides: bool = False  #: ``load_policy: "auto"``
@@ -137,6 +140,12 @@ def draw_shape(rng: random.Random) -> Shape:
     # Where chunks share hashes routers have too little to go by: docs/how-to/behind-llm-d.md.
     has_shared_hashes = shape.blocks_per_chunk > 1 or shape.unit is not None
     shape = replace(shape, sessions=rng.choice([0.0, 0.0, 0.3]))
+    shape = replace(shape, priorities=rng.choice([1, 1, 3]))
+    if shape.ranks == 1 and not shape.canonical:
+        shape = replace(shape, stages=rng.choice([1, 1, 1, 2]))
+    # With drafts vLLM keeps several states of a Mamba layer; the rig's model knows of one.
+    if "mamba" not in kinds:
+        shape = replace(shape, speculates=rng.choice([0, 0, 1, 3]))
     return replace(shape, events=False) if has_shared_hashes else shape
 
 

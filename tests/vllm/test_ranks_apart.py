@@ -88,6 +88,19 @@ def test_a_doubled_rank_is_refused_where_vllm_has_the_memory(spec: Any) -> None:
         spec._leave_facts(header)
 
 
+def test_pipeline_stages_with_different_layers_are_refused(spec: Any) -> None:
+    """The first had two layers and the second one: it wrote into the first one's second layer."""
+    header = RegionHeader(memoryview(bytearray(HEADER_BYTES)), world_size=2)
+    of_both = spec.config.parallel
+    for rank, layers in ((0, 2), (1, 1)):
+        spec.config = replace(spec.config, parallel=replace(of_both, rank=rank))
+        spec.cpu_page_size_per_worker = 4096 * layers
+        spec._leave_facts(header)
+    refused = "of a block, rank 1 keeps 4096 bytes and rank 0 8192: .*VLLM_PP_LAYER_PARTITION"
+    with pytest.raises(ConfigError, match=refused):
+        spec._check_ranks(header)
+
+
 def test_a_model_that_cannot_be_described_starts_and_shares_with_nobody(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

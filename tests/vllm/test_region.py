@@ -16,7 +16,7 @@ from kvtier.errors import ConfigError, InternalError
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.vllm import region as region_module
 from kvtier.vllm.region import HostRegion, sweep
-from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
+from kvtier.vllm.region_header import DOCUMENT_BYTES_MAX, HEADER_BYTES, RegionHeader
 from tests.support.patience import PATIENCE_S
 from tests.vllm.support.ranks import mapping_rank
 
@@ -219,7 +219,7 @@ def test_half_a_document_is_no_document() -> None:
     memory = memoryview(bytearray(HEADER_BYTES))
     shared = RegionHeader(memory, world_size=1)
     shared.publish({"model": "a"})
-    memory[8192 + 3] ^= 1
+    memory[HEADER_BYTES - DOCUMENT_BYTES_MAX + 3] ^= 1
     assert shared.read() is None
 
 
