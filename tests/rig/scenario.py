@@ -65,10 +65,10 @@ def _is_vllms_own(error: BaseException, shape: Shape) -> bool:
     """Tell whether vLLM took more GPU blocks than it had counted: such a scenario just ends.
 
     Seen with vLLM 0.33 and Mamba only, where there are as few blocks as one request needs, in
-    one of 160 plays of seed 320; or two more, and a prompt comes in parts. Why is not known;
-    kvtier does not count GPU blocks.
+    one of 160 plays of seed 320; or two more, and a prompt comes in parts, or there are two
+    stages. Why is not known; kvtier does not count GPU blocks.
     """
-    is_short = shape.gpu_blocks <= (2 if shape.sessions else 0)
+    is_short = shape.gpu_blocks <= (2 if shape.sessions or shape.stages > 1 else 0)
     is_short = is_short and "mamba" in shape.kinds and RELEASE >= (0, 33)
     return is_short and "free blocks from the pool" in str(error)
 
