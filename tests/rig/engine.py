@@ -56,7 +56,6 @@ _MODEL = {
     "intermediate_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
-    "num_key_value_heads": 2,
     "max_position_embeddings": MODEL_TOKENS_MAX,
     "vocab_size": 512,
 }
@@ -157,7 +156,7 @@ class Engine:
 @contextmanager
 def engine(shape: Shape, rng: random.Random, folder: Path) -> Iterator[Engine]:
     """Start an engine and shut it down. ``folder``: where tiers keep their files."""
-    world = World(drafts_max=shape.speculates)
+    world = World(drafts_max=shape.speculates, contexts=shape.contexts)
     executor: Any = type(
         "Executor",
         (RigExecutor,),
@@ -231,10 +230,13 @@ def vllm_config(shape: Shape, folder: Path) -> VllmConfig:
     parallel = ParallelConfig(
         tensor_parallel_size=shape.ranks,
         pipeline_parallel_size=shape.stages,
+        decode_context_parallel_size=shape.contexts,
         distributed_executor_backend="uni" if shape.ranks * shape.stages == 1 else "mp",
     )
+    # vLLM wants fewer heads than ranks where it deals the tokens out.
+    model = _model(1 if shape.contexts > 1 else 2)
     config = VllmConfig(
-        model_config=_model(),
+        model_config=model,
         cache_config=CacheConfig(
             block_size=BLOCK_TOKENS,
             enable_prefix_caching=True,
@@ -254,7 +256,7 @@ def vllm_config(shape: Shape, folder: Path) -> VllmConfig:
             enable_chunked_prefill=True,
         ),
         parallel_config=parallel,
-        speculative_config=_speculation(shape, parallel),
+        speculative_config=_speculation(shape, model, parallel),
         device_config=DeviceConfig(device=current_platform.device_type),
         kv_events_config=KVEventsConfig(enable_kv_cache_events=shape.events, publisher="null"),
         kv_transfer_config=KVTransferConfig(
@@ -268,7 +270,9 @@ def vllm_config(shape: Shape, folder: Path) -> VllmConfig:
     return config
 
 
-def _speculation(shape: Shape, parallel: ParallelConfig) -> SpeculativeConfig | None:
+def _speculation(
+    shape: Shape, model: ModelConfig, parallel: ParallelConfig
+) -> SpeculativeConfig | None:
     """Return vLLM's configuration of drafts. The rig's own runner proposes them."""
     if not shape.speculates:
         return None
@@ -277,7 +281,7 @@ def _speculation(shape: Shape, parallel: ParallelConfig) -> SpeculativeConfig | 
         num_speculative_tokens=shape.speculates,
         prompt_lookup_min=1,
         prompt_lookup_max=1,
-        target_model_config=_model(),
+        target_model_config=model,
         target_parallel_config=parallel,
     )
 
@@ -321,12 +325,15 @@ def _blocks_least(shape: Shape) -> int:
 
 
 @cache
-def _model() -> ModelConfig:
+def _model(heads: int) -> ModelConfig:
+    """Return the model's configuration. ``heads``: of keys and values."""
     # Else vLLM looks at the class in a process of its own, where nothing stands in for the
     # compiled parts that may be missing here.
     ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(_MODEL))
+        (Path(folder) / "config.json").write_text(
+            json.dumps({**_MODEL, "num_key_value_heads": heads})
+        )
         config = ModelConfig(
             model=folder,
             tokenizer=folder,

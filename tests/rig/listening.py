@@ -34,7 +34,7 @@ class Listener:
     def __init__(self, shape: Shape, scheduler: Any) -> None:
         self._shape = shape
         self._scheduler = scheduler
-        self._routers = routers_of(BLOCK_TOKENS)
+        self._routers = routers_of(BLOCK_TOKENS * shape.contexts)
         self._requests: list[Any] = []
         scheduler.kv_event_publisher = self
 

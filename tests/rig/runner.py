@@ -40,6 +40,7 @@ class World:
     tokens_checked: int = 0
     steps_computed: int = 0  #: launched, of all ranks
     drafts_max: int = 0  #: tokens that are proposed after each step
+    contexts: int = 1  #: ranks that have a part of the tokens each
     slot_watch: SlotWatch = field(default_factory=SlotWatch)
     has_failed: bool = False  #: what was launched since is of no use
 
@@ -85,6 +86,7 @@ class Runner:
         self._device = device
         self._world = world
         self._requests: dict[str, _Running] = {}
+        self._context = rank % world.contexts
         self._groups = [
             (
                 group.kv_cache_spec,
@@ -206,9 +208,9 @@ class Runner:
                 start = end - 1
             elif isinstance(spec, SlidingWindowSpec):
                 start = max(0, end - spec.sliding_window + 1)
-            places = _places(spec, table, start, end)
+            places = self._places(spec, table, start, end)
             for layer in layers:
-                self._compare(request, layer, places, digests[start:end])
+                self._compare(request, layer, places, digests[places[0]])
 
     def _compare(
         self,
@@ -218,6 +220,8 @@ class Runner:
         digests: NDArray[np.uint64],
     ) -> None:
         tokens, blocks, offsets = places
+        if not len(tokens):
+            return
         put = self._device.put
         found = layer.pages[put(blocks), :, put(offsets)]
         self._world.tokens_checked += len(tokens)
@@ -241,9 +245,22 @@ class Runner:
         digests, put = prefix.digests(end), self._device.put
         for (spec, layers), table in zip(self._groups, tables, strict=True):
             first = end - 1 if isinstance(spec, MambaSpec) else start
-            _, blocks, offsets = _places(spec, table, first, end)
+            tokens, blocks, offsets = self._places(spec, table, first, end)
             for layer in layers:
-                layer.pages[put(blocks), :, put(offsets)] = put(layer.words(digests[first:end]))
+                layer.pages[put(blocks), :, put(offsets)] = put(layer.words(digests[tokens]))
+
+    def _places(
+        self, spec: Any, table: list[int], start: int, end: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return those tokens that this rank has, and where each one's KV is: block, and place."""
+        contexts = self._world.contexts
+        tokens = np.arange(start, end)
+        tokens = tokens[tokens % contexts == self._context]  # vLLM deals them out one by one
+        blocks = np.array(table, dtype=np.int64)[tokens // (spec.block_size * contexts)]
+        offsets = tokens // contexts % spec.block_size
+        if isinstance(spec, MambaSpec):  # a state, of the last token
+            offsets = np.zeros_like(offsets)
+        return tokens, blocks, offsets
 
     def _zero(self, blocks: list[int]) -> None:
         for block in blocks:
@@ -260,18 +277,6 @@ class Runner:
 def _layer(name: str, pages: Any, rank: int) -> _Layer:
     heads, words = pages.shape[1], pages.shape[3]
     return _Layer(name, pages, salts_of(name, rank * heads * words, heads * words))
-
-
-def _places(
-    spec: Any, table: list[int], start: int, end: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return tokens, and where each one's KV is: its block, and its place in the block."""
-    tokens = np.arange(start, end)
-    blocks = np.array(table, dtype=np.int64)[tokens // spec.block_size]
-    offsets = tokens % spec.block_size
-    if isinstance(spec, MambaSpec):  # a state, of the last token
-        offsets = np.zeros_like(offsets)
-    return tokens, blocks, offsets
 
 
 def _connector_output(connector: Any, finished: set[str]) -> KVConnectorOutput:

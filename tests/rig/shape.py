@@ -37,6 +37,7 @@ class Shape:
     unit: int | None = None  #: vLLM's ``prefix_match_unit``, in tokens: hits may end within a block
     retention: int | None = 0  #: vLLM's ``prefix_cache_retention_interval``, in tokens
     ranks: int = 1  #: of tensor parallelism
+    contexts: int = 1  #: of decode context parallelism: ranks that share the tokens out
     stages: int = 1  #: of pipeline parallelism, each with ``layers_each`` layers of each group
     canonical: bool = False  #: vLLM's ``canonical_layout``
     asynchronous: bool = False
@@ -141,6 +142,8 @@ def draw_shape(rng: random.Random) -> Shape:
     has_shared_hashes = shape.blocks_per_chunk > 1 or shape.unit is not None
     shape = replace(shape, sessions=rng.choice([0.0, 0.0, 0.3]))
     shape = replace(shape, priorities=rng.choice([1, 1, 3]))
+    if shape.ranks == 2 and kinds == ("full",) and not shape.canonical:
+        shape = replace(shape, contexts=rng.choice([1, 2]))
     if shape.ranks == 1 and not shape.canonical:
         shape = replace(shape, stages=rng.choice([1, 1, 1, 2]))
     # With drafts vLLM keeps several states of a Mamba layer; the rig's model knows of one.
