@@ -396,12 +396,11 @@ class BlockFiles:
             pass
         mode = self._layout.folder_mode
         try:
-            _make_both(place.blocks, first, second, mode)
+            return _make_both(place.blocks, first, second, mode)
         except FileNotFoundError:  # all folders were removed under us
             place = self._anchor.make_again()
             self._note_unfinished(place, f"{first}/{second}")
-            _make_both(place.blocks, first, second, mode)
-        return _open_both(place.blocks, first, second)
+            return _make_both(place.blocks, first, second, mode)
 
     def _note_unfinished(self, place: Place, folder: str) -> None:
         """Have the marker in this place name the folder. With a bound, the stage is elsewhere."""
@@ -461,12 +460,14 @@ def _open_both(blocks: int, first: str, second: str) -> int:
         os.close(outer)
 
 
-def _make_both(blocks: int, first: str, second: str, mode: int) -> None:
+def _make_both(blocks: int, first: str, second: str, mode: int) -> int:
+    """Make one folder in another, if they are not there, and open it as ``_open_both`` does."""
     with suppress(FileExistsError):
         os.mkdir(first, mode, dir_fd=blocks)
     outer = os.open(first, FOLDER_FLAGS, dir_fd=blocks)
     try:
         with suppress(FileExistsError):
             os.mkdir(second, mode, dir_fd=outer)
+        return os.open(second, FOLDER_FLAGS, dir_fd=outer)
     finally:
         os.close(outer)

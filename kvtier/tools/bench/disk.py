@@ -41,6 +41,7 @@ from kvtier.tools.bench.disk_sides import (
     Job,
     KVTierSide,
     VLLMSide,
+    empty_files,
 )
 from kvtier.tools.bench.sides import KVTIER, VLLM, make_keys
 from kvtier.tools.held_signals import HeldSignals
@@ -155,7 +156,7 @@ def _open_bed(options: Options, block_bytes: int) -> Iterator[_Bed]:
         memory = SlotMemory.anonymous(slots, block_bytes)
         folder = options.folder / f"{block_bytes}"
         folder.mkdir()
-        stack.callback(shutil.rmtree, folder)
+        stack.callback(empty_files, folder)
         setup = DiskSetup(
             folder,
             memory,

@@ -144,15 +144,17 @@ def test_kvtiers_folder_takes_more_legs_than_fit_and_has_the_last(setup: DiskSet
     assert sum(path.stat().st_size for path in side.folder.iterdir()) <= 2.5 * setup.leg_bytes
 
 
-def test_vllms_blocks_are_forgotten_and_its_folders_stay(setup: DiskSetup) -> None:
+def test_what_vllm_has_stored_takes_no_room_after_a_round_and_its_files_stay(
+    setup: DiskSetup,
+) -> None:
+    """To delete them would slow down those that are made next, for minutes."""
     side = VLLMSide(setup)
     try:
         play(side, side.store, jobs(), in_flight=2, busy=False)
-        folders = [path for path in side.folder.rglob("*") if path.is_dir()]
-        assert len(list(side.folder.rglob("*.bin"))) == SLOTS
+        files = list(side.folder.rglob("*.bin"))
+        assert len(files) == SLOTS
         side.forget()
-        assert list(side.folder.rglob("*.bin")) == []
-        assert all(folder.is_dir() for folder in folders)
+        assert [path.stat().st_size for path in files] == [0] * SLOTS
     finally:
         side.close()
 
