@@ -68,7 +68,7 @@ Legs = dict[str, Leg]  #: by side
 class Options:
     """What is to be measured. ``leg_bytes`` is rounded down to whole jobs, one at least."""
 
-    folder: Path  #: what the sides write goes into a new folder in it, which is removed
+    folder: Path  #: what the sides write goes into a new folder in it, and is emptied at the end
     leg_bytes: int
     rounds: int
     threads: int
@@ -149,7 +149,7 @@ def measure(options: Options, block_bytes: int, on_leg: Callable[[], object]) ->
 
 @contextmanager
 def _open_bed(options: Options, block_bytes: int) -> Iterator[_Bed]:
-    """Set all sides up on fresh slots; at the end, everything is gone again."""
+    """Set all sides up on fresh slots; at the end nothing takes room any more, but files stay."""
     job_blocks = blocks_of_a_job(block_bytes)
     slots = max(1, options.leg_bytes // (job_blocks * block_bytes)) * job_blocks
     with ExitStack() as stack:
