@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.patient_limits import _patient_limits  # noqa: F401 - a fixture
+from tests.vllm.support.engine import TEST_RUN
 from tests.vllm.support.models import make_gemma, make_llama
-from tests.vllm.support.play import TEST_RUN
 
 with warnings.catch_warnings():
     # torch and vLLM use deprecated parts of themselves while they are imported.

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from tests.support.patience import until
 from tests.support.server_program import free_port
 from tests.vllm.support.children import run_scenario, start_scenario
-from tests.vllm.support.engine import BLOCK_TOKENS, CONNECTOR, engine, kvtier_config
+from tests.vllm.support.engine import BLOCK_TOKENS, CONNECTOR, engine, kvtier_config, vllms_config
 from tests.vllm.support.peers import HOST, Peer, serve
-from tests.vllm.support.play import prompts_of, whole_blocks
+from tests.vllm.support.play import own_id, prompts_of, whole_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,7 +55,7 @@ def nixl_engine(
         model=str(model),
         extra_config=kvtier_config(secondary_tiers=[disk]),
         folder=str(folder),
-        settings={"before": [NIXL], "engine_id": name},
+        settings={"before": [NIXL], "engine_id": own_id(name)},
     ) as child:
         yield Peer(child, folder, port)
 
@@ -100,12 +100,10 @@ def beside_vllms_own(model: str, disk: str) -> dict[str, Any]:
 
     tier = {"type": "disk", "path": disk, "capacity_bytes": "64MB"}
     ours = {**CONNECTOR, "kv_connector_extra_config": kvtier_config(secondary_tiers=[tier])}
-    own = {
-        "spec_name": "VLLMTieringOnCPUSpec",  # vLLM's, with a worker for the CPU
-        "spec_module_path": "kvtier.tools.bench.vllm_spec",
-        "cpu_bytes_to_use": 32 << 20,
-    }
-    vllms = {**CONNECTOR, "kv_connector_extra_config": own}
+    vllms, inner = (
+        {**CONNECTOR, "kv_connector_extra_config": vllms_config(32 << 20, *tiers)}
+        for tiers in ((), (tier,))
+    )
 
     def beside(*connectors: dict[str, Any]) -> Any:
         config = KVTransferConfig(
@@ -124,8 +122,6 @@ def beside_vllms_own(model: str, disk: str) -> dict[str, Any]:
             running.forget()
             told[round_] = running.run_one_by_one(prompts).as_json()
         until(lambda: running.run([[3]], max_tokens=1) and running.metrics().get(ON_DISK) == BLOCKS)
-    inside = {"type": "KVTierSecondaryTier", "module_path": "kvtier.vllm", "tier": tier}
-    inner = {**CONNECTOR, "kv_connector_extra_config": {**own, "secondary_tiers": [inside]}}
     for kind, second in (("spec", ours), ("tier", inner)):
         told[kind] = "none"
         try:

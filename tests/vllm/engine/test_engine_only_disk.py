@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.backends.disk._disk import folder_bytes
 from tests.vllm.support.children import run_scenario
-from tests.vllm.support.engine import PATIENT, Engine, engine
+from tests.vllm.support.engine import PATIENT, Engine, engine, vllms_config
 from tests.vllm.support.play import prompts_of, whole_blocks
 
 if TYPE_CHECKING:
@@ -32,14 +32,7 @@ CLOSED = 'kvtier:tier_breaker_state{tier="1:disk",work="loads"}'
 
 def config_of(path: str) -> dict[str, Any]:
     tier = {"type": "disk", "path": path, "capacity_bytes": CAPACITY_BYTES, **PATIENT}
-    return {
-        "spec_name": "VLLMTieringOnCPUSpec",
-        "spec_module_path": "kvtier.tools.bench.vllm_spec",
-        "cpu_bytes_to_use": PRIMARY_BLOCKS * BLOCK_BYTES,
-        "secondary_tiers": [
-            {"type": "KVTierSecondaryTier", "module_path": "kvtier.vllm", "tier": tier}
-        ],
-    }
+    return vllms_config(PRIMARY_BLOCKS * BLOCK_BYTES, tier)
 
 
 def played(running: Engine, lengths: list[int], seed: int = 7) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.patience import looks
 from tests.vllm.support.children import run_scenario
-from tests.vllm.support.engine import PATIENT, Engine, engine, greedy, kvtier_config
+from tests.vllm.support.engine import PATIENT, Engine, engine, greedy, kvtier_config, vllms_config
 from tests.vllm.support.play import prompts_of, whole_blocks
 
 if TYPE_CHECKING:
@@ -42,7 +43,9 @@ def stream(running: Engine, parts: list[list[int]]) -> list[int]:
     for part in parts:
         send([*part], is_last=False)
         session = core.scheduler.requests["streamed"]
-        while session.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
+        for _ in looks(lambda: session.status):  # noqa: B023 - called in this round
+            if session.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
+                break
             running.step()
     prompt: list[int] = list(session.prompt_token_ids)
     send([0], is_last=True)
@@ -59,24 +62,13 @@ def streamed(model: str, config: dict[str, Any]) -> dict[str, Any]:
         return {**told, "alone": alone.run([prompt]).tokens}
 
 
-def inside_vllms_tiering(path: Path) -> dict[str, Any]:
-    tier = {"type": "disk", "path": str(path), "capacity_bytes": 16 << 20, **PATIENT}
-    return {
-        "spec_name": "VLLMTieringOnCPUSpec",
-        "spec_module_path": "kvtier.tools.bench.vllm_spec",
-        "cpu_bytes_to_use": 16 << 20,
-        "secondary_tiers": [
-            {"type": "KVTierSecondaryTier", "module_path": "kvtier.vllm", "tier": tier}
-        ],
-    }
-
-
 @pytest.mark.parametrize("spec", ["kvtier's", "vLLM's"])
 def test_what_was_computed_for_a_streamed_prompt_is_found_as_its_own(
     spec: str, llama: Path, log_folder: Path, tmp_path: Path
 ) -> None:
     """vLLM 0.32 stored other blocks under the keys of all that followed the first part."""
-    config = kvtier_config() if spec == "kvtier's" else inside_vllms_tiering(tmp_path / "kv")
+    tier = {"type": "disk", "path": str(tmp_path / "kv"), "capacity_bytes": 16 << 20, **PATIENT}
+    config = kvtier_config() if spec == "kvtier's" else vllms_config(16 << 20, tier)
     told = run_scenario(streamed, log_folder=log_folder, model=str(llama), config=config)
     assert told["length"] == sum(PARTS) + (len(PARTS) - 1) * (ANSWER_TOKENS - 1)
     assert told["again"]["cached"] == whole_blocks([told["length"]])

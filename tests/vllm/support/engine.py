@@ -6,6 +6,7 @@ This folder must not become a package: it would hide vLLM itself.
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from tests.vllm.support.models import VOCABULARY
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+TEST_RUN = "KVTIER_TEST_RUN"  #: set for the whole session, scenarios' processes too
 BLOCK_TOKENS = 32  #: the CPU attention backend wants a multiple of 32
 PATIENT = dict.fromkeys(
     ("probe_timeout_s", "promote_timeout_s", "store_timeout_s", "connect_wait_s"), PATIENCE_S
@@ -205,6 +207,8 @@ def engine(
 
     if extra_config is not None:
         engine_id = settings.pop("engine_id", None)
+        is_own = engine_id is None or os.environ.get(TEST_RUN, "") in engine_id
+        assert is_own, f"another run beside this one has {engine_id!r}, too: use own_id of play.py"
         ours = {**CONNECTOR, "kv_connector_extra_config": dict(extra_config)}
         if before:
             ours = {
@@ -255,4 +259,18 @@ def kvtier_config(**options: Any) -> dict[str, Any]:
         "cpu_bytes_to_use": 64 << 20,
         "load_policy": "always",
         **options,
+    }
+
+
+def vllms_config(cpu_bytes: int, *tiers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that choose vLLM's own tiering, with a worker for the CPU.
+
+    ``tiers``: of kvtier's, as its secondary tiers.
+    """
+    inside = {"type": "KVTierSecondaryTier", "module_path": "kvtier.vllm"}
+    return {
+        "spec_name": "VLLMTieringOnCPUSpec",
+        "spec_module_path": "kvtier.tools.bench.vllm_spec",
+        "cpu_bytes_to_use": cpu_bytes,
+        "secondary_tiers": [{**inside, "tier": dict(tier)} for tier in tiers],
     }

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from tests.support.patience import looks
-from tests.vllm.support.engine import Engine, engine, greedy, make_prompts
+from tests.vllm.support.engine import TEST_RUN, Engine, engine, greedy, make_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 SHM = Path("/dev/shm")
-TEST_RUN = "KVTIER_TEST_RUN"  #: set for the whole session, scenarios' processes too
 
 
 def play(
