@@ -153,7 +153,9 @@ class BlockAppender:
                 refusal = await opener.probe() if self._faults.in_doubt else None
                 region = regions.next_to_open(for_reinsertion=for_reinsertion)
                 if refusal is None and region is not None:
-                    problem = await opener.open(region)
+                    # Others with it, or stores would wait once more for each.
+                    others = [] if for_reinsertion else regions.next_to_open_ahead()[1:]
+                    problem = await opener.open([region, *others])
                     if problem is None:
                         continue
                     refusal = self._faults.open_failed(region, problem)

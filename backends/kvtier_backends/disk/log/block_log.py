@@ -163,9 +163,7 @@ class BlockLog:
         if not (regions.ahead_missing and self._may_look_ahead() and self._opener.may_open_ahead()):
             return
         if regions.has_next and self._reclaimer.may_search():
-            while len(regions.next_to_open_ahead()) < regions.ahead_missing:
-                if not self._reclaimer.reclaim_dead():
-                    break
+            self._reclaimer.reclaim_dead()
         if regions.next_to_open_ahead():
             self._opener.open_ahead()
 

@@ -19,6 +19,8 @@ from kvtier_backends.disk.log.calls import begin
 from kvtier_backends.disk.log.tables import PagePool, RegionTable, new_header
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvtier.plugin_api.backend import Outcome
     from kvtier_backends.disk.log.calls import Calls
     from kvtier_backends.disk.log.context import LogContext
@@ -62,13 +64,25 @@ class RegionOpener:
             del self._tables[region]
             table.close()
 
-    async def open(self, region: int) -> OSError | None:
-        """Give a free region a new header, so that it takes blocks, now or next.
+    async def open(self, regions: Sequence[int]) -> OSError | None:
+        """Give free regions new headers, so that they take blocks, one after the other.
 
-        The caller holds ``lock``. Returns the problem if the header could not be written.
+        All at once: each header waits at the disk for what is being written there. The caller
+        holds ``lock``. Returns the problem with the first; whoever needs another meets it again.
         """
-        incarnation = os.urandom(ID_BYTES)
-        return self._headed(region, incarnation, *await self.write_header(region, incarnation))
+        incarnations = [os.urandom(ID_BYTES) for _ in regions]
+        written = [
+            begin(self.write_header(region, incarnation))
+            for region, incarnation in zip(regions, incarnations, strict=True)
+        ]
+        await asyncio.wait(written)
+        # They take blocks in the order of their sequences, whichever was written first: by
+        # that, a later start knows what is older.
+        problems = [
+            self._headed(region, incarnation, *header.result())
+            for region, incarnation, header in zip(regions, incarnations, written, strict=True)
+        ]
+        return problems[0]
 
     def _headed(
         self, region: int, incarnation: bytes, sequence: int, problem: OSError | None
@@ -106,20 +120,9 @@ class RegionOpener:
         async with self.lock:
             if self._is_closed:
                 return
-            # All at once: each header waits at the disk for what is being written there.
-            # A store that needs a region meets the problem again.
             regions = self._regions.next_to_open_ahead()
-            incarnations = [os.urandom(ID_BYTES) for _ in regions]
-            written = [
-                begin(self.write_header(region, incarnation))
-                for region, incarnation in zip(regions, incarnations, strict=True)
-            ]
-            if written:
-                await asyncio.wait(written)
-            # They take blocks in the order of their sequences, whichever was written first: by
-            # that, a later start knows what is older.
-            for region, incarnation, header in zip(regions, incarnations, written, strict=True):
-                self._headed(region, incarnation, *header.result())
+            if regions:
+                await self.open(regions)
 
     async def probe(self) -> Outcome | None:
         """Write one header, to find out whether writing works; None if it does.

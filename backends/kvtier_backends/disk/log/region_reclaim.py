@@ -68,6 +68,7 @@ class Reclaimer:
         """
         if self._running is None or self._running.done():
             self._begin(self._victim())
+            self.reclaim_dead()
         assert self._running is not None
         return await asyncio.shield(self._running)
 
@@ -85,6 +86,7 @@ class Reclaimer:
             region = self._victim()
             if region is not None and self._index.live(region) <= self._affordable():
                 self._begin(region)
+                self.reclaim_dead()
 
     def may_search(self) -> bool:
         """Tell whether to search for dead regions, and count it as done: some times a region.
@@ -97,13 +99,14 @@ class Reclaimer:
         last, self._searched_in = self._searched_in, (regions.open_region, quarter)
         return last != self._searched_in
 
-    def reclaim_dead(self) -> bool:
-        """Reclaim a region without blocks and readers, if there is one: it costs no I/O."""
-        region = self._victim() if self._running is None or self._running.done() else None
-        if region is None or self._index.live(region) or self._regions.is_read(region):
-            return False
-        self._begin(region)
-        return self._regions.state(region) is RegionState.FREE
+    def reclaim_dead(self) -> None:
+        """Reclaim regions without blocks and readers, as many as may be opened next: no I/O."""
+        regions = self._regions
+        while len(regions.next_to_open_ahead()) < regions.ahead_missing:
+            region = self._victim() if self._running is None or self._running.done() else None
+            if region is None or self._index.live(region) or regions.is_read(region):
+                return
+            self._begin(region)
 
     def _begin(self, region: int | None) -> None:
         self._running = self._calls.start(self._reclaim(region))

@@ -372,6 +372,32 @@ async def test_several_regions_are_opened_ahead_at_once() -> None:
     await engine.check()
 
 
+async def test_a_store_that_waits_for_a_region_has_others_opened_with_it() -> None:
+    """In a full folder regions empty as new blocks come: stores waited for each region anew."""
+    engine = Engine(fresh_disk(), ahead=3)
+    await engine.begin()
+    log, regions = engine.log, engine.log.regions
+    log._opener.may_open_ahead = lambda: False  # type: ignore[method-assign]
+    stored = KEYS[: 9 * SLOTS]  # of all regions but one
+    for start in range(0, len(stored), SLOTS):
+        await engine.store(stored[start : start + SLOTS])
+        log.remove(stored[start - 6 * SLOTS : start - 5 * SLOTS] if start >= 6 * SLOTS else ())
+    log.remove(stored[: 6 * SLOTS])
+    assert (regions.room, regions.has_next) == (0, False)
+    opened: list[int] = []
+    real = log._opener.open
+
+    async def counted(several: Sequence[int]) -> OSError | None:
+        opened.append(len(several))
+        return await real(several)
+
+    log._opener.open = counted  # type: ignore[method-assign]
+    new = KEYS[len(stored) : len(stored) + 3 * SLOTS]
+    assert await engine.store(new) == [Outcome.DONE] * len(new)
+    assert min(opened) > 1
+    await engine.check()
+
+
 async def test_regions_ahead_take_blocks_in_the_order_of_their_sequences() -> None:
     """Whichever header is written first: a later start takes the higher sequence for the newer."""
     engine = Engine(fresh_disk(), ahead=3)
@@ -444,7 +470,9 @@ async def test_dead_regions_are_searched_for_a_few_times_a_region_and_not_at_eac
         await engine.log.calls.wait_idle()
     assert engine.log.regions.has_next
     monkeypatch.setattr(Regions, "victim", counted)
-    engine.log._opener._opened_ahead_in = None  # as if the last attempt were another region's
+    # As if the last attempt, and the last search, were another region's.
+    engine.log._opener._opened_ahead_in = None
+    engine.log._reclaimer._searched_in = (None, 0)
     for _ in range(100):
         engine.log._open_ahead()
     assert searches == 1
@@ -523,7 +551,7 @@ async def open_all_regions(engine: Engine) -> None:
         region = log.regions.next_to_open(for_reinsertion=True)
         assert region is not None
         async with log.opening:
-            assert await log._opener.open(region) is None
+            assert await log._opener.open([region]) is None
     assert (log.regions.room, log.regions.has_next) == (SLOTS, True)
 
 
