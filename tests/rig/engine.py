@@ -239,7 +239,7 @@ def vllm_config(shape: Shape, folder: Path) -> VllmConfig:
         model_config=model,
         cache_config=CacheConfig(
             block_size=BLOCK_TOKENS,
-            enable_prefix_caching=True,
+            enable_prefix_caching=shape.caches,
             num_gpu_blocks_override=_blocks_least(shape) + shape.gpu_blocks,
             mamba_cache_mode="align" if "mamba" in shape.kinds else "none",
             # It is of windows and states, and refused where there are none.
@@ -253,7 +253,8 @@ def vllm_config(shape: Shape, folder: Path) -> VllmConfig:
             max_num_batched_tokens=shape.batched_tokens_max,
             max_model_len=MODEL_TOKENS_MAX,
             is_encoder_decoder=False,
-            enable_chunked_prefill=True,
+            enable_chunked_prefill=shape.chunks is not None,
+            long_prefill_token_threshold=shape.chunks or 0,
         ),
         parallel_config=parallel,
         speculative_config=_speculation(shape, model, parallel),

@@ -103,7 +103,7 @@ class Happenings:
             return  # an id is used again, but only once vLLM has forgotten who had it
         self.requests_to_come -= 1
         output = rng.randrange(1, shape.output_tokens_max + 1)
-        sampling = SamplingParams(max_tokens=output, ignore_eos=True)
+        sampling = self._sampling(output)
         sampling.extra_args = {"kv_transfer_params": self._transfer_params()}
         salt = rng.choice(["", "salt"]) if shape.salted else ""
         adapter = rng.randint(0, shape.adapters)
@@ -116,6 +116,16 @@ class Happenings:
             self._sessions.pop(each, None)  # of one by this name that was aborted
             if is_session:
                 self._sessions[each] = len(prompt) + output
+
+    def _sampling(self, output: int) -> SamplingParams:
+        """Draw how a request of at most so many tokens is sampled."""
+        shape = self._shape
+        return SamplingParams(
+            max_tokens=output,
+            ignore_eos=True,
+            stop_token_ids=[self._rng.randrange(VOCABULARY)] if self._happens(shape.stops) else [],
+            skip_reading_prefix_cache=self._happens(shape.skips),
+        )
 
     def _start_request(
         self,

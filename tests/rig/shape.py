@@ -69,6 +69,10 @@ class Shape:
     priorities: int = 1  #: of requests; with several, the last of the lowest is preempted first
     speculates: int = 0  #: tokens that are drafted after each step
     sessions: float = 0.0  #: chance of a request whose prompt comes in parts, with outputs between
+    caches: bool = True  #: vLLM keeps a prefix cache on the GPU
+    chunks: int | None = 0  #: tokens of one prompt a step; 0: what there is room for; None: all
+    skips: float = 0.0  #: chance of a request that reads no cache, as for the prompt's logprobs
+    stops: float = 0.0  #: chance of a request that ends with a token, which nobody can foresee
     prompts_only: bool = True  #: no KV of outputs is offloaded
     decides: bool = False  #: ``load_policy: "auto"``
     events: bool = False  #: routers listen, see ``listening.py``
@@ -138,8 +142,6 @@ def draw_shape(rng: random.Random) -> Shape:
         shape = replace(shape, gpu_blocks=200)
     intervals = [16, 32] if shape.blocks_per_chunk == 1 else [24, 24]  # of whole chunks
     shape = replace(shape, retention=rng.choice([0, 0, None, *intervals]))
-    # Where chunks share hashes routers have too little to go by: docs/how-to/behind-llm-d.md.
-    has_shared_hashes = shape.blocks_per_chunk > 1 or shape.unit is not None
     shape = replace(shape, sessions=rng.choice([0.0, 0.0, 0.3]))
     shape = replace(shape, priorities=rng.choice([1, 1, 3]))
     if shape.ranks == 2 and kinds == ("full",) and not shape.canonical:
@@ -149,7 +151,28 @@ def draw_shape(rng: random.Random) -> Shape:
     # With drafts vLLM keeps several states of a Mamba layer; the rig's model knows of one.
     if "mamba" not in kinds:
         shape = replace(shape, speculates=rng.choice([0, 0, 1, 3]))
-    return replace(shape, events=False) if has_shared_hashes else shape
+    shape = _draw_ways_to_ask(rng, shape)
+    # Where chunks share hashes routers have too little to go by: docs/how-to/behind-llm-d.md.
+    has_shared_hashes = shape.blocks_per_chunk > 1 or shape.unit is not None
+    return replace(shape, events=False) if has_shared_hashes or not shape.caches else shape
+
+
+def _draw_ways_to_ask(rng: random.Random, shape: Shape) -> Shape:
+    """Draw what requests are cut into, what they read, and how they end."""
+    has_states = "mamba" in shape.kinds
+    shape = replace(shape, skips=rng.choice([0.0, 0.0, 0.2]), stops=rng.choice([0.0, 0.5]))
+    if has_states and shape.sessions and shape.asynchronous:
+        # vLLM has run the state on with a token that it drops when the next part comes: what is
+        # read then is wrong with no connector's help.
+        shape = replace(shape, stops=0.0)
+    chunks = rng.choice([0, 0, 5, None])
+    if chunks is None and not has_states:  # vLLM cuts prompts at states
+        shape = replace(shape, chunks=None, batched_tokens_max=64)  # a step has room for any
+    elif chunks and not shape.throws_back:  # else prompts are thrown back for ever
+        shape = replace(shape, chunks=chunks)
+    if not has_states and shape.unit is None:  # both need vLLM's prefix cache
+        shape = replace(shape, caches=rng.random() < 0.8)
+    return shape
 
 
 def draw_options(rng: random.Random) -> tuple[tuple[str, Any], ...]:
