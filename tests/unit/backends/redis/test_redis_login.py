@@ -109,6 +109,19 @@ async def test_a_unix_socket_is_as_good(tmp_path: Path) -> None:
             assert await tier.load(1) == [Outcome.DONE]
 
 
+SIGNS_CERTIFICATES = x509.KeyUsage(
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    key_cert_sign=True,
+    crl_sign=True,
+    encipher_only=False,
+    decipher_only=False,
+)
+
+
 class Authority:
     """A certificate authority of the test's own, and the certificates that it gave."""
 
@@ -140,6 +153,14 @@ class Authority:
         builder = builder.public_key(key.public_key()).serial_number(x509.random_serial_number())
         builder = builder.not_valid_before(now - day).not_valid_after(now + day)
         builder = builder.add_extension(named, critical=False)
+        # Python 3.13 wants of certificates all that RFC 5280 does: whose key signed them, and
+        # of an authority's that it may sign.
+        signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        builder = builder.add_extension(signer, critical=False)
+        own = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+        builder = builder.add_extension(own, critical=False)
+        if is_ca:
+            builder = builder.add_extension(SIGNS_CERTIFICATES, critical=True)
         constraints = x509.BasicConstraints(ca=is_ca, path_length=None)
         return builder.add_extension(constraints, critical=True).sign(self._key, hashes.SHA256())
 
