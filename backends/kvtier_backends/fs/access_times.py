@@ -31,13 +31,16 @@ class AccessTimes:
     def note_hit(self, name: str, descriptor: int) -> None:
         """Set the time of an open file, if that is not a minute ago. Raises nothing.
 
-        Another user's file, or one on a read-only mount, keeps the time that it has.
+        Another user's file, or one on a read-only mount, keeps the time that it has. With
+        ``relatime`` the first read since a write has set it already, and did not wait for that.
         """
         if not self._is_due(hash(name)):
             return
         try:
-            modified_ns = os.fstat(descriptor).st_mtime_ns
-            os.utime(descriptor, ns=(time.time_ns(), modified_ns))
+            status, now_ns = os.fstat(descriptor), time.time_ns()
+            # A server's clock may be ahead of this one's: then its time tells nothing.
+            if abs(now_ns - status.st_atime_ns) >= PAUSE_S * 1e9:
+                os.utime(descriptor, ns=(now_ns, status.st_mtime_ns))
         except OSError:
             return
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -69,6 +70,19 @@ def test_a_files_time_is_set_once_a_minute_at_most(tmp_path: Path) -> None:
     clock.now_s += PAUSE_S / 2
     assert is_set(), "hits in between do not put it off"
     os.close(descriptor)
+
+
+@pytest.mark.parametrize("ahead_s", [0, PAUSE_S / 2, -2 * PAUSE_S, 2 * PAUSE_S])
+def test_a_time_that_is_set_is_left_as_it_is(ahead_s: float, tmp_path: Path) -> None:
+    """But not one that lies in the future, as another clock sees it."""
+    path = tmp_path / "block"
+    path.write_bytes(b"x")
+    given_ns = time.time_ns() + int(ahead_s * 1e9)
+    os.utime(path, ns=(given_ns, 0))
+    descriptor = os.open(path, os.O_RDONLY)
+    AccessTimes(Clock()).note_hit("block", descriptor)
+    os.close(descriptor)
+    assert (path.stat().st_atime_ns == given_ns) is (abs(ahead_s) < PAUSE_S)
 
 
 def test_only_so_many_files_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
