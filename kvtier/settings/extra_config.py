@@ -65,7 +65,9 @@ class VLLMOptions:
     canonical_layout: bool = option.flag(
         "a layout whose bytes do not depend on the parallel sizes", default=False
     )
-    sync_load_budget_bytes: int = option.size(0, "vLLM 0.33 reads it")
+    sync_load_budget_bytes: int = option.size(
+        0, "vLLM 0.33 reads it; with Mamba layers it counts as 0"
+    )
     secondary_tiers: tuple[Mapping[str, Any], ...] = option.read_apart(
         (), "a list of tiers, asked in this order. Refused: two tiers at one place"
     )

@@ -62,7 +62,7 @@ _MODEL = {
 
 
 class EngineEnded(Exception):
-    """Raised when vLLM or kvtier has failed an assertion of its own, or found no entry."""
+    """Raised when vLLM or kvtier has failed an assertion of its own, or found no entry or block."""
 
 
 class Engine:
@@ -88,8 +88,8 @@ class Engine:
         before = self.world.steps_computed
         try:
             outputs, _ = self.core.step_fn()
-        except (AssertionError, KeyError) as error:
-            if type(error) in (AssertionError, KeyError):  # and none of the rig's own
+        except (AssertionError, KeyError, ValueError) as error:
+            if type(error) in (AssertionError, KeyError, ValueError):  # and none of the rig's own
                 raise EngineEnded(f"{error!r} would have ended the engine") from error
             raise
         computed = self.world.steps_computed > before

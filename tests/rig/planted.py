@@ -20,7 +20,7 @@ from kvtier.engine.lookups import Lookups
 from kvtier.engine.primary_tier import PrimaryTier
 from kvtier.engine.requests import Request
 from kvtier.engine.slot_table import SlotTable
-from kvtier.vllm import cpu_worker
+from kvtier.vllm import connector_hooks, cpu_worker
 from kvtier.vllm.connector_hooks import hook_connector
 from kvtier.vllm.kv_events import KVEvents
 from kvtier.vllm.resumed import ResumedRequests
@@ -211,6 +211,11 @@ def take_the_next_table_of_a_session_for_more_of_the_last() -> Any:
     return patch.object(OffloadingConnectorScheduler, method.__name__, method.__wrapped__)
 
 
+def load_states_in_the_step_that_computes_with_them() -> Any:
+    """Leave vLLM 0.33 as it is where ``sync_load_budget_bytes`` is set."""
+    return patch.object(connector_hooks, "_loads_states_at_once", lambda *_: False)
+
+
 _RESETS = {
     "resets": 0.1,
     "updates": 0.0,
@@ -281,6 +286,20 @@ _UNEQUAL = {
 }
 _WITHDRAWN = {**_EVENTS, "resets": 0.1, "arrivals": 0.4, "slots": 8}
 
+_STATES = {
+    "kinds": ("full", "mamba"),
+    "contexts": 1,
+    "stages": 1,
+    "unit": None,
+    "speculates": 0,
+    "sessions": 0.0,
+    "events": False,
+    "gpu_blocks": 0,
+    "slots": 100,
+    "options": (("sync_load_budget_bytes", 1 << 20),),
+}
+
+_OF_0_33 = ((load_states_in_the_step_that_computes_with_them, _STATES, 0),)
 _OF_0_32 = (
     (take_the_next_table_of_a_session_for_more_of_the_last, {"sessions": 0.5}, 0),
     (load_at_once_for_who_was_thrown_back, _THROWN_BACK, 0),
@@ -303,7 +322,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], dict[str, Any], int]] = {
         (tell_nobody_what_is_gone, _EVENTS, 2),
         (announce_only_the_first_block_of_several, _EVENTS, 0),
         (remove_at_once_what_routers_have_and_what_they_have_not, _WITHDRAWN, 0),
-        *(_OF_0_32 if RELEASE < (0, 33) else ()),
+        *(_OF_0_32 if RELEASE < (0, 33) else _OF_0_33),
     )
 }
 """Each mistake, what of a shape is not drawn, and the first seed of those that are played.
