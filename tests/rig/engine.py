@@ -48,6 +48,7 @@ STANDSTILL_STEPS = 100  #: that compute nothing: more than what a load may take
 #: Of devices and tiers in a step that computes nothing: most would wait. In the tenth of a row
 #: all that is quick is over, and what is left is a deadline.
 MOVES_WHILE_IDLE = (3,) * 10 + (20,)
+ENDINGS = (AssertionError, KeyError, ValueError)  #: by which vLLM or kvtier would end an engine
 ROW_BYTES = 4096  #: vLLM rounds a slot up to pages of memory
 _MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -88,8 +89,8 @@ class Engine:
         before = self.world.steps_computed
         try:
             outputs, _ = self.core.step_fn()
-        except (AssertionError, KeyError, ValueError) as error:
-            if type(error) in (AssertionError, KeyError, ValueError):  # and none of the rig's own
+        except ENDINGS as error:
+            if type(error) in ENDINGS:  # and none of the rig's own
                 raise EngineEnded(f"{error!r} would have ended the engine") from error
             raise
         computed = self.world.steps_computed > before

@@ -21,7 +21,6 @@ from kvtier.engine.primary_tier import PrimaryTier
 from kvtier.engine.requests import Request
 from kvtier.engine.slot_table import SlotTable
 from kvtier.vllm import connector_hooks, cpu_worker
-from kvtier.vllm.connector_hooks import hook_connector
 from kvtier.vllm.kv_events import KVEvents
 from kvtier.vllm.resumed import ResumedRequests
 from tests.rig.device import LateWorker
@@ -206,7 +205,7 @@ def take_who_is_to_ask_again_for_who_waits() -> Any:
 
 def take_the_next_table_of_a_session_for_more_of_the_last() -> Any:
     """Leave vLLM 0.32 as it is."""
-    hook_connector()
+    connector_hooks.hook_connector()
     method = OffloadingConnectorScheduler.build_connector_meta
     return patch.object(OffloadingConnectorScheduler, method.__name__, method.__wrapped__)
 

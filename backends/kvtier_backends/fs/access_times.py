@@ -32,7 +32,7 @@ class AccessTimes:
         """Set the time of an open file, if that is not a minute ago. Raises nothing.
 
         Another user's file, or one on a read-only mount, keeps the time that it has. With
-        ``relatime`` the first read since a write has set it already, and did not wait for that.
+        ``relatime`` the kernel has set it at the first read since a write.
         """
         if not self._is_due(hash(name)):
             return
