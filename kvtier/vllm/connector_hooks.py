@@ -23,7 +23,7 @@ from kvtier.plugin_api.log import log
 from kvtier.vllm.group_kinds import kinds_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
 _APPENDS_WHOLE_TABLES: Final = not hasattr(OffloadingManager, "on_reset_flushed")
 """True with 0.32. A request whose prompt comes in parts begins anew with each, and its table of GPU
@@ -67,7 +67,7 @@ def _telling_groups(real: Callable[..., Any]) -> Callable[..., Any]:
         on_groups_known = getattr(spec, "on_groups_known", None)
         if on_groups_known is not None:
             on_groups_known(kinds_of(made))
-            if _loads_states_at_once(made, spec.extra_config):
+            if _loads_states_at_once(made):
                 log.warning(
                     f"{_AT_ONCE} is not used: the model has Mamba layers, and vLLM would end the "
                     "engine when the GPU's blocks run out",
@@ -80,14 +80,14 @@ def _telling_groups(real: Callable[..., Any]) -> Callable[..., Any]:
     return from_spec
 
 
-def _loads_states_at_once(made: Any, extra_config: Mapping[str, Any]) -> bool:  # noqa: ANN401 - no stubs
+def _loads_states_at_once(made: Any) -> bool:  # noqa: ANN401 - vLLM has no stubs
     """Tell whether a state may be loaded in the step that computes with it.
 
     For such a load vLLM 0.33 counts one GPU block less than it takes, and ends the engine where
     that was the last. (0.32 has no such loads.)
     """
     has_states = any(isinstance(each.kv_cache_spec, MambaSpec) for each in made.kv_group_configs)
-    return has_states and extra_config.get(_AT_ONCE, 0) > 0
+    return has_states and getattr(made, "sync_load_budget_bytes", 0) > 0
 
 
 def _telling_who_waits(real: Callable[..., Any]) -> Callable[..., Any]:
