@@ -163,7 +163,7 @@ def engine(shape: Shape, rng: random.Random, folder: Path) -> Iterator[Engine]:
         (RigExecutor,),
         {
             "specs": [
-                layers(shape.kinds, shape.layers_each, shape.ranks, stage)
+                layers(shape.kinds, shape.layers_each, shape.ranks, stage, shape.speculates)
                 for stage in range(shape.stages)
                 for _ in range(shape.ranks)
             ],
@@ -322,7 +322,7 @@ def _blocks_least(shape: Shape) -> int:
         if window:
             in_flight = shape.batched_tokens_max * (shape.stages + shape.asynchronous)
             tokens = min(tokens, int(window) - 1 + in_flight)
-        needed += 4 if kind == "mamba" else -(-tokens // BLOCK_TOKENS) + 1
+        needed += 4 + shape.speculates if kind == "mamba" else -(-tokens // BLOCK_TOKENS) + 1
     return needed
 
 

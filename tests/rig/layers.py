@@ -29,20 +29,21 @@ that all pages are of one size."""
 
 
 def layers(
-    kinds: Sequence[str], layers_each: int, ranks: int = 1, stage: int = 0
+    kinds: Sequence[str], layers_each: int, ranks: int = 1, stage: int = 0, drafts: int = 0
 ) -> dict[str, KVCacheSpec]:
     """Return the spec of each layer of a stage.
 
     Kinds: full, mla, mamba, window:TOKENS, and those of ``SMALLER`` with a window, as half:TOKENS.
+    ``drafts``: how many tokens are proposed after each step.
     """
     return {
-        f"model.layers.{number * layers_each + n}.{kind}": _spec(kind, ranks)
+        f"model.layers.{number * layers_each + n}.{kind}": _spec(kind, ranks, drafts)
         for number, kind in enumerate(kinds, stage * len(kinds))
         for n in range(layers_each)
     }
 
 
-def _spec(kind: str, ranks: int) -> KVCacheSpec:
+def _spec(kind: str, ranks: int, drafts: int) -> KVCacheSpec:
     kind, _, window = kind.partition(":")
     shape: dict[str, Any] = {
         "block_size": BLOCK_TOKENS,
@@ -66,4 +67,5 @@ def _spec(kind: str, ranks: int) -> KVCacheSpec:
         dtypes=(torch.float16, torch.float32),
         page_size_padded=PAGE_BYTES // ranks,
         mamba_cache_mode="align",
+        num_speculative_blocks=drafts,
     )

@@ -61,6 +61,7 @@ class _Running:
     prefix: Prefix
     tables: list[list[int]]  #: block ids of each group
     drafts: list[int] = field(default_factory=list)  #: what may follow, not computed yet
+    state: int | None = None  #: the place in a Mamba group's table where its state is, if known
 
     def tables_now(self) -> list[list[int]]:
         """Return the block ids as a step that is launched now has them."""
@@ -203,10 +204,13 @@ class Runner:
                 drafts = [*drafts, *scheduled_drafts][: len(scheduled_drafts)]
                 end = first + count
                 self._read(request, tables, first)
-                self._write(prefix.drafted(drafts), tables, first, end)
+                self._write(prefix.drafted(drafts), tables, first, end, len(drafts))
                 if end == len(prefix.tokens) + len(drafts):
                     sampled[number] += prefix.sample(drafts)
                     request.drafts = prefix.propose(self._world.drafts_max)
+                # Of what a part of a prompt is followed by, nothing is kept.
+                wrong = len(drafts) + 1 - len(sampled[number]) if sampled[number] else 0
+                self._keep_state(request, tables, end, len(drafts), wrong)
 
         self._device.launch(run)
         self._world.steps_computed += bool(batch)
@@ -231,11 +235,14 @@ class Runner:
         digests = request.prefix.digests(end)
         for (spec, layers), table in zip(self._groups, tables, strict=True):
             start = 0
-            if isinstance(spec, MambaSpec):
-                start = end - 1
-            elif isinstance(spec, SlidingWindowSpec):
+            if isinstance(spec, SlidingWindowSpec):
                 start = max(0, end - spec.sliding_window + 1)
-            places = self._places(spec, table, start, end)
+            if isinstance(spec, MambaSpec):
+                known = request.state
+                place = (end - 1) // spec.block_size if known is None else known
+                places = _state_places(table, end - 1, place, 1)
+            else:
+                places = self._places(spec, table, start, end)
             for layer in layers:
                 self._compare(request, layer, places, digests[places[0]])
 
@@ -268,13 +275,43 @@ class Runner:
         wrong = (found != put(layer.words(digests))).any(axis=(1, 2))
         self._device.look(wrong, refuse)
 
-    def _write(self, prefix: Prefix, tables: list[list[int]], start: int, end: int) -> None:
+    def _write(
+        self, prefix: Prefix, tables: list[list[int]], start: int, end: int, drafts: int
+    ) -> None:
+        """Write the KV of the tokens up to ``end``, of which the last ones are drafts."""
         digests, put = prefix.digests(end), self._device.put
         for (spec, layers), table in zip(self._groups, tables, strict=True):
-            first = end - 1 if isinstance(spec, MambaSpec) else start
-            tokens, blocks, offsets = self._places(spec, table, first, end)
+            if isinstance(spec, MambaSpec):  # a state before all drafts, and one behind each
+                place = _state_place(spec, end)
+                tokens, blocks, offsets = _state_places(table, end - 1 - drafts, place, drafts + 1)
+            else:
+                tokens, blocks, offsets = self._places(spec, table, start, end)
             for layer in layers:
                 layer.pages[put(blocks), :, put(offsets)] = put(layer.words(digests[tokens]))
+
+    def _keep_state(
+        self, request: _Running, tables: list[list[int]], end: int, drafts: int, wrong: int
+    ) -> None:
+        """Note where the state behind the last right token is, as vLLM's runner does.
+
+        One that ends a block is copied to where vLLM's cache and the connector look for it.
+        """
+        before_drafts, right = end - drafts, end - wrong
+        for (spec, layers), table in zip(self._groups, tables, strict=True):
+            if not isinstance(spec, MambaSpec):
+                continue
+            place = _state_place(spec, end)
+            request.state = place + right - before_drafts
+            full = right // spec.block_size * spec.block_size
+            if full < before_drafts:
+                continue
+            target = _state_place(spec, full)
+            source = place + full - before_drafts
+            if source != target:
+                for layer in layers:
+                    layer.pages[table[target]] = layer.pages[table[source]]
+            if target == place:
+                request.state = place
 
     def _places(
         self, spec: Any, table: list[int], start: int, end: int
@@ -284,10 +321,7 @@ class Runner:
         tokens = np.arange(start, end)
         tokens = tokens[tokens % contexts == self._context]  # vLLM deals them out one by one
         blocks = np.array(table, dtype=np.int64)[tokens // (spec.block_size * contexts)]
-        offsets = tokens // contexts % spec.block_size
-        if isinstance(spec, MambaSpec):  # a state, of the last token
-            offsets = np.zeros_like(offsets)
-        return tokens, blocks, offsets
+        return tokens, blocks, tokens // contexts % spec.block_size
 
     def _zero(self, blocks: list[int]) -> None:
         for block in blocks:
@@ -299,6 +333,19 @@ class Runner:
         for _, layers in self._groups:
             for layer in layers:
                 layer.pages[target] = layer.pages[source]
+
+
+def _state_place(spec: MambaSpec, end: int) -> int:
+    """Return the place in the table where a step up to ``end`` begins to write its states."""
+    return int((end - 1) // spec.block_size)
+
+
+def _state_places(
+    table: list[int], first: int, place: int, count: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return tokens whose states lie in one place of the table after the other."""
+    blocks = np.array(table[place : place + count], dtype=np.int64)
+    return np.arange(first, first + count), blocks, np.zeros(count, dtype=np.int64)
 
 
 def _computed(scheduled: SchedulerOutput) -> dict[str, int]:

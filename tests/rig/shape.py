@@ -148,9 +148,7 @@ def draw_shape(rng: random.Random) -> Shape:
         shape = replace(shape, contexts=rng.choice([1, 2]))
     if shape.ranks == 1 and not shape.canonical:
         shape = replace(shape, stages=rng.choice([1, 1, 1, 2]))
-    # With drafts vLLM keeps several states of a Mamba layer; the rig's model knows of one.
-    if "mamba" not in kinds:
-        shape = replace(shape, speculates=rng.choice([0, 0, 1, 3]))
+    shape = replace(shape, speculates=rng.choice([0, 0, 1, 3]))
     shape = _draw_ways_to_ask(rng, shape)
     # Where chunks share hashes routers have too little to go by: docs/how-to/behind-llm-d.md.
     has_shared_hashes = shape.blocks_per_chunk > 1 or shape.unit is not None
@@ -162,9 +160,9 @@ def _draw_ways_to_ask(rng: random.Random, shape: Shape) -> Shape:
     has_states = "mamba" in shape.kinds
     shape = replace(shape, skips=rng.choice([0.0, 0.0, 0.2]), stops=rng.choice([0.0, 0.5]))
     if has_states and shape.sessions and shape.asynchronous:
-        # vLLM has run the state on with a token that it drops when the next part comes: what is
+        # vLLM has run the state on with tokens that it drops when the next part comes: what is
         # read then is wrong with no connector's help.
-        shape = replace(shape, stops=0.0)
+        shape = replace(shape, stops=0.0, speculates=0)
     chunks = rng.choice([0, 0, 5, None])
     if chunks is None and not has_states:  # vLLM cuts prompts at states
         shape = replace(shape, chunks=None, batched_tokens_max=64)  # a step has room for any

@@ -15,6 +15,8 @@ SHAPES = {
     "windows alone": {"kinds": ("window:8", "window:16")},
     "a state": {"kinds": ("full", "mamba")},
     "a state, chunks of 3": {"kinds": ("full", "mamba"), "blocks_per_chunk": 3},
+    "a state, with drafts": {"kinds": ("full", "mamba"), "speculates": 3},
+    "a state beside a draft": {"kinds": ("full", "mamba"), "speculates": 1, "drafts": (0,)},
     "a state beside latent attention": {"kinds": ("mla", "mamba")},
     "a window and a state": {"kinds": ("full", "window:8", "mamba")},
     "windows, all ends of which are kept": {"kinds": ("full", "window:8"), "retention": None},
