@@ -67,6 +67,13 @@ def _telling_groups(real: Callable[..., Any]) -> Callable[..., Any]:
         on_groups_known = getattr(spec, "on_groups_known", None)
         if on_groups_known is not None:
             on_groups_known(kinds_of(made))
+            if _misnames_states(made):
+                log.warning(
+                    "with --prefix-match-unit vLLM may take the Mamba state within a block for the "
+                    "one behind it: its prefix cache serves other requests a wrong state, and so "
+                    "does each tier",
+                    remedy="remove --prefix-match-unit",
+                )
             if _loads_states_at_once(made):
                 log.warning(
                     f"{_AT_ONCE} is not used: the model has Mamba layers, and vLLM would end the "
@@ -78,6 +85,20 @@ def _telling_groups(real: Callable[..., Any]) -> Callable[..., Any]:
         return made
 
     return from_spec
+
+
+def _misnames_states(made: Any) -> bool:  # noqa: ANN401 - vLLM has no stubs
+    """Tell whether vLLM may give a state within a block the name of the whole block.
+
+    It does if a hit ends within the block, and the step that goes on from there leaves its state
+    further on because it keeps one from within the step. Mamba 2 does that in both releases.
+    """
+    return any(
+        isinstance(each.kv_cache_spec, MambaSpec)
+        and each.kv_cache_spec.num_prefill_checkpoint_blocks > 0
+        and each.tokens_per_block > made.tokens_per_hash
+        for each in made.kv_group_configs
+    )
 
 
 def _loads_states_at_once(made: Any) -> bool:  # noqa: ANN401 - vLLM has no stubs

@@ -163,7 +163,14 @@ def engine(shape: Shape, rng: random.Random, folder: Path) -> Iterator[Engine]:
         (RigExecutor,),
         {
             "specs": [
-                layers(shape.kinds, shape.layers_each, shape.ranks, stage, shape.speculates)
+                layers(
+                    shape.kinds,
+                    shape.layers_each,
+                    shape.ranks,
+                    stage,
+                    drafts=shape.speculates,
+                    checkpoints=int(shape.checkpoints),
+                )
                 for stage in range(shape.stages)
                 for _ in range(shape.ranks)
             ],
@@ -322,7 +329,8 @@ def _blocks_least(shape: Shape) -> int:
         if window:
             in_flight = shape.batched_tokens_max * (shape.stages + shape.asynchronous)
             tokens = min(tokens, int(window) - 1 + in_flight)
-        needed += 4 + shape.speculates if kind == "mamba" else -(-tokens // BLOCK_TOKENS) + 1
+        states = 4 + shape.speculates + shape.checkpoints
+        needed += states if kind == "mamba" else -(-tokens // BLOCK_TOKENS) + 1
     return needed
 
 

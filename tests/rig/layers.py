@@ -29,21 +29,28 @@ that all pages are of one size."""
 
 
 def layers(
-    kinds: Sequence[str], layers_each: int, ranks: int = 1, stage: int = 0, drafts: int = 0
+    kinds: Sequence[str],
+    layers_each: int,
+    ranks: int = 1,
+    stage: int = 0,
+    *,
+    drafts: int = 0,
+    checkpoints: int = 0,
 ) -> dict[str, KVCacheSpec]:
     """Return the spec of each layer of a stage.
 
     Kinds: full, mla, mamba, window:TOKENS, and those of ``SMALLER`` with a window, as half:TOKENS.
-    ``drafts``: how many tokens are proposed after each step.
+    ``drafts``: how many tokens are proposed after each step. ``checkpoints``: how many states
+    from within a step a Mamba layer keeps, beside the one behind it.
     """
     return {
-        f"model.layers.{number * layers_each + n}.{kind}": _spec(kind, ranks, drafts)
+        f"model.layers.{number * layers_each + n}.{kind}": _spec(kind, ranks, drafts, checkpoints)
         for number, kind in enumerate(kinds, stage * len(kinds))
         for n in range(layers_each)
     }
 
 
-def _spec(kind: str, ranks: int, drafts: int) -> KVCacheSpec:
+def _spec(kind: str, ranks: int, drafts: int, checkpoints: int) -> KVCacheSpec:
     kind, _, window = kind.partition(":")
     shape: dict[str, Any] = {
         "block_size": BLOCK_TOKENS,
@@ -68,4 +75,6 @@ def _spec(kind: str, ranks: int, drafts: int) -> KVCacheSpec:
         page_size_padded=PAGE_BYTES // ranks,
         mamba_cache_mode="align",
         num_speculative_blocks=drafts,
+        num_prefill_checkpoint_blocks=checkpoints,
+        prefill_checkpoint_alignment=1 if checkpoints else None,
     )

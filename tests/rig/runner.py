@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 
@@ -96,6 +97,7 @@ class Runner:
         self._world = world
         self._requests: dict[str, _Running] = {}
         self._context = rank % world.contexts
+        self._config = config
         self._groups = [
             (
                 group.kv_cache_spec,
@@ -204,6 +206,8 @@ class Runner:
                 drafts = [*drafts, *scheduled_drafts][: len(scheduled_drafts)]
                 end = first + count
                 self._read(request, tables, first)
+                if not drafts:
+                    self._write_checkpoint(prefix, tables, first, end)
                 self._write(prefix.drafted(drafts), tables, first, end, len(drafts))
                 if end == len(prefix.tokens) + len(drafts):
                     sampled[number] += prefix.sample(drafts)
@@ -288,6 +292,30 @@ class Runner:
                 tokens, blocks, offsets = self._places(spec, table, start, end)
             for layer in layers:
                 layer.pages[put(blocks), :, put(offsets)] = put(layer.words(digests[tokens]))
+
+    def _write_checkpoint(
+        self, prefix: Prefix, tables: list[list[int]], start: int, end: int
+    ) -> None:
+        """Write the Mamba state from within a part of a prompt for which vLLM has a block."""
+        digests, put = prefix.digests(end), self._device.put
+        for (spec, layers), table in zip(self._groups, tables, strict=True):
+            if not isinstance(spec, MambaSpec) or not spec.num_prefill_checkpoint_blocks:
+                continue
+            (offset,), (place,) = compute_mamba_prefill_checkpoints(
+                [end],
+                [end - start],
+                hash_block_size=self._config.hash_block_size,
+                mamba_block_size=spec.block_size,
+                checkpoint_alignment=spec.prefill_checkpoint_alignment,
+                drop_eagle_block=False,
+                cache_hit_alignment_tokens=self._config.cache_hit_alignment_tokens,
+            )
+            if offset and table[place]:  # block 0 is none
+                token = start + offset - 1
+                _, blocks, offsets = _state_places(table, token, place, 1)
+                for layer in layers:
+                    words = layer.words(digests[[token]])
+                    layer.pages[put(blocks), :, put(offsets)] = put(words)
 
     def _keep_state(
         self, request: _Running, tables: list[list[int]], end: int, drafts: int, wrong: int

@@ -68,6 +68,7 @@ class Shape:
     samples_max: int = 1  #: of one prompt: vLLM makes a request of each
     priorities: int = 1  #: of requests; with several, the last of the lowest is preempted first
     speculates: int = 0  #: tokens that are drafted after each step
+    checkpoints: bool = False  #: Mamba layers keep a state from within a step, too
     sessions: float = 0.0  #: chance of a request whose prompt comes in parts, with outputs between
     caches: bool = True  #: vLLM keeps a prefix cache on the GPU
     chunks: int | None = 0  #: tokens of one prompt a step; 0: what there is room for; None: all
@@ -149,6 +150,10 @@ def draw_shape(rng: random.Random) -> Shape:
     if shape.ranks == 1 and not shape.canonical:
         shape = replace(shape, stages=rng.choice([1, 1, 1, 2]))
     shape = replace(shape, speculates=rng.choice([0, 0, 1, 3]))
+    if "mamba" in kinds and shape.unit is None:
+        # With a unit vLLM names the state at which a hit ends within a block as that of the whole
+        # block, if the step that goes on from there keeps one further on: its own cache is wrong.
+        shape = replace(shape, checkpoints=rng.random() < 0.5)
     shape = _draw_ways_to_ask(rng, shape)
     # Where chunks share hashes routers have too little to go by: docs/how-to/behind-llm-d.md.
     has_shared_hashes = shape.blocks_per_chunk > 1 or shape.unit is not None

@@ -16,6 +16,7 @@ SHAPES = {
     "a state": {"kinds": ("full", "mamba")},
     "a state, chunks of 3": {"kinds": ("full", "mamba"), "blocks_per_chunk": 3},
     "a state, with drafts": {"kinds": ("full", "mamba"), "speculates": 3},
+    "a state from within a step": {"kinds": ("full", "mamba"), "checkpoints": True},
     "a state beside a draft": {"kinds": ("full", "mamba"), "speculates": 1, "drafts": (0,)},
     "a state beside latent attention": {"kinds": ("mla", "mamba")},
     "a window and a state": {"kinds": ("full", "window:8", "mamba")},
