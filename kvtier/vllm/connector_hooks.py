@@ -3,7 +3,8 @@
 Which groups look back how far, and which are a draft's (``kvtier/vllm/group_kinds.py``); which
 requests it leaves waiting (``kvtier/vllm/resumed.py``); and that a request ends in this step, of
 which a manager hears in the next (``kvtier/vllm/metrics.py``). With 0.32 a fourth is, to keep the
-connector from storing the wrong blocks of a prompt that a client streams.
+connector from storing the wrong blocks of a prompt that a client streams. The first also says,
+and prevents where it can, what vLLM does wrong with the Mamba layers of such groups.
 """
 
 from __future__ import annotations
@@ -65,23 +66,24 @@ def _telling_groups(real: Callable[..., Any]) -> Callable[..., Any]:
     def from_spec(cls: Any, spec: Any, *rest: Any, **named: Any) -> Any:  # noqa: ANN401 - no stubs
         made = real(cls, spec, *rest, **named)
         on_groups_known = getattr(spec, "on_groups_known", None)
-        if on_groups_known is not None:
-            on_groups_known(kinds_of(made))
-            if _misnames_states(made):
-                log.warning(
-                    "with --prefix-match-unit vLLM may take the Mamba state within a block for the "
-                    "one behind it: its prefix cache serves other requests a wrong state, and so "
-                    "does each tier",
-                    remedy="remove --prefix-match-unit",
-                )
-            if _loads_states_at_once(made):
-                log.warning(
-                    f"{_AT_ONCE} is not used: the model has Mamba layers, and vLLM would end the "
-                    "engine when the GPU's blocks run out",
-                    remedy="remove the key",
-                )
-                spec.extra_config[_AT_ONCE] = 0
-                made = real(cls, spec, *rest, **named)
+        if on_groups_known is None:
+            return made
+        on_groups_known(kinds_of(made))
+        if _misnames_states(made):
+            log.warning(
+                "with --prefix-match-unit vLLM may take the Mamba state within a block for the "
+                "one behind it: its prefix cache serves other requests a wrong state, and so "
+                "does each tier",
+                remedy="remove --prefix-match-unit",
+            )
+        if _loads_states_at_once(made):
+            log.warning(
+                f"{_AT_ONCE} is not used: the model has Mamba layers, and vLLM would end the "
+                "engine when the GPU's blocks run out",
+                remedy="remove the key",
+            )
+            spec.extra_config[_AT_ONCE] = 0
+            made = real(cls, spec, *rest, **named)
         return made
 
     return from_spec
@@ -94,10 +96,9 @@ def _misnames_states(made: Any) -> bool:  # noqa: ANN401 - vLLM has no stubs
     further on because it keeps one from within the step. Mamba 2 does that in both releases.
     """
     return any(
-        isinstance(each.kv_cache_spec, MambaSpec)
-        and each.kv_cache_spec.num_prefill_checkpoint_blocks > 0
+        each.kv_cache_spec.num_prefill_checkpoint_blocks > 0
         and each.tokens_per_block > made.tokens_per_hash
-        for each in made.kv_group_configs
+        for each in _groups_of_states(made)
     )
 
 
@@ -107,8 +108,11 @@ def _loads_states_at_once(made: Any) -> bool:  # noqa: ANN401 - vLLM has no stub
     For such a load vLLM 0.33 counts one GPU block less than it takes, and ends the engine where
     that was the last. (0.32 has no such loads.)
     """
-    has_states = any(isinstance(each.kv_cache_spec, MambaSpec) for each in made.kv_group_configs)
-    return has_states and getattr(made, "sync_load_budget_bytes", 0) > 0
+    return bool(_groups_of_states(made)) and getattr(made, "sync_load_budget_bytes", 0) > 0
+
+
+def _groups_of_states(made: Any) -> list[Any]:  # noqa: ANN401 - vLLM has no stubs
+    return [each for each in made.kv_group_configs if isinstance(each.kv_cache_spec, MambaSpec)]
 
 
 def _telling_who_waits(real: Callable[..., Any]) -> Callable[..., Any]:

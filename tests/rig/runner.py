@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
     from tests.rig.device import Device
 
+    _Places = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+    """Tokens, and where each one's KV is: the block, and the place in it."""
+
 
 class WrongKV(AssertionError):
     """Raised when attention would have read what the model never wrote there."""
@@ -243,7 +246,7 @@ class Runner:
                 start = max(0, end - spec.sliding_window + 1)
             if isinstance(spec, MambaSpec):
                 known = request.state
-                place = (end - 1) // spec.block_size if known is None else known
+                place = _state_place(spec, end) if known is None else known
                 places = _state_places(table, end - 1, place, 1)
             else:
                 places = self._places(spec, table, start, end)
@@ -254,7 +257,7 @@ class Runner:
         self,
         request: _Running,
         layer: _Layer,
-        places: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
+        places: _Places,
         digests: NDArray[np.uint64],
     ) -> None:
         tokens, blocks, offsets = places
@@ -283,21 +286,19 @@ class Runner:
         self, prefix: Prefix, tables: list[list[int]], start: int, end: int, drafts: int
     ) -> None:
         """Write the KV of the tokens up to ``end``, of which the last ones are drafts."""
-        digests, put = prefix.digests(end), self._device.put
+        digests = prefix.digests(end)
         for (spec, layers), table in zip(self._groups, tables, strict=True):
             if isinstance(spec, MambaSpec):  # a state before all drafts, and one behind each
                 place = _state_place(spec, end)
-                tokens, blocks, offsets = _state_places(table, end - 1 - drafts, place, drafts + 1)
+                places = _state_places(table, end - 1 - drafts, place, drafts + 1)
             else:
-                tokens, blocks, offsets = self._places(spec, table, start, end)
-            for layer in layers:
-                layer.pages[put(blocks), :, put(offsets)] = put(layer.words(digests[tokens]))
+                places = self._places(spec, table, start, end)
+            self._write_places(layers, places, digests)
 
     def _write_checkpoint(
         self, prefix: Prefix, tables: list[list[int]], start: int, end: int
     ) -> None:
         """Write the Mamba state from within a part of a prompt for which vLLM has a block."""
-        digests, put = prefix.digests(end), self._device.put
         for (spec, layers), table in zip(self._groups, tables, strict=True):
             if not isinstance(spec, MambaSpec) or not spec.num_prefill_checkpoint_blocks:
                 continue
@@ -312,10 +313,16 @@ class Runner:
             )
             if offset and table[place]:  # block 0 is none
                 token = start + offset - 1
-                _, blocks, offsets = _state_places(table, token, place, 1)
-                for layer in layers:
-                    words = layer.words(digests[[token]])
-                    layer.pages[put(blocks), :, put(offsets)] = put(words)
+                places = _state_places(table, token, place, 1)
+                self._write_places(layers, places, prefix.digests(end))
+
+    def _write_places(
+        self, layers: list[_Layer], places: _Places, digests: NDArray[np.uint64]
+    ) -> None:
+        put = self._device.put
+        tokens, blocks, offsets = places
+        for layer in layers:
+            layer.pages[put(blocks), :, put(offsets)] = put(layer.words(digests[tokens]))
 
     def _keep_state(
         self, request: _Running, tables: list[list[int]], end: int, drafts: int, wrong: int
@@ -325,7 +332,7 @@ class Runner:
         One that ends a block is copied to where vLLM's cache and the connector look for it.
         """
         before_drafts, right = end - drafts, end - wrong
-        for (spec, layers), table in zip(self._groups, tables, strict=True):
+        for (spec, _), table in zip(self._groups, tables, strict=True):
             if not isinstance(spec, MambaSpec):
                 continue
             place = _state_place(spec, end)
@@ -336,14 +343,11 @@ class Runner:
             target = _state_place(spec, full)
             source = place + full - before_drafts
             if source != target:
-                for layer in layers:
-                    layer.pages[table[target]] = layer.pages[table[source]]
+                self._copy_block(table[source], table[target])
             if target == place:
                 request.state = place
 
-    def _places(
-        self, spec: Any, table: list[int], start: int, end: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def _places(self, spec: Any, table: list[int], start: int, end: int) -> _Places:
         """Return those tokens that this rank has, and where each one's KV is: block, and place."""
         contexts = self._world.contexts
         tokens = np.arange(start, end)
@@ -368,9 +372,7 @@ def _state_place(spec: MambaSpec, end: int) -> int:
     return int((end - 1) // spec.block_size)
 
 
-def _state_places(
-    table: list[int], first: int, place: int, count: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+def _state_places(table: list[int], first: int, place: int, count: int) -> _Places:
     """Return tokens whose states lie in one place of the table after the other."""
     blocks = np.array(table[place : place + count], dtype=np.int64)
     return np.arange(first, first + count), blocks, np.zeros(count, dtype=np.int64)
