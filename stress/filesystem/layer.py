@@ -55,8 +55,8 @@ class FilesystemLayer(RuntimeLayer):
     @contextmanager
     def world(self, folder: Path, record: Record) -> Iterator[None]:
         """Mount the filesystem. Raises ``Failure`` where there is no FUSE."""
-        if why_no_fuse():
-            raise Failure(why_no_fuse())
+        if remedy := why_no_fuse():
+            raise Failure(f"this layer needs FUSE: {remedy}")
         source, mount, aside = folder / "source", folder / "mounted", folder / "aside"
         for each in (source, mount):
             each.mkdir(mode=0o700)

@@ -11,18 +11,12 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import pytest
-
 from stress.filesystem import fuse_folder as soaked
 from tests.support.patience import PATIENCE_S, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-needs_fuse = pytest.mark.skipif(
-    bool(soaked.why_no_fuse()), reason=soaked.why_no_fuse() or "FUSE is here"
-)
 
 
 class FuseFolder(soaked.FuseFolder):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Final
 
+from tests.support.needs import require
 from tests.support.patience import PATIENCE_S
 from tests.support.server_program import HOST, ServerProgram, free_port
 
@@ -21,7 +23,8 @@ OWNERS_EXPIRE: Final = ("--default_kv_lease_ttl=600000", "--client_ttl=10")
 
 
 def program_path(name: str) -> str:
-    """Return where a program of the package is."""
+    """Return where a program of the package is. Without its libraries the test is skipped."""
+    require("mooncake")
     return str(resources.files("mooncake").joinpath(name))
 
 
@@ -31,7 +34,7 @@ class Program(ServerProgram):
     port: int
 
     def __init__(self, name: str, log: Path, port: int, *arguments: str) -> None:
-        libraries = str(resources.files("mooncake"))
+        libraries = f"{resources.files('mooncake')}:{os.environ.get('LD_LIBRARY_PATH', '')}"
         command = [program_path(name), *arguments]
         super().__init__(command, log, port, {"LD_LIBRARY_PATH": libraries})
 

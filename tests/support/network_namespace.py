@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import importlib
-import os
 import re
-import shutil
 import socket
 import struct
 import subprocess
@@ -19,18 +17,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import pytest
-
 from kvtier.tools.process_group import process_group
-from tests.conftest import NEEDS_ROOT
 from tests.support.server_program import ending_with_this_process
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-
-needs_namespace = pytest.mark.skipif(
-    os.geteuid() != 0, reason=f"{NEEDS_ROOT} to make a network namespace"
-)
 
 REPOSITORY: Final = Path(__file__).parents[2]
 _TABLE: Final = "inet faults"
@@ -98,7 +89,6 @@ def run_inside(part: Callable[..., Awaitable[None]], folder: Path, *arguments: s
 
     It is called with the ``Network``, the folder and the arguments.
     """
-    assert shutil.which("nft"), "there is no nft: apt-get install nftables"
     command = ["unshare", "--net", sys.executable, "-m"]
     command += [__name__, part.__module__, part.__name__, str(folder), *arguments]
     with process_group(

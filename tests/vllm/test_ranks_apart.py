@@ -13,10 +13,11 @@ from kvtier.vllm import KVTierOffloadingSpec
 from kvtier.vllm.namespace import build_namespace, publish_facts
 from kvtier.vllm.region import HostRegion
 from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
+from tests.support.needs import needs
 from tests.vllm.support.engine import kvtier_config
 from tests.vllm.support.offloading import CONFIG
 from tests.vllm.support.play import ours_in_shm
-from tests.vllm.support.ranks import can_be_apart, mapping_rank
+from tests.vllm.support.ranks import mapping_rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,7 +62,7 @@ def rank_1(spec: Any, folder: Path, *, apart: bool) -> AbstractContextManager[Ch
     )
 
 
-@pytest.mark.skipif(not can_be_apart(), reason="needs the right to mount")
+@needs("mount")
 def test_a_rank_with_a_memory_of_its_own_is_refused_before_anything_is_served(
     spec: Any, log_folder: Path
 ) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 from structlog.testing import capture_logs
 
-from tests.support.fuse_folder import fuse_folder, needs_fuse
+from tests.support.fuse_folder import fuse_folder
+from tests.support.needs import needs
 from tests.support.patience import PATIENCE_S
 from tests.support.redis_servers import free_port, running
 from tests.vllm.support.managers import manager
@@ -76,7 +77,7 @@ def test_a_vllm_that_kvtier_is_not_tested_with_is_named(
     assert [each["vllm"] for each in warned] == ([] if is_tested else [installed])
 
 
-@needs_fuse
+@needs("fuse")
 def test_a_tier_that_the_engine_starts_without_is_named(tmp_path: Path) -> None:
     """It may be used later; its own line says then what is in it."""
     with fuse_folder(tmp_path) as folder:

@@ -10,16 +10,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
 from kvtier.plugin_api.backend import block_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 REPOSITORY = Path(__file__).parents[3]
-
-needs_mount = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
 
 
 def key_of(number: int, group: int = 0) -> bytes:

@@ -12,9 +12,9 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.posix import shared_mode
-from tests.support.fuse_folder import fuse_folder, needs_fuse
+from tests.support.fuse_folder import fuse_folder
+from tests.support.needs import needs
 from tests.support.patience import PATIENCE_S
-from tests.unit.backends._media import needs_mount as needs_root
 from tests.unit.backends._media import start_python
 from tests.unit.backends.disk._disk import make_disk, open_disk
 from tests.unit.backends.fs._fs import make_fs, open_fs
@@ -69,7 +69,7 @@ def test_modes_follow_the_group_bits_of_the_root_and_never_the_others(
     assert (shared_mode(0o700, root), shared_mode(0o600, root)) == (folder, file)
 
 
-@needs_root
+@needs("root")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_second_user_of_a_folders_group_reads_and_writes_there(kind: str, tmp_path: Path) -> None:
     """OpenShift gives each pod a user of its own, and all of them one group."""
@@ -82,7 +82,7 @@ def test_a_second_user_of_a_folders_group_reads_and_writes_there(kind: str, tmp_
     assert modes["folders"] <= {0o770}
 
 
-@needs_root
+@needs("root")
 @pytest.mark.parametrize("below", ["", "/writers"])
 def test_the_refusal_of_another_users_folder_names_that_folder(below: str, tmp_path: Path) -> None:
     root = made(tmp_path / "kv", 0o2770)
@@ -96,7 +96,7 @@ def test_the_refusal_of_another_users_folder_names_that_folder(below: str, tmp_p
         assert word in said, said
 
 
-@needs_root
+@needs("root")
 def test_the_refusal_of_another_users_disk_folder_names_the_file(tmp_path: Path) -> None:
     root = made(tmp_path / "kv", 0o2770)
     assert opened_by(2001, "disk", root, 1, 0) == (0, "")
@@ -106,7 +106,7 @@ def test_the_refusal_of_another_users_disk_folder_names_the_file(tmp_path: Path)
     assert f"{root}/lock" in said
 
 
-@needs_fuse
+@needs("fuse")
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_mount_that_is_open_to_all_is_used_if_that_is_said(
     kind: str, tmp_path: Path

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import uuid
-from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, strategies
 
 from kvtier.plugin_api.machine import free_memory_bytes, machine_memory_bytes
+from tests.support.needs import GROUP_LIMIT_BYTES, control_group, needs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
+    from pathlib import Path
 
 MIB = 1 << 20
 MEMINFO = "MemTotal:       16777216 kB\nMemFree:  1 kB\nMemAvailable:    8388608 kB\n"
@@ -142,7 +141,6 @@ def test_odd_files_raise_nothing(tmp_path_factory: pytest.TempPathFactory, odd: 
     free_memory_bytes(root)
 
 
-LIMIT = 512 * MIB
 IN_A_GROUP = f"""
 import os, sys
 for folder in sys.argv[1:]:
@@ -154,36 +152,9 @@ print(machine_memory_bytes(), free_memory_bytes())
 """
 
 
-@contextmanager
-def real_group() -> Iterator[Path | None]:
-    """Make a control group with a limit, where this user may; else yield None."""
-    for mount, limit in (
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
-        ("/sys/fs/cgroup", "memory.max"),
-    ):
-        folder = Path(mount) / f"kvtier-test-{uuid.uuid4()}"
-        try:
-            folder.mkdir()
-        except OSError:
-            continue
-        try:
-            (folder / limit).write_text(str(LIMIT))
-        except OSError:
-            folder.rmdir()
-            continue
-        try:
-            yield folder
-        finally:
-            with suppress(OSError):
-                folder.rmdir()
-        return
-    yield None
-
-
+@needs("control group")
 def test_a_real_group_s_limit_is_found() -> None:
-    with real_group() as folder:
-        if folder is None:
-            pytest.skip("needs to make control groups, which this user may not")
+    with control_group() as folder:
         run = subprocess.run(
             [sys.executable, "-c", IN_A_GROUP, str(folder)],
             capture_output=True,
@@ -192,8 +163,8 @@ def test_a_real_group_s_limit_is_found() -> None:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
     most, free = map(int, run.stdout.split())
-    assert most == LIMIT
-    assert 0 < free <= LIMIT - 128 * MIB
+    assert most == GROUP_LIMIT_BYTES
+    assert 0 < free <= GROUP_LIMIT_BYTES - 128 * MIB
 
 
 def test_this_machine_has_memory() -> None:

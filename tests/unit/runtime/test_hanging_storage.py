@@ -23,7 +23,8 @@ from kvtier.plugin_api.backend import BackendContext, Namespace, Outcome
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.runtime import open_runtime
 from kvtier.settings.runtime_config import RuntimeConfig, TierConfig
-from tests.support.fuse_folder import FuseFolder, fuse_folder, needs_fuse
+from tests.support.fuse_folder import FuseFolder, fuse_folder
+from tests.support.needs import needs
 from tests.support.patience import PATIENCE_S, until
 from tests.unit.backends._media import start_python
 
@@ -43,7 +44,7 @@ START_S = {"thread": 0.1, "process": 300.0}
 KEYS = tuple(bytes([number]) * 36 for number in range(4))
 CONTEXT = BackendContext(BLOCK, Namespace({"model": "m"}), "1:x")
 
-pytestmark = [needs_fuse, pytest.mark.slow]
+pytestmark = [needs("fuse"), pytest.mark.slow]
 every_host = pytest.mark.parametrize("cell", ["thread", "process"])
 every_tier_on_every_host = pytest.mark.parametrize(
     ("kind", "cell"),

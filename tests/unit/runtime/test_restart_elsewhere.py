@@ -19,7 +19,8 @@ from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.settings.runtime_config import TierConfig
 from kvtier.tier.bounded_tier import BoundedTier
 from kvtier.tier.unbounded_tier import UnboundedTier
-from tests.support.fuse_folder import FuseFolder, fuse_folder, needs_fuse
+from tests.support.fuse_folder import FuseFolder, fuse_folder
+from tests.support.needs import needs
 from tests.support.patience import PATIENCE_S, until
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ BLOCK = 8192
 KEYS = tuple(bytes([number]) * 36 for number in range(2))
 CONTEXT = BackendContext(BLOCK, Namespace({"model": "m"}), "1:x")
 
-pytestmark = [needs_fuse, pytest.mark.slow]
+pytestmark = [needs("fuse"), pytest.mark.slow]
 
 
 @pytest.fixture

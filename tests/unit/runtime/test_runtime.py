@@ -9,7 +9,8 @@ import pytest
 from kvtier import ConfigError, Namespace, RuntimeConfig, SlotMemory, open_runtime
 from kvtier.hosts import thread_host
 from kvtier.tier.unbounded_tier import UnboundedTier
-from tests.support.fuse_folder import fuse_folder, needs_fuse
+from tests.support.fuse_folder import fuse_folder
+from tests.support.needs import needs
 from tests.support.patience import PATIENCE_S, until
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def test_blocks_survive_the_runtime_that_stored_them(tmp_path: Path) -> None:
     assert second.facade.close() is True
 
 
-@needs_fuse
+@needs("fuse")
 def test_closing_over_a_hung_read_says_that_the_memory_is_in_use(tmp_path: Path) -> None:
     """The read may end much later, and write into a slot: it must still be there."""
     with fuse_folder(tmp_path) as folder:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.fuse_folder import needs_fuse
+from tests.support.needs import needs
 from tests.support.patience import PATIENCE_S, until
 
 if TYPE_CHECKING:
@@ -96,13 +96,13 @@ def started() -> Iterator[list[Soak]]:
     [
         ("runtime", has_begun, signal.SIGTERM),
         ("remote", has_a_folder, signal.SIGTERM),
-        pytest.param("filesystem", starts_a_tier, signal.SIGINT, marks=needs_fuse),
-        pytest.param("filesystem", serves_under_faults, signal.SIGTERM, marks=needs_fuse),
+        pytest.param("filesystem", starts_a_tier, signal.SIGINT, marks=needs("fuse")),
+        pytest.param("filesystem", serves_under_faults, signal.SIGTERM, marks=needs("fuse")),
         # What these leave is among what the others do: the runtime layer has no mounts.
         pytest.param("runtime", has_a_folder, signal.SIGINT, marks=pytest.mark.long),
         pytest.param("runtime", serves_under_faults, signal.SIGTERM, marks=pytest.mark.long),
         pytest.param(
-            "filesystem", has_a_folder, signal.SIGTERM, marks=[needs_fuse, pytest.mark.long]
+            "filesystem", has_a_folder, signal.SIGTERM, marks=[needs("fuse"), pytest.mark.long]
         ),
     ],
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from stress.planted.planting import planted, plants
-from tests.support.fuse_folder import needs_fuse
+from tests.support.needs import needs
 
 REPOSITORY = Path(__file__).parents[3]
 ALL = "KVTIER_SOAK_PLANTS"
@@ -51,7 +51,7 @@ pytestmark = pytest.mark.slow
 
 
 def of(name: str) -> object:
-    marks = [needs_fuse] if plants()[name].layer == "filesystem" else []
+    marks = [needs("fuse")] if plants()[name].layer == "filesystem" else []
     return pytest.param(name, marks=marks)
 
 

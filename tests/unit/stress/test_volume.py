@@ -12,9 +12,8 @@ import pytest
 from stress.filesystem.faults import FilesystemFaults
 from stress.filesystem.volume import Volume
 from stress.plan import Fault
-from tests.support.fuse_folder import needs_fuse
+from tests.support.needs import needs
 from tests.support.patience import until
-from tests.unit.backends._media import needs_mount
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 BLOCK = bytes(100_000)
 
-pytestmark = needs_mount
+pytestmark = needs("mount")
 
 
 @pytest.fixture
@@ -66,7 +65,7 @@ def fill(folder: Path) -> None:
         (folder / f"{number}").write_bytes(BLOCK)
 
 
-@needs_fuse
+@needs("fuse")
 @pytest.mark.parametrize("target", ["bytes", "files"])
 def test_a_fault_counts_the_calls_that_found_no_room(target: str, place: Path) -> None:
     """A fault that hits nothing shows nothing."""

@@ -17,7 +17,8 @@ from kvtier.tools import answering
 from kvtier.tools.answering import answers
 from kvtier.tools.cli.exit_status import BAD_INPUT
 from kvtier.tools.cli.main import main
-from tests.support.fuse_folder import FuseFolder, fuse_folder, needs_fuse
+from tests.support.fuse_folder import FuseFolder, fuse_folder
+from tests.support.needs import needs
 from tests.support.patience import PATIENCE_S
 from tests.unit.backends.disk._disk import open_disk
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = [needs_fuse, pytest.mark.slow]
+pytestmark = [needs("fuse"), pytest.mark.slow]
 
 ANSWER_S = 0.01
 """So long a command waits for storage, once the test has seen that it hangs: it never answers."""

@@ -19,8 +19,9 @@ from kvtier.plugin_api.backend import BackendContext, LoadBlock, Outcome, StoreB
 from kvtier_backends.disk.folder import claim
 from kvtier_backends.disk.folder.claim import capacity_bytes_min, plan_folder
 from kvtier_backends.disk.log.regions import WRITE_AMPLIFICATION_MAX
+from tests.support.needs import needs
 from tests.support.patience import PATIENCE_S
-from tests.unit.backends._media import mount, needs_mount, start_python, tmpfs, unmount
+from tests.unit.backends._media import mount, start_python, tmpfs, unmount
 from tests.unit.backends.disk._disk import (
     BLOCK_BYTES,
     CAPACITY_BYTES,
@@ -365,7 +366,7 @@ async def test_old_blocks_are_swept_told_and_not_recovered(tmp_path: Path) -> No
 # --- faults ---
 
 
-@needs_mount
+@needs("mount")
 async def test_a_disk_that_others_fill_is_used_as_far_as_it_goes(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "small", "1m") as mounted:
         async with open_disk(mounted / "kv") as disk:
@@ -448,7 +449,7 @@ async def test_a_folder_that_comes_back_is_empty_until_the_next_start(tmp_path: 
         assert len(found) > 20
 
 
-@needs_mount
+@needs("mount")
 async def test_a_folder_on_a_disk_that_was_unmounted_is_not_made_below_it(tmp_path: Path) -> None:
     """Otherwise the blocks would fill the disk that the mount point lies on."""
     with tmpfs(tmp_path / "small", "4m") as mounted:

@@ -11,7 +11,8 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.disk.folder import capacity
-from tests.unit.backends._media import needs_mount, tmpfs
+from tests.support.needs import needs
+from tests.unit.backends._media import tmpfs
 from tests.unit.backends.disk._disk import make_disk, open_disk
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def test_an_empty_folder_takes_no_memory_for_its_capacity(tmp_path: Path) -> Non
     assert int(run.stdout.splitlines()[-1]) < 64 << 20
 
 
-@needs_mount
+@needs("mount")
 async def test_a_capacity_beyond_the_disk_is_told_and_works(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "small", "8m") as mounted:
         async with open_disk(mounted / "kv", capacity_bytes=64 << 20) as disk:

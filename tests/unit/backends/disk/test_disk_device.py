@@ -18,8 +18,9 @@ from kvtier_backends.disk.device import (
     Transfer,
     trim_segments,
 )
+from tests.support.needs import needs
 from tests.support.patience import PATIENCE_S
-from tests.unit.backends._media import needs_mount, tmpfs
+from tests.unit.backends._media import tmpfs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -206,7 +207,7 @@ def test_a_transfer_that_stops_short_goes_on_where_it_stopped() -> None:
     assert taken == b"abcdefghij"
 
 
-@needs_mount
+@needs("mount")
 async def test_a_full_disk_says_so_when_a_region_is_allocated(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "small", "96k") as small:
         device = make(small)

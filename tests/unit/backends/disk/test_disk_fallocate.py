@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtier.plugin_api.backend import Outcome
-from tests.support.fuse_folder import fuse_folder, needs_fuse
+from tests.support.fuse_folder import fuse_folder
+from tests.support.needs import needs
 from tests.unit.backends.disk._disk import make_disk, open_disk
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.anyio, needs_fuse]
+pytestmark = [pytest.mark.anyio, needs("fuse")]
 REFUSALS = [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL]
 
 

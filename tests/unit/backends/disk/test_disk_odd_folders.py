@@ -21,11 +21,11 @@ from kvtier_backends.disk.folder import claim, recovery
 from kvtier_backends.disk.folder.claim import read_superblock
 from kvtier_backends.disk.format import PAGE_BYTES, decode_header_untrusted, encode_header
 from kvtier_backends.disk.offline.inspection import Folder, user_of
+from tests.support.needs import needs
 from tests.support.patience import PATIENCE_S, until_true
 from tests.unit.backends._media import (
     descriptors_left,
     mount,
-    needs_mount,
     open_files,
     tmpfs,
     unmount,
@@ -145,7 +145,7 @@ async def test_a_folder_that_could_not_be_opened_is_used_once_it_can(
 # --- a folder that was mounted anew ---
 
 
-@needs_mount
+@needs("mount")
 async def test_a_folder_on_a_filesystem_with_another_number_is_used_again(tmp_path: Path) -> None:
     """As after a remount of FUSE, NFS or btrfs: the files are the same, ``st_dev`` is another."""
     with tmpfs(tmp_path / "first", "4m") as first, tmpfs(tmp_path / "second", "4m") as second:
@@ -175,7 +175,7 @@ async def test_a_folder_on_a_filesystem_with_another_number_is_used_again(tmp_pa
             unmount(place)
 
 
-@needs_mount
+@needs("mount")
 async def test_another_folder_on_another_filesystem_is_left_alone(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "first", "4m") as first, tmpfs(tmp_path / "second", "4m") as second:
         async with open_disk(second / "kv") as other:
@@ -233,7 +233,7 @@ ODD = [
     make_fifo,
     make_socket,
     make_folder,
-    pytest.param(make_device, marks=needs_mount),
+    pytest.param(make_device, marks=needs("mount")),
 ]
 
 

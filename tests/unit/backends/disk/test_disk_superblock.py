@@ -11,7 +11,8 @@ import pytest
 from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.disk.folder.claim import read_superblock
 from kvtier_backends.disk.format import PAGE_BYTES
-from tests.unit.backends._media import mount, needs_mount, tmpfs, unmount
+from tests.support.needs import needs
+from tests.unit.backends._media import mount, tmpfs, unmount
 from tests.unit.backends.disk._disk import open_disk
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ async def test_what_is_no_file_is_left_in_the_place_of_a_superblock(tmp_path: Pa
         assert superblock.is_file()
 
 
-@needs_mount
+@needs("mount")
 async def test_a_folder_that_lost_its_superblock_is_used_again_after_a_remount(
     tmp_path: Path,
 ) -> None:

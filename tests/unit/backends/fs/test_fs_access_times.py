@@ -11,7 +11,8 @@ import pytest
 from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.fs import access_times
 from kvtier_backends.fs.access_times import PAUSE_S, AccessTimes
-from tests.unit.backends._media import mount, needs_mount, tmpfs
+from tests.support.needs import needs
+from tests.unit.backends._media import mount, tmpfs
 from tests.unit.backends.fs._fs import open_fs
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Clock:
         return self.now_s
 
 
-@needs_mount
+@needs("mount")
 @pytest.mark.parametrize("option", ["noatime", "relatime"])
 @pytest.mark.parametrize("layout", ["kvtier", "vllm"])
 async def test_the_oldest_by_access_is_what_nobody_has_read(

@@ -14,7 +14,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvtier.plugin_api.backend import LoadBlock, Outcome
-from tests.support.fuse_folder import FuseFolder, needs_fuse
+from tests.support.fuse_folder import FuseFolder
+from tests.support.needs import needs
 from tests.support.patience import PATIENCE_S
 from tests.unit.backends.fs._fs import (
     BLOCK_BYTES,
@@ -154,7 +155,7 @@ async def test_a_file_in_a_folders_place_fails_stores_only(tmp_path: Path) -> No
         assert not await fs.probe(1)
 
 
-@needs_fuse
+@needs("fuse")
 async def test_a_hung_load_hangs_its_thread_only(tmp_path: Path) -> None:
     async with open_fs(tmp_path / "kv", n_read_threads=2) as fs:
         await fs.store(1)
@@ -179,7 +180,7 @@ async def test_a_hung_load_hangs_its_thread_only(tmp_path: Path) -> None:
             assert await fs.load(1) is Outcome.DONE
 
 
-@needs_fuse
+@needs("fuse")
 async def test_closing_while_a_load_hangs_does_not_wait(tmp_path: Path) -> None:
     context = replace(CONTEXT, tier_name="7:closing")
     async with open_fs(tmp_path / "kv", context, n_read_threads=1) as fs:

@@ -20,9 +20,10 @@ from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.fs import temporary
 from kvtier_backends.fs.files import BlockFiles
 from kvtier_backends.fs.temporary import Writer, parse_temporary_untrusted, this_writer
-from tests.support.fuse_folder import FuseFolder, fuse_folder, needs_fuse
+from tests.support.fuse_folder import FuseFolder, fuse_folder
+from tests.support.needs import needs
 from tests.support.patience import PATIENCE_S, until_true
-from tests.unit.backends._media import mount, needs_mount, start_python, tmpfs
+from tests.unit.backends._media import mount, start_python, tmpfs
 from tests.unit.backends.fs._fs import key_of, make_fs, open_fs
 
 pytestmark = pytest.mark.anyio
@@ -32,7 +33,7 @@ def child(call: str, root: Path, **options: Any) -> subprocess.Popen[str]:
     return start_python("-m", "tests.unit.backends.fs._fs_child", call, root, **options)
 
 
-@needs_mount
+@needs("mount")
 async def test_a_full_disk_is_full_and_keeps_nothing_unfinished(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "small", "256k") as root:
         async with open_fs(root) as fs:
@@ -53,7 +54,7 @@ async def test_a_full_disk_is_full_and_keeps_nothing_unfinished(tmp_path: Path) 
             assert await fs.store(50) is Outcome.DONE
 
 
-@needs_fuse
+@needs("fuse")
 async def test_a_disk_that_turns_read_only_fails_stores_and_serves_loads(tmp_path: Path) -> None:
     """As the kernel does after an error; nobody else can, while an engine has it open."""
     with fuse_folder(tmp_path) as folder:
@@ -71,7 +72,7 @@ async def test_a_disk_that_turns_read_only_fails_stores_and_serves_loads(tmp_pat
             assert await fs.store(3) is Outcome.DONE
 
 
-@needs_mount
+@needs("mount")
 def test_a_read_only_disk_is_refused_at_the_start(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "small", "1m") as root:
         make_fs(root)
@@ -80,7 +81,7 @@ def test_a_read_only_disk_is_refused_at_the_start(tmp_path: Path) -> None:
             make_fs(root)
 
 
-@needs_mount
+@needs("mount")
 async def test_what_this_user_may_not_read_fails_and_stays(tmp_path: Path) -> None:
     """EACCES says nothing of the copy. Root ignores modes, so the user id changes for real."""
     async with open_fs(tmp_path / "kv") as fs:
@@ -181,7 +182,7 @@ async def test_what_a_sweep_raises_is_counted_and_logged(
     assert "a thread of kvtier raised" in {line["event"] for line in lines}
 
 
-@needs_fuse
+@needs("fuse")
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_filesystem_that_lists_names_alone_is_swept_too(tmp_path: Path, fails: bool) -> None:
     """Each name's type is asked for; where that fails, the file is left to the next sweep."""

@@ -16,11 +16,11 @@ from structlog.testing import capture_logs
 
 from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.fs import place
-from tests.support.fuse_folder import FuseFolder, needs_fuse
+from tests.support.fuse_folder import FuseFolder
+from tests.support.needs import needs
 from tests.unit.backends._media import (
     descriptors_left,
     mount,
-    needs_mount,
     open_files,
     tmpfs,
     unmount,
@@ -87,7 +87,7 @@ async def expect_all_works(fs: Fs) -> None:
     assert await fs.load(4) is DONE
 
 
-@needs_mount
+@needs("mount")
 @pytest.mark.parametrize("below", [".", "cache/kv"])
 @pytest.mark.parametrize("layout", ["kvtier", "vllm"])
 async def test_nothing_is_written_into_a_bare_mount_point(
@@ -133,7 +133,7 @@ async def test_a_folder_that_changes_while_it_is_checked_is_not_begun_anew(
         await expect_all_works(fs)
 
 
-@needs_mount
+@needs("mount")
 async def test_a_bare_mount_point_with_an_older_cache_is_not_taken_for_the_mounted_one(
     mounted: Path,
 ) -> None:
@@ -151,7 +151,7 @@ async def test_a_bare_mount_point_with_an_older_cache_is_not_taken_for_the_mount
         await expect_all_works(fs)
 
 
-@needs_mount
+@needs("mount")
 async def test_another_filesystem_in_its_place_is_left_alone(mounted: Path) -> None:
     async with open_fs(mounted) as fs:
         assert await fs.store(1) is DONE
@@ -162,7 +162,7 @@ async def test_another_filesystem_in_its_place_is_left_alone(mounted: Path) -> N
         await expect_all_works(fs)
 
 
-@needs_mount
+@needs("mount")
 async def test_the_same_folder_under_another_device_number_is_taken_up(
     tmp_path: Path, mounted: Path
 ) -> None:
@@ -177,7 +177,7 @@ async def test_the_same_folder_under_another_device_number_is_taken_up(
         assert files_in(tmp_path / "real") == before
 
 
-@needs_mount
+@needs("mount")
 async def test_an_open_tier_keeps_its_filesystem_busy_and_a_closed_one_does_not(
     tmp_path: Path,
 ) -> None:
@@ -191,7 +191,7 @@ async def test_an_open_tier_keeps_its_filesystem_busy_and_a_closed_one_does_not(
         mount("-t", "tmpfs", "tmpfs", folder)  # there is one to take away
 
 
-@needs_mount
+@needs("mount")
 async def test_a_tier_lets_go_of_a_filesystem_that_was_taken_away(tmp_path: Path) -> None:
     """With the first call after ``umount -l``: the device must become free."""
     with tmpfs(tmp_path / "own", "8m") as folder:
@@ -211,7 +211,7 @@ def open_folders(folder: Path) -> list[str]:
     return [path for path in found if path.startswith(str(folder))]
 
 
-@needs_fuse
+@needs("fuse")
 async def test_a_filesystem_that_died_and_was_mounted_again_is_used_again(tmp_path: Path) -> None:
     """Of the folders that were open nothing can be asked any more, ever."""
     source, path = tmp_path / "source", tmp_path / "mounted"

@@ -11,6 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvtier.plugin_api.backend import Outcome
+from tests.support.needs import needs
 from tests.unit.backends.fs._fs import FILE_BYTES, key_of, make_fs, open_fs
 
 if TYPE_CHECKING:
@@ -45,9 +46,7 @@ def put_special(path: Path, kind: str) -> None:
         "socket",
         "link",
         "folder",
-        pytest.param(
-            "device", marks=pytest.mark.skipif(os.geteuid() != 0, reason="needs root for mknod")
-        ),
+        pytest.param("device", marks=needs("root")),
     ],
 )
 @pytest.mark.parametrize("direct", [True, False])

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.network_namespace import needs_namespace, run_inside
+from tests.support.needs import needs
+from tests.support.network_namespace import run_inside
 from tests.unit.backends.network import _inside
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [needs_namespace, pytest.mark.slow]
+pytestmark = [needs("network namespace"), pytest.mark.slow]
 
 Part = tuple[Callable[..., Any], *tuple[str, ...]]
 Ends = Callable[[Part], None]
@@ -79,6 +80,7 @@ def test_connections_that_a_firewall_forgot_cost_one_call(part: Part, ends: Ends
     ends(part)
 
 
+@needs("mooncake")
 @parts((_inside.owner_is_reset,))
 def test_an_owner_of_memory_that_resets_costs_its_blocks_until_it_answers(
     part: Part, ends: Ends

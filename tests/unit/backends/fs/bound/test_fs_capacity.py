@@ -14,8 +14,9 @@ from kvtier.plugin_api.backend import BackendContext, Outcome
 from kvtier_backends.fs.bound import keeper as keeper_module
 from kvtier_backends.fs.bound.names import SPACE, TERMS
 from tests.support.folder_files import files_of
+from tests.support.needs import needs
 from tests.support.patience import PATIENCE_S, until_true
-from tests.unit.backends._media import needs_mount, tmpfs
+from tests.unit.backends._media import tmpfs
 from tests.unit.backends.fs._fs import BLOCK_BYTES, CONTEXT, FILE_BYTES, Fs, key_of, make_fs
 from tests.unit.backends.fs.bound._timing import QUICK
 
@@ -162,7 +163,7 @@ async def test_small_files_that_cannot_be_written_cost_stores_only(
         assert await fs.load(1) is Outcome.DONE
 
 
-@needs_mount
+@needs("mount")
 async def test_a_filesystem_that_is_full_is_given_room_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
