@@ -95,12 +95,13 @@ def _values(option: OptionField) -> str:
     if bounds.get("choices"):
         return " or ".join(f'`"{choice}"`' for choice in bounds["choices"])
     least, most = bounds.get("minimum"), bounds.get("maximum", INTEGER_MAX)
-    if option.method is Options.integer:
-        return f"{least} or more" if most == INTEGER_MAX else f"{least} to {most}"
-    if option.method is Options.number:
-        if least is not None:
-            return f"{least:g} to {most:g}"
-        return "above 0" + ("" if most == SECONDS_MAX else f", up to {most:g}")
+    if option.method in (Options.integer, Options.whole_seconds):
+        bounded = f"{least} or more" if most == INTEGER_MAX else f"{least} to {most}"
+        return f"a duration, {bounded}" if option.method is Options.whole_seconds else bounded
+    if option.method in (Options.number, Options.seconds):
+        upper = "" if most == SECONDS_MAX else f", up to {most:g}"
+        bounded = f"above 0{upper}" if least is None else f"{least:g} to {most:g}"
+        return f"a duration {bounded}" if option.method is Options.seconds else bounded
     words = "" if option.method is None else _WORDS[option.method]
     return f"{words} of {least} or more" if least else words
 

@@ -19,6 +19,7 @@ class ConfigError(Misuse, ValueError):
     """Raised at start for a bad setting. The text names key, value and remedy."""
 
     key: str | None = None  #: the key at fault, where one is
+    misspelt: str | None = None  #: an unknown key that was meant to be it, where it is missing
 
 
 class StorageUnusable(ConfigError):

@@ -30,7 +30,7 @@ class OperationFaults:
     backend's life, is a multiple of the ``..._every`` in question (0: none).
     """
 
-    delay_s: float = option.number(0.0, "wait this many seconds first")
+    delay_s: float = option.seconds(0.0, "wait this many seconds first")
     hang: bool = option.flag("never answer", default=False)
     error: str | BaseException | None = option.text(
         None, "raise this (a text becomes a `StoreFault`)"

@@ -8,7 +8,7 @@ are made from them::
         capacity_blocks: int = field(
             metadata=required(Options.integer, "how many blocks there is room for", minimum=1)
         )
-        linger_s: float = number(0.5, "how long a removed block is kept")
+        linger_s: float = seconds(0.5, "how long a removed block is kept")
 
     reader = Options(options, f"secondary tier {context.tier_name}")
     given = ShelfOptions(**read(ShelfOptions, reader))
@@ -68,6 +68,20 @@ def number(
 ) -> _Float:
     """Make a field for a float: above 0, or ``minimum`` or more."""
     return _field(about, default, Options.number, minimum=minimum, maximum=maximum)
+
+
+def seconds(
+    default: _Float, about: str, *, minimum: float | None = None, maximum: float = SECONDS_MAX
+) -> _Float:
+    """Make a field for a duration: above 0, or ``minimum`` or more."""
+    return _field(about, default, Options.seconds, minimum=minimum, maximum=maximum)
+
+
+def whole_seconds(
+    default: _Int, about: str, *, minimum: int = 0, maximum: int = INTEGER_MAX
+) -> _Int:
+    """Make a field for a duration in whole seconds."""
+    return _field(about, default, Options.whole_seconds, minimum=minimum, maximum=maximum)
 
 
 def text(default: _Text, about: str, *, choices: Sequence[str] = ()) -> _Text:

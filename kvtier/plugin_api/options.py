@@ -14,10 +14,10 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import ConfigError
-from kvtier.plugin_api.sizes import parse_size
+from kvtier.plugin_api.sizes import parse_duration, parse_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 REQUIRED: Any = object()
 """The default of an option that has none: it must be given."""
@@ -34,6 +34,8 @@ TEXT_CHARACTERS_MAX: Final = 4096
 SHOWN_CHARACTERS_MAX: Final = 300
 """Of a value in a refusal."""
 
+_SECRET: Final = re.compile("password|secret|token|credential", re.IGNORECASE)
+_PART_CHARACTERS_MIN: Final = 4
 _VARIABLE: Final = re.compile(r"\$(?:\{(\w+)\}|(\w+))", re.ASCII)
 
 
@@ -95,13 +97,33 @@ class Options:
         maximum: float = SECONDS_MAX,
     ) -> float:
         """Return a float greater than ``above``, or of ``minimum`` or more; at most ``maximum``."""
+        return self._number(key, self._get(key, default), above, minimum, maximum)
+
+    def seconds(
+        self,
+        key: str,
+        default: float = REQUIRED,
+        *,
+        minimum: float | None = None,
+        maximum: float = SECONDS_MAX,
+    ) -> float:
+        """Return seconds: a number above 0, or a text with a unit such as ``"12h"``."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(key, value, "must be a number, without quotes")
-        if not (value > above if minimum is None else value >= minimum) or value > maximum:
-            least = f"above {above:g}" if minimum is None else f"at least {minimum:g}"
-            raise self.error(key, value, f"must be {least} and at most {maximum:g}")
-        return float(value)
+        if isinstance(value, str):
+            value = self._duration(key, value)
+        return self._number(key, value, 0.0, minimum, maximum)
+
+    def whole_seconds(
+        self, key: str, default: int = REQUIRED, *, minimum: int = 0, maximum: int = INTEGER_MAX
+    ) -> int:
+        """Return seconds as an int: a whole number, or a text with a unit such as ``"7d"``."""
+        given = self._get(key, default)
+        if not isinstance(given, str):
+            return self.integer(key, default, minimum=minimum, maximum=maximum)
+        seconds = self._duration(key, given)
+        if not seconds.is_integer():
+            raise self.error(key, given, "must be whole seconds")
+        return self._bounded(key, given, int(seconds), minimum, maximum)
 
     def text(self, key: str, default: str = REQUIRED, *, choices: Sequence[str] = ()) -> str:
         """Return a non-empty str, one of ``choices`` if there are any."""
@@ -120,7 +142,9 @@ class Options:
                 "another name",
             )
         if choices and value not in choices:
-            raise self.error(key, value, f"must be one of {', '.join(choices)}")
+            near = nearest_name(value, choices)
+            hint = f" (did you mean {near!r}?)" if near else ""
+            raise self.error(key, value, f"must be one of {', '.join(choices)}{hint}")
         return value
 
     def path(self, key: str) -> str:
@@ -182,20 +206,57 @@ class Options:
         for key in self._values:
             if key in self._known or (ignores is not None and ignores(key)):
                 continue
-            near = difflib.get_close_matches(str(key), self._known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "remove it."
-            raise refusal(
-                key,
-                f"{self.where}: unknown key {shown(key)} (value {shown(self._values[key])}); "
-                f"{hint} Known keys: {', '.join(sorted(self._known))}.",
-            )
+            near = nearest_name(str(key), self._known)
+            known = f"remove it. Known keys: {', '.join(sorted(self._known))}."
+            hint = f"did you mean {near!r}?" if near else known
+            raise refusal(key, f"{self.where}: unknown key {self._unknown(key)}; {hint}")
 
     def error(self, key: str, value: object, remedy: str) -> ConfigError:
         """Build the refusal of one key."""
         given = self._values.get(key)
-        if isinstance(value, int) and isinstance(given, str | float):
-            value = given  # a size is shown as it was written
+        if isinstance(value, int | float) and isinstance(given, str | float):
+            value = given  # a size or a duration is shown as it was written
         return refusal(key, f"{self.where}: {key}={shown(value)} {remedy}.")
+
+    def _number(
+        self, key: str, value: object, above: float, minimum: float | None, maximum: float
+    ) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(key, value, "must be a number, without quotes")
+        if not (value > above if minimum is None else value >= minimum) or value > maximum:
+            least = f"above {above:g}" if minimum is None else f"at least {minimum:g}"
+            raise self.error(key, value, f"must be {least} and at most {maximum:g}")
+        return float(value)
+
+    def _duration(self, key: str, text: str) -> float:
+        seconds = parse_duration(text)
+        if seconds is None:
+            raise self.error(
+                key,
+                text,
+                'must be a number of seconds, without quotes, or a text with a unit such as "30s", '
+                '"12h" or "7d"',
+            )
+        return seconds
+
+    def _unknown(self, key: str) -> str:
+        """Return a key that nobody reads with its value, unless that may be a secret."""
+        value = "not shown" if _SECRET.search(str(key)) else f"value {shown(self._values[key])}"
+        return f"{shown(key)} ({value})"
+
+    def _missing(self, key: str) -> ConfigError:
+        """Build the refusal of a key that is missing, with the one that was meant to be it."""
+        unread = (given for given in self._values if given not in self._known)
+        meant = next((given for given in unread if nearest_name(str(given), (key,))), None)
+        if meant is None:
+            return refusal(key, f"{self.where}: {key} is missing. Set it.")
+        error = refusal(
+            key,
+            f"{self.where}: {key} is missing, and {self._unknown(meant)} is unknown: did you mean "
+            f"{key!r}?",
+        )
+        error.misspelt = meant
+        return error
 
     def _bounded(self, key: str, given: object, value: int, minimum: int, maximum: int) -> int:
         if not minimum <= value <= maximum:
@@ -221,8 +282,17 @@ class Options:
         if value is not None:
             return value
         if default is REQUIRED:
-            raise refusal(key, f"{self.where}: {key} is missing. Set it.")
+            raise self._missing(key)
         return default
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """Return the name that was meant by one that is not known; None if none is like it."""
+    by_lower = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    if not near and len(name) >= _PART_CHARACTERS_MIN:
+        near = [each for each in by_lower if name.lower() in each]
+    return by_lower[near[0]] if len(near) == 1 else None
 
 
 def refusal(key: str, text: str) -> ConfigError:

@@ -1,4 +1,4 @@
-"""Reads sizes as people write them, in commands and configurations: ``16KiB``, ``4096``."""
+"""Reads sizes and durations as people write them, in commands and configurations."""
 
 from __future__ import annotations
 
@@ -13,6 +13,17 @@ _UNITS: Final[dict[str, int]] = {"": 1, "b": 1} | {
     for ending, base in (("", 1024), ("ib", 1024), ("b", 1000))
 }
 _SIZE: Final = re.compile(r"\s*([0-9]{1,18})(?:\.([0-9]{1,18}))?\s*([a-zA-Z]*)\s*", re.ASCII)
+
+_SECONDS: Final = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400}
+_DURATION: Final = re.compile(
+    rf"\s*([0-9]{{1,9}}(?:\.[0-9]{{1,9}})?)\s*({'|'.join(_SECONDS)})\s*", re.ASCII | re.IGNORECASE
+)
+
+
+def parse_duration(text: str) -> float | None:
+    """Return the duration in seconds; None if the text is none, or has no unit."""
+    found = _DURATION.fullmatch(text)
+    return None if found is None else float(found[1]) * _SECONDS[found[2].lower()]
 
 
 def parse_size(text: str) -> int | None:

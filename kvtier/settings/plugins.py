@@ -10,7 +10,7 @@ from kvtier.errors import ConfigError, StorageUnusable, StoreFault
 from kvtier.plugin_api.admission_policy import AdmissionPolicy
 from kvtier.plugin_api.backend import Backend, BackendContext, Namespace
 from kvtier.plugin_api.eviction_policy import EvictionPolicy
-from kvtier.plugin_api.options import Options, shown
+from kvtier.plugin_api.options import Options, nearest_name, shown
 from kvtier.plugin_api.threads import BoundedCall
 from kvtier.settings.runtime_config import ADMIT_ALL
 
@@ -165,10 +165,13 @@ def _find(group: str, name: str, key: str, base: type, also: Sequence[str] = ())
             f"{', '.join(sorted(known))}."
         )
     if entry is None:
-        names = ", ".join(sorted([*known, *also])) or "none"
+        names = sorted([*known, *also])
+        near = nearest_name(name, names)
+        known_names = f"Known: {', '.join(names) or 'none'}. Choose one of these"
         raise ConfigError(
-            f"{key}={shown(name)} is not installed. Known: {names}. "
-            f"Choose one of these, or install the package that provides it (entry point {group})."
+            f"{key}={shown(name)} is not installed; "
+            + (f"did you mean {near!r}? If not" if near else known_names)
+            + f", or install the package that provides it (entry point {group})."
         )
     try:
         found = entry.load()

@@ -71,27 +71,27 @@ class TierConfig:
         "`vllm`), or in the engine's process",
         choices=get_args(CellKind),
     )
-    probe_timeout_s: float = option.number(
+    probe_timeout_s: float = option.seconds(
         1.0,
         "how long the tier may answer no probe (whether it has blocks) before it counts as hung",
     )
-    promote_timeout_s: float = option.number(
+    promote_timeout_s: float = option.seconds(
         10.0,
         "how long the tier may end none of its loads before it counts as hung; waiting in a queue "
         "is no failure",
     )
-    store_timeout_s: float = option.number(
+    store_timeout_s: float = option.seconds(
         60.0,
         "how long the tier may end none of its stores before it counts as hung; their blocks stay "
         "pinned until the tier releases them",
     )
-    start_timeout_s: float = option.number(
+    start_timeout_s: float = option.seconds(
         60.0,
         "how long the storage may take to answer while the engine starts; after that it counts "
         "as hung, see `on_unusable`",
         maximum=3600.0,
     )
-    connect_wait_s: float = option.number(
+    connect_wait_s: float = option.seconds(
         1.0,
         "how long the engine's start waits until a tier that needs a server has reached it; after "
         "that the engine starts, and the tier goes on connecting",
@@ -187,15 +187,15 @@ class RuntimeConfig:
         "share of the slots that one hung tier may hold before it gets no more loads",
         maximum=1.0,
     )
-    lease_timeout_s: float = option.number(
+    lease_timeout_s: float = option.seconds(
         60.0, "how long promoted blocks wait for the request that wanted them"
     )
-    wait_timeout_s: float = option.number(
+    wait_timeout_s: float = option.seconds(
         600.0,
         "how long a request waits for tiers at most, in their queues too; then it computes what "
         "has not arrived, which is no failure of a tier",
     )
-    close_timeout_s: float = option.number(5.0, "how long closing waits for all tiers together")
+    close_timeout_s: float = option.seconds(5.0, "how long closing waits for all tiers together")
     job_blocks_max: int = option.integer(64, "blocks in one job", minimum=1)
     jobs_in_flight_max: int = option.integer(
         1_024,
@@ -220,11 +220,11 @@ class RuntimeConfig:
     breaker_failures_max: int = option.integer(
         3, "consecutive failures that open a tier's circuit breaker", minimum=1
     )
-    breaker_pause_s: float = option.number(
+    breaker_pause_s: float = option.seconds(
         1.0,
         "first pause of an open breaker; each failed trial doubles it, up to `breaker_pause_s_max`",
     )
-    breaker_pause_s_max: float = option.number(60.0, "longest pause of an open breaker")
+    breaker_pause_s_max: float = option.seconds(60.0, "longest pause of an open breaker")
 
     def __post_init__(self) -> None:
         """Check the relations between settings."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from kvtier.errors import Misuse
+from kvtier.plugin_api.extras import install
 from kvtier.tools.process_group import process_group
 from kvtier.tools.valkey_program import valkey_program
 
@@ -97,7 +98,7 @@ def redis_tier(folder: Path) -> Iterator[DemoTier]:
     try:
         import valkey  # noqa: F401, PLC0415 - an extra
     except ImportError:
-        raise Misuse("the redis tier needs its client library: pip install '.[redis]'") from None
+        raise Misuse(f"the redis tier needs its client library: {install('redis')}") from None
     tier = DemoValkey(folder)
     log_path = folder / "valkey.log"
     with (

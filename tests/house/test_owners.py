@@ -83,6 +83,7 @@ GIVEN = {
     "kvtier.vllm.connector_hooks: spec.extra_config": "vLLM's connector reads it",
     "kvtier.plugin_api.backend: traits.__init__": "a decorator of the class",
     "kvtier.plugin_api.options: error.key": "an exception, annotated where it is raised",
+    "kvtier.plugin_api.options: error.misspelt": "as above",
 }
 """What is written from outside because who declares it wants it so."""
 

@@ -44,7 +44,7 @@ class DiskOptions:
         "multiple of 4096; too small for one block; too large for `capacity_bytes`",
         minimum=PAGE_BYTES,
     )
-    ttl_s: int = option.integer(
+    ttl_s: int = option.whole_seconds(
         0, "age after which blocks expire; 0 disables expiry", maximum=1 << 31
     )
     io_depth: int = option.integer(
@@ -68,8 +68,8 @@ class DiskOptions:
     encryption_key_file: str | None = option.read_apart(
         None,
         "a file of mode 0600 with 1 to 16 encryption keys for AES-256-GCM, 64 hex digits each, one "
-        "in each line: the first one encrypts, all decrypt. Needs the extra `disk-encryption`: "
-        "`pip install '.[disk-encryption]'`",
+        "in each line: the first one encrypts, all decrypt. Needs the extra "
+        "[`disk-encryption`](#extras)",
     )
     encryption_key_env: str | None = option.read_apart(
         None,

@@ -12,6 +12,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import ConfigError
+from kvtier.plugin_api.extras import install
 from kvtier_backends.shared.secret_file import read_secret_file
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def given_option(reader: Options, kind: str) -> str:
 def refuse_missing_package(reader: Options, kind: str) -> ConfigError:
     """Return the refusal of keys for which the library is not there."""
     option = given_option(reader, kind)
-    return reader.error(option, "...", "needs a package: pip install 'cryptography>=47'")
+    return reader.error(option, "...", f"needs a package: {install('protection')}")
 
 
 def _key_id(key: bytes) -> bytes:

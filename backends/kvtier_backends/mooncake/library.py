@@ -11,6 +11,8 @@ import os
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from kvtier.plugin_api.extras import install
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -104,8 +106,7 @@ def load_library(reader: Options) -> Any:  # noqa: ANN401 - a module without typ
     except ModuleNotFoundError:
         raise _refusal(
             reader,
-            "needs Mooncake's client, which is not installed. Install the extra `mooncake`: "
-            "pip install '.[mooncake]'",
+            f"needs Mooncake's client, which is not installed: {install('mooncake')}",
         ) from None
     except ImportError as problem:
         raise _refusal(

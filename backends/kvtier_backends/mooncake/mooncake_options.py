@@ -72,7 +72,7 @@ class MooncakeOptions:
         "what all names in the store begin with. Refused: other characters than letters, digits, "
         "dots, dashes, underscores and slashes between them",
     )
-    presence_s: float = option.number(
+    presence_s: float = option.seconds(
         30.0, "how long a block that was stored or found is believed to be there"
     )
     replicas: int = option.integer(
@@ -81,7 +81,7 @@ class MooncakeOptions:
     soft_pin: bool = option.flag(
         "have the store evict these blocks after those that are not pinned", default=False
     )
-    timeout_s: float = option.number(
+    timeout_s: float = option.seconds(
         5.0,
         "how long the client waits for the master, and for the next byte from another client, "
         "unless `MC_RPC_TIMEOUT_MS`, `MC_RPC_CONNECT_TIMEOUT_MS`, `MC_TCP_STATUS_TIMEOUT_SEC` or "

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from kvtier.errors import StoreFault
+from kvtier.plugin_api.extras import install
 from kvtier_backends.redis.resp import Connection
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from kvtier_backends.redis.redis_options import RedisOptions
 
     Commands = Callable[[Sequence[tuple[str | bytes, ...]]], Awaitable[list[Any]]]
-
-NEEDED: Final = "needs a client library: pip install '.[redis]'"
 
 
 class ServerRefused(StoreFault):
@@ -44,7 +43,9 @@ class Client:
             from valkey.crc import key_slot  # noqa: PLC0415 - an extra
             from valkey.exceptions import ResponseError, ValkeyError  # noqa: PLC0415 - an extra
         except ImportError:
-            raise reader.error("type", "redis", NEEDED) from None
+            raise reader.error(
+                "type", "redis", f"needs a client library: {install('redis')}"
+            ) from None
         self.key_slot: Callable[[bytes], int] = key_slot
         self._library = library
         self._fault = ValkeyError

@@ -76,10 +76,10 @@ class RedisOptions:
         "refuse a server whose certificate has another name than the one that it was reached by",
         default=True,
     )
-    ttl_s: int = option.integer(
+    ttl_s: int = option.whole_seconds(
         0, "seconds after which the server drops a block; 0: never", maximum=1 << 31
     )
-    presence_s: float = option.number(
+    presence_s: float = option.seconds(
         60.0,
         "for how long a block that was stored or found is believed to be there, since the server "
         "may evict it",
@@ -87,8 +87,8 @@ class RedisOptions:
     connections_max: int = option.integer(
         8, "connections to each server; half of them, at most, store", minimum=2, maximum=1024
     )
-    connect_timeout_s: float = option.number(2.0, "how long connecting may take", maximum=3600.0)
-    call_timeout_s: float = option.number(
+    connect_timeout_s: float = option.seconds(2.0, "how long connecting may take", maximum=3600.0)
+    call_timeout_s: float = option.seconds(
         10.0,
         "how long one call may take, the wait for a connection included; the tier's own timeouts "
         "may end it earlier",

@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
 
 from kvtier.errors import ConfigError
+from kvtier.plugin_api.extras import install
 from kvtier_backends.incidents import TierCounters
 from kvtier_backends.s3.failures import Failure, RequestFailed, WrongLength, failure_of
 
@@ -182,8 +183,8 @@ def make_store(
         from obstore import store  # noqa: PLC0415 - an extra
     except ImportError:
         raise ConfigError(
-            f"{where}: type='s3' needs the library obstore, which is not here. The extra s3 has "
-            "it: pip install '.[s3]'"
+            f"{where}: type='s3' needs the library obstore, which is not installed: "
+            f"{install('s3')}."
         ) from None
     kinds: dict[str, Callable[..., ObjectStore]] = {
         "s3": store.S3Store,

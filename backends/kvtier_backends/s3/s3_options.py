@@ -30,7 +30,9 @@ SCHEMES: Final = ("s3", "gs", "az")
 PREFIX_CHARACTERS_MAX: Final = 512
 """A name in S3 may have 1,024 bytes; what kvtier puts behind the prefix has under 300."""
 
-_BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{2,221}")
+BUCKET_CHARACTERS_MIN: Final = 3
+
+_BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9._-]{2,221}")
 _SEGMENT: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _OF_S3_ALONE: Final = (
     "region",
@@ -91,10 +93,10 @@ class S3Options:
         minimum=1,
         maximum=1024,
     )
-    request_timeout_s: float = option.number(
+    request_timeout_s: float = option.seconds(
         10.0, "how long one block may take, attempts that are repeated included", maximum=3600.0
     )
-    presence_s: float = option.number(
+    presence_s: float = option.seconds(
         600.0, "how long a block counts as present before the server is asked again"
     )
     compression: str | None = COMPRESSION_OPTION()
@@ -158,13 +160,9 @@ def address_of(given: S3Options, reader: Options) -> Address:
     prefix = parts.path.strip("/")
     if parts.scheme not in SCHEMES:
         raise reader.error("url", given.url, "must begin with s3://, gs:// or az://")
-    if parts.netloc != parts.hostname or _BUCKET.fullmatch(parts.netloc) is None:
-        raise reader.error(
-            "url",
-            given.url,
-            "names no bucket. Write s3://bucket/prefix, the bucket in lower case, and the server "
-            "as `endpoint`",
-        )
+    fault = _fault_of_bucket(parts.netloc)
+    if fault is not None:
+        raise reader.error("url", given.url, f"{fault}. Write {parts.scheme}://bucket/prefix")
     if len(prefix) > PREFIX_CHARACTERS_MAX or not all(
         map(_SEGMENT.fullmatch, prefix.split("/") if prefix else [])
     ):
@@ -199,6 +197,24 @@ def credentials_of(given: S3Options, reader: Options) -> Credentials | None:
         _variable(reader, "secret_key_env", given.secret_key_env or ""),
         None if token is None else _variable(reader, "session_token_env", token),
     )
+
+
+def _fault_of_bucket(name: str) -> str | None:
+    """Return why a bucket can't be called so; None if it can."""
+    if not name:
+        return "names no bucket"
+    if ":" in name:
+        return f"has a port in {name!r}, where the bucket belongs; the server is `endpoint`"
+    if len(name) < BUCKET_CHARACTERS_MIN:
+        return f"names the bucket {name!r}, and names of buckets have 3 to 63 characters"
+    if name != name.lower():
+        return f"names the bucket {name!r}, and names of buckets are in lower case"
+    if _BUCKET.fullmatch(name) is None:
+        return (
+            f"names the bucket {name!r}, and names of buckets are of letters, digits, dots and "
+            "dashes"
+        )
+    return None
 
 
 def _endpoint_of(given: S3Options, reader: Options) -> str | None:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvtier.plugin_api import option_fields as option
+from kvtier.plugin_api.extras import install
 from kvtier_backends.encryption.keys import (
     AUTH_KEY,
     ENCRYPTION_KEY,
@@ -35,15 +36,15 @@ COMPRESSION_OPTION: Final = partial(
     option.read_apart,
     None,
     '`"bitplane-zstd"` compresses blocks of bfloat16, without loss, to some 69 % of their size. '
-    "Refused: keys and values of another type. Needs the extra `compression`: "
-    "`pip install '.[compression]'`. See [Compression](../explanation/compression.md)",
+    "Refused: keys and values of another type. Needs the extra "
+    "[`compression`](#extras). See [Compression](../explanation/compression.md)",
 )
 AUTH_KEY_FILE: Final = partial(
     option.read_apart,
     None,
     "a file of mode 0600 with 1 to 16 keys, 64 hex digits each, one in each line, which all "
     "engines that share the blocks have: the first one signs, all verify. A block that none of "
-    "them signed is a miss. Needs the extra `protection`: `pip install '.[protection]'`. See "
+    "them signed is a miss. Needs the extra [`protection`](#extras). See "
     "[Protect shared storage](../how-to/protect-shared-storage.md)",
 )
 AUTH_KEY_ENV: Final = partial(
@@ -119,5 +120,5 @@ def _make_compressor(reader: Options, context: BackendContext) -> BlockCompresso
         return BlockCompressor(context.block_bytes)
     except ImportError:
         raise reader.error(
-            COMPRESSION, kind, "needs a package: pip install 'zstandard>=0.23'"
+            COMPRESSION, kind, f"needs a package: {install('compression')}"
         ) from None

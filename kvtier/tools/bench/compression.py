@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from kvtier.errors import Misuse
+from kvtier.plugin_api.extras import install
 from kvtier_backends.fs.offline.inspection import (
     BlockFile,
     FsFolder,
@@ -152,7 +153,7 @@ def _ways(block_bytes: int) -> list[Way]:
     try:
         import zstandard  # noqa: PLC0415 - an extra
     except ImportError:
-        raise Misuse("this needs a package: pip install 'zstandard>=0.23'") from None
+        raise Misuse(f"this needs a package: {install('compression')}") from None
     zstd, back = zstandard.ZstdCompressor(level=1), zstandard.ZstdDecompressor()
     words = block_bytes // 2
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from typing_extensions import override
 
 from kvtier.errors import Misuse, StoreFault
+from kvtier.plugin_api.extras import install
 from kvtier.tools.bench.plain_clients import PlainClient, expect_blocks
 from kvtier_backends.redis.redis_options import read_options
 
@@ -96,7 +97,7 @@ def _client(given: RedisOptions) -> Any:  # noqa: ANN401 - the library's
         from valkey.asyncio import Valkey  # noqa: PLC0415 - an extra
     except ImportError:
         raise Misuse(
-            "--tier: type 'redis' needs a client library. Install it with: pip install '.[redis]'"
+            f"--tier: type 'redis' needs a client library. Install it with: {install('redis')}"
         ) from None
     address, credentials = given.servers.addresses[0], given.credentials
     where: dict[str, Any] = {"host": address.host, "port": address.port}

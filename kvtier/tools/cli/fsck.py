@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from kvtier.plugin_api.extras import install
 from kvtier.tools.cli.exit_status import INTERRUPTED
 from kvtier.tools.cli.options import add_folder_options
 
@@ -103,7 +104,7 @@ def _keys(path: str | None) -> Keyring | None:
     except ImportError:
         raise ConfigError(
             "--encryption-key-file needs the package cryptography. "
-            "Install it with: pip install 'cryptography>=47'"
+            f"Install it with: {install('protection')}"
         ) from None
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or str(problem)

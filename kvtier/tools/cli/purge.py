@@ -8,12 +8,12 @@ not, and 2 if what was named, or an option, was refused.
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import ConfigError
+from kvtier.plugin_api.sizes import parse_duration
 from kvtier.tools.cli.exit_status import INTERRUPTED
 from kvtier.tools.cli.options import add_folder_options, is_server
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 LEFT: Final = 1
 """The exit status if something that was selected may still be there."""
 
-_AGE: Final = re.compile(r"([0-9]{1,9})([smhd])")
-_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _OF_ANY_AGE_S: Final = 1 << 32
 """After any time that a table can name: a clock that ran ahead must not keep blocks."""
 
@@ -122,12 +120,12 @@ def _before_s(arguments: argparse.Namespace) -> int:
         raise ConfigError("--namespace '' is no digest. Give its first digits, or leave it out.")
     if arguments.older_than is None:
         return _OF_ANY_AGE_S
-    found = _AGE.fullmatch(arguments.older_than)
-    if found is None:
+    age_s = parse_duration(arguments.older_than)
+    if age_s is None:
         raise ConfigError(
             f"--older-than {arguments.older_than!r} is no age. Write one such as 30m, 12h or 7d."
         )
-    return max(0, int(time.time()) - int(found[1]) * _SECONDS[found[2]])
+    return max(0, int(time.time() - age_s))
 
 
 def _selection(folder: Folder, arguments: argparse.Namespace, before_s: int) -> Selection:

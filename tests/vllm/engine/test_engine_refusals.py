@@ -74,7 +74,7 @@ def test_compression_is_refused_for_another_type_than_bfloat16(tmp_path: Path) -
         ({"store_threshold": True}, "store_threshold", "True", "whole number"),
         ({"canonical_layout": "false"}, "canonical_layout", "'false'", "without quotes"),
         ({"max_tracker_size": 0}, "max_tracker_size", "0", "at least 1"),
-        ({"eviction_policy": "mru"}, "eviction_policy", "'mru'", "Known: "),
+        ({"eviction_policy": "mru"}, "eviction_policy", "'mru'", "did you mean 'lru'"),
         ({"tier_poll_interval_s": 1}, "tier_poll_interval_s", "1", "Remove it"),
         ({"cpu_bytes_to_use": "64"}, "cpu_bytes_to_use", "'64'", "without quotes"),
         ({"cpu_bytes_to_use": 100}, "cpu_bytes_to_use", "100", "Give it at least"),
