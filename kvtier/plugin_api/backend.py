@@ -325,6 +325,17 @@ class Backend(ABC):
         return
 
     @classmethod
+    def check_connection(cls, options: Mapping[str, Any], context: BackendContext) -> str | None:  # noqa: ARG003 - as above
+        """Try the storage: reach it, log in, and store, load and remove something small.
+
+        For ``kvtier check --connect``, after ``check_options`` and in a thread of its own. Leaves
+        nothing behind, and claims nothing. Returns in a few words what worked. Raises
+        ``ConfigError`` for the step that fails, with the right that is missing and the remedy. The
+        default tries nothing, and returns None.
+        """
+        return None
+
+    @classmethod
     def medium_of(cls, options: Mapping[str, Any]) -> str | None:  # noqa: ARG003 - for those whose medium depends on them
         """Return the medium of a tier with these options; None where vLLM has no word for it."""
         return cls.medium

@@ -72,11 +72,16 @@ class Geometry:
     groups: tuple[LayerGroup, ...]
     dtype: str
     is_latent: bool = False
+    is_uniform: bool = True  #: each layer keeps the same, and ``dtype`` is certain
     notes: tuple[str, ...] = ()
 
     def bytes_per_token(self) -> int:
         """Return the bytes of one token if nothing is stored twice."""
         return self._bytes(1)
+
+    def layer_token_bytes_min(self) -> int:
+        """Return the bytes of one token in one layer, at least, however it is quantized."""
+        return min(group.kv_heads * group.entries_per_head for group in self.groups)
 
     def bytes_per_token_per_rank(self, tp: int) -> int:
         """Return the bytes of one token on each rank.
@@ -186,7 +191,20 @@ class _Model:
         name = self._text(("model_type",)) or "model"
         if not NAME.fullmatch(name):
             name = "model"
-        return Geometry(name, groups, chosen, is_latent=latent, notes=(*notes, *dtype_notes))
+        return Geometry(
+            name,
+            groups,
+            chosen,
+            is_latent=latent,
+            is_uniform=len(groups) == 1 and not without and not self._may_be_quantized(dtype),
+            notes=(*notes, *dtype_notes),
+        )
+
+    def _may_be_quantized(self, dtype: str) -> bool:
+        """Tell whether the model itself may ask for a cache of another type than its own."""
+        of_weights = self._outer.get("quantization_config")
+        named = of_weights.items() if isinstance(of_weights, dict) else ()
+        return dtype == "auto" and any("kv_cache" in key and value for key, value in named)
 
     def _group(self, kind: str, layers: int) -> LayerGroup:
         heads = self._number(_HEADS, HEADS_MAX)

@@ -20,7 +20,7 @@ from kvtier.plugin_api.options import shown
 from kvtier.plugin_api.slot_memory import SlotMemory, machine_memory_bytes
 from kvtier.runtime import open_runtime
 from kvtier.settings.extra_config import cpu_bytes_to_use, for_vllm, read_settings
-from kvtier.tools.checking import check
+from kvtier.tools.checking.configuration import check
 from tests.support.examples import examples
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ NASTY: list[Any] = [
     *(None, True, 0, -1, 1, 64.0, 0.5, 1e18, 5e-324),
     *(float("nan"), float("inf"), -float("inf")),
     *((1 << 63) - 1, 10**400, 10**5000),
-    *("", " ", "0", "8MiB", "1e3", "\u0663GiB", "-1GiB", "999999999999TB"),
+    *("", " ", "0", "8MiB", "7d", "500ms", "1e3", "\u0663GiB", "-1GiB", "999999999999TB"),
     *("a\0b", "/\ud800", "~nobody-of-that-name/kv", "$KVTIER_NOT_SET/kv", "a/b/\0"),
     *("/" + "x" * 5000, "/" + "x/" * 5000, "/dev/null", "{dp_rank}"),
     *([], [None], [{}], {}, {1: 2}, {"policy": None}, {"policy": "all", "threshold": 0.5}),

@@ -104,7 +104,8 @@ def test_weights_that_nothing_tells_from_others_are_said(
         }
 
     def warned(*options: str) -> list[str]:
-        return check(config, *options, status=0)["warned"]
+        warnings = check(config, *options, status=0)["warned"]
+        return [text for text in warnings if text.startswith("nothing tells")]
 
     model = tmp_path / "model"
     (model / "below").mkdir(parents=True)
@@ -115,10 +116,44 @@ def test_weights_that_nothing_tells_from_others_are_said(
     assert warned("--model", "org/name-of-the-hub") == []
     (model / "below" / "model.gguf").touch()
     assert warned("--model", str(model)) == []
-    assert any("--model" in line for line in check(config, status=0)["not_checked"])
+    assert any("weights" in line for line in check(config, status=0)["not_checked"])
     extra["weights_version"] = "v1"
     assert warned("--model", "s3://bucket/model") == []
-    assert not any("--model" in line for line in check(config, status=0)["not_checked"])
+    assert not any("weights" in line for line in check(config, status=0)["not_checked"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "block_bytes"),
+    [
+        ({}, (), 16 * 1024),
+        ({}, ("--block-size", "32"), 32 * 1024),
+        ({}, ("--kv-cache-dtype", "fp8"), 16 * 512),
+        ({}, ("--tensor-parallel-size", "8"), 16 * 2 * 1024),
+        ({"kv_lora_rank": 96, "qk_rope_head_dim": 32}, (), 16 * 2 * 256),
+        # Of these only is certain that one layer's bytes, one each entry, must fit.
+        ({"layer_types": ["sliding_attention", "full_attention"]}, (), 16 * 256),
+        ({"layer_types": ["mamba", "full_attention"]}, (), 16 * 256),
+        ({"quantization_config": {"kv_cache_quant_algo": "FP8"}}, (), 16 * 256),
+    ],
+)
+def test_memory_for_no_block_of_the_model_is_refused(
+    changed: dict[str, Any],
+    options: tuple[str, ...],
+    block_bytes: int,
+    check: Check,
+    sound: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    model = {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32, "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps({**model, **changed}))
+    extra = sound["kv_connector_extra_config"]
+    for size, status in ((block_bytes, 0), (block_bytes - 1, 1)):
+        extra["cpu_bytes_to_use"] = size
+        found = check(sound, "--model", str(tmp_path), *options, status=status)
+    assert f"holds no block of {block_bytes} bytes" in found["refused"][0]
+    is_certain = block_bytes != 16 * 256
+    assert is_certain is any(f"a block has {block_bytes} bytes" in text for text in found["noted"])
+    assert is_certain is not any("--block-bytes" in text for text in found["not_checked"])
 
 
 def test_it_takes_no_vllm_and_no_torch(sound: dict[str, Any], tmp_path: Path) -> None:
@@ -298,7 +333,7 @@ def test_a_tier_of_kvtiers_in_vllms_own_tiering_is_looked_at(
     ):
         found = check(config, "--dp-rank", "3", status=0)
         assert found["tiers"] == [f"2:disk at {tmp_path}/3"]
-        assert found["not_checked"][0] == "secondary_tiers[0] ('fs'): it is vLLM's"
+        assert "secondary_tiers[0] ('fs'): it is vLLM's" in found["not_checked"]
     del vllms_own["secondary_tiers"][1]  # and kvtier is not used at all
     assert "vLLM would not use kvtier" in check(vllms_own, status=1)["refused"][0]
 

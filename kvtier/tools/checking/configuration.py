@@ -3,36 +3,23 @@
 An engine stops at the first thing that it refuses, minutes after its start. Here every key and
 every tier is looked at by itself, so that all refusals that show without vLLM, without a device and
 without the model are reported at once.
-
-Looking at a folder may hang as its storage does, so each tier is looked at in a thread that is not
-waited for longer than ``LOOK_S_MAX``. Before that, another process looks whether it answers.
+``tiers`` looks at their storage, which may hang; ``places`` at what is odd about a folder.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import ConfigError
-from kvtier.plugin_api.admission_policy import AdmissionContext
-from kvtier.plugin_api.backend import BackendContext, Namespace
 from kvtier.plugin_api.options import shown
 from kvtier.plugin_api.slot_memory import machine_memory_bytes
 from kvtier.plugin_api.threads import BoundedCall
 from kvtier.settings.extra_config import WHERE, cpu_bytes_to_use, read_settings
-from kvtier.settings.plugins import (
-    backend_class,
-    is_storage_trouble,
-    lasting_tiers,
-    make_admission,
-    make_policy,
-)
-from kvtier.settings.runtime_config import ADMIT_ALL, TierConfig
+from kvtier.settings.plugins import lasting_tiers, make_policy
 from kvtier.settings.secondary_tier import read_secondary_tier, refuse_behind_vllm
 from kvtier.settings.vllm_keys import VLLMKeys
 from kvtier.settings.weight_sources import (
@@ -41,10 +28,15 @@ from kvtier.settings.weight_sources import (
     no_weight_files,
     why_out_of_sight,
 )
-from kvtier.tools.answering import ANSWER_S_MAX, silent_option
+from kvtier.tools.answering import silent_option
+from kvtier.tools.checking.engine_arguments import DEFAULTS, EngineArguments, block_bytes_of
+from kvtier.tools.checking.findings import Findings
+from kvtier.tools.checking.tiers import LOOK_S_MAX, check_tiers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
+
+    from kvtier.settings.runtime_config import TierConfig
 
 CONNECTOR: Final = "OffloadingConnector"
 MULTI_CONNECTOR: Final = "MultiConnector"
@@ -57,46 +49,24 @@ READ_BY_VLLM: Final = ("type", "module_path", "backpressure")
 
 SOUND_TIER: Final = {"type": "memory", "capacity_bytes": 1}
 SHARED_MEMORY_FOLDER: Final = "/dev/shm"  # noqa: S108 - looked at, never written to
-LOOK_S_MAX: Final = 15.0
 GIB: Final = 1 << 30
-
-
-@dataclass
-class Findings:
-    """What was found. ``refused``: an engine would not start. Texts as an engine would say them."""
-
-    refused: list[str] = field(default_factory=list)
-    warned: list[str] = field(default_factory=list)  #: an engine starts, and gets little of it
-    not_checked: list[str] = field(default_factory=list)
-    tiers: list[str] = field(default_factory=list)  #: one line a sound tier
-
-    @property
-    def count(self) -> int:
-        """How many refusals and warnings there are."""
-        return len(self.refused) + len(self.warned)
-
-    def refuse(self, text: object) -> None:
-        """Note a refusal, once."""
-        if str(text) not in self.refused:
-            self.refused.append(str(text))
 
 
 def check(
     values: Mapping[str, Any],
+    engine: EngineArguments = DEFAULTS,
     *,
     block_bytes: int = 0,
-    offloading_gib: float | None = None,
-    dp_rank: int = 0,
-    model: str | None = None,
-    load_format: str = "auto",
+    connect: bool = False,
 ) -> Findings:
     """Look at a KV transfer configuration, or at its ``kv_connector_extra_config`` alone.
 
-    ``block_bytes``: of one block of all workers; 0: not known. ``offloading_gib``: what
-    ``--kv-offloading-size`` will be. ``model`` and ``load_format``: what vLLM is given. Takes a
-    second at most, or ``LOOK_S_MAX`` for each tier whose storage hangs.
+    ``block_bytes``: of one block of all workers; 0: what the model's config says. ``connect``: try
+    the storage of each tier, too. Takes a second at most, or ``LOOK_S_MAX`` for each tier whose
+    storage hangs.
     """
     findings = Findings()
+    offloading_gib = engine.kv_offloading_size
     if offloading_gib is not None and values.keys() & {"kv_connector", WHERE}:
         values = _as_vllm_completes(values)
     extra = _extra_config(values, findings)
@@ -104,49 +74,45 @@ def check(
         return findings
     if offloading_gib is not None:
         extra = {**extra, "cpu_bytes_to_use": offloading_gib * GIB}
-    _check_primary(extra, block_bytes, findings)
-    if _is_vllms_with_kvtier(extra):
-        nameless = _check_entries(extra["secondary_tiers"], block_bytes, dp_rank, findings)
-    else:
-        nameless = _check_whole(extra, block_bytes, dp_rank, findings)
-    _check_weights(nameless, model, load_format, findings)
+    answers = silent_option({"model": engine.model}) is None
+    least = certain = block_bytes
     if not block_bytes:
-        findings.not_checked.append(
-            "whether blocks fit into cpu_bytes_to_use and each tier: give --block-bytes"
-        )
+        least, certain = block_bytes_of(engine, extra, findings, answers=answers)
+    extra = _check_primary(extra, least, findings)
+    if _is_vllms_with_kvtier(extra):
+        tiers, nameless = _read_entries(extra["secondary_tiers"], certain, engine.dp_rank, findings)
+    else:
+        _check_spec(extra, findings)
+        tiers = _read_whole(extra, engine.dp_rank, findings)
+        nameless = [] if extra.get("weights_version") else tiers
+    check_tiers(tiers, certain, findings, connect=connect)
+    _check_weights(nameless, engine, findings, answers=answers)
     return findings
 
 
-def _check_whole(
-    extra: Mapping[str, Any], block_bytes: int, dp_rank: int, findings: Findings
-) -> list[TierConfig]:
-    """Look at all of a configuration of kvtier's own spec but its memory.
-
-    Returns the tiers that get no ``weights_version``.
-    """
-    _check_spec(extra, findings)
+def _read_whole(extra: Mapping[str, Any], dp_rank: int, findings: Findings) -> list[TierConfig]:
+    """Read all of a configuration of kvtier's own spec but its memory. Returns its tiers."""
     _check_keys({**extra, "secondary_tiers": None}, findings)
-    tiers = extra.get("secondary_tiers")
-    configs: list[TierConfig | None] = []
-    if isinstance(tiers, list) and all(isinstance(tier, dict) for tier in tiers):
-        configs = [_read_tier(index, tier, dp_rank, findings) for index, tier in enumerate(tiers)]
-        _check_tiers(configs, block_bytes, findings)
-    else:
-        _check_keys({"secondary_tiers": tiers}, findings)
     policy = extra.get("eviction_policy")
     if isinstance(policy, str) and policy:
-        _try(findings, lambda: make_policy(policy, 1))
-    return [each for each in configs if each is not None and not extra.get("weights_version")]
+        findings.attempt(lambda: make_policy(policy, 1))
+    tiers = extra.get("secondary_tiers")
+    if isinstance(tiers, list) and all(isinstance(tier, dict) for tier in tiers):
+        read = [_read_tier(index, tier, dp_rank, findings) for index, tier in enumerate(tiers)]
+        return [each for each in read if each is not None]
+    _check_keys({"secondary_tiers": tiers}, findings)
+    return []
 
 
 def _check_weights(
-    tiers: list[TierConfig], model: str | None, load_format: str, findings: Findings
+    tiers: list[TierConfig], engine: EngineArguments, findings: Findings, *, answers: bool
 ) -> None:
     """Warn if what these tiers store could be found by nobody, for nothing names the weights."""
     try:
         lasting = ", ".join(lasting_tiers(tiers))
     except ConfigError:  # of a type, and told already
         return
+    model = engine.model
     if not lasting:
         return
     if model is None:
@@ -155,8 +121,9 @@ def _check_weights(
         )
         return
     look = None
-    if silent_option({"model": model}) is None:
-        look = BoundedCall(partial(_why_nameless, model, load_format), "kvtier-model-check")
+    if answers:
+        call = partial(_why_nameless, model, engine.load_format)
+        look = BoundedCall(call, "kvtier-model-check")
     if look is None or not look.wait(LOOK_S_MAX):
         findings.not_checked.append(
             f"whether the model's weights can be told from others: the storage of {model} does not "
@@ -192,27 +159,26 @@ def _is_vllms_with_kvtier(extra: Mapping[str, Any]) -> bool:
     )
 
 
-def _check_entries(
+def _read_entries(
     entries: list[Any], block_bytes: int, dp_rank: int, findings: Findings
-) -> list[TierConfig]:
-    """Look at those entries of vLLM's list that are kvtier's.
+) -> tuple[list[TierConfig], list[TierConfig]]:
+    """Read those entries of vLLM's list that are kvtier's.
 
-    Returns the tiers that get no ``weights_version``.
+    Returns the tiers, and those of them that get no ``weights_version``.
     """
-    configs: list[TierConfig | None] = []
+    configs: list[TierConfig] = []
     nameless: list[TierConfig] = []
     for index, entry in enumerate(entries):
         if isinstance(entry, dict) and entry.get("type") == TIER_CLASS:
             config = _read_entry(index, entry, block_bytes, dp_rank, findings)
-            configs.append(config)
+            configs += [config] if config is not None else []
             if config is not None and not entry.get("weights_version"):
                 nameless.append(config)
         else:
             kind = entry.get("type") if isinstance(entry, dict) else entry
             findings.not_checked.append(f"secondary_tiers[{index}] ({shown(kind)}): it is vLLM's")
-    _check_tiers(configs, block_bytes, findings)
     findings.not_checked.append(f"keys beside secondary_tiers: vLLM's {VLLMS_SPEC_NAME} reads them")
-    return nameless
+    return configs, nameless
 
 
 def _read_entry(
@@ -232,10 +198,10 @@ def _read_entry(
     def read(left: Mapping[str, Any]) -> None:
         read_secondary_tier(left, slot_count=1, block_bytes=max(1, block_bytes), dp_rank=dp_rank)
 
-    _each_refusal(own, read, findings)
+    findings.refuse_each(own, read)
     config = _read_tier(index, tier, dp_rank, findings) if isinstance(tier, dict) else None
     if config is not None:
-        _try(findings, lambda: refuse_behind_vllm(config))
+        findings.attempt(lambda: refuse_behind_vllm(config))
     return config
 
 
@@ -315,12 +281,16 @@ def _check_spec(extra: Mapping[str, Any], findings: Findings) -> None:
             )
 
 
-def _check_primary(extra: Mapping[str, Any], block_bytes: int, findings: Findings) -> None:
+def _check_primary(
+    extra: Mapping[str, Any], block_bytes: int, findings: Findings
+) -> Mapping[str, Any]:
+    """Look at the size of host memory. Returns the keys of which nothing is said yet."""
     try:
         size = cpu_bytes_to_use(extra)
     except ConfigError as refusal:
         findings.refuse(f"{refusal} (--kv-offloading-size of vLLM sets it too.)")
-        return
+        said = (refusal.key, refusal.misspelt)
+        return {key: value for key, value in extra.items() if key not in said}
     most = machine_memory_bytes()
     free = None
     with suppress(OSError):
@@ -339,94 +309,7 @@ def _check_primary(extra: Mapping[str, Any], block_bytes: int, findings: Finding
         )
     elif size < block_bytes:
         findings.refuse(f"{named} holds no block of {block_bytes} bytes. Raise it.")
-
-
-def _check_tiers(configs: list[TierConfig | None], block_bytes: int, findings: Findings) -> None:
-    """Look at the tiers that could be read. None has another's place."""
-    owner_of: dict[str, str] = {}
-    for config in configs:
-        if config is None:
-            continue
-        place = _check_tier(config, block_bytes, findings)
-        if place is not None and owner_of.setdefault(place, config.name) != config.name:
-            findings.refuse(
-                f"secondary tiers {owner_of[place]} and {config.name} both use {place!r}. Give "
-                "each tier a place of its own."
-            )
-
-
-def _check_tier(config: TierConfig, block_bytes: int, findings: Findings) -> str | None:
-    """Look at one tier; return the place that it would use, if it has one."""
-    before = findings.count
-    _check_policies(config, block_bytes, findings)
-    place: list[str | None] = []
-    try:
-        backend = backend_class(config.type)  # its import is not what may hang
-    except ConfigError as refused:
-        findings.refuse(refused)
-        return None
-
-    silent = silent_option(config.options)
-    if silent is not None:
-        _note_trouble(
-            config,
-            f"secondary tier {config.name}: {silent}={shown(config.options[silent])} has not "
-            f"answered for {ANSWER_S_MAX:g} s: its storage hangs, or is very slow. Mend the "
-            "storage, or name another.",
-            findings,
-        )
-        return None
-
-    context = BackendContext(block_bytes, Namespace(facts={}), config.name)
-
-    def look_with(options: Mapping[str, Any]) -> None:
-        try:
-            place.append(backend.check_options(options, context))
-        except ConfigError as refused:
-            if not is_storage_trouble(refused.__cause__):
-                raise
-            _note_trouble(config, str(refused), findings)
-
-    def look() -> None:
-        try:
-            _each_refusal(config.options, look_with, findings)
-        except Exception as error:  # noqa: BLE001 - a backend may raise anything
-            findings.refuse(
-                f"secondary tier {config.name}: it can't be checked ({type(error).__name__}: "
-                f"{error}), and an engine may refuse it. Tell who wrote this type of tier."
-            )
-
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    thread.join(LOOK_S_MAX)
-    if thread.is_alive():
-        _note_trouble(
-            config,
-            f"secondary tier {config.name}: its storage does not answer within {LOOK_S_MAX:g} s "
-            f"({shown(dict(config.options))}). See to it, or name another.",
-            findings,
-        )
-    elif findings.count == before:
-        where = f" at {place[0]}" if place and place[0] else ""
-        findings.tiers.append(f"{config.name}{where}")
-    return place[0] if place else None
-
-
-def _check_policies(config: TierConfig, block_bytes: int, findings: Findings) -> None:
-    _try(findings, lambda: make_policy(config.eviction_policy, 1))
-    if config.admission != ADMIT_ALL:
-        context = AdmissionContext(block_bytes=max(1, block_bytes), slot_count=1)
-        _try(findings, lambda: make_admission(config, context))
-
-
-def _note_trouble(config: TierConfig, text: str, findings: Findings) -> None:
-    """Note that a tier's storage can't be used now, which not every engine refuses."""
-    if config.on_unusable == "start_without":
-        findings.warned.append(
-            f"{text} An engine starts without this tier, and takes it as soon as that is over."
-        )
-    else:
-        findings.refuse(text)
+    return extra
 
 
 def _read_tier(
@@ -447,7 +330,7 @@ def _read_tier(
         )
         read.append(config.tiers[index])
 
-    _each_refusal(values, read_one, findings)
+    findings.refuse_each(values, read_one)
     return read[0] if read else None
 
 
@@ -457,30 +340,4 @@ def _check_keys(values: Mapping[str, Any], findings: Findings) -> None:
     def read(left: Mapping[str, Any]) -> None:
         read_settings(left, slot_count=1, block_bytes=1, ignores=ignores)
 
-    _each_refusal(values, read, findings)
-
-
-def _each_refusal(
-    values: Mapping[str, Any], read: Callable[[Mapping[str, Any]], None], findings: Findings
-) -> None:
-    """Note what is refused; leave the key at fault out, and go on until nothing is."""
-    left = dict(values)
-    while True:
-        try:
-            read(left)
-        except ConfigError as refused:
-            # A key that is missing because it was left out has been named already.
-            if refused.key in left or refused.key not in values:
-                findings.refuse(refused)
-            if refused.key not in left:
-                return
-            del left[refused.key]
-        else:
-            return
-
-
-def _try(findings: Findings, call: Any) -> None:  # noqa: ANN401 - whatever it returns
-    try:
-        call()
-    except ConfigError as refusal:
-        findings.refuse(refusal)
+    findings.refuse_each(values, read)

@@ -1,0 +1,1 @@
+"""Finds what an engine would refuse in a configuration, without an engine."""

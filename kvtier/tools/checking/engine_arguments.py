@@ -1,0 +1,82 @@
+"""What vLLM is given beside the configuration, and how large that makes a block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier.errors import ConfigError
+from kvtier.tools.sizing.geometry import read_geometry
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvtier.tools.checking.findings import Findings
+
+BLOCK_TOKENS: Final = 16
+"""vLLM's ``--block-size``, unless it is told otherwise, or the device wants larger ones."""
+
+
+@dataclass(frozen=True)
+class EngineArguments:
+    """Arguments of vLLM, by their names there, and what ``{dp_rank}`` stands for."""
+
+    model: str | None = None
+    load_format: str = "auto"
+    block_size: int | None = None
+    tensor_parallel_size: int = 1
+    kv_cache_dtype: str = "auto"
+    kv_offloading_size: float | None = None  #: in GiB
+    dp_rank: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise ``ConfigError`` for a size that none can have."""
+        if self.block_size is not None and self.block_size < 1:
+            raise ConfigError(f"--block-size={self.block_size} must be at least 1.")
+
+
+DEFAULTS: Final = EngineArguments()
+
+
+def block_bytes_of(
+    engine: EngineArguments, extra: Mapping[str, Any], findings: Findings, *, answers: bool
+) -> tuple[int, int]:
+    """Return the bytes of a block of all workers: at least, and if they are certain.
+
+    0 where that is not known. ``answers``: whether the model's storage does.
+    """
+    unknown = "whether blocks fit into cpu_bytes_to_use and each tier"
+    if engine.model is None or not answers or not Path(engine.model).exists():
+        findings.not_checked.append(
+            f"{unknown}: give --block-bytes, or --model with a folder that has its config.json"
+        )
+        return 0, 0
+    try:
+        model = read_geometry(engine.model, dtype=engine.kv_cache_dtype)
+        token_bytes = model.bytes_per_token_in_vllm(engine.tensor_parallel_size)
+    except ConfigError as problem:
+        findings.not_checked.append(f"{unknown} ({problem}): give --block-bytes")
+        return 0, 0
+    tokens = _offloaded_tokens(engine, extra)
+    if not model.is_uniform:
+        findings.not_checked.append(
+            f"whether blocks fit into each tier: the layers of {engine.model} differ, or its cache "
+            "may be quantized. Give --block-bytes"
+        )
+        return tokens * model.layer_token_bytes_min(), 0
+    block_bytes = tokens * token_bytes
+    findings.noted.append(
+        f"a block has {block_bytes} bytes: {tokens} tokens of {token_bytes} bytes, by the config "
+        f"of {engine.model}"
+    )
+    return block_bytes, block_bytes
+
+
+def _offloaded_tokens(engine: EngineArguments, extra: Mapping[str, Any]) -> int:
+    """Return the tokens of an offloaded block; wrong keys are refused elsewhere."""
+    tokens, blocks = extra.get("block_size"), extra.get("blocks_per_chunk")
+    if type(tokens) is int and tokens > 0:
+        return tokens
+    blocks = blocks if type(blocks) is int and blocks > 0 else 1
+    return blocks * (BLOCK_TOKENS if engine.block_size is None else engine.block_size)

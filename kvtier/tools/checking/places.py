@@ -1,0 +1,75 @@
+"""What is odd about a tier's folder, though an engine would take it.
+
+An engine makes a folder that is missing, and cannot know that a disk was to be mounted above it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kvtier.errors import ConfigError
+from kvtier.plugin_api.options import Options, shown
+from kvtier_backends.posix import filesystem_of, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+CAPACITY: Final = "capacity_bytes"
+ROOT: Final = "/"
+
+
+def doubts_of_place(options: Mapping[str, object], place: str) -> Iterator[str]:
+    """Yield what people should know of a folder, with key, value and remedy. May hang."""
+    key = next((key for key in options if _is_path(options, key, place)), None)
+    above = nearest(place)[0]
+    usage = os.statvfs(above)
+    size, free = usage.f_blocks * usage.f_frsize, usage.f_bavail * usage.f_frsize
+    if key is not None:
+        given = f"{key}={shown(options[key])}"
+        if not str(options[key]).startswith(("/", "~", "$")):
+            yield (
+                f"{given} is relative, and begins in the folder in which the engine is started: "
+                f"here that is {place}. Write the full path."
+            )
+        bare = _bare_folder(place, above)
+        if bare is not None:
+            yield (
+                f"{given}: {bare} on this host, so an engine would write to the root filesystem "
+                f"({free} of {size} bytes free). If a disk belongs there, mount it first."
+            )
+    capacity = _capacity(options)
+    if capacity > size:
+        yield (
+            f"{CAPACITY}={shown(options[CAPACITY])} is more than the filesystem has at {above} on "
+            f"this host, {size} bytes: an engine would start, and use what room it finds. Lower it."
+        )
+
+
+def _bare_folder(place: str, above: str) -> str | None:
+    """Return what looks like a mount that is missing; None if nothing does.
+
+    ``above``: what there is of the place.
+    """
+    if filesystem_of(above) != filesystem_of(ROOT):
+        return None
+    missing = Path(place).relative_to(above).parts
+    if len(missing) > 1 or (missing and above == ROOT):  # people make all but the last one
+        return f"{Path(above, missing[0])} does not exist"
+    is_empty = next(Path(above).iterdir(), None) is None
+    return f"{above} is empty, and nothing is mounted there" if is_empty else None
+
+
+def _is_path(options: Mapping[str, object], key: str, place: str) -> bool:
+    try:
+        return os.path.realpath(Options(options, "").path(key)) == place
+    except ConfigError:
+        return False
+
+
+def _capacity(options: Mapping[str, object]) -> int:
+    try:
+        return Options(options, "").size(CAPACITY, 0)
+    except ConfigError:
+        return 0

@@ -1,0 +1,160 @@
+"""Looks at each tier by itself, and tries its storage where that is asked for.
+
+Looking at a folder may hang as its storage does, so each tier is looked at in a thread that is not
+waited for longer than ``LOOK_S_MAX``. Before that, another process looks whether it answers.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier.errors import ConfigError
+from kvtier.plugin_api.admission_policy import AdmissionContext
+from kvtier.plugin_api.backend import BackendContext, Namespace
+from kvtier.plugin_api.options import shown
+from kvtier.plugin_api.threads import BoundedCall
+from kvtier.settings.plugins import (
+    backend_class,
+    is_storage_trouble,
+    make_admission,
+    make_policy,
+)
+from kvtier.settings.runtime_config import ADMIT_ALL
+from kvtier.tools.answering import ANSWER_S_MAX, silent_option
+from kvtier.tools.checking.places import doubts_of_place
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvtier.plugin_api.backend import Backend
+    from kvtier.settings.runtime_config import TierConfig
+    from kvtier.tools.checking.findings import Findings
+
+LOOK_S_MAX: Final = 15.0
+
+
+def check_tiers(
+    configs: Sequence[TierConfig], block_bytes: int, findings: Findings, *, connect: bool
+) -> None:
+    """Look at the tiers that could be read. None has another's place."""
+    owner_of: dict[str, str] = {}
+    for config in configs:
+        place = _check_tier(config, block_bytes, findings, connect=connect)
+        if place is not None and owner_of.setdefault(place, config.name) != config.name:
+            findings.refuse(
+                f"secondary tiers {owner_of[place]} and {config.name} both use {place!r}. Give "
+                "each tier a place of its own."
+            )
+
+
+def _check_tier(
+    config: TierConfig, block_bytes: int, findings: Findings, *, connect: bool
+) -> str | None:
+    """Look at one tier; return the place that it would use, if it has one."""
+    before = findings.count
+    _check_policies(config, block_bytes, findings)
+    try:
+        backend = backend_class(config.type)  # its import is not what may hang
+    except ConfigError as refused:
+        findings.refuse(refused)
+        return None
+    silent = silent_option(config.options)
+    if silent is not None:
+        _note_trouble(
+            config,
+            f"secondary tier {config.name}: {silent}={shown(config.options[silent])} has not "
+            f"answered for {ANSWER_S_MAX:g} s: its storage hangs, or is very slow. Mend the "
+            "storage, or name another.",
+            findings,
+        )
+        return None
+    context = BackendContext(block_bytes, Namespace(facts={}), config.name)
+    place: list[str | None] = []
+    doubts: list[str] = []
+
+    def look() -> None:
+        place.extend(_look(backend, config, context, findings))
+        if place and place[0] and place[0].startswith("/"):
+            doubts.extend(doubts_of_place(config.options, place[0]))
+
+    running = BoundedCall(look, f"kvtier-{config.name}-check")
+    if not running.wait(LOOK_S_MAX):
+        _note_trouble(
+            config,
+            f"secondary tier {config.name}: its storage does not answer within {LOOK_S_MAX:g} s "
+            f"({shown(dict(config.options))}). See to it, or name another.",
+            findings,
+        )
+        return place[0] if place else None
+    try:
+        running.result()
+    except Exception as error:  # noqa: BLE001 - a backend may raise anything
+        findings.refuse(
+            f"secondary tier {config.name}: it can't be checked ({type(error).__name__}: "
+            f"{error}), and an engine may refuse it. Tell who wrote this type of tier."
+        )
+    if findings.count == before:
+        findings.tiers.append(f"{config.name} at {place[0]}" if place and place[0] else config.name)
+        if connect:
+            _connect(backend, config, context, findings)
+    findings.warned += [f"secondary tier {config.name}: {text}" for text in doubts]
+    return place[0] if place else None
+
+
+def _look(
+    backend: type[Backend], config: TierConfig, context: BackendContext, findings: Findings
+) -> list[str | None]:
+    """Note what the backend refuses; return the place that it tells, in a list, if it could."""
+    place: list[str | None] = []
+
+    def look_with(options: Mapping[str, Any]) -> None:
+        try:
+            place.append(backend.check_options(options, context))
+        except ConfigError as refused:
+            if not is_storage_trouble(refused.__cause__):
+                raise
+            _note_trouble(config, str(refused), findings)
+
+    findings.refuse_each(config.options, look_with)
+    return place
+
+
+def _connect(
+    backend: type[Backend], config: TierConfig, context: BackendContext, findings: Findings
+) -> None:
+    """Have the backend try its storage, and note how that ends."""
+    call = partial(backend.check_connection, config.options, context)
+    running = BoundedCall(call, f"kvtier-{config.name}-connect")
+    where = f"secondary tier {config.name}"
+    if not running.wait(LOOK_S_MAX):
+        findings.failed.append(f"{where}: no answer within {LOOK_S_MAX:g} s. See to its storage.")
+        return
+    try:
+        done = running.result()
+    except ConfigError as failed:
+        findings.failed.append(str(failed))
+    except Exception as error:  # noqa: BLE001 - a backend may raise anything
+        findings.failed.append(f"{where}: {type(error).__name__}: {error}")
+    else:
+        if done is None:
+            findings.not_checked.append(f"whether {config.name} works: its type has no trial of it")
+        else:
+            findings.noted.append(f"tier {config.name}: {done}")
+
+
+def _check_policies(config: TierConfig, block_bytes: int, findings: Findings) -> None:
+    findings.attempt(lambda: make_policy(config.eviction_policy, 1))
+    if config.admission != ADMIT_ALL:
+        context = AdmissionContext(block_bytes=max(1, block_bytes), slot_count=1)
+        findings.attempt(lambda: make_admission(config, context))
+
+
+def _note_trouble(config: TierConfig, text: str, findings: Findings) -> None:
+    """Note that a tier's storage can't be used now, which not every engine refuses."""
+    if config.on_unusable == "start_without":
+        findings.warned.append(
+            f"{text} An engine starts without this tier, and takes it as soon as that is over."
+        )
+    else:
+        findings.refuse(text)
