@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tempfile
 from contextlib import suppress
 from typing import Final
 
@@ -158,6 +159,29 @@ def fault_of_folder(path: str, *, allow_world_writable: bool = False) -> str | N
             "user the right to, or name another folder."
         )
     return None
+
+
+def try_folder(path: str) -> str:
+    """Write to a folder and read it back, in a file without a name; return in words what worked.
+
+    Raises ``OSError``.
+    """
+    if not os.path.isdir(path):
+        return "its folder is not there yet, so nothing was tried"
+    page = os.urandom(PAGE_BYTES)
+    with tempfile.TemporaryFile(dir=path) as file:
+        file.write(page)
+        file.flush()
+        os.fsync(file.fileno())
+        file.seek(0)
+        if file.read() != page:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+    return "a file was written in its folder, read and removed"
+
+
+def not_working(problem: OSError) -> str:
+    """Return what to say of a folder in which ``try_folder`` met this."""
+    return f"was tried: writing and reading a file failed ({problem.strerror}). See to the storage."
 
 
 def nearest(path: str) -> tuple[str, os.stat_result]:

@@ -67,7 +67,7 @@ from kvtier_backends.disk.offline.inspection import refuse_folder
 from kvtier_backends.disk.offline.purge_requests import answer_requests
 from kvtier_backends.disk.opened_files import NotAFile
 from kvtier_backends.incidents import IncidentLog, TierCounters
-from kvtier_backends.posix import PAGE_BYTES, filesystem_of
+from kvtier_backends.posix import PAGE_BYTES, filesystem_of, not_working, try_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -192,6 +192,16 @@ class DiskBackend(Backend):
         if context.block_bytes:
             check_new_folder(reader, given, context)
         return os.path.realpath(given.path)
+
+    @classmethod
+    def check_connection(cls, options: Mapping[str, Any], context: BackendContext) -> str:
+        """Write, read and remove a file in the folder."""
+        reader, given = read_options(options, context)
+        try:
+            return try_folder(given.path)
+        except OSError as problem:
+            where = f"{reader.where}: path={shown(options['path'])}"
+            raise ConfigError(f"{where} {not_working(problem)}") from problem
 
     @property
     def place(self) -> str:

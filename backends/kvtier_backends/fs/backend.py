@@ -45,7 +45,7 @@ from kvtier_backends.fs.layout import make_layout
 from kvtier_backends.fs.older_blocks import report_older
 from kvtier_backends.fs.trailer import TRAILER_BYTES
 from kvtier_backends.incidents import IncidentLog, TierCounters
-from kvtier_backends.posix import fault_of_folder, padded_bytes
+from kvtier_backends.posix import fault_of_folder, not_working, padded_bytes, try_folder
 from kvtier_backends.shared.batches import BATCH_BYTES_MAX, batches_per_thread, blocks_within
 from kvtier_backends.shared.record_trailer import Form
 from kvtier_backends.shared.records import (
@@ -198,6 +198,15 @@ class FsBackend(Backend):
         if fault is not None:
             raise FolderRefusal(context.tier_name, options["root_dir"]).error(fault)
         return os.path.realpath(root)
+
+    @classmethod
+    def check_connection(cls, options: Mapping[str, Any], context: BackendContext) -> str:
+        """Write, read and remove a file in the folder."""
+        try:
+            return try_folder(_read(options, context)[0].root_dir)
+        except OSError as problem:
+            refusal = FolderRefusal(context.tier_name, options["root_dir"])
+            raise refusal.error(not_working(problem)) from problem
 
     @property
     def place(self) -> str:

@@ -33,6 +33,7 @@ from kvtier_backends.mooncake.mooncake_options import read_options
 from kvtier_backends.mooncake.namespace_object import NamespaceObject
 from kvtier_backends.mooncake.registered import RegisteredMemory, blocks_of_a_call
 from kvtier_backends.mooncake.transfers import BlockTransfers
+from kvtier_backends.mooncake.trial import try_store
 from kvtier_backends.shared.namespaces import namespace_name
 
 if TYPE_CHECKING:
@@ -126,6 +127,12 @@ class MooncakeBackend(Backend):
         reader, given, _ = read_options(options, context)
         load_library(reader)
         return given.place
+
+    @classmethod
+    def check_connection(cls, options: Mapping[str, Any], context: BackendContext) -> str:
+        """Set a client up, and store, load and remove an object."""
+        reader, given, _ = read_options(options, context)
+        return try_store(load_library(reader), given, reader)
 
     @property
     def place(self) -> str:

@@ -112,7 +112,7 @@ class MasterConnection(KeptConnection):
 
         Raises ``StoreFault`` while that fails.
         """
-        local_address = self._knock()
+        local_address = knock(self._options)
         client = self._client
         if client is not None and client.is_ending:
             client.wait_until_ended()  # two clients must not write to one buffer
@@ -129,16 +129,16 @@ class MasterConnection(KeptConnection):
         self._register(client)
         self._namespace.compare(client)
 
-    def _knock(self) -> str:
-        """Return the address that the master is reached from. Raises ``StoreFault``."""
-        address, timeout_s = self._options.master_address, self._options.timeout_s
-        try:
-            with socket.create_connection(address, timeout_s) as connection:
-                found: str = connection.getsockname()[0]
-        except OSError as problem:
-            raise StoreFault(str(problem)) from None
-        return found
-
     def _register(self, client: StoreClient) -> None:
         for region in self._memory.regions():
             client.register(region)
+
+
+def knock(options: MooncakeOptions) -> str:
+    """Return the address that the master is reached from. Raises ``StoreFault``."""
+    try:
+        with socket.create_connection(options.master_address, options.timeout_s) as connection:
+            found: str = connection.getsockname()[0]
+    except OSError as problem:
+        raise StoreFault(str(problem)) from None
+    return found

@@ -7,6 +7,7 @@ are ``backend``, ``batches``, ``pool`` and ``resp``; ``watch`` keeps the connect
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -29,6 +30,7 @@ from kvtier_backends.redis.pool import ConnectionPool
 from kvtier_backends.redis.redirections import UNSETTLED
 from kvtier_backends.redis.redis_options import read_options
 from kvtier_backends.redis.resp import TRAILER_BYTES_MAX, Command, Kind, packed
+from kvtier_backends.redis.trial import try_servers
 from kvtier_backends.redis.watch import ConnectionWatch
 from kvtier_backends.shared.record_threads import RecordThreads, StoredRecord
 from kvtier_backends.shared.records import make_records
@@ -109,6 +111,12 @@ class RedisBackend(Backend):
     def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> str:
         """Check the options, the files that they name, and that the library is there."""
         return _read(options, context)[0].place
+
+    @classmethod
+    def check_connection(cls, options: Mapping[str, Any], context: BackendContext) -> str:
+        """Log in to each server, and store, load and remove a key there."""
+        reader, given = read_options(options, context)
+        return asyncio.run(try_servers(Client(given, reader), given, reader))
 
     @property
     def place(self) -> str:

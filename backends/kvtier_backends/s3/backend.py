@@ -36,6 +36,7 @@ from kvtier_backends.s3.s3_options import (
     credentials_of,
     read_options,
 )
+from kvtier_backends.s3.trial import try_bucket
 from kvtier_backends.shared.description import OwnDescription
 from kvtier_backends.shared.namespaces import namespace_name
 from kvtier_backends.shared.record_threads import RecordThreads, StoredRecord
@@ -140,6 +141,13 @@ class S3Backend(Backend):
         """Check the options, and that the library and the credentials are there."""
         _, address, _, _ = _read(options, context)
         return str(address)
+
+    @classmethod
+    def check_connection(cls, options: Mapping[str, Any], context: BackendContext) -> str:
+        """Store, load and remove an object."""
+        client, address, _, given = _read(options, context)
+        reader = read_options(options, context)[1]
+        return asyncio.run(try_bucket(client, address, given, reader))
 
     @property
     def place(self) -> str:

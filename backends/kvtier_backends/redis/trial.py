@@ -1,0 +1,98 @@
+"""Does at each server, once and step by step, what the tier does there: for ``kvtier check``."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Final
+
+from kvtier.errors import StoreFault
+from kvtier_backends.redis.client import ServerRefused
+from kvtier_backends.redis.topology import discover
+
+if TYPE_CHECKING:
+    from kvtier.errors import ConfigError
+    from kvtier.plugin_api.options import Options
+    from kvtier_backends.redis.addresses import Address
+    from kvtier_backends.redis.client import Client
+    from kvtier_backends.redis.redis_options import RedisOptions
+    from kvtier_backends.redis.topology import Topology
+
+NAMESPACE: Final = "kvtier-check"
+LEFT_S: Final = "60"  #: after that the server removes what a check that was killed has left
+_NAMES_MAX: Final = 1 << 18
+_UNREACHED: Final = ("", "ConnectionError", "TimeoutError")
+_REMEDIES: Final = {
+    **dict.fromkeys(_UNREACHED, "Start the server, let this host reach it, or name another"),
+    "OutOfMemoryError": "Set the server's maxmemory-policy to allkeys-lru, or raise its maxmemory",
+    "ReadOnlyError": "It is a replica: name its master, or set mode to 'sentinel'",
+    "MOVED": "It is a node of a cluster: set mode to 'cluster'",
+}
+_RIGHTS: Final = "+get +set +mset +exists +unlink"
+
+
+class _Trial:
+    """One tier's servers, and which step is under way."""
+
+    def __init__(self, client: Client, given: RedisOptions, reader: Options) -> None:
+        self._client = client
+        self._given = given
+        self._reader = reader
+        self._step = "logging in"
+
+    async def run(self) -> int:
+        """Try each server. Returns how many there are. Raises ``ConfigError``."""
+        try:
+            topology = await discover(self._client, self._given)
+            for address in sorted(topology.addresses):
+                await self._try_server(address, self._name_at(address, topology))
+        except StoreFault as problem:
+            raise self._failed(problem) from problem
+        return len(topology.addresses)
+
+    async def _try_server(self, address: Address, name: bytes) -> None:
+        value = secrets.token_bytes(64)
+        self._step = "logging in"
+        async with self._client.asking(address) as ask:
+            for self._step, words in (
+                ("looking a key up", ("EXISTS", name)),
+                ("storing one", ("SET", name, value, "EX", LEFT_S)),
+                ("loading it", ("GET", name)),
+                ("removing it", ("UNLINK", name)),
+            ):
+                found = await ask(*words)
+                if words[0] == "GET" and found != value:
+                    raise StoreFault(f"{address} has not kept what was stored")
+
+    def _name_at(self, address: Address, topology: Topology) -> bytes:
+        """Return a name that belongs to this server."""
+        stem = f"{self._given.key_prefix}:{NAMESPACE}:{secrets.token_hex(8)}".encode()
+        names = (stem + b"%06x" % number for number in range(_NAMES_MAX))
+        return next(name for name in names if topology.server_of(name) == address)
+
+    def _failed(self, problem: StoreFault) -> ConfigError:
+        is_first = self._step == "logging in" and _kind_of(problem) in _UNREACHED
+        step = "reaching it" if is_first else self._step
+        return self._reader.error(
+            "url", self._given.url, f"was tried: {step} failed ({problem}). {self._remedy(problem)}"
+        )
+
+    def _remedy(self, problem: StoreFault) -> str:
+        kind = _kind_of(problem)
+        if kind == "NoPermissionError":
+            more = " +cluster|slots +asking" if self._given.mode == "cluster" else ""
+            user = self._given.username or "default"
+            return f"Run ACL SETUSER {user} ~{self._given.key_prefix}:* {_RIGHTS}{more} there"
+        if self._step == "logging in" and kind not in _REMEDIES:
+            return "Set username, password_file or password_env, and db as the server wants them"
+        return _REMEDIES.get(kind, "See to the server")
+
+
+def _kind_of(problem: StoreFault) -> str:
+    return problem.kind if isinstance(problem, ServerRefused) else ""
+
+
+async def try_servers(client: Client, given: RedisOptions, reader: Options) -> str:
+    """Return what worked, in words. Raises ``ConfigError`` for the step that did not."""
+    count = await _Trial(client, given, reader).run()
+    servers = "its server was" if count == 1 else f"all {count} servers were"
+    return f"{servers} reached; a key was stored, loaded and removed"
