@@ -1,9 +1,10 @@
 """Tell in a second what an engine would refuse after minutes in a configuration.
 
 FILE is JSON: what --kv-transfer-config gets, or its kv_connector_extra_config alone. Nothing is
-made, claimed or changed. Run it as the user and on the host that the engine is to run on. The
-exit status is 0 if nothing was found, or warnings only; 1 if an engine would refuse something, or
-if --connect finds storage that does not work; and 2 if FILE cannot be read.
+made, claimed or changed, but for what --connect tries, which is removed again. Run it as the user
+and on the host that the engine is to run on. The exit status is 0 if nothing was found, or
+warnings only; 1 if an engine would refuse something, or if --connect finds storage that does not
+work; and 2 if FILE cannot be read.
 """
 
 from __future__ import annotations
