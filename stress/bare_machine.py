@@ -50,6 +50,7 @@ def make_base(folder: Path, suite: str) -> Path:
     with (folder / "debootstrap.log").open("w") as log:
         subprocess.run(command, stdout=log, stderr=log, check=True)
     shutil.copyfile("/etc/resolv.conf", base / "etc/resolv.conf")
+    (base / "etc/hosts").write_text("127.0.0.1 localhost\n::1 localhost\n")
     (base / "root").chmod(0o755)  # a Python may lie there, for all
     subprocess.run(["chroot", base, "useradd", "--create-home", USER], check=True)
     return base

@@ -27,6 +27,8 @@ LOG_TAIL_CHARACTERS = 6000
 
 _ROOT = Path(__file__).parents[3]
 _CHILD_ENVIRONMENT = {
+    # vLLM compiles small functions even with enforce_eager, for which it wants a C++ compiler.
+    "TORCH_COMPILE_DISABLE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
