@@ -54,7 +54,7 @@ def lacking(name: str) -> str:
 def _install(*names: str) -> Callable[[], str]:
     def remedy() -> str:
         missing = [each.name for each in packages() if each.name in names and each.is_missing()]
-        return " ".join(["apt-get install", *missing]) if missing else ""
+        return f"apt-get install {' '.join(missing)}, as root" if missing else ""
 
     return remedy
 
@@ -80,7 +80,7 @@ def _fuse() -> str:
 
 def _libraries() -> str:
     packages = " ".join(sorted(NEEDED[name] for name in missing()))
-    return packages and f"apt-get install {packages}, or make .venv/.full and run it by make"
+    return packages and f"apt-get install {packages}, as root, or make .venv/.full"
 
 
 def _namespaces() -> str:

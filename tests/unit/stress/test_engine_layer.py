@@ -25,6 +25,7 @@ from stress.engine.watch import Watch
 from stress.failure import Failure
 from stress.plan import Fault, draw_plan
 from stress.runtime.files import FolderFaults
+from tests.support.needs import needs
 from tests.support.patience import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -154,6 +155,7 @@ def test_each_tool_of_a_plan_is_known() -> None:
     assert set(tools.targets) == set(CALLS)
 
 
+@needs("mount")
 def test_a_disk_that_is_filled_takes_no_byte_and_is_free_again(tmp_path: Path) -> None:
     fault = next(f for f in draw_plan(1, 600, KINDS).faults if f.kind == "full_disk")
     with small_disk(tmp_path / "small") as is_small:
@@ -167,6 +169,7 @@ def test_a_disk_that_is_filled_takes_no_byte_and_is_free_again(tmp_path: Path) -
     assert not os.path.ismount(tmp_path / "small")
 
 
+@needs("mount")
 @pytest.mark.parametrize("seed", range(8))
 def test_a_folder_is_replaced_and_comes_back_on_a_full_disk(tmp_path: Path, seed: int) -> None:
     small = tmp_path / "small"
