@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvtier.core import messages as m
 from kvtier.core.generations import Generations
 from kvtier.core.policy_actor import PolicyActor
 from kvtier.engine.admission_gate import AdmissionGate
 from kvtier.engine.cell import EngineCell
+from kvtier.engine.circuit_breaker import BreakerState
 from kvtier.engine.facade import SchedulerFacade
 from kvtier.engine.primary_tier import PrimaryTier
 from kvtier.engine.staged_facade import StagedEngine, StagedFacade
@@ -18,7 +19,7 @@ from kvtier.engine.tier_link import TierLink
 from kvtier.errors import ConfigError
 from kvtier.hosts.choose import make_host
 from kvtier.plugin_api.admission_policy import AdmissionContext
-from kvtier.plugin_api.backend import BackendContext
+from kvtier.plugin_api.backend import BackendContext, Connection
 from kvtier.settings.plugins import fallback_policy, make_admission, make_policy
 from kvtier.settings.runtime_config import ADMIT_ALL
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kvtier.core.actor import Mailbox
+    from kvtier.core.statistics import TierStatistics
     from kvtier.core.tier_host import TierHost
     from kvtier.engine.cell import OwnedMailbox
     from kvtier.plugin_api.admission_policy import AdmissionPolicy
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.eviction_policy import EvictionPolicy
     from kvtier.plugin_api.slot_memory import SlotMemory
     from kvtier.settings.runtime_config import RuntimeConfig
+
+_CONNECT_POLL_S: Final = 0.005
 
 
 def open_runtime(
@@ -142,6 +146,30 @@ def open_staged_tier(
         generations=Generations(config.weights_version, keep=config.keeps_on_reset),
         clock=clock,
     )
+
+
+def wait_for_servers(
+    config: RuntimeConfig, statistics: Callable[[], Sequence[TierStatistics]]
+) -> list[str]:
+    """Wait until tiers that need a server have reached it, for ``connect_wait_s`` at most.
+
+    Without, the first requests would find nothing there, and what they compute would not be
+    stored: to connect takes longer than an engine that is ready takes to be asked. Returns
+    the names of the tiers that are still connecting. ``statistics``: takes in what tiers report.
+    """
+    began_s = time.monotonic()
+    while True:
+        waited_s = time.monotonic() - began_s
+        both = list(zip(config.tiers, statistics(), strict=True))
+        connecting = [(tier, now.name) for tier, now in both if _is_connecting(now)]
+        if not any(waited_s < tier.connect_wait_s for tier, _ in connecting):
+            return [name for _, name in connecting]
+        time.sleep(_CONNECT_POLL_S)
+
+
+def _is_connecting(tier: TierStatistics) -> bool:
+    disabled = tier.breaker == BreakerState.DISABLED.name
+    return tier.connection == Connection.CONNECTING.name and not disabled
 
 
 def build_staged_tier(

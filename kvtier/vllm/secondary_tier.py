@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from kvtier.core.block_state import BlockState
 from kvtier.plugin_api.log import log
 from kvtier.plugin_api.slot_memory import SlotMemory
-from kvtier.runtime import open_staged_tier
+from kvtier.runtime import open_staged_tier, wait_for_servers
 from kvtier.settings.secondary_tier import read_secondary_tier
 from kvtier.vllm.adapters import know_adapters
 from kvtier.vllm.connector_hooks import hook_connector
@@ -44,7 +44,7 @@ from kvtier.vllm.metric_definitions import tier_metric_definitions, unregister_o
 from kvtier.vllm.metrics import TierExporter
 from kvtier.vllm.own_spec import namespace_of, vllm_configs
 from kvtier.vllm.sharing import apart_if_unknown
-from kvtier.vllm.start import wait_for_servers, warn_of_this_release
+from kvtier.vllm.start import warn_of_this_release
 from kvtier.vllm.tier_facts import TierFacts
 from kvtier.vllm.watch import Watch
 

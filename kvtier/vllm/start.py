@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Final
 import vllm
 
 from kvtier.engine.circuit_breaker import BreakerState
-from kvtier.plugin_api.backend import Connection
 from kvtier.plugin_api.log import log
-from kvtier.runtime import open_runtime
+from kvtier.runtime import open_runtime, wait_for_servers
 from kvtier.vllm.hosted.backend import HostingEngine
 from kvtier.vllm.manager import KVTierManager
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from vllm.v1.kv_offload.base import OffloadingMetricMetadata, OffloadingSpec
 
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 
 TESTED_RELEASES: Final = ("0.32", "0.33")
 """Of vLLM: a real engine of each runs in kvtier's tests."""
-
-_CONNECT_POLL_S: Final = 0.005
 
 
 def warn_of_untested_release(installed: str) -> None:
@@ -78,30 +75,6 @@ def build_manager(
     connecting = wait_for_servers(config, lambda: _polled(facade))
     _say_ready(facade, config, connecting, weights, time.monotonic() - began_s)
     return manager
-
-
-def wait_for_servers(
-    config: RuntimeConfig, statistics: Callable[[], Sequence[TierStatistics]]
-) -> list[str]:
-    """Wait until tiers that need a server have reached it, for ``connect_wait_s`` at most.
-
-    Without, the first requests would find nothing there, and what they compute would not be
-    stored: to connect takes longer than an engine that is ready takes to be asked. Returns
-    the names of the tiers that are still connecting. ``statistics``: takes in what tiers report.
-    """
-    began_s = time.monotonic()
-    while True:
-        waited_s = time.monotonic() - began_s
-        both = list(zip(config.tiers, statistics(), strict=True))
-        connecting = [(tier, now.name) for tier, now in both if _is_connecting(now)]
-        if not any(waited_s < tier.connect_wait_s for tier, _ in connecting):
-            return [name for _, name in connecting]
-        time.sleep(_CONNECT_POLL_S)
-
-
-def _is_connecting(tier: TierStatistics) -> bool:
-    disabled = tier.breaker == BreakerState.DISABLED.name
-    return tier.connection == Connection.CONNECTING.name and not disabled
 
 
 def _polled(facade: SchedulerFacade) -> Sequence[TierStatistics]:
