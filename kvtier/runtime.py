@@ -18,6 +18,7 @@ from kvtier.engine.staged_tier import StagedTier
 from kvtier.engine.tier_link import TierLink
 from kvtier.errors import ConfigError
 from kvtier.hosts.choose import make_host
+from kvtier.hosts.real_time import FromRealTime, ToRealTime
 from kvtier.plugin_api.admission_policy import AdmissionContext
 from kvtier.plugin_api.backend import BackendContext, Connection
 from kvtier.settings.plugins import fallback_policy, make_admission, make_policy
@@ -67,13 +68,13 @@ def open_runtime(
     policy = make_policy(config.eviction_policy, config.slot_count)
     admissions = make_admissions(config)
     inboxes = [cell.inbox() for _ in config.tiers]
-    tiers = _make_tiers(config, memory, namespace, inboxes, engine)
+    tiers, ends = _make_tiers(config, memory, namespace, inboxes, engine, clock)
     built = build_engine(
         cell,
         config,
         policy,
         admissions,
-        zip(inboxes, tiers, strict=True),
+        zip(inboxes, ends, strict=True),
         collect_events=collect_events,
     )
     for link, tier in zip(built.links, tiers, strict=True):
@@ -118,7 +119,7 @@ def open_staged_tier(
         cell.inbox(),
         cell.inbox(),
     )
-    (tier,) = _make_tiers(config, staging, namespace, [from_tier], engine)
+    (tier,), (end,) = _make_tiers(config, staging, namespace, [from_tier], engine, clock)
     if tier.traits is not None and tier.traits.by_request:
         tier.close(0.0)
         raise ConfigError(
@@ -131,7 +132,7 @@ def open_staged_tier(
         config,
         waiting_stores_max=max(1, int(slots.slot_count * config.cascade_slots_fraction_max)),
         mailboxes=(to_staged, to_link, from_tier, from_copier),
-        tier=tier,
+        tier=end,
         copier=copier,
         collect_events=collect_events,
     )
@@ -310,8 +311,11 @@ def _make_tiers(
     namespace: Namespace,
     inboxes: Sequence[Mailbox],
     engine: object,
-) -> list[TierHost]:
-    """Make all tiers, or none, and raise ``ConfigError``."""
+    clock: Callable[[], float],
+) -> tuple[Sequence[TierHost], Sequence[Mailbox]]:
+    """Make all tiers, or none, and raise ``ConfigError``; and where their links post to."""
+    is_real = clock is time.monotonic
+    inboxes = inboxes if is_real else [FromRealTime(each, clock) for each in inboxes]
     tiers: list[TierHost] = []
     owner_of: dict[str, str] = {}
     try:
@@ -329,7 +333,7 @@ def _make_tiers(
         for made in tiers:
             made.close(0.0)
         raise
-    return tiers
+    return tiers, tiers if is_real else [ToRealTime(each, clock) for each in tiers]
 
 
 def _check_place(tier: TierHost, owner_of: dict[str, str]) -> None:
