@@ -23,6 +23,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from stress.supervisor import folder_prefix, supervised
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -122,7 +124,7 @@ def run(
 
 def main() -> int:
     """Run the commands on each machine."""
-    parser = argparse.ArgumentParser(prog="python -m stress.bare_machine", description=__doc__)
+    parser = argparse.ArgumentParser("python -m stress.bare_machine", description=__doc__)
     parser.add_argument("--command", action="append", help="in place of the README's two")
     parser.add_argument(
         "--python", type=Path, action="append", default=[], help="a Python's folder"
@@ -131,9 +133,11 @@ def main() -> int:
     parser.add_argument("--suite", default="bookworm", help="Debian's release")
     parser.add_argument("--logs", type=Path, default=Path("build/bare-machine"))
     given = parser.parse_args()
+    if shutil.which("debootstrap") is None:
+        parser.error("needs debootstrap: apt-get install debootstrap")
     given.logs.mkdir(parents=True, exist_ok=True)
     failed = False
-    with tempfile.TemporaryDirectory(prefix="kvtier-bare-", dir=given.logs) as name:
+    with tempfile.TemporaryDirectory(prefix=folder_prefix()) as name:
         folder = Path(name).resolve()
         base = make_base(folder, given.suite)
         of_the_host = [*take_over_pip(base), *given.python]
@@ -163,4 +167,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(supervised(main))
