@@ -1,7 +1,7 @@
 """The README's commands on a machine that has nothing: a new root with Debian's packages only.
 
     python -m stress.bare_machine                              # as root, then as an ordinary user
-    python -m stress.bare_machine --python ~/python-3.12       # with a Python of yours, too
+    python -m stress.bare_machine --python ~/python-3.12       # with a Python of yours
     python -m stress.bare_machine --command "make dev lint unit"
 
 Each run has a root of its own, made by debootstrap (apt-get install debootstrap; needs root), with
@@ -42,7 +42,7 @@ class Machine(NamedTuple):
     python: Path | None
 
     def __str__(self) -> str:
-        return f"{self.user}, {self.python.name if self.python else 'the Python of Debian'}"
+        return f"{self.user}, Python {self.python.name if self.python else 'of Debian'}"
 
 
 def make_base(folder: Path, suite: str) -> Path:
@@ -127,7 +127,11 @@ def main() -> int:
     parser = argparse.ArgumentParser("python -m stress.bare_machine", description=__doc__)
     parser.add_argument("--command", action="append", help="in place of the README's two")
     parser.add_argument(
-        "--python", type=Path, action="append", default=[], help="a Python's folder"
+        "--python",
+        type=Path,
+        action="append",
+        default=[],
+        help="a Python's folder, in place of Debian's",
     )
     parser.add_argument("--user", action="append", choices=("root", USER), help="only this one")
     parser.add_argument("--suite", default="bookworm", help="Debian's release")
@@ -136,34 +140,35 @@ def main() -> int:
     if shutil.which("debootstrap") is None:
         parser.error("needs debootstrap: apt-get install debootstrap")
     given.logs.mkdir(parents=True, exist_ok=True)
-    failed = False
+    machines = [
+        Machine(user, python)
+        for python in given.python or [None]
+        for user in given.user or ("root", USER)
+    ]
     with tempfile.TemporaryDirectory(prefix=folder_prefix()) as name:
         folder = Path(name).resolve()
-        base = make_base(folder, given.suite)
+        base, root = make_base(folder, given.suite), folder / "root"
         of_the_host = [*take_over_pip(base), *given.python]
-        for python in (None, *given.python):
-            for user in given.user or ("root", USER):
-                machine = Machine(user, python)
-                root = folder / "root"
-                subprocess.run(["cp", "-a", base, root], check=True)
-                log = given.logs / f"{user}-{python.name if python else given.suite}.log"
-                log.unlink(missing_ok=True)
-                for command, status, seconds in run(
-                    root, machine, of_the_host, given.command or COMMANDS, log
-                ):
-                    failed = failed or bool(status)
-                    print(
-                        f"{machine}: {command}: status {status} after {seconds:.0f} s", flush=True
-                    )
-                lines = log.read_text(errors="replace").splitlines()
-                start = next((at for at, line in enumerate(lines) if "== left out" in line), None)
-                print(
-                    "\n".join(
-                        lines[-TAIL_LINES if failed else len(lines) if start is None else start :]
-                    )
-                )
-                shutil.rmtree(root)
-    return int(failed)
+        failed = 0
+        for machine in machines:
+            subprocess.run(["cp", "-a", base, root], check=True)
+            log = given.logs / f"{machine}.log".replace(" ", "-")
+            log.unlink(missing_ok=True)
+            done = run(root, machine, of_the_host, given.command or COMMANDS, log)
+            failed += show(machine, done, log)
+            shutil.rmtree(root)
+    return min(failed, 1)
+
+
+def show(machine: Machine, done: list[tuple[str, int, float]], log: Path) -> bool:
+    """Print how it went, and what was left out or how it failed. Returns whether it failed."""
+    for command, status, seconds in done:
+        print(f"{machine}: {command}: status {status} after {seconds:.0f} s")
+    failed = bool(done[-1][1])
+    lines = log.read_text(errors="replace").splitlines()
+    table = next((at for at, line in enumerate(lines) if "== left out" in line), len(lines))
+    print("\n".join(lines[-TAIL_LINES if failed else table :]), flush=True)
+    return failed
 
 
 if __name__ == "__main__":
