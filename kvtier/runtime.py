@@ -18,7 +18,6 @@ from kvtier.engine.staged_tier import StagedTier
 from kvtier.engine.tier_link import TierLink
 from kvtier.errors import ConfigError
 from kvtier.hosts.choose import make_host
-from kvtier.hosts.real_time import FromRealTime, ToRealTime
 from kvtier.plugin_api.admission_policy import AdmissionContext
 from kvtier.plugin_api.backend import BackendContext, Connection
 from kvtier.settings.plugins import fallback_policy, make_admission, make_policy
@@ -68,13 +67,13 @@ def open_runtime(
     policy = make_policy(config.eviction_policy, config.slot_count)
     admissions = make_admissions(config)
     inboxes = [cell.inbox() for _ in config.tiers]
-    tiers, ends = _make_tiers(config, memory, namespace, inboxes, engine, clock)
+    tiers = _make_tiers(config, memory, namespace, inboxes, engine)
     built = build_engine(
         cell,
         config,
         policy,
         admissions,
-        zip(inboxes, ends, strict=True),
+        zip(inboxes, tiers, strict=True),
         collect_events=collect_events,
     )
     for link, tier in zip(built.links, tiers, strict=True):
@@ -119,7 +118,7 @@ def open_staged_tier(
         cell.inbox(),
         cell.inbox(),
     )
-    (tier,), (end,) = _make_tiers(config, staging, namespace, [from_tier], engine, clock)
+    (tier,) = _make_tiers(config, staging, namespace, [from_tier], engine)
     if tier.traits is not None and tier.traits.by_request:
         tier.close(0.0)
         raise ConfigError(
@@ -132,7 +131,7 @@ def open_staged_tier(
         config,
         waiting_stores_max=max(1, int(slots.slot_count * config.cascade_slots_fraction_max)),
         mailboxes=(to_staged, to_link, from_tier, from_copier),
-        tier=end,
+        tier=tier,
         copier=copier,
         collect_events=collect_events,
     )
@@ -311,11 +310,8 @@ def _make_tiers(
     namespace: Namespace,
     inboxes: Sequence[Mailbox],
     engine: object,
-    clock: Callable[[], float],
-) -> tuple[Sequence[TierHost], Sequence[Mailbox]]:
-    """Make all tiers, or none, and raise ``ConfigError``; and where their links post to."""
-    is_real = clock is time.monotonic
-    inboxes = inboxes if is_real else [FromRealTime(each, clock) for each in inboxes]
+) -> list[TierHost]:
+    """Make all tiers, or none, and raise ``ConfigError``."""
     tiers: list[TierHost] = []
     owner_of: dict[str, str] = {}
     try:
@@ -333,7 +329,7 @@ def _make_tiers(
         for made in tiers:
             made.close(0.0)
         raise
-    return tiers, tiers if is_real else [ToRealTime(each, clock) for each in tiers]
+    return tiers
 
 
 def _check_place(tier: TierHost, owner_of: dict[str, str]) -> None:

@@ -35,7 +35,6 @@ CALL_TURNS_MAX = 3  #: of the loop, until a blocking call begins, and again unti
 READ_THE_TIME = (
     "kvtier.vllm.manager",
     "kvtier.tier.backend_driver",
-    "kvtier.hosts.real_time",
     "kvtier.plugin_api.deadlines",
     "kvtier_backends.fs.place",
 )

@@ -207,12 +207,10 @@ def _report(arguments: argparse.Namespace, trace: Trace, replayed: Replayed) -> 
     """Print and write what was asked for; return what must never be."""
     from kvtier.tools.cli.terminal import table, write_json  # noqa: PLC0415 - as in run
     from kvtier.tools.cli.trace_input import describe  # noqa: PLC0415 - as in run
-    from kvtier.tools.replay.report import build_report, bypassed_in, problems_in  # noqa: PLC0415 - as in run
+    from kvtier.tools.replay.report import build_report, problems_in  # noqa: PLC0415 - as in run
     from kvtier.tools.replay.report_tables import tables  # noqa: PLC0415 - as in run
 
     report = build_report(replayed, describe(trace))
-    for line in bypassed_in(report):
-        print(f"WARNING: {line}")
     for each in tables(report):
         table(each.title, each.columns, each.rows)
     if not replayed.played:

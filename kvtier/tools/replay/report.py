@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import to_builtins
 
-from kvtier.engine.circuit_breaker import BreakerState
-from kvtier.plugin_api.backend import Connection
 from kvtier.tools.replay.measurements import Durations, Misread
 
 if TYPE_CHECKING:
@@ -25,16 +23,6 @@ if TYPE_CHECKING:
 
 FORMAT: Final = "kvtier-replay"
 VERSION: Final = 1
-
-BYPASSED: Final = (
-    "failed",
-    "full",
-    "jobs_timed_out",
-    "probes_timed_out",
-    "breaker_opened",
-    "broke",
-)
-"""Counters of a secondary tier that are not 0 where it was not used, or of no use."""
 
 
 def build_report(replayed: Replayed, trace: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,25 +97,6 @@ def problems_in(report: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def bypassed_in(report: Mapping[str, Any]) -> list[str]:
-    """Return which tiers were not used for a while or failed, in words: others do better there.
-
-    To be said before all figures: what such a tier did not do stands in them as misses.
-    """
-    found = []
-    for tier in report["tiers"][1:]:
-        counts = [f"{name} {tier['counts'][name]:,}" for name in BYPASSED if tier["counts"][name]]
-        if tier["connection"] != Connection.UP.name:
-            counts.append(f"its server is {tier['connection']}")
-        if counts or tier["breaker"] != BreakerState.CLOSED.name:
-            counts.append(f"its breaker is {tier['breaker']}")
-            found.append(
-                f"{tier['name']} failed, was full or was bypassed, so the figures below are not "
-                f"what it can do ({', '.join(counts)}). See the log."
-            )
-    return found
-
-
 def _settings(settings: ReplaySettings) -> dict[str, Any]:
     runtime = settings.runtime
     return {
@@ -177,7 +146,6 @@ def _secondary(statistics: TierStatistics, tier: TierMeasured) -> dict[str, Any]
         "promotion_s": tier.promotion.summary(),
         "cascade_s": tier.cascade.summary(),
         "breaker": statistics.breaker,
-        "connection": statistics.connection,
         "counts": to_builtins(statistics.counts),
         "backend": dict(statistics.backend),
     }

@@ -7,13 +7,13 @@ import sys
 from array import array
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import xxhash
 
 from kvtier.plugin_api.backend import Namespace
 from kvtier.plugin_api.options import Options
-from kvtier.runtime import open_runtime, wait_for_servers
+from kvtier.runtime import open_runtime
 from kvtier.tools.replay.clock import ReplayClock
 from kvtier.tools.replay.folders import Folders
 from kvtier.tools.replay.gpu import StandInGpu
@@ -21,12 +21,9 @@ from kvtier.tools.replay.player import Player
 from kvtier.tools.replay.settings import FOLDER_KEYS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from kvtier.core.statistics import TierStatistics
-    from kvtier.engine.facade import SchedulerFacade
-    from kvtier.settings.runtime_config import RuntimeConfig
     from kvtier.tools.replay.measurements import Measured
     from kvtier.tools.replay.settings import ReplaySettings
     from kvtier.tools.replay.traces import Trace
@@ -38,8 +35,6 @@ class Progress(Protocol):
     def advance(self, count: int = 1) -> None:
         """Note that ``count`` more of the total are done."""
 
-
-CONNECT_WAIT_S: Final = 10.0
 
 ShowProgress: TypeAlias = "Callable[[str, int], AbstractContextManager[Progress]]"
 """Given what is done and how much of it there is, shows how far it has come."""
@@ -127,7 +122,6 @@ def _play(
     )
     closed = False
     try:
-        _wait_for_servers(config, facade)
         player = Player(
             trace, facade, gpu, settings.model, clock, [tier.name for tier in config.tiers]
         )
@@ -149,20 +143,6 @@ def _play(
         closed=closed,
         leftovers=[],
     )
-
-
-def _wait_for_servers(config: RuntimeConfig, facade: SchedulerFacade) -> None:
-    """Give the servers of tiers time to be reached: a trace may be over sooner."""
-
-    def statistics() -> Sequence[TierStatistics]:
-        facade.get_finished()
-        return facade.statistics().tiers
-
-    patient = [
-        replace(tier, connect_wait_s=max(tier.connect_wait_s, CONNECT_WAIT_S))
-        for tier in config.tiers
-    ]
-    wait_for_servers(replace(config, tiers=tuple(patient)), statistics)
 
 
 def _peak_memory_bytes() -> int:
