@@ -18,6 +18,7 @@ from kvtier.engine.staged_tier import StagedTier
 from kvtier.engine.tier_link import TierLink
 from kvtier.errors import ConfigError
 from kvtier.hosts.choose import make_host
+from kvtier.hosts.machine_time import from_machine_time, to_machine_time
 from kvtier.plugin_api.admission_policy import AdmissionContext
 from kvtier.plugin_api.backend import BackendContext, Connection
 from kvtier.settings.plugins import fallback_policy, make_admission, make_policy
@@ -54,6 +55,7 @@ def open_runtime(
     True. ``namespace`` names everything that changes the bytes of a block.
     ``collect_events``: fill ``take_events()``, which must then be drained.
     ``engine``: for backends that are part of it (``BackendContext.engine``).
+    ``clock``: the engine's seconds; tiers have those of ``time.monotonic``.
     Raises ``ConfigError`` before any tier is served, and waits for each tier's
     storage for ``start_timeout_s`` at most; a tier whose backend fails later is
     disabled, and the runtime goes on without it.
@@ -67,13 +69,13 @@ def open_runtime(
     policy = make_policy(config.eviction_policy, config.slot_count)
     admissions = make_admissions(config)
     inboxes = [cell.inbox() for _ in config.tiers]
-    tiers = _make_tiers(config, memory, namespace, inboxes, engine)
+    tiers = _make_tiers(config, memory, namespace, inboxes, engine, clock)
     built = build_engine(
         cell,
         config,
         policy,
         admissions,
-        zip(inboxes, tiers, strict=True),
+        zip(inboxes, [to_machine_time(tier, clock) for tier in tiers], strict=True),
         collect_events=collect_events,
     )
     for link, tier in zip(built.links, tiers, strict=True):
@@ -118,7 +120,7 @@ def open_staged_tier(
         cell.inbox(),
         cell.inbox(),
     )
-    (tier,) = _make_tiers(config, staging, namespace, [from_tier], engine)
+    (tier,) = _make_tiers(config, staging, namespace, [from_tier], engine, clock)
     if tier.traits is not None and tier.traits.by_request:
         tier.close(0.0)
         raise ConfigError(
@@ -131,7 +133,7 @@ def open_staged_tier(
         config,
         waiting_stores_max=max(1, int(slots.slot_count * config.cascade_slots_fraction_max)),
         mailboxes=(to_staged, to_link, from_tier, from_copier),
-        tier=tier,
+        tier=to_machine_time(tier, clock),
         copier=copier,
         collect_events=collect_events,
     )
@@ -310,6 +312,7 @@ def _make_tiers(
     namespace: Namespace,
     inboxes: Sequence[Mailbox],
     engine: object,
+    clock: Callable[[], float],
 ) -> list[TierHost]:
     """Make all tiers, or none, and raise ``ConfigError``."""
     tiers: list[TierHost] = []
@@ -320,7 +323,7 @@ def _make_tiers(
                 tier,
                 BackendContext(config.block_bytes, namespace, tier.name, engine=engine),
                 memory,
-                inbox,
+                from_machine_time(inbox, clock),
                 messages_max=config.mailbox_messages_max,
             )
             tiers.append(host)

@@ -380,7 +380,8 @@ class Notice(Message, frozen=True, gc=False):
 # Whatever names blocks has the mark of their generation with it, so that no order of
 # messages, and no restart, can make the blocks of one generation those of another; and the
 # epoch in which that generation began (``since``): an engine may go back to one that has a name.
-# ``deadline``: when nobody waits for the answer any more.
+# ``deadline``: when nobody waits for the answer any more. It and ``at`` are converted where the
+# engine's clock is not the machine's (``kvtier/hosts/machine_time.py``).
 
 
 class Probe(Message, frozen=True, gc=False):

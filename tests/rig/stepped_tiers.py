@@ -34,6 +34,7 @@ CLOSING_TURNS_MAX = 20_000
 CALL_TURNS_MAX = 3  #: of the loop, until a blocking call begins, and again until it ends
 READ_THE_TIME = (
     "kvtier.vllm.manager",
+    "kvtier.hosts.machine_time",
     "kvtier.tier.backend_driver",
     "kvtier.plugin_api.deadlines",
     "kvtier_backends.fs.place",

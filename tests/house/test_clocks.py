@@ -1,0 +1,69 @@
+"""Who reads a clock beside the engine's: times of two clocks mean nothing to one another.
+
+An engine's clock is given to it, and need not be the machine's (``kvtier/hosts/machine_time.py``).
+Its actors learn the time from messages. A backend is told how long it has, never when that ends.
+"""
+
+from __future__ import annotations
+
+import ast
+
+from sources import MODULES, tree_of
+from test_rooms import room_of
+
+from tests.rig.stepped_tiers import READ_THE_TIME
+
+CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "time", "time_ns"}
+ROOMS = {"core", "engine", "hosts", "plugin_api", "policies", "runtime", "settings", "tier"}
+DURATIONS = "compares times that it has read by itself"
+MAY_READ = {
+    "kvtier.engine.facade": "the default of the engine's clock; samples of a call's time",
+    "kvtier.engine.staged_facade": "the default of the engine's clock; how long it may close",
+    "kvtier.runtime": "the default of the engine's clock; how long a start waits",
+    "kvtier.hosts.machine_time": "converts what crosses between the engine's clock and the tiers'",
+    "kvtier.tier.backend_driver": "when a batch ended, which is converted on its way",
+    "kvtier.plugin_api.deadlines": "compares it with a deadline, which was converted on its way",
+    "kvtier.core.tier_host": DURATIONS,
+    "kvtier.hosts.process_host": DURATIONS,
+    "kvtier.hosts.process_main": DURATIONS,
+    "kvtier.hosts.restarts": DURATIONS,
+    "kvtier.hosts.starting": DURATIONS,
+}
+CROSSED = {
+    "kvtier.hosts.machine_time",
+    "kvtier.tier.backend_driver",
+    "kvtier.plugin_api.deadlines",
+}
+
+
+def readers() -> set[str]:
+    return {
+        module
+        for module, path in MODULES.items()
+        if room_of(module) in ROOMS
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Attribute)
+        if node.attr in CLOCKS and ast.unparse(node.value) == "time"
+    }
+
+
+def test_only_these_read_a_clock_beside_the_engines() -> None:
+    """A new one says here which times it compares: those of one clock."""
+    assert readers() == set(MAY_READ)
+
+
+def test_no_clock_is_imported_by_its_name() -> None:
+    """The test above would not see it."""
+    found = {
+        module
+        for module, path in MODULES.items()
+        if room_of(module) in ROOMS
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ImportFrom) and node.module == "time"
+        if CLOCKS & {each.name for each in node.names}
+    }
+    assert not found
+
+
+def test_the_rig_gives_its_clock_to_all_that_compare_what_crosses() -> None:
+    assert set(READ_THE_TIME) >= CROSSED
