@@ -151,7 +151,9 @@ def open_staged_tier(
 
 
 def wait_for_servers(
-    config: RuntimeConfig, statistics: Callable[[], Sequence[TierStatistics]]
+    config: RuntimeConfig,
+    statistics: Callable[[], Sequence[TierStatistics]],
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> list[str]:
     """Wait until tiers that need a server have reached it, for ``connect_wait_s`` at most.
 
@@ -164,7 +166,8 @@ def wait_for_servers(
         waited_s = time.monotonic() - began_s
         both = list(zip(config.tiers, statistics(), strict=True))
         connecting = [(tier, now.name) for tier, now in both if _is_connecting(now)]
-        if not any(waited_s < tier.connect_wait_s for tier, _ in connecting):
+        is_over = not any(waited_s < tier.connect_wait_s for tier, _ in connecting)
+        if is_over or should_stop():
             return [name for _, name in connecting]
         time.sleep(_CONNECT_POLL_S)
 

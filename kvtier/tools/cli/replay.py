@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 BLOCK_BYTES: Final = 16 * 1024
 
 WRONG: Final = 1
-"""The exit status if a block was not what it should be, or an actor broke."""
+"""The exit status if a block was wrong, an actor broke, or a tier failed all that it was given."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -211,6 +211,8 @@ def _report(arguments: argparse.Namespace, trace: Trace, replayed: Replayed) -> 
     from kvtier.tools.replay.report_tables import tables  # noqa: PLC0415 - as in run
 
     report = build_report(replayed, describe(trace))
+    for warning in report["warnings"]:
+        print(f"Warning: {warning}")
     for each in tables(report):
         table(each.title, each.columns, each.rows)
     if not replayed.played:

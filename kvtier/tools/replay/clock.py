@@ -3,10 +3,10 @@
 Tiers are real and need real time; an engine's computing is only stated. With
 jumps, time passes at its real pace as long as any tier has work in flight, and
 goes straight to the next event when nothing but stated time would pass. So a
-duration on this clock is what it would be if the engine really computed, and a
-tier's deadlines, which the runtime counts on the same clock, stay real: no
-jump ever happens while one runs. Without jumps the clock is a real one, and
-stated time is slept through.
+duration on this clock is what it would be if the engine really computed. The runtime
+counts a tier's deadlines on this clock, and the tier on the machine's
+(``kvtier/hosts/machine_time.py``): no jump ever happens while one runs, so they
+agree. Without jumps the clock is a real one, and stated time is slept through.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SLEEP_S_MAX: Final = 0.1
 
 
 class ReplayClock:
-    """Seconds since the start, real ones and skipped ones."""
+    """Seconds since ``begin``, real ones and skipped ones. It stands at 0 before."""
 
     def __init__(
         self,
@@ -40,16 +40,20 @@ class ReplayClock:
         self._jumps = jumps
         self._real = real
         self._sleep = sleep
-        self._zero = real()
+        self._zero: float | None = None
         self.skipped_s = 0.0
+
+    def begin(self) -> None:
+        """Let time pass from now on."""
+        self._zero = self._real()
 
     def now(self) -> float:
         """Return the time."""
-        return self._real() - self._zero + self.skipped_s
+        return self.real_s() + self.skipped_s
 
     def real_s(self) -> float:
         """Return the seconds that have really passed."""
-        return self._real() - self._zero
+        return 0.0 if self._zero is None else self._real() - self._zero
 
     def pass_time(self, until: float | None, *, tiers_work: bool) -> None:
         """Let time pass, at most until the next event (None: there is none).

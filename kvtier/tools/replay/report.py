@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import to_builtins
 
+from kvtier.engine.circuit_breaker import BreakerState
+from kvtier.plugin_api.backend import Connection
 from kvtier.tools.replay.measurements import Durations, Misread
 
 if TYPE_CHECKING:
@@ -24,15 +26,28 @@ if TYPE_CHECKING:
 FORMAT: Final = "kvtier-replay"
 VERSION: Final = 1
 
+_TROUBLE: Final = {
+    "breaker_opened": "breaker opened: {:,}",
+    "broke": "crashes: {:,}",
+    "connections_lost": "connections lost: {:,}",
+    "probes_timed_out": "lookups timed out: {:,}",
+    "jobs_timed_out": "jobs timed out: {:,}",
+    "failed": "blocks failed: {:,}",
+    "full": "blocks refused as full: {:,}",
+}
+"""Counters of a tier that is not healthy, in words."""
+
 
 def build_report(replayed: Replayed, trace: Mapping[str, Any]) -> dict[str, Any]:
     """Return everything that was measured, as JSON values. ``trace`` describes the trace."""
     measured = replayed.measured
     block_bytes = replayed.settings.runtime.block_bytes
+    secondaries = _secondaries(replayed)
     return {
         "format": FORMAT,
         "version": VERSION,
         "partial": not replayed.played,
+        "warnings": [_warning(tier) for tier in secondaries if tier["trouble"]],
         "trace": dict(trace),
         "settings": _settings(replayed.settings),
         "time_s": {
@@ -50,7 +65,7 @@ def build_report(replayed: Replayed, trace: Mapping[str, Any]) -> dict[str, Any]
             "hit_blocks": sum(measured.hit_blocks),
             "hit_ratio": _ratio(sum(measured.hit_blocks), measured.referenced_blocks),
         },
-        "tiers": [_primary(replayed), *_secondaries(replayed)],
+        "tiers": [_primary(replayed), *secondaries],
         "gpu": {
             "stored_bytes": replayed.blocks_stored * block_bytes,
             "loaded_bytes": replayed.blocks_loaded * block_bytes,
@@ -81,8 +96,13 @@ def build_report(replayed: Replayed, trace: Mapping[str, Any]) -> dict[str, Any]
 
 
 def problems_in(report: Mapping[str, Any]) -> list[str]:
-    """Return what must never be, in words; an empty list if all is as promised."""
-    found = []
+    """Return why the run has failed, in words; an empty list if all is as promised."""
+    found = [
+        f"{tier['name']} was not replayed: it neither stored nor loaded a block"
+        for tier in report["tiers"][1:]
+        if tier["trouble"] and not report["partial"]
+        if not (tier["cascaded"]["bytes"] or tier["promoted"]["bytes"])
+    ]
     if report["wrong_blocks"]:
         found.append(f"{report['wrong_blocks']} blocks held wrong bytes when they were read:")
         found += [
@@ -146,9 +166,29 @@ def _secondary(statistics: TierStatistics, tier: TierMeasured) -> dict[str, Any]
         "promotion_s": tier.promotion.summary(),
         "cascade_s": tier.cascade.summary(),
         "breaker": statistics.breaker,
+        "connection": statistics.connection,
+        "trouble": _trouble(statistics),
         "counts": to_builtins(statistics.counts),
         "backend": dict(statistics.backend),
     }
+
+
+def _trouble(tier: TierStatistics) -> list[str]:
+    """Return in words why a tier's figures are not those of a healthy one, if they are not."""
+    found = []
+    if tier.connection == Connection.CONNECTING.name:
+        found.append("its server was not reached")
+    elif tier.connection == Connection.GONE.name:
+        found.append("its server is gone")
+    if tier.breaker != BreakerState.CLOSED.name:
+        found.append(f"its breaker is {tier.breaker} at the end")
+    counts = to_builtins(tier.counts)
+    return found + [text.format(counts[name]) for name, text in _TROUBLE.items() if counts[name]]
+
+
+def _warning(tier: Mapping[str, Any]) -> str:
+    trouble = ", ".join(tier["trouble"])
+    return f"{tier['name']} was bypassed or failed: {trouble}. The log has the cause."
 
 
 def _moved(moved_bytes: float, busy_s: float) -> dict[str, float | None]:

@@ -7,13 +7,13 @@ import sys
 from array import array
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import xxhash
 
 from kvtier.plugin_api.backend import Namespace
 from kvtier.plugin_api.options import Options
-from kvtier.runtime import open_runtime
+from kvtier.runtime import open_runtime, wait_for_servers
 from kvtier.tools.replay.clock import ReplayClock
 from kvtier.tools.replay.folders import Folders
 from kvtier.tools.replay.gpu import StandInGpu
@@ -21,12 +21,18 @@ from kvtier.tools.replay.player import Player
 from kvtier.tools.replay.settings import FOLDER_KEYS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
+    from kvtier.core.statistics import TierStatistics
     from kvtier.tools.replay.measurements import Measured
     from kvtier.tools.replay.settings import ReplaySettings
     from kvtier.tools.replay.traces import Trace
+
+
+CONNECT_WAIT_S_MIN: Final = 10.0
+"""A replay has the time that an engine's start lacks: ``connect_wait_s`` of each tier is this, or
+more. Without its server a tier's figures say nothing of the tier."""
 
 
 class Progress(Protocol):
@@ -113,15 +119,29 @@ def _play(
 ) -> Replayed:
     config = settings.runtime
     # Events tell what each tier holds, and when a cascade has ended.
-    watched = tuple(replace(tier, enable_kv_events=True) for tier in config.tiers)
+    watched = tuple(
+        replace(
+            tier,
+            enable_kv_events=True,
+            connect_wait_s=max(tier.connect_wait_s, CONNECT_WAIT_S_MIN),
+        )
+        for tier in config.tiers
+    )
     config = replace(config, tiers=watched)
     gpu = StandInGpu(config.slot_count, config.block_bytes, settings.verify)
     clock = ReplayClock(jumps=settings.jumps)
     facade = open_runtime(
         config, gpu.memory, namespace_of(trace), collect_events=True, clock=clock.now
     )
+
+    def polled() -> Sequence[TierStatistics]:
+        facade.get_finished()
+        return facade.statistics().tiers
+
     closed = False
     try:
+        wait_for_servers(config, polled, should_stop)
+        clock.begin()
         player = Player(
             trace, facade, gpu, settings.model, clock, [tier.name for tier in config.tiers]
         )

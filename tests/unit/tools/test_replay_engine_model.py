@@ -24,7 +24,11 @@ class World:
 
 
 def clock_in(world: World, *, jumps: bool) -> ReplayClock:
-    return ReplayClock(jumps=jumps, real=lambda: world.now, sleep=world.sleep)
+    clock = ReplayClock(jumps=jumps, real=lambda: world.now, sleep=world.sleep)
+    world.now += 5.0
+    assert clock.now() == clock.real_s() == 0.0, "it stands while tiers reach their servers"
+    clock.begin()
+    return clock
 
 
 def test_the_clock_jumps_to_the_next_event_while_no_tier_works() -> None:
