@@ -20,7 +20,8 @@ READ_FILES: Final = frozenset(
 """Values of vLLM's ``load_format`` whose loaders read the model's folder or file."""
 
 NO_WEIGHTS: Final = "dummy"
-"""The ``load_format`` of random numbers, which are made from a seed."""
+"""The ``load_format`` of random numbers. Engines that are pushed their weights start with it, so
+the seed names nothing: all runs of one architecture start with the same numbers."""
 
 SUFFIXES: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors"})
 """Of all that vLLM's loaders read, and some more: a file too many costs a cold start at worst."""
@@ -32,7 +33,7 @@ def why_out_of_sight(load_format: str, source: str) -> str | None:
     ``source``: a path, a name of the hub, or an address. Looks at no file.
     """
     if load_format == NO_WEIGHTS:
-        return None
+        return f"load_format {load_format!r} starts with random ones, which others may replace"
     if load_format not in READ_FILES:
         return f"load_format {load_format!r} does not say where they are from"
     if "://" in source:

@@ -44,11 +44,11 @@ def weights_of(model: Any, load: Any) -> Weights:  # noqa: ANN401 - vLLM has no 
     tells these weights from others.
     """
     load_format, source = str(load.load_format), source_of(model)
-    if load_format == NO_WEIGHTS:
-        return Weights({NO_WEIGHTS: int(model.seed)}, {})
     reason = why_out_of_sight(load_format, source) or _why_not_vllms(load)
     if reason is not None:
-        return _unknown(reason)
+        # Under one ``weights_version``, random weights of two seeds are two weights all the same.
+        seed = {"seed": int(model.seed)} if load_format == NO_WEIGHTS else {}
+        return Weights({**_unknown(reason).facts, **seed}, {})
     return _with_other_models(_weights_at(source, model), model.hf_config)
 
 

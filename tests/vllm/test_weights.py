@@ -235,8 +235,11 @@ def test_weights_that_are_loaded_from_another_model_are_looked_at(tmp_path: Path
     assert found(None) == alone
 
 
-def test_dummy_weights_are_those_of_their_seed() -> None:
-    assert weights_of(config("x"), load("dummy")) != weights_of(config("x", seed=8), load("dummy"))
+def test_random_weights_are_unknown_and_no_seed_names_them() -> None:
+    """An engine that is pushed its weights starts with them: the seed says nothing of those."""
+    found = weights_of(config("x"), load("dummy"))
+    assert "random" in found.facts["unknown"]
+    assert found != weights_of(config("x", seed=8), load("dummy")), "under one name, two weights"
 
 
 @pytest.mark.parametrize("load_format", ["ipc_cache", "modelexpress", "tensorizer", "of-a-plugin"])

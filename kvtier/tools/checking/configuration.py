@@ -23,7 +23,6 @@ from kvtier.settings.plugins import lasting_tiers, make_policy
 from kvtier.settings.secondary_tier import read_secondary_tier, refuse_behind_vllm
 from kvtier.settings.vllm_keys import VLLMKeys
 from kvtier.settings.weight_sources import (
-    NO_WEIGHTS,
     is_weight_file,
     no_weight_files,
     why_out_of_sight,
@@ -143,7 +142,7 @@ def _why_nameless(model: str, load_format: str) -> str | None:
     """Return why nothing tells a model's weights from others; None: something does."""
     reason = why_out_of_sight(load_format, model)
     path = Path(model)
-    if reason is None and load_format != NO_WEIGHTS and path.is_dir():
+    if reason is None and path.is_dir():
         files = (file for file in path.rglob("*") if is_weight_file(file))
         reason = None if next(files, None) else no_weight_files(path)
     return reason
