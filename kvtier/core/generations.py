@@ -89,13 +89,16 @@ class Generations:
         keep: bool = False,
         random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
-        """``keep``: a reset without a name says nothing about the weights."""
+        """``keep``: a reset without a name says nothing about the weights, unless they changed."""
         self.mark = mark_of_name(weights_version)
         self._keep = keep
         self._random_bytes = random_bytes
 
-    def begin(self, weights_version: str | None) -> bytes | None:
-        """Return the mark of the generation that a reset begins; None: it begins none."""
+    def begin(self, weights_version: str | None, *, has_changed: bool = False) -> bytes | None:
+        """Return the mark of the generation that a reset begins; None: it begins none.
+
+        ``has_changed``: the weights are known to be others, whatever a reset usually says.
+        """
         if weights_version == "":
             raise Misuse(
                 "reset with weights_version='': a name has at least one character. Name the "
@@ -103,7 +106,7 @@ class Generations:
             )
         if weights_version is not None:
             mark = mark_of_name(weights_version)
-        elif self._keep:
+        elif self._keep and not has_changed:
             return None
         else:
             mark = _UNNAMED + self._random_bytes(_ID_BYTES)

@@ -392,21 +392,22 @@ class SchedulerFacade:
         """How many resets there were. What was begun in an earlier epoch is void."""
         return self._primary.epoch
 
-    def reset(self, *, weights_version: str | None = None) -> None:
+    def reset(self, *, weights_version: str | None = None, weights_changed: bool = False) -> None:
         """Forget every block of the primary tier, and begin a new generation. Never waits.
 
         Nothing that was stored before is served again, from any tier: the
         model's weights may be others now. What is stored from now on is found by
         this engine only, or, given ``weights_version``, by all that name the same
-        weights. With ``on_reset: "keep"`` a reset without a name begins no new
-        generation: tiers serve what they have.
+        weights. With ``on_reset: "keep"`` a reset without a name begins no new generation, and
+        tiers serve what they have; unless ``weights_changed`` says that they can't.
 
         Slots that the GPU or a tier still uses are quarantined until they let
         go: tiers by reporting, the GPU by ``on_reset_flushed``. Completions of
         older loads and stores are ignored from now on. Raises ``Misuse`` for an
         empty name.
         """
-        self._ask(m.Reset(mark=self._generations.begin(weights_version)))
+        mark = self._generations.begin(weights_version, has_changed=weights_changed)
+        self._ask(m.Reset(mark=mark))
         self._wake_tiers()
 
     def on_reset_flushed(self) -> None:

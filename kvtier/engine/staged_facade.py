@@ -204,12 +204,14 @@ class StagedFacade:
 
     # --- the whole ---
 
-    def reset(self) -> None:
+    def reset(self, *, weights_version: str | None = None, weights_changed: bool = False) -> None:
         """Begin a new generation, unless ``on_reset`` is ``keep``. ``drain`` first.
 
-        Nothing that was stored before is found again by this engine.
+        Nothing that was stored before is found again by this engine. The arguments are those of
+        ``SchedulerFacade.reset``.
         """
-        self._ask(m.Reset(mark=self._generations.begin(None)))
+        mark = self._generations.begin(weights_version, has_changed=weights_changed)
+        self._ask(m.Reset(mark=mark))
         self._tier.wake()
 
     def close(self) -> bool:

@@ -1,7 +1,8 @@
 """Has vLLM's connector tell kvtier what it knows and tells no manager: three methods are wrapped.
 
 Which groups look back how far, and which are a draft's (``kvtier/vllm/group_kinds.py``); which
-requests it leaves waiting (``kvtier/vllm/resumed.py``); and that a request ends in this step, of
+requests it leaves waiting (``kvtier/vllm/resumed.py``), or begin with what vLLM's own prefix cache
+has (``kvtier/vllm/live_requests.py``); and that a request ends in this step, of
 which a manager hears in the next (``kvtier/vllm/metrics.py``). With 0.32 a fourth is, to keep the
 connector from storing the wrong blocks of a prompt that a client streams. The first also says,
 and prevents where it can, what vLLM does wrong with the Mamba layers of such groups.
@@ -120,10 +121,15 @@ def _telling_who_waits(real: Callable[..., Any]) -> Callable[..., Any]:
     def get_num_new_matched_tokens(
         connector: OffloadingConnectorScheduler,
         request: Any,  # noqa: ANN401 - vLLM has no stubs
+        num_computed_tokens: int,
         *rest: Any,  # noqa: ANN401 - as above
         **named: Any,  # noqa: ANN401 - as above
     ) -> Any:  # noqa: ANN401 - as above
-        found = real(connector, request, *rest, **named)
+        found = real(connector, request, num_computed_tokens, *rest, **named)
+        if num_computed_tokens:
+            live = getattr(connector.manager, "live", None)
+            if live is not None:
+                live.on_gpu_hit(request.request_id)
         if found[0] is None:
             on_request_waits = getattr(connector.manager, "on_request_waits", None)
             if on_request_waits is not None:

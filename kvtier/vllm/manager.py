@@ -25,7 +25,6 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.core.block_state import BlockState
-from kvtier.vllm.adapters import ADAPTERS
 from kvtier.vllm.grants import OpenGrants
 from kvtier.vllm.groups import (
     Groups,
@@ -37,6 +36,7 @@ from kvtier.vllm.groups import (
 )
 from kvtier.vllm.keys_behind import keys_behind
 from kvtier.vllm.kv_events import DESCRIBED_RESULTS, KVEvents, Place
+from kvtier.vllm.live_requests import LiveRequests
 from kvtier.vllm.metrics import MetricsExporter
 from kvtier.vllm.news import News
 from kvtier.vllm.passes import Passes
@@ -45,6 +45,7 @@ from kvtier.vllm.request_params import packed_params
 from kvtier.vllm.resumed import ResumedRequests
 from kvtier.vllm.tier_facts import TierFacts
 from kvtier.vllm.watch import Watch
+from kvtier.vllm.weight_updates import EngineWeights
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -104,9 +105,10 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
     ) -> None:
         warn_without_positions()
         self.facade = facade
+        self._weights: EngineWeights = getattr(spec, "weights", None) or EngineWeights(None, {})
+        self._begin_generation = self._weights.add(self.reset_cache, facade.reset, config)
         self._lookup_state = facade.lookup_state  # called for each key
-        self._memory, self._region = memory, region
-        self._unlinked = False
+        self._memory, self._region, self._unlinked = memory, region, False
         self._info = getattr(spec, "cpu_info", None)  # vLLM 0.33
         self._tiers = [TierFacts(tier) for tier in config.tiers]
         self._several_groups = len(spec.config.groups) > 1
@@ -150,8 +152,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._resumed = ResumedRequests(are_held_back=not _TELLS_WHEN_FLUSHED)
         self._loading: list[str] = []  # requests that began a load in this step
         self._passes = Passes(facade, self._groups, self._steps)
-        self._live: set[str] = set()  # requests that vLLM has announced, and not finished
-        self._from_before: set[str] = set()  # of those, the ones that may store nothing
+        self.live = LiveRequests(self._weights)
 
     # --- requests ---
 
@@ -161,7 +162,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         for number, tier in enumerate(self._tiers):
             if req_context.load_tier_filter.allows(tier.medium, tier.locality):
                 tiers |= 1 << number
-        self._live.add(req_context.req_id)
+        self.live.begin(req_context.req_id)
         params = req_context.kv_transfer_params
         if params and self.facade.goes_by_request:
             packed = packed_params(params)
@@ -173,16 +174,14 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._ahead_of = None
-        self._live.discard(req_context.req_id)
-        self._from_before.discard(req_context.req_id)
-        ADAPTERS.mixed.discard(req_context.req_id)
+        self.live.end(req_context.req_id)
         self._sources.pop(req_context.req_id, None)
         self._undecided.discard(req_context.req_id)
         self._passes.end(req_context.req_id)
         self._orders.end(req_context.req_id)
         self._parents.end(req_context.req_id)
         self._steps.ends(req_context.req_id)
-        self._steps.is_idle(time.monotonic(), len(self._live) - len(self._undecided))
+        self._steps.is_idle(time.monotonic(), len(self.live) - len(self._undecided))
         self._resumed.end(req_context.req_id)
         self.facade.on_request_finished(req_context.req_id, self._order(req_context))
 
@@ -226,7 +225,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         request after the other.
         """
         request = req_context.req_id
-        if request in ADAPTERS.mixed:
+        if not self.live.may_load(request):
             self._ahead = dict.fromkeys([key, *positions_of(req_context)], LookupResult.MISS)
             self._ahead_of = req_context
             return
@@ -264,13 +263,13 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
     def _note_waits(self, request: str) -> None:
         """Note that a request is scheduled for no step: it has no block on the GPU."""
         self._undecided.add(request)
-        self._from_before.discard(request)
+        self.live.wait(request)
 
     def _lookup_in_groups(self, key: bytes, req_context: ReqContext) -> LookupResult:
         """Tell where the block is. What is promoted is decided when vLLM has asked for all."""
         request, end_of = req_context.req_id, positions_of(req_context)
         if request not in self._passes:
-            if request in ADAPTERS.mixed:
+            if not self.live.may_load(request):
                 return LookupResult.MISS
             if not self._resumed.may_load(request):
                 return LookupResult.RETRY
@@ -320,7 +319,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self, keys: Collection[bytes], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         self._ahead_of = None
-        if req_context.req_id in self._from_before or req_context.req_id in ADAPTERS.mixed:
+        if not self.live.may_store(req_context.req_id):
             return _stores_nothing()
         if req_context.req_id in self._undecided:  # resumed: no ``ScheduleEndContext`` names it
             self._note_decided((req_context.req_id,))
@@ -373,6 +372,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._is_idle = False
+        self._weights.on_step()
         self._ahead_of = None
         self._sources.clear()
         scheduled = [*context.new_req_ids, *self._loading]
@@ -410,7 +410,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         holds the GIL for Python's switch interval (5 ms) each time a tier's
         thread needs it. A step that computes takes longer than ``SPIN_S`` mostly.
         """
-        now, running = time.monotonic(), len(self._live) - len(self._undecided)
+        now, running = time.monotonic(), len(self.live) - len(self._undecided)
         self._steps.step_ends(now, running)
         spins = not running and now - self._last_step < SPIN_S
         if spins and self.facade.has_pending_work():
@@ -440,7 +440,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
-        is_busy = bool(self._live)
+        is_busy = bool(self.live)
         return self._watch.safely("metrics", lambda: self._metrics.take(is_busy=is_busy))
 
     # --- resets and the end ---
@@ -449,14 +449,13 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
     def reset_cache(self) -> None:
         """Empty the primary tier and begin a new generation.
 
-        Requests that run now store nothing, until they are preempted. vLLM offers all
-        blocks of theirs again, also those that left a sliding window and are
-        another request's by now; and older weights computed what the others hold.
+        Requests that run now store nothing, until they are preempted: older weights computed
+        theirs, and vLLM offers blocks again that left a window and are another request's by now.
         """
-        self._from_before = self._live.copy()
+        self.live.reset()
         self._ahead_of = None
         self._sources.clear()
-        self.facade.reset()
+        self._begin_generation()
         self._watch.safely("events", lambda: self._kv_events.reset(self._news.take_events()))
         self._undecided.clear()
         self._resumed.emptied()

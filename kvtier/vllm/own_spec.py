@@ -79,13 +79,14 @@ def vllm_configs() -> Iterator[VllmConfig]:
     current = get_current_vllm_config_or_none()
     if current is not None:
         yield current
-    for frame in _callers():
+    for frame in callers():
         found = frame.f_locals.get(_NAME)
         if isinstance(found, VllmConfig):
             yield found
 
 
-def _callers() -> Iterator[FrameType]:
+def callers() -> Iterator[FrameType]:
+    """Yield the calls that lead here, the nearest first."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - public in all but its name
     for _ in range(FRAMES_MAX):
         if frame is None:

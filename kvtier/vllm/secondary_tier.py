@@ -47,6 +47,7 @@ from kvtier.vllm.sharing import apart_if_unknown
 from kvtier.vllm.start import warn_of_this_release
 from kvtier.vllm.tier_facts import TierFacts
 from kvtier.vllm.watch import Watch
+from kvtier.vllm.weight_updates import weights_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -125,6 +126,7 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
         # The last thing that may raise: nobody would close it.
         know_adapters()
         namespace = namespace_of(offloading_spec)
+        self._weights = weights_here(namespace.facts["worker"])
         self._facade = open_staged_tier(
             apart_if_unknown(config, namespace.facts),
             SlotMemory(primary_kv_view, slot_count, block_bytes),
@@ -134,6 +136,7 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
             engine=self._hosting,
             clock=clock,
         )
+        self._begin_generation = self._weights.add(self.drain_jobs, self._facade.reset, config)
         self._say_ready(config, slot_count)
 
     def _say_ready(self, config: RuntimeConfig, slot_count: int) -> None:
@@ -209,6 +212,7 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
 
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._weights.on_step()
         self._facade.step_end()
 
     def serve_external_requests(self, parent: Any) -> None:  # noqa: ANN401 - vLLM has no stubs
@@ -259,7 +263,7 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
         ``close_timeout_s``; its jobs have then failed, and none of vLLM's slots is its to touch.
         """
         self._facade.drain()
-        self._facade.reset()
+        self._begin_generation()
 
     @override
     def shutdown(self) -> None:

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
     from kvtier.settings.runtime_config import RuntimeConfig
     from kvtier.vllm.group_kinds import GroupKind
+    from kvtier.vllm.weight_updates import EngineWeights
 
 
 _VLLM_KEYS: Final = VLLMKeys()
@@ -107,6 +108,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
         read_settings(config.extra_config, slot_count=1, block_bytes=1, ignores=_VLLM_KEYS)
         super().__init__(replace(config, extra_config=for_vllm(config.extra_config)))
         self.group_kinds: Mapping[bytes, GroupKind] | None = None
+        self.weights: EngineWeights | None = None
         self._manager: OffloadingManager | None = None
         self._kvtier_worker: OffloadingWorker | None = None
         self._header_rows = 0
@@ -161,6 +163,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
             from kvtier.vllm.idle import wake_idle_engines  # noqa: PLC0415
             from kvtier.vllm.sharing import apart_if_unknown, warn_of_lonely_tiers  # noqa: PLC0415
             from kvtier.vllm.start import build_manager  # noqa: PLC0415
+            from kvtier.vllm.weight_updates import weights_here  # noqa: PLC0415
 
             config = self.read_settings()
             know_adapters()
@@ -170,6 +173,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
                 self._check_ranks(region.header)
                 described = region.header.read()
                 namespace = build_namespace(self.config, described)
+                self.weights = weights_here(namespace.facts["worker"])
                 warn_of_lonely_tiers(config, namespace.facts)
                 config = apart_if_unknown(config, namespace.facts)
                 memory = SlotMemory(

@@ -75,6 +75,13 @@ GIVEN = {
     "kvtier.vllm.adapters: EngineCore.remove_lora": "as above",
     "kvtier.vllm.idle: EngineCoreProc.has_work": "vLLM tells nobody that it waits",
     "kvtier.vllm.adapters: kv_cache_utils.generate_block_hash_extra_keys": "nor asks anybody",
+    "kvtier.vllm.weight_updates: engine.kvtier_weights": "what is known of it goes with the engine",
+    "kvtier.vllm.weight_updates: EngineCore.step": "vLLM tells no manager that weights change",
+    "kvtier.vllm.weight_updates: EngineCore.step_with_batch_queue": "as above",
+    "kvtier.vllm.weight_updates: EngineCore.collective_rpc": "as above",
+    "kvtier.vllm.weight_updates: EngineCore.reset_prefix_cache": "as above",
+    "kvtier.vllm.weight_updates: EngineCore.set_weight_version": "as above",
+    "kvtier.vllm.weight_updates: EngineCore.sleep": "as above",
     "kvtier.vllm.connector_hooks: SchedulerOffloadConfig.from_spec": "vLLM's manager is not told",
     "kvtier.vllm.connector_hooks: "
     "OffloadingConnectorScheduler.get_num_new_matched_tokens": "as above",

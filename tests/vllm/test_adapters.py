@@ -36,7 +36,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Adapters:
     """Nothing is loaded yet."""
     made = Adapters()
     monkeypatch.setattr(module, "ADAPTERS", made)
-    monkeypatch.setattr("kvtier.vllm.manager.ADAPTERS", made)
+    monkeypatch.setattr("kvtier.vllm.live_requests.ADAPTERS", made)
     know_adapters()
     return made
 

@@ -62,6 +62,14 @@ def test_only_what_has_no_name_is_never_found_again() -> None:
         generations.begin("")
 
 
+def test_weights_that_have_changed_begin_a_generation_whatever_a_reset_says() -> None:
+    generations = Generations(keep=True)
+    assert generations.begin(None) is None
+    mark = generations.begin(None, has_changed=True)
+    assert mark is not None
+    assert not is_found_again(mark)
+
+
 def test_what_nobody_finds_again_goes_first() -> None:
     old = OldGenerations()
     unnamed = Generations().begin(None)

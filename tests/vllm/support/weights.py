@@ -32,6 +32,23 @@ def fine_tune(source: Path, target: Path, seed: int) -> None:
     assert target.stat().st_size == source.stat().st_size
 
 
+def write_into(model: Any) -> None:
+    """Change a model in place, past all methods of vLLM's."""
+    for parameter in model.parameters():
+        if parameter.ndim > 1 and parameter.numel():  # what the platform has packed is empty here
+            parameter.data.copy_(parameter.data.roll(1, dims=0))
+
+
+class WorkerExtension:
+    """What a trainer adds to vLLM's workers: a method that looks, and one that writes."""
+
+    def count_numbers(self: Any) -> int:
+        return sum(each.numel() for each in self.get_model().parameters())
+
+    def turn(self: Any) -> None:
+        write_into(self.get_model())
+
+
 def on_disk_and_fs(root: str, **keys: Any) -> dict[str, Any]:
     """Return the configuration of an engine with both kinds of tiers below a folder."""
     return kvtier_config(
