@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.vllm.support.children import run_scenario
-from tests.vllm.support.engine import Engine, engine, kvtier_config
+from tests.vllm.support.engine import PATIENT, Engine, engine, kvtier_config, vllms_config
 from tests.vllm.support.play import Steps, assert_at_rest, play_round, prompts_of, whole_blocks
 from tests.vllm.support.weights import WorkerExtension, fine_tune, write_into
 
@@ -183,6 +183,38 @@ def test_weights_version_names_the_first_weights_that_random_ones_are_replaced_b
     nothing = [0, 0]
     assert [each["cached"] for each in told[::2]] == [nothing] * 3 + [whole_blocks(LENGTHS)]
     assert [each["cached"] for each in told[1::2]] == [nothing] * 4
+
+
+def behind_vllms_tiering(folder: str, root: str) -> list[dict[str, Any]]:
+    tier = {"type": "disk", "path": root, "capacity_bytes": 32 << 20, **PATIENT}
+    told = []
+    with engine(f"{folder}/model", vllms_config(16 << 20, tier)) as running:
+        for number in (0, None, 1, None):
+            if number:
+                push(running, folder, number)
+            running.forget()
+            result = running.run_one_by_one(prompts_of(LENGTHS))
+            running.idle()
+            told.append({"tokens": result.tokens, "cached": result.cached})
+    with engine(f"{folder}/model", vllms_config(16 << 20, tier)) as running:
+        running.run(prompts_of([100], OTHER))  # what a disk has is known a moment after the start
+        running.idle()
+        result = running.run_one_by_one(prompts_of(LENGTHS))
+        told.append({"tokens": result.tokens, "cached": result.cached})
+    return told
+
+
+@pytest.mark.long
+def test_it_is_noticed_behind_vllms_own_tiering_too(
+    folder: Path, right: list[list[list[int]]], log_folder: Path, tmp_path: Path
+) -> None:
+    """vLLM's host memory is reset with the tier, and the next start finds what is its own."""
+    told = run_scenario(
+        behind_vllms_tiering, log_folder=log_folder, folder=str(folder), root=str(tmp_path / "kv")
+    )
+    whole, nothing = whole_blocks(LENGTHS), [0, 0]
+    assert [each["tokens"] for each in told] == [right[number] for number in (0, 0, 1, 1, 0)]
+    assert [each["cached"] for each in told] == [nothing, whole, nothing, whole, whole]
 
 
 def in_processes(model: str, **settings: Any) -> dict[str, Any]:
