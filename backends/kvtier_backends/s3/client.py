@@ -8,18 +8,16 @@ code included, comes out as ``RequestFailed``.
 from __future__ import annotations
 
 import asyncio
-import atexit
-import time
 from base64 import b64decode, b64encode
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar, cast
 
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.extras import install
 from kvtier_backends.incidents import TierCounters
 from kvtier_backends.s3.failures import Failure, RequestFailed, WrongLength, failure_of
+from kvtier_backends.s3.library_threads import THREADS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CONNECT_TIMEOUT_S_MAX: Final = 5.0
-LAST_CALLS_S: Final = 0.1
 LISTED_AT_ONCE: Final = 1000  # a request brings no more
 _NOT_IMPLEMENTED: Final = 501
 _TRAILER: Final = "kvtier"
@@ -61,7 +58,9 @@ class Client:
         """``make_store``: raises ``ConfigError`` where it can't be made."""
         self._make_store = make_store
         self._store = make_store()
-        self._library = _library()
+        import obstore  # noqa: PLC0415 - an extra: only those who use the tier have it
+
+        self._library = obstore
         self._sent = TierCounters()
         self._has_conditional_put = True
 
@@ -172,20 +171,6 @@ class Client:
         self._sent.add("bytes_put", len(body))
 
 
-@cache
-def _library() -> Any:  # noqa: ANN401 - a module
-    """Import the library, and let its threads end their last calls before the interpreter ends.
-
-    A thread of it lets go of Python's objects a moment after its call has returned or was
-    cancelled. Up to 3.13, Python ends a thread that does so while the interpreter ends, and native
-    code that is ended so aborts the process, whose exit status is lost: one run in five.
-    """
-    import obstore  # noqa: PLC0415 - an extra: only those who use the tier have it
-
-    atexit.register(time.sleep, LAST_CALLS_S)
-    return obstore
-
-
 def make_store(
     given: S3Options,
     address: Address,
@@ -266,8 +251,10 @@ def _trailer_untrusted(attributes: Mapping[str, str]) -> bytes:
 
 async def _call(start: Callable[[], Awaitable[T]]) -> T:
     """Start a call of the library and wait for it. Raises ``RequestFailed``."""
+    if THREADS.is_ending:
+        raise RequestFailed(Failure.UNREACHABLE, "this process ends")
     try:
-        return await start()
+        return await THREADS.watch(cast("asyncio.Future[T]", start()))
     except (
         asyncio.CancelledError,
         GeneratorExit,
