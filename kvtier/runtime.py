@@ -154,27 +154,31 @@ def wait_for_servers(
     config: RuntimeConfig,
     statistics: Callable[[], Sequence[TierStatistics]],
     should_stop: Callable[[], bool] = lambda: False,
+    *,
+    also_open: bool = False,
 ) -> list[str]:
     """Wait until tiers that need a server have reached it, for ``connect_wait_s`` at most.
 
     Without, the first requests would find nothing there, and what they compute would not be
     stored: to connect takes longer than an engine that is ready takes to be asked. Returns
     the names of the tiers that are still connecting. ``statistics``: takes in what tiers report.
+    ``also_open``: wait, too, for backends that have yet to open, as those of processes.
     """
     began_s = time.monotonic()
     while True:
         waited_s = time.monotonic() - began_s
         both = list(zip(config.tiers, statistics(), strict=True))
-        connecting = [(tier, now.name) for tier, now in both if _is_connecting(now)]
+        connecting = [(tier, now.name) for tier, now in both if _is_connecting(now, also_open)]
         is_over = not any(waited_s < tier.connect_wait_s for tier, _ in connecting)
         if is_over or should_stop():
             return [name for _, name in connecting]
         time.sleep(_CONNECT_POLL_S)
 
 
-def _is_connecting(tier: TierStatistics) -> bool:
+def _is_connecting(tier: TierStatistics, also_open: bool) -> bool:  # noqa: FBT001 - as its caller's
     disabled = tier.breaker == BreakerState.DISABLED.name
-    return tier.connection == Connection.CONNECTING.name and not disabled
+    opens = also_open and not tier.is_open
+    return (opens or tier.connection == Connection.CONNECTING.name) and not disabled
 
 
 def build_staged_tier(

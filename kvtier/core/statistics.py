@@ -158,6 +158,7 @@ class TierStatistics(msgspec.Struct, frozen=True):
     breaker: str  #: CLOSED, OPEN, HALF_OPEN or DISABLED: the worst of the three
     breakers: Mapping[str, str]  #: of ``"probes"``, ``"loads"`` and ``"stores"``
     connection: str  #: CONNECTING, UP or GONE; UP if the backend needs no server
+    is_open: bool  #: whether its backend has been open
     probes_in_flight: int
     promotion_jobs_in_flight: int
     cascade_jobs_in_flight: int

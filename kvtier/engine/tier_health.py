@@ -50,6 +50,7 @@ class TierHealth:
         self._log = log
         self._told = (True, True)
         self._now = 0.0
+        self.is_open = False  #: whether its backend has been open
 
     @property
     def states(self) -> dict[Work, BreakerState]:
@@ -128,6 +129,7 @@ class TierHealth:
 
         Or the tier had not opened yet, however long that took.
         """
+        self.is_open = True
         for breaker in self._breakers.values():
             breaker.reconnected()
         self.tell_usable()

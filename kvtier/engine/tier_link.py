@@ -481,6 +481,7 @@ class TierLink(Actor):
             breaker=worst(self._health.states.values()).name,
             breakers={NAMES[work]: state.name for work, state in self._health.states.items()},
             connection=self._connection.state.name,
+            is_open=self._health.is_open,
             probes_in_flight=probes,
             promotion_jobs_in_flight=loads,
             cascade_jobs_in_flight=stores,

@@ -175,7 +175,7 @@ def _secondary(statistics: TierStatistics, tier: TierMeasured) -> dict[str, Any]
 
 def _trouble(tier: TierStatistics) -> list[str]:
     """Return in words why a tier's figures are not those of a healthy one, if they are not."""
-    found = []
+    found = [] if tier.is_open else ["it did not open"]
     if tier.connection == Connection.CONNECTING.name:
         found.append("its server was not reached")
     elif tier.connection == Connection.GONE.name:

@@ -140,7 +140,7 @@ def _play(
 
     closed = False
     try:
-        wait_for_servers(config, polled, should_stop)
+        wait_for_servers(config, polled, should_stop, also_open=True)
         clock.begin()
         player = Player(
             trace, facade, gpu, settings.model, clock, [tier.name for tier in config.tiers]
