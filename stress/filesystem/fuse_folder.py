@@ -32,7 +32,7 @@ CLEAN_UP_S: Final = 30.0
 def why_no_fuse() -> str:
     """Return what to do so that FUSE can be used here; empty if it can."""
     if shutil.which("fusermount3") is None or find_library("fuse3") is None:
-        return "apt-get install fuse3"
+        return "apt-get install fuse3, as root"
     try:
         os.close(os.open("/dev/fuse", os.O_RDWR))
     except OSError as refused:

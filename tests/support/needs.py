@@ -3,7 +3,7 @@
 A test that needs something is marked with ``needs``, or calls ``require``: where the machine lacks
 it, the test is skipped with a reason that says what to do. In CI that fails it
 (``tests/conftest.py``); elsewhere ``make test`` ends with a table of what was left out
-(``tests/support/parts.py``).
+(``tests/support/gate.py``).
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def lacking(name: str) -> str:
 
 def _install(*names: str) -> Callable[[], str]:
     def remedy() -> str:
-        missing = [each.name for each in packages() if each.name in names and each.is_missing()]
-        return f"apt-get install {' '.join(missing)}, as root" if missing else ""
+        lacks = [each.name for each in packages() if each.name in names and each.is_missing()]
+        return f"apt-get install {' '.join(lacks)}, as root" if lacks else ""
 
     return remedy
 
@@ -75,7 +75,7 @@ def _mounts() -> str:
 
 
 def _fuse() -> str:
-    return _install("fuse3")() or why_no_fuse() or _mounts()
+    return why_no_fuse() or _mounts()
 
 
 def _libraries() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import pytest
 from msgspec.structs import fields
@@ -13,9 +13,7 @@ from kvtier.hosts import machine_time
 from kvtier.hosts.channel import ToEngine, ToTier
 from kvtier.hosts.machine_time import from_machine_time, to_machine_time
 from kvtier.plugin_api.deadlines import NEVER
-
-if TYPE_CHECKING:
-    from kvtier.core.messages import Message
+from tests.support.mailboxes import KeptMessages
 
 ENGINE_S, MACHINE_S = 7.0, 5000.0
 CONVERTED = {("Probe", "deadline"), ("LoadJob", "deadline"), ("StoreJob", "deadline")} | {
@@ -23,17 +21,6 @@ CONVERTED = {("Probe", "deadline"), ("LoadJob", "deadline"), ("StoreJob", "deadl
 }
 NOT_CONVERTED = {("Tick", "now"), ("JobEnded", "seconds")}
 """A policy of eviction has the engine's time; the other one is a duration."""
-
-
-class Kept:
-    """A mailbox that keeps what comes."""
-
-    def __init__(self) -> None:
-        self.messages: list[Message] = []
-
-    def post(self, message: Message) -> bool:
-        self.messages.append(message)
-        return True
 
 
 def engine_clock() -> float:
@@ -50,7 +37,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_deadline_is_as_far_away_for_the_tier_as_for_the_engine() -> None:
-    kept = Kept()
+    kept = KeptMessages()
     to_tier = to_machine_time(kept, engine_clock)
     for deadline in (ENGINE_S + 3, NEVER):
         to_tier.post(m.Probe(1, (b"k",), deadline=deadline))
@@ -65,13 +52,13 @@ def test_a_deadline_is_as_far_away_for_the_tier_as_for_the_engine() -> None:
 @pytest.mark.parametrize(("at", "seen"), [(MACHINE_S - 2, ENGINE_S - 2), (0.0, 0.0)])
 def test_a_job_has_ended_as_long_ago_for_the_engine_as_for_the_tier(at: float, seen: float) -> None:
     """0.0 is no time: the tier does not know."""
-    kept = Kept()
+    kept = KeptMessages()
     from_machine_time(kept, engine_clock).post(m.JobEnded(1, (), 0.5, at))
     assert kept.messages == [m.JobEnded(1, (), 0.5, seen)]
 
 
 def test_an_engine_on_the_clock_of_its_machine_pays_nothing() -> None:
-    kept = Kept()
+    kept = KeptMessages()
     assert to_machine_time(kept, machine_clock) is kept
     assert from_machine_time(kept, machine_clock) is kept
 
