@@ -88,7 +88,7 @@ def _rewritten(owner: Any, name: str, old: str, new: str) -> Any:
 
 def find_what_older_weights_computed() -> Any:
     """A reset empties the primary tier, and tiers serve what they have."""
-    return patch.object(Generations, "begin", lambda *_: None)
+    return patch.object(Generations, "begin", lambda *_, **__: None)
 
 
 @contextmanager
