@@ -1,9 +1,10 @@
-"""Has vLLM's connector tell kvtier what it knows and tells no manager: three methods are wrapped.
+"""Has vLLM's connector tell kvtier what it knows and tells no manager: four methods are wrapped.
 
-Which groups look back how far, and which are a draft's (``kvtier/vllm/group_kinds.py``); which
-requests it leaves waiting (``kvtier/vllm/resumed.py``), or begin with what vLLM's own prefix cache
-has (``kvtier/vllm/live_requests.py``); and that a request ends in this step, of
-which a manager hears in the next (``kvtier/vllm/metrics.py``). With 0.32 a fourth is, to keep the
+In the scheduler: which groups look back how far, and which are a draft's
+(``kvtier/vllm/group_kinds.py``); which requests it leaves waiting (``kvtier/vllm/resumed.py``), or
+begin with what vLLM's own prefix cache has (``kvtier/vllm/live_requests.py``); and that a request
+ends in this step, of which a manager hears in the next (``kvtier/vllm/metrics.py``). In workers:
+how the KV caches are laid out (``kvtier/vllm/page_facts.py``). With 0.32 a fifth is, to keep the
 connector from storing the wrong blocks of a prompt that a client streams. The first also says,
 and prevents where it can, what vLLM does wrong with the Mamba layers of such groups.
 """
@@ -17,6 +18,9 @@ from typing import TYPE_CHECKING, Any, Final
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
     SchedulerOffloadConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
+    OffloadingConnectorWorker,
 )
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.kv_offload.base import OffloadingManager
@@ -52,6 +56,9 @@ def hook_connector() -> None:
         )
         OffloadingConnectorScheduler.request_finished = _telling_who_ends(
             OffloadingConnectorScheduler.request_finished
+        )
+        OffloadingConnectorWorker.register_kv_caches = _telling_pages(
+            OffloadingConnectorWorker.register_kv_caches
         )
         if _APPENDS_WHOLE_TABLES:
             OffloadingConnectorScheduler.build_connector_meta = _emptying_tables(
@@ -152,6 +159,19 @@ def _telling_who_ends(real: Callable[..., Any]) -> Callable[..., Any]:
         return real(connector, *arguments, **named)
 
     return request_finished
+
+
+def _telling_pages(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what has a worker made of KV caches, and tells it no more than their sizes."""
+
+    @wraps(real)
+    def register_kv_caches(connector: OffloadingConnectorWorker, kv_caches: Any) -> Any:  # noqa: ANN401 - no stubs
+        on_caches_known = getattr(connector.spec, "on_caches_known", None)
+        if on_caches_known is not None:
+            on_caches_known(connector.kv_cache_config, kv_caches)
+        return real(connector, kv_caches)
+
+    return register_kv_caches
 
 
 def _emptying_tables(real: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,6 +7,9 @@ multimodal inputs, prompt embeddings and the cache salt. So none of those is a f
 here. The namespace covers what an engine brings: weights, positions, KV format and
 geometry. ``docs/reference/what-names-a-block.md`` has all of it in one table.
 
+What is about one subject has a module of its own: weights (``weights.py``), what a page's bytes
+mean (``page_facts.py``), and all of vLLM's other settings (``setting_facts.py``).
+
 The scheduler-side spec is given an ``OffloadingConfig`` only. Workers see the
 whole configuration, so rank 0 collects ``worker_report`` and leaves them in the
 region's header, and the scheduler joins the two. Facts are few, plain and
@@ -17,10 +20,8 @@ wrong bytes: when in doubt, it is in.
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import json
-import os
 import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -35,6 +36,9 @@ from vllm.v1.kv_offload.file_mapper import FileMapper
 from kvtier.errors import InternalError
 from kvtier.plugin_api.backend import Namespace
 from kvtier.plugin_api.log import log, printable
+from kvtier.vllm.page_facts import KV_DTYPE, page_facts, without_ranks
+from kvtier.vllm.plain_values import digest, plain
+from kvtier.vllm.setting_facts import setting_facts, settings_of
 from kvtier.vllm.weights import Weights, source_of, weights_of
 
 if TYPE_CHECKING:
@@ -42,6 +46,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.kv_offload.base import OffloadingSpec
 
+    from kvtier.vllm.page_facts import Pages
     from kvtier.vllm.region_header import RegionHeader
 
 FORMAT_VERSION: Final = 2  #: raise it whenever the meaning of a row's bytes changes
@@ -59,17 +64,21 @@ _UNDESCRIBED: Final = "undescribed"
 _REASON_CHARACTERS_MAX: Final = 1000
 _PAGE_BYTES: Final = 4096
 _APART: Final = "not_in_the_namespace"
+_PAGES: Final = "pages"
 _CONFIG_NOISE = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
 # With these the angles depend on the model's entries alone, not on the engine's length limit.
 _ROPE_TYPES_WITHOUT_LIMIT = frozenset({None, "default", "linear", "llama3", "mrope"})
 
 
-def worker_report(vllm_config: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM has no stubs
+def worker_report(vllm_config: Any, pages: Pages | None) -> dict[str, Any]:  # noqa: ANN401 - vLLM has no stubs
     """Return the facts that only a worker sees, as JSON values, and apart what else it found.
 
-    Call it on rank 0 while vLLM's current configuration is set (it is while
-    ``get_worker`` runs). Reads samples of the model's files (``weights_of``).
+    ``pages``: its KV caches. Raises ``InternalError`` without them. Call it on rank 0 while
+    vLLM's current configuration is set (it is while ``get_worker`` runs). Reads samples of
+    the model's files (``weights_of``).
     """
+    if pages is None:
+        raise InternalError("vLLM's connector has not said how it lays out the KV caches")
     began_s = time.monotonic()
     weights = weights_of(vllm_config.model_config, vllm_config.load_config)
     draft, draft_weights = _draft_of(vllm_config, weights)
@@ -81,7 +90,12 @@ def worker_report(vllm_config: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM ha
         "weights_seconds": round(time.monotonic() - began_s, 3),
     }
     draft_facts = _draft_facts(vllm_config.speculative_config, draft, draft_weights)
-    return {**_worker_facts(vllm_config, weights, draft_facts), _APART: apart}
+    return {
+        **_worker_facts(vllm_config, weights, draft_facts),
+        _PAGES: page_facts(vllm_config, pages),
+        "settings": setting_facts(vllm_config),
+        _APART: apart,
+    }
 
 
 def _worker_facts(
@@ -97,16 +111,13 @@ def _worker_facts(
         "attention_backends": _attention_backends(vllm_config),
         "model": _model_facts(model, weights),
         "draft_model": draft_model,
-        "weights_load_format": str(_plain(vllm_config.load_config.load_format)),
-        "weights_loader": _digest(
-            _plain(getattr(vllm_config.load_config, "model_loader_extra_config", None))
+        "weights_load_format": str(plain(vllm_config.load_config.load_format)),
+        "weights_loader": digest(
+            plain(getattr(vllm_config.load_config, "model_loader_extra_config", None))
         ),
-        "kv_cache_dtype": str(cache.cache_dtype),
-        "cache_formats": _cache_formats(cache),
         "kv_cache_dtype_skip_layers": sorted(getattr(cache, "kv_cache_dtype_skip_layers", [])),
         "sliding_window_disabled": bool(getattr(model, "disable_sliding_window", False)),
         "lora": _lora_facts(getattr(vllm_config, "lora_config", None)),
-        "pipeline_layer_partition": os.environ.get("VLLM_PP_LAYER_PARTITION"),
         "block_hash": {
             "algorithm": str(cache.prefix_caching_hash_algo),
             "seed_digest": _hash_seed_digest(str(cache.prefix_caching_hash_algo)),
@@ -125,13 +136,15 @@ def weights_in_words(worker: Mapping[str, Any] | None) -> str:
     return ", ".join(f"{name} {value}" for name, value in found.items()) or "not described"
 
 
-def publish_facts(header: RegionHeader, vllm_config: Callable[[], Any]) -> None:
+def publish_facts(
+    header: RegionHeader, vllm_config: Callable[[], Any], pages: Pages | None
+) -> None:
     """Leave ``worker_report`` for the scheduler; or facts that no other engine has.
 
     A model, or a release of vLLM, that lacks what is looked at is no reason to
     refuse the engine: it then shares blocks with nobody, and says so.
     """
-    header.publish(facts_or_reason(lambda: worker_report(vllm_config())))
+    header.publish(facts_or_reason(lambda: worker_report(vllm_config(), pages)))
 
 
 def facts_or_reason(facts: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -160,7 +173,7 @@ def scheduler_facts(offloading_config: Any) -> dict[str, Any]:  # noqa: ANN401 -
     return {
         "format": FORMAT_VERSION,
         "model_name": str(offloading_config.model.name),
-        "kv_dtype": str(offloading_config.model.dtype),
+        KV_DTYPE: str(offloading_config.model.dtype),
         "kv_cache_layout": offloading_config.kv_cache_layout,
         "canonical_layout": canonical,
         "replicated_layout": replicated,
@@ -203,6 +216,10 @@ def build_namespace(
     of_worker = dict(worker)
     apart = of_worker.pop(_APART, {})
     facts = {**scheduler_facts(offloading_config), "worker": of_worker}
+    if _PAGES in of_worker:
+        pages = dict(of_worker[_PAGES])
+        facts[KV_DTYPE] = pages.pop(KV_DTYPE)  # vLLM's own depends on where its workers live
+        of_worker[_PAGES] = without_ranks(pages) if facts["parallel"] is None else pages
     refusal = _NO_FACTS if _UNDESCRIBED in worker else ""
     mapper = FileMapper.from_offloading_spec(
         root_dir="",
@@ -230,10 +247,10 @@ def _block_bytes(config: Any) -> int:  # noqa: ANN401 - vLLM has no stubs
 
 
 def _model_facts(model: Any, weights: Weights) -> dict[str, Any]:  # noqa: ANN401 - no stubs
-    config = _plain(model.hf_config.to_dict())
-    text = _plain(model.hf_text_config.to_dict())
+    config = plain(model.hf_config.to_dict())
+    text = plain(model.hf_text_config.to_dict())
     quantization = {
-        "engine": _plain(getattr(model, "quantization_config", None)),
+        "engine": plain(getattr(model, "quantization_config", None)),
         "checkpoint": config.get("quantization_config"),
     }
     return {
@@ -242,13 +259,12 @@ def _model_facts(model: Any, weights: Weights) -> dict[str, Any]:  # noqa: ANN40
         "code_revision": model.code_revision,
         "commit": getattr(model.hf_config, "_commit_hash", None),
         "weights": dict(weights.facts),
-        "config_digest": _digest(_without_noise(config)),
+        "config_digest": digest(_without_noise(config)),
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": None if model.quantization is None else str(model.quantization),
-        "quantization_digest": _digest(quantization),
-        "implementation": str(_plain(getattr(model, "model_impl", "auto"))),
+        "quantization_digest": digest(quantization),
+        "implementation": str(plain(getattr(model, "model_impl", "auto"))),
         "rope": _rope_facts(text, model),
-        "multimodal_digest": _digest(_multimodal(getattr(model, "multimodal_config", None))),
     }
 
 
@@ -303,9 +319,11 @@ def _draft_facts(
     if speculative is None:
         return None
     return {
-        "method": str(_plain(getattr(speculative, "method", None))),
-        "kv_cache_dtype": str(_plain(getattr(speculative, "kv_cache_dtype", None))),
-        "model": None if draft is None else _model_facts(draft, weights),
+        "method": str(plain(getattr(speculative, "method", None))),
+        "kv_cache_dtype": str(plain(getattr(speculative, "kv_cache_dtype", None))),
+        "model": None
+        if draft is None
+        else {**_model_facts(draft, weights), "settings": settings_of("model_config", draft)},
     }
 
 
@@ -317,7 +335,7 @@ def _lora_facts(lora: Any) -> dict[str, Any] | None:  # noqa: ANN401 - vLLM has 
     return {
         "target_modules": None if modules is None else sorted(modules),
         "tower_and_connector": bool(getattr(lora, "enable_tower_connector_lora", False)),
-        "dtype": _plain(getattr(lora, "lora_dtype", None)),
+        "dtype": plain(getattr(lora, "lora_dtype", None)),
     }
 
 
@@ -341,52 +359,5 @@ def _hash_seed_digest(algorithm: str) -> str:
     return hashlib.sha256(str(seed).encode()).hexdigest()[:16]
 
 
-def _cache_formats(cache: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM has no stubs
-    """Return how states are kept, beside the data type of KV."""
-    return {
-        "mamba_cache_dtype": _plain(getattr(cache, "mamba_cache_dtype", None)),
-        "mamba_ssm_cache_dtype": _plain(getattr(cache, "mamba_ssm_cache_dtype", None)),
-        "mamba_cache_mode": _plain(getattr(cache, "mamba_cache_mode", None)),
-        "use_replayssm": _plain(getattr(cache, "use_replayssm", None)),
-        "kv_sharing_fast_prefill": _plain(getattr(cache, "kv_sharing_fast_prefill", None)),
-    }
-
-
-def _multimodal(settings: Any) -> list[Any]:  # noqa: ANN401 - vLLM has no stubs
-    """Return by what an engine makes embeddings of images, audio and video."""
-    return [
-        _plain(getattr(settings, "mm_processor_kwargs", None)),
-        _plain(getattr(settings, "mm_encoder_attn_dtype", None)),
-        _plain(getattr(settings, "mm_device_do_normalize", None)),
-        _plain(getattr(settings, "video_pruning_rate", None)),
-        _plain(getattr(settings, "video_pruning_method", None)),
-    ]
-
-
 def _without_noise(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in _CONFIG_NOISE}
-
-
-def _digest(value: Any) -> str:  # noqa: ANN401 - any JSON value
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _plain(value: Any) -> Any:  # noqa: ANN401, PLR0911 - one return a kind of value
-    """Turn a configuration's value into JSON values that are the same in every process."""
-    if isinstance(value, enum.Enum):  # first: some are strings, too
-        return _plain(value.value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, set | frozenset):
-        return sorted(str(_plain(item)) for item in value)
-    if hasattr(value, "to_dict"):
-        return _plain(value.to_dict())
-    if type(value).__module__ == "torch":  # a dtype
-        return str(value)
-    # repr() may hold an address; a type's name does not.
-    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -6,8 +6,9 @@ for them. But vLLM builds a tier while it builds its connector, which was given 
 configuration: it is found in the calls that lead here. Where it is not, the tier's blocks
 are shared with no other engine, and none is found after a restart.
 
-Which attention backend was chosen only workers know, unless they live in this process.
-What it is chosen by are facts instead: what was asked for, and the device.
+Which attention backend was chosen only workers know, and this process where they live in it.
+What it is chosen by are facts instead: what was asked for, and the device. So an engine has the
+same facts wherever its workers live.
 
 Rows have the same shape under both specs today. That is no promise of vLLM's, so the spec's
 name is a fact: blocks of the two never meet.
@@ -17,16 +18,19 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvtier.errors import InternalError
 from kvtier.vllm.namespace import build_namespace, facts_or_reason, worker_report
+from kvtier.vllm.page_facts import Pages
+from kvtier.vllm.plain_values import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from types import FrameType
 
     from vllm.v1.kv_offload.base import OffloadingSpec
@@ -35,29 +39,39 @@ if TYPE_CHECKING:
 
 FRAMES_MAX: Final = 50
 _NAME: Final = "vllm_config"
+_PAGES: Final = "kv_cache_config"
+
+_Thing = TypeVar("_Thing")
 
 
 def namespace_of(spec: OffloadingSpec) -> Namespace:
     """Return the namespace of an engine's tiers. Scheduler process, while vLLM builds them."""
     kind = type(spec)
-    described = facts_or_reason(engine_facts)
+    groups = [group.group_id for group in spec.config.groups]
+    described = facts_or_reason(lambda: engine_facts(groups))
     return build_namespace(
         spec.config, {**described, "spec": f"{kind.__module__}.{kind.__qualname__}"}
     )
 
 
-def engine_facts() -> dict[str, Any]:
-    """Return what is known here of the engine's model. Raises whatever vLLM's objects raise."""
+def engine_facts(groups: Sequence[int]) -> dict[str, Any]:
+    """Return what is known here of the engine's model. Raises whatever vLLM's objects raise.
+
+    ``groups``: the KV-cache groups that are offloaded.
+    """
     config = _vllm_config()
-    return {**worker_report(config), **_choices(config)}
+    pages = next((Pages(each, groups) for each in _known_to_callers(_PAGES, KVCacheConfig)), None)
+    return {**worker_report(config, pages), **_choices(config)}
 
 
 def _choices(config: VllmConfig) -> dict[str, Any]:
     """Return by what the workers choose an attention backend, and so the order of bytes."""
     attention = getattr(config, "attention_config", None)
     return {
+        "attention_backends": None,
         "attention_asked_for": [
-            str(getattr(attention, "backend", None)),
+            plain(getattr(attention, "backend", None)),
+            plain(getattr(attention, "backend_per_kind", None)),
             os.environ.get("VLLM_ATTENTION_BACKEND"),
         ],
         "device": str(current_platform.get_device_name()),
@@ -79,9 +93,14 @@ def vllm_configs() -> Iterator[VllmConfig]:
     current = get_current_vllm_config_or_none()
     if current is not None:
         yield current
+    yield from _known_to_callers(_NAME, VllmConfig)
+
+
+def _known_to_callers(name: str, kind: type[_Thing]) -> Iterator[_Thing]:
+    """Yield what the calls that lead here have by a name, the nearest first."""
     for frame in callers():
-        found = frame.f_locals.get(_NAME)
-        if isinstance(found, VllmConfig):
+        found = frame.f_locals.get(name)
+        if isinstance(found, kind):
             yield found
 
 

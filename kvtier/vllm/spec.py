@@ -33,6 +33,7 @@ from kvtier.vllm.connectors_beside import check_connectors
 from kvtier.vllm.cpu_worker import CPUPlatformWorker
 from kvtier.vllm.device_region import DeviceRegion, HeaderMap, region_path
 from kvtier.vllm.namespace import build_namespace, publish_facts, weights_in_words
+from kvtier.vllm.page_facts import Pages
 from kvtier.vllm.pages import HostLayout
 from kvtier.vllm.region import SHARED_MEMORY_FOLDER, HostRegion, Region, doubled_rank
 from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
@@ -42,6 +43,7 @@ from kvtier.vllm.worker_here import WORKER_HERE, WORKER_OF_ANOTHER
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_offload.base import (
         CanonicalKVCaches,
         OffloadingManager,
@@ -109,6 +111,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
         super().__init__(replace(config, extra_config=for_vllm(config.extra_config)))
         self.group_kinds: Mapping[bytes, GroupKind] | None = None
         self.weights: EngineWeights | None = None
+        self._pages: Pages | None = None
         self._manager: OffloadingManager | None = None
         self._kvtier_worker: OffloadingWorker | None = None
         self._header_rows = 0
@@ -143,6 +146,10 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
     def on_groups_known(self, kinds: Mapping[bytes, GroupKind]) -> None:
         """Take in what vLLM's connector knows of the groups (``kvtier/vllm/group_kinds.py``)."""
         self.group_kinds = kinds
+
+    def on_caches_known(self, config: KVCacheConfig, caches: Mapping[str, Any]) -> None:
+        """Take in how vLLM has laid out this worker's KV caches, before ``get_worker``."""
+        self._pages = Pages(config, [group.group_id for group in self.config.groups], caches)
 
     @property
     def slot_count(self) -> int:
@@ -272,7 +279,8 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
             raise doubled_rank(engine_id, rank, region_path(engine_id))
         header.note_part(rank, int(self.cpu_page_size_per_worker))
         if rank == 0:
-            publish_facts(header, get_current_vllm_config)
+            publish_facts(header, get_current_vllm_config, self._pages)
+            self._pages = None  # it holds the tensors of the KV caches
 
     def _check_ranks(self, header: RegionHeader) -> None:
         """Refuse an engine with a rank that maps other memory than this, or none, or otherwise.

@@ -88,6 +88,7 @@ GIVEN = {
     "OffloadingConnectorScheduler.get_num_new_matched_tokens": "as above",
     "kvtier.vllm.connector_hooks: OffloadingConnectorScheduler.request_finished": "as above",
     "kvtier.vllm.connector_hooks: OffloadingConnectorScheduler.build_connector_meta": "as above",
+    "kvtier.vllm.connector_hooks: OffloadingConnectorWorker.register_kv_caches": "nor is a worker",
     "kvtier.vllm.connector_hooks: spec.extra_config": "vLLM's connector reads it",
     "kvtier.plugin_api.backend: traits.__init__": "a decorator of the class",
     "kvtier.plugin_api.options: error.key": "an exception, annotated where it is raised",

@@ -7,10 +7,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from kvtier.errors import InternalError
 from kvtier.vllm import namespace
 from kvtier.vllm.namespace import build_namespace, worker_report
+from kvtier.vllm.page_facts import Pages
 from tests.vllm.support.offloading import CONFIG
 
 if TYPE_CHECKING:
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
     from kvtier.vllm.weights import Weights
 
+ATTENTION = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=16, dtype=torch.float16)
 TWO_RANKS = replace(CONFIG.parallel, world_size=2, tp_size=2)
 
 
@@ -48,14 +52,21 @@ def engine_config(folder: Path, **hf: Any) -> Any:
         model_config=model,
         cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
         load_config=SimpleNamespace(load_format="auto"),
+        parallel_config=SimpleNamespace(),
         speculative_config=None,
         compilation_config=SimpleNamespace(static_forward_context={}),
     )
 
 
+def pages(*specs: Any, **caches: Any) -> Pages:
+    """Return the KV caches of a worker: a group of the two layers of ``CONFIG`` for each spec."""
+    groups = [KVCacheGroupSpec(["a", "b"], spec) for spec in specs or [ATTENTION]]
+    return Pages(KVCacheConfig(10, [], groups), range(len(groups)), caches)
+
+
 def worker_facts(vllm_config: Any) -> Any:
     """Return what of a worker's report tells blocks apart."""
-    return build_namespace(CONFIG, worker_report(vllm_config)).facts["worker"]
+    return build_namespace(CONFIG, worker_report(vllm_config, pages())).facts["worker"]
 
 
 def facts(config: OffloadingConfig) -> Any:

@@ -109,7 +109,7 @@ def test_a_model_that_cannot_be_described_starts_and_shares_with_nobody(
     told = []
     for _ in range(2):
         header = RegionHeader(memoryview(bytearray(HEADER_BYTES)), world_size=1)
-        publish_facts(header, lambda: None)  # no model, no cache: as if all had other names
+        publish_facts(header, lambda: None, None)  # no model, no cache: as if all had other names
         told.append(build_namespace(CONFIG, header.read()))
     first, second = told
     assert first.facts != second.facts

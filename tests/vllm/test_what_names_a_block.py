@@ -9,11 +9,20 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.kv_offload.config import OffloadingCacheConfig
 
+from kvtier.vllm import page_facts
 from kvtier.vllm.namespace import build_namespace, worker_report
 from tests.vllm.support.offloading import CONFIG
-from tests.vllm.test_namespace import TWO_RANKS, engine_config
+from tests.vllm.test_namespace import ATTENTION, TWO_RANKS, engine_config, pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +41,9 @@ class Engine:
         self.folder = folder
         self.vllm = engine_config(folder)
         self.offloading: OffloadingConfig = CONFIG
+        self.pages = pages()
         self.environment: dict[str, str] = {}
+        self.patches: dict[str, Any] = {}  #: of what ``page_facts`` looks at
 
     def set(self, part: str, **values: Any) -> None:
         for name, value in values.items():
@@ -45,6 +56,23 @@ class Engine:
 
     def geometry(self, **values: Any) -> None:
         self.offloading = replace(self.offloading, **values)
+
+    def specs(self, *specs: Any) -> None:
+        """Lay out the KV caches otherwise."""
+        self.pages = pages(*specs)
+
+    def config(self, name: str, **values: Any) -> None:
+        """Have one of vLLM's configurations hold these alone."""
+        setattr(self.vllm, name, SimpleNamespace(**values))
+
+    def platform(self, **answers: Any) -> None:
+        """Be on another platform."""
+        asked = {name: lambda: False for name in ("is_cpu", "is_rocm", "is_fp8_fnuz")}
+        self.patches["current_platform"] = SimpleNamespace(**asked | answers)
+
+    def packed_for(self, instructions: str) -> None:
+        layer = SimpleNamespace(isa=instructions)
+        self.set("compilation_config", static_forward_context={"layer": layer})
 
     def draft(self, method: str, content: bytes) -> None:
         """Speculate with a model of its own."""
@@ -60,7 +88,9 @@ class Engine:
             context.delenv("PYTHONHASHSEED", raising=False)
             for name, value in self.environment.items():
                 context.setenv(name, value)
-            return str(build_namespace(self.offloading, worker_report(self.vllm)).facts)
+            for name, value in self.patches.items():
+                context.setattr(f"{page_facts.__name__}.{name}", value)
+            return str(build_namespace(self.offloading, worker_report(self.vllm, self.pages)).facts)
 
 
 def attention(engine: Engine, name: str) -> None:
@@ -79,6 +109,15 @@ def moved(engine: Engine) -> None:
     engine.vllm = other.vllm
 
 
+STATE = MambaSpec(block_size=32, shapes=((3, 8),), dtypes=(torch.float16,))
+FP8 = replace(ATTENTION, dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+MLA = MLAAttentionSpec(
+    block_size=32, num_kv_heads=1, head_size=64, dtype=torch.uint8, cache_dtype_str="fp8"
+)
+UNIFORM = UniformTypeKVCacheSpecs(
+    block_size=32, kv_cache_specs={"a": ATTENTION, "b": replace(ATTENTION, head_size=32)}
+)
+SHUFFLED = {"VLLM_ROCM_USE_AITER": "1", "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": "1"}
 SCALED = {"rope_type": "longrope", "rope_theta": 1e4}
 CHANGES: dict[str, list[Callable[[Engine], Any]]] = {
     "weights": [
@@ -121,7 +160,57 @@ CHANGES: dict[str, list[Callable[[Engine], Any]]] = {
     "KV data type, layers that have another": [
         lambda e: e.set("cache_config", cache_dtype="fp8"),
         lambda e: e.set("cache_config", kv_cache_dtype_skip_layers=["0"]),
-        lambda e: e.geometry(model=replace(CONFIG.model, dtype="fp8")),
+        lambda e: e.specs(replace(ATTENTION, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)),
+        lambda e: e.specs(MLA),
+        lambda e: e.specs(replace(MLA, cache_dtype_str="fp8_ds_mla")),
+    ],
+    "KV-cache specs of the layers": [
+        lambda e: e.specs(replace(ATTENTION, head_size=32)),
+        lambda e: e.specs(replace(ATTENTION, num_kv_heads=4)),
+        lambda e: e.specs(replace(ATTENTION, block_size=64)),
+        lambda e: e.specs(replace(ATTENTION, page_size_padded=1 << 20)),
+        lambda e: e.specs(replace(ATTENTION, dtype=torch.bfloat16)),
+        lambda e: e.specs(STATE),
+        lambda e: e.specs(replace(STATE, shapes=((8, 3),))),
+        lambda e: e.specs(replace(STATE, num_speculative_blocks=3)),
+        lambda e: e.specs(replace(STATE, dtypes=(torch.float32,))),
+        lambda e: e.specs(UNIFORM),
+        lambda e: setattr(e, "pages", pages(a=torch.zeros(20, 1), b=torch.zeros(20, 1))),
+    ],
+    "layout of conv states, Mamba backend": [
+        lambda e: e.specs(STATE),
+        lambda e: (e.specs(STATE), e.patches.update({"get_conv_state_layout": lambda: "DS"})),
+        lambda e: (e.specs(STATE), e.config("mamba_config", backend="flashinfer")),
+    ],
+    "model runner": [lambda e: setattr(e.vllm, "use_v2_model_runner", True)],
+    "kind of fp8": [
+        lambda e: e.specs(FP8),
+        lambda e: (e.specs(FP8), e.platform(is_fp8_fnuz=lambda: True)),
+    ],
+    "shuffled pages of ROCm": [
+        lambda e: e.platform(is_rocm=lambda: True),
+        lambda e: (e.platform(is_rocm=lambda: True), e.environment.update(SHUFFLED)),
+    ],
+    "CPUs: how attention packs K, the machine": [
+        lambda e: e.packed_for("amx"),
+        lambda e: e.packed_for("vec"),
+        lambda e: e.packed_for("vec16"),
+        lambda e: e.patches.update({"platform.machine": lambda: "aarch64"}),
+    ],
+    "which rank has which tokens": [
+        lambda e: e.config("parallel_config", decode_context_parallel_size=2),
+        lambda e: e.config(
+            "parallel_config", decode_context_parallel_size=2, cp_kv_cache_interleave_size=32
+        ),
+    ],
+    "vLLM's other settings": [
+        lambda e: e.set("model_config", model_class_overrides={"A": "b:C"}),
+        lambda e: e.config("attention_config", indexer_kv_dtype="fp8"),
+        lambda e: e.config("kernel_config", moe_backend="marlin"),
+        lambda e: e.config("speculative_config", disable_lookahead_block_hashes=True),
+        lambda e: e.config("cache_config_of_tomorrow", order_of_bytes="otherwise"),
+        lambda e: e.set("cache_config", order_of_bytes="otherwise"),
+        lambda e: e.environment.update(VLLM_MARLIN_INPUT_DTYPE="fp8"),
     ],
     "formats of Mamba states": [
         lambda e: e.set("cache_config", mamba_cache_dtype="float32"),
@@ -147,7 +236,7 @@ CHANGES: dict[str, list[Callable[[Engine], Any]]] = {
     "number of ranks": [
         lambda e: e.geometry(parallel=TWO_RANKS, worker_kv_bytes_per_block=4096),
         lambda e: e.geometry(canonical_layout=True),
-        lambda e: e.environment.update(VLLM_PP_LAYER_PARTITION="1,2"),
+        lambda e: e.environment.update(VLLM_PP_LAYER_PARTITION="1,2"),  # the layers of a rank
     ],
     "vLLM's release, platform": [],  # they have a test of their own
     "hash function and its seed": [
@@ -207,3 +296,78 @@ def test_what_changes_no_bytes_is_not_in_the_name(
     after.configure(_name_or_path="elsewhere", _commit_hash="c", transformers_version="9")
     after.geometry(engine_id="f", extra_config={"cpu_bytes_to_use": 1})
     assert after.named(monkeypatch) == before
+
+
+WINDOW = SlidingWindowSpec(
+    block_size=32, num_kv_heads=2, head_size=16, dtype=torch.float16, sliding_window=64
+)
+
+
+@pytest.mark.parametrize("spec", [ATTENTION, MLA, WINDOW])
+def test_another_number_of_drafts_is_shared_by_models_without_states(
+    spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only how long a window's blocks are kept goes by it."""
+    found = set()
+    for count in (2, 3):
+        engine = Engine(tmp_path / "model")
+        engine.draft("mtp", b"1")
+        engine.vllm.speculative_config.num_speculative_tokens = count
+        extra = {"extra_retained_tokens": count} if spec is WINDOW else {}
+        engine.specs(replace(spec, **extra))
+        found.add(engine.named(monkeypatch))
+    assert len(found) == 1
+
+
+def test_the_layout_of_states_is_nothing_to_a_model_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A NIXL connector beside kvtier turns it, and would cost such a model a cold start."""
+    engine = Engine(tmp_path / "model")
+    before = engine.named(monkeypatch)
+    engine.patches["get_conv_state_layout"] = lambda: "DS"
+    engine.config("mamba_config", backend="flashinfer")
+    assert engine.named(monkeypatch) == before
+
+
+def test_rows_that_are_canonical_are_shared_whatever_a_rank_has_of_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two ranks, each has half of the heads; the row has all."""
+    one = Engine(tmp_path / "model")
+    one.geometry(canonical_layout=True)
+    two = Engine(tmp_path / "model")
+    two.geometry(canonical_layout=True, parallel=TWO_RANKS, worker_kv_bytes_per_block=4096)
+    two.specs(replace(ATTENTION, num_kv_heads=1))
+    assert one.named(monkeypatch) == two.named(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("asked", "chosen", "spec"),
+    [
+        ("fp8", "fp8_ds_mla", replace(MLA, cache_dtype_str="fp8_ds_mla")),
+        ("auto", "fp8", FP8),
+        ("auto", "float16", ATTENTION),
+    ],
+)
+def test_the_kv_data_type_has_one_name_whoever_asks(
+    asked: str, chosen: str, spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker writes what it chose into its configuration, which is the scheduler's on one GPU."""
+    found = set()
+    for name in (asked, chosen):
+        engine = Engine(tmp_path / "model")
+        engine.specs(spec)
+        engine.set("cache_config", cache_dtype=name)
+        engine.geometry(model=replace(CONFIG.model, dtype=name))
+        found.add(engine.named(monkeypatch))
+    assert len(found) == 1
+
+
+def test_a_setting_that_cannot_be_compared_is_nobody_elses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = Engine(tmp_path / "model")
+    engine.set("cache_config", something_new=object())
+    assert engine.named(monkeypatch) != engine.named(monkeypatch)
+    assert "can't be compared with another engine's" in capsys.readouterr().out

@@ -160,7 +160,7 @@ def tiering(
             "secondary_tiers": [entry(tier, **options)],
         },
     )
-    with patch.object(own_spec, "engine_facts", lambda: facts or {"model": "m"}):
+    with patch.object(own_spec, "engine_facts", lambda *_: facts or {"model": "m"}):
         manager = TieringOffloadingSpec(config).get_manager()
     running = Tiering(manager)
     try:

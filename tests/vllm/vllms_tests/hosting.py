@@ -158,7 +158,7 @@ class HostedTier(KVTierSecondaryTier):
         with (
             real_classes(),
             patch.object(SecondaryTierFactory, "create_secondary_tier", noted),
-            patch.object(own_spec, "engine_facts", lambda: {"model": "m"}),
+            patch.object(own_spec, "engine_facts", lambda *_: {"model": "m"}),
             # A job of a test's is one job of its tier, and not cut up to run in parts.
             patch.object(backend, "_BATCHES_MAX", 1),
         ):
