@@ -155,6 +155,7 @@ class CompleteStore(Message, frozen=True, gc=False):
     request: RequestId
     success: bool
     epoch: int
+    kept: tuple[Key, ...] = ()  #: those of ``keys`` that no tier may be given
 
 
 class Touch(Message, frozen=True, gc=False):

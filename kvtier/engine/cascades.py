@@ -3,7 +3,8 @@
 A block that the GPU stored is cascaded to every tier, unless the tier's
 admission policy (``kvtier/admission/``) refuses it. A tier that wants whole
 requests (vLLM's request-level policy) is also given what was here already;
-what is still being filled is parked and follows once it is READY.
+what is still being filled is parked and follows once it is READY. Some blocks are kept: no tier
+is ever given them.
 
 What a tier could not take is offered to it again; what would come behind a hole
 in its prefix is not sent (``kvtier/engine/holes.py``).
@@ -49,6 +50,7 @@ class Cascades:
         self._slots = slots
         self.parked: dict[Key, TierSet] = {}  #: not READY yet; where to, once they are
         self._gates = gates
+        self._kept: set[Key] = set()  # in host memory; for no tier
         self._prefixes = prefixes
         self._are_chains = True  # a block is of use only with all before it in its request
         self.holes = {  #: of the tiers that may have some
@@ -62,10 +64,19 @@ class Cascades:
         Those behind a hole of a tier are put off.
         """
         for tier, batch in batches.items():
-            keys, slots = self._in_front_of_holes(tier, batch, request)
+            wanted = self._without_kept(batch) if self._kept else batch
+            keys, slots = self._in_front_of_holes(tier, wanted, request)
             if keys:
                 self._slots.pin(slots)
                 self._gates[tier].post(m.Cascade(request, tuple(keys), tuple(slots), epoch))
+
+    def keep(self, keys: Iterable[Key]) -> None:
+        """Note that these blocks are for no tier, for as long as they are in host memory."""
+        self._kept.update(keys)
+
+    def _without_kept(self, batch: Batch) -> Batch:
+        rows = [row for row in zip(*batch, strict=True) if row[0] not in self._kept]
+        return [key for key, _ in rows], [slot for _, slot in rows]
 
     def _in_front_of_holes(self, tier: int, batch: Batch, request: RequestId) -> Batch:
         holes = self.holes.get(tier)
@@ -125,6 +136,8 @@ class Cascades:
 
     def leave(self, keys: Sequence[Key]) -> None:
         """Note that these blocks have left host memory."""
+        if self._kept:
+            self._kept.difference_update(keys)
         for holes in self.holes.values():
             if holes:
                 holes.leave(keys)
@@ -197,7 +210,8 @@ class Cascades:
         self.holes.pop(tier, None)
 
     def reset(self) -> None:
-        """Forget what is parked or put off."""
+        """Forget what is parked, kept or put off."""
         self.parked.clear()
+        self._kept.clear()
         for holes in self.holes.values():
             holes.clear()

@@ -279,9 +279,8 @@ class SchedulerFacade:
     ) -> None:
         """Unpin blocks that the GPU has read. What isn't pinned is counted and ignored.
 
-        ``epoch``: what ``epoch`` was at ``prepare_load``; the completion of a load
-        from before a reset is then ignored. None: this one, for callers who drop
-        such completions themselves.
+        ``epoch``: what ``epoch`` was at ``prepare_load``; the completion of a load from before
+        a reset is then ignored. None: this one, for callers who drop such completions themselves.
         """
         began = self.epoch if epoch is None else epoch
         self._ask(m.CompleteLoad(tuple(keys), request, began))
@@ -320,14 +319,16 @@ class SchedulerFacade:
         *,
         success: bool = True,
         epoch: int | None = None,
+        kept: Collection[Key] = (),
     ) -> None:
         """Make stored blocks readable and cascade them; or, without success, drop them.
 
-        ``epoch``: that of the grant; the completion of a store from before a reset
-        is then ignored. None: this one, for callers who drop such completions themselves.
+        ``epoch``: that of the grant; the completion of a store from before a reset is ignored.
+        None: this one, for callers who drop such completions themselves.
+        ``kept``: those of ``keys`` that stay in host memory: no tier is given them, now or later.
         """
         granted = self.epoch if epoch is None else epoch
-        self._ask(m.CompleteStore(tuple(keys), request, success, granted))
+        self._ask(m.CompleteStore(tuple(keys), request, success, granted, tuple(kept)))
 
     def touch(self, keys: Collection[Key], request: RequestId) -> None:
         """Note that blocks were used, from head to tail, though perhaps not read from here."""
@@ -401,10 +402,9 @@ class SchedulerFacade:
         weights. With ``on_reset: "keep"`` a reset without a name begins no new generation, and
         tiers serve what they have; unless ``weights_changed`` says that they can't.
 
-        Slots that the GPU or a tier still uses are quarantined until they let
-        go: tiers by reporting, the GPU by ``on_reset_flushed``. Completions of
-        older loads and stores are ignored from now on. Raises ``Misuse`` for an
-        empty name.
+        Slots that the GPU or a tier still uses are quarantined until they let go: tiers by
+        reporting, the GPU by ``on_reset_flushed``. Completions of older loads and stores are
+        ignored from now on. Raises ``Misuse`` for an empty name.
         """
         mark = self._generations.begin(weights_version, has_changed=weights_changed)
         self._ask(m.Reset(mark=mark))

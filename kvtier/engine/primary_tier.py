@@ -308,6 +308,7 @@ class PrimaryTier(Actor):
             self.counts.unknown_completions += len(message.keys) - len(keys)
         if message.success:
             self.slots.fill(slots, fills)
+            self._cascades.keep(message.kept)
             self._became_ready(keys, slots, request, self.by_request.takers(request))
         else:
             self._fill_failed(keys, slots)

@@ -34,6 +34,7 @@ _NO_BACKPRESSURE: Final = (
 Locality: TypeAlias = Literal["LOCAL", "REMOTE"]
 OffloadPolicy: TypeAlias = Literal["chunk_level", "request_level"]
 LoadPolicy: TypeAlias = Literal["auto", "always"]
+MediaIds: TypeAlias = Literal["engine", "trust"]
 OnReset: TypeAlias = Literal["new_generation", "keep"]
 OnUnusable: TypeAlias = Literal["refuse", "start_without"]
 
@@ -169,6 +170,12 @@ class RuntimeConfig:
         "new_generation",
         "the effect of vLLM's reset of the connector on what was stored before",
         choices=get_args(OnReset),
+    )
+    media_ids: MediaIds = option.text(
+        "engine",
+        'images, audio and video whose ids clients chose: `"engine"` keeps their blocks in this '
+        'engine\'s host memory; with `"trust"` tiers get them, too',
+        choices=get_args(MediaIds),
     )
     weights_version: str = option.text(
         "", "a name for the weights: only engines and restarts with the same name share blocks"

@@ -15,10 +15,12 @@ class OpenGrants:
 
     def __init__(self) -> None:
         self._of: dict[str, list[StoreGrant]] = {}
+        self._kept: set[bytes] = set()  # of these blocks, those that no tier may be given
 
-    def add(self, request: str, grant: StoreGrant) -> None:
-        """Note a grant with at least one block."""
+    def add(self, request: str, grant: StoreGrant, kept: Collection[bytes] = ()) -> None:
+        """Note a grant with at least one block. ``kept``: those that stay in host memory."""
         self._of.setdefault(request, []).append(grant)
+        self._kept.update(kept)
 
     def pop(self, keys: Collection[bytes], request: str) -> StoreGrant | None:
         """Return the grant that a store of these keys ends with; None if there is none."""
@@ -31,6 +33,13 @@ class OpenGrants:
                 return grant
         return None
 
+    def pop_kept(self, keys: Collection[bytes]) -> Collection[bytes]:
+        """Return those of stored blocks that stay in host memory."""
+        kept = self._kept.intersection(keys) if self._kept else ()
+        self._kept.difference_update(kept)
+        return kept
+
     def clear(self) -> None:
         """Forget all: their completions will not come any more."""
         self._of.clear()
+        self._kept.clear()

@@ -37,6 +37,7 @@ from kvtier.vllm.groups import (
 from kvtier.vllm.keys_behind import keys_behind
 from kvtier.vllm.kv_events import DESCRIBED_RESULTS, KVEvents, Place
 from kvtier.vllm.live_requests import LiveRequests
+from kvtier.vllm.media import MEDIA
 from kvtier.vllm.metrics import MetricsExporter
 from kvtier.vllm.news import News
 from kvtier.vllm.passes import Passes
@@ -339,7 +340,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
             return _stores_nothing() if self._must_not_be_offered_again else None
         granted, slots = grant.keys, grant.slots
         if granted:
-            self._granted.add(req_context.req_id, grant)
+            self._granted.add(req_context.req_id, grant, MEDIA.owned(granted, req_context))
             if self._describes:
                 parents = self._parents.of(req_context.req_id, positions_of(req_context))
                 self._kv_events.describe(granted, parents)
@@ -365,7 +366,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
             # From head to tail: vLLM reports them as a set.
             keys = grant.keys if len(grant.keys) == len(keys) else keys
             epoch = grant.epoch
-        self.facade.complete_store(keys, request, success=success, epoch=epoch)
+        kept = self._granted.pop_kept(keys)
+        self.facade.complete_store(keys, request, success=success, epoch=epoch, kept=kept)
 
     # --- steps ---
 
@@ -440,8 +442,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
-        is_busy = bool(self.live)
-        return self._watch.safely("metrics", lambda: self._metrics.take(is_busy=is_busy))
+        return self._watch.safely("metrics", lambda: self._metrics.take(is_busy=bool(self.live)))
 
     # --- resets and the end ---
 

@@ -40,6 +40,7 @@ from kvtier.vllm.hosted.backend import HostingEngine
 from kvtier.vllm.hosted.stats import definitions_of
 from kvtier.vllm.hosted.tier_class import info_keys_of
 from kvtier.vllm.kv_events import KVEvents, Place
+from kvtier.vllm.media import know_media, mark_contents
 from kvtier.vllm.metric_definitions import tier_metric_definitions, unregister_own_metrics
 from kvtier.vllm.metrics import TierExporter
 from kvtier.vllm.own_spec import namespace_of, vllm_configs
@@ -125,6 +126,7 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
         )
         # The last thing that may raise: nobody would close it.
         know_adapters()
+        know_media(trusts=config.media_ids == "trust")
         namespace = namespace_of(offloading_spec)
         self._weights = weights_here(namespace.facts["worker"])
         self._facade = open_staged_tier(
@@ -238,6 +240,7 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
     def build_metric_definitions(
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
+        mark_contents()  # vLLM's front end calls this before it takes in requests
         unregister_own_metrics()  # vLLM registers what is returned here
         tier = extra_config.get("tier")
         hosted = definitions_of([tier]) if isinstance(tier, dict) else {}

@@ -73,8 +73,10 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
     def build_metric_definitions(
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
+        from kvtier.vllm.media import mark_contents  # noqa: PLC0415 - not in workers
         from kvtier.vllm.metric_definitions import unregister_own_metrics  # noqa: PLC0415 - not in workers
 
+        mark_contents()  # vLLM's front end calls this before it takes in requests
         unregister_own_metrics()  # vLLM registers what is returned here
         return cls.metrics(extra_config)
 
@@ -168,12 +170,14 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
             # Scheduler side only.
             from kvtier.vllm.adapters import know_adapters  # noqa: PLC0415
             from kvtier.vllm.idle import wake_idle_engines  # noqa: PLC0415
+            from kvtier.vllm.media import know_media  # noqa: PLC0415
             from kvtier.vllm.sharing import apart_if_unknown, warn_of_lonely_tiers  # noqa: PLC0415
             from kvtier.vllm.start import build_manager  # noqa: PLC0415
             from kvtier.vllm.weight_updates import weights_here  # noqa: PLC0415
 
             config = self.read_settings()
             know_adapters()
+            know_media(trusts=config.media_ids == "trust")
             wake_idle_engines()
             region = self._open_scheduler_region()
             try:

@@ -297,3 +297,26 @@ def test_the_oldest_of_what_is_lost_are_forgotten() -> None:
     for key in keys:
         holes.lose([key])
     assert holes.audit() == set(keys[-4:])
+
+
+# --- what is for no tier ---
+
+
+def test_a_block_that_is_kept_is_given_to_no_tier_and_what_has_its_name_later_is() -> None:
+    """It is kept for as long as it is in host memory, whoever offers it again."""
+    story, keys = Story(tiers=2, whole=True), keys_of(4)
+    story.facade.on_request_started("r")
+    grant = story.facade.prepare_store(keys, "r")
+    assert grant is not None
+    story.facade.complete_store(grant.keys, "r", kept=keys[2:])
+    story.facade.prepare_store(keys, "r")
+    assert set(stored(story)) == set(keys[:2])
+    assert set(keys) <= set(story.runtime.primary.resident())
+    story.facade.on_request_finished("r")
+    story.store(keys_of(8, b"other"))
+    assert not set(keys) & set(story.runtime.primary.resident())
+    story.facade.on_request_started("s")
+    grant = story.facade.prepare_store(keys[2:], "s")
+    assert grant is not None
+    story.facade.complete_store(grant.keys, "s")
+    assert set(stored(story)) == set(keys[2:])
