@@ -1,19 +1,26 @@
-"""kvtier in vLLM: an offloading spec, or a tier of vLLM's own. The only place that imports vllm."""
+"""kvtier in vLLM: an offloading spec, or a tier of vLLM's own. The only place that imports vllm.
+
+All of vLLM's processes import this package where kvtier is installed (``plugin.py``), so nothing is
+imported before it is asked for.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvtier.vllm.spec import KVTierOffloadingSpec as KVTierOffloadingSpec
-
 if TYPE_CHECKING:
     from kvtier.vllm.secondary_tier import KVTierSecondaryTier as KVTierSecondaryTier
+    from kvtier.vllm.spec import KVTierOffloadingSpec as KVTierOffloadingSpec
 
 __all__ = ["KVTierOffloadingSpec", "KVTierSecondaryTier"]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - of any kind
-    """Import the tier when it is asked for: the spec has no use for it."""
+    """Import what is asked for: an engine has a use for one of the two."""
+    if name == "KVTierOffloadingSpec":
+        from kvtier.vllm.spec import KVTierOffloadingSpec  # noqa: PLC0415 - lazy
+
+        return KVTierOffloadingSpec
     if name == "KVTierSecondaryTier":
         from kvtier.vllm.secondary_tier import KVTierSecondaryTier  # noqa: PLC0415 - lazy
 

@@ -72,7 +72,9 @@ GIVEN = {
     "kvtier.plugin_api.slot_memory: finalizer.atexit": "weakref: not at the process's exit",
     "kvtier.plugin_api.threads: finalizer.atexit": "as above",
     "kvtier.vllm.adapters: request.kvtier_adapter": "vLLM's request carries what it is hashed by",
-    "kvtier.vllm.media: plain.kvtier_is_clients": "as above",
+    "kvtier.vllm.plugin: arguments.create_engine_config": "front ends without statistics are asked "
+    "nothing",
+    "kvtier.vllm.media: plain.kvtier_is_clients": "vLLM's request carries what it is hashed by",
     "kvtier.vllm.media: feature.identifier": "as above",
     "kvtier.vllm.media: request.mm_features": "in transit from vLLM's front end, which is not told",
     "kvtier.vllm.media: Request.from_engine_core_request": "vLLM does not say where ids are from",

@@ -1,0 +1,45 @@
+"""What vLLM calls in each of its processes, where kvtier is installed: a general plugin.
+
+vLLM's front end loads nothing of kvtier's where it has no statistics to define, as in ``LLM(...)``,
+and marks no media then (``media.py``). So it is told once it has made a configuration that has
+kvtier. Processes of other users, and those that make no configuration, are left as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_ARGUMENTS: Final = "vllm.engine.arg_utils"
+_hooked: set[str] = set()
+
+
+def load() -> None:
+    """Have this process mark media if it makes a configuration with kvtier. Any number of times."""
+    arguments = getattr(sys.modules.get(_ARGUMENTS), "EngineArgs", None)
+    if arguments is not None and _ARGUMENTS not in _hooked:
+        _hooked.add(_ARGUMENTS)
+        arguments.create_engine_config = _marking(arguments.create_engine_config)
+
+
+def has_kvtier(vllm_config: Any) -> bool:  # noqa: ANN401 - vLLM has no stubs
+    """Tell whether the engine's scheduler has kvtier."""
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    return "kvtier" in str(getattr(transfer, "kv_connector_extra_config", None))
+
+
+def _marking(real: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(real)
+    def create_engine_config(arguments: Any, *rest: Any, **named: Any) -> Any:  # noqa: ANN401 - no stubs
+        config = real(arguments, *rest, **named)
+        if has_kvtier(config):
+            from kvtier.vllm.media import mark_contents  # noqa: PLC0415 - other users need none of it
+
+            mark_contents()
+        return config
+
+    return create_engine_config
