@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -21,6 +22,7 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
+from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.platforms import current_platform
@@ -181,6 +183,7 @@ def engine(shape: Shape, rng: random.Random, folder: Path) -> Iterator[Engine]:
     with ExitStack() as stack:
         tiers = stack.enter_context(stepped_tiers(rng, shape.tier_laziness, world.slot_watch))
         stack.enter_context(_drafts(shape.drafts))
+        stack.enter_context(_layout_of_states("DS" if shape.columns else "SD"))
         # It takes as long as a whole scenario.
         stack.enter_context(patch("vllm.v1.engine.core.freeze_gc_heap"))
         core = EngineCore(vllm_config(shape, folder), executor, log_stats=True)
@@ -211,6 +214,17 @@ def _drafts(numbers: Sequence[int]) -> Iterator[None]:
 
     with patch.object(core_module, "get_kv_cache_configs", configs):
         yield
+
+
+@contextmanager
+def _layout_of_states(layout: str) -> Iterator[None]:
+    """Have vLLM keep states of convolutions in this layout, which it looks up once a process."""
+    get_conv_state_layout.cache_clear()
+    with patch.dict(os.environ, {"VLLM_SSM_CONV_STATE_LAYOUT": layout}):
+        try:
+            yield
+        finally:
+            get_conv_state_layout.cache_clear()
 
 
 def vllm_config(shape: Shape, folder: Path) -> VllmConfig:

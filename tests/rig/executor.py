@@ -12,6 +12,7 @@ import pickle
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -48,6 +49,11 @@ class RigWorker:
         self._rank = rank
         self._specs = specs
         self._world = world
+        # What samples of the weights are taken of.
+        self._model = torch.nn.Linear(8, 8)
+        self.parallel_config = vllm_config.parallel_config
+        self.model_config = vllm_config.model_config
+        self.speculative_config = None
         self.device = device
         self._sampled: tuple[int, ModelRunnerOutput] | None = None
 
@@ -98,6 +104,13 @@ class RigWorker:
     def take_draft_token_ids(self) -> Any:
         return self._runner.drafts()
 
+    def get_model(self) -> torch.nn.Module:
+        self._model.weight.data.fill_(self._world.weights)
+        return self._model
+
+    def update_weights(self, weights: int) -> None:
+        self._world.weights = weights
+
     def synchronize_device(self) -> None:
         self.device.synchronize()
 
@@ -142,9 +155,10 @@ class RigExecutor(Executor):
         kwargs: dict[str, Any] | None = None,
         non_block: bool = False,
     ) -> Any:
-        """Call a method of all workers that have it."""
+        """Call a method of all workers that have it, or a function of each worker."""
         del timeout, non_block
-        assert isinstance(method, str)
+        if not isinstance(method, str):
+            return [method(worker, *args, **(kwargs or {})) for worker in self.workers]
         has_it = [worker for worker in self.workers if hasattr(worker, method)]
         return [getattr(worker, method)(*args, **(kwargs or {})) for worker in has_it]
 

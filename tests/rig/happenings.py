@@ -83,7 +83,7 @@ class Happenings:
         if happens(shape.resets):
             self._reset()
         if happens(shape.updates):
-            self._pause_and_reset(new_weights=happens(0.7))
+            self._update()
         while self._from_before and (
             self._would_be_taken_for_another() or happens(shape.late_callers)
         ):
@@ -219,16 +219,23 @@ class Happenings:
             self._keep_completions()
             self._engine.core.reset_prefix_cache(reset_connector=True)
 
-    def _pause_and_reset(self, *, new_weights: bool) -> None:
-        """Update the weights as an RL loop does: pause, reset all, replace them, go on.
+    def _update(self) -> None:
+        """Update the weights as one of the RL loops does: pause, reset, replace them, go on."""
+        if not self._pause():
+            return
+        ways = [self._reset_all, self._reset_and_replace, self._call, self._replace, self._go_first]
+        if not self._shape.caches:  # else vLLM's own cache would have what is old
+            ways.append(self._only_call)
+        self._rng.choice(ways)()
+        self._engine.scheduler.set_pause_state(PauseState.UNPAUSED)
 
-        vLLM refuses to reset running requests while a load is under way, so those end first.
-        """
+    def _pause(self) -> bool:
+        """Pause, if it is the time. vLLM refuses to reset while a load is under way."""
         scheduler = self._engine.scheduler
         if not self._engine.may_be_reset:
-            return
+            return False
         if any(request.resumable for request in scheduler.requests.values()):
-            return  # vLLM does not reset what a request holds that waits for more of its prompt
+            return False  # vLLM does not reset what one holds that waits for more of its prompt
         scheduler.set_pause_state(PauseState.PAUSED_NEW)
         while scheduler.kv_holding_waiting or self._engine.is_loading:
             self._step()
@@ -236,14 +243,47 @@ class Happenings:
         while self._engine.computes:
             self._step()
         self._engine.core.model_executor.collective_rpc("synchronize_device")
+        return True
+
+    def _reset_all(self) -> None:
+        """Reset all caches. The weights stay."""
         self._keep_completions()
+        self._reset_gpu(reset_connector=True)
+
+    def _reset_and_replace(self) -> None:
+        self._reset_all()
+        self._engine.world.weights += 1
+
+    def _call(self) -> None:
+        """Call what vLLM has for it, and reset no connector. Version "1" may come again."""
+        self._only_call()
+        self._reset_gpu()
+        if self._happens(0.5):
+            self._engine.core.set_weight_version(str(self._rng.randrange(2)))
+
+    def _only_call(self) -> None:
+        weights = self._engine.world.weights + 1
+        self._engine.core.collective_rpc("update_weights", args=(weights,))
+
+    def _replace(self) -> None:
+        """Tell nobody, and reset no connector."""
+        self._engine.world.weights += 1
+        self._reset_gpu()
+
+    def _go_first(self) -> None:
+        """Reset all before the new weights are in: the old ones go on computing meanwhile."""
+        self._reset_all()
+        self._engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+        for _ in range(self._rng.randrange(4)):
+            self._step()
+        if self._pause():
+            self._call()
+
+    def _reset_gpu(self, *, reset_connector: bool = False) -> None:
         done = self._engine.core.reset_prefix_cache(
-            reset_running_requests=True, reset_connector=True
+            reset_running_requests=True, reset_connector=reset_connector
         )
         assert done, "vLLM has not reset all"
-        if new_weights:
-            self._engine.world.weights += 1
-        scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def _keep_completions(self) -> None:
         """Have what is under way completed after the reset, with the epoch that it began in.

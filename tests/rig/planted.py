@@ -20,9 +20,10 @@ from kvtier.engine.lookups import Lookups
 from kvtier.engine.primary_tier import PrimaryTier
 from kvtier.engine.requests import Request
 from kvtier.engine.slot_table import SlotTable
-from kvtier.vllm import connector_hooks, cpu_worker
+from kvtier.vllm import connector_hooks, cpu_worker, page_facts, weight_updates
 from kvtier.vllm.kv_events import KVEvents
 from kvtier.vllm.resumed import ResumedRequests
+from kvtier.vllm.weight_updates import EngineWeights, Update
 from tests.rig.device import LateWorker
 from tests.rig.shape import RELEASE
 
@@ -89,6 +90,31 @@ def _rewritten(owner: Any, name: str, old: str, new: str) -> Any:
 def find_what_older_weights_computed() -> Any:
     """A reset empties the primary tier, and tiers serve what they have."""
     return patch.object(Generations, "begin", lambda *_, **__: None)
+
+
+def hear_no_call_that_writes_weights() -> Any:
+    """Weights are others only once samples say so, which are not taken at each step."""
+    return patch.object(weight_updates, "may_write", lambda _: False)
+
+
+def compare_no_samples_of_weights() -> Any:
+    """Weights are others only if somebody calls what vLLM has for it."""
+    return patch.object(EngineWeights, "_is_other", lambda *_: False)
+
+
+def name_weights_by_their_version_alone() -> Any:
+    """Version "1" of another update serves what it has."""
+    return patch.object(Update, "version", lambda self, _: self.name or None)
+
+
+def leave_the_blocks_for_drafts_out_of_the_name() -> Any:
+    """A state of an engine with other drafts begins elsewhere in its page."""
+    return patch.dict(page_facts.HARMLESS, {"num_speculative_blocks": "planted"})
+
+
+def leave_the_layout_of_states_out_of_the_name() -> Any:
+    """States that were stored by rows are read by columns."""
+    return patch.object(page_facts, "_states", lambda _: None)
 
 
 @contextmanager
@@ -285,6 +311,18 @@ _UNEQUAL = {
 }
 _WITHDRAWN = {**_EVENTS, "resets": 0.1, "arrivals": 0.4, "slots": 8}
 
+_UPDATES = {**_EVICTIONS, "updates": 0.1, "slots": 40, "resets": 0.0, "late_callers": 0.0}
+_LIVES = {
+    "kinds": ("full", "mamba"),
+    "lives": 2,
+    "families": 1,
+    "slots": 40,
+    "unit": None,
+    "checkpoints": False,
+    "sessions": 0.0,
+    "events": False,
+    "tiers": ({"type": "fs", "cell": "thread", "direct": False},),
+}
 _STATES = {
     "kinds": ("full", "mamba"),
     "contexts": 1,
@@ -311,6 +349,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], dict[str, Any], int]] = {
         (load_from_another_slot, {}, 1),
         (report_before_the_copy, {}, 12),
         (find_what_older_weights_computed, {"updates": 0.1}, 14),
+        (hear_no_call_that_writes_weights, {**_UPDATES, "caches": False}, 0),
+        (compare_no_samples_of_weights, _UPDATES, 0),
+        (name_weights_by_their_version_alone, _UPDATES, 0),
+        (leave_the_blocks_for_drafts_out_of_the_name, _LIVES, 0),
+        (leave_the_layout_of_states_out_of_the_name, _LIVES, 0),
         (take_back_a_hit_that_was_counted, _EVICTIONS, 0),
         (complete_a_store_from_before_a_reset, _RESETS, 0),
         (complete_a_load_from_before_a_reset, _LOADS, 0),

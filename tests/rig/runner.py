@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheSpec
 
     from tests.rig.device import Device
 
@@ -104,7 +106,10 @@ class Runner:
         self._groups = [
             (
                 group.kv_cache_spec,
-                [_layer(each, device.pages(kv_caches[each]), rank) for each in group.layer_names],
+                [
+                    _layer(each, group.kv_cache_spec, device.pages(kv_caches[each]), rank)
+                    for each in group.layer_names
+                ],
             )
             for group in config.kv_cache_groups
         ]
@@ -386,9 +391,13 @@ def _computed(scheduled: SchedulerOutput) -> dict[str, int]:
     )
 
 
-def _layer(name: str, pages: Any, rank: int) -> _Layer:
+def _layer(name: str, spec: KVCacheSpec, pages: Any, rank: int) -> _Layer:
+    """Return a layer, whose words depend on what its pages mean, beside their size."""
     heads, words = pages.shape[1], pages.shape[3]
-    return _Layer(name, pages, salts_of(name, rank * heads * words, heads * words))
+    salts = salts_of(name, rank * heads * words, heads * words)
+    if isinstance(spec, MambaSpec):  # with more drafts a state begins elsewhere in its page
+        salts = salts ^ np.uint64(2 * spec.num_speculative_blocks + is_conv_state_dim_first())
+    return _Layer(name, pages, salts)
 
 
 def _connector_output(connector: Any, finished: set[str]) -> KVConnectorOutput:

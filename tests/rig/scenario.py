@@ -15,7 +15,7 @@ from tests.rig.at_rest import Counters, NotAtRest, left_over
 from tests.rig.engine import engine
 from tests.rig.happenings import Happenings
 from tests.rig.runner import CopiedTooEarly
-from tests.rig.shape import draw_shape
+from tests.rig.shape import draw_shape, next_life
 
 if TYPE_CHECKING:
     from tests.rig.engine import Engine
@@ -52,9 +52,11 @@ def play(seed: int, **focus: Any) -> Played:
     played = Played(0, 0, 0)
     try:
         with tempfile.TemporaryDirectory(prefix="kvtier-rig-") as folder:
+            of_life = shape
             for _ in range(shape.lives):
-                with engine(shape, rng, Path(folder)) as running:
-                    played += _Scenario(running, shape, rng).play()
+                with engine(of_life, rng, Path(folder)) as running:
+                    played += _Scenario(running, of_life, rng).play()
+                of_life = next_life(shape, rng)
     except CopiedTooEarly:
         pass  # vLLM's own mistake: the scenario ends
     except BaseException as error:

@@ -59,7 +59,7 @@ class Shape:
     forgets: float = 0.0  #: vLLM's own prefix cache is reset, and no connector
     throws_back: bool = False  #: and running requests with it
     resets: float = 0.0
-    updates: float = 0.0  #: of the weights
+    updates: float = 0.0  #: of the weights, in one of several ways
     keeps: bool = False  #: ``on_reset: "keep"``, where the weights stay
     late_callers: float = 0.0  #: chance a step that a completion from before a reset comes
     asks: float = 0.0  #: chance of a request with parameters for the connector
@@ -68,6 +68,7 @@ class Shape:
     samples_max: int = 1  #: of one prompt: vLLM makes a request of each
     priorities: int = 1  #: of requests; with several, the last of the lowest is preempted first
     speculates: int = 0  #: tokens that are drafted after each step
+    columns: bool = False  #: states of convolutions lie by columns, not by rows
     checkpoints: bool = False  #: Mamba layers keep a state from within a step, too
     sessions: float = 0.0  #: chance of a request whose prompt comes in parts, with outputs between
     caches: bool = True  #: vLLM keeps a prefix cache on the GPU
@@ -158,6 +159,15 @@ def draw_shape(rng: random.Random) -> Shape:
     # Where chunks share hashes routers have too little to go by: docs/how-to/behind-llm-d.md.
     has_shared_hashes = shape.blocks_per_chunk > 1 or shape.unit is not None
     return replace(shape, events=False) if has_shared_hashes or not shape.caches else shape
+
+
+def next_life(shape: Shape, rng: random.Random) -> Shape:
+    """Draw what another engine over the same folders has otherwise: all that it may serve as is."""
+    columns = "mamba" in shape.kinds and rng.random() < 0.3
+    # See ``_draw_ways_to_ask``.
+    may_draft = not ("mamba" in shape.kinds and shape.sessions and shape.asynchronous)
+    drafts = rng.choice([shape.speculates, shape.speculates, 0, 1, 3]) if may_draft else 0
+    return replace(shape, columns=columns, speculates=drafts)
 
 
 def _draw_ways_to_ask(rng: random.Random, shape: Shape) -> Shape:
