@@ -25,7 +25,7 @@ from tests.vllm.support.offloading import CONFIG
 from tests.vllm.test_namespace import ATTENTION, TWO_RANKS, engine_config, pages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
     from vllm.v1.kv_offload.config import OffloadingConfig
 
@@ -84,13 +84,17 @@ class Engine:
 
     def named(self, monkeypatch: pytest.MonkeyPatch) -> str:
         """Return the namespace as text."""
+        return str(self.facts(monkeypatch))
+
+    def facts(self, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Any]:
+        """Return the namespace."""
         with monkeypatch.context() as context:
             context.delenv("PYTHONHASHSEED", raising=False)
             for name, value in self.environment.items():
                 context.setenv(name, value)
             for name, value in self.patches.items():
                 context.setattr(f"{page_facts.__name__}.{name}", value)
-            return str(build_namespace(self.offloading, worker_report(self.vllm, self.pages)).facts)
+            return build_namespace(self.offloading, worker_report(self.vllm, self.pages)).facts
 
 
 def attention(engine: Engine, name: str) -> None:
@@ -246,6 +250,10 @@ CHANGES: dict[str, list[Callable[[Engine], Any]]] = {
 }
 
 
+TOLD_TWICE: dict[str, str] = {}
+"""Facts that another one tells as well, or that have a test of their own, each with its reason."""
+
+
 def rows(where: str) -> set[str]:
     """Return the first column of the page's table, where the second says so."""
     lines = re.findall(r"^\| (.+?) \| (.+?) \| .+ \|$", PAGE.read_text(), re.MULTILINE)
@@ -267,6 +275,54 @@ def test_engines_that_differ_in_it_do_not_share(
         change(engine)
         found.append(engine.named(monkeypatch))
     assert len(set(found)) == len(found)
+
+
+def facts_in(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the path of each fact. Elements of a list have the path of the list."""
+    if isinstance(value, dict) and value:
+        for name, below in value.items():
+            yield from facts_in(below, (*path, name))
+    elif isinstance(value, list) and any(isinstance(each, dict | list) for each in value):
+        for each in value:
+            yield from facts_in(each, path)
+    else:
+        yield path
+
+
+def without(value: Any, path: tuple[str, ...]) -> Any:
+    """Return facts as they are if somebody forgot one of them."""
+    if isinstance(value, list):
+        return [without(each, path) for each in value]
+    if not isinstance(value, dict) or not path:
+        return value
+    name, *below = path
+    if not below:
+        return {key: each for key, each in value.items() if key != name}
+    return {k: without(each, tuple(below)) if k == name else each for k, each in value.items()}
+
+
+def test_a_fact_that_is_left_out_is_missed_by_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each fact has a change here that nothing else in the namespace tells."""
+    found = {}
+    for what, changes in CHANGES.items():
+        engines = [Engine(tmp_path / "model") for _ in range(1 + len(changes))]
+        for engine, change in zip(engines[1:], changes, strict=True):
+            change(engine)
+        found[what] = []
+        for engine in engines:
+            found[what].append(engine.facts(monkeypatch))
+    paths = {path for each in found.values() for facts in each for path in facts_in(dict(facts))}
+    missed = {
+        ".".join(path)
+        for path in paths
+        if not any(
+            len({str(without(dict(facts), path)) for facts in each}) < len(each)
+            for each in found.values()
+        )
+    }
+    assert missed == set(TOLD_TWICE)
 
 
 def test_releases_and_platforms_do_not_share(
