@@ -23,7 +23,7 @@ import os
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import Misuse
-from kvtier.plugin_api.keys import GROUP_BYTES, MARK_BYTES
+from kvtier.plugin_api.keys import GROUP_BYTES, MARK_BYTES, UNNAMED_MARK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -34,9 +34,8 @@ ORIGINAL: Final = b""
 """The mark of generation 0."""
 
 _ID_BYTES: Final = 16
-_UNNAMED: Final = b"\xffkvtier?"
 _NAMED: Final = b"\xffkvtier="
-assert len(_NAMED) + _ID_BYTES == len(_UNNAMED) + _ID_BYTES == MARK_BYTES
+assert len(_NAMED) + _ID_BYTES == len(UNNAMED_MARK) + _ID_BYTES == MARK_BYTES
 
 
 def mark_of_name(name: str) -> bytes:
@@ -49,7 +48,7 @@ def mark_of_name(name: str) -> bytes:
 
 def is_found_again(mark: bytes) -> bool:
     """Tell whether a later engine may be in that generation: it has a name, or is the first."""
-    return not mark.startswith(_UNNAMED)
+    return not mark.startswith(UNNAMED_MARK)
 
 
 def marked(keys: tuple[Key, ...], mark: bytes) -> tuple[Key, ...]:
@@ -69,7 +68,7 @@ def unmarked(keys: Iterable[Key], mark: bytes) -> tuple[Key, ...]:
 def mark_of(key: Key) -> bytes:
     """Return the mark of a backend's key."""
     start = _start(key)
-    if len(key) > MARK_BYTES and key.startswith((_UNNAMED, _NAMED), start):
+    if len(key) > MARK_BYTES and key.startswith((UNNAMED_MARK, _NAMED), start):
         return key[start : start + MARK_BYTES]
     return ORIGINAL
 
@@ -109,7 +108,7 @@ class Generations:
         elif self._keep and not has_changed:
             return None
         else:
-            mark = _UNNAMED + self._random_bytes(_ID_BYTES)
+            mark = UNNAMED_MARK + self._random_bytes(_ID_BYTES)
         if mark == self.mark:
             return None
         self.mark = mark

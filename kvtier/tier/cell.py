@@ -10,6 +10,7 @@ what follows is the host's business.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -135,7 +136,7 @@ class TierCell:
         await self._backend.register_memory(self._memory.buffer)
         opened(await self._counting.levels(self._backend.traits.levels))
         try:
-            await self._serve(lambda: is_abandoned() or (is_ending() and self._tier.is_idle()))
+            await self._serve(lambda: is_abandoned() or (is_ending() and self._has_finished()))
         except* _LifeEnds:
             pass
         finally:
@@ -145,6 +146,12 @@ class TierCell:
                 await self._counting.end()
             with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_BACKEND_S):
                 await self._backend.close()
+
+    def _has_finished(self) -> bool:
+        """Tell whether nothing is at the backend any more, now that nothing new comes."""
+        if isinstance(self._tier, UnboundedTier):
+            self._tier.finish(time.monotonic())
+        return self._tier.is_idle()
 
     def _tell_connection(self, state: Connection) -> None:
         self._link.post(m.ConnectionChanged(state))

@@ -8,7 +8,8 @@ A load that finds a block gone or damaged says so: a damaged one is removed. A s
 probe that is under way meanwhile may have seen the block before, and knows nothing of it.
 
 Keys have the mark of their generation in them on this side of the link
-(``kvtier/core/generations.py``), and not on the other.
+(``kvtier/core/generations.py``), and not on the other. What this engine stored with weights that
+have no name is removed once nobody finds it (``kvtier/tier/dead_blocks.py``).
 
 # Invariant: every job that came in is answered once, whatever the backend does, unless the
 #            backend never returns. Checked: end, ended,
@@ -17,13 +18,15 @@ Keys have the mark of their generation in them on this side of the link
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from itertools import compress
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from kvtier.core import messages as m
 from kvtier.core.actor import Actor, Mailbox
 from kvtier.core.generations import ORIGINAL, mark_of, marked, unmarked
 from kvtier.plugin_api.backend import Outcome
 from kvtier.tier.batching import Job
+from kvtier.tier.dead_blocks import DeadBlocks
 from kvtier.tier.job_runner import JobRunner, end_slices
 from kvtier.tier.probes import ProbeSlice, RunningProbe
 
@@ -36,6 +39,12 @@ if TYPE_CHECKING:
 
     Claim: TypeAlias = Job | RunningProbe
     """A store or a probe: its answer says which blocks are there."""
+
+
+FINISH_S: Final = 2.0
+"""How long an engine that ends goes on removing. What is left is for ``kvtier purge --dead``."""
+
+_NEVER: Final = float("inf")
 
 
 class Claims:
@@ -84,12 +93,26 @@ class UnboundedTier(Actor):
         self._driver = driver
         self._jobs = JobRunner(traits, driver)
         self._claims = Claims()
+        self._dead = DeadBlocks()
+        self._finish_by_s = _NEVER
         self._mark = ORIGINAL  # of the generation that the engine is in
         self._since = 0  # the epoch in which it began
 
     def is_idle(self) -> bool:
         """Tell whether nothing waits and nothing is at the backend."""
         return self._jobs.is_idle()
+
+    def finish(self, now_s: float) -> None:
+        """Begin to remove what nobody finds once the engine has ended. Any number of times."""
+        if self._finish_by_s == _NEVER:
+            self._finish_by_s = now_s + FINISH_S
+            self._dead.leave()
+            self._remove_dead()
+
+    def _remove_dead(self) -> None:
+        keys = self._dead.begin_removal()
+        if keys:
+            self._jobs.remove(keys)
 
     def _pass_over(self, _message: Message) -> None:
         """Do nothing: it is for an eviction policy."""
@@ -118,7 +141,10 @@ class UnboundedTier(Actor):
 
     def _enter(self, mark: bytes, since: int) -> None:
         """Note the generation that the engine is in. Each job and probe says so again."""
+        if mark != self._mark:
+            self._dead.leave()
         self._mark, self._since = mark, since
+        self._remove_dead()
 
     def _probe(self, message: m.Probe) -> None:
         """Have the backend asked. Asked of no block, the tier answers at once."""
@@ -155,9 +181,17 @@ class UnboundedTier(Actor):
             if not batch.probe.unended:
                 self.link.post(batch.probe.answer(self._claims.end(batch.probe)))
             return
+        if not batch.slices:
+            self._dead.end_removal()
+            if message.at < self._finish_by_s:
+                self._remove_dead()
+            return
         for job_slice, ends in end_slices(batch, outcomes, message):
             if job_slice.job.is_load:
                 self._lose(_gone(job_slice.keys, ends))
+            else:
+                done = (end is Outcome.DONE for end in ends)
+                self._dead.stored(compress(job_slice.keys, done), self._mark)
             if not job_slice.job.unended:
                 self._answer(job_slice.job)
         self._start_batches()

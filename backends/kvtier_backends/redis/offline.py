@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtier_backends.redis.client import ServerRefused
 from kvtier_backends.redis.topology import discover
-from kvtier_backends.shared.holdings import Holding
+from kvtier_backends.shared.holdings import Holding, Wanted
 from kvtier_backends.shared.namespaces import (
     DESCRIPTION_BYTES_MAX,
     DescriptionDamaged,
@@ -50,25 +50,35 @@ async def list_servers(
 async def purge_servers(
     client: Client,
     given: RedisOptions,
-    namespace: str | None,
+    wanted: Wanted,
     advance: Callable[[int], None],
     *,
     dry: bool,
 ) -> tuple[dict[str, Holding], int]:
-    """Remove all blocks, or those of one namespace. Returns what is gone, and what failed.
+    """Remove blocks. Returns what is gone, and how many could not be removed.
 
-    Descriptions go with them; an engine that runs writes its own again. ``dry``: removes nothing.
-    Raises ``StoreFault``.
+    Descriptions go with whole namespaces; an engine that runs writes its own again. ``dry``:
+    removes nothing. Raises ``StoreFault``.
     """
     gone: dict[str, Holding] = {}
     failed = 0
     async for run, names in _walk(client, given):
-        wanted = {name: parts for name, parts in names.items() if namespace in (None, parts[0])}
-        await _count(run, wanted, gone)
-        answers = await run([("UNLINK", name) for name in wanted]) if wanted and not dry else []
+        going = {name: parts for name, parts in names.items() if _is_going(wanted, *parts)}
+        await _count(run, going, gone)
+        answers = await run([("UNLINK", name) for name in going]) if going and not dry else []
         failed += sum(isinstance(answer, ServerRefused) for answer in answers)
-        advance(len(wanted))
+        advance(len(going))
     return gone, failed
+
+
+def _is_going(wanted: Wanted, namespace: str, rest: bytes) -> bool:
+    if rest == DESCRIPTION:
+        return wanted.are_whole_namespaces and wanted.namespace in (None, namespace)
+    return wanted.has(namespace, _key(rest))
+
+
+def _key(rest: bytes) -> bytes:
+    return bytes.fromhex(rest.decode())
 
 
 _Names = dict[bytes, tuple[str, bytes]]
@@ -109,11 +119,11 @@ def _descriptions(names: _Names) -> Sequence[tuple[str, bytes]]:
 
 
 async def _count(run: Commands, names: _Names, into: dict[str, Holding]) -> None:
-    blocks = [(name, parts[0]) for name, parts in names.items() if parts[1] != DESCRIPTION]
-    sizes = await run([("STRLEN", name) for name, _ in blocks]) if blocks else []
-    for (_, namespace), size in zip(blocks, sizes, strict=True):
+    blocks = [(name, *parts) for name, parts in names.items() if parts[1] != DESCRIPTION]
+    sizes = await run([("STRLEN", name) for name, *_ in blocks]) if blocks else []
+    for (_, namespace, rest), size in zip(blocks, sizes, strict=True):
         holding = into.setdefault(namespace, Holding(namespace))
-        holding.add(size if isinstance(size, int) else 0)
+        holding.add(_key(rest), size if isinstance(size, int) else 0)
 
 
 async def _facts_untrusted(run: Commands, name: bytes) -> dict[str, Any]:

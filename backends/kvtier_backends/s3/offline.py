@@ -10,7 +10,7 @@ import re
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvtier_backends.s3.failures import Failure, RequestFailed, WrongLength
-from kvtier_backends.shared.holdings import Holding
+from kvtier_backends.shared.holdings import Holding, Wanted
 from kvtier_backends.shared.namespaces import (
     DESCRIPTION_BYTES_MAX,
     DescriptionDamaged,
@@ -39,7 +39,7 @@ class _Found(NamedTuple):
 
     name: str
     namespace: str
-    is_description: bool
+    key: bytes | None  #: None: it describes the namespace
     size: int
     stored_s: float
 
@@ -55,10 +55,10 @@ async def list_bucket(
     async for found in _walk(client, address):
         for each in found:
             holding = held.setdefault(each.namespace, Holding(each.namespace))
-            if each.is_description:
+            if each.key is None:
                 holding.describe(await _facts_untrusted(client, each.name))
             else:
-                holding.add(each.size, each.stored_s)
+                holding.add(each.key, each.size, each.stored_s)
         advance(len(found))
     return held
 
@@ -66,42 +66,40 @@ async def list_bucket(
 async def purge_bucket(
     client: Client,
     address: Address,
-    namespace: str | None,
-    before_s: float | None,
+    wanted: Wanted,
     advance: Callable[[int], None],
     *,
     dry: bool,
 ) -> tuple[dict[str, Holding], int]:
-    """Remove all blocks, those of one namespace, or those that were stored before a time.
+    """Remove blocks. Returns what is gone, and how many objects could not be removed.
 
-    Returns what is gone, and how many objects could not be removed. Descriptions go unless a time
-    is given; an engine that runs writes its own again. ``dry``: removes nothing. Raises
-    ``StoreFault``.
+    Descriptions go with whole namespaces; an engine that runs writes its own again. ``dry``:
+    removes nothing. Raises ``StoreFault``.
     """
     gone: dict[str, Holding] = {}
     failed = 0
     async for found in _walk(client, address):
-        wanted = [each for each in found if _is_wanted(each, namespace, before_s)]
+        going = [each for each in found if _is_going(wanted, each)]
         try:
-            if wanted and not dry:
-                await client.remove([each.name for each in wanted])
+            if going and not dry:
+                await client.remove([each.name for each in going])
         except RequestFailed as refused:
             if refused.failure not in _SERVER_SAYS_NO:
                 raise
-            failed += len(wanted)
+            failed += len(going)
             continue
-        for each in wanted:
-            if not each.is_description:
+        for each in going:
+            if each.key is not None:
                 holding = gone.setdefault(each.namespace, Holding(each.namespace))
-                holding.add(each.size, each.stored_s)
-        advance(len(wanted))
+                holding.add(each.key, each.size, each.stored_s)
+        advance(len(going))
     return gone, failed
 
 
-def _is_wanted(found: _Found, namespace: str | None, before_s: float | None) -> bool:
-    if namespace not in (None, found.namespace):
-        return False
-    return before_s is None or (found.stored_s < before_s and not found.is_description)
+def _is_going(wanted: Wanted, found: _Found) -> bool:
+    if found.key is None:
+        return wanted.are_whole_namespaces and wanted.namespace in (None, found.namespace)
+    return wanted.has(found.namespace, found.key, found.stored_s)
 
 
 async def _walk(client: Client, address: Address) -> AsyncIterator[Sequence[_Found]]:
@@ -116,15 +114,15 @@ async def _walk(client: Client, address: Address) -> AsyncIterator[Sequence[_Fou
         ]
 
 
-def _parts(name: str) -> tuple[str, bool] | None:
-    """Return an object's namespace, and whether it describes it; None if no tier has made it."""
+def _parts(name: str) -> tuple[str, bytes | None] | None:
+    """Return an object's namespace, and a block's key; None if no tier has made it."""
     namespace, *rest = name.split("/")
     if not _NAMESPACE.fullmatch(namespace):
         return None
     if rest == [DESCRIPTION]:
-        return namespace, True
+        return namespace, None
     is_block = len(rest) == 2 and _KEY.fullmatch(rest[1]) and rest[1].startswith(rest[0])
-    return (namespace, False) if is_block and rest[0] else None
+    return (namespace, bytes.fromhex(rest[1])) if is_block and rest[0] else None
 
 
 async def _facts_untrusted(client: Client, name: str) -> dict[str, Any]:

@@ -1,9 +1,11 @@
-"""What storage holds of one namespace, counted by walking it."""
+"""What storage holds of one namespace, counted by walking it, and what of it is to go."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+from kvtier.plugin_api.keys import is_unnamed
 
 
 @dataclass
@@ -15,12 +17,17 @@ class Holding:
     bytes: int = 0  #: of blocks, and of what protects them
     oldest_s: int | None = None
     newest_s: int | None = None
+    dead_blocks: int = 0  #: of weights without a name: no engine finds them that starts
+    dead_bytes: int = 0
     facts: dict[str, Any] = field(default_factory=dict)  #: empty: not known
 
-    def add(self, size: int, stored_s: float | None = None) -> None:
-        """Add a block."""
+    def add(self, key: bytes | None, size: int, stored_s: float | None = None) -> None:
+        """Add a block. ``key``: None if its name does not tell."""
         self.blocks += 1
         self.bytes += size
+        if key is not None and is_unnamed(key):
+            self.dead_blocks += 1
+            self.dead_bytes += size
         if stored_s is not None:
             self.oldest_s = min(int(stored_s), self.oldest_s or int(stored_s))
             self.newest_s = max(int(stored_s), self.newest_s or 0)
@@ -28,3 +35,24 @@ class Holding:
     def describe(self, facts: dict[str, Any]) -> None:
         """Take in what the description of the namespace says."""
         self.facts = facts
+
+
+class Wanted(NamedTuple):
+    """Which blocks are to go: those that are all of this."""
+
+    namespace: str | None = None
+    before_s: float | None = None  #: stored before that
+    dead: bool = False  #: of weights without a name
+
+    @property
+    def are_whole_namespaces(self) -> bool:
+        """Tell whether nothing of a namespace stays."""
+        return self.before_s is None and not self.dead
+
+    def has(self, namespace: str, key: bytes | None, stored_s: float | None = None) -> bool:
+        """Tell whether a block is to go. ``key``, ``stored_s``: None where that is not known."""
+        if self.namespace not in (None, namespace):
+            return False
+        if self.before_s is not None and (stored_s is None or stored_s >= self.before_s):
+            return False
+        return not self.dead or (key is not None and is_unnamed(key))

@@ -19,8 +19,9 @@ from kvtier.tools.cli.namespaces import (
 from kvtier.tools.cli.terminal import progress, table
 from kvtier_backends.fs.offline.checking import Checked, check_folder
 from kvtier_backends.fs.offline.evicting import announce
+from kvtier_backends.fs.layout import key_of_file_untrusted
 from kvtier_backends.fs.offline.inspection import BlockFile, FsFolder
-from kvtier_backends.shared.holdings import Holding
+from kvtier_backends.shared.holdings import Holding, Wanted
 from kvtier_backends.shared.namespaces import facts_of
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def _holdings(folder: FsFolder) -> tuple[list[Holding], int, bool]:
         for file in folder.files():
             if isinstance(file, BlockFile):
                 holdings.setdefault(file.namespace, Holding(file.namespace)).add(
-                    file.size, file.stored_s
+                    key_of_file_untrusted(file.name), file.size, file.stored_s
                 )
             else:
                 others += file
@@ -169,12 +170,13 @@ def _verdict(figures: dict[str, Any]) -> str:
 # --- purge ---
 
 
-def purge(arguments: argparse.Namespace, before_s: int) -> int:
+def purge(arguments: argparse.Namespace, wanted: Wanted) -> int:
     """Remove what was selected. Returns the exit status."""
     dry = bool(arguments.dry_run)
     with refusing(arguments.path), FsFolder(arguments.path) as folder:
-        namespace = the_one_meant(arguments.namespace, list(folder.namespaces))
-        gone, failed, is_complete = _purge(folder, namespace, before_s, dry=dry)
+        namespace = the_one_meant(wanted.namespace, list(folder.namespaces))
+        wanted = wanted._replace(namespace=namespace)
+        gone, failed, is_complete = _purge(folder, wanted, dry=dry)
     figures = {
         "path": folder.path,
         "dry_run": dry,
@@ -191,16 +193,17 @@ def purge(arguments: argparse.Namespace, before_s: int) -> int:
 
 
 def _purge(
-    folder: FsFolder, namespace: str | None, before_s: int, *, dry: bool
+    folder: FsFolder, wanted: Wanted, *, dry: bool
 ) -> tuple[dict[str, Holding], int, bool]:
     gone: dict[str, Holding] = {}
     names: list[str] = []
     failed = 0
     try:
         for file in folder.files():
-            if not isinstance(file, BlockFile) or file.stored_s >= before_s:
+            if not isinstance(file, BlockFile):
                 continue
-            if namespace not in (None, file.namespace):
+            key = key_of_file_untrusted(file.name)
+            if not wanted.has(file.namespace, key, file.stored_s):
                 continue
             try:
                 is_removed = dry or folder.remove(file)
@@ -209,7 +212,7 @@ def _purge(
                 continue
             if is_removed:
                 gone.setdefault(file.namespace, Holding(file.namespace)).add(
-                    file.size, file.stored_s
+                    key, file.size, file.stored_s
                 )
                 names.append(file.path)
             if not dry and len(names) >= _ANNOUNCED_AT_ONCE:

@@ -39,9 +39,13 @@ def the_one_meant(given: str | None, known: Sequence[str]) -> str | None:
 
 
 def show_namespaces(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Show what there is of each, and how old it is, where that is known."""
+    """Show what there is of each, what of it is dead, and how old it is, where that is known."""
     columns = ["namespace", "blocks", "GiB"]
     cells = [[row["namespace"], f"{row['blocks']:,}", gib(row["bytes"])] for row in rows]
+    if any(row["dead_blocks"] for row in rows):
+        columns += ["dead", "GiB dead"]
+        for row, shown in zip(rows, cells, strict=True):
+            shown += [f"{row['dead_blocks']:,}", gib(row["dead_bytes"])]
     if any(row["oldest_s"] is not None for row in rows):
         columns += ["oldest", "newest"]
         for row, shown in zip(rows, cells, strict=True):

@@ -1,4 +1,4 @@
-"""Remove blocks of a disk, an fs, a redis or an s3 tier: by age, by namespace, or all of them.
+"""Remove blocks of a disk, an fs, a redis or an s3 tier: by age, by namespace, dead ones, or all.
 
 They are not found again, and their bytes are taken off the disk. If an engine is
 using a disk tier's folder, it is asked to do it. Redis and Valkey do not say how old a block is. On
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvtier_backends.disk.offline.inspection import Folder
     from kvtier_backends.disk.offline.listing import Kind
     from kvtier_backends.disk.offline.purging import Selection
+    from kvtier_backends.shared.holdings import Wanted
 
 LEFT: Final = 1
 """The exit status if something that was selected may still be there."""
@@ -42,6 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="blocks of this namespace; as many digits as tell it from the others",
     )
     what.add_argument(
+        "--dead",
+        action="store_true",
+        help="blocks of weights without a name, which no engine finds but the one that stored "
+        "them, until it ends; a disk tier evicts these first by itself",
+    )
+    what.add_argument(
         "--all", action="store_true", help="all blocks, and regions that cannot be read"
     )
     parser.add_argument("--yes", action="store_true", help="do not ask for confirmation of --all")
@@ -59,10 +66,15 @@ def run(arguments: argparse.Namespace) -> int:
     if is_server(arguments.path):
         from kvtier.tools.cli import servers  # noqa: PLC0415 - as above
 
-        return servers.purge(arguments, before_s)
+        return servers.purge(arguments, _wanted(arguments, before_s))
     folders.check(arguments)
     if folders.is_fs_folder(arguments.path):
         return _purge_fs(arguments, before_s)
+    if arguments.dead:
+        raise ConfigError(
+            f"--dead: {arguments.path} is the folder of a disk tier, which evicts such blocks "
+            "first. Name an fs, a redis or an s3 tier."
+        )
     with folders.refusing(arguments.path), Folder(arguments.path) as folder:
         selection = _selection(folder, arguments, before_s)
         if arguments.dry_run:
@@ -88,7 +100,14 @@ def _purge_fs(arguments: argparse.Namespace, before_s: int) -> int:
     if is_asked and not says_yes(fs_folders.question(arguments)):
         print(f"{arguments.path}: nothing was removed.")
         return LEFT
-    return fs_folders.purge(arguments, before_s)
+    return fs_folders.purge(arguments, _wanted(arguments, before_s))
+
+
+def _wanted(arguments: argparse.Namespace, before_s: int) -> Wanted:
+    from kvtier_backends.shared.holdings import Wanted  # noqa: PLC0415 - as in run
+
+    before = None if arguments.older_than is None else before_s
+    return Wanted(arguments.namespace, before, bool(arguments.dead))
 
 
 def _is_sure(folder: Folder, selection: Selection, arguments: argparse.Namespace) -> bool:
@@ -111,11 +130,11 @@ def _is_sure(folder: Folder, selection: Selection, arguments: argparse.Namespace
 
 def _before_s(arguments: argparse.Namespace) -> int:
     """Return the time before which blocks are to go. Raises ``ConfigError``."""
-    some = arguments.older_than is not None or arguments.namespace is not None
-    if arguments.all and some:
-        raise ConfigError("--all excludes --older-than and --namespace. Give it alone.")
-    if not (arguments.all or some):
-        raise ConfigError("nothing is selected. Give --older-than, --namespace or --all.")
+    given = (arguments.older_than is not None, arguments.namespace is not None, arguments.dead)
+    if arguments.all and any(given):
+        raise ConfigError("--all excludes --older-than, --namespace and --dead. Give it alone.")
+    if not (arguments.all or any(given)):
+        raise ConfigError("nothing is selected. Give --older-than, --namespace, --dead or --all.")
     if arguments.namespace == "":
         raise ConfigError("--namespace '' is no digest. Give its first digits, or leave it out.")
     if arguments.older_than is None:

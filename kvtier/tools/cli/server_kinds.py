@@ -20,7 +20,7 @@ from kvtier_backends.s3.offline import RETRIES_MAX, list_bucket, purge_bucket
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kvtier_backends.shared.holdings import Holding
+    from kvtier_backends.shared.holdings import Holding, Wanted
 
 
 class Servers(ABC):
@@ -36,15 +36,14 @@ class Servers(ABC):
     @abstractmethod
     async def purge(
         self,
-        namespace: str | None,
-        before_s: float | None,
+        wanted: Wanted,
         advance: Callable[[int], None],
         *,
         dry: bool,
     ) -> tuple[dict[str, Holding], int]:
-        """Remove all blocks, or those of a namespace, or of before a time.
+        """Remove blocks. Returns what is gone, and how many could not be removed.
 
-        Returns what is gone, and how many could not be removed. ``dry``: removes nothing.
+        ``dry``: removes nothing.
         """
 
 
@@ -66,14 +65,13 @@ class RedisServers(Servers):
     @override
     async def purge(
         self,
-        namespace: str | None,
-        before_s: float | None,
+        wanted: Wanted,
         advance: Callable[[int], None],
         *,
         dry: bool,
     ) -> tuple[dict[str, Holding], int]:
-        assert before_s is None, "the caller asks tell_age"
-        return await purge_servers(self._client, self._given, namespace, advance, dry=dry)
+        assert wanted.before_s is None, "the caller asks tell_age"
+        return await purge_servers(self._client, self._given, wanted, advance, dry=dry)
 
 
 class Bucket(Servers):
@@ -97,15 +95,12 @@ class Bucket(Servers):
     @override
     async def purge(
         self,
-        namespace: str | None,
-        before_s: float | None,
+        wanted: Wanted,
         advance: Callable[[int], None],
         *,
         dry: bool,
     ) -> tuple[dict[str, Holding], int]:
-        return await purge_bucket(
-            self._client, self._address, namespace, before_s, advance, dry=dry
-        )
+        return await purge_bucket(self._client, self._address, wanted, advance, dry=dry)
 
 
 KINDS: Final[Mapping[str, Callable[[Mapping[str, Any]], Servers]]] = {

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterable
 
-    from kvtier_backends.shared.holdings import Holding
+    from kvtier_backends.shared.holdings import Holding, Wanted
 
 PROBLEMS: Final = 1
 ENTRY: Final = "{"
@@ -41,20 +41,19 @@ def ls(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def purge(arguments: argparse.Namespace, before_s: int) -> int:
+def purge(arguments: argparse.Namespace, wanted: Wanted) -> int:
     """Remove what was selected. Returns the exit status."""
     servers = _servers(arguments)
-    before = None if arguments.older_than is None else before_s
-    if before is not None and not servers.tell_age:
+    if wanted.before_s is not None and not servers.tell_age:
         raise ConfigError(
             f"--older-than {arguments.older_than!r}: these servers do not say how old a block is. "
             "Give the tier ttl_s, or remove a whole namespace."
         )
     is_asked = arguments.all and not (arguments.yes or arguments.dry_run) and sys.stdin.isatty()
     found: dict[str, Holding] = {}
-    if is_asked or arguments.namespace is not None:
+    if is_asked or wanted.namespace is not None:
         found = _list(servers)
-    namespace = the_one_meant(arguments.namespace, sorted(found))
+    wanted = wanted._replace(namespace=the_one_meant(wanted.namespace, sorted(found)))
     if is_asked and not says_yes(_question(servers, found)):
         print(f"{servers.place}: nothing was removed.")
         return PROBLEMS
@@ -62,7 +61,7 @@ def purge(arguments: argparse.Namespace, before_s: int) -> int:
     gone, failed = _run(
         servers,
         "looking at names" if dry else "removing",
-        lambda advance: servers.purge(namespace, before, advance, dry=dry),
+        lambda advance: servers.purge(wanted, advance, dry=dry),
     )
     figures = {
         "path": servers.place,

@@ -243,6 +243,38 @@ def test_a_bounded_tier_takes_the_room_of_old_generations_back() -> None:
     assert engine.facade.close() is True
 
 
+def test_what_nobody_finds_any_more_is_removed_and_what_has_a_name_stays(tmp_path: Path) -> None:
+    """A folder without a capacity grew with each change of the weights, for ever.
+
+    Once the weights change again, or the engine ends, what had no name is gone.
+    """
+    folder = tmp_path / "kv"
+    engine = Engine({"type": "fs", "root_dir": str(folder), "cell": "thread"}, weights=1)
+
+    def there() -> set[Path]:
+        return set(folder.rglob("*.kv"))
+
+    engine.store(KEYS)
+    original = there()
+    engine.reset(weights=2)
+    engine.store(KEYS[:4])
+    unnamed = there() - original
+    assert len(unnamed) == 4
+    engine.reset(weights=3, weights_version="step 3")
+    engine.store(KEYS[:2])
+    for _ in looks(engine.facade.statistics):
+        if not there() & unnamed:
+            break
+        engine.step()
+    named = there() - original
+    assert len(named) == 2
+    engine.reset(weights=4)
+    engine.store(KEYS[:3])
+    assert len(there() - original - named) == 3
+    assert engine.facade.close() is True
+    assert there() == original | named
+
+
 class Cell:
     """A runtime in a test cell, over one tier that holds four blocks."""
 

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtier.core import messages as m
-from kvtier.core.generations import mark_of_name, marked
+from kvtier.core.generations import Generations, mark_of_name, marked
+from kvtier.tier import dead_blocks
+from kvtier.tier.bounded_tier import BoundedTier
 from tests.unit.tier.test_secondary_tier import ABSENT, DAMAGED, DONE, FAILED, Bench
 
 if TYPE_CHECKING:
     from kvtier.plugin_api.backend import Outcome
+    from kvtier.tier.unbounded_tier import UnboundedTier
 
 A, B, C = b"a0000000", b"b0000000", b"c0000000"
 FIRST, SECOND = mark_of_name("first"), mark_of_name("second")
@@ -22,6 +25,22 @@ def told_gone(bench: Bench) -> list[tuple[bytes, ...]]:
     said = [each for each in bench.said() if isinstance(each, m.PresenceChanged)]
     assert not any(each.added for each in said)
     return [each.removed for each in said]
+
+
+def unnamed() -> bytes:
+    mark = Generations().begin(None)
+    assert mark is not None
+    return mark
+
+
+def store(bench: Bench, *given: bytes, mark: bytes, since: int) -> None:
+    bench.jobs += 1
+    bench.send(m.StoreJob(bench.jobs, "r", given, tuple(range(len(given))), mark, since))
+
+
+def removals(bench: Bench) -> list[tuple[bytes, ...]]:
+    """Return what the backend is to remove now."""
+    return [each.keys for each in bench.tier.batches if isinstance(each, m.RemoveBatch)]
 
 
 def load(bench: Bench, *wanted: bytes, mark: bytes, since: int) -> None:
@@ -139,3 +158,77 @@ def test_a_store_of_another_generation_says_nothing_of_this_one() -> None:
     assert batch.keys == marked((A,), SECOND)
     bench.answer(DONE)
     assert told_gone(bench) == []
+
+
+# --- weights without a name ---
+
+
+def test_blocks_of_weights_without_a_name_are_removed_once_the_weights_change_again() -> None:
+    """A store that ends only then is of the old weights as well. What failed is not there."""
+    bench = Bench(batches_max=1)
+    first, second = unnamed(), unnamed()
+    store(bench, A, mark=first, since=1)
+    bench.answer(DONE)
+    store(bench, B, mark=first, since=1)
+    bench.answer(FAILED)
+    store(bench, C, mark=first, since=1)
+    assert removals(bench) == []
+    bench.send(m.GenerationBegan(2, second))
+    assert removals(bench) == [marked((A,), first)]
+    bench.answer(DONE, batch=0)
+    assert removals(bench) == [marked((A,), first)], "one batch at a time"
+    end(bench, DONE)
+    assert removals(bench) == [marked((C,), first)]
+
+
+@pytest.mark.parametrize("mark", [b"", FIRST])
+def test_blocks_of_weights_with_a_name_stay(mark: bytes) -> None:
+    bench = Bench()
+    store(bench, A, mark=mark, since=1)
+    bench.answer(DONE)
+    bench.send(m.GenerationBegan(2, unnamed()))
+    actor(bench).finish(0.0)
+    bench.run()
+    assert removals(bench) == []
+
+
+def test_an_engine_that_ends_removes_what_nobody_will_find_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Storage that is slow does not hold up its end."""
+    monkeypatch.setattr(dead_blocks, "REMOVE_BLOCKS_MAX", 1)
+    bench, mark = Bench(), unnamed()
+    store(bench, A, B, C, mark=mark, since=1)
+    while bench.tier.batches:
+        bench.answer(DONE)
+    for _ in range(2):
+        actor(bench).finish(0.0)
+    bench.run()
+    assert not actor(bench).is_idle()
+    assert removals(bench) == [marked((A,), mark)]
+    end(bench, FAILED, at=0.5)
+    assert removals(bench) == [marked((B,), mark)], "what failed is not tried again"
+    end(bench, DONE, at=99.0)
+    assert removals(bench) == []
+    assert actor(bench).is_idle()
+
+
+def test_only_so_many_are_known_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dead_blocks, "KEYS_MAX", 2)
+    dead, mark = dead_blocks.DeadBlocks(), unnamed()
+    dead.stored(marked((A, B, C), mark), mark)
+    dead.leave()
+    assert dead.begin_removal() == marked((B, C), mark)
+
+
+def actor(bench: Bench) -> UnboundedTier:
+    made = bench.tier.actor
+    assert not isinstance(made, BoundedTier)
+    return made
+
+
+def end(bench: Bench, outcome: Outcome, at: float = 0.0) -> None:
+    """Have a removal end."""
+    batch = next(each for each in bench.tier.batches if isinstance(each, m.RemoveBatch))
+    bench.tier.answer(batch, [outcome] * len(batch.keys), at=at)
+    bench.run()

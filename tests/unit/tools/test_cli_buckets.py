@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvtier.core.generations import Generations, marked
 from kvtier.plugin_api.backend import Namespace, Outcome
 from kvtier.tools.cli import purge
 from kvtier_backends.s3 import client as s3_client
@@ -90,6 +91,23 @@ async def test_purge_removes_one_namespace_and_leaves_what_is_not_its_own(
         assert (await kvtier("purge", stored, "--all"))["blocks"] == 7
         assert await tier.load(0) == [Outcome.ABSENT]
     assert names_in(server) == {*NOT_OURS}
+
+
+async def test_blocks_of_weights_without_a_name_are_shown_and_purged_by_themselves(
+    server: MotoServer, stored: str, kvtier: Shell
+) -> None:
+    """The description of the namespace stays, too."""
+    mark = Generations().begin(None)
+    assert mark is not None
+    (key,) = marked((bytes(36),), mark)
+    name = f"p/{NAMES[0]}/{key.hex()[:3]}/{key.hex()}"
+    client_for(server.endpoint).put_object(Bucket=BUCKET, Key=name, Body=b"x")
+    rows = {row["namespace"]: row for row in (await kvtier("ls", stored))["namespaces"]}
+    assert [rows[each]["dead_blocks"] for each in NAMES] == [1, 0]
+    assert blocks_in(await kvtier("purge", stored, "--dead")) == {NAMES[0]: 1}
+    figures = await kvtier("ls", stored)
+    assert blocks_in(figures) == {NAMES[0]: 7, NAMES[1]: 3}
+    assert all(row["facts"] for row in figures["namespaces"])
 
 
 async def test_purge_by_age_removes_what_was_stored_longer_ago_and_no_description(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvtier.core.generations import Generations, mark_of_name, marked
 from kvtier.plugin_api.backend import Namespace, Outcome
 from kvtier.tools.cli import evict as evict_command
 from kvtier.tools.cli.exit_status import BAD_INPUT, INTERRUPTED
@@ -170,6 +171,27 @@ async def test_purge_removes_by_age_by_namespace_or_all(folder: Path, kvtier: Sh
     namespace = kvtier("ls", folder)["namespaces"][0]["namespace"]
     assert kvtier("purge", folder, "--namespace", namespace[-12:-4])["blocks"] == 1
     assert kvtier("purge", folder, "--all", "--yes")["blocks"] == 0
+
+
+async def test_blocks_of_weights_without_a_name_are_shown_and_purged_by_themselves(
+    folder: Path, kvtier: Shell
+) -> None:
+    """A named generation, and the weights of the model's files, stay."""
+    assert "dead" not in kvtier.shown("ls", folder)
+    (alive,) = folder.rglob(f"{key_of(1).hex()}.kv")
+    dead = Generations().begin(None)
+    assert dead is not None
+    for mark in (dead, mark_of_name("step 1")):
+        (key,) = marked((key_of(1),), mark)
+        alive.with_name(f"{key.hex()}.kv").write_bytes(alive.read_bytes())
+    os.utime(alive.with_name(f"{marked((key_of(1),), dead)[0].hex()}.kv"), (1e9, 1e9))
+    (row,) = kvtier("ls", folder)["namespaces"]
+    assert (row["blocks"], row["dead_blocks"], row["dead_bytes"]) == (BLOCKS + 2, 1, FILE_BYTES)
+    assert "dead" in kvtier.shown("ls", folder)
+    assert kvtier("purge", folder, "--dead", "--older-than", "300000d")["blocks"] == 0
+    assert kvtier("purge", folder, "--dead", "--older-than", "7d")["blocks"] == 1
+    assert kvtier("purge", folder, "--dead")["blocks"] == 0
+    assert kvtier("ls", folder)["blocks"] == BLOCKS + 1
 
 
 # --- evict ---

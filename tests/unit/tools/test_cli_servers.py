@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvtier.core.generations import Generations, marked
 from kvtier.plugin_api.backend import Connection, Namespace, Outcome
 from kvtier_backends.redis import offline
 from kvtier_backends.shared.namespaces import namespace_name
@@ -95,6 +96,22 @@ async def test_purge_removes_one_namespace_and_leaves_what_is_not_its_own(
         b"other:m_1:00",
         b"kvtier::00",
     }
+
+
+async def test_blocks_of_weights_without_a_name_are_shown_and_purged_by_themselves(
+    server: RedisServer, stored: dict[str, Any], kvtier: Shell
+) -> None:
+    """The description of the namespace stays, too."""
+    path, mark = json.dumps(stored), Generations().begin(None)
+    assert mark is not None
+    (key,) = marked((bytes(36),), mark)
+    server.ask("SET", f"kvtier:{NAMES[0]}:{key.hex()}", "x", password="open sesame")
+    rows = {row["namespace"]: row for row in (await kvtier("ls", path))["namespaces"]}
+    assert [rows[name]["dead_blocks"] for name in NAMES] == [1, 0]
+    assert blocks_in(await kvtier("purge", path, "--dead")) == {NAMES[0]: 1}
+    figures = await kvtier("ls", path)
+    assert blocks_in(figures) == {NAMES[0]: 7, NAMES[1]: 4}
+    assert all(row["facts"] for row in figures["namespaces"])
 
 
 async def test_what_cannot_be_done_is_refused(stored: dict[str, Any], kvtier: Shell) -> None:

@@ -9,6 +9,7 @@ from valkey.crc import key_slot
 
 from kvtier.plugin_api.backend import Connection, Outcome
 from kvtier_backends.redis.offline import list_servers, purge_servers
+from kvtier_backends.shared.holdings import Wanted
 from tests.support.patience import until, until_true
 from tests.unit.backends.redis._redis import CONTEXT, Tier, key_of, open_redis
 
@@ -51,7 +52,7 @@ async def test_what_all_nodes_have_is_listed_and_removed(cluster: Cluster) -> No
         client, given = tier.backend._watch._client, tier.backend._given
         (holding,) = (await list_servers(client, given, lambda _: None)).values()
         assert (holding.blocks, holding.facts) == (30, CONTEXT.namespace.facts)
-        gone, failed = await purge_servers(client, given, None, lambda _: None, dry=False)
+        gone, failed = await purge_servers(client, given, Wanted(), lambda _: None, dry=False)
         assert ([each.blocks for each in gone.values()], failed) == ([30], 0)
         assert await tier.load(*MANY) == [Outcome.ABSENT] * 30
         assert await list_servers(client, given, lambda _: None) == {}
