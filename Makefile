@@ -147,7 +147,7 @@ test-long: $(VENV)/.full $(NEWER)/.made
 	seed=$${KVTIER_TEST_SEED:-$$RANDOM}; echo "KVTIER_TEST_SEED=$$seed"; \
 	KVTIER_TEST_TIMES=5 KVTIER_DISK_KILLS=500 KVTIER_SOAK_PLANTS=1 KVTIER_TEST_SEED=$$seed \
 	    $(MAKE) --no-print-directory LONG=1 unit backends PYTEST_ARGS="--hypothesis-seed=$$seed $(PYTEST_ARGS)"
-	$(MAKE) --no-print-directory -j1 LONG=1 conformance engine-0.32 bench engine-0.33 model
+	$(MAKE) --no-print-directory -j1 LONG=1 conformance engine-0.32 bench engine-0.33 rig-0.33 model
 	$(MAKE) --no-print-directory MINUTES= server
 	KVTIER_EVENT_REQUESTS=2700 KVTIER_EVENTS=100000 $(PYTEST) --timeout=0 tests/vllm/test_kv_events.py
 	$(MAKE) --no-print-directory rig MINUTES=$(or $(MINUTES),60)
@@ -244,7 +244,7 @@ rig-0.32: $(VENV)/.full
 
 rig-0.33: $(VENV)/.full $(NEWER)/.made
 	PYTHONHASHSEED=0 KVTIER_TEST_VLLM=0.33 PYTHONPATH=$(abspath $(NEWER)) \
-	    $(PYTEST) -o cache_dir=.pytest_cache/vllm-0.33 tests/rig
+	    $(PYTEST) $(if $(LONG),,-m "not one_release") -o cache_dir=.pytest_cache/vllm-0.33 tests/rig
 
 # With the Python that has torch and vLLM for CUDA, and kvtier beside them: what `python3` is in
 # an activated environment, or PYTHON=. Without a device they end with status 77, and make with 2.

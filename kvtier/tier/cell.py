@@ -10,7 +10,6 @@ what follows is the host's business.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -150,7 +149,7 @@ class TierCell:
     def _has_finished(self) -> bool:
         """Tell whether nothing is at the backend any more, now that nothing new comes."""
         if isinstance(self._tier, UnboundedTier):
-            self._tier.finish(time.monotonic())
+            self._tier.finish()
         return self._tier.is_idle()
 
     def _tell_connection(self, state: Connection) -> None:

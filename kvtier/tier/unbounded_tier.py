@@ -42,9 +42,8 @@ if TYPE_CHECKING:
 
 
 FINISH_S: Final = 2.0
-"""How long an engine that ends goes on removing. What is left is for ``kvtier purge --dead``."""
-
-_NEVER: Final = float("inf")
+"""How long an engine that ends goes on removing, once its storage has answered. What is left is for
+``kvtier purge --dead``."""
 
 
 class Claims:
@@ -94,7 +93,8 @@ class UnboundedTier(Actor):
         self._jobs = JobRunner(traits, driver)
         self._claims = Claims()
         self._dead = DeadBlocks()
-        self._finish_by_s = _NEVER
+        self._is_finishing = False
+        self._finish_by_s: float | None = None  # on the clock of ``BatchEnded.at``
         self._mark = ORIGINAL  # of the generation that the engine is in
         self._since = 0  # the epoch in which it began
 
@@ -102,10 +102,10 @@ class UnboundedTier(Actor):
         """Tell whether nothing waits and nothing is at the backend."""
         return self._jobs.is_idle()
 
-    def finish(self, now_s: float) -> None:
+    def finish(self) -> None:
         """Begin to remove what nobody finds once the engine has ended. Any number of times."""
-        if self._finish_by_s == _NEVER:
-            self._finish_by_s = now_s + FINISH_S
+        if not self._is_finishing:
+            self._is_finishing = True
             self._dead.leave()
             self._remove_dead()
 
@@ -182,9 +182,7 @@ class UnboundedTier(Actor):
                 self.link.post(batch.probe.answer(self._claims.end(batch.probe)))
             return
         if not batch.slices:
-            self._dead.end_removal()
-            if message.at < self._finish_by_s:
-                self._remove_dead()
+            self._removal_ended(message.at)
             return
         for job_slice, ends in end_slices(batch, outcomes, message):
             if job_slice.job.is_load:
@@ -195,6 +193,13 @@ class UnboundedTier(Actor):
             if not job_slice.job.unended:
                 self._answer(job_slice.job)
         self._start_batches()
+
+    def _removal_ended(self, at_s: float) -> None:
+        self._dead.end_removal()
+        if self._is_finishing and self._finish_by_s is None:
+            self._finish_by_s = at_s + FINISH_S
+        if self._finish_by_s is None or at_s < self._finish_by_s:
+            self._remove_dead()
 
     def _answer(self, job: Job) -> None:
         """Answer a job, now that each of its blocks has an outcome."""

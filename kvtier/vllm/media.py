@@ -33,7 +33,6 @@ from vllm.v1.request import Request
 
 from kvtier.plugin_api.log import log
 from kvtier.vllm.groups import positions_of
-from kvtier.vllm.plugin import has_kvtier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -174,7 +173,7 @@ def _marking(real: Callable[..., EngineCoreRequest]) -> Callable[..., EngineCore
         **named: Any,  # noqa: ANN401 - as above
     ) -> EngineCoreRequest:
         made = real(processor, *arguments, **named)
-        if has_kvtier(processor.vllm_config):
+        if _has_kvtier(processor.vllm_config):
             for feature in made.mm_features or ():
                 feature.identifier = _marked(feature)
         return made
@@ -245,3 +244,9 @@ def _has_id(item: Any) -> bool:  # noqa: ANN401 - any medium
     if isinstance(item, dict):
         return any(map(_has_id, item.values()))
     return isinstance(item, list | tuple) and any(map(_has_id, item))
+
+
+def _has_kvtier(vllm_config: Any) -> bool:  # noqa: ANN401 - vLLM has no stubs
+    """Tell whether the engine's scheduler has kvtier, which removes the marks."""
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    return "kvtier" in str(getattr(transfer, "kv_connector_extra_config", None))

@@ -26,17 +26,11 @@ def load() -> None:
         arguments.create_engine_config = _marking(arguments.create_engine_config)
 
 
-def has_kvtier(vllm_config: Any) -> bool:  # noqa: ANN401 - vLLM has no stubs
-    """Tell whether the engine's scheduler has kvtier."""
-    transfer = getattr(vllm_config, "kv_transfer_config", None)
-    return "kvtier" in str(getattr(transfer, "kv_connector_extra_config", None))
-
-
 def _marking(real: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(real)
     def create_engine_config(arguments: Any, *rest: Any, **named: Any) -> Any:  # noqa: ANN401 - no stubs
         config = real(arguments, *rest, **named)
-        if has_kvtier(config):
+        if "kvtier" in str(getattr(config, "kv_transfer_config", None)):
             from kvtier.vllm.media import mark_contents  # noqa: PLC0415 - other users need none of it
 
             mark_contents()

@@ -19,8 +19,8 @@ from known_policies import POLICIES
 from machine import KVTierSpec
 
 STEPS = 60
-EXAMPLES_CI = 150  # `make test-long` goes on with fresh seeds
-EXAMPLES_AGAIN_CI = 50
+EXAMPLES_CI = 100  # `make test-long` goes on with fresh seeds
+EXAMPLES_AGAIN_CI = 30
 ALL_EXAMPLES_WITH = ("reuse",)
 """The default policy. The others are told the first of the same stories: one seed
 draws much the same, whichever policy chooses."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from kvtier.core.messages import Message
 
-EXAMPLES_CI = 150
+EXAMPLES_CI = 100
 SLOTS = 12  #: of the program
 STAGING = 5
 KEYS = [bytes([number]) * 8 for number in range(10)]

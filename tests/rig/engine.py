@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+from vllm import envs
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -220,7 +220,8 @@ def _drafts(numbers: Sequence[int]) -> Iterator[None]:
 def _layout_of_states(layout: str) -> Iterator[None]:
     """Have vLLM keep states of convolutions in this layout, which it looks up once a process."""
     get_conv_state_layout.cache_clear()
-    with patch.dict(os.environ, {"VLLM_SSM_CONV_STATE_LAYOUT": layout}):
+    # It has looked up its variables, too, once the first engine has started.
+    with patch.object(envs, "VLLM_SSM_CONV_STATE_LAYOUT", layout, create=True):
         try:
             yield
         finally:

@@ -284,6 +284,9 @@ class Happenings:
             reset_running_requests=True, reset_connector=reset_connector
         )
         assert done, "vLLM has not reset all"
+        listener = self._engine.listener
+        if listener is not None and not reset_connector:
+            listener.was_told_to_forget = True
 
     def _keep_completions(self) -> None:
         """Have what is under way completed after the reset, with the epoch that it began in.

@@ -36,6 +36,7 @@ class Listener:
         self._scheduler = scheduler
         self._routers = routers_of(BLOCK_TOKENS * shape.contexts)
         self._requests: list[Any] = []
+        self.was_told_to_forget = False  #: by vLLM, whose own cache alone was reset
         scheduler.kv_event_publisher = self
 
     # --- what vLLM asks of a publisher ---
@@ -62,7 +63,8 @@ class Listener:
         of_dynamo = {
             who: router.found()
             for who, router in self._routers.items()
-            if isinstance(router, DynamoIndex) and not self._shape.forgets
+            if isinstance(router, DynamoIndex)
+            if not (self._shape.forgets or self.was_told_to_forget)
         }
         of_llmd = {
             who: router.found()

@@ -343,6 +343,9 @@ _OF_0_32 = (
     (take_who_is_to_ask_again_for_who_waits, _UNEQUAL, 0),
 )
 
+_OF_THE_RELEASE = _OF_0_32 if RELEASE < (0, 33) else _OF_0_33
+OF_THE_RELEASE = [mistake.__name__ for mistake, *_ in _OF_THE_RELEASE]
+
 MISTAKES: dict[str, tuple[Callable[[], Any], dict[str, Any], int]] = {
     each.__name__: (each, {"throws_back": False, **focus}, first)
     for each, focus, first in (
@@ -364,7 +367,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], dict[str, Any], int]] = {
         (tell_nobody_what_is_gone, _EVENTS, 2),
         (announce_only_the_first_block_of_several, _EVENTS, 0),
         (remove_at_once_what_routers_have_and_what_they_have_not, _WITHDRAWN, 0),
-        *(_OF_0_32 if RELEASE < (0, 33) else _OF_0_33),
+        *_OF_THE_RELEASE,
     )
 }
 """Each mistake, what of a shape is not drawn, and the first seed of those that are played.

@@ -17,7 +17,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import vllm
 
-    import kvtier.vllm  # noqa: F401 - imported for that alone
+    import kvtier.vllm.spec  # noqa: F401 - imported for that alone
 
 os.environ[TEST_RUN] = str(os.getpid())
 # vLLM keeps a description of each model class that it has looked at, in a process of its own

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtier.plugin_api.keys import is_unnamed
+
+if TYPE_CHECKING:
+    from kvtier.plugin_api.keys import Key
 
 
 @dataclass
@@ -21,7 +24,7 @@ class Holding:
     dead_bytes: int = 0
     facts: dict[str, Any] = field(default_factory=dict)  #: empty: not known
 
-    def add(self, key: bytes | None, size: int, stored_s: float | None = None) -> None:
+    def add(self, key: Key | None, size: int, stored_s: float | None = None) -> None:
         """Add a block. ``key``: None if its name does not tell."""
         self.blocks += 1
         self.bytes += size
@@ -49,7 +52,7 @@ class Wanted(NamedTuple):
         """Tell whether nothing of a namespace stays."""
         return self.before_s is None and not self.dead
 
-    def has(self, namespace: str, key: bytes | None, stored_s: float | None = None) -> bool:
+    def has(self, namespace: str, key: Key | None, stored_s: float | None = None) -> bool:
         """Tell whether a block is to go. ``key``, ``stored_s``: None where that is not known."""
         if self.namespace not in (None, namespace):
             return False

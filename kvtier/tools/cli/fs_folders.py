@@ -17,9 +17,9 @@ from kvtier.tools.cli.namespaces import (
     the_one_meant,
 )
 from kvtier.tools.cli.terminal import progress, table
+from kvtier_backends.fs.layout import key_of_file_untrusted
 from kvtier_backends.fs.offline.checking import Checked, check_folder
 from kvtier_backends.fs.offline.evicting import announce
-from kvtier_backends.fs.layout import key_of_file_untrusted
 from kvtier_backends.fs.offline.inspection import BlockFile, FsFolder
 from kvtier_backends.shared.holdings import Holding, Wanted
 from kvtier_backends.shared.namespaces import facts_of
@@ -192,9 +192,7 @@ def purge(arguments: argparse.Namespace, wanted: Wanted) -> int:
     return PROBLEMS if failed else 0
 
 
-def _purge(
-    folder: FsFolder, wanted: Wanted, *, dry: bool
-) -> tuple[dict[str, Holding], int, bool]:
+def _purge(folder: FsFolder, wanted: Wanted, *, dry: bool) -> tuple[dict[str, Holding], int, bool]:
     gone: dict[str, Holding] = {}
     names: list[str] = []
     failed = 0

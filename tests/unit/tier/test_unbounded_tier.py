@@ -187,7 +187,7 @@ def test_blocks_of_weights_with_a_name_stay(mark: bytes) -> None:
     store(bench, A, mark=mark, since=1)
     bench.answer(DONE)
     bench.send(m.GenerationBegan(2, unnamed()))
-    actor(bench).finish(0.0)
+    actor(bench).finish()
     bench.run()
     assert removals(bench) == []
 
@@ -202,7 +202,7 @@ def test_an_engine_that_ends_removes_what_nobody_will_find_for_a_while(
     while bench.tier.batches:
         bench.answer(DONE)
     for _ in range(2):
-        actor(bench).finish(0.0)
+        actor(bench).finish()
     bench.run()
     assert not actor(bench).is_idle()
     assert removals(bench) == [marked((A,), mark)]

@@ -43,6 +43,7 @@ def test_without_a_device_a_program_says_so_and_does_not_pass(program: list[str]
 
 
 @pytest.mark.slow
+@pytest.mark.one_release
 def test_the_rig_over_vllms_cuda_worker_in_host_memory() -> None:
     """vLLM's worker and region with kvtier's header; the mistakes planted there are found."""
     scenarios = ("--first", "0", "--count", str(SCENARIOS))
