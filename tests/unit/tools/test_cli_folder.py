@@ -294,7 +294,7 @@ async def test_purge_says_if_the_engine_does_not_answer(
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (["purge"], "nothing is selected. Give --older-than, --namespace or --all"),
+        (["purge"], "nothing is selected. Give --older-than, --namespace, --dead or --all"),
         (["purge", "--all", "--older-than", "1d"], "--all excludes --older-than"),
         (["purge", "--older-than", "1w"], "'1w' is no age"),
         (["purge", "--older-than", ""], "'' is no age"),
