@@ -174,7 +174,7 @@ class BlockFiles:
             place = self._anchor.current()
             status = os.stat(name, dir_fd=place.blocks, follow_symlinks=False)
         except OSError as problem:
-            if problem.errno not in GONE:
+            if not self._note_if_gone(problem):
                 self._report("load", "probe_failed", problem, key)
             return False
         # What is no file, a load counts as damaged.
@@ -238,6 +238,7 @@ class BlockFiles:
         except NoGrant:
             raise
         except OSError as problem:
+            self._note_if_gone(problem)
             full = problem.errno in NO_ROOM
             self._report("store", "stores_full" if full else "stores_failed", problem, block.key)
             return Outcome.FULL if full else Outcome.FAILED
@@ -253,8 +254,15 @@ class BlockFiles:
             if stat.S_ISREG(status.st_mode):
                 self._unlink(place, name)
         except OSError as problem:
-            if problem.errno not in GONE:
+            if not self._note_if_gone(problem):
                 self._report("store", "removes_failed", problem, key)
+
+    def _note_if_gone(self, problem: OSError) -> bool:
+        """Return whether a file is not there any more. On NFS another host may have removed it."""
+        if problem.errno == errno.ESTALE and not isinstance(problem, PlaceLost):
+            self._anchor.doubt()  # or the folder, whose handle is stale then
+            return True
+        return problem.errno in GONE
 
     def _report(self, side: str, kind: str, problem: Exception, key: bytes) -> None:
         if isinstance(problem, PlaceLost):  # reported once for both sides, and of no single file
@@ -328,7 +336,7 @@ class BlockFiles:
         return Loaded(Outcome.ABSENT)
 
     def _load_failed(self, name: str, key: bytes, problem: OSError) -> Loaded:
-        if problem.errno in GONE:
+        if self._note_if_gone(problem):
             return Loaded(Outcome.ABSENT)
         if problem.errno in _ODD_FILE:
             odd = self._what_is_odd(name)

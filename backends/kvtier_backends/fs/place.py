@@ -81,7 +81,13 @@ class Place:
         """Tell whether its folders are still the namespace's. Raises ``OSError``."""
         for name, descriptor in ((layout.base_name, self.base), (layout.blocks_name, self.blocks)):
             there = os.stat(name, dir_fd=self.root, follow_symlinks=False)
-            if not os.path.samestat(there, os.fstat(descriptor)):
+            try:
+                held = os.fstat(descriptor)
+            except OSError as problem:
+                if problem.errno == errno.ESTALE:  # NFS: another machine has made it anew
+                    return False
+                raise
+            if not os.path.samestat(there, held):
                 return False
         return True
 
@@ -157,6 +163,10 @@ class Anchor:
         if place is None:
             raise PlaceLost(errno.ESTALE, self._why, self._path)
         return place
+
+    def doubt(self) -> None:
+        """Have the next call check what is there: a handle of it was stale."""
+        self._next_check_s = 0.0
 
     def make_again(self) -> Place:
         """Make the folders anew if they were deleted. Raises ``OSError`` if they can't be."""

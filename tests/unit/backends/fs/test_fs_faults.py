@@ -72,6 +72,52 @@ async def test_a_disk_that_turns_read_only_fails_stores_and_serves_loads(tmp_pat
             assert await fs.store(3) is Outcome.DONE
 
 
+@needs("fuse")
+@pytest.mark.parametrize("operation", ["open", "read"])
+async def test_a_block_that_another_host_has_removed_is_a_miss(
+    tmp_path: Path, operation: str
+) -> None:
+    """NFS says ESTALE then, and a few of them opened the breaker of loads.
+
+    The better the eviction of others worked, the less was loaded.
+    """
+    with fuse_folder(tmp_path) as folder:
+        async with open_fs(folder.path / "kv") as fs:
+            await fs.store(1)
+            folder.fail(operation, error=errno.ESTALE)
+            assert await fs.load(1) is Outcome.ABSENT
+            assert fs.count("loads_failed") == 0
+            folder.heal()
+            assert await fs.load(1) is Outcome.DONE
+
+
+async def test_a_folder_whose_handle_is_stale_is_opened_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is on NFS after another host has removed a folder and made it again."""
+    async with open_fs(tmp_path / "kv") as fs:
+        await fs.store(1)
+        held, real = fs.backend._files.current_place(), os.open
+
+        def stale(name: Any, *rest: Any, dir_fd: int | None = None, **named: Any) -> int:
+            if dir_fd == held.blocks:
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return real(name, *rest, dir_fd=dir_fd, **named)
+
+        def fstat(descriptor: int) -> os.stat_result:
+            if descriptor in (held.base, held.blocks):
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return real_fstat(descriptor)
+
+        real_fstat = os.fstat
+        monkeypatch.setattr(os, "open", stale)
+        monkeypatch.setattr(os, "fstat", fstat)
+        assert await fs.load(1) is Outcome.ABSENT
+        assert await fs.load(1) is Outcome.DONE
+        assert fs.backend._files.current_place() is not held
+        assert await fs.store(2) is Outcome.DONE
+
+
 @needs("mount")
 def test_a_read_only_disk_is_refused_at_the_start(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "small", "1m") as root:
