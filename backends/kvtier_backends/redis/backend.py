@@ -23,13 +23,13 @@ from kvtier.plugin_api.backend import (
     StoreBlock,
 )
 from kvtier_backends.incidents import IncidentLog, TierCounters
-from kvtier_backends.redis.batches import BatchRunner, error_code
+from kvtier_backends.redis.batches import BatchRunner
 from kvtier_backends.redis.client import Client
 from kvtier_backends.redis.description import Description
 from kvtier_backends.redis.pool import ConnectionPool
-from kvtier_backends.redis.redirections import UNSETTLED
 from kvtier_backends.redis.redis_options import read_options
 from kvtier_backends.redis.resp import TRAILER_BYTES_MAX, Command, Kind, packed
+from kvtier_backends.redis.server_errors import Meaning, error_code, error_of, in_words
 from kvtier_backends.redis.trial import try_servers
 from kvtier_backends.redis.watch import ConnectionWatch
 from kvtier_backends.shared.record_threads import RecordThreads, StoredRecord
@@ -256,10 +256,11 @@ class RedisBackend(Backend):
         if reply is None:
             self._incidents.report("load", "loads_failed", problem)
             return Loaded(Outcome.FAILED)
-        if reply.kind is Kind.MISSING or error_code(reply) in UNSETTLED:
+        error = error_of(reply)
+        if reply.kind is Kind.MISSING or (error and error.meaning is Meaning.ABSENT):
             return Loaded(Outcome.ABSENT)
-        if reply.kind is Kind.ERROR and error_code(reply) != "WRONGTYPE":
-            self._incidents.report("load", "loads_failed", StoreFault(reply.text))
+        if error is not None and error.meaning is not Meaning.DAMAGED:
+            self._incidents.report("load", "loads_failed", StoreFault(in_words(reply)))
             return Loaded(Outcome.FAILED)
         loaded = next(decoded) if reply.kind is Kind.BLOCK else Loaded(Outcome.DAMAGED)
         if loaded.outcome is Outcome.DAMAGED:
@@ -271,10 +272,11 @@ class RedisBackend(Backend):
         reply = command.reply
         if reply is not None and reply.kind is Kind.DONE:
             return Outcome.DONE
-        if reply is not None and error_code(reply) == "OOM":
-            self._incidents.report("store", "stores_full", reply.text)
+        error = error_of(reply)
+        if reply is not None and error is not None and error.meaning is Meaning.FULL:
+            self._incidents.report("store", "stores_full", in_words(reply))
             return Outcome.FULL
-        reason = problem if reply is None else StoreFault(reply.text)
+        reason = problem if reply is None else StoreFault(in_words(reply))
         self._incidents.report("store", "stores_failed", reason)
         return Outcome.FAILED
 

@@ -8,20 +8,17 @@ from typing import TYPE_CHECKING
 
 from kvtier.errors import StoreFault
 from kvtier.plugin_api.deadlines import time_left_s
-from kvtier_backends.redis.redirections import HOPS_MAX, Target, redirected
-from kvtier_backends.redis.resp import Command, Kind, Reply
+from kvtier_backends.redis.redirections import HOPS_MAX, Target, onward_untrusted, redirected
+from kvtier_backends.redis.server_errors import Route, error_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from kvtier_backends.redis.addresses import Address
     from kvtier_backends.redis.pool import ConnectionPool
+    from kvtier_backends.redis.resp import Command, Reply
     from kvtier_backends.redis.topology import Topology
     from kvtier_backends.redis.watch import ConnectionWatch
-
-_DOUBTFUL: frozenset[str] = frozenset(
-    ["MOVED", "CLUSTERDOWN", "MASTERDOWN", "READONLY", "LOADING", "NOAUTH"]
-)
-"""Errors that tell of another state of the servers than the tier thinks."""
 
 
 class BatchRunner:
@@ -97,15 +94,19 @@ class BatchRunner:
         except StoreFault as problem:
             self._watch.doubt()
             problems.append(problem)
-        if any(map(_is_doubtful, commands)):
+        routes = {_route(command.reply, target.address) for command in commands}
+        if Route.LEFT in routes:
+            self._pool.leave(target.address)
+            self._watch.leave()
+        elif Route.CHECKED in routes:
             self._watch.doubt()
 
 
-def _is_doubtful(command: Command) -> bool:
-    reply = command.reply
-    return reply is not None and reply.kind is Kind.ERROR and error_code(reply) in _DOUBTFUL
-
-
-def error_code(reply: Reply) -> str:
-    """Return the word that an error begins with, such as ``OOM``."""
-    return reply.text.partition(" ")[0]
+def _route(reply: Reply | None, asked: Address) -> Route:
+    error = error_of(reply)
+    if error is None or reply is None:
+        return Route.KEPT
+    onward = onward_untrusted(reply, asked)
+    # Who names himself is not the one that the name leads to by now.
+    is_itself = onward is not None and not onward.is_asked and onward.address == asked
+    return Route.LEFT if is_itself else error.route

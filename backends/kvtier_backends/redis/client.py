@@ -7,12 +7,16 @@ handed to ``resp.Connection``, which runs the batches.
 from __future__ import annotations
 
 import asyncio
+import os
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import StoreFault
 from kvtier.plugin_api.extras import install
+from kvtier.plugin_api.threads import DaemonThreads
 from kvtier_backends.redis.resp import Connection
+from kvtier_backends.shared.secret_command import COMMAND_S_MAX
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -25,6 +29,10 @@ if TYPE_CHECKING:
     from kvtier_backends.redis.redis_options import RedisOptions
 
     Commands = Callable[[Sequence[tuple[str | bytes, ...]]], Awaitable[list[Any]]]
+
+
+SECRETS_S_MAX: Final = COMMAND_S_MAX + 1.0
+"""How long reading a password, or files of TLS, may take."""
 
 
 class ServerRefused(StoreFault):
@@ -51,7 +59,15 @@ class Client:
         self._fault = ValkeyError
         self._refusal = ResponseError  # of one command; the connection goes on
         self._given = given
-        self._ssl: Any = _ssl_context(library, given, reader) if given.servers.is_tls else None
+        self._threads = DaemonThreads(1, "kvtier-redis-login")  # files and commands may hang
+        self._tls = _Tls(library, given) if given.servers.is_tls else None
+        if self._tls is not None:
+            try:
+                self._tls.context()
+            except OSError as problem:  # ssl.SSLError too
+                key = "tls_cert_file" if given.tls_cert_file else "tls_ca_file"
+                remedy = f"can't be used ({problem}). Name files in PEM"
+                raise reader.error(key, str(self._tls), remedy) from None
 
     async def connect(self, address: Address, on_lost: Callable[[Connection], None]) -> Connection:
         """Return a connection that is logged in. Raises ``StoreFault``."""
@@ -121,9 +137,10 @@ class Client:
 
         ``is_long``: only connecting has a limit.
         """
-        made = self._make(address, credentials, db)
+        made: Any = None
         is_done = False
         try:
+            made = await self._made(address, credentials, db)
             async with asyncio.timeout(self._given.connect_timeout_s) as limit:
                 await made.connect()
                 if is_long:
@@ -133,18 +150,24 @@ class Client:
         except TimeoutError:
             raise StoreFault(f"{address} does not answer") from None
         except self._fault as problem:
-            raise _refused(address, problem) from None
+            raise _refused(address, problem, credentials) from None
         except OSError as problem:
             raise StoreFault(f"{address}: {problem}") from None
         finally:
-            if not (keep and is_done):
+            if made is not None and not (keep and is_done):
                 await _drop(made)
 
-    def _make(self, address: Address, credentials: Credentials | None, db: int) -> Any:  # noqa: ANN401 - one of three classes
+    async def _made(self, address: Address, credentials: Credentials | None, db: int) -> Any:  # noqa: ANN401 - one of three classes
+        """Return a connection that is not connected. Raises ``StoreFault`` without its secrets."""
+        password, context = None, None
+        if self._tls is not None or (credentials is not None and credentials.source):
+            # Not a part of the time to connect: a command may ask for a token far away.
+            async with asyncio.timeout(SECRETS_S_MAX):
+                password, context = await self._threads.run(partial(self._secrets, credentials))
         named: dict[str, Any] = {
             "db": db,
             "username": credentials and credentials.username,
-            "password": credentials and credentials.password,
+            "password": password,
             # Each call has one limit for all that it does.
             "socket_timeout": None,
             "socket_connect_timeout": self._given.connect_timeout_s,
@@ -154,16 +177,34 @@ class Client:
         if address.path:
             return self._library.UnixDomainSocketConnection(path=address.path, **named)
         named |= {"host": address.host, "port": address.port, "socket_keepalive": True}
-        if self._ssl is None:
+        if context is None:
             return self._library.Connection(**named)
         made = self._library.SSLConnection(**named)
-        made.ssl_context = self._ssl  # one for all: to make it reads the system's certificates
+        made.ssl_context = context  # one for all: to make it reads the system's certificates
         return made
 
+    def _secrets(self, credentials: Credentials | None) -> tuple[str | None, Any]:
+        """Read the password, and the files of TLS if they have changed. It may block."""
+        password = None if credentials is None else credentials.password()
+        try:
+            return password, None if self._tls is None else self._tls.context()
+        except OSError as problem:
+            raise StoreFault(f"{self._tls} can't be used ({problem})") from None
 
-def _refused(address: Address, problem: Exception) -> ServerRefused:
-    refused = ServerRefused(f"{address}: {type(problem).__name__}: {problem}")
+    def close(self) -> None:
+        """Let the thread end that reads secrets."""
+        self._threads.stop()
+
+
+def _refused(
+    address: Address, problem: Exception, credentials: Credentials | None = None
+) -> ServerRefused:
     name = type(problem).__name__
+    told = ""
+    if credentials is not None and credentials.source and name == "AuthenticationError":
+        credentials.on_refused()
+        told = f" ({credentials.source} has what was refused)"
+    refused = ServerRefused(f"{address}: {name}: {problem}{told}")
     refused.kind = name if name != "ResponseError" else str(problem).partition(" ")[0]
     return refused
 
@@ -176,20 +217,44 @@ async def _drop(connection: AbstractConnection) -> None:
     await connection.disconnect(nowait=True)
 
 
-def _ssl_context(library: Any, given: RedisOptions, reader: Options) -> Any:  # noqa: ANN401 - the library's
-    context = library.ValkeySSLContext(
-        keyfile=given.tls_key_file,
-        certfile=given.tls_cert_file,
-        cert_reqs="required",
-        ca_certs=given.tls_ca_file,
-        check_hostname=given.tls_check_hostname,
-    )
-    try:
+class _Tls:
+    """The context of TLS, made anew once a file that it was made of has changed."""
+
+    def __init__(self, library: Any, given: RedisOptions) -> None:  # noqa: ANN401 - the library's
+        self._library = library
+        self._given = given
+        self._files = [
+            each
+            for each in (given.tls_ca_file, given.tls_cert_file, given.tls_key_file)
+            if each is not None
+        ]
+        self._made_of: list[tuple[int, int, int]] | None = None
+        self._context: Any = None
+
+    def context(self) -> Any:  # noqa: ANN401 - the library's
+        """Return it. It may block. Raises ``OSError``, as for files that can't be used."""
+        stamps = [_stamp(each) for each in self._files]
+        if stamps != self._made_of:
+            self._context = self._make()
+            self._made_of = stamps
+        return self._context
+
+    def __str__(self) -> str:
+        """Name the files."""
+        return ", ".join(self._files)
+
+    def _make(self) -> Any:  # noqa: ANN401 - the library's
+        context = self._library.ValkeySSLContext(
+            keyfile=self._given.tls_key_file,
+            certfile=self._given.tls_cert_file,
+            cert_reqs="required",
+            ca_certs=self._given.tls_ca_file,
+            check_hostname=self._given.tls_check_hostname,
+        )
         context.get()
-    except OSError as problem:  # ssl.SSLError too
-        key = "tls_cert_file" if given.tls_cert_file else "tls_ca_file"
-        files = [each for each in (given.tls_ca_file, given.tls_cert_file) if each]
-        raise reader.error(
-            key, ", ".join(files), f"can't be used ({problem}). Name files in PEM"
-        ) from None
-    return context
+        return context
+
+
+def _stamp(path: str) -> tuple[int, int, int]:
+    found = os.stat(path)
+    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from kvtier.errors import StoreFault
 from kvtier_backends.redis.client import ServerRefused
 from kvtier_backends.redis.redirections import UNSETTLED
+from kvtier_backends.redis.server_errors import refuses_writes
 from kvtier_backends.shared.description import OwnDescription
 from kvtier_backends.shared.namespaces import namespace_name
 
@@ -59,8 +60,7 @@ class Description:
             try:
                 await ask("SET", self.name, self._own.text, "NX")
             except ServerRefused as refused:
-                # A server that is full, or a user who may only read, still has blocks to serve.
-                if refused.kind not in ("OutOfMemoryError", "NoPermissionError"):
+                if not refuses_writes(refused.kind):  # and serves what it has
                     raise
             found = await ask("GET", self.name)
         if found is not None:

@@ -29,6 +29,7 @@ class ConnectionPool:
         self._slots: dict[Address, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(connections_max)
         )
+        self._times_left: dict[Address, int] = defaultdict(int)
         self._is_closed = False
 
     @asynccontextmanager
@@ -43,6 +44,7 @@ class ConnectionPool:
             if self._is_closed:
                 raise StoreFault("the tier is closed")
             connection = self._idle_one(address)
+            times_left = self._times_left[address]
             if connection is None:
                 connection = await self._client.connect(address, self._lost)
             self._lent.add(connection)
@@ -50,11 +52,21 @@ class ConnectionPool:
                 yield connection
             finally:
                 self._lent.discard(connection)
-                if connection.is_usable and not self._is_closed:
+                if not connection.is_usable:
+                    connection.abort()
+                    self._close_idle(address)
+                elif times_left == self._times_left[address] and not self._is_closed:
                     self._idle[address].append(connection)
                 else:
                     connection.abort()
-                    self._close_idle(address)
+
+    def leave(self, address: Address) -> None:
+        """Use no connection again that leads there by now: what is at its end is the wrong server.
+
+        The name may lead to another one. Those that are lent are closed once they come back.
+        """
+        self._times_left[address] += 1
+        self._close_idle(address)
 
     def keep_only(self, addresses: Collection[Address]) -> None:
         """Close the idle connections to all other servers."""
@@ -62,11 +74,12 @@ class ConnectionPool:
             self._close_idle(address)
 
     def close(self) -> None:
-        """Close all connections; calls that use them end. Closing twice is no error."""
+        """Close all connections, and the client; calls end. Closing twice is no error."""
         self._is_closed = True
         self.keep_only(())
         for connection in self._lent:
             connection.abort()
+        self._client.close()
 
     def _close_idle(self, address: Address) -> None:
         for connection in self._idle.pop(address, []):

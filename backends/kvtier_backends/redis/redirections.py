@@ -43,14 +43,14 @@ def redirected(sent: Mapping[Target, Sequence[Command]]) -> dict[Target, list[Co
     further: dict[Target, list[Command]] = defaultdict(list)
     for target, commands in sent.items():
         for command in commands:
-            onward = _onward_untrusted(command.reply, target.address)
+            onward = onward_untrusted(command.reply, target.address)
             if onward is not None:
                 command.forget_reply()
                 further[onward].append(command)
     return further
 
 
-def _onward_untrusted(reply: Reply | None, asked: Address) -> Target | None:
+def onward_untrusted(reply: Reply | None, asked: Address) -> Target | None:
     """Read ``ASK <slot> <host>:<port>``. None for all else; raises nothing."""
     if reply is None or reply.kind is not Kind.ERROR:
         return None

@@ -61,12 +61,22 @@ class RedisOptions:
     username: str | None = option.text(
         None, "the ACL user; by default that of the server's `requirepass`"
     )
-    password_file: str | None = option.read_apart(None, "a file of mode 0600 with the password")
+    password_file: str | None = option.read_apart(
+        None, "a file of mode 0600 with the password; read again at each login"
+    )
     password_env: str | None = option.read_apart(
-        None, "the environment variable that holds the password instead. Refused: both options"
+        None, "the environment variable that holds the password instead"
+    )
+    password_command: str | None = option.read_apart(
+        None,
+        "a command that prints the password instead, such as a token that lasts for minutes; run "
+        "without a shell when the tier logs in, for 10 seconds at most. Refused: more than one of "
+        "the three",
     )
     tls_ca_file: str | None = option.read_apart(
-        None, "certificates (PEM) to trust besides the system's"
+        None,
+        "certificates (PEM) to trust besides the system's; this and the next two files are read "
+        "again when they have changed",
     )
     tls_cert_file: str | None = option.read_apart(
         None, "the tier's own certificate (PEM), for servers that ask for one"

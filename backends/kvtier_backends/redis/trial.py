@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import StoreFault
 from kvtier_backends.redis.client import ServerRefused
+from kvtier_backends.redis.server_errors import remedy_of
 from kvtier_backends.redis.topology import discover
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ _NAMES_MAX: Final = 1 << 18
 _UNREACHED: Final = ("", "ConnectionError", "TimeoutError")
 _REMEDIES: Final = {
     **dict.fromkeys(_UNREACHED, "Start the server, let this host reach it, or name another"),
-    "OutOfMemoryError": "Set the server's maxmemory-policy to allkeys-lru, or raise its maxmemory",
     "ReadOnlyError": "It is a replica: name its master, or set mode to 'sentinel'",
     "MOVED": "It is a node of a cluster: set mode to 'cluster'",
 }
@@ -82,9 +82,13 @@ class _Trial:
             more = " +cluster|slots +asking" if self._given.mode == "cluster" else ""
             user = self._given.username or "default"
             return f"Run ACL SETUSER {user} ~{self._given.key_prefix}:* {_RIGHTS}{more} there"
-        if self._step == "logging in" and kind not in _REMEDIES:
-            return "Set username, password_file or password_env, and db as the server wants them"
-        return _REMEDIES.get(kind, "See to the server")
+        if kind in _REMEDIES:
+            return _REMEDIES[kind]
+        if remedy := remedy_of(kind):
+            return remedy[0].upper() + remedy[1:]
+        if self._step == "logging in":
+            return "Set username, db, and one of password_file, password_env, password_command"
+        return "See to the server"
 
 
 def _kind_of(problem: StoreFault) -> str:

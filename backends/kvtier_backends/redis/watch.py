@@ -60,6 +60,11 @@ class ConnectionWatch(KeptConnection):
             raise StoreFault(f"not connected: {self._problem}")
         return self._topology
 
+    def leave(self) -> None:
+        """Look anew for who is there: a server has said that it is the wrong one."""
+        self._drop_kept()
+        self.doubt()
+
     async def _connect(self) -> None:
         try:
             await self._check()

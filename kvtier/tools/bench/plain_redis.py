@@ -112,7 +112,7 @@ def _client(given: RedisOptions) -> Any:  # noqa: ANN401 - the library's
             "ssl_check_hostname": given.tls_check_hostname,
         }
     return Valkey(
-        **where, db=given.db, username=credentials.username, password=credentials.password
+        **where, db=given.db, username=credentials.username, password=credentials.password()
     )
 
 

@@ -18,7 +18,7 @@ class CuttingProxy:
     """Passes everything until it is told how much of the replies is left to pass."""
 
     def __init__(self, target_port: int) -> None:
-        self._target_port = target_port
+        self.target_port = target_port  #: of connections that come from now on
         self.left_bytes: int | None = None  #: None: no end
         self.goes_on: asyncio.Event | None = None  #: wait for this at the end; None: drop it
         self.is_holding = False
@@ -33,14 +33,16 @@ class CuttingProxy:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
-        far_reader, far_writer = await asyncio.open_connection(HOST, self._target_port)
-        there = asyncio.create_task(self._pass(reader, far_writer))
         try:
-            await self._pass_replies(far_reader, writer)
+            far_reader, far_writer = await asyncio.open_connection(HOST, self.target_port)
+            there = asyncio.create_task(self._pass(reader, far_writer))
+            try:
+                await self._pass_replies(far_reader, writer)
+            finally:
+                there.cancel()
+                far_writer.transport.abort()
         finally:
-            there.cancel()
-            for each in (writer, far_writer):
-                each.transport.abort()
+            writer.transport.abort()
             self._tasks.discard(task)
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -48,6 +50,7 @@ class CuttingProxy:
             while data := await reader.read(_STEP_BYTES):
                 writer.write(data)
                 await writer.drain()
+        writer.close()
 
     async def _pass_replies(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -68,9 +71,11 @@ class CuttingProxy:
                     await self.goes_on.wait()
                     writer.write(data[len(passed) :])
 
-    def end(self) -> None:
-        for task in self._tasks:
+    async def end(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -82,5 +87,5 @@ async def cutting_proxy(target_port: int) -> AsyncIterator[CuttingProxy]:
         yield proxy
     finally:
         server.close()
-        proxy.end()
-        await asyncio.sleep(0)
+        await proxy.end()
+        await asyncio.sleep(0)  # what was aborted is closed

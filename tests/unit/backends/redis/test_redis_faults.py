@@ -306,18 +306,6 @@ async def test_a_list_in_a_blocks_place_is_damaged_and_overwritten(
         assert await tier.load(1) == [Outcome.DONE]
 
 
-async def test_a_replica_is_not_written_to(valkey_server: RedisServer) -> None:
-    valkey_server.ask("REPLICAOF", "127.0.0.1", 1)
-    async with open_redis(valkey_server.url) as tier:
-        with capture_logs() as lines:
-            await until_true(lambda: tier.count("connects_failed") > 2)
-        assert tier.states == [Connection.CONNECTING]
-        assert len(lines) == 1
-        assert "ReadOnlyError" in lines[0]["reason"]
-        valkey_server.ask("REPLICAOF", "NO", "ONE")
-        await tier.until(Connection.UP)
-
-
 async def test_a_stray_cancellation_does_not_end_the_looking_after(
     valkey_server: RedisServer,
 ) -> None:

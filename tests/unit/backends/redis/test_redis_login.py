@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime as dt
 import ipaddress
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -15,14 +17,13 @@ from cryptography.x509.oid import NameOID
 from structlog.testing import capture_logs
 
 from kvtier.plugin_api.backend import Connection, Outcome
-from tests.support.patience import PATIENCE_S, until_true
+from tests.support.patience import PATIENCE_S, looks, until_true
 from tests.support.redis_servers import HOST, free_port, running
 from tests.unit.backends.redis._redis import open_redis
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.support.redis_servers import RedisServer
+    from tests.unit.backends.redis._redis import Tier
 
 pytestmark = pytest.mark.anyio
 SECRET = "hunter2-hunter2"
@@ -99,6 +100,67 @@ async def test_a_wrong_login_is_logged_once_without_the_password(
                 server.ask("ACL", "SETUSER", "kv", f">{SECRET}", password="other")
                 await tier.until(Connection.UP)
                 assert await tier.store(1) == [Outcome.DONE]
+
+
+def rotate(server: RedisServer, old: str, new: str) -> None:
+    """Change the server's password, and end all connections that logged in with the old one."""
+    server.ask("CONFIG", "SET", "requirepass", new, password=old)
+    server.ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes", password=new)
+
+
+async def until_served(tier: Tier) -> None:
+    """Wait until the first block is loaded. The connection may be back before it is seen to go."""
+    for _ in looks(lambda: tier.states):
+        if await tier.load(1) == [Outcome.DONE]:
+            return
+        await anyio.lowlevel.checkpoint()  # a tier that is not connected answers at once
+
+
+async def test_a_password_that_changes_is_read_again(server: RedisServer, password: str) -> None:
+    """In the file first, as rotations do it, or in the server: the log says which is missing."""
+    server.ask("CONFIG", "SET", "requirepass", SECRET)
+    with capture_logs() as lines:
+        async with open_redis(server.url, password_file=password) as tier:
+            assert await tier.store(1) == [Outcome.DONE]
+            Path(password).write_text("second")
+            rotate(server, SECRET, "second")
+            await until_served(tier)
+            assert not [line for line in lines if "has what was refused" in str(line)]
+            rotate(server, "second", "third")
+            await until_true(lambda: "has what was refused" in str(lines))
+            assert password in str(lines)
+            Path(password).write_text("third")
+            await until_served(tier)
+    assert not [each for each in ("second", "third") if each in str(lines)]
+
+
+async def test_a_password_file_that_others_may_read_by_now_is_not_used(
+    valkey_server: RedisServer, password: str
+) -> None:
+    valkey_server.ask("CONFIG", "SET", "requirepass", SECRET)
+    with capture_logs() as lines:
+        async with open_redis(valkey_server.url, password_file=password) as tier:
+            await tier.until(Connection.UP)
+            Path(password).chmod(0o644)
+            rotate(valkey_server, SECRET, SECRET)
+            await until_true(lambda: "chmod 600" in str(lines))
+            Path(password).chmod(0o600)
+            await tier.until(Connection.UP)
+
+
+async def test_a_password_may_be_what_a_command_prints(
+    valkey_server: RedisServer, tmp_path: Path
+) -> None:
+    """A token of a managed server, which lasts for minutes. It runs anew once one is refused."""
+    token = tmp_path / "token"
+    token.write_text(f"{SECRET}\n")
+    valkey_server.ask("CONFIG", "SET", "requirepass", SECRET)
+    command = f"/bin/cat '{token}'"
+    async with open_redis(valkey_server.url, password_command=command) as tier:
+        assert await tier.store(1) == [Outcome.DONE]
+        token.write_text("second")
+        rotate(valkey_server, SECRET, "second")
+        await until_served(tier)
 
 
 async def test_a_unix_socket_is_as_good(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_a_password_comes_from_a_file_or_the_environment(
     monkeypatch.setenv("KV_PASSWORD", SECRET)
     for named in ({"password_file": str(file)}, {"password_env": "KV_PASSWORD"}):
         _, given = read_options({"url": URL, **named}, CONTEXT)
-        assert given.credentials.password == SECRET
+        assert given.credentials.password() == SECRET
         assert SECRET not in repr(given)
 
 

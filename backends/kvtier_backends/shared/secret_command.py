@@ -1,0 +1,56 @@
+"""A command that prints a secret, such as a token that lasts for minutes."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import time
+from typing import Final
+
+from kvtier.errors import ConfigError
+from kvtier_backends.shared.secret_file import SECRET_BYTES_MAX
+
+COMMAND_S_MAX: Final = 10.0
+KEPT_S: Final = 5.0
+"""What a command has printed is used for so long: connections are made several at a time."""
+
+
+class SecretCommand:
+    """Runs a command without a shell, and returns what it prints. One thread."""
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+        self._printed: tuple[float, str] | None = None  # when, and what
+
+    def __call__(self) -> str:
+        """Return what it prints. It may block. Raises ``ConfigError``, without what it prints."""
+        if self._printed is None or time.monotonic() - self._printed[0] > KEPT_S:
+            self._printed = time.monotonic(), self._run()
+        return self._printed[1]
+
+    def forget(self) -> None:
+        """Run it anew the next time: what it has printed was refused."""
+        self._printed = None
+
+    def _run(self) -> str:
+        try:
+            words = shlex.split(self._command)
+        except ValueError:
+            raise ConfigError("its quotes are not closed") from None
+        try:
+            done = subprocess.run(  # noqa: S603 - the operator chose it
+                words,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=COMMAND_S_MAX,
+                check=True,
+            )
+            return done.stdout[:SECRET_BYTES_MAX].decode()
+        except subprocess.CalledProcessError as problem:
+            raise ConfigError(f"it ended with status {problem.returncode}") from None
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"it took more than {COMMAND_S_MAX:g} s") from None
+        except OSError as problem:
+            raise ConfigError(problem.strerror or "it can't be run") from None
+        except UnicodeError:  # whose text would show a part of it
+            raise ConfigError("it prints no text") from None
