@@ -32,6 +32,10 @@ class Fault(Enum):
     TOO_MANY = auto()  #: 429
     ERROR = auto()  #: 500
     NOT_IMPLEMENTED = auto()  #: 501, of a put with a condition
+    TIMED_OUT = auto()  #: 400: the server has waited for the request
+    HALF_A_BODY = auto()  #: 400: the server has not got all of it
+    EXPIRED = auto()  #: 400: the session token is too old
+    SKEWED = auto()  #: 403: this host's clock is another than the server's
     DENIED = auto()
     OUT_OF_ROOM = auto()  #: 507
     QUOTA = auto()  #: 403, as Ceph says that a quota is exceeded
@@ -50,6 +54,10 @@ _ANSWERS = {
     Fault.TOO_MANY: (429, "TooManyRequests"),
     Fault.ERROR: (500, "InternalError"),
     Fault.NOT_IMPLEMENTED: (501, "NotImplemented"),
+    Fault.TIMED_OUT: (400, "RequestTimeout"),
+    Fault.HALF_A_BODY: (400, "IncompleteBody"),
+    Fault.EXPIRED: (400, "ExpiredToken"),
+    Fault.SKEWED: (403, "RequestTimeTooSkewed"),
     Fault.DENIED: (403, "AccessDenied"),
     Fault.OUT_OF_ROOM: (507, "InsufficientStorage"),
     Fault.QUOTA: (403, "QuotaExceeded"),
@@ -65,6 +73,7 @@ class FaultServer:
         self.objects: dict[str, bytes] = {}
         self.metadata: dict[str, dict[str, str]] = {}  #: headers, by path
         self.requests: list[tuple[str, str]] = []  #: method and path of all that came
+        self.keys: list[str] = []  #: ids of the access keys by which they were signed
         self.running_max = 0  #: so many requests for blocks have run at once
         self._running = 0
         self._faults: list[tuple[Fault, str, int]] = []
@@ -133,6 +142,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _handle(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = self.path.partition("?")[0]
+        signed = re.search(r"Credential=([^/]+)/", self.headers.get("Authorization") or "")
+        self.state.keys.append(signed[1] if signed else "")
         fault = self.state.begin(self.command, path)
         try:
             if fault is Fault.HANG:

@@ -74,8 +74,11 @@ def client_for(endpoint: str, access: str = ACCESS_KEY, secret: str = SECRET_KEY
 
 
 def options_for(endpoint: str, prefix: str, **more: Any) -> dict[str, Any]:
-    """Return the options of a tier on such a server. Its credentials are in the environment."""
-    return {
+    """Return the options of a tier on such a server. Its credentials are in the environment.
+
+    ``more``: with None for those that are to be left out.
+    """
+    options = {
         "url": f"s3://{BUCKET}/{prefix}",
         "endpoint": endpoint,
         "allow_http": True,
@@ -83,6 +86,7 @@ def options_for(endpoint: str, prefix: str, **more: Any) -> dict[str, Any]:
         "secret_key_env": "KVTIER_TEST_SECRET_KEY",
         **more,
     }
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def set_credentials(access_key: str = ACCESS_KEY, secret_key: str = SECRET_KEY) -> None:

@@ -11,7 +11,8 @@ import random
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvtier.plugin_api.deadlines import time_left_s
-from kvtier_backends.s3.failures import MAY_PASS, Failure, RequestFailed, timed_out
+from kvtier_backends.s3.error_codes import Failure
+from kvtier_backends.s3.failures import MAY_PASS, RequestFailed, timed_out
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -38,7 +39,7 @@ class Attempts:
         self,
         limiter: RequestLimiter,
         timeout_s: float,
-        on_failure: Callable[[RequestFailed], None],
+        on_failure: Callable[[RequestFailed, Urgency], None],
         is_worthwhile: Callable[[], bool] = lambda: True,
     ) -> None:
         """``on_failure``: told of each request that has failed, repeated or not.
@@ -71,7 +72,7 @@ class Attempts:
         except TimeoutError:
             if last is None:
                 last = timed_out()
-                self._on_failure(last)
+                self._on_failure(last, urgency)
         assert last is not None
         raise last from None
 
@@ -84,7 +85,7 @@ class Attempts:
                     self._limiter.slow_down(turn)
                 elif failed.failure not in MAY_PASS:
                     self._limiter.went_well()
-                self._on_failure(failed)
+                self._on_failure(failed, urgency)
                 raise
             self._limiter.went_well()
             return answer

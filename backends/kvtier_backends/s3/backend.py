@@ -26,14 +26,15 @@ from kvtier_backends.incidents import IncidentLog, TierCounters
 from kvtier_backends.s3.attempts import Attempts
 from kvtier_backends.s3.client import Client, make_store
 from kvtier_backends.s3.connection import BucketConnection
-from kvtier_backends.s3.failures import Failure, RequestFailed, WrongLength
+from kvtier_backends.s3.credentials import credentials_of
+from kvtier_backends.s3.error_codes import Failure
+from kvtier_backends.s3.failures import RequestFailed, WrongLength
 from kvtier_backends.s3.lent_buffers import LentBuffers
 from kvtier_backends.s3.request_limiter import RequestLimiter, Urgency
 from kvtier_backends.s3.s3_options import (
     Address,
     S3Options,
     address_of,
-    credentials_of,
     read_options,
 )
 from kvtier_backends.s3.trial import try_bucket
@@ -190,6 +191,7 @@ class S3Backend(Backend):
     async def close(self) -> None:
         """Stop to look after the connection. Waits for nothing but that task's end."""
         await self._connection.stop()
+        self._client.close()
         self._coding.stop()
 
     def busy_threads(self) -> int:
@@ -227,7 +229,7 @@ class S3Backend(Backend):
         except RequestFailed as failed:
             if failed.failure is Failure.ABSENT:
                 return Loaded(Outcome.ABSENT)
-            self._incidents.report("load", "loads_failed", failed)
+            self._incidents.report("load", "loads_failed", _in_words(failed))
             return Loaded(Outcome.FAILED)
         stored = StoredRecord(block.key, body, trailer, block.buffer)
         (loaded,) = await self._coding.decode_all([stored])
@@ -248,7 +250,7 @@ class S3Backend(Backend):
             if failed.failure is Failure.FULL:
                 self._incidents.report("store", "stores_full", failed)
                 return Outcome.FULL
-            self._incidents.report("store", "stores_failed", failed)
+            self._incidents.report("store", "stores_failed", _in_words(failed))
             return Outcome.FAILED
         finally:
             self._lent.give_back(view)
@@ -265,10 +267,18 @@ class S3Backend(Backend):
     def _is_connected(self) -> bool:
         return self._connection.state is Connection.UP
 
-    def _note(self, failed: RequestFailed) -> None:
+    def _note(self, failed: RequestFailed, urgency: Urgency) -> None:
         if failed.failure is Failure.BUSY:
             self._counters.add("slow_downs")
-        self._connection.suspect(failed)
+        self._connection.suspect(failed, of_store=urgency is Urgency.STORE)
+
+
+def _in_words(failed: RequestFailed) -> StoreFault:
+    """Return what a request ended with, and what to do about it, for the log."""
+    remedy = failed.remedy
+    if not remedy and failed.failure is Failure.DENIED:
+        remedy = "the key may lack the right s3:PutObject, s3:GetObject or s3:DeleteObject"
+    return StoreFault(f"{failed} ({remedy})") if remedy else failed
 
 
 def _read(
@@ -280,7 +290,7 @@ def _read(
     credentials = credentials_of(given, reader)
     records = make_records(reader, context)
     reader.finish()
-    client = Client(partial(make_store, given, address, credentials, reader.where))
+    client = Client(partial(make_store, given, address, where=reader.where), credentials)
     return client, address, records, given
 
 

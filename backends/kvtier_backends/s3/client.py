@@ -15,16 +15,20 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar, cast
 
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.extras import install
+from kvtier.plugin_api.threads import DaemonThreads
 from kvtier_backends.incidents import TierCounters
-from kvtier_backends.s3.failures import Failure, RequestFailed, WrongLength, failure_of
+from kvtier_backends.s3.error_codes import Failure
+from kvtier_backends.s3.failures import RequestFailed, WrongLength, failure_of
 from kvtier_backends.s3.library_threads import THREADS
+from kvtier_backends.shared.secret_command import COMMAND_S_MAX
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
     from obstore.store import ObjectStore
 
-    from kvtier_backends.s3.s3_options import Address, Credentials, S3Options
+    from kvtier_backends.s3.credentials import Credentials, Source
+    from kvtier_backends.s3.s3_options import Address, S3Options
 
 T = TypeVar("T")
 
@@ -54,10 +58,15 @@ class ListedObject(NamedTuple):
 class Client:
     """Requests to one bucket. Loop thread only; each call raises ``RequestFailed``."""
 
-    def __init__(self, make_store: Callable[[], ObjectStore]) -> None:
-        """``make_store``: raises ``ConfigError`` where it can't be made."""
+    def __init__(
+        self, make_store: Callable[[Credentials | None], ObjectStore], source: Source
+    ) -> None:
+        """``make_store``: raises ``ConfigError`` where it can't be made, as ``source`` does."""
         self._make_store = make_store
-        self._store = make_store()
+        self._source = source
+        self._credentials = source()
+        self._threads = DaemonThreads(1, "kvtier-s3-keys")  # files and commands may hang
+        self._store = make_store(self._credentials)
         import obstore  # noqa: PLC0415 - an extra: only those who use the tier have it
 
         self._library = obstore
@@ -78,7 +87,24 @@ class Client:
         better, and each of them would cost a request all its time.
         """
         with suppress(ConfigError):  # the environment is another by now: the old one goes on
-            self._store = self._make_store()
+            self._store = self._make_store(self._credentials)
+
+    async def renew(self) -> None:
+        """Sign what comes next with the credentials that there are by now.
+
+        Raises ``RequestFailed`` if there are none: the old ones are kept.
+        """
+        try:
+            async with asyncio.timeout(COMMAND_S_MAX + 1.0):
+                self._credentials = await self._threads.run(self._source)
+        except (ConfigError, OSError) as problem:  # TimeoutError, too
+            reason = str(problem) or "the credentials could not be read in time"
+            raise RequestFailed(Failure.EXPIRED, reason) from None
+        self.forget_connections()
+
+    def close(self) -> None:
+        """Let the thread end that reads credentials."""
+        self._threads.stop()
 
     async def get(self, name: str, is_length: Callable[[int], bool]) -> FoundObject:
         """Return an object of such a length. Raises ``WrongLength``, too."""

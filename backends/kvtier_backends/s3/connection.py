@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
-from kvtier_backends.s3.failures import Failure, RequestFailed, WrongLength, timed_out
+from kvtier_backends.s3.error_codes import Failure
+from kvtier_backends.s3.failures import RequestFailed, WrongLength, timed_out
 from kvtier_backends.shared.kept_connection import KeptConnection
 from kvtier_backends.shared.namespaces import DESCRIPTION_BYTES_MAX
 
@@ -23,10 +24,16 @@ if TYPE_CHECKING:
 CHECK_TIMEOUT_S_MAX: Final = 5.0
 
 _REMEDIES: Final = {
-    Failure.NO_BUCKET: "the bucket does not exist. Create it; the tier makes none",
     Failure.DENIED: "the server denies access. The key must be allowed to get, put and delete "
     "objects, and to list the bucket, without which it is denied where nothing is stored",
 }
+"""Where the server's word does not say more."""
+
+_FOR_ALL: Final = frozenset({Failure.DENIED, Failure.EXPIRED, Failure.CLOCK})
+"""What any other request would end with as well."""
+
+_OF_WRITES: Final = frozenset({Failure.DENIED, Failure.FULL})
+"""What a bucket may say to a write that serves what it has."""
 
 
 class BucketConnection(KeptConnection):
@@ -47,15 +54,18 @@ class BucketConnection(KeptConnection):
         self._description = description
         self._timeout_s = min(timeout_s, CHECK_TIMEOUT_S_MAX)
 
-    def suspect(self, failed: RequestFailed) -> None:
+    def suspect(self, failed: RequestFailed, *, of_store: bool) -> None:
         """Note that a request has failed. What that says of the server is found out soon."""
-        if failed.failure is Failure.DENIED:
+        if of_store and failed.failure is Failure.DENIED:
+            return  # who may not write may read: stores fail apart
+        if failed.failure in _FOR_ALL:
             # The description may be allowed and blocks not: more requests would be denied.
             self.lose(failed)
         elif failed.failure in (Failure.UNREACHABLE, Failure.NO_BUCKET):
             self.doubt()
 
     async def _connect(self) -> None:
+        await self._client.renew()
         await self._agree(writes=True)
 
     async def _check(self) -> None:
@@ -63,7 +73,9 @@ class BucketConnection(KeptConnection):
         await self._agree(writes=False)
 
     def _remedy(self, problem: StoreFault) -> str:
-        known = _REMEDIES.get(problem.failure) if isinstance(problem, RequestFailed) else None
+        known = ""
+        if isinstance(problem, RequestFailed):
+            known = problem.remedy or _REMEDIES.get(problem.failure, "")
         return known or super()._remedy(problem)
 
     async def _agree(self, *, writes: bool) -> None:
@@ -78,15 +90,24 @@ class BucketConnection(KeptConnection):
         wanted = self._description
         there = await self._read()
         if there is None:
-            if await self._client.put(wanted.name, wanted.text):
+            try:
+                is_new = await self._client.put(wanted.name, wanted.text)
+            except RequestFailed as failed:
+                if failed.failure not in _OF_WRITES:
+                    raise
+                return  # nothing of ours is there, and what others store may be read
+            if is_new:
                 return
             there = await self._read()  # another engine has just written one
         if there is None:
             raise RequestFailed(Failure.BROKEN, f"{wanted.name} is there and is not")
         wanted.refuse_other_untrusted(there)
-        if writes:
-            # Again: that shows whether blocks may be written, and a lifecycle rule counts anew.
-            await self._client.replace(wanted.name, wanted.text)
+        if writes:  # again: a lifecycle rule counts anew
+            try:
+                await self._client.replace(wanted.name, wanted.text)
+            except RequestFailed as failed:
+                if failed.failure not in _OF_WRITES:
+                    raise
 
     async def _read(self) -> memoryview | None:
         """Return the description that is there, if there is one."""

@@ -7,45 +7,22 @@ status and the server's own word for the error.
 from __future__ import annotations
 
 import re
-from enum import Enum, auto
+from datetime import UTC, datetime
 from typing import Final
 
 from kvtier.errors import StoreFault
+from kvtier_backends.s3.error_codes import ERROR_CODES, Failure
 
 TEXT_CHARACTERS_MAX: Final = 16384
 _STATUS: Final = re.compile(r"status code: (\d{3})\b")
-_CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
-
-
-class Failure(Enum):
-    """Why a request brought nothing."""
-
-    ABSENT = auto()  #: no such object
-    EXISTS = auto()  #: there is one already
-    NO_BUCKET = auto()
-    BUSY = auto()  #: the server wants fewer requests
-    DENIED = auto()
-    FULL = auto()  #: a quota, or the server's disks
-    UNREACHABLE = auto()  #: no answer, or half of one
-    BROKEN = auto()  #: the server failed, and may not the next time
-    REFUSED = auto()  #: the server answers, and will say the same the next time
+_CODE: Final = re.compile(r"<Code>([\w.]{1,64})</Code>")
+_SERVER_TIME: Final = re.compile(r"<ServerTime>([0-9T:.Z-]{1,32})</ServerTime>")
 
 
 MAY_PASS: Final = frozenset({Failure.BUSY, Failure.UNREACHABLE, Failure.BROKEN})
 """Worth another attempt."""
 
 
-_BY_CODE: Final = {
-    "NoSuchBucket": Failure.NO_BUCKET,
-    "ContainerNotFound": Failure.NO_BUCKET,
-    "ContainerBeingDeleted": Failure.NO_BUCKET,
-    "QuotaExceeded": Failure.FULL,
-    "XMinioStorageFull": Failure.FULL,
-    "XMinioAdminBucketQuotaExceeded": Failure.FULL,
-    "SlowDown": Failure.BUSY,
-    "ServerBusy": Failure.BUSY,
-    "RequestLimitExceeded": Failure.BUSY,
-}
 _CAUSES: Final = (  # what the library's account of an error has in it, without a server's text
     ("InvalidCertificate", "the server's certificate is not trusted"),
     ("dns error", "the server's name is not known"),
@@ -77,10 +54,13 @@ _BY_STATUS: Final = {
 class RequestFailed(StoreFault):
     """Raised when a request fails. The text has the status and the server's word, no URL."""
 
-    def __init__(self, failure: Failure, text: str, status: int | None = None) -> None:
+    def __init__(
+        self, failure: Failure, text: str, status: int | None = None, code: str = ""
+    ) -> None:
         super().__init__(text)
         self.failure = failure
         self.status = status
+        self.remedy = ERROR_CODES[code].remedy if code in ERROR_CODES else ""
 
 
 class WrongLength(StoreFault):
@@ -101,7 +81,24 @@ def failure_of(error: BaseException) -> RequestFailed:
     kind = type(error).__name__
     known = " ".join(str(part) for part in (status, code) if part)
     shown = known or f"no answer ({_cause(text) or kind})"
-    return RequestFailed(_failure(kind, status, code), shown, status)
+    failure = _failure(kind, status, code)
+    if failure is Failure.CLOCK:
+        shown += _apart_untrusted(text)
+    return RequestFailed(failure, shown, status, code)
+
+
+def _apart_untrusted(text: str) -> str:
+    """Return how far this host's clock is from the server's, if the server has told its time."""
+    found = _SERVER_TIME.search(text)
+    try:
+        there = datetime.fromisoformat(found[1]) if found else None
+    except ValueError:
+        there = None
+    if there is None:
+        return " (this host's clock is not the server's)"
+    there = there if there.tzinfo else there.replace(tzinfo=UTC)
+    behind_s = (there - datetime.now(UTC)).total_seconds()
+    return f" (this host's clock is {abs(behind_s):.0f} s {'behind' if behind_s > 0 else 'ahead'})"
 
 
 def _cause(text: str) -> str:
@@ -111,8 +108,8 @@ def _cause(text: str) -> str:
 
 def _failure(kind: str, status: int | None, code: str) -> Failure:
     # By the server's word first: some say "no room" with a 403.
-    if code in _BY_CODE:
-        return _BY_CODE[code]
+    if code in ERROR_CODES:
+        return ERROR_CODES[code].failure
     if kind in _BY_KIND:
         return _BY_KIND[kind]
     if status is None:

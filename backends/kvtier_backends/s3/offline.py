@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kvtier_backends.s3.failures import Failure, RequestFailed, WrongLength
+from kvtier_backends.s3.error_codes import Failure
+from kvtier_backends.s3.failures import RequestFailed, WrongLength
 from kvtier_backends.shared.holdings import Holding, Wanted
 from kvtier_backends.shared.namespaces import (
     DESCRIPTION_BYTES_MAX,

@@ -5,7 +5,6 @@ No refusal, log line or repr holds a credential: a URL that may hold one is refu
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -39,6 +38,8 @@ _OF_S3_ALONE: Final = (
     "access_key_env",
     "secret_key_env",
     "session_token_env",
+    "profile",
+    "credentials_command",
     "virtual_hosted_style",
     "unsigned_payload",
 )
@@ -67,13 +68,23 @@ class S3Options:
     access_key_env: str | None = option.text(
         None,
         "the environment variable that holds the access key's id. Without it, credentials come "
-        "from the usual variables, or from the instance",
+        "from `profile`, `credentials_command`, the usual variables, or the instance",
     )
     secret_key_env: str | None = option.text(
         None, "the environment variable that holds the secret key"
     )
     session_token_env: str | None = option.text(
         None, "the environment variable that holds the session token of temporary credentials"
+    )
+    profile: str | None = option.text(
+        None,
+        "a profile of AWS's files of credentials, with keys or a `credential_process`; else "
+        "`AWS_PROFILE`, if no variable has keys. Read again when the tier connects. `s3://` only",
+    )
+    credentials_command: str | None = option.text(
+        None,
+        "a command that prints credentials as AWS's `credential_process` does; run without a shell "
+        "when the tier connects, for 10 seconds at most. `s3://` only",
     )
     virtual_hosted_style: bool = option.flag(
         "send requests to `bucket.host` instead of `host/bucket`. `s3://` only", default=False
@@ -126,15 +137,6 @@ class Address(NamedTuple):
         return "/".join([self.prefix, *names] if self.prefix else names)
 
 
-@dataclass(frozen=True)
-class Credentials:
-    """An access key that the options name. Its repr shows none of it."""
-
-    access_key: str = field(repr=False)
-    secret_key: str = field(repr=False)
-    session_token: str | None = field(repr=False, default=None)
-
-
 def read_options(options: Mapping[str, Any], context: BackendContext) -> tuple[S3Options, Options]:
     """Read the options, and return them with the reader for those of others.
 
@@ -173,30 +175,6 @@ def address_of(given: S3Options, reader: Options) -> Address:
             f"more than {PREFIX_CHARACTERS_MAX} characters. Choose another",
         )
     return Address(parts.scheme, parts.netloc, prefix, _endpoint_of(given, reader))
-
-
-def credentials_of(given: S3Options, reader: Options) -> Credentials | None:
-    """Return the credentials that the options name; None: those that the library finds.
-
-    Raises ``ConfigError`` if only one is named, or if a variable is not set.
-    """
-    if given.access_key_env is None and given.secret_key_env is None:
-        if given.session_token_env is not None:
-            raise reader.error(
-                "session_token_env",
-                given.session_token_env,
-                "is of no use alone. Name access_key_env and secret_key_env, too",
-            )
-        return None
-    for key in ("access_key_env", "secret_key_env"):
-        if getattr(given, key) is None:
-            raise refusal(key, f"{reader.where}: {key} is missing. Set it beside the other one.")
-    token = given.session_token_env
-    return Credentials(
-        _variable(reader, "access_key_env", given.access_key_env or ""),
-        _variable(reader, "secret_key_env", given.secret_key_env or ""),
-        None if token is None else _variable(reader, "session_token_env", token),
-    )
 
 
 def _fault_of_bucket(name: str) -> str | None:
@@ -256,12 +234,3 @@ def _split(reader: Options, key: str, url: str) -> SplitResult:
             "the credentials in access_key_env and secret_key_env.",
         )
     return parts
-
-
-def _variable(reader: Options, key: str, name: str) -> str:
-    value = os.environ.get(name)
-    if not value:
-        raise reader.error(
-            key, name, "names an environment variable that is not set. Set it for the engine"
-        )
-    return value

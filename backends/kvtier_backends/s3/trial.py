@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import StoreFault
 from kvtier_backends.s3.connection import CHECK_TIMEOUT_S_MAX
-from kvtier_backends.s3.failures import Failure, RequestFailed, timed_out
+from kvtier_backends.s3.error_codes import Failure
+from kvtier_backends.s3.failures import RequestFailed, timed_out
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -54,6 +55,10 @@ async def try_bucket(client: Client, address: Address, given: S3Options, reader:
 
 def _remedy(failed: StoreFault, right: str) -> str:
     failure = failed.failure if isinstance(failed, RequestFailed) else None
+    if failure in _REMEDIES:
+        return _REMEDIES[failure]
+    if isinstance(failed, RequestFailed) and failed.remedy:
+        return failed.remedy[0].upper() + failed.remedy[1:]
     if failure is Failure.DENIED:
         return f"Give the key the right {right}, or name another key in access_key_env"
-    return "See to the server" if failure is None else _REMEDIES.get(failure, "See to the server")
+    return "See to the server"

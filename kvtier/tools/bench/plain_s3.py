@@ -10,7 +10,8 @@ from typing_extensions import override
 
 from kvtier.tools.bench.plain_clients import PlainClient, expect_blocks
 from kvtier_backends.s3.client import make_store
-from kvtier_backends.s3.s3_options import address_of, credentials_of, read_options
+from kvtier_backends.s3.credentials import credentials_of
+from kvtier_backends.s3.s3_options import address_of, read_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ class PlainS3(PlainClient):
         super().__init__(options, context, token)
         given, reader = read_options(options, context)
         address = address_of(given, reader)
-        self._store = make_store(given, address, credentials_of(given, reader), reader.where)
+        self._store = make_store(given, address, credentials_of(given, reader)(), reader.where)
         self._prefix = address.below(f"kvtier-bench-{token}")
         self._url = f"{given.url.rstrip('/')}/kvtier-bench-{token}"
         import obstore  # noqa: PLC0415 - an extra, which make_store has found

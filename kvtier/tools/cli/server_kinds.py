@@ -15,6 +15,7 @@ from kvtier_backends.redis.offline import list_servers, purge_servers
 from kvtier_backends.s3 import s3_options
 from kvtier_backends.s3.client import Client as S3Client
 from kvtier_backends.s3.client import make_store
+from kvtier_backends.s3.credentials import credentials_of
 from kvtier_backends.s3.offline import RETRIES_MAX, list_bucket, purge_bucket
 
 if TYPE_CHECKING:
@@ -83,9 +84,9 @@ class Bucket(Servers):
         """Raises ``ConfigError``."""
         given, reader = s3_options.read_options(entry, _context("s3"))
         self._address = s3_options.address_of(given, reader)
-        credentials = s3_options.credentials_of(given, reader)
-        of_tier = (given, self._address, credentials, reader.where)
-        self._client = S3Client(partial(make_store, *of_tier, retries_max=RETRIES_MAX))
+        credentials = credentials_of(given, reader)
+        of_tier = partial(make_store, given, self._address, where=reader.where)
+        self._client = S3Client(partial(of_tier, retries_max=RETRIES_MAX), credentials)
         self.place = str(self._address)
 
     @override

@@ -10,7 +10,8 @@ import pytest
 from kvtier.plugin_api.deadlines import time_limit
 from kvtier_backends.s3.attempts import ATTEMPTS_MAX, Attempts, backoff_s
 from kvtier_backends.s3.client import _call
-from kvtier_backends.s3.failures import Failure, RequestFailed, failure_of
+from kvtier_backends.s3.error_codes import Failure
+from kvtier_backends.s3.failures import RequestFailed, failure_of
 from kvtier_backends.s3.lent_buffers import LentBuffers
 from kvtier_backends.s3.request_limiter import RequestLimiter, Urgency
 
@@ -92,7 +93,7 @@ async def test_a_request_without_a_deadline_ends_after_some_attempts(
 ) -> None:
     monkeypatch.setattr("kvtier_backends.s3.attempts.backoff_s", lambda _attempt: 0.0)
     noted: list[RequestFailed] = []
-    attempts = Attempts(RequestLimiter(1), 3600.0, noted.append)
+    attempts = Attempts(RequestLimiter(1), 3600.0, lambda failed, _: noted.append(failed))
 
     async def fails() -> None:
         raise RequestFailed(Failure.BROKEN, "500")
@@ -103,7 +104,7 @@ async def test_a_request_without_a_deadline_ends_after_some_attempts(
 
 
 async def test_nothing_is_sent_for_what_nobody_waits_for() -> None:
-    attempts = Attempts(RequestLimiter(1), 10.0, lambda _failed: None)
+    attempts = Attempts(RequestLimiter(1), 10.0, lambda _failed, _urgency: None)
 
     async def hangs() -> None:
         await asyncio.Event().wait()

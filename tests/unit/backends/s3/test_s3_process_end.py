@@ -44,6 +44,7 @@ def tell_what_is_left():
 
 from kvtier_backends.s3 import s3_options
 from kvtier_backends.s3.client import Client, make_store
+from kvtier_backends.s3.credentials import credentials_of
 from kvtier_backends.s3.library_threads import THREADS
 
 def want_the_lock():
@@ -69,9 +70,9 @@ class Loop(asyncio.SelectorEventLoop):
 options = {"url": "s3://bucket/p", "endpoint": sys.argv[1], "allow_http": True}
 options |= {"access_key_env": "PATH", "secret_key_env": "PATH"}
 given, reader = s3_options.read_options(options, BackendContext(1, Namespace({}), "s3"))
-credentials = s3_options.credentials_of(given, reader)
+credentials = credentials_of(given, reader)
 address = s3_options.address_of(given, reader)
-client = Client(partial(make_store, given, address, credentials, ""))
+client = Client(partial(make_store, given, address, where=""), credentials)
 """
 ENDS_AFTER_A_CALL = f"""{CLIENT}
 with asyncio.Runner(loop_factory=Loop) as runner, suppress(StoreFault):
