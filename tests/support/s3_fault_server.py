@@ -36,6 +36,7 @@ class Fault(Enum):
     HALF_A_BODY = auto()  #: 400: the server has not got all of it
     EXPIRED = auto()  #: 400: the session token is too old
     SKEWED = auto()  #: 403: this host's clock is another than the server's
+    UNKNOWN_KEY = auto()  #: 403: the access key is nobody's, or nobody's by now
     DENIED = auto()
     OUT_OF_ROOM = auto()  #: 507
     QUOTA = auto()  #: 403, as Ceph says that a quota is exceeded
@@ -58,6 +59,7 @@ _ANSWERS = {
     Fault.HALF_A_BODY: (400, "IncompleteBody"),
     Fault.EXPIRED: (400, "ExpiredToken"),
     Fault.SKEWED: (403, "RequestTimeTooSkewed"),
+    Fault.UNKNOWN_KEY: (403, "InvalidAccessKeyId"),
     Fault.DENIED: (403, "AccessDenied"),
     Fault.OUT_OF_ROOM: (507, "InsufficientStorage"),
     Fault.QUOTA: (403, "QuotaExceeded"),

@@ -99,7 +99,7 @@ class Client:
                 self._credentials = await self._threads.run(self._source)
         except (ConfigError, OSError) as problem:  # TimeoutError, too
             reason = str(problem) or "the credentials could not be read in time"
-            raise RequestFailed(Failure.EXPIRED, reason) from None
+            raise RequestFailed(Failure.CREDENTIALS, reason) from None
         self.forget_connections()
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ _REMEDIES: Final = {
 }
 """Where the server's word does not say more."""
 
-_FOR_ALL: Final = frozenset({Failure.DENIED, Failure.EXPIRED, Failure.CLOCK})
+_FOR_ALL: Final = frozenset({Failure.DENIED, Failure.CREDENTIALS, Failure.CLOCK})
 """What any other request would end with as well."""
 
 _OF_WRITES: Final = frozenset({Failure.DENIED, Failure.FULL})

@@ -19,7 +19,7 @@ class Failure(Enum):
     NO_BUCKET = auto()  #: the tier is gone until there is one
     BUSY = auto()  #: the server wants fewer requests; sent again, later
     DENIED = auto()  #: a load: the tier is gone; a store: stores fail
-    EXPIRED = auto()  #: the credentials are of no use any more: the tier is gone until they are new
+    CREDENTIALS = auto()  #: of no use, or no more: the tier is gone until there are others
     CLOCK = auto()  #: this host's clock is wrong: the tier is gone until it is right
     FULL = auto()  #: a quota, or the server's disks
     UNREACHABLE = auto()  #: no answer, or half of one; sent again, and the tier is looked at
@@ -84,17 +84,19 @@ ERROR_CODES: Final[dict[str, ErrorCode]] = {
     "NotSignedUp": ErrorCode(Failure.DENIED, "see to the account"),
     "InvalidPayer": ErrorCode(Failure.DENIED, "see to the account"),
     "AuthorizationFailure": ErrorCode(Failure.DENIED),
-    "AuthenticationFailed": ErrorCode(Failure.DENIED, _KEYS),
-    "InvalidAccessKeyId": ErrorCode(Failure.DENIED, _KEYS),
-    "SignatureDoesNotMatch": ErrorCode(Failure.DENIED, f"{_KEYS}: the secret key is another's"),
-    "InvalidSecurity": ErrorCode(Failure.DENIED, _KEYS),
+    "AuthenticationFailed": ErrorCode(Failure.CREDENTIALS, _KEYS),
+    "InvalidAccessKeyId": ErrorCode(Failure.CREDENTIALS, _KEYS),
+    "SignatureDoesNotMatch": ErrorCode(
+        Failure.CREDENTIALS, f"{_KEYS}: the secret key is another's"
+    ),
+    "InvalidSecurity": ErrorCode(Failure.CREDENTIALS, _KEYS),
     "MissingSecurityHeader": ErrorCode(Failure.DENIED, _SCHEME),
     "KMS.DisabledException": ErrorCode(Failure.DENIED, _KMS),
     "KMS.InvalidStateException": ErrorCode(Failure.DENIED, _KMS),
     "KMS.NotFoundException": ErrorCode(Failure.DENIED, _KMS),
-    "ExpiredToken": ErrorCode(Failure.EXPIRED, "the session token has expired"),
-    "InvalidToken": ErrorCode(Failure.EXPIRED, "the session token is not of this server"),
-    "TokenRefreshRequired": ErrorCode(Failure.EXPIRED, "the session token has expired"),
+    "ExpiredToken": ErrorCode(Failure.CREDENTIALS, "the session token has expired"),
+    "InvalidToken": ErrorCode(Failure.CREDENTIALS, "the session token is not of this server"),
+    "TokenRefreshRequired": ErrorCode(Failure.CREDENTIALS, "the session token has expired"),
     "RequestTimeTooSkewed": ErrorCode(Failure.CLOCK, "set this host's clock, or the server's"),
     "RequestExpired": ErrorCode(Failure.CLOCK, "set this host's clock, or the server's"),
     # what will be said again

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -12,7 +12,7 @@ from kvtier.plugin_api.backend import Connection, Outcome
 from kvtier_backends.s3.error_codes import ERROR_CODES, Failure
 from kvtier_backends.s3.failures import failure_of
 from tests.support.s3_fault_server import Fault
-from tests.unit.backends.s3._s3 import open_s3
+from tests.unit.backends.s3._s3 import S3, open_s3
 
 if TYPE_CHECKING:
     from tests.support.s3_fault_server import FaultServer
@@ -32,10 +32,10 @@ CODES = {
     "ConditionalRequestConflict XAmzContentSHA256Mismatch TemporaryRedirect NotImplemented",
     Failure.FULL: "QuotaExceeded TooManyObjects XMinioStorageFull XMinioAdminBucketQuotaExceeded",
     Failure.DENIED: "AccessDenied AllAccessDisabled AccountProblem NotSignedUp InvalidPayer "
-    "AuthorizationFailure AuthenticationFailed InvalidAccessKeyId SignatureDoesNotMatch "
-    "InvalidSecurity MissingSecurityHeader KMS.DisabledException KMS.InvalidStateException "
+    "AuthorizationFailure MissingSecurityHeader KMS.DisabledException KMS.InvalidStateException "
     "KMS.NotFoundException",
-    Failure.EXPIRED: "ExpiredToken InvalidToken TokenRefreshRequired",
+    Failure.CREDENTIALS: "ExpiredToken InvalidToken TokenRefreshRequired AuthenticationFailed "
+    "InvalidAccessKeyId SignatureDoesNotMatch InvalidSecurity",
     Failure.CLOCK: "RequestTimeTooSkewed RequestExpired",
     Failure.REFUSED: "AuthorizationHeaderMalformed PermanentRedirect "
     "IllegalLocationConstraintException InvalidRegion EntityTooLarge KeyTooLongError "
@@ -92,19 +92,25 @@ async def test_what_a_server_has_not_got_in_time_is_sent_again(
         assert s3.states == [Connection.CONNECTING, Connection.UP]
 
 
+@pytest.mark.parametrize("call", [S3.load, S3.store])
 @pytest.mark.parametrize(
-    ("fault", "remedy"), [(Fault.EXPIRED, "has expired"), (Fault.SKEWED, "clock")]
+    ("fault", "remedy"),
+    [
+        (Fault.EXPIRED, "has expired"),
+        (Fault.SKEWED, "clock"),
+        (Fault.UNKNOWN_KEY, "keys of a user"),
+    ],
 )
 async def test_what_all_requests_would_end_with_takes_the_tier_down_with_its_reason(
-    faulty: Faulty, fault: Fault, remedy: str
+    faulty: Faulty, fault: Fault, remedy: str, call: Any
 ) -> None:
-    """It was up, and each call failed."""
+    """It was up, and each call failed. A key that is unknown by now is no right that is missing."""
     server, endpoint = faulty
     async with open_s3(endpoint) as s3:
         assert await s3.store(1) == [DONE]
         server.misbehave_always(fault)
         with capture_logs() as lines:
-            assert await s3.load(1) == [FAILED]
+            assert await call(s3, 1) == [FAILED]
             await s3.until_state(Connection.GONE)
         server.behave()
         await s3.until_state(Connection.UP)
