@@ -248,7 +248,7 @@ class S3Backend(Backend):
             )
         except RequestFailed as failed:
             if failed.failure is Failure.FULL:
-                self._incidents.report("store", "stores_full", failed)
+                self._incidents.report("store", "stores_full", _in_words(failed))
                 return Outcome.FULL
             self._incidents.report("store", "stores_failed", _in_words(failed))
             return Outcome.FAILED

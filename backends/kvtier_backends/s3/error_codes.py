@@ -44,9 +44,7 @@ ERROR_CODES: Final[dict[str, ErrorCode]] = {
     "NoSuchKey": ErrorCode(Failure.ABSENT),
     "NoSuchVersion": ErrorCode(Failure.ABSENT),
     "BlobNotFound": ErrorCode(Failure.ABSENT),
-    "InvalidObjectState": ErrorCode(
-        Failure.ABSENT, "a lifecycle rule has archived blocks: have it remove them instead"
-    ),
+    "InvalidObjectState": ErrorCode(Failure.ABSENT),  # a lifecycle rule has archived it
     "NoSuchBucket": ErrorCode(
         Failure.NO_BUCKET, "the bucket does not exist. Create it; the tier makes none"
     ),
