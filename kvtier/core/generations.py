@@ -23,7 +23,7 @@ import os
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import Misuse
-from kvtier.plugin_api.keys import GROUP_BYTES, MARK_BYTES, UNNAMED_MARK
+from kvtier.plugin_api.keys import GROUP_BYTES, MARK_BYTES, UNNAMED_MARK, mark_start
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -62,20 +62,15 @@ def unmarked(keys: Iterable[Key], mark: bytes) -> tuple[Key, ...]:
     """Return what the engine calls a backend's keys, which must all have that mark."""
     if not mark:
         return tuple(keys)
-    return tuple(key[: _start(key)] + key[_start(key) + MARK_BYTES :] for key in keys)
+    return tuple(key[: mark_start(key)] + key[mark_start(key) + MARK_BYTES :] for key in keys)
 
 
 def mark_of(key: Key) -> bytes:
     """Return the mark of a backend's key."""
-    start = _start(key)
+    start = mark_start(key)
     if len(key) > MARK_BYTES and key.startswith((UNNAMED_MARK, _NAMED), start):
         return key[start : start + MARK_BYTES]
     return ORIGINAL
-
-
-def _start(key: Key) -> int:
-    """Return where a mark begins, if there is one; a key may be shorter than a group's index."""
-    return max(0, len(key) - GROUP_BYTES - MARK_BYTES)
 
 
 class Generations:

@@ -28,6 +28,9 @@ def is_unnamed(key: Key) -> bool:
 
     Only the engine that stored such a block finds it, until its weights change again or it ends.
     """
-    return len(key) > MARK_BYTES and key.startswith(
-        UNNAMED_MARK, max(0, len(key) - GROUP_BYTES - MARK_BYTES)
-    )
+    return len(key) > MARK_BYTES and key.startswith(UNNAMED_MARK, mark_start(key))
+
+
+def mark_start(key: Key) -> int:
+    """Return where a mark begins, if there is one; a key may be shorter than a group's index."""
+    return max(0, len(key) - GROUP_BYTES - MARK_BYTES)

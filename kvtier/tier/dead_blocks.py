@@ -11,8 +11,8 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from kvtier.core.generations import mark_of
-from kvtier.plugin_api.keys import is_unnamed
+from kvtier.core.generations import is_found_again
+from kvtier.tier.leftovers import REMOVE_BLOCKS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 KEYS_MAX: Final = 200_000
 """40 MB. What was stored first is left to ``kvtier purge``."""
-
-REMOVE_BLOCKS_MAX: Final = 512
 
 
 class DeadBlocks:
@@ -33,14 +31,14 @@ class DeadBlocks:
         self._dead: dict[Key, None] = {}
         self._is_removing = False
 
-    def stored(self, keys: Iterable[Key], mark: bytes) -> None:
-        """Note what was stored. ``mark``: of the generation that the engine is in."""
-        for key in keys:
-            if is_unnamed(key):
-                held = self._held if mark_of(key) == mark else self._dead
-                held[key] = None
-                if len(held) > KEYS_MAX:
-                    del held[next(iter(held))]
+    def stored(self, keys: Iterable[Key], mark: bytes, current: bytes) -> None:
+        """Note what was stored. ``mark``: theirs; ``current``: of the engine's generation."""
+        if is_found_again(mark):
+            return
+        held = self._held if mark == current else self._dead
+        held.update(dict.fromkeys(keys))
+        for key in tuple(islice(held, max(0, len(held) - KEYS_MAX))):
+            del held[key]
 
     def leave(self) -> None:
         """Note that the engine leaves its generation: all that it stored in it is dead."""

@@ -189,7 +189,8 @@ class UnboundedTier(Actor):
                 self._lose(_gone(job_slice.keys, ends))
             else:
                 done = (end is Outcome.DONE for end in ends)
-                self._dead.stored(compress(job_slice.keys, done), self._mark)
+                stored = compress(job_slice.keys, done)
+                self._dead.stored(stored, job_slice.job.mark, self._mark)
             if not job_slice.job.unended:
                 self._answer(job_slice.job)
         self._start_batches()

@@ -29,6 +29,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.engine.core import EngineCore
 
 from kvtier.plugin_api.log import log
+from kvtier.vllm.hooking import once_a_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -133,8 +134,6 @@ class Adapters:
 ADAPTERS: Final = Adapters()
 """Of this process."""
 
-_hooking = threading.Lock()
-
 
 def know_adapters() -> None:
     """Have block hashes tell adapters apart by content: of an engine that starts in this process.
@@ -142,13 +141,14 @@ def know_adapters() -> None:
     It has loaded none yet, whatever another engine had loaded here before.
     """
     ADAPTERS.forget()
-    with _hooking:
-        if kv_cache_utils.generate_block_hash_extra_keys is generate_block_hash_extra_keys:
-            kv_cache_utils.generate_block_hash_extra_keys = _by_content(
-                generate_block_hash_extra_keys
-            )
-            EngineCore.add_lora = _told_of_loading(EngineCore.add_lora)
-            EngineCore.remove_lora = _told_of_removing(EngineCore.remove_lora)
+    _hook_adapters()
+
+
+@once_a_process
+def _hook_adapters() -> None:
+    kv_cache_utils.generate_block_hash_extra_keys = _by_content(generate_block_hash_extra_keys)
+    EngineCore.add_lora = _told_of_loading(EngineCore.add_lora)
+    EngineCore.remove_lora = _told_of_removing(EngineCore.remove_lora)
 
 
 def _by_content(real: Callable[..., Any]) -> Callable[..., Any]:

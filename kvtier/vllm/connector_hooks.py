@@ -11,7 +11,6 @@ and prevents where it can, what vLLM does wrong with the Mamba layers of such gr
 
 from __future__ import annotations
 
-import threading
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,6 +26,7 @@ from vllm.v1.kv_offload.base import OffloadingManager
 
 from kvtier.plugin_api.log import log
 from kvtier.vllm.group_kinds import kinds_of
+from kvtier.vllm.hooking import once_a_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,33 +38,26 @@ would be stored."""
 
 _AT_ONCE: Final = "sync_load_budget_bytes"
 
-_hooking = threading.Lock()
-_is_hooked = False
 
-
+@once_a_process
 def hook_connector() -> None:
     """Wrap the methods of this process's vLLM, unless they are wrapped. Any thread."""
-    global _is_hooked  # noqa: PLW0603 - vLLM's classes are this process's, too
-    with _hooking:
-        if _is_hooked:
-            return
-        SchedulerOffloadConfig.from_spec = classmethod(
-            _telling_groups(SchedulerOffloadConfig.from_spec.__func__)
+    SchedulerOffloadConfig.from_spec = classmethod(
+        _telling_groups(SchedulerOffloadConfig.from_spec.__func__)
+    )
+    OffloadingConnectorScheduler.get_num_new_matched_tokens = _telling_who_waits(
+        OffloadingConnectorScheduler.get_num_new_matched_tokens
+    )
+    OffloadingConnectorScheduler.request_finished = _telling_who_ends(
+        OffloadingConnectorScheduler.request_finished
+    )
+    OffloadingConnectorWorker.register_kv_caches = _telling_pages(
+        OffloadingConnectorWorker.register_kv_caches
+    )
+    if _APPENDS_WHOLE_TABLES:
+        OffloadingConnectorScheduler.build_connector_meta = _emptying_tables(
+            OffloadingConnectorScheduler.build_connector_meta
         )
-        OffloadingConnectorScheduler.get_num_new_matched_tokens = _telling_who_waits(
-            OffloadingConnectorScheduler.get_num_new_matched_tokens
-        )
-        OffloadingConnectorScheduler.request_finished = _telling_who_ends(
-            OffloadingConnectorScheduler.request_finished
-        )
-        OffloadingConnectorWorker.register_kv_caches = _telling_pages(
-            OffloadingConnectorWorker.register_kv_caches
-        )
-        if _APPENDS_WHOLE_TABLES:
-            OffloadingConnectorScheduler.build_connector_meta = _emptying_tables(
-                OffloadingConnectorScheduler.build_connector_meta
-            )
-        _is_hooked = True
 
 
 def _telling_groups(real: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,6 +21,7 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc
 
 from kvtier.plugin_api.threads import daemon_thread
+from kvtier.vllm.hooking import once_a_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +30,6 @@ WAKE_S: Final = 2.0
 """Between two looks of an idle engine at its tiers."""
 
 _MESSAGE: Final = (EngineCoreRequestType.WAKEUP, None)
-_hooking = threading.Lock()
 
 
 class Waker:
@@ -55,11 +55,10 @@ class Waker:
                 self._queue.put_nowait(_MESSAGE)
 
 
+@once_a_process
 def wake_idle_engines() -> None:
     """Have each engine of this process woken while it waits. Once a process."""
-    with _hooking:
-        if not hasattr(EngineCoreProc.has_work, "__wrapped__"):
-            EngineCoreProc.has_work = _woken(EngineCoreProc.has_work)
+    EngineCoreProc.has_work = _woken(EngineCoreProc.has_work)
 
 
 def _woken(real: Callable[[Any], bool]) -> Callable[[Any], bool]:

@@ -18,7 +18,6 @@ kvtier was not loaded (``plugin.py``) marks nothing.
 from __future__ import annotations
 
 import sys
-import threading
 from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final
@@ -33,6 +32,7 @@ from vllm.v1.request import Request
 
 from kvtier.plugin_api.log import log
 from kvtier.vllm.groups import positions_of
+from kvtier.vllm.hooking import once_a_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -112,39 +112,39 @@ class Media:
 MEDIA: Final = Media()
 """Of this process."""
 
-_hooking = threading.Lock()
-_hooked: set[str] = set()
-
 
 def mark_contents(*, always: bool = True) -> None:
     """Have vLLM's front end in this process mark what is a digest of contents. Any thread.
 
     ``always``: False if the process may have no front end, which it is not to import then.
     """
-    if not always and _FRONT_END not in sys.modules:
-        return
-    from vllm.v1.engine.input_processor import InputProcessor  # noqa: PLC0415 - see above
-
-    with _hooking:
-        if "front end" not in _hooked:
-            ProcessorInputs.get_mm_hashes = _telling_contents(ProcessorInputs.get_mm_hashes)
-            InputProcessor.process_inputs = _marking(InputProcessor.process_inputs)
-            _hooked.add("front end")
+    if always or _FRONT_END in sys.modules:
+        _hook_front_end()
 
 
 def know_media(*, trusts: bool) -> None:
     """Have block hashes tell clients' ids apart, of an engine that starts in this process."""
     MEDIA.begin(trusts=trusts)
-    with _hooking:
-        if "scheduler" not in _hooked:
-            Request.from_engine_core_request = classmethod(
-                _taking_in(Request.from_engine_core_request.__func__)
-            )
-            kv_cache_utils.generate_block_hash_extra_keys = _by_owner(
-                kv_cache_utils.generate_block_hash_extra_keys
-            )
-            _hooked.add("scheduler")
+    _hook_scheduler()
     mark_contents(always=False)  # an engine may have its front end in its own process
+
+
+@once_a_process
+def _hook_front_end() -> None:
+    from vllm.v1.engine.input_processor import InputProcessor  # noqa: PLC0415 - see above
+
+    ProcessorInputs.get_mm_hashes = _telling_contents(ProcessorInputs.get_mm_hashes)
+    InputProcessor.process_inputs = _marking(InputProcessor.process_inputs)
+
+
+@once_a_process
+def _hook_scheduler() -> None:
+    Request.from_engine_core_request = classmethod(
+        _taking_in(Request.from_engine_core_request.__func__)
+    )
+    kv_cache_utils.generate_block_hash_extra_keys = _by_owner(
+        kv_cache_utils.generate_block_hash_extra_keys
+    )
 
 
 def _telling_contents(real: Callable[..., Any]) -> Callable[..., Any]:

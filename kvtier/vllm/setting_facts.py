@@ -322,9 +322,9 @@ def reason_for_variable(variable: str) -> str | None:
 def _variables(environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the variables that vLLM looks at and that tell engines apart, where they are set."""
     found = {}
-    for name in sorted(envs.environment_variables):
+    for name in sorted(environment.keys() & envs.environment_variables):
         reason = reason_for_variable(name)
-        if name in environment and reason in (FACT, None):
+        if reason in (FACT, None):
             found[name] = _shown(environment[name], is_known=reason is not None)
     return found
 

@@ -27,7 +27,6 @@ Rules:
 from __future__ import annotations
 
 import hashlib
-import threading
 from contextlib import suppress
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -37,6 +36,7 @@ from vllm.v1.engine.core import EngineCore
 
 from kvtier.plugin_api.log import log
 from kvtier.settings.weight_sources import NO_WEIGHTS
+from kvtier.vllm.hooking import once_a_process
 from kvtier.vllm.own_spec import callers
 from kvtier.vllm.weight_sample import DIGEST_BYTES, sample_weights
 from kvtier.vllm.weights import why_unknown
@@ -286,23 +286,15 @@ def _engine_here() -> EngineCore | None:
     return None
 
 
-_hooking = threading.Lock()
-_is_hooked = False
-
-
+@once_a_process
 def hear_updates() -> None:
     """Wrap what changes weights in this process's vLLM. Once a process; any thread."""
-    global _is_hooked  # noqa: PLW0603 - vLLM's classes are this process's, too
-    with _hooking:
-        if _is_hooked:
-            return
-        EngineCore.step = _deciding_before(EngineCore.step)
-        EngineCore.step_with_batch_queue = _deciding_before(EngineCore.step_with_batch_queue)
-        EngineCore.collective_rpc = _hearing_calls(EngineCore.collective_rpc)
-        EngineCore.reset_prefix_cache = _hearing_resets(EngineCore.reset_prefix_cache)
-        EngineCore.set_weight_version = _hearing_names(EngineCore.set_weight_version)
-        EngineCore.sleep = _hearing_sleep(EngineCore.sleep)
-        _is_hooked = True
+    EngineCore.step = _deciding_before(EngineCore.step)
+    EngineCore.step_with_batch_queue = _deciding_before(EngineCore.step_with_batch_queue)
+    EngineCore.collective_rpc = _hearing_calls(EngineCore.collective_rpc)
+    EngineCore.reset_prefix_cache = _hearing_resets(EngineCore.reset_prefix_cache)
+    EngineCore.set_weight_version = _hearing_names(EngineCore.set_weight_version)
+    EngineCore.sleep = _hearing_sleep(EngineCore.sleep)
 
 
 def _deciding_before(real: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -10,13 +10,13 @@ import asyncio
 import os
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from kvtier.errors import StoreFault
 from kvtier.plugin_api.extras import install
 from kvtier.plugin_api.threads import DaemonThreads
 from kvtier_backends.redis.resp import Connection
-from kvtier_backends.shared.secret_command import COMMAND_S_MAX
+from kvtier_backends.shared.secret_command import SECRETS_S_MAX
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -29,10 +29,6 @@ if TYPE_CHECKING:
     from kvtier_backends.redis.redis_options import RedisOptions
 
     Commands = Callable[[Sequence[tuple[str | bytes, ...]]], Awaitable[list[Any]]]
-
-
-SECRETS_S_MAX: Final = COMMAND_S_MAX + 1.0
-"""How long reading a password, or files of TLS, may take."""
 
 
 class ServerRefused(StoreFault):

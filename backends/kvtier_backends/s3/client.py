@@ -20,7 +20,7 @@ from kvtier_backends.incidents import TierCounters
 from kvtier_backends.s3.error_codes import Failure
 from kvtier_backends.s3.failures import RequestFailed, WrongLength, failure_of
 from kvtier_backends.s3.library_threads import THREADS
-from kvtier_backends.shared.secret_command import COMMAND_S_MAX
+from kvtier_backends.shared.secret_command import SECRETS_S_MAX
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -95,7 +95,7 @@ class Client:
         Raises ``RequestFailed`` if there are none: the old ones are kept.
         """
         try:
-            async with asyncio.timeout(COMMAND_S_MAX + 1.0):
+            async with asyncio.timeout(SECRETS_S_MAX):
                 self._credentials = await self._threads.run(self._source)
         except (ConfigError, OSError) as problem:  # TimeoutError, too
             reason = str(problem) or "the credentials could not be read in time"

@@ -8,7 +8,7 @@ share, and asking for the description fails, too.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvtier_backends.s3.error_codes import Failure
 from kvtier_backends.s3.failures import RequestFailed, WrongLength, timed_out
@@ -16,10 +16,14 @@ from kvtier_backends.shared.kept_connection import KeptConnection
 from kvtier_backends.shared.namespaces import DESCRIPTION_BYTES_MAX
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
     from kvtier.errors import StoreFault
     from kvtier_backends.incidents import TierCounters
     from kvtier_backends.s3.client import Client
     from kvtier_backends.shared.description import OwnDescription
+
+T = TypeVar("T")
 
 CHECK_TIMEOUT_S_MAX: Final = 5.0
 
@@ -90,24 +94,15 @@ class BucketConnection(KeptConnection):
         wanted = self._description
         there = await self._read()
         if there is None:
-            try:
-                is_new = await self._client.put(wanted.name, wanted.text)
-            except RequestFailed as failed:
-                if failed.failure not in _OF_WRITES:
-                    raise
-                return  # nothing of ours is there, and what others store may be read
-            if is_new:
+            # Where it may not be written nothing of ours is, and what others store may be read.
+            if await _unless_refused(self._client.put(wanted.name, wanted.text)) is not False:
                 return
             there = await self._read()  # another engine has just written one
         if there is None:
             raise RequestFailed(Failure.BROKEN, f"{wanted.name} is there and is not")
         wanted.refuse_other_untrusted(there)
         if writes:  # again: a lifecycle rule counts anew
-            try:
-                await self._client.replace(wanted.name, wanted.text)
-            except RequestFailed as failed:
-                if failed.failure not in _OF_WRITES:
-                    raise
+            await _unless_refused(self._client.replace(wanted.name, wanted.text))
 
     async def _read(self) -> memoryview | None:
         """Return the description that is there, if there is one."""
@@ -119,3 +114,13 @@ class BucketConnection(KeptConnection):
             raise
         except WrongLength as wrong:
             raise self._description.no_description(str(wrong)) from None
+
+
+async def _unless_refused(write: Awaitable[T]) -> T | None:
+    """Write; None where a bucket refuses writes, and may serve what it has."""
+    try:
+        return await write
+    except RequestFailed as failed:
+        if failed.failure not in _OF_WRITES:
+            raise
+        return None

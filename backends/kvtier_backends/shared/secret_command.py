@@ -11,6 +11,9 @@ from kvtier.errors import ConfigError
 from kvtier_backends.shared.secret_file import SECRET_BYTES_MAX
 
 COMMAND_S_MAX: Final = 10.0
+SECRETS_S_MAX: Final = COMMAND_S_MAX + 1.0
+"""How long to wait for all that a login reads: what a command prints, and files, which may hang."""
+
 KEPT_S: Final = 5.0
 """What a command has printed is used for so long: connections are made several at a time."""
 

@@ -216,7 +216,7 @@ def test_an_engine_that_ends_removes_what_nobody_will_find_for_a_while(
 def test_only_so_many_are_known_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dead_blocks, "KEYS_MAX", 2)
     dead, mark = dead_blocks.DeadBlocks(), unnamed()
-    dead.stored(marked((A, B, C), mark), mark)
+    dead.stored(marked((A, B, C), mark), mark, mark)
     dead.leave()
     assert dead.begin_removal() == marked((B, C), mark)
 
