@@ -328,7 +328,9 @@ def _make_tiers(
         for tier, inbox in zip(config.tiers, inboxes, strict=True):
             host = make_host(
                 tier,
-                BackendContext(config.block_bytes, namespace, tier.name, engine=engine),
+                BackendContext(
+                    config.block_bytes, namespace, tier.name, tier.read_only, engine=engine
+                ),
                 memory,
                 from_machine_time(inbox, clock),
                 messages_max=config.mailbox_messages_max,

@@ -92,6 +92,10 @@ class MemoryBackend(Backend):
                 capacity_bytes,
                 f"has no room for one block of {context.block_bytes} bytes; raise it",
             )
+        if context.read_only:
+            raise reader.error(
+                "type", "memory", "is empty at each start and with read_only stays so. Remove one"
+            )
         most = machine_memory_bytes()
         if most is not None and capacity_bytes > most:
             raise reader.error(

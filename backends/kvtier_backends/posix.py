@@ -17,6 +17,9 @@ PAGE_BYTES: Final = 4096  #: what O_DIRECT moves at least, and the unit of both 
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR})
 
+NO_FOLDER: Final = (
+    "is not there, and with read_only no folder is made. Mount or create it, or name another."
+)
 NOT_A_FOLDER: Final = "is not a folder, or lies below something that is not. Name a folder."
 _KINDS: Final = {
     stat.S_IFIFO: "a FIFO",
@@ -115,26 +118,28 @@ def world_writable(path: str = "") -> str:
     )
 
 
-def fault_of_rights(folder: int, path: str) -> str | None:
+def fault_of_rights(folder: int, path: str, *, read_only: bool = False) -> str | None:
     """Return why this user can't use what is in an open folder, with the remedy; None: it can."""
-    if os.access(".", os.R_OK | os.W_OK | os.X_OK, dir_fd=folder):
+    if os.access(".", _rights(read_only=read_only), dir_fd=folder):
         return None
     if os.fstatvfs(folder).f_flag & os.ST_RDONLY:
         return None  # which whoever writes there is told better
     found = os.fstat(folder)
     return (
         f"cannot be used: in {path}, which belongs to user {found.st_uid} and group "
-        f"{found.st_gid} and has mode {stat.S_IMODE(found.st_mode):04o}, this user may not read "
-        f"and write. If several users of one group share the folder, run chmod -R g+rwX on it, "
-        "and start all engines with umask 007; or name another folder."
+        f"{found.st_gid} and has mode {stat.S_IMODE(found.st_mode):04o}, this user may not "
+        f"{'read' if read_only else 'read and write'}. If several users of one group share the "
+        "folder, run chmod -R g+rwX on it, and start all engines with umask 007; or name another."
     )
 
 
-def fault_of_folder(path: str, *, allow_world_writable: bool = False) -> str | None:
+def fault_of_folder(
+    path: str, *, allow_world_writable: bool = False, read_only: bool = False
+) -> str | None:
     """Return why ``path`` cannot be a tier's folder, with the remedy; None if it can.
 
-    Changes nothing. A folder that is missing will be made: then the nearest one above it
-    is judged.
+    Changes nothing. A folder that is missing will be made, unless ``read_only``: then the
+    nearest one above it is judged.
     """
     try:
         above, found = nearest(path)
@@ -150,15 +155,28 @@ def fault_of_folder(path: str, *, allow_world_writable: bool = False) -> str | N
         return f"{what}. Name a folder."
     if above == path and found.st_mode & stat.S_IWOTH and not allow_world_writable:
         return world_writable()
+    return _fault_of_access(path, above, read_only=read_only)
+
+
+def _fault_of_access(path: str, above: str, *, read_only: bool) -> str | None:
+    """Judge by what this process may do. ``above``: what there is of ``path``."""
+    if read_only and above != path:
+        return NO_FOLDER
     # In a new file's place, and as who an engine would be: this process.
-    if not os.access(above, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
-        read_only = os.statvfs(above).f_flag & os.ST_RDONLY
-        why = "its filesystem is read-only" if read_only else "this user may not write there"
-        return (
-            f"cannot be {'written' if above == path else f'created in {above}'} ({why}). Give this "
-            "user the right to, or name another folder."
-        )
-    return None
+    if os.access(above, _rights(read_only=read_only), effective_ids=True):
+        return None
+    if read_only:
+        return "cannot be read. Give this user the right to, or name another folder."
+    is_mounted_so = os.statvfs(above).f_flag & os.ST_RDONLY
+    why = "its filesystem is read-only" if is_mounted_so else "this user may not write there"
+    return (
+        f"cannot be {'written' if above == path else f'created in {above}'} ({why}). Give this "
+        "user the right to, or name another folder."
+    )
+
+
+def _rights(*, read_only: bool) -> int:
+    return os.R_OK | os.X_OK | (0 if read_only else os.W_OK)
 
 
 def try_folder(path: str) -> str:

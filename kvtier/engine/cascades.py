@@ -1,7 +1,7 @@
 """Which blocks of the primary tier go on to which tiers.
 
-A block that the GPU stored is cascaded to every tier, unless the tier's
-admission policy (``kvtier/admission/``) refuses it. A tier that wants whole
+A block that the GPU stored is cascaded to every tier that is written to, unless
+the tier's admission policy (``kvtier/admission/``) refuses it. A tier that wants whole
 requests (vLLM's request-level policy) is also given what was here already;
 what is still being filled is parked and follows once it is READY. Some blocks are kept: no tier
 is ever given them.
@@ -42,9 +42,11 @@ class Cascades:
         directory: TierDirectory,
     ) -> None:
         """``gates``: of each tier its admission gate, else its link."""
-        self.all_tiers: TierSet = (1 << len(tiers)) - 1
+        written = {number: tier for number, tier in enumerate(tiers) if not tier.read_only}
+        self.all_tiers: TierSet = (1 << len(tiers)) - 1  #: that are not cut off
+        self.takers: TierSet = sum(1 << number for number in written)  #: those written to
         self._whole_requests: TierSet = sum(
-            1 << number for number, tier in enumerate(tiers) if tier.request_level
+            1 << number for number, tier in written.items() if tier.request_level
         )
         self._tier_count = len(tiers)
         self._slots = slots
@@ -54,8 +56,7 @@ class Cascades:
         self._prefixes = prefixes
         self._are_chains = True  # a block is of use only with all before it in its request
         self.holes = {  #: of the tiers that may have some
-            number: Holes(slots.count, partial(directory.knows, tier=number))
-            for number in range(len(tiers))
+            number: Holes(slots.count, partial(directory.knows, tier=number)) for number in written
         }
 
     def send(self, batches: Mapping[int, Batch], request: RequestId, epoch: int) -> None:
@@ -156,10 +157,10 @@ class Cascades:
         """Return what to send to each tier of blocks just READY: to ``to``, and where parked."""
         if not self.parked:
             whole = (list(keys), list(slots))
-            return {n: whole for n in range(self._tier_count) if to & self.all_tiers & 1 << n}
+            return {n: whole for n in range(self._tier_count) if to & self.takers & 1 << n}
         batches: dict[int, Batch] = {}
         for key, slot in zip(keys, slots, strict=True):
-            tiers = (self.parked.pop(key, 0) | to) & self.all_tiers
+            tiers = (self.parked.pop(key, 0) | to) & self.takers
             for tier in range(self._tier_count):
                 if tiers >> tier & 1:
                     batch = batches.setdefault(tier, ([], []))
@@ -192,7 +193,7 @@ class Cascades:
             if self._is_ready(key):
                 ready[0].append(key)
                 ready[1].append(self._slots.slot_of[key])
-        return {tier: ready} if ready[0] and self.all_tiers >> tier & 1 else {}
+        return {tier: ready} if ready[0] and self.takers >> tier & 1 else {}
 
     def forget(self, key: Key) -> None:
         """Note that the key's fill came to nothing."""
@@ -206,7 +207,8 @@ class Cascades:
     def cut_off(self, tier: int) -> None:
         """Send nothing to the tier any more."""
         self.all_tiers &= ~(1 << tier)
-        self._whole_requests &= self.all_tiers
+        self.takers &= ~(1 << tier)
+        self._whole_requests &= self.takers
         self.holes.pop(tier, None)
 
     def reset(self) -> None:

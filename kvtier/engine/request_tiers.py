@@ -78,7 +78,7 @@ class RequestTiers:
 
     def takers(self, request: RequestId) -> TierSet:
         """Return the tiers that take what the request stores."""
-        taking = self._cascades.all_tiers
+        taking = self._cascades.takers
         return taking if request in self._open else taking & ~self.tiers
 
     def store(self, request: RequestId, blocks: int) -> None:
@@ -153,7 +153,7 @@ class RequestTiers:
     def _to_each(self, batch: Batch) -> dict[int, Batch]:
         if not batch[0]:
             return {}
-        taking = self.tiers & self._cascades.all_tiers
+        taking = self.tiers & self._cascades.takers
         return {tier: batch for tier in range(taking.bit_length()) if taking >> tier & 1}
 
     def _follow(self, request: RequestId, blocks: int) -> None:

@@ -162,7 +162,7 @@ class StagedTier(Actor):
 
     def _submit_store(self, message: s.SubmitStore) -> None:
         blocks = self._begin(message, self._now + self._tier.store_timeout_s)
-        if message.request in self._from_before:
+        if self._tier.read_only or message.request in self._from_before:
             self._end_all(blocks)
             return
         held = [block for block in blocks if self._directory.knows(block.key, TIER)]

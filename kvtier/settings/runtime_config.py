@@ -64,6 +64,11 @@ class TierConfig:
     eviction_policy: str = option.text(
         DEFAULT_POLICY, "which blocks leave first, in a tier with a capacity of its own"
     )
+    read_only: bool = option.flag(
+        "load what the tier has, and write nothing to it: for a bucket, a replica or a mount that "
+        "others fill. Refused: beside `admission`",
+        default=False,
+    )
     admission: str = option.read_apart(ADMIT_ALL, "which blocks are written to the tier")
     admission_options: Mapping[str, Any] = field(default_factory=dict)
     cell: CellKind | None = option.text(
@@ -131,6 +136,12 @@ class TierConfig:
         )
         if config.admission == ADMIT_ALL:
             Options(admission, f"{options.where}: admission ({ADMIT_ALL})").finish()
+        if config.read_only and options.has("admission"):
+            raise options.error(
+                "admission",
+                values["admission"],
+                "chooses what is written, and nothing is, with read_only. Give one of them",
+            )
         options.refuse("backpressure", _NO_BACKPRESSURE)
         options.refuse(
             "module_path",

@@ -20,6 +20,8 @@ and run in any order. They need asyncio, as a tier cell does. See
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from dataclasses import replace
 from typing import Final
 
 import anyio
@@ -346,6 +348,19 @@ async def all_that_takes_room_is_listed(make: MakeBackend) -> None:
             await bench.keep(new_blocks(min(16, capacity - start)))
 
 
+async def what_is_read_only_is_served(make: MakeBackend) -> None:
+    """A backend that may write nothing serves what another one has stored, or is refused."""
+    blocks = new_blocks(4)
+    async with opened(make) as bench:
+        await bench.keep(blocks)
+        await bench.backend.close()
+    with suppress(ConfigError):
+        async with opened(make, replace(context(), read_only=True), again=True) as bench:
+            found = await bench.backend.probe([block.key for block in blocks])
+            expect(all(found), "a backend that is read only must find what is there")
+            await bench.expect_kept(blocks)
+
+
 async def namespaces_do_not_mix(make: MakeBackend) -> None:
     """Another model's backend on the same storage neither finds nor removes these blocks."""
     async with opened(make) as bench, opened(make, context(model="another/model")) as other:
@@ -448,5 +463,6 @@ BACKEND_CHECKS: Final[tuple[BackendCheck, ...]] = (
 PERSISTENCE_CHECKS: Final[tuple[BackendCheck, ...]] = (
     blocks_outlive_the_backend,
     all_that_takes_room_is_listed,
+    what_is_read_only_is_served,
 )
 """What a backend must pass besides, if its blocks are to outlive the engine."""

@@ -127,6 +127,7 @@ class FsBackend(Backend):
         )
         name = records.context.tier_name
         self._root = place.path
+        self._read_only = place.read_only
         self._filesystem = os.fstat(place.root).st_dev
         self._counters = TierCounters()
         self._incidents = IncidentLog("fs", name, place.path, self._counters)
@@ -160,7 +161,12 @@ class FsBackend(Backend):
         refusal = FolderRefusal(context.tier_name, options["root_dir"])
         _check_capacity(given, options, context)
         refuse_bare_mount_point(layout, context.filesystem, refusal)
-        place = prepare_root(root, refusal, allow_world_writable=given.allow_world_writable)
+        place = prepare_root(
+            root,
+            refusal,
+            allow_world_writable=given.allow_world_writable,
+            read_only=context.read_only,
+        )
         layout.share_as(os.fstat(place.root).st_mode)
         prepare_namespace(place, layout, refusal)
         direct_works = probe_direct(place, refusal, wanted=given.direct)
@@ -194,14 +200,20 @@ class FsBackend(Backend):
         given, _ = _read(options, context)
         _check_capacity(given, options, context)
         root = given.root_dir
-        fault = fault_of_folder(root, allow_world_writable=given.allow_world_writable)
+        fault = fault_of_folder(
+            root,
+            allow_world_writable=given.allow_world_writable,
+            read_only=context.read_only,
+        )
         if fault is not None:
             raise FolderRefusal(context.tier_name, options["root_dir"]).error(fault)
         return os.path.realpath(root)
 
     @classmethod
     def check_connection(cls, options: Mapping[str, Any], context: BackendContext) -> str:
-        """Write, read and remove a file in the folder."""
+        """Write, read and remove a file in the folder, where that is allowed."""
+        if context.read_only:
+            return "its folder is there, and may be read"
         try:
             return try_folder(_read(options, context)[0].root_dir)
         except OSError as problem:
@@ -220,7 +232,8 @@ class FsBackend(Backend):
 
     async def open(self) -> None:
         """Leave a marker, and start to sweep what dead engines left unfinished, if any did."""
-        await self._writers.run(self._announce)
+        if not self._read_only:
+            await self._writers.run(self._announce)
         if self._keeper is not None:
             self._keeper.start()
 
@@ -440,6 +453,12 @@ def _refuse_beside(reader: Options, given: FsOptions, what: str, stored: str) ->
 
 def _check_capacity(given: FsOptions, options: Mapping[str, Any], context: BackendContext) -> None:
     """Refuse a capacity of so few blocks that engines would take turns. Raises ``ConfigError``."""
+    if given.capacity_bytes is not None and context.read_only:
+        raise Options(options, f"secondary tier {context.tier_name}").error(
+            "capacity_bytes",
+            given.capacity_bytes,
+            "is for those that write to the folder, and read_only is set. Remove one",
+        )
     least = CAPACITY_BLOCKS_MIN * (padded_bytes(context.block_bytes) + TRAILER_BYTES)
     if given.capacity_bytes is not None and given.capacity_bytes < least:
         raise Options(options, f"secondary tier {context.tier_name}").error(

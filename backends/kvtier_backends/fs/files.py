@@ -21,7 +21,7 @@ from kvtier.errors import Misuse
 from kvtier.plugin_api.backend import LoadBlock, Loaded, Outcome, StoreBlock
 from kvtier_backends.fs.access_times import AccessTimes
 from kvtier_backends.fs.bound.grants import NoGrant, Stage
-from kvtier_backends.fs.folder import write_config
+from kvtier_backends.fs.folder import refuse_other_config, write_config
 from kvtier_backends.fs.forms import BlockRefused
 from kvtier_backends.fs.older_blocks import neighbours
 from kvtier_backends.fs.place import FOLDER_FLAGS, Anchor, PlaceLost
@@ -116,6 +116,7 @@ class BlockFiles:
         # O_DIRECT moves whole disk blocks; with padding the slot's own part is none.
         self._direct = O_DIRECT if direct and self._trailer_at == block_bytes else 0
         self._accept_unchecked = accept_unchecked
+        self._read_only = place.read_only
         self._pages = _Pages(self._trailer_at - block_bytes)
         self._access_times = AccessTimes()
         self._batch = _Batch()
@@ -145,7 +146,8 @@ class BlockFiles:
     def sign_off(self) -> None:
         """Remove the marker: nothing unfinished is left behind. Let go of the folders."""
         with suppress(OSError):
-            remove_markers(self._anchor.current().base, [self._signature])
+            if not self._read_only:
+                remove_markers(self._anchor.current().base, [self._signature])
         self._anchor.close()
 
     def sweep(self, keep_on: Callable[[], bool], dead: list[str]) -> None:
@@ -272,6 +274,9 @@ class BlockFiles:
 
     def _settle(self, place: Place) -> None:
         """Put into a place what belongs there, when it has just been taken."""
+        if self._read_only:
+            refuse_other_config(place, self._layout)
+            return
         if place.written_ns() is None:
             write_config(place.base, self._layout)
         layout = self._layout
@@ -279,7 +284,7 @@ class BlockFiles:
         place.take_marker(marker)
 
     def _report_returned(self) -> None:
-        self._incidents.report("load", "folder_returned", "the folder is there again, and is used")
+        self._incidents.report("load", "folder_returned", "the folder is there, and is used")
 
     def _is_whole(self, size: int) -> bool:
         return (
@@ -450,6 +455,8 @@ class BlockFiles:
         return True
 
     def _discard(self, name: str, key: bytes) -> None:
+        if self._read_only:
+            return
         try:
             self._unlink(self._anchor.current(), name)
         except OSError as problem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -14,6 +15,7 @@ from kvtier_backends.fs.place import CONFIG_NAME, FOLDER_FLAGS, Place
 from kvtier_backends.fs.special import refuse_special_file
 from kvtier_backends.fs.temporary import MARKERS_NAME, temporary_path, this_writer
 from kvtier_backends.posix import (
+    NO_FOLDER,
     NO_ROOM,
     NOT_A_FOLDER,
     NOTHING_OF_OURS,
@@ -67,14 +69,23 @@ def refuse_bare_mount_point(layout: Layout, filesystem: int | None, refusal: Fol
         raise refusal.error(f"cannot be looked at ({problem.strerror}).") from problem
 
 
-def prepare_root(root: str, refusal: FolderRefusal, *, allow_world_writable: bool = False) -> Place:
+def prepare_root(
+    root: str,
+    refusal: FolderRefusal,
+    *,
+    allow_world_writable: bool = False,
+    read_only: bool = False,
+) -> Place:
     """Create ``root`` for this user alone, or check that it is fit for use; and open it."""
     try:
-        make_folders(root)
-        place = Place(root, allow_world_writable=allow_world_writable)
+        if not read_only:
+            make_folders(root)
+        place = Place(root, allow_world_writable=allow_world_writable, read_only=read_only)
     except (FileExistsError, NotADirectoryError):
         raise refusal.error(NOT_A_FOLDER) from None
     except OSError as problem:
+        if read_only and isinstance(problem, FileNotFoundError):
+            raise refusal.error(NO_FOLDER) from problem
         raise refusal.error(
             f"cannot be created ({problem.strerror}). Create it for this user, or name another."
         ) from problem
@@ -86,13 +97,17 @@ def prepare_root(root: str, refusal: FolderRefusal, *, allow_world_writable: boo
 def prepare_namespace(place: Place, layout: Layout, refusal: FolderRefusal) -> None:
     """Create the namespace's folders and ``config.json``, or compare with what is there."""
     try:
-        place.open_below(layout, make=True)
+        with suppress(*(FileNotFoundError,) * place.read_only):
+            place.open_below(layout, make=not place.read_only)
+        if not place.is_open_below:
+            return  # others are to make it: each check looks for it
         for folder, path in ((place.base, layout.base), (place.blocks, layout.blocks)):
             _refuse_unfit(place, folder, path, refusal)
-        with suppress(FileNotFoundError):  # nobody has written here yet
-            _refuse_foreign_markers(place, layout, refusal)
-        if place.written_ns() is None:
-            write_config(place.base, layout)
+        if not place.read_only:
+            with suppress(FileNotFoundError):  # nobody has written here yet
+                _refuse_foreign_markers(place, layout, refusal)
+            if place.written_ns() is None:
+                write_config(place.base, layout)
     except NotADirectoryError as problem:
         raise refusal.error(f"holds {problem.filename}, which is no folder. Move it.") from None
     except OSError as problem:
@@ -100,7 +115,20 @@ def prepare_namespace(place: Place, layout: Layout, refusal: FolderRefusal) -> N
             f"cannot be written ({problem.strerror}: {problem.filename}). "
             "Give this user the right to write there, free space, or name another folder."
         ) from problem
+    compare_config(place, layout, refusal)
+
+
+def compare_config(place: Place, layout: Layout, refusal: FolderRefusal) -> None:
+    """Refuse a namespace whose ``config.json`` is another's. Raises ``ConfigError``."""
     _compare(_read_config_untrusted(place.base, layout.config_path, refusal), layout, refusal)
+
+
+def refuse_other_config(place: Place, layout: Layout) -> None:
+    """Compare a namespace that others have made meanwhile. Raises ``OSError``."""
+    try:
+        compare_config(place, layout, FolderRefusal("", layout.base))
+    except ConfigError as refused:
+        raise OSError(errno.ESTALE, str(refused), layout.config_path) from refused
 
 
 def write_config(base: int, layout: Layout) -> None:
@@ -121,8 +149,11 @@ def write_config(base: int, layout: Layout) -> None:
 def probe_direct(place: Place, refusal: FolderRefusal, *, wanted: bool) -> bool:
     """Prove that files can be written, and tell whether O_DIRECT works there.
 
-    A full disk is no refusal: what it holds can still be served.
+    A full disk is no refusal: what it holds can still be served. A place that is read only is
+    asked with ``config.json``, as far as it is there.
     """
+    if place.read_only:
+        return wanted and _reads_direct(place)
     name = temporary_path(".probe", this_writer())
     flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -147,6 +178,14 @@ def probe_direct(place: Place, refusal: FolderRefusal, *, wanted: bool) -> bool:
     return False
 
 
+def _reads_direct(place: Place) -> bool:
+    try:
+        os.close(os.open(CONFIG_NAME, os.O_RDONLY | O_DIRECT | os.O_CLOEXEC, dir_fd=place.base))
+    except OSError:
+        return False
+    return True
+
+
 def _write_page(name: str, flags: int, folder: int) -> None:
     descriptor = os.open(name, flags, 0o600, dir_fd=folder)
     try:
@@ -160,7 +199,7 @@ def _refuse_unfit(place: Place, folder: int, path: str, refusal: FolderRefusal) 
     """Refuse a folder that anyone may write to, or that this user may not."""
     if place.is_open_to_all(folder):
         raise refusal.error(world_writable(path))
-    fault = fault_of_rights(folder, path)
+    fault = fault_of_rights(folder, path, read_only=place.read_only)
     if fault is not None:
         raise refusal.error(fault)
 

@@ -35,6 +35,7 @@ CHECK_PAUSE_S: Final = 1.0
 
 CONFIG_NAME: Final = "config.json"
 FOLDER_FLAGS: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NOTHING_YET: Final = "holds nothing yet that this engine could load: others are to store it"
 _GONE: Final = (FileNotFoundError, NotADirectoryError)
 
 
@@ -45,11 +46,15 @@ class PlaceLost(OSError):
 class Place:
     """The open folders of a namespace. They are closed with the last who uses them."""
 
-    def __init__(self, path: str, *, allow_world_writable: bool = False) -> None:
+    def __init__(
+        self, path: str, *, allow_world_writable: bool = False, read_only: bool = False
+    ) -> None:
         """Open the root, wherever links lead. Raises ``OSError``."""
         self.allow_world_writable = allow_world_writable
+        self.read_only = read_only  #: nothing is made there
         self.unfinished: Unfinished | None = None  #: this writer's marker, once there is one
         self.base = self.blocks = self.root = -1
+        self.is_open_below = False
         self.path = path
         self.root = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
@@ -75,7 +80,11 @@ class Place:
         self.blocks = self.base
         if layout.blocks_name != layout.base_name:
             # A namespace that is there may lack a rank's own folder: that is no other place.
-            self.blocks = _open_folder(layout.blocks_name, self.root, layout.folder_mode, make=True)
+            make = not self.read_only
+            self.blocks = _open_folder(layout.blocks_name, self.root, layout.folder_mode, make=make)
+        if self.read_only and self.written_ns() is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), layout.config_path)
+        self.is_open_below = True
 
     def stands_below(self, layout: Layout) -> bool:
         """Tell whether its folders are still the namespace's. Raises ``OSError``."""
@@ -132,19 +141,21 @@ class Anchor:
     ) -> None:
         """``settle`` puts into a place what belongs there, when it has just been opened.
 
-        ``on_return`` is called when a place that was lost is there again.
+        ``on_return`` is called when a place that was lost is there again. A place that is read
+        only may have no folders below its root yet: they are opened once others have made them.
         """
         self._path = place.path
         self._real_path = os.path.realpath(place.path)
         self._layout = layout
         self._settle = settle
         self._on_return = on_return
-        self._place: Place | None = place
+        self._place: Place | None = place if place.is_open_below else None
         self._allow_world_writable = place.allow_world_writable
+        self._read_only = place.read_only
         self._device = os.fstat(place.root).st_dev
-        self._written_ns = place.written_ns()
+        self._written_ns = place.written_ns() if self._place else None
         self._is_deleted = False  # the last one was
-        self._why = ""
+        self._why = _NOTHING_YET
         self._next_check_s = time.monotonic() + CHECK_PAUSE_S
         self._checking = threading.Lock()
         self._is_closed = False
@@ -217,6 +228,7 @@ class Anchor:
         """Tell whether an empty folder there is the tier's: the old one was deleted."""
         return (
             self._is_deleted
+            and not self._read_only
             and device == self._device
             and os.path.realpath(self._path) == self._real_path  # no link has come into its place
         )
@@ -235,12 +247,16 @@ class Anchor:
         if stands and written_ns is not None:
             self._written_ns = written_ns
         else:
-            self._reopen(make=True)
+            self._reopen(make=not self._read_only)
 
     def _reopen(self, *, make: bool) -> None:
         """Open what the path names now, if it is the place, or may become it."""
         try:
-            place = Place(self._path, allow_world_writable=self._allow_world_writable)
+            place = Place(
+                self._path,
+                allow_world_writable=self._allow_world_writable,
+                read_only=self._read_only,
+            )
             root = os.fstat(place.root)
             if place.is_open_to_all(place.root):
                 self._lose("anyone may write there now")
@@ -251,12 +267,14 @@ class Anchor:
                 self._lose("another folder has taken its place")
                 return
             place.open_below(self._layout, make=make)
-            if not make and place.written_ns() != self._written_ns:
+            others_made_it = self._read_only and (is_same or self._written_ns is None)
+            if not make and not others_made_it and place.written_ns() != self._written_ns:
                 self._lose("another folder has taken its place")
                 return
             self._settle(place)
         except _GONE:
-            self._lose("another folder has taken its place")
+            if self._written_ns is not None:
+                self._lose("another folder has taken its place")
             return
         except OSError as problem:
             self._lose(f"it cannot be opened ({problem.strerror})")

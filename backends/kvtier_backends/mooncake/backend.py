@@ -130,9 +130,9 @@ class MooncakeBackend(Backend):
 
     @classmethod
     def check_connection(cls, options: Mapping[str, Any], context: BackendContext) -> str:
-        """Set a client up, and store, load and remove an object."""
+        """Set a client up, and store, load and remove an object where that is allowed."""
         reader, given, _ = read_options(options, context)
-        return try_store(load_library(reader), given, reader)
+        return try_store(load_library(reader), given, reader, read_only=context.read_only)
 
     @property
     def place(self) -> str:

@@ -65,7 +65,7 @@ class NamespaceObject:
         return room if code == size else None
 
     def _write(self, client: StoreClient) -> bool:
-        if len(self._own.text) > DESCRIPTION_ROOM_BYTES:
+        if self._own.is_read_only or len(self._own.text) > DESCRIPTION_ROOM_BYTES:
             return True  # for people only: the names of blocks tell namespaces apart
         room = self._room[: len(self._own.text)]
         room[:] = self._own.text

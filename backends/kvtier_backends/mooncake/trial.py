@@ -23,7 +23,13 @@ SEGMENT_BYTES_MAX: Final = 64 << 20
 """Others may store there while the check runs, and lose that: the less, the better."""
 
 
-def try_store(library: Any, given: MooncakeOptions, reader: Options) -> str:  # noqa: ANN401 - a module without types
+def try_store(
+    library: Any,  # noqa: ANN401 - a module without types
+    given: MooncakeOptions,
+    reader: Options,
+    *,
+    read_only: bool,
+) -> str:
     """Return what worked, in words. Raises ``ConfigError`` for the step that did not."""
     lent = min(given.segment_bytes, SEGMENT_BYTES_MAX)
     step = "reaching the master"
@@ -36,6 +42,8 @@ def try_store(library: Any, given: MooncakeOptions, reader: Options) -> str:  # 
         client = StoreClient(library, modest, host)
         room = memoryview(mmap.mmap(-1, BODY_BYTES))
         client.register(Region(address_of(room), BODY_BYTES))
+        if read_only:
+            return "its master was reached"
         remedy = "See to the master and to those who give the store memory"
         parts = Parts([(_name(given), [address_of(room)], [BODY_BYTES])])
         body = room[:] = secrets.token_bytes(BODY_BYTES)

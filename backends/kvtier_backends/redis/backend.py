@@ -114,9 +114,10 @@ class RedisBackend(Backend):
 
     @classmethod
     def check_connection(cls, options: Mapping[str, Any], context: BackendContext) -> str:
-        """Log in to each server, and store, load and remove a key there."""
+        """Log in to each server, and store, load and remove a key there, or look one up."""
         reader, given = read_options(options, context)
-        return asyncio.run(try_servers(Client(given, reader), given, reader))
+        client = Client(given, reader)
+        return asyncio.run(try_servers(client, given, reader, read_only=context.read_only))
 
     @property
     def place(self) -> str:

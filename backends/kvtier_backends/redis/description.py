@@ -57,11 +57,12 @@ class Description:
 
     async def _compare_at(self, client: Client, address: Address) -> None:
         async with client.asking(address) as ask:
-            try:
-                await ask("SET", self.name, self._own.text, "NX")
-            except ServerRefused as refused:
-                if not refuses_writes(refused.kind):  # and serves what it has
-                    raise
+            if not self._own.is_read_only:
+                try:
+                    await ask("SET", self.name, self._own.text, "NX")
+                except ServerRefused as refused:
+                    if not refuses_writes(refused.kind):  # and serves what it has
+                        raise
             found = await ask("GET", self.name)
         if found is not None:
             self._own.refuse_other_untrusted(found)

@@ -11,6 +11,8 @@ from kvtier_backends.redis.server_errors import remedy_of
 from kvtier_backends.redis.topology import discover
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvtier.errors import ConfigError
     from kvtier.plugin_api.options import Options
     from kvtier_backends.redis.addresses import Address
@@ -27,14 +29,18 @@ _REMEDIES: Final = {
     "ReadOnlyError": "It is a replica: name its master, or set mode to 'sentinel'",
     "MOVED": "It is a node of a cluster: set mode to 'cluster'",
 }
+_RIGHTS_OF_READERS: Final = "+get +exists"
 _RIGHTS: Final = "+get +set +mset +exists +unlink"
 
 
 class _Trial:
     """One tier's servers, and which step is under way."""
 
-    def __init__(self, client: Client, given: RedisOptions, reader: Options) -> None:
+    def __init__(
+        self, client: Client, given: RedisOptions, reader: Options, *, read_only: bool
+    ) -> None:
         self._client = client
+        self._read_only = read_only
         self._given = given
         self._reader = reader
         self._step = "logging in"
@@ -52,13 +58,17 @@ class _Trial:
     async def _try_server(self, address: Address, name: bytes) -> None:
         value = secrets.token_bytes(64)
         self._step = "logging in"
+        steps: Sequence[tuple[str, tuple[str | bytes, ...]]] = (
+            ("looking a key up", ("EXISTS", name)),
+            ("storing one", ("SET", name, value, "EX", LEFT_S)),
+            ("loading it", ("GET", name)),
+            ("removing it", ("UNLINK", name)),
+        )
+        if self._read_only:
+            steps = steps[:1]
+        steps = steps[:1] if self._read_only else steps
         async with self._client.asking(address) as ask:
-            for self._step, words in (
-                ("looking a key up", ("EXISTS", name)),
-                ("storing one", ("SET", name, value, "EX", LEFT_S)),
-                ("loading it", ("GET", name)),
-                ("removing it", ("UNLINK", name)),
-            ):
+            for self._step, words in steps:
                 found = await ask(*words)
                 if words[0] == "GET" and found != value:
                     raise StoreFault(f"{address} has not kept what was stored")
@@ -81,7 +91,8 @@ class _Trial:
         if kind == "NoPermissionError":
             more = " +cluster|slots +asking" if self._given.mode == "cluster" else ""
             user = self._given.username or "default"
-            return f"Run ACL SETUSER {user} ~{self._given.key_prefix}:* {_RIGHTS}{more} there"
+            rights = _RIGHTS_OF_READERS if self._read_only else _RIGHTS
+            return f"Run ACL SETUSER {user} ~{self._given.key_prefix}:* {rights}{more} there"
         if kind in _REMEDIES:
             return _REMEDIES[kind]
         if remedy := remedy_of(kind):
@@ -95,8 +106,11 @@ def _kind_of(problem: StoreFault) -> str:
     return problem.kind if isinstance(problem, ServerRefused) else ""
 
 
-async def try_servers(client: Client, given: RedisOptions, reader: Options) -> str:
+async def try_servers(
+    client: Client, given: RedisOptions, reader: Options, *, read_only: bool
+) -> str:
     """Return what worked, in words. Raises ``ConfigError`` for the step that did not."""
-    count = await _Trial(client, given, reader).run()
+    count = await _Trial(client, given, reader, read_only=read_only).run()
     servers = "its server was" if count == 1 else f"all {count} servers were"
-    return f"{servers} reached; a key was stored, loaded and removed"
+    done = "looked up" if read_only else "stored, loaded and removed"
+    return f"{servers} reached; a key was {done}"

@@ -145,10 +145,11 @@ class S3Backend(Backend):
 
     @classmethod
     def check_connection(cls, options: Mapping[str, Any], context: BackendContext) -> str:
-        """Store, load and remove an object."""
+        """Store, load and remove an object, or look for one."""
         client, address, _, given = _read(options, context)
         reader = read_options(options, context)[1]
-        return asyncio.run(try_bucket(client, address, given, reader))
+        trial = try_bucket(client, address, given, reader, read_only=context.read_only)
+        return asyncio.run(trial)
 
     @property
     def place(self) -> str:

@@ -93,6 +93,8 @@ class BucketConnection(KeptConnection):
     async def _agree_some_time(self, *, writes: bool) -> None:
         wanted = self._description
         there = await self._read()
+        if there is None and wanted.is_read_only:
+            return
         if there is None:
             # Where it may not be written nothing of ours is, and what others store may be read.
             if await _unless_refused(self._client.put(wanted.name, wanted.text)) is not False:
@@ -101,7 +103,7 @@ class BucketConnection(KeptConnection):
         if there is None:
             raise RequestFailed(Failure.BROKEN, f"{wanted.name} is there and is not")
         wanted.refuse_other_untrusted(there)
-        if writes:  # again: a lifecycle rule counts anew
+        if writes and not wanted.is_read_only:  # again: a lifecycle rule counts anew
             await _unless_refused(self._client.replace(wanted.name, wanted.text))
 
     async def _read(self) -> memoryview | None:

@@ -28,29 +28,33 @@ _REMEDIES: Final = {
 }
 
 
-async def try_bucket(client: Client, address: Address, given: S3Options, reader: Options) -> str:
+async def try_bucket(
+    client: Client, address: Address, given: S3Options, reader: Options, *, read_only: bool
+) -> str:
     """Return what worked, in words. Raises ``ConfigError`` for the step that did not."""
     digits = secrets.token_hex(16)
     name = address.below(NAMESPACE, digits[:3], digits)
-    steps: tuple[tuple[str, str, Callable[[], Awaitable[Any]]], ...] = (
+    steps: list[tuple[str, str, Callable[[], Awaitable[Any]]]] = [
         ("looking for an object", "s3:ListBucket and s3:GetObject", lambda: client.length(name)),
         ("storing one", "s3:PutObject", lambda: client.put(name, BODY, b"trailer")),
         ("loading it", "s3:GetObject", lambda: client.get(name, len(BODY).__eq__)),
         ("removing it", "s3:DeleteObject", lambda: client.remove([name])),
-    )
-    for step, right, call in steps:
+    ]
+    for step, right, call in steps[:1] if read_only else steps:
         try:
             async with asyncio.timeout(min(given.request_timeout_s, CHECK_TIMEOUT_S_MAX)):
                 await call()
         except (StoreFault, TimeoutError) as problem:
             failed = problem if isinstance(problem, StoreFault) else timed_out()
-            with suppress(StoreFault, TimeoutError):
-                async with asyncio.timeout(CHECK_TIMEOUT_S_MAX):
-                    await client.remove([name])
+            if not read_only:
+                with suppress(StoreFault, TimeoutError):
+                    async with asyncio.timeout(CHECK_TIMEOUT_S_MAX):
+                        await client.remove([name])
             raise reader.error(
                 "url", given.url, f"was tried: {step} failed ({failed}). {_remedy(failed, right)}"
             ) from failed
-    return "its bucket was reached; an object was stored, loaded and removed"
+    done = "looked for" if read_only else "stored, loaded and removed"
+    return f"its bucket was reached; an object was {done}"
 
 
 def _remedy(failed: StoreFault, right: str) -> str:

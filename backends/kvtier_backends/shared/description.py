@@ -31,6 +31,7 @@ class OwnDescription:
     ) -> None:
         """``name``: what it is called there. ``option``: the one that leads elsewhere."""
         self.name = name
+        self.is_read_only = context.read_only  #: nothing is written where there is none
         self._wanted = describe(format_name, version, context)
         self._option = option
         self.text = json.dumps(self._wanted, indent=2, sort_keys=True).encode()

@@ -94,6 +94,11 @@ async def measure(
     Raises ``Misuse`` for what can't be measured, and ``StoreFault`` if the server fails.
     """
     _check_memory(options.leg_bytes)
+    if config.read_only:
+        raise Misuse(
+            f"{config.name} is read_only, and this measures by storing blocks. Remove read_only "
+            "from a copy of the configuration, or measure another tier."
+        )
     namespace = Namespace({"benchmark": True, "block_bytes": block_bytes})
     context = BackendContext(block_bytes, namespace, config.name)
     token = secrets.token_hex(4)

@@ -69,7 +69,7 @@ def _check_tier(
             findings,
         )
         return None
-    context = BackendContext(block_bytes, Namespace(facts={}), config.name)
+    context = BackendContext(block_bytes, Namespace(facts={}), config.name, config.read_only)
     place: list[str | None] = []
     doubts: list[str] = []
 

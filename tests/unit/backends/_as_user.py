@@ -10,11 +10,12 @@ import asyncio
 import os
 import sys
 import tempfile
+from dataclasses import replace
 
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import Outcome
 from tests.unit.backends.disk._disk import open_disk
-from tests.unit.backends.fs._fs import open_fs
+from tests.unit.backends.fs._fs import CONTEXT, open_fs
 
 
 async def main(kind: str, folder: str, stored: int, wanted: int) -> None:
@@ -24,7 +25,7 @@ async def main(kind: str, folder: str, stored: int, wanted: int) -> None:
             assert await disk.found(range(wanted)) == list(range(wanted))
             assert await disk.store(*numbers) == [Outcome.DONE] * stored
         return
-    async with open_fs(folder) as fs:
+    async with open_fs(folder, replace(CONTEXT, read_only=kind == "fs-reader")) as fs:
         assert [await fs.load(number) for number in range(wanted)] == [Outcome.DONE] * wanted
         assert [await fs.store(number) for number in numbers] == [Outcome.DONE] * stored
 
@@ -34,8 +35,8 @@ if __name__ == "__main__":
     # What is imported late is imported now, by a folder that is begun, and opened again: the user
     # may not be allowed to read Python's packages.
     with tempfile.TemporaryDirectory() as tried:
-        asyncio.run(main(kind, f"{tried}/kv", 8, 0))
-        asyncio.run(main(kind, f"{tried}/kv", 8, 8))
+        asyncio.run(main(kind.removesuffix("-reader"), f"{tried}/kv", 8, 0))
+        asyncio.run(main(kind.removesuffix("-reader"), f"{tried}/kv", 8, 8))
         import numpy.ma  # noqa: F401 - for some orders of what a folder has
     os.umask(0o007)
     os.setgroups([])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,11 +22,22 @@ from tests.unit.backends.disk._disk import make_disk, open_disk
 from tests.unit.backends.fs._fs import make_fs, open_fs
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
 
 GROUP = 3000
 KINDS = ["fs", "disk"]
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def everyones() -> Iterator[Path]:
+    """A folder that other users get to.
+
+    Below pytest's own they don't: each run of pytest that begins closes that to them.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)  # noqa: PTH101 - it is no Path yet
+        yield Path(folder)
 
 
 def made(folder: Path, mode: int) -> Path:
@@ -37,9 +50,6 @@ def made(folder: Path, mode: int) -> Path:
 
 def opened_by(user: int, kind: str, root: Path, stored: int, wanted: int) -> tuple[int, str]:
     """Open a tier as another user of the group; returns the exit status and what was said."""
-    for parent in root.parents:
-        if "pytest" in str(parent):
-            parent.chmod(0o755)  # so that this user gets so far
     with start_python(
         "-m",
         "tests.unit.backends._as_user",
@@ -71,9 +81,11 @@ def test_modes_follow_the_group_bits_of_the_root_and_never_the_others(
 
 @needs("root")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_second_user_of_a_folders_group_reads_and_writes_there(kind: str, tmp_path: Path) -> None:
+def test_a_second_user_of_a_folders_group_reads_and_writes_there(
+    kind: str, everyones: Path
+) -> None:
     """OpenShift gives each pod a user of its own, and all of them one group."""
-    root = made(tmp_path / "kv", 0o2770)
+    root = made(everyones / "kv", 0o2770)
     assert opened_by(2001, kind, root, 8, 0) == (0, "")
     assert opened_by(2002, kind, root, 8, 8) == (0, "")
     assert opened_by(2001, kind, root, 0, 16) == (0, "")
@@ -83,9 +95,22 @@ def test_a_second_user_of_a_folders_group_reads_and_writes_there(kind: str, tmp_
 
 
 @needs("root")
+def test_a_user_who_may_only_read_there_has_to_say_so(everyones: Path) -> None:
+    root = made(everyones / "kv", 0o2770)
+    assert opened_by(2001, "fs", root, 2, 0) == (0, "")
+    for path in root.rglob("*"):
+        path.chmod(stat.S_IMODE(path.stat().st_mode) & ~0o020)
+    root.chmod(0o2750)
+    status, said = opened_by(2002, "fs", root, 0, 2)
+    assert status == 3
+    assert "may not read and write" in said
+    assert opened_by(2002, "fs-reader", root, 0, 2) == (0, "")
+
+
+@needs("root")
 @pytest.mark.parametrize("below", ["", "/writers"])
-def test_the_refusal_of_another_users_folder_names_that_folder(below: str, tmp_path: Path) -> None:
-    root = made(tmp_path / "kv", 0o2770)
+def test_the_refusal_of_another_users_folder_names_that_folder(below: str, everyones: Path) -> None:
+    root = made(everyones / "kv", 0o2770)
     assert opened_by(2001, "fs", root, 1, 0) == (0, "")
     (base,) = root.iterdir()
     theirs = f"{base}{below}"
@@ -97,8 +122,8 @@ def test_the_refusal_of_another_users_folder_names_that_folder(below: str, tmp_p
 
 
 @needs("root")
-def test_the_refusal_of_another_users_disk_folder_names_the_file(tmp_path: Path) -> None:
-    root = made(tmp_path / "kv", 0o2770)
+def test_the_refusal_of_another_users_disk_folder_names_the_file(everyones: Path) -> None:
+    root = made(everyones / "kv", 0o2770)
     assert opened_by(2001, "disk", root, 1, 0) == (0, "")
     (root / "lock").chmod(0o600)
     status, said = opened_by(2002, "disk", root, 1, 0)

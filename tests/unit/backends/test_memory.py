@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import anyio
 import pytest
 
@@ -44,6 +46,11 @@ async def load(backend: MemoryBackend, keys: list[bytes]) -> tuple[list[Loaded],
 
 async def outcomes(backend: MemoryBackend, keys: list[bytes]) -> list[Outcome]:
     return [answer.outcome for answer in (await load(backend, keys))[0]]
+
+
+def test_memory_that_nobody_may_fill_is_refused() -> None:
+    with pytest.raises(ConfigError, match="with read_only stays so"):
+        MemoryBackend.from_options({"capacity_bytes": 640}, replace(CONTEXT, read_only=True))
 
 
 async def test_the_capacity_is_whole_blocks_and_obeyed() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 from hypothesis import given, settings, strategies
 
 from kvtier import ConfigError, RuntimeConfig, TierConfig
+from kvtier.core.block_state import BlockState
 from kvtier.plugin_api.admission_policy import AdmissionContext
 from kvtier.plugin_api.backend import BackendTraits, Outcome
 from kvtier.plugin_api.options import Options
@@ -15,15 +18,19 @@ from kvtier.policies.eviction.lru import LRUPolicy
 from tests.support.cell import TestRuntime, open_test_runtime
 from tests.support.examples import examples
 
+if TYPE_CHECKING:
+    from kvtier.settings.runtime_config import OffloadPolicy
+
 KEYS = [bytes([code]) + bytes(4) for code in b"abcdef"]
 CONTEXT = AdmissionContext(block_bytes=16, slot_count=8)
 
 
 class Story:
-    """A runtime with one tier, written to only on a block's second touch."""
+    """A runtime with one tier, by default written to only on a block's second touch."""
 
-    def __init__(self, **options: object) -> None:
-        tier = TierConfig("1:t", "t", admission="second_touch", admission_options=options)
+    def __init__(self, tier: TierConfig | None = None, **options: object) -> None:
+        if tier is None:
+            tier = TierConfig("1:t", "t", admission="second_touch", admission_options=options)
         config = RuntimeConfig(
             slot_count=8,
             block_bytes=16,
@@ -62,6 +69,17 @@ def test_a_block_is_written_when_a_second_request_has_used_it() -> None:
     assert story.serve("second", KEYS[:2]) == KEYS[:2]
     assert story.serve("third", KEYS[:3]) == [KEYS[2]]
     assert story.facade.statistics().tiers[0].counts.cascades_refused == 3
+
+
+@pytest.mark.parametrize("policy", ["chunk_level", "request_level"])
+def test_a_tier_that_is_read_only_is_asked_and_given_nothing(policy: OffloadPolicy) -> None:
+    story = Story(TierConfig("1:t", "t", read_only=True, offload_policy=policy))
+    for request in ("first", "second"):
+        assert story.serve(request, KEYS[:3]) == []
+    seen = story.facade.statistics()
+    assert (seen.primary.pinned_slots, seen.tiers[0].counts.cascades_refused) == (0, 0)
+    story.facade.on_request_started("third")
+    assert story.facade.lookup_state(KEYS[3], "third") is BlockState.PROBING
 
 
 def test_nothing_stays_pinned_for_what_was_refused() -> None:

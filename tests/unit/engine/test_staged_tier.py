@@ -17,6 +17,7 @@ from tests.support.patient_limits import _patient_limits  # noqa: F401 - a fixtu
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from kvtier.core.staging_messages import Finished
     from kvtier.engine.staged_facade import StagedFacade
@@ -38,7 +39,12 @@ class Program:
             for name in ("promote_timeout_s", "store_timeout_s", "probe_timeout_s")
             if name in options
         }
-        tier = {"type": "memory", "capacity_bytes": 1 << 20, "faults": faults, **tier_options}
+        tier = options.pop("tier", None) or {
+            "type": "memory",
+            "capacity_bytes": 1 << 20,
+            "faults": faults,
+            **tier_options,
+        }
         config = read_secondary_tier({"tier": tier, **options}, slot_count=SLOTS, block_bytes=BLOCK)
         self.now = 0.0
         self.memory = SlotMemory.anonymous(SLOTS, BLOCK)
@@ -125,6 +131,20 @@ def test_what_was_stored_is_loaded_again(program: Program) -> None:
     assert all(program.holds(slot, slot) for slot in range(COUNT))
     assert program.at_rest()
     assert program.facade.statistics().counts.read_bytes == COUNT * BLOCK
+
+
+def test_a_tier_that_is_read_only_ends_stores_without_a_copy(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    program = Program({}, tier={"type": "fs", "root_dir": str(tmp_path), "read_only": True})
+    try:
+        program.facade.on_request_started("r")
+        assert not program.until_finished(program.store(KEYS)).failed
+        assert program.at_rest()
+        assert program.find(KEYS[0]) is BlockState.ABSENT
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        program.bytes.release()
+        program.facade.close()
 
 
 def test_nothing_is_found_for_a_request_that_is_unknown(program: Program) -> None:

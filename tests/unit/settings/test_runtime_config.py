@@ -48,6 +48,10 @@ def test_the_defaults_are_accepted() -> None:
             "offload_policy='all' must be one of chunk_level, request_level",
         ),
         ({"secondary_tiers": [{"type": "fs", "module_path": "x"}]}, "module_path='x'"),
+        (
+            {"secondary_tiers": [{"type": "fs", "read_only": True, "admission": "second_touch"}]},
+            "admission='second_touch' chooses what is written",
+        ),
         ({"backpressure": {}}, "backpressure={}"),
         ({"cache_policy_module_path": "x"}, "cache_policy_module_path='x'"),
         ({"evction_policy": "lru"}, "did you mean 'eviction_policy'"),

@@ -54,6 +54,17 @@ def test_a_redis_server_is_tried_and_keeps_nothing(
     assert valkey.ask("KEYS", "*") == []
 
 
+def test_a_server_that_is_read_only_is_asked_alone(
+    valkey: RedisServer, connect: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    valkey.ask("ACL", "SETUSER", "reader", "on", f">{SECRET}", "~*", "+exists", "+get", "+ping")
+    monkeypatch.setenv("KVTIER_TEST_PASSWORD", SECRET)
+    tier = {"type": "redis", "url": valkey.url, "username": "reader", "read_only": True}
+    found = connect(tier | {"password_env": "KVTIER_TEST_PASSWORD"})
+    assert "a key was looked up" in found["noted"][0]
+    assert valkey.ask("KEYS", "*") == []
+
+
 @pytest.mark.parametrize(
     ("rights", "password", "parts"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -29,6 +30,14 @@ async def test_a_person_can_read_whose_blocks_these_are(valkey_server: RedisServ
     written = json.loads(valkey_server.ask("GET", stem + b":description"))
     assert written["facts"] == CONTEXT.namespace.facts
     assert written["block_bytes"] == BLOCK_BYTES
+
+
+async def test_one_that_is_read_only_writes_none(valkey_server: RedisServer) -> None:
+    reader = replace(CONTEXT, read_only=True)
+    async with open_redis(valkey_server.url, reader, key_prefix="reads") as tier:
+        await tier.until(Connection.UP)
+        assert await tier.load(1) == [Outcome.ABSENT]
+    assert valkey_server.ask("KEYS", "reads:*") == []
 
 
 async def test_another_description_is_refused_with_both_sides_named(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -53,6 +54,13 @@ async def test_a_server_that_is_not_there_yet_is_connected_to_once_it_is(
         await s3.until_state(UP)
         assert await s3.store(1) == [DONE]
         assert await s3.load(1) == [DONE]
+
+
+async def test_one_that_is_read_only_writes_nothing(moto: MotoServer) -> None:
+    async with open_s3(moto.endpoint, "reads", replace(CONTEXT, read_only=True)) as s3:
+        assert await s3.load(1) == [ABSENT]
+    found = client_for(moto.endpoint).list_objects_v2(Bucket=BUCKET, Prefix="reads")
+    assert found["KeyCount"] == 0
 
 
 async def test_a_server_that_was_killed_and_starts_again_empty_is_used_again(
