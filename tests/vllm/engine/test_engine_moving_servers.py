@@ -1,0 +1,174 @@
+"""Servers that move behind one name, refuse writes, and change passwords or rights, under engines.
+
+Two engines on one storage: what one has stored, the other serves, so that each hit is the tier's.
+Each answer is compared with that of an engine without offloading.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from stress.remote.moving_name import MovingName
+from tests.support import s3_server
+from tests.support.patience import PATIENCE_S, until
+from tests.support.redis_servers import HOST, PROGRAMS, Program, RedisServer
+from tests.support.s3_fault_server import Fault, fault_server
+from tests.vllm.support.play import whole_blocks
+from tests.vllm.support.two_engines import LENGTHS, serving, two_serving
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.vllm.support.two_engines import Serving, Two
+
+WHOLE = sum(whole_blocks(LENGTHS))
+# Each is five processes of vLLM, one after the other or side by side.
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.one_release]
+
+
+def store_and_serve(two: Two, first: int, second: int) -> None:
+    """Have each engine compute a part, and load the other's."""
+    assert two.both(first, second) == [0, 0]
+    two.until_stored()
+    assert two.both(second, first) == [WHOLE, WHOLE]
+
+
+def until_used_again(two: Two, connected: Callable[[], bool]) -> None:
+    """Have the engines step until they are connected where they should be, and their tier is up."""
+    until(
+        lambda: all(is_in_use(engine) for engine in two.engines) and connected(),
+        lambda: [engine.tier() for engine in two.engines],
+    )
+
+
+def is_in_use(engine: Serving) -> bool:
+    """Tell whether it may load from its tier; stores may fail."""
+    tier = engine.tier()
+    return (tier["breakers"]["loads"], tier["connection"]) == ("CLOSED", "UP")
+
+
+def until_stores_work(two: Two) -> None:
+    """Have the engines step until what was put off has been stored, or some of it."""
+    until(lambda: all(engine.tier()["breaker"] == "CLOSED" for engine in two.engines))
+
+
+def nothing_was_damaged(two: Two) -> None:
+    for engine in two.engines:
+        assert engine.tier()["counts"]["damaged"] == 0
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_masters_change_places_refuse_writes_and_get_another_password(
+    program: Program, llama: Path, tmp_path: Path, log_folder: Path
+) -> None:
+    password = tmp_path / "password"
+
+    def set_password(text: str) -> None:
+        password.write_text(text)
+        password.chmod(0o600)
+
+    def login() -> dict[str, str]:
+        return {"password": password.read_text()}
+
+    def users_of(server: RedisServer) -> int:
+        """Return how many connections blocks are moved over, at most."""
+        clients = server.ask("CLIENT", "LIST", "TYPE", "normal", **login())
+        return len(clients.decode().splitlines()) - 1  # this one
+
+    set_password("the-first-one")
+    protected = ("--requirepass", "the-first-one", "--masterauth", "the-first-one")
+    old, new = (RedisServer(program, tmp_path / name, *protected) for name in ("old", "new"))
+    with ExitStack() as running:
+        for server in (old, new):
+            running.callback(server.kill)
+            server.start()
+        new.ask("REPLICAOF", HOST, old.port, **login())
+        name = running.enter_context(MovingName(old.port))
+        tier = {
+            "type": "redis",
+            "url": f"redis://{HOST}:{name.port}",
+            "password_file": str(password),
+            **dict.fromkeys(("connect_timeout_s", "call_timeout_s"), PATIENCE_S),
+        }
+        two = running.enter_context(two_serving(llama, [tier] * 2, 8, log_folder, tmp_path, {}))
+        store_and_serve(two, 0, 1)
+
+        # The name leads to the replica, which is promoted; the old master keeps its connections.
+        until(lambda: new.ask("DBSIZE", **login()) == old.ask("DBSIZE", **login()))
+        name.leads_to = new.port
+        new.ask("REPLICAOF", "NO", "ONE", **login())
+        old.ask("REPLICAOF", HOST, new.port, **login())
+        assert two.both(2, 3) == [0, 0]
+        until_used_again(two, lambda: users_of(new) >= 2 and users_of(old) <= 1)
+        store_and_serve(two, 4, 5)
+
+        # It refuses writes: what is there is served, after a reconnect, too, and to an engine
+        # that starts now.
+        new.ask("CONFIG", "SET", "min-replicas-to-write", 9, **login())
+        assert two.both(6, 7) == [0, 0]
+        new.ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes", **login())
+        until_used_again(two, lambda: users_of(new) >= 2)
+        assert two.both(5, 4) == [WHOLE, WHOLE]
+        third = running.enter_context(serving("third", llama, tier, log_folder, tmp_path, {}))
+        assert two.cached_by(third, two.ask_one(third, 0), 0) == WHOLE
+        new.ask("CONFIG", "SET", "min-replicas-to-write", 0, **login())
+        until_stores_work(two)
+
+        # Another password: the server's first, then the file's.
+        for server in (old, new):
+            server.ask("CONFIG", "SET", "masterauth", "the-second-one", **login())
+            server.ask("CONFIG", "SET", "requirepass", "the-second-one", **login())
+        for server in (old, new):
+            server.ask("CLIENT", "KILL", "TYPE", "normal", password="the-second-one")
+        until(lambda: not any(is_in_use(engine) for engine in two.engines))
+        set_password("the-second-one")
+        until_used_again(two, lambda: users_of(new) >= 2)
+        assert two.cached_by(third, two.ask_one(third, 4), 4) == WHOLE
+        nothing_was_damaged(two)
+
+
+def test_a_bucket_refuses_writes_and_its_tokens_expire(
+    llama: Path, tmp_path: Path, log_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = tmp_path / "keys.json"
+    keys.write_text(json.dumps({"Version": 1, "AccessKeyId": "one", "SecretAccessKey": "secret"}))
+    with fault_server() as (server, endpoint), ExitStack() as running:
+        tier: dict[str, Any] = s3_server.options_for(
+            endpoint,
+            "kv",
+            type="s3",
+            access_key_env=None,
+            secret_key_env=None,
+            credentials_command=f"cat {keys}",
+            request_timeout_s=PATIENCE_S,
+        )
+        two = running.enter_context(two_serving(llama, [tier] * 2, 6, log_folder, tmp_path, {}))
+        store_and_serve(two, 0, 1)
+
+        server.misbehave(Fault.DENIED, "PUT")
+        assert two.both(2, 3) == [0, 0]
+        third = running.enter_context(serving("third", llama, tier, log_folder, tmp_path, {}))
+        assert two.cached_by(third, two.ask_one(third, 0), 0) == WHOLE
+        assert all(is_in_use(engine) for engine in (*two.engines, third))
+        server.behave()
+        until_stores_work(two)
+        store_and_serve(two, 4, 5)
+
+        begin = server.begin
+
+        def begin_unless_expired(method: str, path: str) -> Fault | None:
+            return Fault.EXPIRED if server.keys[-1] == "one" else begin(method, path)
+
+        monkeypatch.setattr(server, "begin", begin_unless_expired)
+        assert two.both(4, 5) == [WHOLE, WHOLE]  # of host memory
+        assert two.cached_by(third, two.ask_one(third, 1), 1) == 0
+        until(lambda: not is_in_use(third))
+        keys.write_text(keys.read_text().replace("one", "two"))
+        until_used_again(two, lambda: is_in_use(third))
+        assert two.cached_by(third, two.ask_one(third, 4), 4) == WHOLE
+        nothing_was_damaged(two)
