@@ -2,6 +2,7 @@
 
 vLLM's workers create and map it. The scheduler removes the file's name once all
 ranks have mapped it, because vLLM would leave the file behind when an engine is killed.
+One that is killed before that leaves it, and the next start removes it (``region.py``).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
-from kvtier.vllm.region import SHARED_MEMORY_FOLDER, names
+from kvtier.vllm.region import SHARED_MEMORY_FOLDER, VLLMS_NAME, names
 from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
 
 
@@ -112,4 +113,4 @@ class HeaderMap:
 
 def region_path(engine_id: str) -> Path:
     """Return where vLLM makes an engine's region."""
-    return Path(SHARED_MEMORY_FOLDER) / f"vllm_offload_{engine_id}.mmap"
+    return Path(SHARED_MEMORY_FOLDER) / VLLMS_NAME.format(engine_id)

@@ -2,7 +2,9 @@
 
 vLLM's front end loads nothing of kvtier's where it has no statistics to define, as in ``LLM(...)``,
 and marks no media then (``media.py``). So it is told once it has made a configuration that has
-kvtier. Processes of other users, and those that make no configuration, are left as they are.
+kvtier. Nothing runs yet then, and no model is loaded: what engines that died have left in shared
+memory is removed (``region.py``). Processes of other users, and those that make no configuration,
+are left as they are.
 """
 
 from __future__ import annotations
@@ -19,21 +21,24 @@ _hooked: set[str] = set()
 
 
 def load() -> None:
-    """Have this process mark media if it makes a configuration with kvtier. Any number of times."""
+    """Have this process prepare a start once it makes one with kvtier. Any number of times."""
     arguments = getattr(sys.modules.get(_ARGUMENTS), "EngineArgs", None)
     if arguments is not None and _ARGUMENTS not in _hooked:
         _hooked.add(_ARGUMENTS)
-        arguments.create_engine_config = _marking(arguments.create_engine_config)
+        arguments.create_engine_config = _preparing(arguments.create_engine_config)
 
 
-def _marking(real: Callable[..., Any]) -> Callable[..., Any]:
+def _preparing(real: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(real)
     def create_engine_config(arguments: Any, *rest: Any, **named: Any) -> Any:  # noqa: ANN401 - no stubs
         config = real(arguments, *rest, **named)
         if "kvtier" in str(getattr(config, "kv_transfer_config", None)):
-            from kvtier.vllm.media import mark_contents  # noqa: PLC0415 - other users need none of it
+            # Other users need none of it.
+            from kvtier.vllm.media import mark_contents  # noqa: PLC0415
+            from kvtier.vllm.region import sweep  # noqa: PLC0415
 
             mark_contents()
+            sweep()
         return config
 
     return create_engine_config

@@ -12,7 +12,8 @@ last, removes the name as soon as all ranks have mapped it; the memory then
 goes with the last process. For an engine killed before that, each participant
 holds a shared ``flock`` while the name exists, and whoever opens a region first
 removes the files that nobody holds. (``flock`` works between containers that
-share ``/dev/shm``; process ids do not.)
+share ``/dev/shm``; process ids do not.) vLLM's own regions go with them, which
+platforms with a device use: there a lease tells what a lock tells here.
 
 Rule of the opening: lock, then look whether the name still leads to what was
 locked. A sweep may have taken the file for a dead one in between; then start anew.
@@ -26,6 +27,7 @@ import hashlib
 import mmap
 import os
 import re
+import signal
 import stat
 import time
 from contextlib import suppress
@@ -33,6 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvtier.errors import ConfigError, InternalError
+from kvtier.plugin_api.log import log
 from kvtier.plugin_api.slot_memory import MADV_POPULATE_WRITE
 from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
 
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
 
 SHARED_MEMORY_FOLDER: Final = "/dev/shm"  # noqa: S108 - files are made O_EXCL, 0600
 NAME_PREFIX: Final = "kvtier_"
+VLLMS_NAME: Final = "vllm_offload_{}.mmap"
+"""What vLLM calls the region of an engine, which platforms with a device use."""
 OPEN_TIMEOUT_S: Final = 60.0
 
 SAME_ENGINE_ID: Final = (
@@ -53,6 +58,8 @@ SAME_ENGINE_ID: Final = (
 _POLL_S = 0.005
 _POPULATE_STEP_BYTES = 1 << 30  # so that a signal gets through between two steps
 _GIB = 1 << 30
+_PATTERNS: Final = (f"{NAME_PREFIX}*", VLLMS_NAME.format("*"))
+_SECTOR_BYTES: Final = 512  # what st_blocks counts
 
 
 class Region(Protocol):
@@ -259,24 +266,79 @@ class HostRegion:
 
 
 def sweep(folder: str = SHARED_MEMORY_FOLDER) -> list[Path]:
-    """Remove the regions of engines that died while they started; return their paths.
+    """Remove the regions of engines that died while they started, and log it; return their paths.
 
-    A file that anybody holds a ``flock`` on is left alone, as are files of other users.
+    kvtier's own and vLLM's, of this user. One that may be in use is left, and one of which the
+    kernel does not tell; so are vLLM's without a byte, which may just be made.
     """
-    removed = []
-    for path in Path(folder).glob(f"{NAME_PREFIX}*"):
+    removed: dict[Path, int] = {}
+    for path in sorted(each for pattern in _PATTERNS for each in Path(folder).glob(pattern)):
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
             continue
         try:
-            regular = stat.S_ISREG(os.fstat(fd).st_mode)
-            if regular and _lock(fd, fcntl.LOCK_EX) and _leads_to(path, fd):
-                path.unlink(missing_ok=True)
-                removed.append(path)
+            if _is_left(path, fd):
+                # In this order: while the first has its name, no engine makes others.
+                for file in [*_more_of(path), path]:
+                    with suppress(OSError):
+                        held = file.lstat().st_blocks * _SECTOR_BYTES
+                        file.unlink()
+                        removed[file] = held
         finally:
-            os.close(fd)
-    return removed
+            os.close(fd)  # ends the lock and the lease, too
+    if removed:
+        log.info(
+            "removed shared memory of engines that died while they started",
+            folder=folder,
+            files=", ".join(path.name for path in removed),
+            bytes=sum(removed.values()),
+        )
+    return list(removed)
+
+
+def _is_left(path: Path, fd: int) -> bool:
+    """Tell whether no process uses the region that is open, for reading, as ``fd``."""
+    file = os.fstat(fd)
+    if not stat.S_ISREG(file.st_mode) or file.st_uid != os.geteuid():
+        return False
+    if not _lock(fd, fcntl.LOCK_EX) or not names(path, file):
+        return False
+    return path.name.startswith(NAME_PREFIX) or (file.st_size > 0 and _has_no_writer(path, fd))
+
+
+def _has_no_writer(path: Path, fd: int) -> bool:
+    """Tell whether no process has the file open for writing, nor maps it from when it had.
+
+    vLLM locks nothing, so the kernel is asked for a lease, which it grants on such files alone. It
+    knows those in containers with process ids of their own, too, which /proc does not show. Who
+    opens the file from now on waits until it is closed here.
+    """
+    try:
+        # Who waits is announced by SIGIO, which would end this process; SIGURG is ignored.
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        log.warning(
+            "shared memory of vLLM's may be left by an engine that died, and the kernel does not "
+            "tell whether one uses it",
+            file=str(path),
+            error=str(error),
+            remedy="if no engine of vLLM's runs on this host, remove the file",
+        )
+        return False
+    return True
+
+
+def _more_of(path: Path) -> list[Path]:
+    """Return the further files of a large region, which vLLM 0.33 makes for its own specs."""
+    return [
+        each
+        for each in path.parent.iterdir()
+        if each.stem == path.name and each.suffix[1:].isdecimal() and not each.is_symlink()
+    ]
 
 
 def _lock(fd: int, kind: int) -> bool:

@@ -107,3 +107,19 @@ def test_a_name_that_is_another_engines_by_now_stays(engine: Engine) -> None:
     first.close()
     second.close()
     assert engine.path.read_bytes() == b"another engine's"
+
+
+def test_a_region_is_swept_once_no_process_has_it(engine: Engine) -> None:
+    """A crash at the start leaves it: 4.4 MB in a trial, and for real all of the host memory.
+
+    The next engine of this name would take it for its own, with the ranks that mapped it.
+    """
+    from kvtier.vllm.region import sweep
+
+    engine.announce()
+    assert engine.path not in sweep()
+    engine.worker._creator = False  # as if it were killed: the name stays
+    engine.worker.cleanup()
+    assert engine.path.exists()
+    assert engine.path in sweep()
+    assert not engine.path.exists()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -108,6 +110,98 @@ def test_a_sweep_leaves_files_of_others_alone(tmp_path: Path) -> None:
         "kvtier_folder",
         "kvtier_link",
     }
+
+
+def left_by_vllm(folder: Path, name: str = "vllm_offload_dead.mmap") -> Path:
+    """Leave a region as a vLLM does that is killed: with a size and pages, and no lock."""
+    path = folder / name
+    path.write_bytes(bytes(3 * PAGE))
+    return path
+
+
+def test_vllms_region_of_a_killed_engine_is_swept_with_its_further_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On devices the memory is vLLM's, and a pod's shared memory outlives its containers.
+
+    Without the first file, the next engine of this name would end at the second.
+    """
+    left = [left_by_vllm(tmp_path, f"vllm_offload_dead.mmap{end}") for end in (".1", ".2", "")]
+    other = left_by_vllm(tmp_path, "vllm_offload_dead.mmap.backup")
+    assert sorted(sweep(str(tmp_path))) == sorted(left)
+    assert list(tmp_path.iterdir()) == [other]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "vllm_offload_dead.mmap" in line
+    assert f"bytes={9 * PAGE}" in line
+
+
+@pytest.mark.parametrize("keeps", ["the file open", "a mapping"])
+def test_vllms_region_that_a_process_uses_is_left(tmp_path: Path, keeps: str) -> None:
+    """vLLM locks nothing; the kernel counts who may write, whatever container it is in."""
+    path = left_by_vllm(tmp_path)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    fd = os.open(path, os.O_RDWR)
+    both = mmap.PROT_READ | mmap.PROT_WRITE
+    start = libc.mmap(None, PAGE, both, mmap.MAP_SHARED, fd, 0)
+    if keeps == "a mapping":
+        os.close(fd)
+    else:
+        assert libc.munmap(start, PAGE) == 0
+    assert sweep(str(tmp_path)) == []
+    if keeps == "a mapping":
+        assert libc.munmap(start, PAGE) == 0
+    else:
+        os.close(fd)
+    assert sweep(str(tmp_path)) == [path]
+
+
+def test_vllms_region_that_may_just_be_made_is_left(tmp_path: Path) -> None:
+    """Between its making and its opening nobody has it open; it gets its size after both."""
+    path = tmp_path / "vllm_offload_new.mmap"
+    path.touch()
+    assert sweep(str(tmp_path)) == []
+    assert path.exists()
+
+
+def test_regions_of_another_user_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root could remove them."""
+    (tmp_path / "kvtier_left").write_bytes(b"x")
+    left_by_vllm(tmp_path)
+    monkeypatch.setattr(os, "geteuid", lambda: 1 + tmp_path.stat().st_uid)
+    assert sweep(str(tmp_path)) == []
+
+
+def test_a_kernel_that_does_not_tell_who_uses_vllms_region_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sandboxes have no leases. What may be in use stays, and the log says what to do about it."""
+    path = left_by_vllm(tmp_path)
+    real = fcntl.fcntl
+
+    def without_leases(fd: int, command: int, argument: int) -> int:
+        if command == fcntl.F_SETLEASE:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, command, argument)
+
+    monkeypatch.setattr(fcntl, "fcntl", without_leases)
+    assert sweep(str(tmp_path)) == []
+    told = capsys.readouterr().out
+    assert str(path) in told
+    assert "remove the file" in told
+
+
+def test_who_opens_a_region_that_is_just_swept_ends_nobody(tmp_path: Path) -> None:
+    """The kernel signals the holder of a lease, and the signal that it takes unasked is deadly."""
+    path = left_by_vllm(tmp_path)
+    fd = os.open(path, os.O_RDONLY)
+    assert region_module._has_no_writer(path, fd)
+    with pytest.raises(BlockingIOError):
+        os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    os.close(fd)
+    os.close(os.open(path, os.O_RDWR))
 
 
 def test_a_creator_that_loses_its_file_to_a_sweep_starts_anew(

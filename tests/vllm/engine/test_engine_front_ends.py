@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.vllm.support.children import run_scenario
 from tests.vllm.support.engine import kvtier_config
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tests.vllm.support.play import own_id
 
 pytestmark = pytest.mark.slow
 
@@ -45,3 +44,31 @@ def test_a_front_end_marks_media_if_its_engine_has_kvtier(
         transfer=TRANSFER if has_kvtier else None,
     )
     assert told is has_kvtier
+
+
+def sweeps_what_is_left(model: str, transfer: dict[str, Any] | None, left: str) -> bool:
+    """Make an engine's configuration; return whether a dead engine's region is gone by then."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    Path(left).write_bytes(b"x")
+    EngineArgs(model=model, kv_transfer_config=transfer).create_engine_config()
+    return not Path(left).exists()
+
+
+@pytest.mark.parametrize("has_kvtier", [True, False])
+def test_a_front_end_sweeps_vllms_regions_before_its_engine_starts(
+    llama: Path, log_folder: Path, has_kvtier: bool
+) -> None:
+    """Ranks on devices do not: one could take away what another has just found and opened."""
+    left = Path(f"/dev/shm/vllm_offload_{own_id('test-left')}-{has_kvtier}.mmap")
+    try:
+        swept = run_scenario(
+            sweeps_what_is_left,
+            log_folder=log_folder,
+            model=str(llama),
+            transfer=TRANSFER if has_kvtier else None,
+            left=str(left),
+        )
+        assert swept is has_kvtier
+    finally:
+        left.unlink(missing_ok=True)
