@@ -38,8 +38,9 @@ class VLLMOptions:
     cpu_bytes_to_use: int = field(
         metadata=option.required(
             Options.size,
-            "bytes of host memory for the primary tier, all workers together. Refused: too small "
-            "for one block; more than the machine's memory",
+            "bytes of host memory for the primary tier, all workers together, and for each "
+            "data-parallel engine. Refused: too small for one block; more, for all engines of a "
+            "host, than its memory, or than is free in `/dev/shm`",
             minimum=1,
             rounds_down=True,
         )

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
-from kvtier.vllm.region import SHARED_MEMORY_FOLDER, VLLMS_NAME, names
+from kvtier.settings.host_memory import SHARED_MEMORY_FOLDER
+from kvtier.vllm.region import VLLMS_NAME, names
 from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
 
 

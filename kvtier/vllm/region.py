@@ -37,12 +37,12 @@ from typing import TYPE_CHECKING, Final, Protocol
 from kvtier.errors import ConfigError, InternalError
 from kvtier.plugin_api.log import log
 from kvtier.plugin_api.slot_memory import MADV_POPULATE_WRITE
+from kvtier.settings.host_memory import SHARED_MEMORY_FOLDER, HostMemory
 from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SHARED_MEMORY_FOLDER: Final = "/dev/shm"  # noqa: S108 - files are made O_EXCL, 0600
 NAME_PREFIX: Final = "kvtier_"
 VLLMS_NAME: Final = "vllm_offload_{}.mmap"
 """What vLLM calls the region of an engine, which platforms with a device use."""
@@ -57,7 +57,6 @@ SAME_ENGINE_ID: Final = (
 
 _POLL_S = 0.005
 _POPULATE_STEP_BYTES = 1 << 30  # so that a signal gets through between two steps
-_GIB = 1 << 30
 _PATTERNS: Final = (f"{NAME_PREFIX}*", VLLMS_NAME.format("*"))
 _SECTOR_BYTES: Final = 512  # what st_blocks counts
 
@@ -108,16 +107,16 @@ class HostRegion:
         self.rank = rank
         self.path = Path(folder) / _file_name(engine_id)
         self._engine_id = engine_id
-        self._cpu_bytes_to_use = cpu_bytes_to_use
         self._rows_bytes = slot_count * row_bytes
         self._total_bytes = self._rows_bytes + HEADER_BYTES
+        self._memory = HostMemory(cpu_bytes_to_use, self._total_bytes)
         self._map: mmap.mmap | None = None
         self._closed = False
         sweep(folder)
         self._fd, created = self._open(time.monotonic() + timeout_s)
         try:
             if created:
-                self._require_space(folder)
+                self._memory.require_shared(folder)
                 # One call sizes the file, so a joiner sees nothing or all of it.
                 os.ftruncate(self._fd, self._total_bytes)
             else:
@@ -210,23 +209,9 @@ class HostRegion:
             raise ConfigError(
                 f"engine_id={self._engine_id!r}: {self.path} has {size} bytes, and "
                 f"rank {self.rank} needs {self._total_bytes} ({self.slot_count} rows of "
-                f"{self.row_bytes}, cpu_bytes_to_use={self._cpu_bytes_to_use!r}): somebody else "
+                f"{self.row_bytes}, cpu_bytes_to_use={self._memory.value!r}): somebody else "
                 f"with this engine_id wants another size. {SAME_ENGINE_ID}"
             )
-
-    def _require_space(self, folder: str) -> None:
-        usage = os.statvfs(folder)
-        free = usage.f_bavail * usage.f_frsize
-        if free < self._total_bytes:
-            raise self._no_memory(f"{free} bytes ({free / _GIB:.2f} GiB) are free in {folder}")
-
-    def _no_memory(self, reason: str) -> ConfigError:
-        return ConfigError(
-            f"kv_connector_extra_config: cpu_bytes_to_use={self._cpu_bytes_to_use!r} needs "
-            f"{self._total_bytes} bytes of shared memory, but {reason}. Lower cpu_bytes_to_use, "
-            "or give the host more shared memory (docker run --shm-size, or an emptyDir volume "
-            "with medium: Memory)."
-        )
 
     def _populate(self, world_size: int) -> None:
         """Fault in this rank's share of the rows, so that no transfer pays for it.
@@ -244,7 +229,7 @@ class HostRegion:
                 _in_steps(self._advise, self._rows_bytes, self._total_bytes)
         except OSError as error:
             if error.errno in (errno.ENOMEM, errno.EFAULT, errno.ENOSPC):
-                raise self._no_memory(f"the kernel had no more pages ({error})") from error
+                raise self._memory.refusal(f"the kernel had no more pages ({error})") from error
             raise
 
     def _advise(self, start: int, length: int) -> None:

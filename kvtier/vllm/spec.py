@@ -24,8 +24,9 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvtier.errors import ConfigError
-from kvtier.plugin_api.slot_memory import SlotMemory, machine_memory_bytes
+from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.settings.extra_config import cpu_bytes_to_use, for_vllm, read_settings
+from kvtier.settings.host_memory import SHARED_MEMORY_FOLDER, HostMemory
 from kvtier.settings.plugins import check_keys
 from kvtier.settings.vllm_keys import VLLMKeys
 from kvtier.vllm.connector_hooks import hook_connector
@@ -35,7 +36,7 @@ from kvtier.vllm.device_region import DeviceRegion, HeaderMap, region_path
 from kvtier.vllm.namespace import build_namespace, publish_facts, weights_in_words
 from kvtier.vllm.page_facts import Pages
 from kvtier.vllm.pages import HostLayout
-from kvtier.vllm.region import SHARED_MEMORY_FOLDER, HostRegion, Region, doubled_rank
+from kvtier.vllm.region import HostRegion, Region, doubled_rank
 from kvtier.vllm.region_header import HEADER_BYTES, RegionHeader
 from kvtier.vllm.windows import check_windows
 from kvtier.vllm.worker_here import WORKER_HERE, WORKER_OF_ANOTHER
@@ -107,7 +108,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
 
     def __init__(self, config: OffloadingConfig) -> None:
         cpu_bytes = cpu_bytes_to_use(config.extra_config)
-        _check_memory(config.extra_config, cpu_bytes)
+        HostMemory(config.extra_config["cpu_bytes_to_use"], cpu_bytes).require_machine()
         # Every key once before vLLM reads some of them, and less strictly.
         read_settings(config.extra_config, slot_count=1, block_bytes=1, ignores=_VLLM_KEYS)
         super().__init__(replace(config, extra_config=for_vllm(config.extra_config)))
@@ -334,16 +335,6 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
             header_rows=self._header_rows,
             rank_bytes=self.cpu_page_size_per_worker,
             world_size=world_size,
-        )
-
-
-def _check_memory(extra_config: Mapping[str, Any], cpu_bytes: int) -> None:
-    """Refuse a primary tier that this machine can't have."""
-    most = machine_memory_bytes()
-    if most is not None and cpu_bytes > most:
-        raise ConfigError(
-            f"kv_connector_extra_config: cpu_bytes_to_use={extra_config['cpu_bytes_to_use']!r} is "
-            f"more than the {most} bytes of memory that there are. Lower it."
         )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvtier.vllm.region import SHARED_MEMORY_FOLDER, sweep
+from kvtier.settings.host_memory import SHARED_MEMORY_FOLDER
+from kvtier.vllm.region import sweep
 
 
 def remove_regions(engine_id: str) -> None:

@@ -8,17 +8,15 @@ without the model are reported at once.
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.options import shown
-from kvtier.plugin_api.slot_memory import machine_memory_bytes
 from kvtier.plugin_api.threads import BoundedCall
 from kvtier.settings.extra_config import WHERE, cpu_bytes_to_use, read_settings
+from kvtier.settings.host_memory import HostMemory
 from kvtier.settings.plugins import lasting_tiers, make_policy
 from kvtier.settings.secondary_tier import read_secondary_tier, refuse_behind_vllm
 from kvtier.settings.vllm_keys import VLLMKeys
@@ -47,7 +45,6 @@ READ_BY_VLLM: Final = ("type", "module_path", "backpressure")
 """Keys of an entry with that class that vLLM takes out."""
 
 SOUND_TIER: Final = {"type": "memory", "capacity_bytes": 1}
-SHARED_MEMORY_FOLDER: Final = "/dev/shm"  # noqa: S108 - looked at, never written to
 GIB: Final = 1 << 30
 
 
@@ -290,24 +287,17 @@ def _check_primary(
         findings.refuse(f"{refusal} (--kv-offloading-size of vLLM sets it too.)")
         said = (refusal.key, refusal.misspelt)
         return {key: value for key, value in extra.items() if key not in said}
-    most = machine_memory_bytes()
-    free = None
-    with suppress(OSError):
-        usage = os.statvfs(SHARED_MEMORY_FOLDER)
-        free = usage.f_bavail * usage.f_frsize
-    named = f"{WHERE}: cpu_bytes_to_use={shown(extra['cpu_bytes_to_use'])}"
-    if most is not None and size > most:
-        findings.refuse(
-            f"{named} is more than the {most} bytes of memory that there are. Lower it."
-        )
-    elif free is not None and size > free:
-        findings.refuse(
-            f"{named} needs {size} bytes of shared memory, but {free} bytes are free in "
-            f"{SHARED_MEMORY_FOLDER}. Lower cpu_bytes_to_use, or give the host more shared memory "
-            "(docker run --shm-size, or an emptyDir volume with medium: Memory)."
-        )
-    elif size < block_bytes:
-        findings.refuse(f"{named} holds no block of {block_bytes} bytes. Raise it.")
+    value = extra["cpu_bytes_to_use"]
+    try:
+        HostMemory(value, size).require()
+    except ConfigError as refusal:
+        findings.refuse(refusal)
+    else:
+        if size < block_bytes:
+            findings.refuse(
+                f"{WHERE}: cpu_bytes_to_use={shown(value)} holds no block of {block_bytes} bytes. "
+                "Raise it."
+            )
     return extra
 
 

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvtier.settings.host_memory import SHARED_MEMORY_FOLDER
 from kvtier.tools.cli.exit_status import BAD_INPUT
 from kvtier.tools.cli.main import main
-from kvtier.vllm.region import NAME_PREFIX, SHARED_MEMORY_FOLDER
+from kvtier.vllm.region import NAME_PREFIX
 
 if TYPE_CHECKING:
     import pytest

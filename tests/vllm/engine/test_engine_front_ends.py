@@ -72,3 +72,32 @@ def test_a_front_end_sweeps_vllms_regions_before_its_engine_starts(
         assert swept is has_kvtier
     finally:
         left.unlink(missing_ok=True)
+
+
+def refusal_of(model: str, transfer: dict[str, Any]) -> str:
+    """Make the configuration of two engines here; return what they are refused for."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = EngineArgs(model=model, kv_transfer_config=transfer, data_parallel_size=2)
+    try:
+        arguments.create_engine_config()
+    except ValueError as refusal:
+        return str(refusal)
+    return ""
+
+
+def test_a_front_end_refuses_engines_without_memory_before_a_model_is_loaded(
+    llama: Path, log_folder: Path
+) -> None:
+    """An engine alone would be refused too, but by its workers, after minutes."""
+    told = run_scenario(
+        refusal_of,
+        log_folder=log_folder,
+        model=str(llama),
+        transfer={
+            **TRANSFER,
+            "kv_connector_extra_config": kvtier_config(cpu_bytes_to_use="900TiB"),
+        },
+    )
+    assert "cpu_bytes_to_use='900TiB' for each of data-parallel ranks 0, 1" in told
+    assert "Lower it" in told

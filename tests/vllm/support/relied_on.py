@@ -23,6 +23,7 @@ REACHED = (
     ("vllm.config", "ModelConfig"),
     ("vllm.config", "CacheConfig"),
     ("vllm.config", "LoadConfig"),
+    ("vllm.config", "ParallelConfig"),
     ("vllm.config", "SpeculativeConfig"),
     ("vllm.v1.kv_offload.config", "OffloadingCacheConfig"),
     ("vllm.v1.kv_offload.config", "OffloadingGroupConfig"),
