@@ -46,9 +46,13 @@ def work_until_killed(model: str, root: str, ready: str) -> None:
 
 
 def start_until_killed(model: str, root: str, ready: str) -> None:
-    """Stop where memory is mapped and still has a name."""
+    """Stop where memory is mapped and still has a name, that of a device beside the CPU's."""
+    from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
     def build_namespace(*_: Any) -> None:
+        size = {"num_chunks": 64, "kv_bytes_per_chunk": 65536, "cpu_page_size": 65536}
+        held = SharedOffloadRegion(WHILE_STARTING, rank=0, **size)
+        assert held.fd is not None
         leave(ready, ",".join(ours_in_shm(WHILE_STARTING)))
         signal.pause()
 
@@ -70,7 +74,7 @@ def test_engines_killed_at_work_and_at_start(llama: Path, tmp_path: Path, log_fo
     ):
         named = second.wait_for(at_start)
         tokens = json.loads(first.wait_for(at_work))
-        assert named == f"kvtier_{WHILE_STARTING}"
+        assert named == f"kvtier_{WHILE_STARTING},vllm_offload_{WHILE_STARTING}.mmap"
         for child in (first, second):
             assert not child.has_ended()
             assert child.kill() == -signal.SIGKILL
