@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self
 
 from kvtier.testing import _workbench
 from kvtier_backends.memory import MemoryBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from kvtier.plugin_api.backend import BackendContext
 
@@ -23,6 +24,14 @@ class Outlives(MemoryBackend):
         super().__init__(context, *rest)
         self.before: list[bytes] = []
         self.shelf = f"{context.block_bytes} {context.namespace.facts}"
+        self.is_reader = False
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], context: BackendContext) -> Self:
+        """Take readers, too, which memory that is empty at each start has no use for."""
+        made = super().from_options(options, replace(context, read_only=False))
+        made.is_reader = context.read_only
+        return made
 
     @property
     def place(self) -> str | None:

@@ -125,11 +125,19 @@ class ForgetsAtTheEnd(Outlives):
         SHELVES.clear()
 
 
+class HidesItFromReaders(Outlives):
+    async def open(self) -> None:
+        await super().open()
+        if self.is_reader:
+            self._kept = {}
+
+
 FLAWED_SHELVES: dict[type[MemoryBackend], BackendCheck] = {
     ListsHalf: conformance.all_that_takes_room_is_listed,
     TripsOverStores: conformance.all_that_takes_room_is_listed,
     KeepsUnlistedBlocks: conformance.all_that_takes_room_is_listed,
     ForgetsAtTheEnd: conformance.blocks_outlive_the_backend,
+    HidesItFromReaders: conformance.what_is_read_only_is_served,
 }
 
 
