@@ -24,6 +24,7 @@ from kvtier_backends.disk.backend import DiskBackend
 from kvtier_backends.fs import backend as fs_backend
 from kvtier_backends.fs import files
 from kvtier_backends.posix import filesystem_of
+from kvtier_backends.redis.credentials import Credentials
 from kvtier_backends.shared.kept_connection import KeptConnection
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ def _unmarked(keys: tuple[bytes, ...], _mark: bytes) -> tuple[bytes, ...]:
 _promotion_ended = Arrivals._ended  # noqa: SLF001 - as are all below: what is replaced
 _tier_fenced = TierLink._tier_fenced  # noqa: SLF001
 _add_event = EventLog.add
+_read_password = Credentials.password
+_passwords: dict[str, str | None] = {}
 _begin_request = Request.__init__
 
 
@@ -148,6 +151,12 @@ async def _give_up_what_was_lost(self: KeptConnection) -> None:
             return
 
 
+def _read_once(self: Credentials) -> str | None:
+    if self.source not in _passwords:
+        _passwords[self.source] = _read_password(self)
+    return _passwords[self.source]
+
+
 PLANTS: Final = {
     "old_weights": Plant(
         "runtime",
@@ -206,5 +215,10 @@ PLANTS: Final = {
         "remote",
         "a server that was lost is not connected to again",
         [(KeptConnection, "_run", _give_up_what_was_lost)],
+    ),
+    "password_kept": Plant(
+        "remote",
+        "a password is read when the tier starts, and never again",
+        [(Credentials, "password", _read_once)],
     ),
 }

@@ -9,6 +9,7 @@ import valkey
 
 from stress.contents import BLOCK_BYTES
 from stress.plan import Kind
+from stress.remote.masters import Masters
 
 if TYPE_CHECKING:
     import random
@@ -18,10 +19,18 @@ if TYPE_CHECKING:
     from stress.remote.valkey_server import ValkeyServer
 
 USUAL: Final[Mapping[str, str | int]] = {"maxmemory": 4 << 20, "maxmemory-policy": "allkeys-lru"}
+REPLICATED: Final[Mapping[str, str | int]] = {**USUAL, "maxmemory": 12 << 20}
+"""As many blocks, beside what a replica has not been sent yet."""
+
+TAKES_WRITES: Final[Mapping[str, str | int]] = {"min-replicas-to-write": 0}
+REFUSING: Final[Mapping[str, str | int]] = {"min-replicas-to-write": 9}
 """A server has room for some hundred blocks. It evicts those above, and tells nobody."""
 
 FULL: Final[Mapping[str, str | int]] = {"maxmemory": 1, "maxmemory-policy": "noeviction"}
 """It refuses whatever is stored."""
+
+MOVING: Final = frozenset({"master_moved", "writes_refused", "password_rotated"})
+"""What takes a replica, a name, and a password: no kinds of the gate's."""
 
 HARMED_A_FAULT: Final = 16
 RECORD_BYTES: Final = BLOCK_BYTES + 64  #: about what lies under a name
@@ -38,13 +47,17 @@ def kinds(tiers: Sequence[str]) -> tuple[Kind, ...]:
         Kind("emptied", targets, per_minute=3),
         Kind("cut_off", targets, per_minute=20),
         Kind("harm_values", targets, per_minute=60),
+        Kind("master_moved", targets, per_minute=3),
+        Kind("writes_refused", targets, per_minute=4, spell_s=(0.2, 4.0)),
+        Kind("password_rotated", targets, per_minute=2, spell_s=(0.1, 4.0)),
     )
 
 
 class ServerFaults:
     """Does them, and takes them back. One thread."""
 
-    def __init__(self, servers: Mapping[str, ValkeyServer]) -> None:
+    def __init__(self, servers: Mapping[str, ValkeyServer | Masters]) -> None:
+        """Those of ``MOVING`` are done to ``Masters`` alone."""
         self._servers = servers
         self._held: dict[str, str] = {}  # tier → the seed of the fault that holds its server
         self._ask: dict[str, Callable[[valkey.Valkey, random.Random], int]] = {
@@ -53,6 +66,7 @@ class ServerFaults:
             "emptied": _empty,
             "cut_off": _cut_off,
             "harm_values": _harm,
+            "writes_refused": _refuse_writes,
         }
 
     def begin(self, fault: Fault) -> int:
@@ -63,8 +77,13 @@ class ServerFaults:
         if ask is not None:
             with server.client() as client:
                 return ask(client, fault.dice)
+        if isinstance(server, Masters) and fault.kind == "master_moved":
+            server.change_places()
+            return 1
         self._held[fault.target] = fault.seed
-        if fault.kind == "server_killed":
+        if isinstance(server, Masters) and fault.kind == "password_rotated":
+            server.change_password()
+        elif fault.kind == "server_killed":
             server.kill()
         else:
             server.stop()
@@ -75,13 +94,15 @@ class ServerFaults:
         server = self._servers[fault.target]
         if self._held.get(fault.target) == fault.seed:
             del self._held[fault.target]
-            if server.runs:
+            if isinstance(server, Masters) and fault.kind == "password_rotated":
+                server.write_password()
+            elif server.runs:
                 server.go_on()
             else:
                 server.start()
         if fault.target not in self._held:
             with server.client() as client:
-                _set(client, USUAL)
+                _set(client, {**server.usual, **TAKES_WRITES})
 
 
 def _fill(client: valkey.Valkey, _dice: random.Random) -> int:
@@ -92,6 +113,11 @@ def _fill(client: valkey.Valkey, _dice: random.Random) -> int:
 def _set(client: valkey.Valkey, settings: Mapping[str, str | int]) -> None:
     for name, value in settings.items():
         client.config_set(name, value)
+
+
+def _refuse_writes(client: valkey.Valkey, _dice: random.Random) -> int:
+    _set(client, REFUSING)
+    return 1
 
 
 def _delay(client: valkey.Valkey, dice: random.Random) -> int:

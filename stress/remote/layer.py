@@ -1,4 +1,4 @@
-"""The remote layer: the runtime over two servers, each of which others may harm as they like.
+"""The remote layer: the runtime over servers, each of which others may harm as they like.
 
 What lies there is plain, signed or encrypted, as the seed has it.
 """
@@ -6,33 +6,46 @@ What lies there is plain, signed or encrypted, as the seed has it.
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from stress.ports import HOST
-from stress.remote import faults
+from stress.remote import bucket, faults
+from stress.remote.masters import Masters
 from stress.remote.valkey_server import ValkeyServer
 from stress.runtime import processes
 from stress.runtime.in_process import ENGINE_KINDS, InProcess
 from stress.runtime.layer import IMPATIENT, POLICIES, TIMEOUTS
+from stress.runtime.processes import ProcessFaults
 from stress.runtime.quick_restarts import quick_restarts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from stress.arguments import Arguments
     from stress.layer import Injector
     from stress.plan import Fault, Kind
     from stress.record import Record
 
-FIRST, SECOND = "1:redis", "2:redis"
+FIRST, SECOND, THIRD = "1:redis", "2:redis", "3:s3"
 TIERS: Final = (FIRST, SECOND)
+BUCKETS: Final = (THIRD,)
 _KEY: Final = "c0" * 32
 PROTECTIONS: Final = ("", "auth_key_file", "encryption_key_file")
+HEALS_S: Final = 10.0
+_OF_BUCKETS: Final = frozenset(kind.name for kind in bucket.kinds(()))
+_OF_PROCESSES: Final = frozenset(kind.name for kind in processes.kinds(()))
+_HEALING: Final = frozenset({"server_killed", "server_stopped", "server_full"})
+_REMOTE: Final = {"enable_kv_events": True, **TIMEOUTS}
 
 
 class RemoteLayer(InProcess):
-    """Two ``redis`` tiers, in processes of their own, each with a server of its own."""
+    """Two ``redis`` tiers and one of ``s3``, in processes of their own.
+
+    Each of the first has a master and a replica behind one name, and a password; in the gate, a
+    server alone, and no third tier: what passwords, names and tokens need goes by the clock.
+    """
 
     name: ClassVar[str] = "remote"
     requests_min: ClassVar[int] = 5_000
@@ -40,8 +53,17 @@ class RemoteLayer(InProcess):
     kinds: ClassVar[tuple[Kind, ...]] = (
         *ENGINE_KINDS,
         *faults.kinds(TIERS),
+        *bucket.kinds(BUCKETS),
         *processes.kinds(TIERS),
     )
+    not_in_the_gate: ClassVar[frozenset[str]] = faults.MOVING | _OF_BUCKETS
+    heals_s: ClassVar[Mapping[str, float]] = dict.fromkeys(
+        faults.MOVING | _OF_BUCKETS | _HEALING, HEALS_S
+    )
+    harmless: ClassVar[frozenset[str]] = frozenset({"cut_off", "harm_values", "server_slow"})
+
+    def __init__(self, *, is_gate: bool) -> None:
+        self._is_gate = is_gate
 
     @contextmanager
     def world(self, folder: Path, record: Record) -> Iterator[None]:
@@ -50,43 +72,65 @@ class RemoteLayer(InProcess):
         self._key = folder / "key"
         self._key.write_text(_KEY)
         self._key.chmod(0o600)
-        self._servers = {
-            tier: ValkeyServer(folder / tier.replace(":", "-"), faults.USUAL) for tier in TIERS
+        folders = {tier: folder / tier.replace(":", "-") for tier in TIERS}
+        self._servers: Mapping[str, ValkeyServer | Masters] = {
+            tier: ValkeyServer(each, faults.USUAL)
+            if self._is_gate
+            else Masters(each, faults.REPLICATED)
+            for tier, each in folders.items()
         }
-        of_servers, of_processes = faults.ServerFaults(self._servers), processes.ProcessFaults()
-        self._who_does: dict[str, Injector] = {
-            **{kind.name: of_servers for kind in faults.kinds(())},
-            **{kind.name: of_processes for kind in processes.kinds(())},
-        }
-        try:
-            for server in self._servers.values():
-                server.start()
-            with quick_restarts():
-                yield
-        finally:
-            for server in self._servers.values():
-                server.end()
+        self._of_servers, self._of_processes = faults.ServerFaults(self._servers), ProcessFaults()
+        with ExitStack() as stack:
+            for each in self._servers.values():
+                stack.callback(each.end)
+                each.start()
+            self._bucket = None
+            if not self._is_gate:
+                self._bucket = bucket.Bucket(folder / "bucket")
+                stack.callback(self._bucket.close)
+            stack.enter_context(quick_restarts())
+            yield
 
     def settings(self, seed: int) -> Mapping[str, Any]:
         """Return the runtime's settings: the seed picks the policy, and what protects blocks."""
         protection = PROTECTIONS[seed % len(PROTECTIONS)]
+        protected = {protection: str(self._key)} if protection else {}
+        tiers = [self._redis(server) | protected for server in self._servers.values()]
+        if self._bucket is not None:
+            tiers.append(self._s3(self._bucket) | protected)
         return {
             **IMPATIENT,
             "eviction_policy": POLICIES[seed % len(POLICIES)],
             "on_reset": ("new_generation", "keep")[seed // 2 % 2],
-            "secondary_tiers": [
-                {
-                    "type": "redis",
-                    "url": f"redis://{HOST}:{server.port}",
-                    "presence_s": 2.0,
-                    "connect_timeout_s": 0.5,
-                    "call_timeout_s": 1.0,
-                    "enable_kv_events": True,
-                    **({protection: str(self._key)} if protection else {}),
-                    **TIMEOUTS,
-                }
-                for server in self._servers.values()
-            ],
+            "secondary_tiers": tiers,
+        }
+
+    @staticmethod
+    def _redis(server: ValkeyServer | Masters) -> dict[str, Any]:
+        login = {}
+        if isinstance(server, Masters):
+            login["password_file"] = str(server.password_file)
+        return {
+            "type": "redis",
+            "url": f"redis://{HOST}:{server.port}",
+            "presence_s": 2.0,
+            "connect_timeout_s": 0.5,
+            "call_timeout_s": 1.0,
+            **login,
+            **_REMOTE,
+        }
+
+    @staticmethod
+    def _s3(held: bucket.Bucket) -> dict[str, Any]:
+        return {
+            "type": "s3",
+            "url": "s3://soak/kv",
+            "endpoint": f"http://{HOST}:{held.port}",
+            "allow_http": True,
+            "presence_s": 2.0,
+            "request_timeout_s": 1.0,
+            "credentials_command": f"cat {held.keys_file}",
+            **_REMOTE,
         }
 
     def clock(self) -> float:
@@ -95,13 +139,19 @@ class RemoteLayer(InProcess):
 
     def begin(self, fault: Fault) -> int:
         """Do a fault."""
-        return self._who_does[fault.kind].begin(fault)
+        return self._who_does(fault).begin(fault)
 
     def end(self, fault: Fault) -> None:
         """Take a fault back."""
-        self._who_does[fault.kind].end(fault)
+        self._who_does(fault).end(fault)
+
+    def _who_does(self, fault: Fault) -> Injector:
+        if fault.kind in _OF_BUCKETS:
+            assert self._bucket is not None, "no kind of the gate's"
+            return self._bucket
+        return self._of_processes if fault.kind in _OF_PROCESSES else self._of_servers
 
 
-def make_layer(_arguments: object) -> RemoteLayer:
+def make_layer(arguments: Arguments) -> RemoteLayer:
     """Return the layer."""
-    return RemoteLayer()
+    return RemoteLayer(is_gate=arguments.gate)

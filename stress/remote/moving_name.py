@@ -7,11 +7,13 @@ resolved anew.
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Self
 
 from stress.ports import HOST
+from stress.remote.beside import answer
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -91,3 +93,8 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         while piece := await reader.read(_PIECE_BYTES):
             writer.write(piece)
             await writer.drain()
+
+
+if __name__ == "__main__":
+    with MovingName(int(sys.argv[1])) as name:
+        answer(name.port, lambda words: setattr(name, "leads_to", int(words[0])))

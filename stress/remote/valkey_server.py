@@ -30,6 +30,7 @@ class ValkeyServer:
     def __init__(self, folder: Path, memory: Mapping[str, str | int]) -> None:
         """Choose a port. ``folder`` is for its log, ``memory``: settings of how much it takes."""
         folder.mkdir()
+        self.usual = memory  #: what its faults set back
         self._held = HeldPort()
         self.port = self._held.number
         self._log = folder / "server.log"
@@ -80,10 +81,14 @@ class ValkeyServer:
         if self._process is not None:
             self._process.send_signal(signal.SIGCONT)
 
-    def client(self) -> valkey.Valkey:
+    def client(self, password: str | None = None) -> valkey.Valkey:
         """Return a client for a few commands. Close it."""
         return valkey.Valkey(
-            host=HOST, port=self.port, socket_timeout=PATIENCE_S, single_connection_client=True
+            host=HOST,
+            port=self.port,
+            password=password,
+            socket_timeout=PATIENCE_S,
+            single_connection_client=True,
         )
 
     def _listens(self) -> bool:

@@ -21,6 +21,7 @@ from stress.pace import HANGS, ByClock, ByCounts
 from stress.plan import Kind
 from stress.record import NOTICED
 from stress.resources import resources_now
+from stress.runtime.heals import Heals
 from stress.runtime.rest import Rest
 from stress.runtime.session import Session
 from stress.runtime.use import note_use
@@ -59,6 +60,9 @@ ENGINE_KINDS: Final = (
 class InProcess(Layer):
     """A layer whose runtime is in this process. ``world`` and ``tiers`` say over what."""
 
+    heals_s: ClassVar[Mapping[str, float]] = {}
+    """So soon a tier must serve again after a fault of these kinds, unless another one begins."""
+    harmless: ClassVar[frozenset[str]] = frozenset()  #: kinds that keep no tier from serving
     hangs_at_close: ClassVar[bool] = False  #: whether a tier may hang at close, while faults last
     requests_min: ClassVar[int]  #: what the gate must have decided under faults ...
     blocks_read_min: ClassVar[int]  #: ... and read back and compared
@@ -128,6 +132,8 @@ class _Run:
         self._resets = 0
         self._noticed_before: dict[str, dict[str, int]] = {}
         self._session = self._open()
+        limits_s = {} if plan.is_gate else layer.heals_s
+        self._heals = Heals(limits_s, layer.harmless, self._session.tiers)
         self._is_open = True
         self._began_s = time.monotonic()
         self._next_sample_s = 0.0
@@ -171,10 +177,12 @@ class _Run:
             decided = self._counts.decided
             self._session.load.step()
             self._pace.step(self._counts.decided - decided)
+            self._heals.look(self._now_s(), self._counts.served_by)
             self._sample()
         self._end_due(float("inf"))
         self._record.faults_ended_s = self._now_s()
         note_use(self._record, self._session.tiers, self._served())
+        self._heals.note(self._record)
 
     def _served(self) -> Counter[int]:
         """Return how many blocks each tier has served under faults."""
@@ -223,6 +231,8 @@ class _Run:
         if not self._layer.may_begin(fault, self._session):
             return
         began_s = self._now_s()
+        if fault.kind != "reset":
+            self._heals.begins(fault)
         if fault.kind == "reset":
             self._reset(fault)
         elif fault.kind == "reopen":
@@ -232,6 +242,7 @@ class _Run:
         if fault.for_s:
             self._under_way.append((at_s + fault.for_s, began_s, fault))
         else:
+            self._heals.ended(fault, self._now_s(), self._counts.served_by)
             self._record.note(fault, began_s, self._now_s())
 
     def _end_due(self, now_s: float) -> None:
@@ -242,6 +253,7 @@ class _Run:
             self._under_way.remove(each)
             _, began_s, fault = each
             self._layer.end(fault)
+            self._heals.ended(fault, self._now_s(), self._counts.served_by)
             self._record.note(fault, began_s, self._now_s())
 
     def _reset(self, fault: Fault) -> None:

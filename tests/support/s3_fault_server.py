@@ -9,13 +9,16 @@ from __future__ import annotations
 import re
 import socket
 import struct
+import sys
 import threading
 from contextlib import contextmanager
 from enum import Enum, auto
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from stress.remote.beside import answer
 from tests.support.patience import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -71,11 +74,14 @@ _ANSWERS = {
 class FaultServer:
     """What the server has, and what it is told to do."""
 
-    def __init__(self) -> None:
+    def __init__(self, objects_max: int | None = None) -> None:
+        """``objects_max``: so many it keeps, as a lifecycle rule does; the oldest go."""
         self.objects: dict[str, bytes] = {}
         self.metadata: dict[str, dict[str, str]] = {}  #: headers, by path
         self.requests: list[tuple[str, str]] = []  #: method and path of all that came
         self.keys: list[str] = []  #: ids of the access keys by which they were signed
+        self.expired: set[str] = set()  #: ids of access keys that are too old
+        self._objects_max = objects_max
         self.running_max = 0  #: so many requests for blocks have run at once
         self._running = 0
         self._faults: list[tuple[Fault, str, int]] = []
@@ -108,6 +114,7 @@ class FaultServer:
         """Note a request, and return what is to happen to it."""
         with self._lock:
             self.requests.append((method, path))
+            self._forget_old()
             if OF_BLOCKS.search(path):
                 self._running += 1
                 self.running_max = max(self.running_max, self._running)
@@ -120,6 +127,13 @@ class FaultServer:
                         del self._faults[index]
                     return fault
         return None
+
+    def _forget_old(self) -> None:
+        if self._objects_max is not None and len(self.objects) > self._objects_max:
+            oldest = next(path for path in self.objects if OF_BLOCKS.search(path))
+            self.objects.pop(oldest, None)
+            self.metadata.pop(oldest, None)
+            del self.requests[:-1], self.keys[:-1]
 
     def end(self, path: str) -> None:
         """Note that a request is over."""
@@ -145,8 +159,11 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = self.path.partition("?")[0]
         signed = re.search(r"Credential=([^/]+)/", self.headers.get("Authorization") or "")
-        self.state.keys.append(signed[1] if signed else "")
+        key = signed[1] if signed else ""
+        self.state.keys.append(key)
         fault = self.state.begin(self.command, path)
+        if key in self.state.expired:
+            fault = Fault.EXPIRED
         try:
             if fault is Fault.HANG:
                 self.state.hang()
@@ -246,9 +263,9 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def fault_server() -> Iterator[tuple[FaultServer, str]]:
+def fault_server(objects_max: int | None = None) -> Iterator[tuple[FaultServer, str]]:
     """Run a server until the end of the block, and return it with its address."""
-    state = FaultServer()
+    state = FaultServer(objects_max)
     server = _Server(("127.0.0.1", 0), type("_Bound", (_Handler,), {"state": state}))
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), name="s3-fault-server")
     thread.start()
@@ -259,3 +276,20 @@ def fault_server() -> Iterator[tuple[FaultServer, str]]:
         server.shutdown()
         thread.join(PATIENCE_S)
         server.server_close()
+
+
+def _told(server: FaultServer, words: list[str]) -> None:
+    """Have exactly these faults: ``FAULT:METHODS``, or ``expired:KEY``."""
+    server.behave()
+    server.expired.clear()
+    for word in words:
+        name, _, of = word.partition(":")
+        if name == "expired":
+            server.expired.add(of)
+        else:
+            server.misbehave(Fault[name], of)
+
+
+if __name__ == "__main__":  # beside a soak
+    with fault_server(int(sys.argv[1])) as (running, address):
+        answer(int(address.rpartition(":")[2]), partial(_told, running))

@@ -34,6 +34,10 @@ FOUND_BY = {
     ),
     "old_weights": ("--seed 5 --minutes 1", "wrong bytes for"),
     "other_number": ("--seed 71 --minutes 0.5 --faults fs_vanish", "3:stress_disk"),
+    "password_kept": (
+        "--seed 5 --minutes 1 --faults password_rotated",
+        "redis has served nothing for 10",
+    ),
     "pins_left": ("--seed 5 --minutes 2", "after the last fault"),
     "torn_blocks": ("--seed 71 --minutes 1", "wrong bytes for"),
     "unheard": ("--seed 71 --minutes 0.1 --faults none", "standard error stream:(?s:.*)KeyError"),

@@ -1,0 +1,118 @@
+"""A Valkey master and its replica behind one name, with a password that may change."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stress.ports import HOST
+from stress.remote.beside import Beside
+from stress.remote.valkey_server import ValkeyServer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    import valkey
+
+
+class Masters:
+    """Behaves as the one server that the name leads to. One thread."""
+
+    def __init__(self, folder: Path, memory: Mapping[str, str | int]) -> None:
+        """``memory``: settings of how much each takes."""
+        folder.mkdir()
+        self.usual = memory  #: what its faults set back
+        self.password_file = folder / "password"
+        self._passwords = 0
+        self._servers = [ValkeyServer(folder / name, memory) for name in ("one", "other")]
+        self._log = folder / "name.log"
+        self._name: Beside | None = None
+        self.write_password()
+
+    @property
+    def password(self) -> str:
+        """What the servers ask for now."""
+        return f"password-{self._passwords}"
+
+    @property
+    def port(self) -> int:
+        """Of the name."""
+        assert self._name is not None, "it was not started"
+        return self._name.port
+
+    @property
+    def runs(self) -> bool:
+        """Whether the master runs."""
+        return self._master.runs
+
+    def start(self) -> None:
+        """Start what does not run. Raises ``Failure``."""
+        for server in self._servers:
+            if not server.runs:
+                server.start()
+                with server.client() as client:
+                    self._set_password(client)
+        self._take_places()
+        if self._name is None:
+            self._name = Beside("stress.remote.moving_name", self._log, str(self._master.port))
+
+    def kill(self) -> None:
+        """Kill the master. It comes again empty, and its replica follows."""
+        self._master.kill()
+
+    def stop(self) -> None:
+        """Let the master hang."""
+        self._master.stop()
+
+    def go_on(self) -> None:
+        """Let it answer again."""
+        self._master.go_on()
+
+    def end(self) -> None:
+        """End all for good."""
+        if self._name is not None:
+            self._name.end()
+        for server in self._servers:
+            server.end()
+
+    def client(self) -> valkey.Valkey:
+        """Return a client of the master. Close it."""
+        return self._master.client(self.password)
+
+    def change_places(self) -> None:
+        """Have the replica become the master. The old one keeps its connections."""
+        self._servers.reverse()
+        self._take_places()
+        assert self._name is not None, "it was not started"
+        self._name.tell(self._master.port)
+
+    def change_password(self) -> None:
+        """Have the servers ask for another one, and end all connections. The file is behind."""
+        before, self._passwords = self.password, self._passwords + 1
+        for server in self._servers:
+            with server.client(before) as client:
+                self._set_password(client)
+            with server.client(self.password) as client:
+                client.client_kill_filter(_type="normal", skipme=True)
+
+    def write_password(self) -> None:
+        """Write what the servers ask for into the file."""
+        half = self.password_file.with_suffix(".half")
+        half.write_text(self.password)
+        half.chmod(0o600)
+        half.replace(self.password_file)
+
+    @property
+    def _master(self) -> ValkeyServer:
+        return self._servers[0]
+
+    def _set_password(self, client: valkey.Valkey) -> None:
+        client.config_set("masterauth", self.password)
+        client.config_set("requirepass", self.password)
+
+    def _take_places(self) -> None:
+        master, replica = self._servers
+        with master.client(self.password) as client:
+            client.execute_command("REPLICAOF", "NO", "ONE")
+        with replica.client(self.password) as client:
+            client.execute_command("REPLICAOF", HOST, master.port)
