@@ -97,7 +97,9 @@ def updates(folder: str, root: str) -> dict[str, Any]:
         told["over a stale GPU"] = played(running)
         steps = Steps(running)
         steps.add("across", prompts_of(LENGTHS, OTHER)[0], max_tokens=40)
-        for _ in range(4):
+        # Until then it waits for its tier's answer, and is computed with one generation alone.
+        steps.until(lambda _: bool(running.core().scheduler.running))
+        for _ in range(3):
             steps.step()
         push(running, folder, 1)
         steps.finish()
