@@ -16,11 +16,13 @@ class RequestStarted(Message, frozen=True, gc=False):
     """A request begins; only ``tiers`` may be asked for its blocks.
 
     ``params``: for tiers that go by request, as MessagePack; empty: those don't hear of it.
+    ``peer``: the address of the engine that it loads from, if it names one.
     """
 
     request: RequestId
     tiers: TierSet
     params: bytes = b""
+    peer: str = ""
 
 
 class RequestFinished(Message, frozen=True, gc=False):
@@ -42,11 +44,12 @@ class RequestsScheduled(Message, frozen=True, gc=False):
 class RequestOpened(Message, frozen=True, gc=False):
     """A request runs that has ``params`` (MessagePack) for tiers that go by request.
 
-    Before all else of the request.
+    Before all else of the request. ``peer``: as RequestStarted.
     """
 
     request: RequestId
     params: bytes
+    peer: str = ""
 
 
 class RequestClosed(Message, frozen=True, gc=False):

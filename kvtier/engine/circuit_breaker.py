@@ -93,14 +93,16 @@ class Breaker:
         """Whether work may be sent, now or once the trial has ended."""
         return self.state in (BreakerState.CLOSED, BreakerState.HALF_OPEN)
 
+    @property
+    def has_turn(self) -> bool:
+        """Whether a piece of work may be sent now; in HALF_OPEN it would be the trial."""
+        is_tried = self.state is BreakerState.HALF_OPEN and not self._trial_under_way
+        return is_tried or self.state is BreakerState.CLOSED
+
     def may_send(self) -> bool:
         """Tell whether a piece of work may be sent now; in HALF_OPEN that is one, the trial."""
-        if self.state is BreakerState.CLOSED:
-            return True
-        if self.state is not BreakerState.HALF_OPEN:
-            return False
-        may = not self._trial_under_way
-        self._trial_under_way = True
+        may = self.has_turn
+        self._trial_under_way = self.state is BreakerState.HALF_OPEN
         return may
 
     def succeeded(self) -> None:

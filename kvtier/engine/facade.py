@@ -97,14 +97,14 @@ class SchedulerFacade:
     # --- requests ---
 
     def on_request_started(
-        self, request: RequestId, *, tiers: TierSet = ALL_TIERS, params: bytes = b""
+        self, request: RequestId, *, tiers: TierSet = ALL_TIERS, params: bytes = b"", peer: str = ""
     ) -> None:
         """Begin a request. ``tiers``: one bit for each tier that may serve it.
 
-        ``params``: for tiers that go by request, as MessagePack of a mapping; these hear of no
-        request without.
+        ``params``: MessagePack of a mapping, for request-scoped tiers, which hear of no request
+        without. ``peer``: the address that it loads from. What fails there is this address's fault.
         """
-        self._cell.ask(self._primary, m.RequestStarted(request, tiers, params))
+        self._cell.ask(self._primary, m.RequestStarted(request, tiers, params, peer))
 
     @property
     def goes_by_request(self) -> bool:

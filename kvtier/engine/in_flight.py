@@ -23,6 +23,7 @@ class Sent(Protocol):
 
     started: float
     backlog: int
+    peer: str
 
     @property
     def size(self) -> int:
@@ -50,6 +51,7 @@ class Job:
         "is_load",
         "keys",
         "patience_end",
+        "peer",
         "request",
         "slots",
         "started",
@@ -65,8 +67,13 @@ class Job:
         self.started = since
         self.patience_end = since + message.patience_s if isinstance(message, m.Promote) else NEVER
         self.backlog = 0  #: blocks outstanding at the tier when it was sent, its own included
+        self.peer = ""  #: the address that is to do it, if it is one of several of its tier
         self.abandoned = False
         self.is_cut = False  #: abandoned for want of patience, while its tier is not late with it
+
+    def assign(self, peer: str) -> None:
+        """Note which of its tier's peers is to do it."""
+        self.peer = peer
 
     def start(self, now: float, backlog: int) -> None:
         """Note when it was sent, and how many blocks were outstanding at the tier with its own."""

@@ -125,15 +125,20 @@ class Probes:
             room = self._times.room
             if room <= 0 and not question.is_apart:
                 return
+            peer = self._health.peer_of(question.request)
+            if not self._health.trusts(Work.PROBE, peer):
+                self._end(self._waiting.pop_part(question, None))
+                continue
             if not self._health.may_send(Work.PROBE):
                 self._end_waiting()
                 return
             share = max(PART_KEYS_MIN, self._times.window // len(self._waiting))
             # A tier that goes by request is asked for all at once.
             size = None if question.is_apart else min(room, share)
-            self._send(self._waiting.pop_part(question, size))
+            self._send(self._waiting.pop_part(question, size), peer)
 
-    def _send(self, probe: Probe) -> None:
+    def _send(self, probe: Probe, peer: str) -> None:
+        probe.assign(peer)
         number = self._numbers.take()
         deadline = self._under_way.begin(number, probe, self._now)
         self._awaited[number] = probe
@@ -143,6 +148,8 @@ class Probes:
             self._health.failed(Work.PROBE, "has a full mailbox")
             self._end(probe)
             self._end_waiting()
+        else:
+            self._health.sent(Work.PROBE, peer)
 
     # --- answers ---
 
@@ -156,10 +163,12 @@ class Probes:
         self._under_way.end(message.probe, probe, self._now, is_whole=is_sound)
         self.seconds.add(self._now - probe.started)
         if not is_sound:
-            self._health.failed(Work.PROBE, "answered a probe with the wrong number of answers")
+            self._health.failed(
+                Work.PROBE, "answered a probe with the wrong number of answers", probe.peer
+            )
             self._end(probe)
         else:
-            self._health.succeeded(Work.PROBE)
+            self._health.succeeded(Work.PROBE, probe.peer)
             self._end(probe, message.present)
             self._contents.answered(probe, message.present)
         self.send_waiting()
@@ -182,10 +191,10 @@ class Probes:
         self._now = now
         if not self.is_under_way:  # as it is at most steps
             return
-        late, is_stalled = self._under_way.pop_late(now)
-        for number in late:
-            self._lose(number)
-        self._health.late(Work.PROBE, len(late), is_stalled=is_stalled)
+        for peer, late, is_stalled in self._under_way.pop_late(now):
+            for number in late:
+                self._lose(number)
+            self._health.late(Work.PROBE, len(late), peer, is_stalled=is_stalled)
         self._times.pass_time(now)
         since = now - self._wait_s
         for number in [n for n, probe in self._awaited.items() if probe.started <= since]:

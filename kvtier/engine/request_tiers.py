@@ -66,7 +66,7 @@ class RequestTiers:
         if not message.params:
             return message.tiers & ~self.tiers
         self._open[message.request] = _Open()
-        self._tell(m.RequestOpened(message.request, message.params))
+        self._tell(m.RequestOpened(message.request, message.params, message.peer))
         return message.tiers
 
     def end(self, request: RequestId) -> None:
@@ -182,6 +182,7 @@ class RequestRelay:
         self._tier = tier
         self._primary = primary
         self._unsent: deque[OfRequests] = deque()  # its mailbox was full
+        self._peers: dict[RequestId, str] = {}  # of the open requests that name one
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
         """Return what is done for each message that the link leaves to this."""
@@ -191,8 +192,16 @@ class RequestRelay:
 
     def send(self, message: OfRequests) -> None:
         """Have the tier told, as soon as its mailbox has room."""
+        if isinstance(message, m.RequestClosed):
+            self._peers.pop(message.request, None)
+        elif isinstance(message, m.RequestOpened) and message.peer:
+            self._peers[message.request] = message.peer
         self._unsent.append(message)
         self.go_on()
+
+    def peer_of(self, request: RequestId) -> str:
+        """Return the address that a request loads from; empty: it names none, or is over."""
+        return self._peers.get(request, "")
 
     @property
     def has_unsent(self) -> bool:

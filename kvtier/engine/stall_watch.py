@@ -17,7 +17,7 @@ from __future__ import annotations
 
 
 class StallWatch:
-    """Of one tier and one kind of work. Times are seconds of the clock of its link."""
+    """Of one peer of a tier and one kind of work. Times are seconds of the clock of its link."""
 
     def __init__(self) -> None:
         self._begun: dict[int, None] = {}  # in the order in which it was sent
@@ -29,9 +29,14 @@ class StallWatch:
         """What is watched. For tests and diagnosis."""
         return frozenset((*self._begun, *self._overtaken))
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is watched."""
+        return not (self._begun or self._overtaken)
+
     def begun(self, number: int, now: float) -> None:
         """Watch a piece of work, whose number is larger than those before."""
-        if not (self._begun or self._overtaken):
+        if self.is_idle:
             self._moved_at = now
         assert number not in self._overtaken, "a number is given once"
         self._begun[number] = None
@@ -53,7 +58,7 @@ class StallWatch:
 
     def is_stalled(self, now: float, limit_s: float) -> bool:
         """Tell whether nothing has ended for so long, though there is something to end."""
-        return bool(self._begun or self._overtaken) and now - self._moved_at >= limit_s
+        return not self.is_idle and now - self._moved_at >= limit_s
 
     def pop_late(self, now: float, limit_s: float) -> list[int]:
         """Return what is late, and watch it no longer: all that there is if the tier is stalled."""

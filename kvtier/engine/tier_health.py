@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.core import messages as m
 from kvtier.engine.circuit_breaker import Breaker, BreakerState, Work
+from kvtier.engine.peer_health import PeerHealth
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from kvtier.core.actor import Mailbox
     from kvtier.core.statistics import TierCounts
     from kvtier.engine.connection import ServerConnection
+    from kvtier.plugin_api.keys import RequestId
     from kvtier.settings.runtime_config import RuntimeConfig
 
 NAMES: Final = {Work.PROBE: "probes", Work.LOAD: "loads", Work.STORE: "stores"}
@@ -34,16 +36,19 @@ class TierHealth:
         counts: TierCounts,
         primary: Mailbox,
         log: Mailbox,
+        peer_of: Callable[[RequestId], str],
     ) -> None:
         """``number``: the tier's."""
+        self.peer_of = peer_of  #: tells which of its peers is to do a request's work, if it has any
         self._number = number
         self._name = config.tiers[number].name
-        self._breakers = {
-            work: Breaker(
-                config.breaker_failures_max, config.breaker_pause_s, config.breaker_pause_s_max
-            )
-            for work in Work
-        }
+
+        def new_breaker() -> Breaker:
+            pause_s, pause_s_max = config.breaker_pause_s, config.breaker_pause_s_max
+            return Breaker(config.breaker_failures_max, pause_s, pause_s_max)
+
+        self._breakers = {work: new_breaker() for work in Work}
+        self._peers = PeerHealth(new_breaker)
         self._connection = connection
         self._counts = counts
         self._primary = primary
@@ -74,10 +79,19 @@ class TierHealth:
         """Tell whether a piece of work may be sent now. It may be the one that is tried."""
         return self._connection.is_up and self._breakers[work].may_send()
 
+    def trusts(self, work: Work, peer: str) -> bool:
+        """Tell whether one of the tier's peers may be sent work now."""
+        return self._peers.lets_through(work, peer)
+
+    def sent(self, work: Work, peer: str) -> None:
+        """Note that one of the tier's peers is sent work."""
+        self._peers.sent(work, peer)
+
     @property
     def pauses(self) -> bool:
         """Whether a breaker is to be tried once its pause is over."""
-        return any(each.state is BreakerState.OPEN for each in self._breakers.values())
+        is_open = any(each.state is BreakerState.OPEN for each in self._breakers.values())
+        return is_open or self._peers.pauses
 
     def pass_time(self, now: float) -> None:
         """Learn the time, in seconds of the runtime's clock."""
@@ -88,10 +102,13 @@ class TierHealth:
         if self.pauses:
             for breaker in self._breakers.values():
                 breaker.pass_time(self._now)
+            self._peers.pass_time(self._now)
             self.tell_usable()
 
-    def succeeded(self, work: Work) -> None:
-        """Note that the tier did some work."""
+    def succeeded(self, work: Work, peer: str) -> None:
+        """Note that the tier did some work. ``peer``: which of its peers, if it has several."""
+        if self._peers.succeeded(work, peer):
+            self._say("peer is back", f"{NAMES[work]} from {peer} go on")
         breaker = self._breakers[work]
         was = breaker.state
         breaker.succeeded()
@@ -99,19 +116,29 @@ class TierHealth:
             self._say("tier is back", f"{NAMES[work]} go on")
         self.tell_usable()
 
-    def failed(self, work: Work, how: str) -> None:
-        """Note that the tier failed."""
-        self._change(work, Breaker.failed, how)
+    def failed(self, work: Work, how: str, peer: str = "") -> None:
+        """Note that the tier failed, or one of its peers."""
+        self._change(work, Breaker.failed, how, peer)
 
-    def late(self, work: Work, count: int, *, is_stalled: bool) -> None:
+    def late(self, work: Work, count: int, peer: str, *, is_stalled: bool) -> None:
         """Note that the tier is late with so much, ``is_stalled``: with all that it has."""
         if is_stalled:
-            self._change(work, Breaker.stalled, f"did nothing of its {NAMES[work]} for too long")
+            how = f"did nothing of its {NAMES[work]} for too long"
+            self._change(work, Breaker.stalled, how, peer)
             return
         for _ in range(count):
-            self.failed(work, f"did not end one of its {NAMES[work]} in time")
+            self.failed(work, f"did not end one of its {NAMES[work]} in time", peer)
 
-    def _change(self, work: Work, change: Callable[[Breaker, float], None], how: str) -> None:
+    def _change(
+        self, work: Work, change: Callable[[Breaker, float], None], how: str, peer: str
+    ) -> None:
+        if peer:
+            opens = self._peers.change(work, peer, change, self._now)
+            if opens:
+                self._say("peer bypassed", f"{peer} {how}: {NAMES[work]} from it pause")
+            if not (opens or self.tries(work)):
+                return
+            change, how = Breaker.failed, "has several peers that fail"
         breaker = self._breakers[work]
         was = breaker.state
         change(breaker, self._now)
@@ -123,6 +150,7 @@ class TierHealth:
     def showed_nothing(self, work: Work) -> None:
         """Note that work of a kind ended without a success or a failure."""
         self._breakers[work].showed_nothing()
+        self._peers.showed_nothing(work)
 
     def reconnected(self) -> None:
         """Try everything again at once: what failed was the server, and it is back.
@@ -132,6 +160,7 @@ class TierHealth:
         self.is_open = True
         for breaker in self._breakers.values():
             breaker.reconnected()
+        self._peers.forget()
         self.tell_usable()
 
     def broke(self) -> None:
@@ -143,6 +172,7 @@ class TierHealth:
         """Trust a fresh cell."""
         for breaker in self._breakers.values():
             breaker.restarted()
+        self._peers.forget()
 
     def tell_usable(self) -> None:
         """Tell the primary tier what the tier may be asked for, if that is news."""

@@ -66,7 +66,7 @@ class TierLink(Actor):
         collect_events: bool,
     ) -> None:
         """``number``: the tier's. ``meet`` its backend before the first job."""
-        self._relay = RequestRelay(number, tier, primary)
+        self._relay = relay = RequestRelay(number, tier, primary)
         self.primary = primary
         self.tier = tier
         self.log = log
@@ -76,13 +76,15 @@ class TierLink(Actor):
         self.tells_uses = False  #: whether the tier evicts, and so wants to know what is used
         self.by_request = False  #: whether what it has depends on the request
         self.serves_others = False  #: whether it asks for blocks by itself
-        self.room = StoreRoom(number, config, self.counts, self._relay, primary)
+        self.room = StoreRoom(number, config, self.counts, relay, primary)
         self._number = number
         self._config = config
         self._tier_config = tier_config = config.tiers[number]
         self._connection = ServerConnection(tier_config.name, log)
-        self._health = TierHealth(number, config, self._connection, self.counts, primary, log)
-        self._loads = Transfers(Work.LOAD, config, tier_config.promote_timeout_s)
+        self._health = TierHealth(
+            number, config, self._connection, self.counts, primary, log, relay.peer_of
+        )
+        self._loads = Transfers(Work.LOAD, config, tier_config.promote_timeout_s, relay.peer_of)
         self._stores = Transfers(Work.STORE, config, tier_config.store_timeout_s)
         self._told_cost: LoadCost | None = None
         self._contents = ContentsRelay(
@@ -92,15 +94,9 @@ class TierLink(Actor):
             keys_max=config.known_keys_max,
             collects=collect_events and tier_config.enable_kv_events,
         )
-        self._numbers = Numbers(self.counts)
+        self._numbers = numbers = Numbers(self.counts)
         self._probes = Probes(
-            number,
-            config,
-            self._numbers,
-            self._health,
-            self._contents,
-            tier=tier,
-            primary=primary,
+            number, config, numbers, self._health, self._contents, tier=tier, primary=primary
         )
         self.probe_seconds = self._probes.seconds  #: from asking until the answer
         self._mark = mark_of_name(config.weights_version)  # of the generation
@@ -213,12 +209,13 @@ class TierLink(Actor):
         if transfers.waiting and not self._takes(transfers.work):
             self._refuse(transfers.waiting.pop_all())
         while len(self._loads.jobs) + len(self._stores.jobs) < self._config.jobs_in_flight_max:
-            # What one request is brought may be all that it is ever brought, so it goes whole; so
-            # does what is tried of a sick tier, as all behind it is refused.
+            # A request may be brought no more than this; and what is behind a trial is refused.
             whole = self.by_request or self._health.tries(transfers.work)
             if (job := transfers.pop_next(whole=whole)) is None:
                 return
-            if not (self._health.may_send(transfers.work) and self._send(transfers, job)):
+            if not self._health.trusts(transfers.work, job.peer):
+                self._refuse([job])
+            elif not (self._health.may_send(transfers.work) and self._send(transfers, job)):
                 self._refuse([job, *transfers.waiting.pop_all()])
                 return
 
@@ -239,6 +236,7 @@ class TierLink(Actor):
             transfers.not_sent(job_id)
             self._health.failed(job.work, "has a full mailbox")
             return False
+        self._health.sent(job.work, job.peer)
         self.counts.promotion_jobs += job.is_load
         self.counts.cascade_jobs += not job.is_load
         return True
@@ -269,9 +267,9 @@ class TierLink(Actor):
         if job.is_load:
             self.promotion_seconds.add((self._now - job.started, complete))
         if job.counts_for_its_tier and Outcome.FAILED in outcomes:
-            self._health.failed(job.work, "failed a load" if job.is_load else "failed a store")
+            self._health.failed(job.work, f"failed a {job.work.name.lower()}", job.peer)
         elif job.counts_for_its_tier:
-            self._health.succeeded(job.work)
+            self._health.succeeded(job.work, job.peer)
         self.counts.late_completions += job.abandoned
         if not job.is_load:
             self._stored(job, outcomes)
@@ -331,11 +329,11 @@ class TierLink(Actor):
     def _look(self) -> None:
         """Wait no longer for what the tier is late with, and learn from what has ended."""
         for transfers in (self._loads, self._stores):
-            late, is_stalled = transfers.lose_late(self._now)
-            self.counts.jobs_timed_out += len(late)
-            for job in late:
-                self._lose(job)
-            self._health.late(transfers.work, len(late), is_stalled=is_stalled)
+            for peer, late, is_stalled in transfers.lose_late(self._now):
+                self.counts.jobs_timed_out += len(late)
+                for job in late:
+                    self._lose(job)
+                self._health.late(transfers.work, len(late), peer, is_stalled=is_stalled)
             expected_s, took_s = transfers.times.pass_time(self._now)
             if transfers.work is Work.LOAD:
                 self.counts.load_expected_seconds += expected_s
@@ -426,8 +424,7 @@ class TierLink(Actor):
     # --- helpers ---
 
     def _end_promotion(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
-        ended = m.PromotionEnded(self._number, job.keys, job.slots, outcomes, job.epoch)
-        self.primary.post(ended)
+        self.primary.post(m.PromotionEnded(self._number, job.keys, job.slots, outcomes, job.epoch))
 
     def _lose(self, job: Job) -> None:
         """Give up a job that its tier is late with, or broke with."""

@@ -14,10 +14,11 @@ from kvtier.engine.under_way import UnderWay
 from kvtier.engine.waiting_jobs import WaitingJobs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvtier.core import messages as m
     from kvtier.engine.in_flight import Job
+    from kvtier.plugin_api.keys import RequestId
     from kvtier.settings.runtime_config import RuntimeConfig
 
 FIRST_BYTES: Final = 32 << 20
@@ -27,8 +28,18 @@ FIRST_BYTES: Final = 32 << 20
 class Transfers:
     """Of one tier and one kind of work."""
 
-    def __init__(self, work: Work, config: RuntimeConfig, limit_s: float) -> None:
-        """``limit_s``: how long the tier may do nothing before it is late."""
+    def __init__(
+        self,
+        work: Work,
+        config: RuntimeConfig,
+        limit_s: float,
+        peer_of: Callable[[RequestId], str] = lambda _: "",
+    ) -> None:
+        """``limit_s``: how long the tier may do nothing before it is late.
+
+        ``peer_of``: tells which of the tier's peers is to do a request's work.
+        """
+        self._peer_of = peer_of
         self.work = work
         self.jobs: dict[int, Job] = {}  #: at the tier, by their numbers
         self.waiting = WaitingJobs(remembers=work is Work.LOAD)
@@ -71,12 +82,17 @@ class Transfers:
         if not self.waiting:
             return None
         if whole:
-            return self.waiting.pop(self.waiting.blocks)
+            return self._pop(self.waiting.blocks)
         room = self.times.room
         if room <= 0:
             return None
         half = max(1, self.times.window // 2)  # while one job ends, the tier is to have another
-        return self.waiting.pop(min(room, self._job_blocks_max, half))
+        return self._pop(min(room, self._job_blocks_max, half))
+
+    def _pop(self, blocks_max: int) -> Job:
+        job = self.waiting.pop(blocks_max)
+        job.assign(self._peer_of(job.request))
+        return job
 
     def sent(self, number: int, job: Job, now: float) -> float:
         """Note that a job is sent; return from when on nobody waits for it at the latest."""
@@ -91,10 +107,10 @@ class Transfers:
         """Note that the tier has ended a job. As ``TransferTimes.ended``."""
         self._under_way.end(number, self.jobs.pop(number), now, is_whole=is_whole, at=at)
 
-    def lose_late(self, now: float) -> tuple[list[Job], bool]:
-        """Return the jobs that the tier is late with, and whether no job moves any more."""
-        numbers, is_stalled = self._under_way.pop_late(now)
-        return self._lost(numbers), is_stalled
+    def lose_late(self, now: float) -> list[tuple[str, list[Job], bool]]:
+        """Return the jobs that each peer is late with, and whether it ends none any more."""
+        late = self._under_way.pop_late(now)
+        return [(peer, self._lost(numbers), is_stalled) for peer, numbers, is_stalled in late]
 
     def lose_all(self) -> list[Job]:
         """Return the jobs that the tier still has, which broke."""

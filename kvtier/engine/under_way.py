@@ -1,5 +1,6 @@
 """What a tier was sent of one kind of work, and has not ended: watched for stalls, and measured.
 
+Each peer of a tier is watched by itself: that others go on says nothing of it, nor it of them.
 Part of a link's actor, whose clock is that of its Ticks.
 """
 
@@ -20,7 +21,7 @@ class UnderWay:
     def __init__(self, first_blocks: int, limit_s: float) -> None:
         """As ``TransferTimes``."""
         self.times = TransferTimes(first_blocks, limit_s)
-        self._watch = StallWatch()
+        self._watches: dict[str, StallWatch] = {}  # of each peer that has something to do
 
     @property
     def is_idle(self) -> bool:
@@ -30,38 +31,47 @@ class UnderWay:
     @property
     def watched(self) -> frozenset[int]:
         """The numbers of the work that would be noticed to be late."""
-        return self._watch.watched
+        return frozenset().union(*(watch.watched for watch in self._watches.values()))
 
     def begin(self, number: int, work: Sent, now: float) -> float:
         """Note that work is sent; return from when on nobody waits for it at the latest."""
-        self._watch.begun(number, now)
+        self._watches.setdefault(work.peer, StallWatch()).begun(number, now)
         self.times.sent(work, now)
         # What the tier has besides may take as long again.
         return now + 2 * self.times.late_after_s
 
     def leave(self, number: int, work: Sent) -> None:
         """Note that work was not sent after all, or that nobody wants to know of its end."""
-        self._watch.leave(number)
+        if (watch := self._watches.get(work.peer)) is not None:
+            watch.leave(number)
         self.times.ended(work, is_whole=False)
 
     def end(self, number: int, work: Sent, now: float, *, is_whole: bool, at: float = 0.0) -> None:
         """Note that the tier has ended work. As ``TransferTimes.ended``."""
-        self._watch.ended(number, now)
+        if (watch := self._watches.get(work.peer)) is not None:
+            watch.ended(number, now)
         self.times.ended(work, is_whole=is_whole, at=at)
 
-    def pop_late(self, now: float) -> tuple[list[int], bool]:
-        """Return what the tier is late with, and whether that is all, since nothing moves."""
+    def pop_late(self, now: float) -> list[tuple[str, list[int], bool]]:
+        """Return what each peer is late with, and whether that is all, since nothing moves."""
         limit_s = self.times.late_after_s
-        is_stalled = self._watch.is_stalled(now, limit_s)
-        return self._watch.pop_late(now, limit_s), is_stalled
+        found = []
+        for peer, watch in list(self._watches.items()):
+            is_stalled = watch.is_stalled(now, limit_s)
+            late = watch.pop_late(now, limit_s)
+            if late or is_stalled:
+                found.append((peer, late, is_stalled))
+            if watch.is_idle:
+                del self._watches[peer]
+        return found
 
     def pop_all(self) -> list[int]:
         """Return all that is watched, oldest first: the tier will not end it."""
-        watched = sorted(self._watch.watched)
-        self._watch.forget()
+        watched = sorted(self.watched)
+        self._watches.clear()
         return watched
 
     def forget(self) -> None:
         """Note that nothing is left of the tier."""
-        self._watch.forget()
+        self._watches.clear()
         self.times.forget()

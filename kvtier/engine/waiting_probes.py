@@ -27,6 +27,7 @@ class Probe:
         "is_late",
         "is_lost",
         "keys",
+        "peer",
         "question",
         "request",
         "since",
@@ -42,9 +43,14 @@ class Probe:
         self.since = since
         self.question = question  #: that it is a part of
         self.started = 0.0
+        self.peer = ""  #: the address that is to answer, if it is one of several of its tier
         self.backlog = 0  #: keys outstanding at the tier when it was sent, its own included
         self.is_late = False  #: nobody waits for its answer any more
         self.is_lost = False  #: the tier is late with it
+
+    def assign(self, peer: str) -> None:
+        """Note which of its tier's peers is to answer it."""
+        self.peer = peer
 
     def start(self, now: float, backlog: int) -> None:
         """Note when it was sent, and how many keys were outstanding at the tier with its own."""
@@ -92,9 +98,14 @@ class Question:
         return self._message.asker
 
     @property
+    def request(self) -> RequestId:
+        """Whose it is, where the tier answers requests apart from one another; else empty."""
+        return self._message.request
+
+    @property
     def is_apart(self) -> bool:
         """Whether the tier answers this request apart from others."""
-        return bool(self._message.request)
+        return bool(self.request)
 
     @property
     def in_order(self) -> bool:
@@ -115,7 +126,7 @@ class Question:
         """Return the next part; None: all that is left."""
         keys = self.keys[:keys_max]
         self._start += len(keys)
-        return Probe(keys, self._message.request, self.since, self)
+        return Probe(keys, self.request, self.since, self)
 
     def drop(self, unwanted: frozenset[Key]) -> tuple[Key, ...]:
         """Forget keys that were not asked for yet; return those that there were."""

@@ -42,7 +42,7 @@ from kvtier.vllm.metrics import MetricsExporter
 from kvtier.vllm.news import News
 from kvtier.vllm.passes import Passes
 from kvtier.vllm.prefill_steps import PrefillSteps
-from kvtier.vllm.request_params import packed_params
+from kvtier.vllm.request_params import packed_params, peer_of
 from kvtier.vllm.resumed import ResumedRequests
 from kvtier.vllm.tier_facts import TierFacts
 from kvtier.vllm.watch import Watch
@@ -166,8 +166,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self.live.begin(req_context.req_id)
         params = req_context.kv_transfer_params
         if params and self.facade.goes_by_request:
-            packed = packed_params(params)
-            self.facade.on_request_started(req_context.req_id, tiers=tiers, params=packed)
+            name, packed, peer = req_context.req_id, packed_params(params), peer_of(params)
+            self.facade.on_request_started(name, tiers=tiers, params=packed, peer=peer)
             return _WHOLE  # a tier may want all of it, and says so too late for vLLM
         self.facade.on_request_started(req_context.req_id, tiers=tiers)
         return self._context

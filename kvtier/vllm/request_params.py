@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 import msgspec
 
-from kvtier.plugin_api.log import log
+from kvtier.plugin_api.log import log, printable
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+ADDRESS_CHARACTERS_MAX: Final = 300
+"""A name has 253 at most. What is longer is anybody's text, and no address."""
 
 
 def packed_params(params: Mapping[str, Any]) -> bytes:
@@ -19,3 +20,16 @@ def packed_params(params: Mapping[str, Any]) -> bytes:
     except (TypeError, ValueError, OverflowError) as error:
         log.warning("a request's kv_transfer_params are no plain data", error=str(error))
         return b""
+
+
+def source_of(params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what names the engine that the request loads from; empty if it names none."""
+    source = params.get("remote_prefiller") or params.get("remote_kv_source")
+    return source if isinstance(source, Mapping) else {}
+
+
+def peer_of(params: Mapping[str, Any]) -> str:
+    """Return the address of that engine; empty if there is none."""
+    source = source_of(params)
+    host, port = source.get("remote_host"), source.get("remote_port")
+    return printable(f"{host}:{port}")[:ADDRESS_CHARACTERS_MAX] if host and port else ""

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from typing import TYPE_CHECKING, ClassVar, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, cast
 
 from kvtier.core import messages as m
 from kvtier.core.actor import Actor
@@ -398,9 +398,13 @@ class _Driver(Actor):
         self,
         name: str,
         batches: list[Batch],
-        announce: Callable[[m.AnnounceContents], object],
+        announce: Callable[[Any], None],
     ) -> None:
-        take = batches.append
+        take: Callable[[Any], None] = batches.append
+
+        def ignore(_: Any) -> None:
+            """Of requests no backend here has to be told."""
+
         super().__init__(
             f"driver of {name}",
             {
@@ -409,7 +413,7 @@ class _Driver(Actor):
                 m.StoreBatch: take,
                 m.RemoveBatch: take,
                 m.AnnounceContents: announce,
-                m.PrefixHits: lambda _: None,  # no backend here goes by request
+                **dict.fromkeys((m.RequestOpened, m.RequestClosed, m.PrefixHits), ignore),
             },
         )
 

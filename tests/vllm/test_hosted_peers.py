@@ -20,6 +20,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtier.errors import ConfigError
 from kvtier.vllm.hosted import late_writes
 from kvtier.vllm.hosted.backend import HostedBackend
+from kvtier.vllm.request_params import peer_of
 from tests.support.patience import PATIENCE_S, pause, until
 from tests.support.server_program import free_port
 from tests.vllm.support.nixl import let_nixl_rest
@@ -465,6 +466,36 @@ def test_a_peer_that_does_not_answer_is_told_of_no_slots() -> None:
             assert quarantined(second) == 2
         until(lambda: second.step() or not quarantined(second))
         assert not second.backend._tier._sessions[f"{HOST}:{address['remote_port']}"].ready
+
+
+def test_a_peer_that_does_not_answer_costs_its_own_requests_only() -> None:
+    with socket.create_server((HOST, 0)) as mute, peer(promote_timeout_s=0.2) as second:
+        address = {"kv_request_id": "k", "remote_host": HOST, "remote_port": mute.getsockname()[1]}
+        with second.request([1], {"remote_prefiller": address}) as context:
+            assert find(second, [1], context, second) == []
+        assert set(second.statistics().tiers[0].breakers.values()) == {"CLOSED"}
+        loads = second.statistics().tiers[0].counts.promotion_jobs
+        with second.request([2], {"remote_prefiller": {**address, "kv_request_id": "l"}}) as again:
+            assert find(second, [2], again, second) == []
+        assert second.statistics().tiers[0].counts.promotion_jobs == loads, "it is left alone"
+
+
+@pytest.mark.parametrize(
+    ("params", "address"),
+    [
+        ({"remote_prefiller": {"remote_host": "10.0.0.7", "remote_port": 5710}}, "10.0.0.7:5710"),
+        ({"remote_kv_source": {"remote_host": "h", "remote_port": "1"}}, "h:1"),
+        ({"remote_prefiller": {"remote_host": "h" * 1000, "remote_port": 1}}, "h" * 300),
+        ({"remote_prefiller": {"remote_host": "\ud800", "remote_port": 1}}, "\\ud800:1"),
+        ({"remote_prefiller": {"remote_host": "h"}}, ""),
+        ({"remote_prefiller": "h:1"}, ""),
+        ({"remote_decoder": {"kv_request_id": "k"}}, ""),
+    ],
+)
+def test_the_address_of_a_request_is_read_whatever_a_client_wrote(
+    params: dict[str, Any], address: str
+) -> None:
+    assert peer_of(params) == address
 
 
 def test_slots_of_a_peer_that_was_restarted_at_once_come_back_without_a_request(

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 from vllm.v1.kv_offload.base import ReqContext
 
 from kvtier.plugin_api.threads import DaemonThreads
+from kvtier.vllm.request_params import source_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -59,8 +60,7 @@ class Peers:
 
     def peer_of(self, context: ReqContext) -> Peer | None:
         """Return the peer that a request loads from, as it is now; None if it names none."""
-        params = context.kv_transfer_params or {}
-        source = params.get("remote_prefiller") or params.get("remote_kv_source")
+        source = source_of(context.kv_transfer_params or {})
         if not source:
             return None
         return Peer(self, str(source.get("remote_host")), source.get("remote_port"))
