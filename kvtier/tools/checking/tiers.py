@@ -22,6 +22,7 @@ from kvtier.settings.plugins import (
 )
 from kvtier.settings.runtime_config import ADMIT_ALL
 from kvtier.tools.answering import ANSWER_S_MAX, silent_option
+from kvtier.tools.checking.announced import doubts_of_address
 from kvtier.tools.checking.places import doubts_of_place
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ def _check_tier(
     """Look at one tier; return the place that it would use, if it has one."""
     before = findings.count
     _check_policies(config, block_bytes, findings)
+    where = f"secondary tier {config.name}"
+    findings.warned += [f"{where}: {text}" for text in doubts_of_address(config)]
     try:
         backend = backend_class(config.type)  # its import is not what may hang
     except ConfigError as refused:
@@ -63,7 +66,7 @@ def _check_tier(
     if silent is not None:
         _note_trouble(
             config,
-            f"secondary tier {config.name}: {silent}={shown(config.options[silent])} has not "
+            f"{where}: {silent}={shown(config.options[silent])} has not "
             f"answered for {ANSWER_S_MAX:g} s: its storage hangs, or is very slow. Mend the "
             "storage, or name another.",
             findings,
@@ -82,7 +85,7 @@ def _check_tier(
     if not running.wait(LOOK_S_MAX):
         _note_trouble(
             config,
-            f"secondary tier {config.name}: its storage does not answer within {LOOK_S_MAX:g} s "
+            f"{where}: its storage does not answer within {LOOK_S_MAX:g} s "
             f"({shown(dict(config.options))}). See to it, or name another.",
             findings,
         )
@@ -91,14 +94,14 @@ def _check_tier(
         running.result()
     except Exception as error:  # noqa: BLE001 - a backend may raise anything
         findings.refuse(
-            f"secondary tier {config.name}: it can't be checked ({type(error).__name__}: "
+            f"{where}: it can't be checked ({type(error).__name__}: "
             f"{error}), and an engine may refuse it. Tell who wrote this type of tier."
         )
     if findings.count == before:
         findings.tiers.append(f"{config.name} at {place[0]}" if place and place[0] else config.name)
         if connect:
             _connect(backend, config, context, findings)
-    findings.warned += [f"secondary tier {config.name}: {text}" for text in doubts]
+    findings.warned += [f"{where}: {text}" for text in doubts]
     return place[0] if place else None
 
 

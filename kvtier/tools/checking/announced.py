@@ -1,0 +1,88 @@
+"""What a tier tells other engines to call, where they would reach themselves, or nobody.
+
+An engine starts with any address. That others can't reach it shows on their side, as misses.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from kvtier.errors import ConfigError
+from kvtier.plugin_api.options import Options, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvtier.settings.runtime_config import TierConfig
+
+P2P_HOST_ENV: Final = "VLLM_P2P_SIDE_CHANNEL_HOST"
+"""What vLLM's ``p2p`` tier announces where it is given no host; without it: localhost."""
+
+LOOPBACK: Final = "by which a host reaches itself only"
+
+
+def doubts_of_address(config: TierConfig) -> Iterator[str]:
+    """Yield what people should know of the address that a tier announces, with a remedy."""
+    for key, given, host in _announced(config):
+        why = _why_unreachable(host)
+        if why is not None:
+            yield (
+                f"{key}{given} is the address that other engines are told, {why}. Set {key} to an "
+                "address of this host that they reach, unless all of them run on this host."
+            )
+
+
+def _announced(config: TierConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield the key of an address, what is given for it, and the host in that."""
+    options = config.options
+    inner = options.get("tier")
+    if config.type == "vllm" and isinstance(inner, dict) and inner.get("type") == "p2p":
+        host = inner.get("host")
+        if host is None:
+            default = os.environ.get(P2P_HOST_ENV, "localhost")
+            yield "host", f" (not given, and {default!r} by {P2P_HOST_ENV} here)", default
+        else:
+            yield "host", f"={shown(host)}", str(host)
+    elif config.type == "mooncake" and options.get("local_hostname") is not None:
+        yield (
+            "local_hostname",
+            f"={shown(options['local_hostname'])}",
+            _host_of(str(options["local_hostname"])),
+        )
+    elif config.type == "mooncake" and _gives_memory(config):
+        master = str(options.get("master"))
+        yield "local_hostname", f" (not given, and as master={master!r} has it)", _host_of(master)
+
+
+def _gives_memory(config: TierConfig) -> bool:
+    with suppress(ConfigError):
+        return Options(config.options, "").size("segment_bytes", 0) > 0
+    return False
+
+
+def _host_of(address: str) -> str:
+    """Return the host of an address, which may have a port."""
+    if address.startswith("["):
+        return address[1:].partition("]")[0]
+    host, _, port = address.rpartition(":")
+    return host if host and ":" not in host and port.isdecimal() else address
+
+
+def _why_unreachable(host: str) -> str | None:
+    """Return what keeps others from calling a host; None for what they may reach."""
+    name = host.lower().rstrip(".")
+    if name == "localhost" or name.endswith((".localhost", "localhost.localdomain")):
+        return LOOPBACK
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:  # a name
+        return None
+    address = getattr(address, "ipv4_mapped", None) or address
+    if address.is_unspecified:
+        return "and no address at all: it stands for all that a host has"
+    if address.is_loopback:
+        return LOOPBACK
+    return "which routers do not pass on (link-local)" if address.is_link_local else None
