@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 LASTING: Final = ("--default_kv_lease_ttl=600000", "--client_ttl=600")
 """Leases, and owners without a heartbeat, last longer than the slowest machine takes."""
 SHORT_LEASES: Final = ("--default_kv_lease_ttl=500", "--client_ttl=600")
+NO_LEASES: Final = ("--default_kv_lease_ttl=0", "--client_ttl=600")
 OWNERS_EXPIRE: Final = ("--default_kv_lease_ttl=600000", "--client_ttl=10")
 
 

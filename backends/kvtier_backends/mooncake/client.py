@@ -21,7 +21,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import StoreFault
-from kvtier_backends.mooncake.library import TRANSFER_S_MAX, Code, set_environment, told
+from kvtier_backends.mooncake.library import (
+    TRANSFER_S_MAX,
+    Code,
+    set_environment,
+    silence_s,
+    told,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -64,6 +70,7 @@ class StoreClient:
     def __init__(self, library: Any, options: MooncakeOptions, local_hostname: str) -> None:  # noqa: ANN401 - a module without types
         """Set it up. Raises ``StoreFault`` if that fails."""
         set_environment(options.timeout_s)
+        self._silence_s = silence_s()
         self._lock = threading.Lock()
         self._calls = 0
         self._is_ending = False
@@ -135,15 +142,23 @@ class StoreClient:
 
         ``are_shorter``: they may be shorter than their rooms, of which each has one part. When it
         returns, nothing writes to the buffers any more.
+
+        What fails before its timeout was answered: an owner that is gone, or has come back without
+        the object, refuses the connection or ends it. ``OWNER_IS_SILENT``: nobody has answered.
         """
         began = clock()
         with self._calling():
             codes = self._native_get(parts, are_shorter=are_shorter)
-            is_in_doubt = Code.TRANSFER_FAILED in codes and clock() - began >= _DOUBT_S
+            took_s = clock() - began
+            is_in_doubt = Code.TRANSFER_FAILED in codes and took_s >= _DOUBT_S
             if is_in_doubt:
                 self._is_ending = True  # in here: nobody must begin a call from now on
         if is_in_doubt:
             (self._has_ended if self._close_ends_transfers else _never).wait()
+        if took_s >= self._silence_s:
+            codes = [
+                Code.OWNER_IS_SILENT if code == Code.TRANSFER_FAILED else code for code in codes
+            ]
         return _one_for_each(codes, len(parts))
 
     def exist(self, names: Sequence[str]) -> list[int]:

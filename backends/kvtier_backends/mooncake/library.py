@@ -26,6 +26,8 @@ TRANSFER_S_MAX: Final = 60.0
 
 _SETUP_TRIES: Final = "2"  # each takes seconds where the master does not answer, 20 by default
 
+_TCP_WAITS: Final = ("MC_TCP_STATUS_TIMEOUT_SEC", "MC_TCP_PROGRESS_TIMEOUT_SEC")
+
 
 class Code(IntEnum):
     """What the library answers for one object; 0 and above is success."""
@@ -42,6 +44,7 @@ class Code(IntEnum):
     TRANSFER_FAILED = -800  #: also: the object is shorter than the buffers
     RPC_FAILED = -900  #: the master did not answer
     RPC_TIMED_OUT = -901
+    OWNER_IS_SILENT = -1_000_000  #: not the library's: a transfer that failed after its timeout
 
 
 ABSENT_CODES: Final = frozenset(
@@ -122,11 +125,18 @@ def set_environment(timeout_s: float) -> None:
     for name, value in (
         ("MC_RPC_TIMEOUT_MS", milliseconds),
         ("MC_RPC_CONNECT_TIMEOUT_MS", milliseconds),
-        ("MC_TCP_STATUS_TIMEOUT_SEC", str(max(1, int(timeout_s)))),
-        ("MC_TCP_PROGRESS_TIMEOUT_SEC", str(max(1, int(timeout_s)))),
+        *((name, str(max(1, int(timeout_s)))) for name in _TCP_WAITS),
         ("MC_STORE_CLIENT_SETUP_RETRIES", _SETUP_TRIES),
     ):
         os.environ.setdefault(name, value)
+
+
+def silence_s() -> float:
+    """Return how long the library waits for a byte of an owner at least, before it gives up."""
+    try:
+        return min(float(os.environ[name]) for name in _TCP_WAITS)
+    except ValueError:  # somebody's own, which the library does not take either
+        return 1.0
 
 
 def told(code: int) -> str:

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from kvtier.errors import StoreFault
-from kvtier.plugin_api.backend import Loaded, Outcome
+from kvtier.plugin_api.backend import Loaded, Outcome, block_digest
 from kvtier_backends.mooncake.client import Parts
 from kvtier_backends.mooncake.library import (
     ABSENT_CODES,
@@ -22,7 +22,7 @@ from kvtier_backends.mooncake.library import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from kvtier.plugin_api.backend import LoadBlock, StoreBlock
     from kvtier_backends.incidents import IncidentLog
@@ -34,6 +34,12 @@ Block = TypeVar("Block", "StoreBlock", "LoadBlock")
 
 _STORED: Final = frozenset({0, Code.EXISTS})
 """An object that exists keeps what it has. That is the same block: keys name contents."""
+
+_LOST: Final[Mapping[int, str]] = {
+    Code.LEASE_EXPIRED: "leases_expired",  # of a compressed block nobody says how long it is
+    Code.TRANSFER_FAILED: "owners_gone",  # the master names them until --client_ttl has passed
+}
+"""What is a miss, whatever a lookup said, and its counter. None of these is the tier's fault."""
 
 _UNCLEAR_LENGTH: Final = frozenset({Code.BAD_PARAMETERS, Code.TRANSFER_FAILED})
 """What the library says of an object that is longer or shorter than the buffers, among others."""
@@ -210,12 +216,18 @@ class BlockTransfers:
         if length is not None:
             payload, trailer = room.cut(length)
             answer = self._records.decode_untrusted(block.key, payload, trailer, block.buffer)
-        if answer.outcome is Outcome.DONE:
+        is_sound = answer.outcome is Outcome.DONE
+        if code == Code.LEASE_EXPIRED and is_sound:  # or else it would be removed as damaged
+            is_sound = answer.digest == block_digest(block.key, block.buffer)
+        if is_sound:
             self._incidents.success("load")
             return answer
         if code >= 0:
             self._incidents.report("load", "blocks_damaged", "not as it was stored", path=name)
             return answer
+        if code in _LOST:
+            self._incidents.report("load", _LOST[code], told(code), path=name)
+            return Loaded(Outcome.ABSENT)
         self._incidents.report("load", "loads_failed", told(code), path=name)
         return Loaded(Outcome.FAILED)
 

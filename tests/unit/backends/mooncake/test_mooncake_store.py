@@ -20,6 +20,7 @@ from kvtier_backends.mooncake import client as client_module
 from kvtier_backends.mooncake import mooncake_options
 from kvtier_backends.shared.records import Record, Records
 from tests.support.mooncake_server import (
+    NO_LEASES,
     OWNERS_EXPIRE,
     SHORT_LEASES,
     Cluster,
@@ -77,6 +78,47 @@ async def test_an_owner_that_was_killed_makes_misses_whatever_the_lookup_said(
             while await mooncake.store(1) is not Outcome.DONE:
                 pause()
             assert await mooncake.load(1) is Outcome.DONE
+
+
+async def test_what_an_owner_had_that_died_and_came_back_empty_is_a_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no failure of the tier: the master goes on naming it, here for ten minutes."""
+    with running(tmp_path) as cluster:
+        async with open_mooncake(cluster.address) as mooncake:
+            assert await mooncake.store(1) is await mooncake.store(2) is Outcome.DONE
+            monkeypatch.setattr(client_module, "clock", lambda: 0.0)  # however busy the machine is
+            cluster.owner.kill()
+            assert await mooncake.probe(1)
+            assert await mooncake.load(1) is Outcome.ABSENT
+            cluster.owner.start()
+            assert await mooncake.probe(2)
+            assert await mooncake.load(2) is Outcome.ABSENT
+            assert (mooncake.count("owners_gone"), mooncake.count("loads_failed")) == (2, 0)
+
+
+async def test_a_lease_that_ends_within_a_load_is_a_miss_unless_the_block_is_sound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(tmp_path, "64MB", *NO_LEASES) as cluster:
+        async with open_mooncake(cluster.address) as mooncake:
+            assert await mooncake.store(1) is Outcome.DONE
+            assert await mooncake.load(1) is Outcome.DONE
+            real = client_module.StoreClient.get
+
+            def replaced(client: Any, parts: Any, **options: Any) -> list[int]:
+                codes = real(client, parts, **options)
+                mooncake.slots.buffer[:] = bytes(SLOTS * BLOCK_BYTES)
+                return codes
+
+            monkeypatch.setattr(client_module.StoreClient, "get", replaced)
+            assert await mooncake.load(1) is Outcome.ABSENT
+            assert (mooncake.count("leases_expired"), mooncake.count("loads_failed")) == (1, 0)
+        monkeypatch.undo()
+        async with open_mooncake(cluster.address, compression="bitplane-zstd") as mooncake:
+            assert await mooncake.store(2) is Outcome.DONE
+            assert await mooncake.load(2) is Outcome.ABSENT
+            assert (mooncake.count("leases_expired"), mooncake.count("loads_failed")) == (1, 0)
 
 
 @pytest.mark.usefixtures("_short_waits")
