@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 _PREFIX: Final = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*", re.ASCII)
 _ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/\s]+):([0-9]{1,5})", re.ASCII)
+SCHEME: Final = "://"
+SERVERS_MAX: Final = {"etcd": 16, "redis": 1}
+"""Where masters note the one that they elect, and how many servers may be named of each."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,10 @@ class MooncakeOptions:
 
     master: str = field(
         metadata=option.required(
-            Options.text, 'the address of the master, such as `"10.0.0.1:50051"`'
+            Options.text,
+            'the address of the master, such as `"10.0.0.1:50051"`; of masters that elect one, '
+            "where that is noted, as Mooncake's client takes it: "
+            '`"etcd://10.0.0.1:2379;10.0.0.2:2379"`, or `redis://`',
         )
     )
     local_hostname: str | None = option.text(
@@ -97,10 +103,11 @@ class MooncakeOptions:
     encryption_key_env: str | None = ENCRYPTION_KEY_ENV()
 
     @property
-    def master_address(self) -> tuple[str, int]:
-        """Host and port of the master."""
-        host, _, port = self.master.rpartition(":")
-        return host.strip("[]"), int(port)
+    def knock_addresses(self) -> list[tuple[str, int]]:
+        """Host and port of the master, or of each server that knows the elected one."""
+        servers = self.master.rpartition(SCHEME)[2].split(";")
+        pairs = (server.rpartition(":") for server in servers)
+        return [(host.strip("[]"), int(port)) for host, _, port in pairs]
 
     @property
     def place(self) -> str:
@@ -116,9 +123,13 @@ def read_options(
     given = MooncakeOptions(**option.read(MooncakeOptions, reader))
     records = make_records(reader, context)
     reader.finish()
-    address = _ADDRESS.fullmatch(given.master)
-    if address is None or not 0 < int(address[2]) < 1 << 16:
-        raise reader.error("master", given.master, "must be a host and a port, as in host:50051")
+    if not _is_master(given.master):
+        raise reader.error(
+            "master",
+            given.master,
+            "must be a host and a port, as in host:50051, or those of the servers where an elected "
+            "master is noted, as in etcd://host:2379;host2:2379",
+        )
     if not _PREFIX.fullmatch(given.key_prefix):
         raise reader.error(
             "key_prefix",
@@ -141,3 +152,14 @@ def read_options(
             f"has no room for one block of {context.block_bytes} bytes; raise it, or set 0",
         )
     return reader, given, records
+
+
+def _is_master(text: str) -> bool:
+    """Tell whether it is the address of a master, or where an elected one is noted."""
+    kind, scheme, listed = text.rpartition(SCHEME)
+    servers = listed.split(";")
+    addresses = [_ADDRESS.fullmatch(server) for server in servers]
+    most = SERVERS_MAX.get(kind, 0) if scheme else 1
+    return len(servers) <= most and all(
+        address is not None and 0 < int(address[2]) < 1 << 16 for address in addresses
+    )

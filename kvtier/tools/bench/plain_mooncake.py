@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from typing_extensions import override
 from kvtier.errors import Misuse, StoreFault
 from kvtier.plugin_api.threads import DaemonThreads
 from kvtier.tools.bench.plain_clients import CALLS_AT_ONCE, PlainClient, expect_blocks
+from kvtier_backends.mooncake.connection import knock
 from kvtier_backends.mooncake.library import load_library, set_environment, told
 from kvtier_backends.mooncake.mooncake_options import read_options
 from kvtier_backends.mooncake.registered import address_of
@@ -51,8 +51,7 @@ class PlainMooncake(PlainClient):
     async def open(self, memory: memoryview) -> None:
         given = self._given
         set_environment(given.timeout_s)
-        with socket.create_connection(given.master_address, given.timeout_s) as connection:
-            local_hostname = given.local_hostname or connection.getsockname()[0]
+        local_hostname = given.local_hostname or knock(given)
         self._client = self._library.MooncakeDistributedStore()
         code = self._client.setup(
             local_hostname,

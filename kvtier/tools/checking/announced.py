@@ -54,7 +54,8 @@ def _announced(config: TierConfig) -> Iterator[tuple[str, str, str]]:
         )
     elif config.type == "mooncake" and _gives_memory(config):
         master = str(options.get("master"))
-        yield "local_hostname", f" (not given, and as master={master!r} has it)", _host_of(master)
+        nearest = _host_of(master.rpartition("://")[2].partition(";")[0])
+        yield "local_hostname", f" (not given, and as master={master!r} has it)", nearest
 
 
 def _gives_memory(config: TierConfig) -> bool:

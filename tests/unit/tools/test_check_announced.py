@@ -76,6 +76,8 @@ def test_a_client_of_a_store_that_has_memory_for_others_is_called_by_them() -> N
     (text,) = mooncake(master="127.0.0.1:50051", segment_bytes="1GiB")
     assert text.startswith("local_hostname (not given, and as master='127.0.0.1:50051' has it)")
     assert mooncake(segment_bytes="1GiB") == []
+    (text,) = mooncake(master="etcd://localhost:2379;kv1:2379", segment_bytes="1GiB")
+    assert "master='etcd://localhost:2379;kv1:2379'" in text
     assert mooncake(master="127.0.0.1:50051", segment_bytes="much") == [], "refused elsewhere"
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, StoreFault
 from kvtier_backends.mooncake import MooncakeBackend
+from kvtier_backends.mooncake.connection import knock
+from kvtier_backends.mooncake.mooncake_options import read_options
 from tests.unit.backends.mooncake._mooncake import CONTEXT, make_mooncake
 
 if TYPE_CHECKING:
@@ -24,6 +27,13 @@ ADDRESS = "127.0.0.1:50051"
         ({"master": "host:0"}, "must be a host and a port"),
         ({"master": "host:99999"}, "must be a host and a port"),
         ({"master": "http://host:1"}, "must be a host and a port"),
+        ({"master": "://host:1"}, "must be a host and a port"),
+        ({"master": "host:1;host:2"}, "must be a host and a port"),
+        ({"master": "etcd://"}, "as in etcd://host:2379;host2:2379"),
+        ({"master": "etcd://host"}, "as in etcd://host:2379;host2:2379"),
+        ({"master": "etcd://host:1;"}, "as in etcd://host:2379;host2:2379"),
+        ({"master": "etcd://host:1;host:0"}, "as in etcd://host:2379;host2:2379"),
+        ({"master": "redis://host:1;host:2"}, "as in etcd://host:2379;host2:2379"),
         ({"device": "mlx5_0"}, "device='mlx5_0' is for RDMA: remove it"),
         ({"protocol": "ucx"}, "protocol='ucx' must be one of tcp, rdma"),
         ({"segment_bytes": 1000}, "segment_bytes=1000 has no room for one block of 262144 bytes"),
@@ -54,6 +64,35 @@ def test_two_tiers_of_one_master_have_places_of_their_own_if_their_prefixes_diff
         "mooncake://127.0.0.1:50051/a/b"
     )
     assert make_mooncake("[::1]:50051").place == "mooncake://[::1]:50051/kvtier"
+
+
+@pytest.mark.parametrize(
+    ("master", "addresses"),
+    [
+        ("host:1", [("host", 1)]),
+        ("[::1]:1", [("::1", 1)]),
+        ("etcd://10.0.0.1:2379", [("10.0.0.1", 2379)]),
+        ("etcd://[::1]:1;host:2;10.0.0.1:3", [("::1", 1), ("host", 2), ("10.0.0.1", 3)]),
+        ("redis://host:6379", [("host", 6379)]),
+    ],
+)
+def test_elected_masters_are_named_as_mooncakes_client_takes_them(
+    master: str, addresses: list[tuple[str, int]]
+) -> None:
+    given = read_options({"master": master}, CONTEXT)[1]
+    assert given.knock_addresses == addresses
+    assert given.master == master, "which the client is given as it is"
+    assert make_mooncake(master).place == f"mooncake://{master}/kvtier"
+
+
+def test_a_server_that_knows_the_elected_master_is_looked_for_among_all() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as etcd:
+        port = etcd.getsockname()[1]
+        there = {"master": f"etcd://127.0.0.1:1;127.0.0.1:{port}"}
+        assert knock(read_options(there, CONTEXT)[1]) == "127.0.0.1"
+    nobody = {"master": "etcd://127.0.0.1:1;localhost:1"}
+    with pytest.raises(StoreFault, match=r"refused.*; .*refused"):
+        knock(read_options(nobody, CONTEXT)[1])
 
 
 def test_presence_is_believed_for_as_long_as_is_said() -> None:
