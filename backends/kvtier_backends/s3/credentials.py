@@ -109,6 +109,7 @@ class _Command:
         self._what = what
 
     def __call__(self) -> Credentials:
+        self._run.forget()  # one connection asks at a time, after pauses; it may have been refused
         try:
             printed = json.loads(self._run())
             keys = [printed["AccessKeyId"], printed["SecretAccessKey"]]
