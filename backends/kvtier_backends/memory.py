@@ -93,9 +93,8 @@ class MemoryBackend(Backend):
                 f"has no room for one block of {context.block_bytes} bytes; raise it",
             )
         if context.read_only:
-            raise reader.error(
-                "type", "memory", "is empty at each start and with read_only stays so. Remove one"
-            )
+            remedy = "leaves it empty: nothing of memory outlives an engine. Remove it"
+            raise reader.error("read_only", context.read_only, remedy)
         most = machine_memory_bytes()
         if most is not None and capacity_bytes > most:
             raise reader.error(

@@ -49,7 +49,7 @@ async def outcomes(backend: MemoryBackend, keys: list[bytes]) -> list[Outcome]:
 
 
 def test_memory_that_nobody_may_fill_is_refused() -> None:
-    with pytest.raises(ConfigError, match="with read_only stays so"):
+    with pytest.raises(ConfigError, match="read_only=True leaves it empty"):
         MemoryBackend.from_options({"capacity_bytes": 640}, replace(CONTEXT, read_only=True))
 
 

@@ -24,6 +24,7 @@ from kvtier.tools.checking.configuration import check
 from tests.support.examples import examples
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.slow
@@ -107,11 +108,20 @@ def open_and_close(config: dict[str, Any], tmp_path: Path) -> None:
     assert tmp_path.is_dir()
 
 
+def leaves(value: object) -> Iterator[object]:
+    """Return the keys and the values of a mapping, and of those in it."""
+    if isinstance(value, dict):
+        for key, held in value.items():
+            yield key
+            yield from leaves(held)
+    else:
+        yield value
+
+
 def names(refusal: str, key: str, value: object) -> bool:
     """Tell whether a refusal has the key and the value, or what a mapping holds of them."""
     if isinstance(value, dict):
-        inner = [each for item in value.items() for each in item if not isinstance(each, dict)]
-        has_it = any(shown(each) in refusal for each in [value, *inner])
+        has_it = any(shown(each) in refusal for each in [value, *leaves(value)])
         return key in refusal and (has_it or "is missing" in refusal)
     if isinstance(value, list):
         return key in refusal
