@@ -367,7 +367,9 @@ def forget_the_count(words: words_module.Words, key: bytes, location: int) -> No
 
 
 @pytest.mark.parametrize(
-    "mistake", [zero_without_moving_back, forget_the_word, forget_the_count], ids=str
+    "mistake",
+    [zero_without_moving_back, forget_the_word, forget_the_count],
+    ids=lambda each: each.__name__,
 )
 def test_assertions_find_what_an_index_must_never_hold(
     mistake: Callable[[words_module.Words, bytes, int], None], monkeypatch: pytest.MonkeyPatch
