@@ -236,7 +236,7 @@ vllm-tests-0.32: $(OF_0.32)/.made
 vllm-tests-0.33: $(OF_0.33)/.made $(NEWER)/.made
 	$(call run_vllms_tests,$(OF_0.33),$(abspath $(NEWER)):)
 
-# Five hundred scenarios, half of them on each release, and that the rig finds what is wrong. Sets
+# Three hundred scenarios, half of them on each release, and that the rig finds what is wrong. Sets
 # of strings have an order of their own in each process; with a hash seed, a scenario is the same
 # each time.
 rig-0.32: $(VENV)/.full

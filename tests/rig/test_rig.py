@@ -24,7 +24,7 @@ from tests.support.examples import SEED, TIMES
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-SCENARIOS = int(os.environ.get("KVTIER_RIG_SCENARIOS", "250")) * TIMES
+SCENARIOS = int(os.environ.get("KVTIER_RIG_SCENARIOS", "150")) * TIMES
 IN_A_TEST = 50
 OFFSET = 0 if RELEASE < (0, 33) else SCENARIOS
 """Each release plays other scenarios: most of what a seed draws is the same on both."""

@@ -242,9 +242,9 @@ def test_what_never_came_is_announced_by_nobody(
 @pytest.mark.parametrize(
     ("chunk_blocks", "shares_hashes"),
     [
-        pytest.param(1, False, id="1_vllm_blocks"),
+        pytest.param(1, False, id="1_vllm_blocks", marks=pytest.mark.long),
         pytest.param(4, False, id="4_vllm_blocks", marks=pytest.mark.long),
-        pytest.param(4, True, id="4_vllm_blocks-shared_hashes", marks=pytest.mark.one_release),
+        pytest.param(4, True, id="4_vllm_blocks-shared_hashes"),
     ],
 )
 def test_through_kills_resets_and_restarts_routers_have_what_is_resident(

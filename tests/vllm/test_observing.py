@@ -403,6 +403,7 @@ def preempted(model: str) -> dict[str, Any]:
 
 # With vLLM 0.33, test_engine_interrupted.py has preempted requests.
 @pytest.mark.one_release
+@pytest.mark.long
 def test_preempted_requests_whose_blocks_go_meanwhile_end_no_engine(
     llama: Path, log_folder: Path
 ) -> None:

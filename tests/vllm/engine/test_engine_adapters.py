@@ -68,6 +68,7 @@ def replaced(model: str, folder: str) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.one_release
 def test_a_replaced_adapter_finds_nothing_of_the_old_one(
     llama: Path, tmp_path: Path, log_folder: Path
 ) -> None:

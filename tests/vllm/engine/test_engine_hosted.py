@@ -34,7 +34,7 @@ def on_moto(endpoint: str) -> dict[str, Any]:
     return {"type": "obj", "store_config": store}
 
 
-@pytest.mark.parametrize("kind", ["fs", "obj"])
+@pytest.mark.parametrize("kind", ["fs", pytest.param("obj", marks=pytest.mark.one_release)])
 def test_a_hosted_tier_gives_a_new_engine_the_same_tokens(
     kind: str, llama: Path, tmp_path: Path, log_folder: Path
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from anyio import to_thread
 
 from tests.vllm.support.children import run_scenario
@@ -240,6 +241,7 @@ def resets(model: str, lengths: list[int]) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.one_release
 def test_resets_in_the_middle_of_running_requests(llama: Path, log_folder: Path) -> None:
     """Promise 7: a reset waits for nobody, and old jobs end into quarantine."""
     told = run_scenario(resets, log_folder=log_folder, model=str(llama), lengths=LENGTHS)

@@ -45,6 +45,7 @@ def play(
         return {**played.as_json(), "layout": get_conv_state_layout()}
 
 
+@pytest.mark.one_release
 def test_states_in_another_layout_are_not_found(tmp_path: Path, log_folder: Path) -> None:
     """A convolution's state was stored by rows and read by columns, where NIXL is beside kvtier.
 

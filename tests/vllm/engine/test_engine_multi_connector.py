@@ -11,6 +11,8 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from tests.support.patience import until
 from tests.support.server_program import free_port
 from tests.vllm.support.children import run_scenario, start_scenario
@@ -60,6 +62,7 @@ def nixl_engine(
         yield Peer(child, folder, port)
 
 
+@pytest.mark.one_release
 def test_nixl_brings_blocks_that_kvtier_keeps(
     llama: Path, tmp_path: Path, log_folder: Path
 ) -> None:

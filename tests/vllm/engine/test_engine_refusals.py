@@ -211,6 +211,7 @@ def refused_by_an_engine(model: str, root: str) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.one_release
 def test_an_engine_does_not_start_with_bad_configuration(
     llama: Path, tmp_path: Path, log_folder: Path
 ) -> None:

@@ -280,6 +280,7 @@ def test_a_server_that_is_killed_and_one_that_takes_over(
     assert ours_in_shm(ENGINE_ID) == []
 
 
+@pytest.mark.one_release
 def test_data_parallel_engines_have_a_disk_folder_each(
     llama: Path, tmp_path: Path, log_folder: Path
 ) -> None:

@@ -63,6 +63,7 @@ def warning_in(text: str) -> str:
 
 
 @pytest.mark.one_release
+@pytest.mark.long
 def test_streamed_weights_are_found_again_by_their_name_alone(
     llama: Path, tmp_path: Path, log_folder: Path
 ) -> None:

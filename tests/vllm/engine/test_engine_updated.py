@@ -145,6 +145,7 @@ def rollouts(folder: str, root: str) -> list[dict[str, Any]]:
     return told
 
 
+@pytest.mark.one_release
 def test_pushed_weights_are_found_again_by_their_number_and_their_content(
     folder: Path, right: list[list[list[int]]], log_folder: Path, tmp_path: Path
 ) -> None:
