@@ -14,6 +14,7 @@ import mmap
 import os
 import stat
 import threading
+import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Final
 
@@ -229,19 +230,17 @@ class BlockFiles:
             if self._is_stored(place, name):
                 self._note_use(name)
                 return Outcome.DONE
-            first, second, last = name.split("/")
-            self._note_unfinished(place, f"{first}/{second}")
-            folder = self._open_fan_out(place, first, second)
             try:
-                with self._stage(folder, name) as stage:
-                    self._put(folder, last, block, stage)
-            finally:
-                os.close(folder)
+                self._put_in_place(place, name, block)
+            except FileNotFoundError:  # a cleaner took the empty folder before it was used
+                self._put_in_place(place, name, block)
         except NoGrant:
             raise
         except OSError as problem:
             self._note_if_gone(problem)
             full = problem.errno in NO_ROOM
+            if full:
+                problem = self._note_full(problem)
             self._report("store", "stores_full" if full else "stores_failed", problem, block.key)
             return Outcome.FULL if full else Outcome.FAILED
         self._incidents.success("store")
@@ -266,6 +265,17 @@ class BlockFiles:
             return True
         return problem.errno in GONE
 
+    def _note_full(self, problem: OSError) -> OSError:
+        """Have the cleaner make room, if there is one. Returns what the log says of it."""
+        if self._keeper is not None:
+            self._keeper.note_no_room()
+        why = problem.strerror
+        with suppress(OSError):
+            left = os.fstatvfs(self._anchor.current().root)
+            if left.f_files and not left.f_favail:
+                why = "no inodes are left"
+        return OSError(problem.errno, f"full since {time.strftime('%F %T %z')}: {why}")
+
     def _report(self, side: str, kind: str, problem: Exception, key: bytes) -> None:
         if isinstance(problem, PlaceLost):  # reported once for both sides, and of no single file
             self._incidents.report("store", "folder_lost", problem.strerror)
@@ -279,9 +289,18 @@ class BlockFiles:
             return
         if place.written_ns() is None:
             write_config(place.base, self._layout)
+        self._leave_marker(place)
+
+    def _leave_marker(self, place: Place) -> None:
+        """Name this writer in a place. One without room gets it with the first store."""
         layout = self._layout
-        marker = add_marker(place.base, self._writer, layout.folder_mode, layout.file_mode)
-        place.take_marker(marker)
+        try:
+            marker = add_marker(place.base, self._writer, layout.folder_mode, layout.file_mode)
+        except OSError as problem:
+            if problem.errno not in NO_ROOM:
+                raise
+        else:
+            place.take_marker(marker)
 
     def _report_returned(self) -> None:
         self._incidents.report("load", "folder_returned", "the folder is there, and is used")
@@ -368,6 +387,16 @@ class BlockFiles:
         """Give where a block is written first: beside its place, or where the bound counts it."""
         return nullcontext(Stage(folder)) if self._keeper is None else self._keeper.stage(name)
 
+    def _put_in_place(self, place: Place, name: str, block: StoreBlock) -> None:
+        first, second, last = name.split("/")
+        self._note_unfinished(place, f"{first}/{second}")
+        folder = self._open_fan_out(place, first, second)
+        try:
+            with self._stage(folder, name) as stage:
+                self._put(folder, last, block, stage)
+        finally:
+            os.close(folder)
+
     def _put(self, folder: int, name: str, block: StoreBlock, stage: Stage) -> None:
         """Write a block where the stage is, and put it into the open folder in one step."""
         temporary = temporary_path(name, self._signature)
@@ -417,7 +446,11 @@ class BlockFiles:
 
     def _note_unfinished(self, place: Place, folder: str) -> None:
         """Have the marker in this place name the folder. With a bound, the stage is elsewhere."""
-        if self._keeper is not None or place.unfinished is None:
+        if self._keeper is not None:
+            return
+        if place.unfinished is None:
+            self._leave_marker(place)
+        if place.unfinished is None:
             return
         if folder not in self._batch.folders:
             self._batch.folders = frozenset([folder])

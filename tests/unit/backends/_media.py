@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import subprocess
@@ -24,14 +25,24 @@ def key_of(number: int, group: int = 0) -> bytes:
 
 
 @contextmanager
-def tmpfs(folder: Path, size: str) -> Iterator[Path]:
-    """Make ``folder`` a filesystem of this size until the end of the block. Root only."""
+def tmpfs(folder: Path, size: str, *, inodes: int = 0) -> Iterator[Path]:
+    """Make ``folder`` a filesystem of this size until the end of the block. Root only.
+
+    ``inodes``: so many files and folders it takes; 0: as many as fit.
+    """
     folder.mkdir()
-    mount("-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", folder)
+    mount("-t", "tmpfs", "-o", f"size={size},nr_inodes={inodes},mode=700", "tmpfs", folder)
     try:
         yield folder
     finally:
         unmount(folder)
+
+
+def fill_with_files(folder: Path) -> None:
+    """Use up all inodes."""
+    with suppress(OSError):
+        for number in itertools.count():
+            (folder / f"filler-{number}").touch()
 
 
 def mount(*arguments: str | Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvtier_backends.fs.bound.account import Account, Scanned
 from kvtier_backends.fs.bound.folders import clear, ensure_folder
-from kvtier_backends.fs.bound.issuing import Issuer
+from kvtier_backends.fs.bound.issuing import RESERVE_SHARE, Issuer
 from kvtier_backends.fs.bound.manifest import Manifest
 from kvtier_backends.fs.bound.names import (
     LEASE,
@@ -46,6 +46,9 @@ VICTIMS_MAX = 8192
 FULL_SHARE = 1024
 """One part in so many of the capacity is evicted at once while the filesystem is full."""
 
+LOOK_EPOCH = 1 << 30
+"""More than any file is old: a look that comes before all uses goes by the times of files alone."""
+
 UNSAVED_SHARE = 64
 """After one change for so many blocks the manifest is saved: whoever leads next goes on with that,
 and tries in vain to remove what has gone since."""
@@ -54,8 +57,11 @@ and tries in vain to remove what has gone since."""
 class Hands(Protocol):
     """What the cleaner has done to block files."""
 
-    def begin_evict(self, victims: Array) -> None:
-        """Begin to remove these blocks. Any eviction before is given up."""
+    def begin_evict(self, victims: Array, *, folders: bool) -> None:
+        """Begin to remove these blocks. Any eviction before is given up.
+
+        ``folders``: and those of theirs that are empty then.
+        """
 
     def evicted(self) -> Evicted | None:
         """Return what became of them when it has ended, once."""
@@ -103,6 +109,9 @@ class Cleaner:
         self._issuer = Issuer(self.account, timing, now, is_gone)
         self._removals = Removals()
         self._is_fenced = False
+        self._is_next = True  #: it leads, or it would if it could make a term
+        self._looked: Manifest | None = None  #: what a look before that has found
+        self._is_looking = False
         self._lease_count = 0
         self._watched: tuple[int, Lease | None] | None = None
         self._watched_s = now()
@@ -123,6 +132,14 @@ class Cleaner:
 
     async def round(self, space: Folder) -> bool:
         """Do what is due. Returns whether there is more to do at once. Raises ``OSError``."""
+        try:
+            return await self._round(space)
+        except OSError as problem:
+            if problem.errno in NO_ROOM:
+                await self.make_room(space)
+            raise
+
+    async def _round(self, space: Folder) -> bool:
         terms = await ensure_folder(space, TERMS)
         if self.term is not None and self.number != await _newest(terms):
             self.step_down()  # even if whoever made it died then: writers look there
@@ -159,7 +176,8 @@ class Cleaner:
             self.leads_beside = other if other != self._capacity else None
         is_released = lease is not None and (lease.released or self._is_gone(lease.holder))
         is_expired = self._now() - self._watched_s >= self._timing.lease_s
-        if not number or is_released or is_expired:
+        self._is_next = not number or is_released or is_expired
+        if self._is_next:
             await self._take(terms, number + 1)
 
     async def _take(self, terms: Folder, number: int) -> None:
@@ -195,12 +213,7 @@ class Cleaner:
     # --- leading ---
 
     async def _lead(self, space: Folder, terms: Folder, term: Folder) -> bool:
-        try:
-            await self._renew(term)
-        except OSError as problem:
-            if problem.errno in NO_ROOM:
-                await self._make_room(space)
-            raise
+        await self._renew(term)
         if not self._is_fenced:
             await self._fence(space, terms)
         account = self.account
@@ -212,6 +225,8 @@ class Cleaner:
         await self._issuer.settle(term, names)
         await self._merge_uses(term, names)
         self._scan()
+        if self._issuer.lacking_bytes:
+            self._begin_making_room()
         is_behind = self._evict()
         is_wanting = await self._issuer.issue(term)
         is_stale = account.unsaved * UNSAVED_SHARE > len(account.manifest)
@@ -228,6 +243,7 @@ class Cleaner:
         await self._removals.begin(space, self.number)
         await self._load(space)
         self._is_fenced = True
+        self._looked, self._is_looking = None, False
         self._saved_s = self._epoch_s = self._now()
 
     async def _load(self, space: Folder) -> None:
@@ -301,35 +317,70 @@ class Cleaner:
         self._begin_evicting(int(over) + needed)
         return self._is_evicting and not self._is_stuck
 
-    async def _make_room(self, space: Folder) -> None:
+    async def make_room(self, space: Folder | None) -> None:
         """Evict a little: the filesystem is full, though the folder may be within its bound.
 
-        Not even the lease can be written, and nothing else would make room.
+        Not even the small files can be written, and nothing else would make room. ``space``:
+        theirs, if it could be made. Raises ``OSError``.
         """
+        if not self._is_next:
+            return  # whoever leads meets the same
         await self._take_evicted(space)
-        self._begin_evicting(self._capacity // FULL_SHARE)
+        if self._is_fenced:
+            self._scan()
+        else:
+            self._look()
+        self._begin_making_room()
 
-    def _begin_evicting(self, size: int) -> None:
-        """Begin to remove so many bytes of blocks, unless some are being removed."""
-        if self._is_evicting:
+    def _look(self) -> None:
+        """Find victims before a term is this one's own: others may store, so it counts nothing."""
+        if not self._looked and not self._is_looking:
+            self._is_looking = True
+            self._hands.begin_scan(LOOK_EPOCH, self._timing.scan_duty)
             return
-        victims = self.account.manifest.oldest(size, VICTIMS_MAX)
+        found = self._hands.scanned() if self._is_looking else None
+        if found is not None:
+            self._is_looking = False
+            if isinstance(found, OSError):
+                raise found
+            self._looked = Manifest(found.known)
+
+    def _begin_making_room(self) -> None:
+        lacking = min(self._issuer.lacking_bytes, self._capacity // RESERVE_SHARE)
+        if self._begin_evicting(max(lacking, self._capacity // FULL_SHARE), folders=True):
+            self._issuer.lacking_bytes = 0
+
+    def _begin_evicting(self, size: int, *, folders: bool = False) -> bool:
+        """Begin to remove so many bytes of blocks, unless some are being removed.
+
+        ``folders``: and their folders, each of which takes an inode, and often a page.
+        """
+        if self._is_evicting:
+            return False
+        known = self.account.manifest if self._looked is None else self._looked
+        victims = known.oldest(size, VICTIMS_MAX)
         self._is_evicting = bool(len(victims))
         if self._is_evicting:
             self.account.eviction_begins()
-            self._hands.begin_evict(victims)
+            self._hands.begin_evict(victims, folders=folders)
+        return self._is_evicting
 
-    async def _take_evicted(self, space: Folder) -> None:
+    async def _take_evicted(self, space: Folder | None) -> None:
         """Take what an eviction has done that began in an earlier round."""
         evicted = self._hands.evicted() if self._is_evicting else None
         if evicted is None:
             return
         self._is_evicting = False
         self._is_stuck = not evicted.numbers
-        self.account.removed(np.array(evicted.numbers, np.uint64), evicted.bytes)
+        numbers = np.array(evicted.numbers, np.uint64)
+        self.account.removed(numbers, evicted.bytes)
+        if self._looked is not None:
+            self._looked.remove(numbers)
         self.evicted_blocks += len(evicted.names)
         self._evict_failed = evicted.failed
-        await self._removals.announce(space, evicted.names)
+        self._removals.note(evicted.names)
+        if space is not None:
+            await self._removals.announce(space)
 
 
 async def _newest(terms: Folder) -> int:

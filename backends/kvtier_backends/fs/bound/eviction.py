@@ -1,7 +1,8 @@
 """Removes block files, and scans for them: the cleaner's hands, in a thread.
 
 Everything here blocks, and works below the open root. A leaf is listed to find a file by its
-number, for the manifest has no names. Folders stay: a writer may be about to use one.
+number, for the manifest has no names. Folders stay, unless the filesystem has no room: a writer
+may be about to use one.
 """
 
 from __future__ import annotations
@@ -50,10 +51,17 @@ class Evicted:
     failed: OSError | None = None
 
 
-def evict(root: int, victims: Array, keep_on: Callable[[], bool] = lambda: True) -> Evicted:
+def evict(
+    root: int,
+    victims: Array,
+    keep_on: Callable[[], bool] = lambda: True,
+    *,
+    folders: bool = False,
+) -> Evicted:
     """Remove these blocks. What cannot be removed is left, and ``failed`` says why.
 
-    Once ``keep_on()`` is false, the rest is left: storage may be slow.
+    Once ``keep_on()`` is false, the rest is left: storage may be slow. ``folders``: also those of
+    theirs that are empty then. A store that is about to use one fails.
     """
     evicted = Evicted()
     namespaces: dict[int, list[str]] = {}
@@ -68,6 +76,8 @@ def evict(root: int, victims: Array, keep_on: Callable[[], bool] = lambda: True)
         try:
             for name in namespaces.get(namespace, ()):
                 _evict_one(root, f"{name}/{folder}", number, evicted)
+                if folders:
+                    _remove_empty(root, f"{name}/{folder}")
             evicted.numbers.append(number)
         except OSError as problem:
             evicted.failed = problem
@@ -88,6 +98,13 @@ def _evict_one(root: int, path: str, number: int, evicted: Evicted) -> None:
     except OSError as problem:
         if problem.errno not in GONE:
             raise
+
+
+def _remove_empty(root: int, path: str) -> None:
+    """Remove a leaf and the folder that it is in, unless something is in them."""
+    with suppress(OSError):
+        os.rmdir(path, dir_fd=root)
+        os.rmdir(os.path.dirname(path), dir_fd=root)
 
 
 def scan(root: int, epoch: int, epoch_s: float, keep_on: Callable[[], bool]) -> Scanned:

@@ -64,6 +64,7 @@ class Grants:
         self._grants: list[Grant] = []
         self.taken_bytes = 0  #: since ``demand`` was asked last
         self.refused_bytes = 0
+        self.no_room = 0  #: blocks that were granted room, and the filesystem had none
 
     def add(self, grant: Grant) -> None:
         """Take a new one."""
@@ -103,6 +104,11 @@ class Grants:
             grant.in_flight -= 1
             grant.left += returned
             grant.stored.append((location, size))
+
+    def note_no_room(self) -> None:
+        """Note that the filesystem had no room for a block, whatever was granted."""
+        with self._lock:
+            self.no_room += 1
 
     def give_up(self, grant: Grant, returned: int) -> None:
         """Note that a file was not stored. ``returned``: its size, or 0 if something is left."""

@@ -59,6 +59,7 @@ class Issuer:
         self._now = now
         self._is_gone = is_gone
         self._writers: dict[str, Known] = {}
+        self.lacking_bytes = 0  #: of blocks that the filesystem had no room for
         self._number = 0
         self._round = 0
         self._doubtful: list[tuple[Known, int]] = []  # whether it was made is not known
@@ -124,6 +125,7 @@ class Issuer:
             if want.file_bytes > 0:
                 self._writers[name] = Known(name, want, self._now())
         elif writer.want.count != want.count and want.file_bytes > 0:
+            self.lacking_bytes += max(0, want.no_room - writer.want.no_room) * want.file_bytes
             writer.want = want
             writer.changed_s = self._now()
 

@@ -29,6 +29,7 @@ from kvtier_backends.fs.bound.timing import Timing
 from kvtier_backends.fs.bound.writer import Writer
 from kvtier_backends.fs.layout import VllmLayout
 from kvtier_backends.fs.temporary import parse_writer_untrusted, this_writer
+from kvtier_backends.posix import NO_ROOM
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -67,7 +68,7 @@ class ThreadHands:
         self._evicting: asyncio.Future[list[Evicted]] | None = None
         self._eviction = 0
 
-    def begin_evict(self, victims: Array) -> None:
+    def begin_evict(self, victims: Array, *, folders: bool) -> None:
         """Begin to remove these blocks, in several threads: where nothing is cached, each waits."""
         root = self._root()
         loop = asyncio.get_running_loop()
@@ -78,7 +79,7 @@ class ThreadHands:
             return self._eviction == number and time.monotonic() < end_s
 
         def work(part: Array) -> Evicted:
-            return evict(root.descriptor, part, keep_on)
+            return evict(root.descriptor, part, keep_on, folders=folders)
 
         parts = (victims[part::_EVICTING_THREADS] for part in range(_EVICTING_THREADS))
         calls = (loop.run_in_executor(self._executor, work, part) for part in parts)
@@ -227,6 +228,10 @@ class Keeper:
         size = self._file_bytes if stage.size is None else stage.size
         grants.end(grant, location, size, self._file_bytes - size)
 
+    def note_no_room(self) -> None:
+        """Note that the filesystem, or a quota, had no room for a block that was granted some."""
+        self._writer.grants.note_no_room()
+
     def note_use(self, name: str) -> None:
         """Note that a block was loaded, or found to be there."""
         location = locate(self._blocks_name, name)
@@ -351,13 +356,21 @@ class Keeper:
         """Open the protocol's folder, anew if the root is another one. Raises ``OSError``."""
         loop = asyncio.get_running_loop()
         place = await loop.run_in_executor(self._executor, self._current_place)
-        if place is not self._place or self._space is None or not _is_there(self._space.descriptor):
+        is_gone = self._space is not None and not _is_there(self._space.descriptor)
+        if place is not self._place or is_gone:
             self._hands.give_up()
             self._hands.root = SmallFiles(os.dup(place.root), self._executor, self._folder_mode)
             self.cleaner.step_down()
             self._writer.leave()
-            self._space = await ensure_folder(self._hands.root, SPACE)
-            self._place = place
+            self._place, self._space = place, None
+        if self._space is None:
+            assert self._hands.root is not None, "opened with the place"
+            try:
+                self._space = await ensure_folder(self._hands.root, SPACE)
+            except OSError as problem:
+                if problem.errno in NO_ROOM:
+                    await self.cleaner.make_room(None)
+                raise
         return self._space
 
     async def _read_removals(self, space: Folder) -> None:

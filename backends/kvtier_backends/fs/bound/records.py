@@ -47,6 +47,7 @@ class Want(msgspec.Struct, frozen=True):
     file_bytes: int  #: of one block
     wanted_bytes: int  #: that it would store in ``Timing.idle_s``
     finished: tuple[int, ...] = ()  #: numbers of grants with a receipt
+    no_room: int = 0  #: blocks, ever, that the filesystem had no room for
 
 
 class ManifestHead(msgspec.Struct, frozen=True):

@@ -42,9 +42,12 @@ class Removals:
         self._term, self._number = term, number
         self._kept = sorted(filter(_NAME.fullmatch, await folder.names()))
 
-    async def announce(self, space: Folder, names: Sequence[str]) -> None:
-        """Name what was removed. Raises ``OSError``: then it is named the next time."""
+    def note(self, names: Sequence[str]) -> None:
+        """Note what was removed, to be announced."""
         self._unannounced.extend(names)
+
+    async def announce(self, space: Folder) -> None:
+        """Name what was removed. Raises ``OSError``: then it is named the next time."""
         if not self._unannounced:
             return
         folder = await ensure_folder(space, REMOVED)

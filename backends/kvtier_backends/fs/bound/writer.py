@@ -132,5 +132,6 @@ class Writer:
 
     async def _say(self, term: Folder, wanted: int) -> None:
         self._count += 1
-        want = Want(self._count, self._file_bytes, wanted, tuple(sorted(self._finished)))
+        finished = tuple(sorted(self._finished))
+        want = Want(self._count, self._file_bytes, wanted, finished, self.grants.no_room)
         await term.write(f"{WANT}{self._name}", encode(want))

@@ -107,7 +107,8 @@ async def _announce(folder: FsFolder, names: Sequence[str]) -> None:
         space = await SmallFiles(os.dup(folder.root), executor, mode).open_folder(SPACE)
         removals = Removals()
         await removals.begin(space, 0, secrets.randbelow(_NUMBERS))
-        await removals.announce(space, names)
+        removals.note(names)
+        await removals.announce(space)
     finally:
         executor.shutdown()
 

@@ -23,7 +23,7 @@ from kvtier_backends.fs.temporary import Writer, parse_temporary_untrusted, this
 from tests.support.fuse_folder import FuseFolder, fuse_folder
 from tests.support.needs import needs
 from tests.support.patience import PATIENCE_S, until_true
-from tests.unit.backends._media import mount, start_python, tmpfs
+from tests.unit.backends._media import fill_with_files, mount, start_python, tmpfs
 from tests.unit.backends.fs._fs import key_of, make_fs, open_fs
 
 pytestmark = pytest.mark.anyio
@@ -52,6 +52,67 @@ async def test_a_full_disk_is_full_and_keeps_nothing_unfinished(tmp_path: Path) 
             assert await fs.load(0) is Outcome.DONE
             fs.path(0).unlink()
             assert await fs.store(50) is Outcome.DONE
+
+
+@needs("mount")
+async def test_a_filesystem_without_inodes_is_full_once_and_takes_stores_again(
+    tmp_path: Path,
+) -> None:
+    """Nor is it a reason not to start: there was none for the marker."""
+    with tmpfs(tmp_path / "small", "16m", inodes=40) as root, capture_logs() as lines:
+        async with open_fs(root) as fs:
+            outcomes = [await fs.store(number) for number in range(20)]
+            assert outcomes == sorted(outcomes), "first all DONE, then all FULL"
+            assert set(outcomes) == {Outcome.DONE, Outcome.FULL}
+            assert fs.count("stores_full") == outcomes.count(Outcome.FULL)
+            assert fs.temporaries() == []
+        fill_with_files(root)
+        async with open_fs(root) as fs:
+            assert await fs.load(0) is Outcome.DONE
+            assert await fs.store(30) is Outcome.FULL
+            for number in (0, 1):
+                shutil.rmtree(fs.path(number).parents[1])
+            assert await fs.store(31) is Outcome.DONE
+            assert len(list(Path(fs.backend.place).glob("*/writers/*"))) == 1
+    reasons = [line["reason"] for line in lines if line.get("kind") == "stores_full"]
+    assert len(reasons) == 2, "of each engine"
+    assert all("full since" in each and "no inodes are left" in each for each in reasons)
+
+
+async def test_a_quota_that_is_used_up_is_full_once_and_takes_stores_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exceed(*_: object) -> int:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    async with open_fs(tmp_path / "kv") as fs:
+        with monkeypatch.context() as used_up, capture_logs() as lines:
+            used_up.setattr(os, "pwritev", exceed)
+            assert [await fs.store(number) for number in range(3)] == [Outcome.FULL] * 3
+        (reason,) = [line["reason"] for line in lines]
+        assert "full since" in reason
+        assert os.strerror(errno.EDQUOT) in reason
+        assert fs.temporaries() == []
+        assert await fs.store(1) is Outcome.DONE
+
+
+async def test_a_folder_that_goes_under_a_store_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cleaner removes empty ones where there is no room, and so do cron jobs."""
+    real, gone = os.rename, list[str]()
+
+    def rename(source: str, target: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+        if not gone:
+            gone.append(target)
+            shutil.rmtree(Path(f"/proc/self/fd/{dst_dir_fd}").readlink())
+        real(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+
+    async with open_fs(tmp_path / "kv") as fs:
+        monkeypatch.setattr(os, "rename", rename)
+        assert await fs.store(1) is Outcome.DONE
+        assert gone
+        assert await fs.load(1) is Outcome.DONE
 
 
 @needs("fuse")

@@ -7,6 +7,7 @@ has changed nothing there itself, as NFS does. Clocks are an hour apart.
 
 from __future__ import annotations
 
+import errno
 import types
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -82,6 +83,7 @@ class SimFolder(Folder):
     async def write(self, name: str, data: bytes) -> None:
         await switch()
         self.node.check()
+        self.client.world.check_room()
         self.node.files[name] = data
         self._changed()
         await switch()
@@ -91,6 +93,7 @@ class SimFolder(Folder):
         self.node.check()
         if name in self.node.folders:
             raise FileExistsError(name)
+        self.client.world.check_room()
         self.node.folders[name] = Node()
         self._changed()
         return await self.open_folder(name)
@@ -131,7 +134,8 @@ class SimFolder(Folder):
 class World:
     """The server, and the time."""
 
-    def __init__(self, chance: Random, capacity: int, pause_s: float) -> None:
+    def __init__(self, chance: Random, capacity: int, pause_s: float, full: float = 0.0) -> None:
+        self.full = full  #: how often nothing new can be written
         self.pause_s = pause_s  #: at most, after each turn of an engine
         self.chance = chance
         self.capacity = capacity
@@ -139,6 +143,10 @@ class World:
         self.space = Node()
         self.leaves: list[set[int]] = [set() for _ in range(LEAVES)]
         self.started = 0
+
+    def check_room(self) -> None:
+        if self.full and self.chance.random() < self.full:
+            raise OSError(errno.ENOSPC, "the filesystem is full")
 
     def blocks(self) -> int:
         return sum(map(len, self.leaves))
@@ -160,7 +168,7 @@ class SimHands:
         self._found: Scanned | None = None
         self._evicted: Evicted | None = None
 
-    def begin_evict(self, victims: Array) -> None:
+    def begin_evict(self, victims: Array, *, folders: bool) -> None:
         self._evicted = None
         eviction = self.engine.tasks["evict"] = self._evict(victims)
         eviction.send(None)
@@ -262,6 +270,12 @@ class Engine:
         await switch()
         if node.is_gone:
             self.writer.grants.lose(grant)
+            return
+        try:
+            self.world.check_room()
+        except OSError:
+            self.writer.grants.note_no_room()
+            self.writer.grants.give_up(grant, FILE_BYTES)
             return
         node.files[temporary] = b""
         await switch()

@@ -92,7 +92,7 @@ def test_a_list_of_blocks_comes_back_or_is_refused(
 
 
 def test_small_files_come_back() -> None:
-    for small in (Lease(1, "me", 5, released=True), Want(1, 2, 3, (4, 5))):
+    for small in (Lease(1, "me", 5, released=True), Want(1, 2, 3, (4, 5), 6)):
         assert decode_untrusted(encode(small), type(small)) == small
 
 

@@ -41,9 +41,12 @@ def step(world: World, engines: list[Engine], chance: Random) -> None:
     world.time += chance.random() * world.pause_s
 
 
-def storm(chance: Random, steps: int = STEPS) -> tuple[World, list[Engine]]:
-    """Run engines, stop them for long, kill them and start others."""
-    world = World(chance, CAPACITY, pause_s=chance.choice(PAUSES_S))
+def storm(chance: Random, steps: int = STEPS, *, full: float = 0.0) -> tuple[World, list[Engine]]:
+    """Run engines, stop them for long, kill them and start others.
+
+    ``full``: how often there is no room for what one writes.
+    """
+    world = World(chance, CAPACITY, pause_s=chance.choice(PAUSES_S), full=full)
     engines = [Engine(world) for _ in range(ENGINES)]
     stopped: list[Engine] = []
     for _ in range(steps):
@@ -64,6 +67,13 @@ def storm(chance: Random, steps: int = STEPS) -> tuple[World, list[Engine]]:
 @given(seed=st.integers(0, 1 << 32))
 def test_the_folder_never_holds_more_than_its_bound(seed: int) -> None:
     storm(Random(seed))
+
+
+@settings(max_examples=examples(8))
+@given(seed=st.integers(0, 1 << 32), full=st.sampled_from([0.02, 0.3]))
+def test_nor_where_the_filesystem_is_full_now_and_then(seed: int, full: float) -> None:
+    """Blocks are evicted then before a term is fenced, and beside what the account asks for."""
+    storm(Random(seed), full=full)
 
 
 @pytest.mark.slow

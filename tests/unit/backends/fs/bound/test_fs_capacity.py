@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import anyio
 import pytest
 
 from kvtier.errors import ConfigError
@@ -15,9 +18,17 @@ from kvtier_backends.fs.bound import keeper as keeper_module
 from kvtier_backends.fs.bound.names import SPACE, TERMS
 from tests.support.folder_files import files_of
 from tests.support.needs import needs
-from tests.support.patience import PATIENCE_S, until_true
-from tests.unit.backends._media import tmpfs
-from tests.unit.backends.fs._fs import BLOCK_BYTES, CONTEXT, FILE_BYTES, Fs, key_of, make_fs
+from tests.support.patience import PATIENCE_S, POLL_S, looks, until_true
+from tests.unit.backends._media import fill_with_files, tmpfs
+from tests.unit.backends.fs._fs import (
+    BLOCK_BYTES,
+    CONTEXT,
+    FILE_BYTES,
+    Fs,
+    key_of,
+    make_fs,
+    open_fs,
+)
 from tests.unit.backends.fs.bound._timing import QUICK
 
 if TYPE_CHECKING:
@@ -49,8 +60,10 @@ async def bounded(root: Path, context: BackendContext = CONTEXT) -> AsyncIterato
 async def store_all(fs: Fs, numbers: range) -> None:
     """Store these, each again until there is room for it."""
     for number in numbers:
-        while await fs.store(number) is not Outcome.DONE:
-            pass
+        for _ in looks():
+            if await fs.store(number) is Outcome.DONE:
+                break
+            await anyio.sleep(POLL_S)
 
 
 def folder_bytes(root: Path) -> int:
@@ -180,6 +193,58 @@ async def test_a_filesystem_that_is_full_is_given_room_again(
             await store_all(fs, range(stored))
             assert await fs.load(stored - 1) is Outcome.DONE
             assert fs.count("blocks_evicted") > 0
+
+
+@needs("mount")
+async def test_a_filesystem_without_inodes_is_given_some_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each block takes up to three of them, for two are folders, which evictions leave behind."""
+    soon = replace(QUICK, lease_s=0.2, dead_s=0.3)
+    monkeypatch.setattr(keeper_module, "Timing", lambda: soon)
+    with tmpfs(tmp_path / "small", "16m", inodes=2 * BLOCKS) as small:
+        async with bounded(small / "kv") as fs:
+            await store_all(fs, range(3 * BLOCKS))
+            assert await fs.load(3 * BLOCKS - 1) is Outcome.DONE
+            assert folder_bytes(small / "kv") > CAPACITY // 8
+
+
+@needs("mount")
+@pytest.mark.parametrize("was_bounded", [True, False])
+async def test_an_engine_that_starts_without_inodes_makes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_bounded: bool
+) -> None:
+    """It can make no term, nor even the folder of the protocol, where there was no bound before."""
+    soon = replace(QUICK, lease_s=0.2, dead_s=0.3)
+    monkeypatch.setattr(keeper_module, "Timing", lambda: soon)
+    with tmpfs(tmp_path / "small", "16m", inodes=2 * BLOCKS) as small:
+        async with bounded(small / "kv") if was_bounded else open_fs(small / "kv") as fs:
+            await store_all(fs, range(BLOCKS // 4))
+        fill_with_files(small)
+        async with bounded(small / "kv") as fs:
+            await store_all(fs, range(100, 104))
+            assert await fs.load(103) is Outcome.DONE
+            assert fs.count("blocks_evicted") < BLOCKS // 4
+
+
+async def test_a_quota_that_small_files_fit_in_makes_room_for_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease could be written all the time, and nothing else was asked whether there is room."""
+    quota, real = CAPACITY // 2, os.pwritev
+
+    def write(*given: Any) -> int:
+        if folder_bytes(tmp_path / "kv") + FILE_BYTES > quota:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        return real(*given)
+
+    monkeypatch.setattr(os, "pwritev", write)
+    async with bounded(tmp_path / "kv") as storing, bounded(tmp_path / "kv") as other:
+        for start in range(0, BLOCKS // 2, 8):  # whoever of them cleans
+            await store_all(storing, range(start, start + 8))
+            await store_all(other, range(100 + start, 108 + start))
+        assert await other.load(107 + start) is Outcome.DONE
+        assert folder_bytes(tmp_path / "kv") > quota // 2
 
 
 def is_removed(folder: Path) -> bool:
