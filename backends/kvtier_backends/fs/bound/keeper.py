@@ -28,7 +28,11 @@ from kvtier_backends.fs.bound.small_files import DaemonExecutor, SmallFiles
 from kvtier_backends.fs.bound.timing import Timing
 from kvtier_backends.fs.bound.writer import Writer
 from kvtier_backends.fs.layout import VllmLayout
-from kvtier_backends.fs.temporary import parse_writer_untrusted, this_writer
+from kvtier_backends.fs.temporary import (
+    parse_temporary_untrusted,
+    parse_writer_untrusted,
+    this_writer,
+)
 from kvtier_backends.posix import NO_ROOM
 
 if TYPE_CHECKING:
@@ -198,6 +202,7 @@ class Keeper:
         self._is_stopping = False
         self._round_ended: asyncio.Condition | None = None
         self._warned_of: int | None = None
+        self._tidied = 0  #: the term that began with that
 
     # --- any thread ---
 
@@ -337,6 +342,9 @@ class Keeper:
         if failure is not None:
             self._incidents.report("store", "evictions_failed", failure)
         self._warn_of_another(self.cleaner.leads_beside)
+        if self.cleaner.leads and self.cleaner.number != self._tidied:
+            await _tidy(space)
+            self._tidied = self.cleaner.number
         is_storing = await self._writer.round(space)
         await self._read_removals(space)
         return is_behind or is_storing
@@ -387,6 +395,14 @@ class Keeper:
         """Tell whether a writer's process is known to have ended: one of this machine."""
         writer = parse_writer_untrusted(name.rpartition("-")[0])
         return writer is not None and writer.is_dead(self._me, 0.0)
+
+
+async def _tidy(space: Folder) -> None:
+    """Remove unfinished manifests: those of cleaners that were killed, or lead no more."""
+    for name in await space.names():
+        if parse_temporary_untrusted(name) is not None:
+            with suppress(FileNotFoundError):
+                await space.remove(name)
 
 
 def _is_there(folder: int) -> bool:

@@ -25,6 +25,7 @@ UNANNOUNCED_MAX: Final = 1 << 14
 """Names kept while the folder takes no files. The oldest are forgotten."""
 
 _NAME = re.compile(r"[0-9]{10}-[0-9]{10}")
+_UNFINISHED = re.compile(r"\.([0-9]{10})-[0-9]{10}\..+\.tmp")
 
 
 class Removals:
@@ -40,7 +41,13 @@ class Removals:
         """Begin a term; the first file has the number after this one. Raises ``OSError``."""
         folder = await ensure_folder(space, REMOVED)
         self._term, self._number = term, number
-        self._kept = sorted(filter(_NAME.fullmatch, await folder.names()))
+        names = await folder.names()
+        self._kept = sorted(filter(_NAME.fullmatch, names))
+        for name in names:
+            unfinished = _UNFINISHED.fullmatch(name)
+            if unfinished and 0 < int(unfinished[1]) < term:  # a cleaner's that leads no more
+                with suppress(FileNotFoundError):
+                    await folder.remove(name)
 
     def note(self, names: Sequence[str]) -> None:
         """Note what was removed, to be announced."""

@@ -15,7 +15,8 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import BackendContext, Outcome
 from kvtier_backends.fs.bound import keeper as keeper_module
-from kvtier_backends.fs.bound.names import SPACE, TERMS
+from kvtier_backends.fs.bound.names import REMOVED, SPACE, TERMS
+from kvtier_backends.fs.temporary import Writer
 from tests.support.folder_files import files_of
 from tests.support.needs import needs
 from tests.support.patience import PATIENCE_S, POLL_S, looks, until_true
@@ -270,6 +271,24 @@ async def test_a_closed_engine_hands_its_room_and_its_term_over(tmp_path: Path) 
     (term,) = terms.iterdir()
     assert b'"released":true' in (term / "lease").read_bytes()
     assert all((grant / "receipt").exists() for grant in term.glob("grant-*"))
+
+
+async def test_what_a_killed_cleaner_left_unfinished_goes_with_its_term(tmp_path: Path) -> None:
+    """A manifest of a million blocks has 28 MB; each kill in the midst of one left as much."""
+    async with bounded(tmp_path / "kv") as fs:
+        await store_all(fs, range(1))
+    space = tmp_path / "kv" / SPACE
+    writer = Writer("0" * 12, 1, 12)
+    left = [
+        space / f".manifest.{writer}-1.tmp",
+        space / REMOVED / f".0000000001-0000000007.{writer}-2.tmp",
+    ]
+    command = space / REMOVED / f".0000000000-1234567890.{writer}-3.tmp"  # kvtier evict writes it
+    for each in (*left, command):
+        each.write_bytes(b"half")
+    async with bounded(tmp_path / "kv") as fs:
+        await until_true(lambda: not any(each.exists() for each in left))
+        assert command.exists()
 
 
 def test_a_capacity_of_few_blocks_is_refused(tmp_path: Path) -> None:
