@@ -30,6 +30,7 @@ from kvtier_backends.fs.special import SpecialFile, refuse_special_file, special
 from kvtier_backends.fs.temporary import (
     add_marker,
     dead_markers,
+    folder_time_s,
     folders_of_dead,
     remove_markers,
     sweep,
@@ -121,6 +122,7 @@ class BlockFiles:
         self._pages = _Pages(self._trailer_at - block_bytes)
         self._access_times = AccessTimes()
         self._batch = _Batch()
+        self._marking = threading.Lock()
 
     def keep_within_bound(self, keeper: Keeper) -> None:
         """Store only what the keeper has room for, and tell it of uses. Called before all else."""
@@ -156,14 +158,16 @@ class BlockFiles:
         with suppress(PlaceLost):
             place = self._anchor.current()
             folders = folders_of_dead(place.base, dead)
+            now_s = folder_time_s(place.base, self._writer)
             for _ in (
-                sweep(place.blocks, self._writer, keep_on)
+                sweep(place.blocks, self._writer, now_s, keep_on)
                 if folders is None
-                else sweep_only(place.blocks, folders, self._writer, keep_on)
+                else sweep_only(place.blocks, folders, self._writer, now_s, keep_on)
             ):
                 self._counters.add("temporaries_swept")
             if keep_on():  # Otherwise the next engine sees the markers and goes on.
-                remove_markers(place.base, dead)
+                # A walk takes long: who was idle for a day may write again.
+                remove_markers(place.base, {*dead} & {*dead_markers(place.base, self._writer)})
 
     @property
     def file_bytes(self) -> int:
@@ -448,8 +452,12 @@ class BlockFiles:
         """Have the marker in this place name the folder. With a bound, the stage is elsewhere."""
         if self._keeper is not None:
             return
-        if place.unfinished is None:
-            self._leave_marker(place)
+        seen = place.unfinished
+        if seen is None or seen.is_removed():
+            # One thread at a time, or two would write the same record. A folder is made later.
+            with self._marking, suppress(FileNotFoundError):
+                if place.unfinished is seen:
+                    self._leave_marker(place)
         if place.unfinished is None:
             return
         if folder not in self._batch.folders:

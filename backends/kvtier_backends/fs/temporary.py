@@ -8,7 +8,9 @@ it writes in (``unfinished.py``): only for a dead one's are folders listed, and 
 
 The host id covers the boot and the process namespace too: two containers of
 one host name do not know each other's process numbers. A writer elsewhere
-cannot be asked, so its files go when they are a day old.
+cannot be asked, so its files go when they are a day old, by the clock that gives files their
+times: the server's. A marker is younger than what its writer has begun last; one whose writer was
+idle for a day goes too, and is made again (``Unfinished.is_removed``).
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ import itertools
 import os
 import re
 import socket
-import time
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -97,13 +98,27 @@ def remove_markers(base: int, names: Iterable[str]) -> None:
                 os.unlink(name, dir_fd=folder)
 
 
+def folder_time_s(base: int, me: Writer) -> float:
+    """Return what time it is for whoever gives files their times: touches this writer's marker.
+
+    This host's clock may be hours off. Where there is no marker, no file has an age.
+    """
+    try:
+        with _markers(base) as folder:
+            os.utime(str(me), dir_fd=folder, follow_symlinks=False)
+            return os.stat(str(me), dir_fd=folder, follow_symlinks=False).st_mtime
+    except OSError:
+        return float("-inf")
+
+
 def dead_markers(base: int, me: Writer) -> list[str]:
     """Return the names of the markers of writers that write no more."""
     dead = []
+    now_s = folder_time_s(base, me)
     with suppress(OSError), _markers(base) as folder:
         for name in _names(folder):
             writer = parse_writer_untrusted(name)
-            if writer is not None and writer.is_dead(me, _age_s(name, folder)):
+            if writer is not None and writer.is_dead(me, _age_s(name, folder, now_s)):
                 dead.append(name)
     return dead
 
@@ -127,21 +142,22 @@ def folders_of_dead(base: int, names: Iterable[str]) -> set[str] | None:
 
 
 def sweep_only(
-    folder: int, names: Iterable[str], me: Writer, keep_on: Callable[[], bool]
+    folder: int, names: Iterable[str], me: Writer, now_s: float, keep_on: Callable[[], bool]
 ) -> Iterator[str]:
     """Remove as ``sweep`` does, but in the open folder itself and in these below it alone."""
-    yield from _sweep_files(folder, _names(folder), me)
+    yield from _sweep_files(folder, _names(folder), me, now_s)
     for name in sorted(names):
         if not keep_on():
             return
         first, _, second = name.partition("/")
         with suppress(OSError), _opened(first, folder) as outer, _opened(second, outer) as below:
-            yield from _sweep_files(below, _names(below), me)
+            yield from _sweep_files(below, _names(below), me, now_s)
 
 
-def sweep(folder: int, me: Writer, keep_on: Callable[[], bool]) -> Iterator[str]:
+def sweep(folder: int, me: Writer, now_s: float, keep_on: Callable[[], bool]) -> Iterator[str]:
     """Remove the temporary files of dead writers below the open folder, and yield their names.
 
+    ``now_s``: as ``folder_time_s`` has it.
     Walks all fan-out folders, so it belongs in a thread of its own; ends early
     once ``keep_on()`` is false. What cannot be listed or removed is left, and no link followed.
     """
@@ -151,14 +167,14 @@ def sweep(folder: int, me: Writer, keep_on: Callable[[], bool]) -> Iterator[str]
             return
         if is_folder:
             with suppress(OSError), _opened(name, folder) as below:
-                yield from sweep(below, me, keep_on)
-    yield from _sweep_files(folder, names, me)
+                yield from sweep(below, me, now_s, keep_on)
+    yield from _sweep_files(folder, names, me, now_s)
 
 
-def _sweep_files(folder: int, names: Mapping[str, bool], me: Writer) -> Iterator[str]:
+def _sweep_files(folder: int, names: Mapping[str, bool], me: Writer, now_s: float) -> Iterator[str]:
     for name, is_folder in names.items():
         writer = None if is_folder else parse_temporary_untrusted(name)
-        if writer is not None and writer.is_dead(me, _age_s(name, folder)):
+        if writer is not None and writer.is_dead(me, _age_s(name, folder, now_s)):
             with suppress(OSError):
                 os.unlink(name, dir_fd=folder)
                 yield name
@@ -200,9 +216,9 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _age_s(name: str, folder: int) -> float:
+def _age_s(name: str, folder: int, now_s: float) -> float:
     try:
-        return time.time() - os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime
+        return now_s - os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime
     except OSError:
         return 0.0
 

@@ -9,6 +9,9 @@ before each batch. A killed writer's kernel keeps what it wrote.
 A marker without records is an older kvtier's, or one that could not be written: all folders are
 walked for it.
 
+Where other hosts sweep, a marker that was not written for a day is taken for a dead writer's. So
+one that has been idle looks whether its own is still there before it writes again.
+
 # Invariant: a folder is named in the marker before an unfinished file is in it, or the marker
 #            has no header. Checked: note,
 #            test_the_marker_of_a_killed_writer_names_each_folder_with_an_unfinished_file.
@@ -20,11 +23,15 @@ import itertools
 import os
 import re
 import threading
+import time
 from contextlib import suppress
 from typing import Final
 
 FOLDERS_MAX: Final = 32
 """So many folders one record names: more than a batch has blocks."""
+
+LOOK_PAUSE_S: Final = 3600.0
+"""So often a writer looks after its marker: far less than the day after which others remove it."""
 
 _HEADER: Final = b"kvtier-writes-1\n"
 _NAME_BYTES: Final = 24  #: of a folder's, padded, with the end of its line
@@ -49,11 +56,23 @@ class Unfinished:
         self._numbers = itertools.count()
         self._own = _Own()
         self._is_given_up = False
+        self._looked_s = time.monotonic()
         self._write(_HEADER, 0)
 
     def __del__(self) -> None:
         with suppress(OSError):
             os.close(self._descriptor)
+
+    def is_removed(self) -> bool:
+        """Tell whether others took this writer for dead. Looks once an hour of its own clock."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < LOOK_PAUSE_S:
+            return False
+        self._looked_s = now_s
+        try:
+            return os.fstat(self._descriptor).st_nlink == 0
+        except OSError:  # NFS: ESTALE
+            return True
 
     def note(self, folders: frozenset[str]) -> None:
         """Note where this thread writes until it notes something else. Raises nothing.

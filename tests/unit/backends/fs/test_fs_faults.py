@@ -236,7 +236,11 @@ async def test_a_killed_writer_leaves_no_wrong_block_and_is_swept_up_after(tmp_p
     await no_markers_but(fs.backend.place, 0)
 
 
-async def test_only_dead_writers_temporaries_are_swept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead_h", [0, 6, -6, 48, -48])
+async def test_only_dead_writers_temporaries_are_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_h: int
+) -> None:
+    """However far this host's clock is ahead of the server's."""
     me = this_writer()
     with subprocess.Popen(["true"]) as ended:
         ended.wait()
@@ -262,6 +266,8 @@ async def test_only_dead_writers_temporaries_are_swept(tmp_path: Path) -> None:
     foreign.write_bytes(b"half")
     markers = block.parents[2] / "writers"
     (markers / str(cases[0][0])).write_bytes(b"")
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 3600 * ahead_h)
     async with open_fs(tmp_path / "kv") as fs:
         await no_markers_but(fs.backend.place, 1)
         assert [path.exists() for path in files] == [not swept for _, _, swept in cases]
@@ -305,7 +311,7 @@ def test_a_filesystem_that_lists_names_alone_is_swept_too(tmp_path: Path, fails:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         if fails:
             fuse.fail("getattr", error=errno.EIO)
-        swept = list(temporary.sweep(folder, me, lambda: True))
+        swept = list(temporary.sweep(folder, me, time.time(), lambda: True))
         os.close(folder)
     finally:
         fuse.vanish()

@@ -7,16 +7,20 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, strategies
 
-from kvtier_backends.fs import unfinished
-from kvtier_backends.fs.temporary import Writer, this_writer
+from kvtier_backends.fs import temporary, unfinished
+from kvtier_backends.fs.temporary import FOREIGN_AGE_S_MAX, Writer, this_writer
 from kvtier_backends.fs.unfinished import FOLDERS_MAX, Unfinished, folders_untrusted
 from tests.support.patience import until_true
 from tests.unit.backends._media import start_python
 from tests.unit.backends.fs._fs import open_fs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.anyio
 
@@ -86,6 +90,50 @@ async def test_a_marker_of_an_older_kvtier_has_all_folders_walked(tmp_path: Path
     async with open_fs(tmp_path / "kv") as fs:
         await until_true(lambda: len(markers(tmp_path / "kv")) == 1)
         assert fs.count("temporaries_swept") == 1
+
+
+async def test_a_writer_that_was_idle_for_a_day_is_known_again_once_it_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another host takes it for dead. Killed after that, it left unfinished files for ever."""
+    root = tmp_path / "kv"
+    async with open_fs(root) as idle:
+        await idle.store(1)
+        (own,) = markers(root)
+        a_day_ago = own.stat().st_mtime - FOREIGN_AGE_S_MAX - 60
+        os.utime(own, (a_day_ago, a_day_ago))
+        with monkeypatch.context() as elsewhere:
+            other = this_writer()._replace(host="0" * 12)
+            elsewhere.setattr("kvtier_backends.fs.files.this_writer", lambda: other)
+            async with open_fs(root):
+                await until_true(lambda: [path.name for path in markers(root)] == [str(other)])
+        monkeypatch.setattr(unfinished, "LOOK_PAUSE_S", 0.0)
+        await idle.store(2)
+        assert folders_untrusted(own.read_bytes()) == {"/".join(idle.path(2).parts[-3:-1])}
+
+
+async def test_a_writer_that_stores_again_while_others_sweep_keeps_its_marker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A walk over a million folders takes minutes."""
+    root = tmp_path / "kv"
+    async with open_fs(root) as fs:
+        await fs.store(1)
+        base = fs.path(1).parents[2]
+    woken, gone = Writer("0" * 12, 1, 12), Writer("0" * 12, 2, 12)
+    for each in (woken, gone):
+        marker(base / "writers" / str(each)).note(frozenset())
+        os.utime(base / "writers" / str(each), (1e9, 1e9))
+    real = temporary.sweep_only
+
+    def walk(*given: Any) -> Iterator[str]:
+        yield from real(*given)
+        os.utime(base / "writers" / str(woken))
+
+    monkeypatch.setattr("kvtier_backends.fs.files.sweep_only", walk)
+    async with open_fs(root):
+        await until_true(lambda: not (base / "writers" / str(gone)).exists())
+        assert (base / "writers" / str(woken)).exists()
 
 
 async def test_a_folder_that_is_made_anew_in_the_midst_of_a_batch_is_noted_there_too(
