@@ -9,6 +9,7 @@ import errno
 import os
 import stat
 import tempfile
+import time
 from contextlib import suppress
 from typing import Final
 
@@ -195,6 +196,28 @@ def try_folder(path: str) -> str:
         if file.read() != page:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
     return "a file was written in its folder, read and removed"
+
+
+def clock_ahead_s(path: str) -> float:
+    """Return how far the clock that gives files in this folder their times is ahead of this host's.
+
+    Writes a file without a name there. Raises ``OSError``.
+    """
+    with tempfile.TemporaryFile(dir=path) as file:
+        return os.fstat(file.fileno()).st_mtime - time.time()
+
+
+def no_room(problem: OSError, folder: int) -> OSError:
+    """Return a fault for want of room in an open folder as the log shows it: once, until it ends.
+
+    The system's own words are the same for bytes and inodes.
+    """
+    why = problem.strerror
+    with suppress(OSError):
+        left = os.fstatvfs(folder)
+        if left.f_files and not left.f_favail:
+            why = "no inodes are left"
+    return OSError(problem.errno, f"full since {time.strftime('%F %T %z')}: {why}")
 
 
 def not_working(problem: OSError) -> str:

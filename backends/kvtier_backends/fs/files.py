@@ -14,7 +14,6 @@ import mmap
 import os
 import stat
 import threading
-import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Final
 
@@ -22,24 +21,22 @@ from kvtier.errors import Misuse
 from kvtier.plugin_api.backend import LoadBlock, Loaded, Outcome, StoreBlock
 from kvtier_backends.fs.access_times import AccessTimes
 from kvtier_backends.fs.bound.grants import NoGrant, Stage
+from kvtier_backends.fs.fan_out import make_both, open_both
 from kvtier_backends.fs.folder import refuse_other_config, write_config
 from kvtier_backends.fs.forms import BlockRefused
 from kvtier_backends.fs.older_blocks import neighbours
-from kvtier_backends.fs.place import FOLDER_FLAGS, Anchor, PlaceLost
+from kvtier_backends.fs.place import Anchor, PlaceLost
 from kvtier_backends.fs.special import SpecialFile, refuse_special_file, special_file
 from kvtier_backends.fs.temporary import (
     add_marker,
     dead_markers,
-    folder_time_s,
-    folders_of_dead,
     remove_markers,
-    sweep,
-    sweep_only,
+    sweep_after,
     temporary_path,
     this_writer,
 )
 from kvtier_backends.fs.trailer import TRAILER_BYTES, TrailerDamaged
-from kvtier_backends.posix import GONE, NO_ROOM, O_DIRECT, padded_bytes
+from kvtier_backends.posix import GONE, NO_ROOM, O_DIRECT, no_room, padded_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -154,20 +151,11 @@ class BlockFiles:
         self._anchor.close()
 
     def sweep(self, keep_on: Callable[[], bool], dead: list[str]) -> None:
-        """Remove dead writers' temporary files, then their markers if it got to the end."""
+        """Remove what these dead writers have left, and their markers."""
         with suppress(PlaceLost):
             place = self._anchor.current()
-            folders = folders_of_dead(place.base, dead)
-            now_s = folder_time_s(place.base, self._writer)
-            for _ in (
-                sweep(place.blocks, self._writer, now_s, keep_on)
-                if folders is None
-                else sweep_only(place.blocks, folders, self._writer, now_s, keep_on)
-            ):
+            for _ in sweep_after(dead, place.base, place.blocks, self._writer, keep_on):
                 self._counters.add("temporaries_swept")
-            if keep_on():  # Otherwise the next engine sees the markers and goes on.
-                # A walk takes long: who was idle for a day may write again.
-                remove_markers(place.base, {*dead} & {*dead_markers(place.base, self._writer)})
 
     @property
     def file_bytes(self) -> int:
@@ -273,12 +261,9 @@ class BlockFiles:
         """Have the cleaner make room, if there is one. Returns what the log says of it."""
         if self._keeper is not None:
             self._keeper.note_no_room()
-        why = problem.strerror
-        with suppress(OSError):
-            left = os.fstatvfs(self._anchor.current().root)
-            if left.f_files and not left.f_favail:
-                why = "no inodes are left"
-        return OSError(problem.errno, f"full since {time.strftime('%F %T %z')}: {why}")
+        with suppress(PlaceLost):
+            return no_room(problem, self._anchor.current().root)
+        return problem
 
     def _report(self, side: str, kind: str, problem: Exception, key: bytes) -> None:
         if isinstance(problem, PlaceLost):  # reported once for both sides, and of no single file
@@ -437,16 +422,16 @@ class BlockFiles:
     def _open_fan_out(self, place: Place, first: str, second: str) -> int:
         """Open the folder of a block, and make it if it is missing. No link is followed."""
         try:
-            return _open_both(place.blocks, first, second)
+            return open_both(place.blocks, first, second)
         except FileNotFoundError:
             pass
         mode = self._layout.folder_mode
         try:
-            return _make_both(place.blocks, first, second, mode)
+            return make_both(place.blocks, first, second, mode)
         except FileNotFoundError:  # all folders were removed under us
             place = self._anchor.make_again()
             self._note_unfinished(place, f"{first}/{second}")
-            return _make_both(place.blocks, first, second, mode)
+            return make_both(place.blocks, first, second, mode)
 
     def _note_unfinished(self, place: Place, folder: str) -> None:
         """Have the marker in this place name the folder. With a bound, the stage is elsewhere."""
@@ -466,7 +451,7 @@ class BlockFiles:
 
     def _unlink(self, place: Place, name: str) -> None:
         first, second, last = name.split("/")
-        folder = _open_both(place.blocks, first, second)
+        folder = open_both(place.blocks, first, second)
         try:
             os.unlink(last, dir_fd=folder)
         finally:
@@ -505,25 +490,3 @@ class BlockFiles:
                 self._report("load", "removes_failed", problem, key)
         else:
             self._counters.add("blocks_discarded")
-
-
-def _open_both(blocks: int, first: str, second: str) -> int:
-    """Open one folder in another. Raises ``OSError``, for a link as well."""
-    outer = os.open(first, FOLDER_FLAGS, dir_fd=blocks)
-    try:
-        return os.open(second, FOLDER_FLAGS, dir_fd=outer)
-    finally:
-        os.close(outer)
-
-
-def _make_both(blocks: int, first: str, second: str, mode: int) -> int:
-    """Make one folder in another, if they are not there, and open it as ``_open_both`` does."""
-    with suppress(FileExistsError):
-        os.mkdir(first, mode, dir_fd=blocks)
-    outer = os.open(first, FOLDER_FLAGS, dir_fd=blocks)
-    try:
-        with suppress(FileExistsError):
-            os.mkdir(second, mode, dir_fd=outer)
-        return os.open(second, FOLDER_FLAGS, dir_fd=outer)
-    finally:
-        os.close(outer)

@@ -141,6 +141,22 @@ def folders_of_dead(base: int, names: Iterable[str]) -> set[str] | None:
     return found
 
 
+def sweep_after(
+    dead: Iterable[str], base: int, blocks: int, me: Writer, keep_on: Callable[[], bool]
+) -> Iterator[str]:
+    """Remove the temporary files of writers with these markers, and yield their names.
+
+    Then the markers go, if it got to the end: otherwise the next engine sees them, and goes on.
+    """
+    folders, now_s = folders_of_dead(base, dead), folder_time_s(base, me)
+    if folders is None:
+        yield from sweep(blocks, me, now_s, keep_on)
+    else:
+        yield from sweep_only(blocks, folders, me, now_s, keep_on)
+    if keep_on():  # it may have taken long: who was idle for a day may write again
+        remove_markers(base, {*dead} & {*dead_markers(base, me)})
+
+
 def sweep_only(
     folder: int, names: Iterable[str], me: Writer, now_s: float, keep_on: Callable[[], bool]
 ) -> Iterator[str]:

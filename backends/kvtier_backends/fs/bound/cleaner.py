@@ -348,7 +348,7 @@ class Cleaner:
     def _begin_making_room(self) -> None:
         lacking = min(self._issuer.lacking_bytes, self._capacity // RESERVE_SHARE)
         if self._begin_evicting(max(lacking, self._capacity // FULL_SHARE), folders=True):
-            self._issuer.lacking_bytes = 0
+            self._issuer.forget_lacking()
 
     def _begin_evicting(self, size: int, *, folders: bool = False) -> bool:
         """Begin to remove so many bytes of blocks, unless some are being removed.

@@ -90,6 +90,10 @@ class Issuer:
                     await term.remove(f"{WANT}{writer.name}")
                 del self._writers[writer.name]
 
+    def forget_lacking(self) -> None:
+        """Forget what there was no room for: as much is evicted now."""
+        self.lacking_bytes = 0
+
     def needed(self) -> int:
         """Return how many bytes are to be granted next, if there is room."""
         return sum(self._share(writer) for writer in self._waiting())

@@ -325,7 +325,7 @@ async def test_without_a_dead_writer_nothing_is_walked(
     """A walk over a million folders is not the price of every start."""
     async with open_fs(tmp_path / "kv") as fs:
         await fs.store(1)
-    monkeypatch.setattr("kvtier_backends.fs.files.sweep", pytest.fail)
+    monkeypatch.setattr("kvtier_backends.fs.temporary.sweep", pytest.fail)
     async with open_fs(tmp_path / "kv") as fs:
         assert await fs.load(1) is Outcome.DONE
 

@@ -56,7 +56,7 @@ async def test_the_marker_of_a_killed_writer_names_each_folder_with_an_unfinishe
     assert named, "it has stored"
     left = list(root.rglob("*.tmp"))
     assert {"/".join(path.parts[-3:-1]) for path in left} <= named
-    monkeypatch.setattr("kvtier_backends.fs.files.sweep", pytest.fail)
+    monkeypatch.setattr("kvtier_backends.fs.temporary.sweep", pytest.fail)
     async with open_fs(root):
         await until_true(lambda: len(markers(root)) == 1)
         assert list(root.rglob("*.tmp")) == []
@@ -130,7 +130,7 @@ async def test_a_writer_that_stores_again_while_others_sweep_keeps_its_marker(
         yield from real(*given)
         os.utime(base / "writers" / str(woken))
 
-    monkeypatch.setattr("kvtier_backends.fs.files.sweep_only", walk)
+    monkeypatch.setattr("kvtier_backends.fs.temporary.sweep_only", walk)
     async with open_fs(root):
         await until_true(lambda: not (base / "writers" / str(gone)).exists())
         assert (base / "writers" / str(woken)).exists()

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import anyio
+import anyio.to_thread
 import pytest
 
 from kvtier.errors import ConfigError
@@ -19,7 +19,7 @@ from kvtier_backends.fs.bound.names import REMOVED, SPACE, TERMS
 from kvtier_backends.fs.temporary import Writer
 from tests.support.folder_files import files_of
 from tests.support.needs import needs
-from tests.support.patience import PATIENCE_S, POLL_S, looks, until_true
+from tests.support.patience import PATIENCE_S, looks, pause, until_true
 from tests.unit.backends._media import fill_with_files, tmpfs
 from tests.unit.backends.fs._fs import (
     BLOCK_BYTES,
@@ -64,7 +64,7 @@ async def store_all(fs: Fs, numbers: range) -> None:
         for _ in looks():
             if await fs.store(number) is Outcome.DONE:
                 break
-            await anyio.sleep(POLL_S)
+            await anyio.to_thread.run_sync(pause)
 
 
 def folder_bytes(root: Path) -> int:
