@@ -36,20 +36,36 @@ CROSSED = {
 }
 
 
-def readers() -> set[str]:
+WALL_CLOCKS = {"time", "time_ns", "ctime", "gmtime", "localtime", "strftime", "now", "utcnow"}
+READ_THE_WALL_CLOCK = {
+    "kvtier_backends.posix": "how far a folder's own clock is ahead of it; shown in the log",
+    "kvtier_backends.fs.access_times": "whether a time was set a minute ago: wrong, it is set",
+    "kvtier_backends.disk.backend": "ages in a folder that one host uses: ttl_s, kvtier ls",
+    "kvtier_backends.disk.folder.claim": "when a folder was made, which is shown",
+    "kvtier_backends.disk.offline.purge_requests": "until when a request holds, on one host",
+    "kvtier_backends.s3.failures": "shown in the log",
+}
+
+
+def readers(rooms: set[str], clocks: set[str]) -> set[str]:
     return {
         module
         for module, path in MODULES.items()
-        if room_of(module) in ROOMS
+        if room_of(module) in rooms
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Attribute)
-        if node.attr in CLOCKS and ast.unparse(node.value) == "time"
+        if node.attr in clocks and ast.unparse(node.value) in {"time", "datetime"}
     }
 
 
 def test_only_these_read_a_clock_beside_the_engines() -> None:
     """A new one says here which times it compares: those of one clock."""
-    assert readers() == set(MAY_READ)
+    assert readers(ROOMS, CLOCKS) == set(MAY_READ)
+
+
+def test_only_these_backends_read_a_clock_that_people_set() -> None:
+    """It may be hours from a server's or another host's: nobody's life is told by it."""
+    assert readers({"backends"}, WALL_CLOCKS) == set(READ_THE_WALL_CLOCK)
 
 
 def test_no_clock_is_imported_by_its_name() -> None:

@@ -2,10 +2,14 @@
 
 Mounts rarely keep it by themselves: ``noatime`` never does, ``relatime``, which is usual, once
 a day. A cleaner that goes by it would remove what is read most, and keep what nobody wants.
+
+The time is the server's: cleaners compare it with when other files were written. By the clock of a
+host that is hours behind, a block that was just read would be older than what was stored since.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -17,7 +21,20 @@ if TYPE_CHECKING:
 PAUSE_S: Final = 60.0
 """A file's time is set so often at most: it costs a call, and cleaners reckon in hours."""
 
+_UTIME_NOW: Final = (1 << 30) - 1  # sys/stat.h
+_UTIME_OMIT: Final = (1 << 30) - 2
+
 FILES_MAX: Final = 1 << 16
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+# os.utime can't leave the time at which a file was written, and set the other one to "now".
+_futimens: Final = ctypes.CDLL(None).futimens
+_futimens.argtypes = (ctypes.c_int, ctypes.POINTER(_TimeSpec))
+_READ_NOW: Final = (_TimeSpec * 2)(_TimeSpec(0, _UTIME_NOW), _TimeSpec(0, _UTIME_OMIT))
 
 
 class AccessTimes:
@@ -37,12 +54,12 @@ class AccessTimes:
         if not self._is_due(hash(name)):
             return
         try:
-            status, now_ns = os.fstat(descriptor), time.time_ns()
-            # A server's clock may be ahead of this one's: then its time tells nothing.
-            if abs(now_ns - status.st_atime_ns) >= PAUSE_S * 1e9:
-                os.utime(descriptor, ns=(now_ns, status.st_mtime_ns))
+            read_ns = os.fstat(descriptor).st_atime_ns
         except OSError:
             return
+        # By a clock that is not the server's, one that was set a moment ago is set once more.
+        if abs(time.time_ns() - read_ns) >= PAUSE_S * 1e9:
+            _futimens(descriptor, _READ_NOW)
 
     def _is_due(self, file: int) -> bool:
         now_s = self._clock()

@@ -21,6 +21,7 @@ from kvtier_backends.fs.layout import key_of_file_untrusted
 from kvtier_backends.fs.offline.checking import Checked, check_folder
 from kvtier_backends.fs.offline.evicting import announce
 from kvtier_backends.fs.offline.inspection import BlockFile, FsFolder
+from kvtier_backends.posix import clock_ahead_s
 from kvtier_backends.shared.holdings import Holding, Wanted
 from kvtier_backends.shared.namespaces import facts_of
 
@@ -175,7 +176,7 @@ def purge(arguments: argparse.Namespace, wanted: Wanted) -> int:
     dry = bool(arguments.dry_run)
     with refusing(arguments.path), FsFolder(arguments.path) as folder:
         namespace = the_one_meant(wanted.namespace, list(folder.namespaces))
-        wanted = wanted._replace(namespace=namespace)
+        wanted = wanted._replace(namespace=namespace, before_s=_by_its_clock(folder, wanted))
         gone, failed, is_complete = _purge(folder, wanted, dry=dry)
     figures = {
         "path": folder.path,
@@ -190,6 +191,16 @@ def purge(arguments: argparse.Namespace, wanted: Wanted) -> int:
     if not is_complete:
         return INTERRUPTED
     return PROBLEMS if failed else 0
+
+
+def _by_its_clock(folder: FsFolder, wanted: Wanted) -> float | None:
+    """Return the time that was asked for as the server of the folder reckons it."""
+    if wanted.before_s is None:
+        return None
+    try:
+        return wanted.before_s + clock_ahead_s(folder.path)
+    except OSError:  # it can't be written: nothing is removed there either
+        return wanted.before_s
 
 
 def _purge(folder: FsFolder, wanted: Wanted, *, dry: bool) -> tuple[dict[str, Holding], int, bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -195,6 +196,21 @@ async def test_blocks_of_weights_without_a_name_are_shown_and_purged_by_themselv
 
 
 # --- evict ---
+
+
+@pytest.mark.parametrize("ahead_h", [6, -6])
+async def test_purge_takes_the_age_of_blocks_by_the_servers_clock(
+    folder: Path, kvtier: Shell, monkeypatch: pytest.MonkeyPatch, ahead_h: int
+) -> None:
+    """Blocks may be the server's or other hosts', and this host's clock hours off."""
+    real = time.time
+    for number, age_h in ((4, 25), (5, 23)):
+        stored_s = real() - 3600 * age_h
+        os.utime(next(folder.rglob(f"{key_of(number).hex()}.kv")), (stored_s, stored_s))
+    monkeypatch.setattr(time, "time", lambda: real() + 3600 * ahead_h)
+    assert kvtier("purge", folder, "--older-than", "1d", "--dry-run")["blocks"] == BLOCKS - 1
+    assert kvtier("purge", folder, "--older-than", "1d")["blocks"] == BLOCKS - 1
+    assert await present(folder) == [5]
 
 
 async def test_evict_removes_what_was_used_least_recently(folder: Path, kvtier: Shell) -> None:

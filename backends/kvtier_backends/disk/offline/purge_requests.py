@@ -23,6 +23,7 @@ from kvtier.errors import ConfigError, StoreFault
 from kvtier.plugin_api.atomic_file import write_whole
 from kvtier_backends.disk.offline.inspection import Folder, user_of
 from kvtier_backends.disk.offline.purging import Purged, Selection, purge_log
+from kvtier_backends.posix import clock_ahead_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,7 +83,8 @@ def ask_engine(
     """
     mark = os.urandom(16).hex()
     request, answer = f"{path}/purge-{mark}.json", f"{path}/purged-{mark}.json"
-    until_s = time.time() + ACCEPTED_WITHIN_S_MAX
+    until_s = time.time() + ACCEPTED_WITHIN_S_MAX  # for the engine, which is on this host
+    end_s = time.monotonic() + ACCEPTED_WITHIN_S_MAX  # for this process: a clock may be set
     namespace = None if selection.namespace is None else selection.namespace.hex()
     asked = _Request(selection.before_s, namespace, selection.all_of_it, max(0, math.ceil(until_s)))
     try:
@@ -100,13 +102,13 @@ def ask_engine(
                 )
             if not used:
                 return None
-            if os.path.lexists(request) and time.time() > until_s:
+            if os.path.lexists(request) and time.monotonic() > end_s:
                 raise NotAnswered(
                     f"{path}: {user_of(path)} did not accept the request in "
                     f"{ACCEPTED_WITHIN_S_MAX:.0f} s. It hangs, or its kvtier is older than this "
                     "one: stop it, and run this again."
                 )
-            if time.time() > until_s + DONE_WITHIN_S_MAX:
+            if time.monotonic() > end_s + DONE_WITHIN_S_MAX:
                 raise NotAnswered(
                     f"{path}: {user_of(path)} accepted the request and has not reported in "
                     f"{DONE_WITHIN_S_MAX:.0f} s what it did. kvtier ls shows what is left."
@@ -160,8 +162,10 @@ def _pop_request(path: str) -> tuple[str, _Request | None] | None:
     for name in os.listdir(path):
         place = f"{path}/{name}"
         if _ANSWER.fullmatch(name):
-            with suppress(FileNotFoundError):
-                if os.lstat(place).st_mtime < time.time() - LEFT_FOR_S_MAX:
+            # By the filesystem's clock: one that is behind this host's kept no answer for a moment.
+            with suppress(OSError):
+                now_s = time.time() + clock_ahead_s(path)
+                if os.lstat(place).st_mtime < now_s - LEFT_FOR_S_MAX:
                     os.unlink(place)
         elif match := _REQUEST.fullmatch(name):
             asked = _read_untrusted(place, _Request)

@@ -394,6 +394,26 @@ async def test_requests_that_make_no_sense_are_thrown_away(
         assert not answer.exists(), "nobody wanted it"
 
 
+@pytest.mark.parametrize("ahead_h", [6, -6])
+async def test_an_answer_waits_whatever_this_hosts_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_h: int
+) -> None:
+    """The filesystem may have a clock of its own. Hours behind, it had answers removed at once."""
+    path, real = tmp_path / "kv", time.time
+    async with open_disk(path) as disk:
+        monkeypatch.setattr(time, "time", lambda: real() + 3600 * ahead_h)
+        until_s = int(time.time()) + 60
+        asked = {"before_s": 1, "namespace": None, "all_of_it": True, "until_s": until_s}
+        write(path / f"purge-{1:032x}.json", json.dumps(asked))
+        for _ in range(2):
+            await disk.backend.tick()
+        (answer,) = path.glob("purged-*")
+        long_ago_s = answer.stat().st_mtime - purge_requests.LEFT_FOR_S_MAX - 60
+        os.utime(answer, (long_ago_s, long_ago_s))
+        await disk.backend.tick()
+        assert not answer.exists(), "nobody wanted it"
+
+
 def write(path: Path, text: str, mode: int = 0o600) -> None:
     unfinished = path.with_name("unfinished")
     unfinished.write_text(text)

@@ -86,6 +86,24 @@ def test_a_time_that_is_set_is_left_as_it_is(ahead_s: float, tmp_path: Path) -> 
     assert (path.stat().st_atime_ns == given_ns) is (abs(ahead_s) < PAUSE_S)
 
 
+@pytest.mark.parametrize("ahead_h", [6, -6])
+def test_a_hit_is_as_recent_as_what_the_server_writes_then(
+    ahead_h: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cleaners would remove it before what was stored after it, or keep it for hours longer."""
+    path, other = tmp_path / "block", tmp_path / "other"
+    path.write_bytes(b"x")
+    os.utime(path, LONG_AGO)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOATIME)
+    now_ns = time.time_ns() + ahead_h * HOUR_NS
+    monkeypatch.setattr(time, "time_ns", lambda: now_ns)
+    AccessTimes(Clock()).note_hit("block", descriptor)
+    other.touch()
+    os.close(descriptor)
+    assert abs(path.stat().st_atime_ns - other.stat().st_mtime_ns) < HOUR_NS
+    assert path.stat().st_mtime == LONG_AGO[1]
+
+
 def test_only_so_many_files_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(access_times, "FILES_MAX", 8)
     times = AccessTimes(Clock())
