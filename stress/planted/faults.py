@@ -199,7 +199,7 @@ PLANTS: Final = {
     "no_sweep": Plant(
         "filesystem",
         "the sweep of what dead writers left ends where names are listed without types",
-        [(files, "sweep", _sweep_with_types)],
+        [(files, "sweep_after", _sweep_with_types)],
     ),
     "unheard": Plant(
         "filesystem",
