@@ -6,6 +6,7 @@ vLLM's class maps memory on any machine; only the worker that copies needs the d
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -117,9 +118,11 @@ def test_a_region_is_swept_once_no_process_has_it(engine: Engine) -> None:
     from kvtier.vllm.region import sweep
 
     engine.announce()
-    assert engine.path not in sweep()
-    engine.worker._creator = False  # as if it were killed: the name stays
-    engine.worker.cleanup()
-    assert engine.path.exists()
-    assert engine.path in sweep()
-    assert not engine.path.exists()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        # The same file, where no engine of another test sweeps.
+        own = Path(folder) / engine.path.name
+        own.hardlink_to(engine.path)
+        assert sweep(folder) == []
+        engine.worker._creator = False  # as if it were killed: the name stays
+        engine.worker.cleanup()
+        assert sweep(folder) == [own]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,6 @@ import pytest
 
 from tests.vllm.support.children import run_scenario
 from tests.vllm.support.engine import kvtier_config
-from tests.vllm.support.play import own_id
 
 pytestmark = pytest.mark.slow
 
@@ -46,13 +47,21 @@ def test_a_front_end_marks_media_if_its_engine_has_kvtier(
     assert told is has_kvtier
 
 
-def sweeps_what_is_left(model: str, transfer: dict[str, Any] | None, left: str) -> bool:
-    """Make an engine's configuration; return whether a dead engine's region is gone by then."""
+def sweeps_what_is_left(model: str, transfer: dict[str, Any] | None) -> bool:
+    """Make an engine's configuration; return whether a dead engine's region is gone by then.
+
+    In a folder of its own: what lies in /dev/shm, an engine of another test may sweep.
+    """
     from vllm.engine.arg_utils import EngineArgs
 
-    Path(left).write_bytes(b"x")
-    EngineArgs(model=model, kv_transfer_config=transfer).create_engine_config()
-    return not Path(left).exists()
+    from kvtier.vllm import region
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        region.sweep = partial(region.sweep, folder)
+        left = Path(folder) / region.VLLMS_NAME.format("left")
+        left.write_bytes(b"x")
+        EngineArgs(model=model, kv_transfer_config=transfer).create_engine_config()
+        return not left.exists()
 
 
 @pytest.mark.parametrize("has_kvtier", [True, False])
@@ -60,18 +69,13 @@ def test_a_front_end_sweeps_vllms_regions_before_its_engine_starts(
     llama: Path, log_folder: Path, has_kvtier: bool
 ) -> None:
     """Ranks on devices do not: one could take away what another has just found and opened."""
-    left = Path(f"/dev/shm/vllm_offload_{own_id('test-left')}-{has_kvtier}.mmap")
-    try:
-        swept = run_scenario(
-            sweeps_what_is_left,
-            log_folder=log_folder,
-            model=str(llama),
-            transfer=TRANSFER if has_kvtier else None,
-            left=str(left),
-        )
-        assert swept is has_kvtier
-    finally:
-        left.unlink(missing_ok=True)
+    swept = run_scenario(
+        sweeps_what_is_left,
+        log_folder=log_folder,
+        model=str(llama),
+        transfer=TRANSFER if has_kvtier else None,
+    )
+    assert swept is has_kvtier
 
 
 def refusal_of(model: str, transfer: dict[str, Any]) -> str:
