@@ -35,6 +35,8 @@ class PeerHealth:
 
     def lets_through(self, work: Work, peer: str) -> bool:
         """Tell whether a piece of work may be sent. A peer that loads nothing is asked nothing."""
+        if not self._failing:  # as it mostly is: this is asked for each job and each probe
+            return True
         both = (self._failing.get((peer, each)) for each in (work, Work.LOAD))
         return all(each is None or each.has_turn for each in both)
 

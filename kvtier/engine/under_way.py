@@ -6,6 +6,7 @@ Part of a link's actor, whose clock is that of its Ticks.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from kvtier.engine.stall_watch import StallWatch
@@ -21,7 +22,8 @@ class UnderWay:
     def __init__(self, first_blocks: int, limit_s: float) -> None:
         """As ``TransferTimes``."""
         self.times = TransferTimes(first_blocks, limit_s)
-        self._watches: dict[str, StallWatch] = {}  # of each peer that has something to do
+        # Of each peer that has something to do.
+        self._watches: defaultdict[str, StallWatch] = defaultdict(StallWatch)
 
     @property
     def is_idle(self) -> bool:
@@ -35,7 +37,7 @@ class UnderWay:
 
     def begin(self, number: int, work: Sent, now: float) -> float:
         """Note that work is sent; return from when on nobody waits for it at the latest."""
-        self._watches.setdefault(work.peer, StallWatch()).begun(number, now)
+        self._watches[work.peer].begun(number, now)
         self.times.sent(work, now)
         # What the tier has besides may take as long again.
         return now + 2 * self.times.late_after_s
