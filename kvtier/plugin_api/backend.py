@@ -124,8 +124,6 @@ class BackendContext:
     block_bytes: int
     namespace: Namespace
     tier_name: str  #: for log lines and thread names, e.g. ``"1:fs"``
-    read_only: bool = False
-    """Nothing may be written, of blocks or beside them. No block is offered to ``store`` then."""
     engine_pid: int = field(default_factory=os.getpid)
     """The process to name to people: a tier may run in another one, which they don't know."""
     filesystem: int | None = None
@@ -138,6 +136,8 @@ class BackendContext:
     0 at the engine's start. Later nobody waits: the engine runs without the tier until then."""
     engine: object = None
     """What the engine gives to a backend that ``needs_engine``; None in a tier's own process."""
+    read_only: bool = False
+    """Nothing may be written, of blocks or beside them. No block is offered to ``store`` then."""
 
 
 _RENAMED: Final = {

@@ -76,7 +76,9 @@ def check_keys(tiers: Iterable[TierConfig], block_bytes: int) -> None:
     """
     for tier in tiers:
         found = _find(BACKENDS, tier.type, f"secondary tier {tier.name}: type", Backend)
-        context = BackendContext(block_bytes, Namespace(facts={}), tier.name, tier.read_only)
+        context = BackendContext(
+            block_bytes, Namespace(facts={}), tier.name, read_only=tier.read_only
+        )
         call = BoundedCall(
             partial(found.check_keys, tier.options, context), f"kvtier-{tier.name}-check"
         )

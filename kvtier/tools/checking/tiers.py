@@ -72,7 +72,9 @@ def _check_tier(
             findings,
         )
         return None
-    context = BackendContext(block_bytes, Namespace(facts={}), config.name, config.read_only)
+    context = BackendContext(
+        block_bytes, Namespace(facts={}), config.name, read_only=config.read_only
+    )
     place: list[str | None] = []
     doubts: list[str] = []
 
