@@ -97,10 +97,12 @@ def prepare_root(
 def prepare_namespace(place: Place, layout: Layout, refusal: FolderRefusal) -> None:
     """Create the namespace's folders and ``config.json``, or compare with what is there."""
     try:
-        with suppress(*(FileNotFoundError,) * place.read_only):
+        try:
             place.open_below(layout, make=not place.read_only)
-        if not place.is_open_below:
-            return  # others are to make it: each check looks for it
+        except FileNotFoundError:
+            if place.read_only:
+                return  # others are to make it: each check looks for it
+            raise
         for folder, path in ((place.base, layout.base), (place.blocks, layout.blocks)):
             _refuse_unfit(place, folder, path, refusal)
         if not place.read_only:

@@ -66,7 +66,6 @@ class _Trial:
         )
         if self._read_only:
             steps = steps[:1]
-        steps = steps[:1] if self._read_only else steps
         async with self._client.asking(address) as ask:
             for self._step, words in steps:
                 found = await ask(*words)

@@ -26,7 +26,7 @@ from kvtier_backends.disk.offline.purging import Purged, Selection, purge_log
 from kvtier_backends.posix import clock_ahead_s
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from kvtier.plugin_api.threads import DaemonThreads
@@ -159,21 +159,31 @@ def _pop_request(path: str) -> tuple[str, _Request | None] | None:
 
     Answers that nobody has read are removed.
     """
-    for name in os.listdir(path):
+    names = os.listdir(path)
+    _remove_old([f"{path}/{name}" for name in names if _ANSWER.fullmatch(name)], path)
+    for name in names:
         place = f"{path}/{name}"
-        if _ANSWER.fullmatch(name):
-            # By the filesystem's clock: one that is behind this host's kept no answer for a moment.
-            with suppress(OSError):
-                now_s = time.time() + clock_ahead_s(path)
-                if os.lstat(place).st_mtime < now_s - LEFT_FOR_S_MAX:
-                    os.unlink(place)
-        elif match := _REQUEST.fullmatch(name):
+        if match := _REQUEST.fullmatch(name):
             asked = _read_untrusted(place, _Request)
             with suppress(FileNotFoundError):
                 os.unlink(place)
                 is_void = asked is None or time.time() > asked.until_s
                 return match[1], None if is_void else asked
     return None
+
+
+def _remove_old(answers: Sequence[str], path: str) -> None:
+    """Remove answers that nobody has read, by the filesystem's clock.
+
+    By this host's, a filesystem that is behind it kept no answer for a moment.
+    """
+    if answers:
+        with suppress(OSError):
+            old_s = time.time() + clock_ahead_s(path) - LEFT_FOR_S_MAX
+            for answer in answers:
+                with suppress(FileNotFoundError):  # it is read just now
+                    if os.lstat(answer).st_mtime < old_s:
+                        os.unlink(answer)
 
 
 def _answer(path: str, purged: Purged, error: str) -> None:
