@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Final
 
+from kvtier.plugin_api.atomic_file import write_whole
 from stress.plan import Kind
 from stress.remote.beside import Beside
 
@@ -76,10 +77,8 @@ class Bucket:
         return f"key-{self._tokens}"
 
     def _tell(self) -> None:
-        self._server.tell(*self._faults, *self._expired[-8:])
+        self._server.tell(*self._faults, *self._expired[-8:])  # no tier has any before these
 
     def _write_keys(self) -> None:
         keys = {"Version": 1, "AccessKeyId": self._key, "SecretAccessKey": "secret"}
-        half = self.keys_file.with_suffix(".half")
-        half.write_text(json.dumps(keys))
-        half.replace(self.keys_file)
+        write_whole(self.keys_file, lambda path: path.write_text(json.dumps(keys)))

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from stress.remote.valkey_server import ValkeyServer
 
 USUAL: Final[Mapping[str, str | int]] = {"maxmemory": 4 << 20, "maxmemory-policy": "allkeys-lru"}
+"""A server has room for some hundred blocks. It evicts those above, and tells nobody."""
+
 REPLICATED: Final[Mapping[str, str | int]] = {**USUAL, "maxmemory": 12 << 20}
 """As many blocks, beside what a replica has not been sent yet."""
 
 TAKES_WRITES: Final[Mapping[str, str | int]] = {"min-replicas-to-write": 0}
 REFUSING: Final[Mapping[str, str | int]] = {"min-replicas-to-write": 9}
-"""A server has room for some hundred blocks. It evicts those above, and tells nobody."""
 
 FULL: Final[Mapping[str, str | int]] = {"maxmemory": 1, "maxmemory-policy": "noeviction"}
 """It refuses whatever is stored."""
@@ -78,11 +79,13 @@ class ServerFaults:
             with server.client() as client, suppress(valkey.ResponseError):  # it refuses writes
                 return ask(client, fault.dice)
             return 0
-        if isinstance(server, Masters) and fault.kind == "master_moved":
+        if fault.kind == "master_moved":
+            assert isinstance(server, Masters), "no kind of the gate's"
             server.change_places()
             return 1
         self._held[fault.target] = fault.seed
-        if isinstance(server, Masters) and fault.kind == "password_rotated":
+        if fault.kind == "password_rotated":
+            assert isinstance(server, Masters), "no kind of the gate's"
             server.change_password()
         elif fault.kind == "server_killed":
             server.kill()
@@ -95,7 +98,8 @@ class ServerFaults:
         server = self._servers[fault.target]
         if self._held.get(fault.target) == fault.seed:
             del self._held[fault.target]
-            if isinstance(server, Masters) and fault.kind == "password_rotated":
+            if fault.kind == "password_rotated":
+                assert isinstance(server, Masters), "no kind of the gate's"
                 server.write_password()
             elif server.runs:
                 server.go_on()

@@ -16,7 +16,6 @@ from stress.remote.valkey_server import ValkeyServer
 from stress.runtime import processes
 from stress.runtime.in_process import ENGINE_KINDS, InProcess
 from stress.runtime.layer import IMPATIENT, POLICIES, TIMEOUTS
-from stress.runtime.processes import ProcessFaults
 from stress.runtime.quick_restarts import quick_restarts
 
 if TYPE_CHECKING:
@@ -35,7 +34,6 @@ _KEY: Final = "c0" * 32
 PROTECTIONS: Final = ("", "auth_key_file", "encryption_key_file")
 HEALS_S: Final = 10.0
 _OF_BUCKETS: Final = frozenset(kind.name for kind in bucket.kinds(()))
-_OF_PROCESSES: Final = frozenset(kind.name for kind in processes.kinds(()))
 _HEALING: Final = frozenset({"server_killed", "server_stopped", "server_full"})
 _REMOTE: Final = {"enable_kv_events": True, **TIMEOUTS}
 
@@ -79,7 +77,11 @@ class RemoteLayer(InProcess):
             else Masters(each, faults.REPLICATED)
             for tier, each in folders.items()
         }
-        self._of_servers, self._of_processes = faults.ServerFaults(self._servers), ProcessFaults()
+        of_servers, of_processes = faults.ServerFaults(self._servers), processes.ProcessFaults()
+        self._who_does: dict[str, Injector] = {
+            **{kind.name: of_servers for kind in faults.kinds(())},
+            **{kind.name: of_processes for kind in processes.kinds(())},
+        }
         with ExitStack() as stack:
             for each in self._servers.values():
                 stack.callback(each.end)
@@ -88,6 +90,7 @@ class RemoteLayer(InProcess):
             if not self._is_gate:
                 self._bucket = bucket.Bucket(folder / "bucket")
                 stack.callback(self._bucket.close)
+                self._who_does |= dict.fromkeys(_OF_BUCKETS, self._bucket)
             stack.enter_context(quick_restarts())
             yield
 
@@ -139,17 +142,11 @@ class RemoteLayer(InProcess):
 
     def begin(self, fault: Fault) -> int:
         """Do a fault."""
-        return self._who_does(fault).begin(fault)
+        return self._who_does[fault.kind].begin(fault)
 
     def end(self, fault: Fault) -> None:
         """Take a fault back."""
-        self._who_does(fault).end(fault)
-
-    def _who_does(self, fault: Fault) -> Injector:
-        if fault.kind in _OF_BUCKETS:
-            assert self._bucket is not None, "no kind of the gate's"
-            return self._bucket
-        return self._of_processes if fault.kind in _OF_PROCESSES else self._of_servers
+        self._who_does[fault.kind].end(fault)
 
 
 def make_layer(arguments: Arguments) -> RemoteLayer:

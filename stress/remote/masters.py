@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvtier.plugin_api.atomic_file import write_whole
 from stress.ports import HOST
 from stress.remote.beside import Beside
 from stress.remote.valkey_server import ValkeyServer
@@ -97,10 +98,12 @@ class Masters:
 
     def write_password(self) -> None:
         """Write what the servers ask for into the file."""
-        half = self.password_file.with_suffix(".half")
-        half.write_text(self.password)
-        half.chmod(0o600)
-        half.replace(self.password_file)
+
+        def write(path: Path) -> None:
+            path.write_text(self.password)
+            path.chmod(0o600)
+
+        write_whole(self.password_file, write)
 
     @property
     def _master(self) -> ValkeyServer:

@@ -100,7 +100,7 @@ def test_masters_change_places_refuse_writes_and_get_another_password(
 
         # The name leads to the replica, which is promoted; the old master keeps its connections.
         until(lambda: new.ask("DBSIZE", **login()) == old.ask("DBSIZE", **login()))
-        name.leads_to = new.port
+        name.lead_to(new.port)
         new.ask("REPLICAOF", "NO", "ONE", **login())
         old.ask("REPLICAOF", HOST, new.port, **login())
         assert two.both(2, 3) == [0, 0]

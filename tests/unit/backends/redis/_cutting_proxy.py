@@ -6,6 +6,7 @@ import asyncio
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
+from stress.remote.moving_name import Relay
 from tests.support.redis_servers import HOST
 
 if TYPE_CHECKING:
@@ -14,45 +15,21 @@ if TYPE_CHECKING:
 _STEP_BYTES = 4096
 
 
-class CuttingProxy:
+class CuttingProxy(Relay):
     """Passes everything until it is told how much of the replies is left to pass."""
 
     def __init__(self, target_port: int) -> None:
-        self.target_port = target_port  #: of connections that come from now on
+        super().__init__(target_port)
         self.left_bytes: int | None = None  #: None: no end
         self.goes_on: asyncio.Event | None = None  #: wait for this at the end; None: drop it
         self.is_holding = False
         self.port = 0
-        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def url(self) -> str:
         return f"redis://{HOST}:{self.port}"
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        try:
-            far_reader, far_writer = await asyncio.open_connection(HOST, self.target_port)
-            there = asyncio.create_task(self._pass(reader, far_writer))
-            try:
-                await self._pass_replies(far_reader, writer)
-            finally:
-                there.cancel()
-                far_writer.transport.abort()
-        finally:
-            writer.transport.abort()
-            self._tasks.discard(task)
-
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(ConnectionError):
-            while data := await reader.read(_STEP_BYTES):
-                writer.write(data)
-                await writer.drain()
-        writer.close()
-
-    async def _pass_replies(
+    async def pass_replies(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         with suppress(ConnectionError):
@@ -70,12 +47,6 @@ class CuttingProxy:
                     self.is_holding = True
                     await self.goes_on.wait()
                     writer.write(data[len(passed) :])
-
-    async def end(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @asynccontextmanager

@@ -156,7 +156,7 @@ async def test_a_master_that_became_a_replica_is_left_for_the_one_that_its_name_
         async with cutting_proxy(valkey_server.port) as name, open_redis(name.url) as tier:
             await tier.until(Connection.UP)
             await asyncio.gather(*(tier.store(number) for number in range(4)))
-            name.target_port = new.port
+            name.leads_to = new.port
             valkey_server.ask("REPLICAOF", HOST, new.port)
             assert await tier.store(5) == [Outcome.FAILED]
             assert await tier.store(5) == [Outcome.DONE]
