@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PROGRAMS = ("ceph", "ceph-authtool", "ceph-mon", "ceph-osd", "monmaptool", "radosgw")
+_USER = "tests"
 PACKAGES = "ceph-mon ceph-osd ceph-common radosgw"
 
 _SETTINGS = """
@@ -80,12 +81,17 @@ class CephServer:
         (self._folder / "ceph.conf").write_text(settings)
         self._start_monitor()
         self._start_osd()
-        self._run(
-            "radosgw-admin", "-n", "client.admin", "user", "create", "--uid", "tests",
-            "--display-name", "tests", "--access-key", ACCESS_KEY, "--secret-key", SECRET_KEY,
-        )  # fmt: skip
+        self._admin("user", "create", "--display-name", _USER, *_keys(ACCESS_KEY, SECRET_KEY))
         self.gateway.start()
         client_for(self.endpoint).create_bucket(Bucket=BUCKET)
+
+    def give_key(self, access: str, secret: str) -> None:
+        """Give the owner of the bucket another key, beside those that there are."""
+        self._admin("key", "create", *_keys(access, secret))
+
+    def end_key(self, access: str) -> None:
+        """Have one of the owner's keys be refused from now on."""
+        self._admin("key", "rm", "--key-type", "s3", "--access-key", access)
 
     def end(self) -> None:
         """End all."""
@@ -114,6 +120,9 @@ class CephServer:
         self._run("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", own)
         self._start("ceph-osd", "-i", "0", "-f")
 
+    def _admin(self, *arguments: str) -> None:
+        self._run("radosgw-admin", "-n", "client.admin", *arguments, "--uid", _USER)
+
     def _keyring(self, name: str) -> str:
         return str(self._folder / f"{name}.keyring")
 
@@ -139,6 +148,10 @@ class CephServer:
         )
         said = done.stdout.decode(errors="replace")
         assert done.returncode == 0, f"{' '.join(arguments)}: {said}"
+
+
+def _keys(access: str, secret: str) -> tuple[str, ...]:
+    return "--access-key", access, "--secret-key", secret
 
 
 @contextmanager

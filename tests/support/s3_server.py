@@ -60,12 +60,14 @@ def moto_server() -> Iterator[MotoServer]:
         server.kill()
 
 
-def client_for(endpoint: str, access: str = ACCESS_KEY, secret: str = SECRET_KEY) -> Any:
+def client_for(
+    endpoint: str, access: str = ACCESS_KEY, secret: str = SECRET_KEY, *, service: str = "s3"
+) -> Any:
     """Return another library's client, to look at what is there and to change it."""
     import boto3
 
     return boto3.client(
-        "s3",
+        service,
         endpoint_url=endpoint,
         region_name="us-east-1",
         aws_access_key_id=access,

@@ -90,8 +90,8 @@ class ServerProgram:
         self._stack = ExitStack()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
-        """Start it, and wait until it listens."""
+    def start(self, *, waits: bool = True) -> None:
+        """Start it, and wait until it listens. ``waits``: False for one that may listen later."""
         with self._log.open("ab") as log:
             self._process = self._stack.enter_context(
                 process_group(
@@ -102,7 +102,7 @@ class ServerProgram:
                     env={**os.environ, **self._environment},
                 )
             )
-        if self.port is not None:
+        if waits and self.port is not None:
             until(self._listens, self._last_words)
 
     def kill(self) -> None:

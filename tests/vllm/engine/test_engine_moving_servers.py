@@ -14,9 +14,10 @@ import pytest
 
 from stress.remote.moving_name import MovingName
 from tests.support import s3_server
+from tests.support.mooncake_server import ElectedMasters
 from tests.support.patience import PATIENCE_S, until
 from tests.support.redis_servers import HOST, PROGRAMS, Program, RedisServer
-from tests.support.s3_fault_server import Fault, fault_server
+from tests.support.s3_rights import BUCKETS
 from tests.vllm.support.play import whole_blocks
 from tests.vllm.support.two_engines import LENGTHS, serving, two_serving
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from tests.support.s3_rights import Bucket
     from tests.vllm.support.two_engines import Serving, Two
 
 WHOLE = sum(whole_blocks(LENGTHS))
@@ -50,6 +52,11 @@ def is_in_use(engine: Serving) -> bool:
     """Tell whether it may load from its tier; stores may fail."""
     tier = engine.tier()
     return (tier["breakers"]["loads"], tier["connection"]) == ("CLOSED", "UP")
+
+
+def until_stores_fail(two: Two) -> None:
+    """Have the engines step until each has been refused."""
+    until(lambda: all(engine.tier()["breaker"] != "CLOSED" for engine in two.engines))
 
 
 def until_stores_work(two: Two) -> None:
@@ -111,6 +118,7 @@ def test_masters_change_places_refuse_writes_and_get_another_password(
         # that starts now.
         new.ask("CONFIG", "SET", "min-replicas-to-write", 9, **login())
         assert two.both(6, 7) == [0, 0]
+        until_stores_fail(two)
         new.ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes", **login())
         until_used_again(two, lambda: users_of(new) >= 2)
         assert two.both(5, 4) == [WHOLE, WHOLE]
@@ -132,38 +140,73 @@ def test_masters_change_places_refuse_writes_and_get_another_password(
         nothing_was_damaged(two)
 
 
-def test_a_bucket_refuses_writes_and_its_tokens_expire(
-    llama: Path, tmp_path: Path, log_folder: Path
+@pytest.mark.parametrize("server", BUCKETS)
+def test_a_bucket_refuses_writes_and_its_keys_end(
+    server: str, llama: Path, tmp_path: Path, log_folder: Path
 ) -> None:
-    keys = tmp_path / "keys.json"
-    keys.write_text(json.dumps({"Version": 1, "AccessKeyId": "one", "SecretAccessKey": "secret"}))
-    with fault_server() as (server, endpoint), ExitStack() as running:
+    """By moto's and Ceph's policies; one that misbehaves stands for tokens that expire."""
+    file = tmp_path / "keys.json"
+
+    def write_keys(bucket: Bucket) -> None:
+        access, secret = bucket.keys
+        keys = {"Version": 1, "AccessKeyId": access, "SecretAccessKey": secret}
+        file.write_text(json.dumps(keys))
+
+    with BUCKETS[server](tmp_path) as bucket, ExitStack() as running:
+        write_keys(bucket)
         tier: dict[str, Any] = s3_server.options_for(
-            endpoint,
+            bucket.endpoint,
             "kv",
             type="s3",
             access_key_env=None,
             secret_key_env=None,
-            credentials_command=f"cat {keys}",
+            credentials_command=f"cat {file}",
             request_timeout_s=PATIENCE_S,
         )
         two = running.enter_context(two_serving(llama, [tier] * 2, 6, log_folder, tmp_path, {}))
         store_and_serve(two, 0, 1)
 
-        server.misbehave(Fault.DENIED, "PUT")
+        bucket.refuse_writes()
         assert two.both(2, 3) == [0, 0]
+        until_stores_fail(two)
         third = running.enter_context(serving("third", llama, tier, log_folder, tmp_path, {}))
         assert two.cached_by(third, two.ask_one(third, 0), 0) == WHOLE
         assert all(is_in_use(engine) for engine in (*two.engines, third))
-        server.behave()
+        bucket.take_writes()
         until_stores_work(two)
         store_and_serve(two, 4, 5)
 
-        server.expired.add("one")
+        bucket.end_keys()
         assert two.both(4, 5) == [WHOLE, WHOLE]  # of host memory
         assert two.cached_by(third, two.ask_one(third, 1), 1) == 0
         until(lambda: not is_in_use(third))
-        keys.write_text(keys.read_text().replace("one", "two"))
+        bucket.renew_keys()
+        write_keys(bucket)
         until_used_again(two, lambda: is_in_use(third))
         assert two.cached_by(third, two.ask_one(third, 4), 4) == WHOLE
         nothing_was_damaged(two)
+
+
+def test_another_master_of_mooncake_is_elected(
+    llama: Path, tmp_path: Path, log_folder: Path
+) -> None:
+    """It knows none of the blocks that were there: they are computed, and stored anew."""
+    masters = ElectedMasters(tmp_path)
+    tier = {"type": "mooncake", "master": masters.address, "local_hostname": HOST}
+    try:
+        masters.start()
+        with two_serving(llama, [tier] * 2, 6, log_folder, tmp_path, {}) as two:
+            store_and_serve(two, 0, 1)
+
+            masters.kill_the_first()
+            assert two.both(2, 3) == [0, 0]
+            until(lambda: not all(is_in_use(engine) for engine in two.engines))
+            until_used_again(two, masters.second_has_memory)
+            until_stores_work(two)
+            store_and_serve(two, 4, 5)
+            with serving("third", llama, tier, log_folder, tmp_path, {}) as third:
+                assert two.cached_by(third, two.ask_one(third, 4), 4) == WHOLE
+                assert two.cached_by(third, two.ask_one(third, 0), 0) == 0
+            nothing_was_damaged(two)
+    finally:
+        masters.kill()
