@@ -31,6 +31,12 @@ class TierBroke(Message, frozen=True, gc=False):
     reason: str
 
 
+class TierNotRun(Message, frozen=True, gc=False):
+    """For so long, of late, the tier's process was ready to run and the machine ran others."""
+
+    seconds: float
+
+
 class TierFenced(Message, frozen=True, gc=False):
     """The tier's cell is gone, threads and all: no slot is touched by it any more."""
 

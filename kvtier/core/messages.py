@@ -62,6 +62,7 @@ from kvtier.core.life_messages import ConnectionChanged as ConnectionChanged
 from kvtier.core.life_messages import Counted as Counted
 from kvtier.core.life_messages import TierBroke as TierBroke
 from kvtier.core.life_messages import TierFenced as TierFenced
+from kvtier.core.life_messages import TierNotRun as TierNotRun
 from kvtier.core.life_messages import TierOpened as TierOpened
 from kvtier.core.life_messages import TierRestarted as TierRestarted
 from kvtier.core.load_messages import LoadCostLearned as LoadCostLearned

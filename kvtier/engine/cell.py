@@ -18,10 +18,11 @@ from kvtier.errors import Closed
 from kvtier.plugin_api.log import log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from kvtier.core.actor import Actor
     from kvtier.core.messages import Message
+    from kvtier.engine.link_time import LinkTime
 
 NO_REPLY: Final = object()
 """What ``ask`` returns when the actor had nothing to reply, or broke before it did."""
@@ -78,6 +79,8 @@ class EngineCell:
         self.log: Mailbox = _LogMailbox()
         self.faults = 0
         self.activity = 0  #: grows when anything is delivered
+        self._clock: Callable[[], float]
+        self._times: tuple[LinkTime, ...] = ()
         self._last_words: dict[Actor, tuple[Mailbox, Message]] = {}
 
     def mailbox(self) -> OwnedMailbox:
@@ -103,6 +106,16 @@ class EngineCell:
         if last_words is not None:
             self._last_words[actor] = last_words
 
+    def tell_time(self, clock: Callable[[], float], times: Iterable[LinkTime]) -> None:
+        """Have links know from now on what time it is when something arrives."""
+        self._clock, self._times = clock, tuple(times)
+
+    def _pass_time(self) -> None:
+        if self._times:
+            now = self._clock()
+            for time in self._times:
+                time.pass_to(now)
+
     def ask(self, actor: Actor, message: Message) -> object:
         """Deliver what has arrived, then ``message``, run to quiescence, return the reply."""
         if self._arrived:
@@ -125,6 +138,8 @@ class EngineCell:
 
     def run(self) -> None:
         """Deliver what other threads have sent so far, and all that follows from it."""
+        if self._arrived:
+            self._pass_time()
         self.activity += len(self._arrived)
         for _ in range(len(self._arrived)):
             self._ready.append(self._arrived.popleft())

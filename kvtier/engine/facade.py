@@ -79,6 +79,7 @@ class SchedulerFacade:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cell: EngineCell = cell
+        cell.tell_time(clock, [link.time for link in links])
         self._primary = primary
         self._links = links
         self._tiers = tiers
@@ -365,9 +366,7 @@ class SchedulerFacade:
 
     def has_pending_work(self) -> bool:
         """Tell whether it is worth stepping on: a tier may still end something in time."""
-        self._poll_tiers()
-        self._cell.run()
-        self._wake_tiers()
+        self.get_finished()
         return any(link.serves_others or link.awaited() for link in self._links)
 
     def puts_off(self) -> bool:

@@ -50,6 +50,7 @@ class Probes:
         """``number``: the tier's."""
         self.seconds: Observed[float] = Observed()  #: from asking until the answer
         self._number = number
+        self._time = health.time
         self._wait_s = config.wait_timeout_s
         self._probes_max = config.jobs_in_flight_max
         self._numbers = numbers
@@ -59,12 +60,11 @@ class Probes:
         self._tier = tier
         self._primary = primary
         self._waiting = WaitingProbes()
-        self._under_way = UnderWay(FIRST_KEYS, config.tiers[number].probe_timeout_s)
+        self._under_way = UnderWay(health.time, FIRST_KEYS, config.tiers[number].probe_timeout_s)
         self._times = self._under_way.times
         self._awaited: dict[int, Probe] = {}
         self._late: dict[int, Probe] = {}  # the last of them
         self._mark = b""  # of the generation
-        self._now = 0.0
 
     def __len__(self) -> int:
         """Return how many are at the tier, and somebody waits for."""
@@ -103,7 +103,7 @@ class Probes:
 
     def ask(self, message: m.ProbeKeys) -> None:
         """Ask the tier, at once or when it has room. If it is sick, it counts as having nothing."""
-        self._waiting.add(message, self._contents.since, self._now)
+        self._waiting.add(message, self._contents.since, self._time.now)
         self.send_waiting()
 
     def withdraw(self, message: m.Withdraw) -> None:
@@ -140,7 +140,7 @@ class Probes:
     def _send(self, probe: Probe, peer: str) -> None:
         probe.assign(peer)
         number = self._numbers.take()
-        deadline = self._under_way.begin(number, probe, self._now)
+        deadline = self._under_way.begin(number, probe)
         self._awaited[number] = probe
         if not self._tier.post(probe.order(number, self._mark, deadline)):
             del self._awaited[number]
@@ -160,8 +160,8 @@ class Probes:
             self._answered_late(message)
             return
         is_sound = len(message.present) == len(probe.keys)
-        self._under_way.end(message.probe, probe, self._now, is_whole=is_sound)
-        self.seconds.add(self._now - probe.started)
+        self._under_way.end(message.probe, probe, is_whole=is_sound)
+        self.seconds.add(self._time.now - probe.started)
         if not is_sound:
             self._health.failed(
                 Work.PROBE, "answered a probe with the wrong number of answers", probe.peer
@@ -178,42 +178,46 @@ class Probes:
         probe = self._late.pop(message.probe, None)
         if probe is None:
             return
-        self._under_way.end(message.probe, probe, self._now, is_whole=False)
+        is_judged = message.probe not in self._under_way.watched
+        self._under_way.end(message.probe, probe, is_whole=False)
         if len(message.present) == len(probe.keys):
             self._contents.answered(probe, message.present)
+            if not is_judged:  # only its request's patience was over, or it was given no time
+                self._health.succeeded(Work.PROBE, probe.peer)
 
     def speed(self) -> TierSpeed | None:
         """Return how fast the tier answers, if that is known."""
         return self._times.speed(None)
 
-    def pass_time(self, now: float) -> None:
+    def pass_time(self) -> None:
         """Answer for the tier where it is late, or where somebody has waited for long enough."""
-        self._now = now
         if not self.is_under_way:  # as it is at most steps
             return
-        for peer, late, is_stalled in self._under_way.pop_late(now):
+        for peer, late, is_stalled in self._under_way.pop_late():
             for number in late:
                 self._lose(number)
             self._health.late(Work.PROBE, len(late), peer, is_stalled=is_stalled)
+        now = self._time.now
         self._times.pass_time(now)
         since = now - self._wait_s
         for number in [n for n, probe in self._awaited.items() if probe.started <= since]:
             self._awaited[number].leave()
             self._remember(number)
+        for number in [n for n, probe in self._awaited.items() if probe.deadline <= now]:
+            self._lose(number)  # the tier may be sound: that is for what watches it to say
         self._end_unasked(self._waiting.pop_impatient(since))
         self.send_waiting()
 
     def _lose(self, number: int) -> None:
         """Answer for a tier that is late, if anybody still waits."""
-        probe = self._awaited.get(number)
-        if probe is None:
-            self._times.lost(self._late[number])
-            self._late[number].lose()
-            return
-        self._counts.probes_timed_out += 1
-        self._times.lost(probe)
-        probe.lose()
-        self._remember(number)
+        is_awaited = number in self._awaited
+        probe = self._awaited[number] if is_awaited else self._late[number]
+        if not probe.is_lost:
+            self._times.lost(probe)
+            probe.lose()
+        if is_awaited:
+            self._counts.probes_timed_out += 1
+            self._remember(number)
 
     def _remember(self, number: int) -> None:
         """Answer for the tier; should its own answer come, it is learnt."""

@@ -72,6 +72,7 @@ class StagedFacade:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cell, self._staged, self._link = engine
+        self._cell.tell_time(clock, [self._link.time])
         self._tier = tier
         self._copier = copier
         self._close_timeout_s = close_timeout_s

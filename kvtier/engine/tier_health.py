@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.core import messages as m
 from kvtier.engine.circuit_breaker import Breaker, BreakerState, Work
+from kvtier.engine.link_time import LinkTime
 from kvtier.engine.peer_health import PeerHealth
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class TierHealth:
     ) -> None:
         """``number``: the tier's."""
         self.peer_of = peer_of  #: tells which of its peers is to do a request's work, if it has any
+        self.time = LinkTime()  #: by which it is judged
         self._number = number
         self._name = config.tiers[number].name
 
@@ -54,7 +56,6 @@ class TierHealth:
         self._primary = primary
         self._log = log
         self._told = (True, True)
-        self._now = 0.0
         self.is_open = False  #: whether its backend has been open
 
     @property
@@ -93,16 +94,12 @@ class TierHealth:
         is_open = any(each.state is BreakerState.OPEN for each in self._breakers.values())
         return is_open or self._peers.pauses
 
-    def pass_time(self, now: float) -> None:
-        """Learn the time, in seconds of the runtime's clock."""
-        self._now = now
-
     def end_pauses(self) -> None:
         """Go on once the pause of a breaker is over."""
         if self.pauses:
             for breaker in self._breakers.values():
-                breaker.pass_time(self._now)
-            self._peers.pass_time(self._now)
+                breaker.pass_time(self.time.now)
+            self._peers.pass_time(self.time.now)
             self.tell_usable()
 
     def succeeded(self, work: Work, peer: str) -> None:
@@ -133,7 +130,7 @@ class TierHealth:
         self, work: Work, change: Callable[[Breaker, float], None], how: str, peer: str
     ) -> None:
         if peer:
-            opens = self._peers.change(work, peer, change, self._now)
+            opens = self._peers.change(work, peer, change, self.time.now)
             if opens:
                 self._say("peer bypassed", f"{peer} {how}: {NAMES[work]} from it pause")
             if not (opens or self.tries(work)):
@@ -141,7 +138,7 @@ class TierHealth:
             change, how = Breaker.failed, "has several peers that fail"
         breaker = self._breakers[work]
         was = breaker.state
-        change(breaker, self._now)
+        change(breaker, self.time.now)
         if was is BreakerState.CLOSED and breaker.state is BreakerState.OPEN:
             self._counts.breaker_opened += 1
             self._say("tier bypassed", f"{how}: {NAMES[work]} pause")

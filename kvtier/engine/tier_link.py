@@ -84,8 +84,10 @@ class TierLink(Actor):
         self._health = TierHealth(
             number, config, self._connection, self.counts, primary, log, relay.peer_of
         )
-        self._loads = Transfers(Work.LOAD, config, tier_config.promote_timeout_s, relay.peer_of)
-        self._stores = Transfers(Work.STORE, config, tier_config.store_timeout_s)
+        self.time = time = self._health.time
+        limits_s = tier_config.promote_timeout_s, tier_config.store_timeout_s
+        self._loads = Transfers(Work.LOAD, config, time, limits_s[0], relay.peer_of)
+        self._stores = Transfers(Work.STORE, config, time, limits_s[1])
         self._told_cost: LoadCost | None = None
         self._contents = ContentsRelay(
             number,
@@ -105,7 +107,6 @@ class TierLink(Actor):
         self._is_told = False  # whether the tier's cell has been told of it
         self._uses = UseRelay(tier)
         self._abandoned_slots = 0
-        self._now = 0.0
         self._was_idle = True  # at the last Tick
         super().__init__(f"link:{config.tiers[number].name}", self._all_handlers())
 
@@ -132,6 +133,7 @@ class TierLink(Actor):
             m.PolicyReturned: self._new_policy,
             m.TierOpened: lambda _: self._health.reconnected(),
             m.TierBroke: self._tier_broke,
+            m.TierNotRun: lambda x: self.time.leave_out(x.seconds),
             m.TierFenced: self._tier_fenced,
             m.TierRestarted: self._tier_restarted,
         }
@@ -171,7 +173,7 @@ class TierLink(Actor):
         self.counts.hits += len(message.keys)
         # What goes by request may never come, from a tier that serves others meanwhile.
         limit_s = self._tier_config.promote_timeout_s if self.by_request else None
-        self._loads.add_load(message, self._now, limit_s)
+        self._loads.add_load(message, self.time.now, limit_s)
         self._send_waiting(self._loads)
 
     def _withdraw(self, message: m.Withdraw) -> None:
@@ -186,9 +188,9 @@ class TierLink(Actor):
         if message.epoch < self._contents.since:  # Computed with the weights from before.
             self.room.drop(message)
             return
-        self._uses.send(self._now)  # before it evicts
+        self._uses.send(self.time.now)  # before it evicts
         kept, rest = self.room.take(message)
-        self._stores.waiting.add(kept, self._now)
+        self._stores.waiting.add(kept, self.time.now)
         self._send_waiting(self._stores)
         self.room.put_off(rest)
 
@@ -221,17 +223,17 @@ class TierLink(Actor):
 
     def _ask_again(self) -> None:
         if self.room.has_put_off and self._takes(Work.STORE):
-            self.room.ask_again(self._now)
+            self.room.ask_again(self.time.now)
 
     def _takes(self, work: Work) -> bool:
         has_slots = self._abandoned_slots <= self._config.abandoned_slots_max
-        is_free = has_slots if work is Work.LOAD else not self.room.is_full(self._now)
+        is_free = has_slots if work is Work.LOAD else not self.room.is_full(self.time.now)
         return is_free and self._health.takes(work)
 
     def _send(self, transfers: Transfers, job: Job) -> bool:
         """Send a job to the tier. False: its mailbox is full."""
         job_id = self._numbers.take()
-        deadline = transfers.sent(job_id, job, self._now)
+        deadline = transfers.sent(job_id, job)
         if not self.tier.post(job.order(job_id, self._mark, self._contents.since, deadline)):
             transfers.not_sent(job_id)
             self._health.failed(job.work, "has a full mailbox")
@@ -248,7 +250,7 @@ class TierLink(Actor):
                 self.counts.promotions_dropped += len(job.keys)
                 self._end_promotion(job, (Outcome.FAILED,) * len(job.keys))
             else:
-                self.room.not_sent(job, self._now)
+                self.room.not_sent(job, self.time.now)
 
     # --- what the tier answers ---
 
@@ -263,9 +265,9 @@ class TierLink(Actor):
             outcomes = (Outcome.FAILED,) * len(job.keys)
         size, seconds = self._config.block_bytes, message.seconds
         complete = self.counts.count_job(outcomes, size, seconds, is_load=job.is_load)
-        transfers.ended(message.job, self._now, is_whole=complete, at=message.at)
+        transfers.ended(message.job, is_whole=complete, at=message.at)
         if job.is_load:
-            self.promotion_seconds.add((self._now - job.started, complete))
+            self.promotion_seconds.add((self.time.now - job.started, complete))
         if job.counts_for_its_tier and Outcome.FAILED in outcomes:
             self._health.failed(job.work, f"failed a {job.work.name.lower()}", job.peer)
         elif job.counts_for_its_tier:
@@ -290,8 +292,8 @@ class TierLink(Actor):
 
     def _stored(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
         self._contents.stored(job.done(outcomes), job.epoch)
-        is_whole = self.room.stored(job, outcomes, self._now)
-        if not is_whole or self.room.is_full(self._now):
+        is_whole = self.room.stored(job, outcomes, self.time.now)
+        if not is_whole or self.room.is_full(self.time.now):
             self._refuse(self._stores.waiting.pop_all())  # It may follow on what is missing now.
 
     # --- time ---
@@ -304,8 +306,8 @@ class TierLink(Actor):
         looks, self._was_idle = not (is_idle and self._was_idle), is_idle  # at the end once more
         if looks:
             self._look()
-        self._uses.tick(self._now)
-        self._contents.pass_time(self._now)
+        self._uses.tick(self.time.now)
+        self._contents.pass_time(self.time.now)
         self._relay.go_on()
         self._health.end_pauses()
         if looks:
@@ -322,19 +324,18 @@ class TierLink(Actor):
 
     def pass_time(self, now: float) -> None:
         """Learn the time. At rest a Tick comes to no more for a while, and nothing is posted."""
-        self._now = now
-        self._health.pass_time(now)
-        self._probes.pass_time(now)
+        self.time.pass_to(now)
+        self._probes.pass_time()
 
     def _look(self) -> None:
         """Wait no longer for what the tier is late with, and learn from what has ended."""
         for transfers in (self._loads, self._stores):
-            for peer, late, is_stalled in transfers.lose_late(self._now):
+            for peer, late, is_stalled in transfers.lose_late():
                 self.counts.jobs_timed_out += len(late)
                 for job in late:
                     self._lose(job)
                 self._health.late(transfers.work, len(late), peer, is_stalled=is_stalled)
-            expected_s, took_s = transfers.times.pass_time(self._now)
+            expected_s, took_s = transfers.times.pass_time(self.time.now)
             if transfers.work is Work.LOAD:
                 self.counts.load_expected_seconds += expected_s
                 self.counts.load_seconds += took_s
@@ -342,14 +343,14 @@ class TierLink(Actor):
 
     def _cut_loads(self) -> None:
         """Let requests compute that have waited for long enough: no failure of the tier."""
-        for job in self._loads.waiting.pop_due(self._now):
+        for job in self._loads.waiting.pop_due(self.time.now):
             self.counts.promotions_cut += len(job.keys)
             self._end_promotion(job, (Outcome.FAILED,) * len(job.keys))
         for job in self._loads.jobs.values():
-            if job.has_lost_patience(self._now):
+            if job.has_lost_patience(self.time.now):
                 job.cut()
                 self.counts.promotions_cut += len(job.keys)
-                self._loads.times.given_up(job, self._now)
+                self._loads.times.given_up(job, self.time.now)
                 self._abandon(job)
 
     def _tell_cost(self) -> None:
@@ -401,7 +402,7 @@ class TierLink(Actor):
         self._probes.end_all()
         for job in (*self._loads.fence(), *self._stores.fence()):
             if not job.is_load:
-                self.room.not_sent(job, self._now)
+                self.room.not_sent(job, self.time.now)
             elif job.abandoned:
                 self._abandoned_slots -= len(job.slots)
                 self.primary.post(m.SlotsReleased(slots=job.slots))
@@ -467,7 +468,7 @@ class TierLink(Actor):
             self.room.slots,
             self._abandoned_slots,
             self._loads.times.outstanding,
-            self._now,
+            self.time.now,
         )
 
     def statistics(self) -> TierStatistics:

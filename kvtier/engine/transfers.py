@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from kvtier.core import messages as m
     from kvtier.engine.in_flight import Job
+    from kvtier.engine.link_time import LinkTime
     from kvtier.plugin_api.keys import RequestId
     from kvtier.settings.runtime_config import RuntimeConfig
 
@@ -32,6 +33,7 @@ class Transfers:
         self,
         work: Work,
         config: RuntimeConfig,
+        time: LinkTime,
         limit_s: float,
         peer_of: Callable[[RequestId], str] = lambda _: "",
     ) -> None:
@@ -43,7 +45,7 @@ class Transfers:
         self.work = work
         self.jobs: dict[int, Job] = {}  #: at the tier, by their numbers
         self.waiting = WaitingJobs(remembers=work is Work.LOAD)
-        self._under_way = UnderWay(max(1, FIRST_BYTES // config.block_bytes), limit_s)
+        self._under_way = UnderWay(time, max(1, FIRST_BYTES // config.block_bytes), limit_s)
         self.times = self._under_way.times
         self._job_blocks_max = config.job_blocks_max
 
@@ -94,22 +96,22 @@ class Transfers:
         job.assign(self._peer_of(job.request))
         return job
 
-    def sent(self, number: int, job: Job, now: float) -> float:
+    def sent(self, number: int, job: Job) -> float:
         """Note that a job is sent; return from when on nobody waits for it at the latest."""
         self.jobs[number] = job
-        return self._under_way.begin(number, job, now)
+        return self._under_way.begin(number, job)
 
     def not_sent(self, number: int) -> None:
         """Note that the tier did not take a job."""
         self._under_way.leave(number, self.jobs.pop(number))
 
-    def ended(self, number: int, now: float, *, is_whole: bool, at: float) -> None:
+    def ended(self, number: int, *, is_whole: bool, at: float) -> None:
         """Note that the tier has ended a job. As ``TransferTimes.ended``."""
-        self._under_way.end(number, self.jobs.pop(number), now, is_whole=is_whole, at=at)
+        self._under_way.end(number, self.jobs.pop(number), is_whole=is_whole, at=at)
 
-    def lose_late(self, now: float) -> list[tuple[str, list[Job], bool]]:
+    def lose_late(self) -> list[tuple[str, list[Job], bool]]:
         """Return the jobs that each peer is late with, and whether it ends none any more."""
-        late = self._under_way.pop_late(now)
+        late = self._under_way.pop_late()
         return [(peer, self._lost(numbers), is_stalled) for peer, numbers, is_stalled in late]
 
     def lose_all(self) -> list[Job]:

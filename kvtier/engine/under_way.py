@@ -1,7 +1,7 @@
 """What a tier was sent of one kind of work, and has not ended: watched for stalls, and measured.
 
 Each peer of a tier is watched by itself: that others go on says nothing of it, nor it of them.
-Part of a link's actor, whose clock is that of its Ticks.
+Part of a link's actor. The watches count what time the tier's process could use.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from kvtier.engine.transfer_times import TransferTimes
 
 if TYPE_CHECKING:
     from kvtier.engine.in_flight import Sent
+    from kvtier.engine.link_time import LinkTime
 
 
 class UnderWay:
     """Of one tier and one kind of work. Whoever uses it keeps the work itself, by its number."""
 
-    def __init__(self, first_blocks: int, limit_s: float) -> None:
+    def __init__(self, time: LinkTime, first_blocks: int, limit_s: float) -> None:
         """As ``TransferTimes``."""
+        self._time = time
         self.times = TransferTimes(first_blocks, limit_s)
         # Of each peer that has something to do.
         self._watches: defaultdict[str, StallWatch] = defaultdict(StallWatch)
@@ -35,12 +37,12 @@ class UnderWay:
         """The numbers of the work that would be noticed to be late."""
         return frozenset().union(*(watch.watched for watch in self._watches.values()))
 
-    def begin(self, number: int, work: Sent, now: float) -> float:
+    def begin(self, number: int, work: Sent) -> float:
         """Note that work is sent; return from when on nobody waits for it at the latest."""
-        self._watches[work.peer].begun(number, now)
-        self.times.sent(work, now)
+        self._watches[work.peer].begun(number, self._time.given)
+        self.times.sent(work, self._time.now)
         # What the tier has besides may take as long again.
-        return now + 2 * self.times.late_after_s
+        return self._time.now + 2 * self.times.late_after_s
 
     def leave(self, number: int, work: Sent) -> None:
         """Note that work was not sent after all, or that nobody wants to know of its end."""
@@ -48,19 +50,19 @@ class UnderWay:
             watch.leave(number)
         self.times.ended(work, is_whole=False)
 
-    def end(self, number: int, work: Sent, now: float, *, is_whole: bool, at: float = 0.0) -> None:
+    def end(self, number: int, work: Sent, *, is_whole: bool, at: float = 0.0) -> None:
         """Note that the tier has ended work. As ``TransferTimes.ended``."""
         if (watch := self._watches.get(work.peer)) is not None:
-            watch.ended(number, now)
+            watch.ended(number, self._time.given)
         self.times.ended(work, is_whole=is_whole, at=at)
 
-    def pop_late(self, now: float) -> list[tuple[str, list[int], bool]]:
+    def pop_late(self) -> list[tuple[str, list[int], bool]]:
         """Return what each peer is late with, and whether that is all, since nothing moves."""
-        limit_s = self.times.late_after_s
+        given, limit_s = self._time.given, self.times.late_after_s
         found = []
         for peer, watch in list(self._watches.items()):
-            is_stalled = watch.is_stalled(now, limit_s)
-            late = watch.pop_late(now, limit_s)
+            is_stalled = watch.is_stalled(given, limit_s)
+            late = watch.pop_late(given, limit_s)
             if late or is_stalled:
                 found.append((peer, late, is_stalled))
             if watch.is_idle:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from kvtier.core import messages as m
+from kvtier.plugin_api.deadlines import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +25,7 @@ class Probe:
 
     __slots__ = (
         "backlog",
+        "deadline",
         "is_late",
         "is_lost",
         "keys",
@@ -46,7 +48,8 @@ class Probe:
         self.peer = ""  #: the address that is to answer, if it is one of several of its tier
         self.backlog = 0  #: keys outstanding at the tier when it was sent, its own included
         self.is_late = False  #: nobody waits for its answer any more
-        self.is_lost = False  #: the tier is late with it
+        self.is_lost = False  #: it does not keep others from being asked
+        self.deadline = NEVER  #: from when on nobody waits for it
 
     def assign(self, peer: str) -> None:
         """Note which of its tier's peers is to answer it."""
@@ -68,7 +71,7 @@ class Probe:
         return not self.is_lost
 
     def lose(self) -> None:
-        """Note that the tier is late with it."""
+        """Note that it has taken too long, whosever fault that is."""
         self.is_late = self.is_lost = True
 
     def leave(self) -> None:
@@ -76,7 +79,8 @@ class Probe:
         self.is_late = True
 
     def order(self, number: int, mark: bytes, deadline: float) -> m.Probe:
-        """Return what the tier is asked."""
+        """Return what the tier is asked, and note until when anybody waits for it."""
+        self.deadline = deadline
         return m.Probe(number, self.keys, mark, self.since, self.request, deadline)
 
 

@@ -48,6 +48,7 @@ from kvtier.hosts.restarts import (
 from kvtier.hosts.spawning import spawn
 from kvtier.hosts.starting import Opening, hangs
 from kvtier.plugin_api.log import log
+from kvtier.plugin_api.run_delays import RunDelays
 from kvtier.plugin_api.threads import BoundedCall, daemon_thread
 
 if TYPE_CHECKING:
@@ -61,8 +62,14 @@ OPEN_TIMEOUT_S: Final = 600.0
 KILL_S: Final = 0.5
 """A process that was killed and is not gone by then sits in a call that can't be interrupted."""
 
+LOOK_S: Final = 0.25
+"""How seldom the kernel is asked whether it runs a process that owes an answer."""
+
 _CLOSE_POLL_S: Final = 0.01
 _START_POLL_S: Final = 0.1
+
+OWED_FOR: Final = (m.Probe, m.LoadJob, m.StoreJob)
+"""What a tier answers, once each."""
 
 _PROGRAM: Final = (
     "import sys; sys.path[:] = sys.argv[6:]; "
@@ -96,6 +103,7 @@ class TierProcess(TierHost):
         self._life = Life(has_backend=True)
         # The scheduler and the watcher use the channel in turns; neither keeps it for long.
         self._using = threading.Lock()
+        self._owed = 0  # answers
         self._child: _Child | None = None  # the last one whose backend was made
         self._channel: Channel[Any] | None = None  # of the child that runs
         self._stuck: subprocess.Popen[bytes] | None = None  # killed, and not gone yet
@@ -158,6 +166,9 @@ class TierProcess(TierHost):
                 return False
             if channel.posted >= self._messages_max:
                 return False
+            if isinstance(message, OWED_FOR):
+                self._look_for_delays()
+                self._owed += 1
             channel.post(message)
         return True
 
@@ -176,6 +187,17 @@ class TierProcess(TierHost):
             with self._using:
                 if self._channel is not None:
                     self._deliver(self._channel)
+        if self._owed:
+            with self._using:
+                self._look_for_delays()
+
+    def _look_for_delays(self) -> None:
+        """Tell the link for how long the process waits to be run, while it owes an answer."""
+        if self._channel is None or self._child is None:
+            return
+        waited_s = self._child.run_delays.look()
+        if waited_s and self._owed:
+            self._link.post(m.TierNotRun(waited_s))
 
     def ask_to_end(self) -> None:
         """Take nothing more, end what was begun, then end. Returns at once."""
@@ -221,6 +243,7 @@ class TierProcess(TierHost):
         elif isinstance(message, Opened):
             self._opening.opened(self.place, self.traits, message.levels)
         else:
+            self._owed -= isinstance(message, m.ProbeAnswer | m.JobEnded)
             self._link.post(message)
 
     def _say_broke(self, reason: str) -> None:
@@ -312,6 +335,7 @@ class TierProcess(TierHost):
         with self._using:
             self._child = child
             self._channel = child.channel
+            self._owed = 0
             self._life.move(LifeEvent.OPENED)
             for message in early:
                 if isinstance(message, Opened):  # logged before anybody acts on it
@@ -376,6 +400,7 @@ class _Child:
         finally:
             theirs.close()
             os.close(sent)
+        self.run_delays = RunDelays(self.process.pid, every_s=LOOK_S)
         self._send(Setup(tier, context, memory.slot_count))
 
     def _send(self, setup: Setup) -> None:

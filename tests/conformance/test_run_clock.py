@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvtier.plugin_api import run_delays
+from kvtier.plugin_api.run_delays import ThreadRuns, runs_of_threads
 from kvtier.testing import NotConforming, _run_clock, _workbench, backend_calls
 from kvtier.testing._run_clock import RunClock
 from tests.conformance._flawed_conduct import CLOCK, BlocksTheLoop, made
@@ -18,10 +20,21 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.delays_s = {"1": 5.0}
-        monkeypatch.setattr(_run_clock, "time", SimpleNamespace(monotonic=lambda: CLOCK.now))
-        monkeypatch.setattr(_run_clock, "_delays_s", lambda: dict(self.delays_s))
+        self.waits = False  # all the time
+        for module in (_run_clock, run_delays):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: CLOCK.now))
+        monkeypatch.setattr(run_delays, "runs_of_threads", self.runs)
         self.clock = RunClock()
         self.last_s = self.clock()
+
+    def runs(self, _threads: str) -> dict[str, ThreadRuns]:
+        """Return what the kernel says: each thread runs, now and then."""
+        if self.waits:
+            self.delays_s = {"1": CLOCK.now}
+        return {
+            thread: ThreadRuns((int(1e9 * CLOCK.now), 1), delay_s, is_ready=False)
+            for thread, delay_s in self.delays_s.items()
+        }
 
     def passes(self, seconds: float, **waited_s: float) -> float:
         """Let time pass, for some of which threads wait. Returns what the clock makes of it."""
@@ -59,7 +72,7 @@ def test_where_the_kernel_does_not_tell_it_is_an_ordinary_clock(machine: Machine
 
 
 def test_the_kernel_is_asked_about_this_thread() -> None:
-    assert str(threading.get_native_id()) in _run_clock._delays_s()
+    assert str(threading.get_native_id()) in runs_of_threads("/proc/self/task")
 
 
 @pytest.mark.anyio
@@ -70,6 +83,6 @@ async def test_a_call_that_blocks_is_found_by_this_clock_and_a_busy_machine_is_n
     with pytest.raises(NotConforming, match="load must not block the event loop"):
         await backend_calls.no_call_blocks_the_event_loop(partial(made, BlocksTheLoop))
     # The same time, but this thread was ready to run.
-    monkeypatch.setattr(_run_clock, "_delays_s", lambda: {"1": CLOCK.now})
+    machine.waits = True
     machine.clock()
     await backend_calls.no_call_blocks_the_event_loop(partial(made, BlocksTheLoop))

@@ -157,6 +157,12 @@ class Movement:
         self._moved: dict[Work, float] = dict.fromkeys(Work, 0.0)
         self._unsent: dict[RequestId, list[int]] = defaultdict(list)  # slots, head to tail
 
+        self._not_run_s = 0.0
+
+    def _given(self, seen: LinkAudit) -> float:
+        """Return what time it is, without the time for which the machine did not run the tier."""
+        return seen.now - self._not_run_s
+
     # --- what the link sends, and what it is answered ---
 
     def sent(self, message: Message, seen: LinkAudit) -> None:
@@ -174,28 +180,29 @@ class Movement:
             assert tuple(first) == message.slots, f"{message} overtakes {waiting}"
             del waiting[: len(first)]
         if not seen.watched[work] - {number}:
-            self._moved[work] = seen.now
+            self._moved[work] = self._given(seen)
         self._sent[work][number] = seen.now
 
     def ended(self, message: Message, seen: LinkAudit) -> None:
-        """Note that an answer arrives at the link, which has not taken it in yet."""
+        """Note what arrives at the link, which has not taken it in yet."""
         if isinstance(message, m.JobEnded):
             number = message.job
         elif isinstance(message, m.ProbeAnswer):
             number = message.probe
         else:
+            self._not_run_s += message.seconds if isinstance(message, m.TierNotRun) else 0.0
             return
         for work, sent in self._sent.items():
             if number not in sent or (work is Work.PROBE) is isinstance(message, m.JobEnded):
                 continue
             del sent[number]
             was_overtaken = self._overtaken.pop(number, None) is not None
-            self._moved[work] = seen.now
+            self._moved[work] = self._given(seen)
             if was_overtaken or number not in seen.watched[work]:
                 continue
             for other in sent:
                 if other < number:
-                    self._overtaken.setdefault(other, seen.now)
+                    self._overtaken.setdefault(other, self._given(seen))
 
     def fenced(self) -> None:
         """Note that nothing is left of the tier."""
@@ -208,7 +215,7 @@ class Movement:
     def assert_what_hangs_is_noticed(self, seen: LinkAudit) -> None:
         """Nothing is waited for at a tier that does nothing any more."""
         for work, watched in seen.watched.items():
-            idle_s = seen.now - self._moved[work]
+            idle_s = self._given(seen) - self._moved[work]
             assert not watched or idle_s < SLOWER_MAX * self.limits[work], (work, watched, idle_s)
 
     def assert_late(self, numbers: Iterable[int], seen: LinkAudit) -> None:
@@ -216,8 +223,9 @@ class Movement:
         for number in numbers:
             job = seen.jobs.get(number)
             work = Work.PROBE if job is None else Work.LOAD if job.is_load else Work.STORE
-            since = min(self._moved[work], self._overtaken.get(number, seen.now))
-            assert seen.now - since >= self.limits[work], f"{work!r} {number} is late, and moves"
+            given = self._given(seen)
+            since = min(self._moved[work], self._overtaken.get(number, given))
+            assert given - since >= self.limits[work], f"{work!r} {number} is late, and moves"
 
     # --- what waits ---
 

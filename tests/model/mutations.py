@@ -19,6 +19,7 @@ from kvtier.engine.arrivals import Arrivals
 from kvtier.engine.cascades import Cascades
 from kvtier.engine.circuit_breaker import Breaker
 from kvtier.engine.holes import Holes
+from kvtier.engine.link_time import LinkTime
 from kvtier.engine.primary_tier import PrimaryTier
 from kvtier.engine.requests import Request
 from kvtier.engine.slot_table import SlotTable
@@ -136,6 +137,11 @@ def take_a_queue_for_a_failure(real: Any, self: StallWatch, number: int, now: fl
     moved_at = self._moved_at
     real(self, number, now)
     self._moved_at = moved_at
+
+
+@in_place_of(LinkTime, "leave_out")
+def take_a_busy_machine_for_a_hung_tier(_self: LinkTime, _seconds: float) -> None:
+    """A tier that nobody runs is late with what it has."""
 
 
 @in_place_of(StallWatch, "pop_late")

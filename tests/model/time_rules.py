@@ -8,16 +8,24 @@ from hypothesis.stateful import precondition, rule
 from rules import PICKS, SCHEDULES, Rules, is_due, pick
 from world import KEYS
 
+from kvtier.core import messages as m
 from kvtier.core.block_state import BlockState
+
+BUSY_S = 2.5
 
 
 class TimeRules(Rules):
     """Steps, the clock, resets."""
 
     @is_due("jump", 8)
-    @rule(seconds=st.sampled_from([0.4, 1.1, 2.5, 7.0, 100.0]), schedule=SCHEDULES)
+    @rule(seconds=st.sampled_from([0.4, 1.1, BUSY_S, 7.0, 100.0]), schedule=SCHEDULES)
     def the_clock_jumps(self, seconds: float, schedule: bytes) -> None:
-        """Past some deadlines, or past all."""
+        """Past some deadlines, or past all. One jump is of a machine that runs nothing of tiers."""
+        if seconds == BUSY_S:
+            for tier, held in enumerate(self.world.runtime.tiers):
+                if not (self.world.dead[tier] or held.inbox.waiting):
+                    held.inbox.post(m.TierNotRun(seconds))
+                    self.world.cell.deliver(held.inbox)
         self.a_step_ends(seconds, schedule)
 
     @rule(seconds=st.just(0.01), schedule=SCHEDULES)

@@ -172,6 +172,8 @@ class TestCell(EngineCell):
         mailbox.ages.popleft()
         message = mailbox.waiting.popleft()
         actor = mailbox.actor
+        if not mailbox.is_engine:
+            self._pass_time()
         self.before_delivery(actor, message)
         try:
             actor.receive(message)

@@ -161,7 +161,7 @@ def test_every_message_to_a_link_may_cross() -> None:
         *(m.RequestOpened, m.RequestClosed, m.PrefixHits, m.BlocksMissing),
         *(m.Withdraw, m.StoresOffered, m.TouchKeys, m.RequestEnded, m.Tick),
     }
-    from_the_host = {m.TierOpened, m.TierFenced, m.TierRestarted}
+    from_the_host = {m.TierOpened, m.TierFenced, m.TierNotRun, m.TierRestarted}
     assert {*link.handlers} - from_the_primary_tier - from_the_host <= {*ToEngine.__args__}
 
 

@@ -62,6 +62,7 @@ class Bench:
         self._messages: queue.Queue[Message] = queue.Queue()
         self.counted: dict[str, int] = {}  # told last
         self.opened = 0
+        self.not_run_s = 0.0
         host = make_host(
             TierConfig.from_mapping(1, tier),
             CONTEXT,
@@ -79,6 +80,8 @@ class Bench:
             self.counted = message.counters
         elif isinstance(message, m.TierOpened):
             self.opened += 1
+        elif isinstance(message, m.TierNotRun):  # as the machine is busy
+            self.not_run_s += message.seconds
         else:
             self._messages.put(message)
         return True
@@ -127,6 +130,13 @@ def _quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_host, "RESTART_PAUSE_S", 0.001)
 
 
+class Busy:
+    """A machine that has not run the process since it was asked last."""
+
+    def look(self) -> float:
+        return 0.5
+
+
 @pytest.fixture
 def benches() -> Iterator[list[Bench]]:
     started: list[Bench] = []
@@ -156,6 +166,28 @@ def test_blocks_come_back_through_shared_slots(benches: list[Bench]) -> None:
     assert bytes(bench.memory.view(4)) == b"\x01" * BLOCK
     assert bytes(bench.memory.view(6)) == b"\x02" * BLOCK
     assert bytes(bench.memory.view(5)) == b"\x06" * BLOCK
+
+
+def test_the_link_is_told_of_time_for_which_a_process_that_owes_an_answer_is_not_run(
+    benches: list[Bench],
+) -> None:
+    """While it owes none, nobody waits for it to be run, and the kernel is not asked."""
+    bench = Bench(memory_tier())
+    benches.append(bench)
+    bench.host._child.run_delays = Busy()
+    bench.host.poll()
+    bench.host.poll()
+    assert bench.not_run_s == 0.0
+    assert bench.host.post(m.Probe(probe=1, keys=KEYS[:1]))  # not sent yet
+    bench.host.poll()
+    bench.host.poll()
+    assert bench.not_run_s == 1.0
+    bench.next_of(m.ProbeAnswer)
+    bench.load(KEYS[:1], (0,))
+    bench.store(KEYS[:1], (0,))
+    told_s = bench.not_run_s
+    bench.host.poll()
+    assert bench.not_run_s == told_s
 
 
 def test_a_bad_setting_is_refused_in_the_backend_s_own_words() -> None:
