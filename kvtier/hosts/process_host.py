@@ -63,7 +63,10 @@ KILL_S: Final = 0.5
 """A process that was killed and is not gone by then sits in a call that can't be interrupted."""
 
 LOOK_S: Final = 0.25
-"""How seldom the kernel is asked whether it runs a process that owes an answer."""
+"""How long a process owes an answer before the kernel is asked whether it is run, and how often.
+
+The scheduler's thread asks, at some 0.1 ms a thread: so it asks of none that answers.
+"""
 
 _CLOSE_POLL_S: Final = 0.01
 _START_POLL_S: Final = 0.1
@@ -75,6 +78,22 @@ _PROGRAM: Final = (
     "import sys; sys.path[:] = sys.argv[6:]; "
     "from kvtier.hosts.process_main import main; main(*map(int, sys.argv[2:6]))"
 )
+
+
+class Silence:
+    """A time for which a process owes an answer, and gives none."""
+
+    def __init__(self) -> None:
+        self._since_s = time.monotonic()
+        self._delays: RunDelays | None = None
+
+    def not_run_s(self, process: int) -> float:
+        """Return for how long the machine did not run the process, as far as it was not told."""
+        if self._delays is None:
+            if time.monotonic() - self._since_s < LOOK_S:
+                return 0.0
+            self._delays = RunDelays(process, every_s=LOOK_S)
+        return self._delays.look()
 
 
 class TierProcess(TierHost):
@@ -104,6 +123,7 @@ class TierProcess(TierHost):
         # The scheduler and the watcher use the channel in turns; neither keeps it for long.
         self._using = threading.Lock()
         self._owed = 0  # answers
+        self._silence = Silence()  # since the last one, or since one is owed
         self._child: _Child | None = None  # the last one whose backend was made
         self._channel: Channel[Any] | None = None  # of the child that runs
         self._stuck: subprocess.Popen[bytes] | None = None  # killed, and not gone yet
@@ -167,7 +187,8 @@ class TierProcess(TierHost):
             if channel.posted >= self._messages_max:
                 return False
             if isinstance(message, OWED_FOR):
-                self._look_for_delays()
+                if not self._owed:
+                    self._silence = Silence()
                 self._owed += 1
             channel.post(message)
         return True
@@ -187,17 +208,10 @@ class TierProcess(TierHost):
             with self._using:
                 if self._channel is not None:
                     self._deliver(self._channel)
-        if self._owed:
-            with self._using:
-                self._look_for_delays()
-
-    def _look_for_delays(self) -> None:
-        """Tell the link for how long the process waits to be run, while it owes an answer."""
-        if self._channel is None or self._child is None:
-            return
-        waited_s = self._child.run_delays.look()
-        if waited_s and self._owed:
-            self._link.post(m.TierNotRun(waited_s))
+        if self._owed and self._child is not None:
+            waited_s = self._silence.not_run_s(self._child.process.pid)
+            if waited_s:
+                self._link.post(m.TierNotRun(waited_s))
 
     def ask_to_end(self) -> None:
         """Take nothing more, end what was begun, then end. Returns at once."""
@@ -243,7 +257,9 @@ class TierProcess(TierHost):
         elif isinstance(message, Opened):
             self._opening.opened(self.place, self.traits, message.levels)
         else:
-            self._owed -= isinstance(message, m.ProbeAnswer | m.JobEnded)
+            if isinstance(message, m.ProbeAnswer | m.JobEnded):
+                self._owed -= 1
+                self._silence = Silence()
             self._link.post(message)
 
     def _say_broke(self, reason: str) -> None:
@@ -400,7 +416,6 @@ class _Child:
         finally:
             theirs.close()
             os.close(sent)
-        self.run_delays = RunDelays(self.process.pid, every_s=LOOK_S)
         self._send(Setup(tier, context, memory.slot_count))
 
     def _send(self, setup: Setup) -> None:

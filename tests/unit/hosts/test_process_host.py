@@ -133,7 +133,8 @@ def _quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
 class Busy:
     """A machine that has not run the process since it was asked last."""
 
-    def look(self) -> float:
+    def not_run_s(self, process: int) -> float:
+        del process
         return 0.5
 
 
@@ -169,12 +170,12 @@ def test_blocks_come_back_through_shared_slots(benches: list[Bench]) -> None:
 
 
 def test_the_link_is_told_of_time_for_which_a_process_that_owes_an_answer_is_not_run(
-    benches: list[Bench],
+    benches: list[Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it owes none, nobody waits for it to be run, and the kernel is not asked."""
+    monkeypatch.setattr(process_host, "Silence", Busy)
     bench = Bench(memory_tier())
     benches.append(bench)
-    bench.host._child.run_delays = Busy()
     bench.host.poll()
     bench.host.poll()
     assert bench.not_run_s == 0.0
@@ -188,6 +189,28 @@ def test_the_link_is_told_of_time_for_which_a_process_that_owes_an_answer_is_not
     told_s = bench.not_run_s
     bench.host.poll()
     assert bench.not_run_s == told_s
+
+
+def test_the_kernel_is_asked_once_a_process_has_been_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[int] = []
+
+    class Looked:
+        def __init__(self, process: int, *, every_s: float) -> None:
+            looks.append(process)
+            assert every_s == process_host.LOOK_S
+
+        def look(self) -> float:
+            return 0.125
+
+    monkeypatch.setattr(process_host, "RunDelays", Looked)
+    monkeypatch.setattr(process_host, "LOOK_S", 1e6)
+    silence = process_host.Silence()
+    assert silence.not_run_s(7) == 0.0
+    monkeypatch.setattr(process_host, "LOOK_S", 0.0)
+    assert silence.not_run_s(7) == silence.not_run_s(7) == 0.125
+    assert looks == [7]
 
 
 def test_a_bad_setting_is_refused_in_the_backend_s_own_words() -> None:
