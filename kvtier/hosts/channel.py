@@ -25,6 +25,7 @@ from kvtier.plugin_api.backend import BackendTraits  # noqa: TC001 - msgspec rea
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Mapping, Sequence
 
     from kvtier.plugin_api.backend import BackendContext
     from kvtier.settings.runtime_config import TierConfig
@@ -49,6 +50,7 @@ class Setup(NamedTuple):
     tier: TierConfig
     context: BackendContext
     slot_count: int
+    rests: Mapping[bytes, Sequence[tuple[int, int]]]  #: of ``SlotMemory``
 
 
 class Begin(m.Message, frozen=True, gc=False):

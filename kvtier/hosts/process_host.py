@@ -416,7 +416,7 @@ class _Child:
         finally:
             theirs.close()
             os.close(sent)
-        self._send(Setup(tier, context, memory.slot_count))
+        self._send(Setup(tier, context, memory.slot_count, memory.rests))
 
     def _send(self, setup: Setup) -> None:
         assert self.process.stdin is not None

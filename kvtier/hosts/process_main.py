@@ -161,7 +161,7 @@ def main(
     os.close(sent_descriptor)
     setup: Setup = pickle.loads(sys.stdin.buffer.read())  # noqa: S301 - the engine's own process wrote it
     memory = SlotMemory.of_descriptor(
-        memory_descriptor, setup.slot_count, setup.context.block_bytes
+        memory_descriptor, setup.slot_count, setup.context.block_bytes, setup.rests
     )
     try:
         backend = make_backend(setup.tier, setup.context)

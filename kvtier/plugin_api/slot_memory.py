@@ -15,15 +15,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import ConfigError
+from kvtier.plugin_api.keys import GROUP_BYTES
 from kvtier.plugin_api.machine import free_memory_bytes as free_memory_bytes
 from kvtier.plugin_api.machine import machine_memory_bytes as machine_memory_bytes
 from kvtier.plugin_api.threads import daemon_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 MADV_POPULATE_WRITE: Final = 23
 """Of ``madvise``: fault pages in, writable. Linux 5.14; Python has no name for it."""
+
+_ZEROS: Final = memoryview(bytes(64 << 10))  # so much at a time: between, other threads may run
 
 _POPULATE_STEP_BYTES: Final = 64 << 20  # a millisecond or two, in which no other thread runs
 
@@ -43,10 +46,12 @@ class SlotMemory:
         block_bytes: int,
         *,
         descriptor: int | None = None,
+        rests: Mapping[bytes, Sequence[tuple[int, int]]] | None = None,
     ) -> None:
         """``descriptor``: the open file whose first bytes these are, for a process to map too.
 
-        It stays the caller's, and open for as long as tiers may be started.
+        It stays the caller's, and open for as long as tiers may be started. ``rests``: by the
+        KV-cache group at a key's end, begin and end of what its blocks leave of their slots.
         """
         if slot_count < 1 or block_bytes < 1:
             raise ConfigError(
@@ -62,6 +67,7 @@ class SlotMemory:
         self.slot_count = slot_count
         self.block_bytes = block_bytes
         self.descriptor = descriptor
+        self.rests = dict(rests or {})
         self._flat = flat
 
     @classmethod
@@ -82,7 +88,13 @@ class SlotMemory:
         return memory
 
     @classmethod
-    def of_descriptor(cls, descriptor: int, slot_count: int, block_bytes: int) -> SlotMemory:
+    def of_descriptor(
+        cls,
+        descriptor: int,
+        slot_count: int,
+        block_bytes: int,
+        rests: Mapping[bytes, Sequence[tuple[int, int]]] | None = None,
+    ) -> SlotMemory:
         """Map the memory that another process's ``descriptor`` stands for, and close that.
 
         A thread fills this process's page table, lest the first transfers pay for it.
@@ -93,7 +105,7 @@ class SlotMemory:
             os.close(descriptor)
             raise
         daemon_thread(partial(_populate, mapping, descriptor)).start()
-        return cls(memoryview(mapping), slot_count, block_bytes)
+        return cls(memoryview(mapping), slot_count, block_bytes, rests=rests)
 
     @property
     def buffer(self) -> memoryview:
@@ -110,6 +122,20 @@ class SlotMemory:
     def views(self, slots: Sequence[int]) -> list[memoryview]:
         """Return the views of several slots, in the order given."""
         return [self.view(slot) for slot in slots]
+
+    def clear_rests(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
+        """Zero what blocks of these keys leave of their slots: it is of other requests.
+
+        Nobody reads it as part of a block, so a slot may be read meanwhile, and cleared by several.
+        """
+        if not self.rests:
+            return
+        for key, slot in zip(keys, slots, strict=True):
+            for begin, end in self.rests.get(key[-GROUP_BYTES:], ()):
+                view = self.view(slot)[begin:end]
+                for at in range(0, len(view), len(_ZEROS)):
+                    piece = view[at : at + len(_ZEROS)]
+                    piece[:] = _ZEROS[: len(piece)]
 
     def release(self) -> None:
         """Drop this object's hold on the buffer, so that the owner can unmap it."""

@@ -201,12 +201,14 @@ class BackendDriver:
         step_bytes = self._step_bytes
 
         def with_digests() -> list[StoreBlock]:
+            self._memory.clear_rests(message.keys, message.slots)
             return [
                 StoreBlock(key, view.toreadonly(), block_digest(key, view, step_bytes))
                 for key, view in zip(message.keys, views, strict=True)
             ]
 
         if self._backend.traits.by_request:
+            self._memory.clear_rests(message.keys, message.slots)
             both = zip(message.keys, views, strict=True)
             blocks = [StoreBlock(key, view.toreadonly(), b"") for key, view in both]
         else:

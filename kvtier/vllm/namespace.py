@@ -65,6 +65,7 @@ _REASON_CHARACTERS_MAX: Final = 1000
 _PAGE_BYTES: Final = 4096
 _APART: Final = "not_in_the_namespace"
 _PAGES: Final = "pages"
+_RESTS: Final = "rests"
 _CONFIG_NOISE = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
 # With these the angles depend on the model's entries alone, not on the engine's length limit.
 _ROPE_TYPES_WITHOUT_LIMIT = frozenset({None, "default", "linear", "llama3", "mrope"})
@@ -137,14 +138,25 @@ def weights_in_words(worker: Mapping[str, Any] | None) -> str:
 
 
 def publish_facts(
-    header: RegionHeader, vllm_config: Callable[[], Any], pages: Pages | None
+    header: RegionHeader,
+    vllm_config: Callable[[], Any],
+    pages: Pages | None,
+    rests: Mapping[str, Any],
 ) -> None:
     """Leave ``worker_report`` for the scheduler; or facts that no other engine has.
 
     A model, or a release of vLLM, that lacks what is looked at is no reason to
     refuse the engine: it then shares blocks with nobody, and says so.
+    ``rests``: of this rank's part of a row (``kvtier/vllm/group_parts.py``).
     """
-    header.publish(facts_or_reason(lambda: worker_report(vllm_config(), pages)))
+    found = facts_or_reason(lambda: worker_report(vllm_config(), pages))
+    header.publish({**found, _APART: {**found.get(_APART, {}), _RESTS: rests}})
+
+
+def published_rests(described: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return the rests that ``publish_facts`` has left."""
+    rests: Mapping[str, Any] = (described or {}).get(_APART, {}).get(_RESTS, {})
+    return rests
 
 
 def facts_or_reason(facts: Callable[[], dict[str, Any]]) -> dict[str, Any]:

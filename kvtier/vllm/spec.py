@@ -33,7 +33,13 @@ from kvtier.vllm.connector_hooks import hook_connector
 from kvtier.vllm.connectors_beside import check_connectors
 from kvtier.vllm.cpu_worker import CPUPlatformWorker
 from kvtier.vllm.device_region import DeviceRegion, HeaderMap, region_path
-from kvtier.vllm.namespace import build_namespace, publish_facts, weights_in_words
+from kvtier.vllm.group_parts import own_pages_only, rests_of_rank, rests_of_rows
+from kvtier.vllm.namespace import (
+    build_namespace,
+    publish_facts,
+    published_rests,
+    weights_in_words,
+)
 from kvtier.vllm.page_facts import Pages
 from kvtier.vllm.pages import HostLayout
 from kvtier.vllm.region import HostRegion, Region, doubled_rank
@@ -193,6 +199,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
                     self.slot_count,
                     self.block_bytes,
                     descriptor=region.fileno(),
+                    rests=self._rests_of_rows(described),
                 )
                 self._manager = build_manager(
                     config,
@@ -216,6 +223,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
         if self._kvtier_worker is None:
             check_windows(self.config, get_current_vllm_config)
             check_connectors(type(self).__name__, get_current_vllm_config_or_none())
+            kv_caches = own_pages_only(kv_caches, self._pages)
             if _on_cpu_platform():
                 self._kvtier_worker = self._cpu_platform_worker(kv_caches)
             else:
@@ -224,7 +232,8 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
                 self._kvtier_worker = self._device_worker(kv_caches)
                 header_map = HeaderMap(self.config.engine_id, self.slot_count, self.block_bytes)
                 try:
-                    self._leave_facts(header_map.header(self.config.parallel.world_size))
+                    header = header_map.header(self.config.parallel.world_size)
+                    self._leave_facts(header, kv_caches)
                 finally:
                     header_map.close()
             WORKER_HERE.note(self.config.engine_id)
@@ -260,7 +269,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
                 canonical=self.config.canonical_layout,
                 release=region.close,
             )
-            self._leave_facts(region.header, mapped=True)
+            self._leave_facts(region.header, kv_caches, mapped=True)
         except BaseException:
             region.close()
             raise
@@ -277,15 +286,32 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
             rank_bytes=part,
         )
 
-    def _leave_facts(self, header: RegionHeader, *, mapped: bool = False) -> None:
+    def _leave_facts(
+        self, header: RegionHeader, kv_caches: CanonicalKVCaches, *, mapped: bool = False
+    ) -> None:
         rank = self.config.parallel.rank
         if not mapped and not header.mark_mapped(rank):
             engine_id = self.config.engine_id
             raise doubled_rank(engine_id, rank, region_path(engine_id))
         header.note_part(rank, int(self.cpu_page_size_per_worker))
         if rank == 0:
-            publish_facts(header, get_current_vllm_config, self._pages)
+            rests = self._rests_of_rank(kv_caches)
+            publish_facts(header, get_current_vllm_config, self._pages, rests)
             self._pages = None  # it holds the tensors of the KV caches
+
+    def _rests_of_rank(self, kv_caches: CanonicalKVCaches) -> Mapping[str, Any]:
+        """Return what groups leave of a rank's part of a row; nothing where stages may differ."""
+        if self.config.parallel.pp_size > 1:
+            return {}
+        groups = [group.group_id for group in self.config.groups]
+        canonical = self.config.canonical_layout
+        return rests_of_rank(kv_caches, groups, self._host_layout(0), canonical=canonical)
+
+    def _rests_of_rows(self, described: Mapping[str, Any] | None) -> dict[bytes, Any]:
+        layout = self._host_layout(0)
+        ranks = self.config.parallel.world_size
+        shared = self.config.canonical_layout or self.replicated_layout
+        return rests_of_rows(published_rests(described), layout.rank_bytes, 1 if shared else ranks)
 
     def _check_ranks(self, header: RegionHeader) -> None:
         """Refuse an engine with a rank that maps other memory than this, or none, or otherwise.

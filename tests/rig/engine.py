@@ -159,7 +159,13 @@ class Engine:
 @contextmanager
 def engine(shape: Shape, rng: random.Random, folder: Path) -> Iterator[Engine]:
     """Start an engine and shut it down. ``folder``: where tiers keep their files."""
-    world = World(drafts_max=shape.speculates, contexts=shape.contexts)
+    world = World(
+        drafts_max=shape.speculates,
+        contexts=shape.contexts,
+        layout=shape.layout,
+        # The stages of a pipeline may have other layers each: rows go to tiers as they are.
+        blocks_per_chunk=shape.blocks_per_chunk if shape.stages == 1 else 0,
+    )
     executor: Any = type(
         "Executor",
         (RigExecutor,),

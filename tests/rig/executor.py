@@ -63,7 +63,7 @@ class RigWorker:
         return self._specs
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
-        return ["LBHNC"]
+        return [self._world.layout]
 
     def set_kv_cache_layout(self, layout: str, *_: Any) -> None:
         self._config.cache_config.kv_cache_layout = layout

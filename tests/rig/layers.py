@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -22,6 +23,8 @@ _HEADS = 2
 _HEAD_SIZE = 8
 PAGE_BYTES = BLOCK_TOKENS * _HEADS * _HEAD_SIZE * 2 * 2  # keys and values, of two bytes
 
+
+WORD_BYTES = 8  #: the model writes words
 
 SMALLER: Final = {"half": 2, "quarter": 4}
 """Layers of a part of the bytes a token: vLLM gives them so many times more tokens a block, so
@@ -48,6 +51,15 @@ def layers(
         for number, kind in enumerate(kinds, stage * len(kinds))
         for n in range(layers_each)
     }
+
+
+def own_bytes(spec: Any, layout: str) -> int:
+    """Return how much a layer has of a block: its page, without padding where pages lie apart."""
+    if layout.startswith("B"):
+        return int(spec.page_size_bytes)
+    if isinstance(spec, MambaSpec):
+        return replace(spec, page_size_padded=None).page_size_bytes
+    return int(spec.unpadded_page_size_bytes)
 
 
 def _spec(kind: str, ranks: int, drafts: int, checkpoints: int) -> KVCacheSpec:

@@ -20,12 +20,13 @@ from kvtier.engine.lookups import Lookups
 from kvtier.engine.primary_tier import PrimaryTier
 from kvtier.engine.requests import Request
 from kvtier.engine.slot_table import SlotTable
-from kvtier.vllm import connector_hooks, cpu_worker, page_facts, weight_updates
+from kvtier.plugin_api.slot_memory import SlotMemory
+from kvtier.vllm import connector_hooks, cpu_worker, group_parts, page_facts, weight_updates
 from kvtier.vllm.kv_events import KVEvents
 from kvtier.vllm.resumed import ResumedRequests
 from kvtier.vllm.weight_updates import EngineWeights, Update
 from tests.rig.device import LateWorker
-from tests.rig.shape import RELEASE
+from tests.rig.shape import PARTS, RELEASE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -236,6 +237,18 @@ def take_the_next_table_of_a_session_for_more_of_the_last() -> Any:
     return patch.object(OffloadingConnectorScheduler, method.__name__, method.__wrapped__)
 
 
+def leave_in_a_slot_what_was_there() -> Any:
+    """A tier gets to see the end of a longer block, of another request."""
+    return patch.object(SlotMemory, "clear_rests", lambda *_: None)
+
+
+def take_a_part_for_shorter_than_it_is() -> Any:
+    """Of a block's layers that lie side by side, a group loses all but the first."""
+    return patch.object(
+        group_parts, "_end_in_block", lambda _pages, _name, page_bytes, _: page_bytes
+    )
+
+
 def load_states_in_the_step_that_computes_with_them() -> Any:
     """Leave vLLM 0.33 as it is where ``sync_load_budget_bytes`` is set."""
     return patch.object(connector_hooks, "_loads_states_at_once", lambda *_: False)
@@ -367,6 +380,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], dict[str, Any], int]] = {
         (tell_nobody_what_is_gone, _EVENTS, 2),
         (announce_only_the_first_block_of_several, _EVENTS, 0),
         (remove_at_once_what_routers_have_and_what_they_have_not, _WITHDRAWN, 0),
+        (leave_in_a_slot_what_was_there, PARTS["two layers and one"], 0),
+        (take_a_part_for_shorter_than_it_is, PARTS["pages of three sizes, side by side"], 0),
         *_OF_THE_RELEASE,
     )
 }

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec, iter_layer_specs
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 
 from tests.rig.fake_model import Asked, Prefix, salts_of, written
+from tests.rig.layers import WORD_BYTES, own_bytes
 from tests.rig.slot_watch import SlotWatch
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class World:
     steps_computed: int = 0  #: launched, of all ranks
     drafts_max: int = 0  #: tokens that are proposed after each step
     contexts: int = 1  #: ranks that have a part of the tokens each
+    layout: str = "LBHNC"  #: of KV caches
+    blocks_per_chunk: int = 0  #: 0: nobody counts what is in a slot
     slot_watch: SlotWatch = field(default_factory=SlotWatch)
     has_failed: bool = False  #: what was launched since is of no use
 
@@ -105,14 +108,22 @@ class Runner:
         self._config = config
         self._groups = [
             (
-                group.kv_cache_spec,
+                spec,
                 [
-                    _layer(each, group.kv_cache_spec, device.pages(kv_caches[each]), rank)
+                    _layer(each, spec, device.pages(kv_caches[each]), rank)
                     for each in group.layer_names
                 ],
             )
             for group in config.kv_cache_groups
+            # All of a group are alike here; vLLM wraps them where groups differ in their pages.
+            for spec in [next(iter(iter_layer_specs(group.kv_cache_spec)))]
         ]
+        for number, (spec, layers) in enumerate(self._groups):
+            words = (
+                len(layers) * own_bytes(spec, world.layout) // WORD_BYTES * world.blocks_per_chunk
+            )
+            if words:
+                world.slot_watch.words_of[number] += words
 
     # --- a step, on the host ---
 

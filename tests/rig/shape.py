@@ -23,6 +23,38 @@ KINDS = (
     ("full", "half:9"),
     ("full", "quarter:16", "window:8"),
 )
+_PART = {
+    "ranks": 1,
+    "stages": 1,
+    "contexts": 1,
+    "canonical": False,
+    "blocks_per_chunk": 1,
+    "drafts": (),
+    "unit": None,
+    "events": False,
+}
+PARTS: dict[str, dict[str, Any]] = {
+    name: {**_PART, **focus}
+    for name, focus in {
+        "pages of three sizes, side by side": {
+            "kinds": ("full", "quarter:16", "window:8"),
+            "layout": "BLHNC",
+            "layers_each": 2,
+        },
+        "the same of two ranks": {"kinds": ("full", "half:9"), "layout": "BLHNC", "ranks": 2},
+        "states beside them": {"kinds": ("full", "half:9", "mamba"), "layout": "BLHNC"},
+        "two layers and one": {"kinds": ("full",) * 2 + ("window:8",) * 3},
+        "two layers and one, side by side": {
+            "kinds": ("full",) * 2 + ("window:8",) * 3,
+            "layout": "BLHNC",
+        },
+        "two layers and one, of two ranks": {
+            "kinds": ("full",) * 2 + ("window:8",) * 3,
+            "ranks": 2,
+        },
+    }.items()
+}
+"""Shapes with groups that have a part of a slot, by name. What they do not say is drawn."""
 RELEASE = tuple(int(part) for part in vllm.__version__.split(".")[:2])
 
 
@@ -32,6 +64,9 @@ class Shape:
 
     kinds: tuple[str, ...] = ("full",)  #: of KV-cache groups, see ``layers.py``
     layers_each: int = 1
+    layout: str = (
+        "LBHNC"  #: vLLM's, of KV caches: with BLHNC all layers of a block lie side by side
+    )
     drafts: tuple[int, ...] = ()  #: groups that hold a draft model's layers, as with EAGLE
     blocks_per_chunk: int = 1  #: vLLM blocks in one of kvtier's
     unit: int | None = None  #: vLLM's ``prefix_match_unit``, in tokens: hits may end within a block

@@ -32,6 +32,11 @@ SHAPES = {
     "blocks of 4 and 8, a window that ends within a block": {"kinds": ("full", "half:11")},
     "blocks of 4, 16 and 4": {"kinds": ("full", "quarter:16", "window:8")},
     "blocks of 8, a draft": {"kinds": ("full", "half:8"), "drafts": (1,)},
+    "pages of three sizes, side by side": {
+        "kinds": ("full", "quarter:16", "window:8"),
+        "layout": "BLHNC",
+    },
+    "windows of two layers and of one": {"kinds": ("full",) * 2 + ("window:8",) * 3},
     "a draft beside blocks of 16": {"kinds": ("full", "quarter:16"), "drafts": (0,)},
 }
 

@@ -17,8 +17,8 @@ from tests.rig.happenings import CompletionCounted
 from tests.rig.planted import MISTAKES, OF_THE_RELEASE
 from tests.rig.runner import WrongKV
 from tests.rig.scenario import play
-from tests.rig.shape import RELEASE
-from tests.rig.slot_watch import SlotMisused
+from tests.rig.shape import PARTS, RELEASE
+from tests.rig.slot_watch import LeftBehind, SlotMisused
 from tests.support.examples import SEED, TIMES
 
 if TYPE_CHECKING:
@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 
 SCENARIOS = int(os.environ.get("KVTIER_RIG_SCENARIOS", "150")) * TIMES
 IN_A_TEST = 50
+IN_A_SHAPE = 4
 OFFSET = 0 if RELEASE < (0, 33) else SCENARIOS
 """Each release plays other scenarios: most of what a seed draws is the same on both."""
 FOUND_WITHIN = 300  #: scenarios, by far
-FOUND = (WrongKV, SlotMisused, CompletionCounted, CounterFell, NotAtRest, EngineEnded)
+FOUND = (WrongKV, SlotMisused, LeftBehind, CompletionCounted, CounterFell, NotAtRest, EngineEnded)
 
 
 @pytest.mark.parametrize("first", range(0, SCENARIOS, IN_A_TEST))
@@ -37,6 +38,11 @@ def test_attention_reads_what_the_model_wrote(first: int) -> None:
     """The same scenarios each time: ``make rig`` and ``make test-long`` play others."""
     first += 2 * SEED * SCENARIOS + OFFSET
     _play_all(range(first, first + IN_A_TEST))
+
+
+@pytest.mark.parametrize("shape", PARTS)
+def test_a_tier_sees_of_a_block_of_a_smaller_group_no_more_than_that(shape: str) -> None:
+    _play_all(range(OFFSET, OFFSET + IN_A_SHAPE), **PARTS[shape])
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import pytest
+from vllm.v1.kv_offload.base import CanonicalKVCaches
 
 from kvtier.errors import ConfigError
 from kvtier.vllm import KVTierOffloadingSpec
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.vllm.support.children import Child
+
+KV_CACHES = CanonicalKVCaches([], [[]])
 
 
 @pytest.fixture
@@ -84,9 +87,9 @@ def test_a_doubled_rank_is_refused_where_vllm_has_the_memory(spec: Any) -> None:
     header = RegionHeader(memoryview(bytearray(HEADER_BYTES)), world_size=2)
     rank_1_of = replace(spec.config.parallel, rank=1)
     spec.config = replace(spec.config, parallel=rank_1_of)
-    spec._leave_facts(header)
+    spec._leave_facts(header, KV_CACHES)
     with pytest.raises(ConfigError, match="rank 1 has mapped"):
-        spec._leave_facts(header)
+        spec._leave_facts(header, KV_CACHES)
 
 
 def test_pipeline_stages_with_different_layers_are_refused(spec: Any) -> None:
@@ -96,7 +99,7 @@ def test_pipeline_stages_with_different_layers_are_refused(spec: Any) -> None:
     for rank, layers in ((0, 2), (1, 1)):
         spec.config = replace(spec.config, parallel=replace(of_both, rank=rank))
         spec.cpu_page_size_per_worker = 4096 * layers
-        spec._leave_facts(header)
+        spec._leave_facts(header, KV_CACHES)
     refused = "of a block, rank 1 keeps 4096 bytes and rank 0 8192: .*VLLM_PP_LAYER_PARTITION"
     with pytest.raises(ConfigError, match=refused):
         spec._check_ranks(header)
@@ -109,7 +112,9 @@ def test_a_model_that_cannot_be_described_starts_and_shares_with_nobody(
     told = []
     for _ in range(2):
         header = RegionHeader(memoryview(bytearray(HEADER_BYTES)), world_size=1)
-        publish_facts(header, lambda: None, None)  # no model, no cache: as if all had other names
+        publish_facts(
+            header, lambda: None, None, {}
+        )  # no model, no cache: as if all had other names
         told.append(build_namespace(CONFIG, header.read()))
     first, second = told
     assert first.facts != second.facts

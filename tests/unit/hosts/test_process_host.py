@@ -57,8 +57,11 @@ def disk_tier(path: Path, **options: Any) -> dict[str, Any]:
 class Bench:
     """A started process over sixteen slots."""
 
-    def __init__(self, tier: dict[str, Any], *, messages_max: int = 64) -> None:
+    def __init__(
+        self, tier: dict[str, Any], *, messages_max: int = 64, rests: dict[bytes, Any] | None = None
+    ) -> None:
         self.memory = SlotMemory.anonymous(SLOTS, BLOCK)
+        self.memory.rests = rests or {}
         self._messages: queue.Queue[Message] = queue.Queue()
         self.counted: dict[str, int] = {}  # told last
         self.opened = 0
@@ -211,6 +214,16 @@ def test_the_kernel_is_asked_once_a_process_has_been_silent(
     monkeypatch.setattr(process_host, "LOOK_S", 0.0)
     assert silence.not_run_s(7) == silence.not_run_s(7) == 0.125
     assert looks == [7]
+
+
+def test_a_process_clears_what_a_block_leaves_of_its_slot(benches: list[Bench]) -> None:
+    bench = Bench(memory_tier(), rests={KEYS[1][-4:]: [(100, BLOCK)]})
+    benches.append(bench)
+    bench.fill()
+    bench.store(KEYS[:2], (0, 1))
+    bench.load(KEYS[:2], (4, 5))
+    assert bytes(bench.memory.view(4)) == b"\x01" * BLOCK
+    assert bytes(bench.memory.view(5)) == b"\x02" * 100 + bytes(BLOCK - 100)
 
 
 def test_a_bad_setting_is_refused_in_the_backend_s_own_words() -> None:
