@@ -222,8 +222,9 @@ def test_a_process_clears_what_a_block_leaves_of_its_slot(benches: list[Bench]) 
     bench.fill()
     bench.store(KEYS[:2], (0, 1))
     bench.load(KEYS[:2], (4, 5))
-    assert bytes(bench.memory.view(4)) == b"\x01" * BLOCK
-    assert bytes(bench.memory.view(5)) == b"\x02" * 100 + bytes(BLOCK - 100)
+    assert bytes(bench.memory.view(4)).count(1) == BLOCK
+    assert bytes(bench.memory.view(5)[:100]).count(2) == 100
+    assert bytes(bench.memory.view(5)[100:]).count(0) == BLOCK - 100
 
 
 def test_a_bad_setting_is_refused_in_the_backend_s_own_words() -> None:
