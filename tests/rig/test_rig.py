@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SCENARIOS = int(os.environ.get("KVTIER_RIG_SCENARIOS", "150")) * TIMES
 IN_A_TEST = 50
-IN_A_SHAPE = 4
+IN_A_SHAPE = 2
 OFFSET = 0 if RELEASE < (0, 33) else SCENARIOS
 """Each release plays other scenarios: most of what a seed draws is the same on both."""
 FOUND_WITHIN = 300  #: scenarios, by far
