@@ -156,7 +156,7 @@ def test_the_locks_serve_each_python_that_they_are_for() -> None:
     for package in distributions():
         if canonicalize_name(package.name) not in locked:
             continue
-        pythons = SpecifierSet(package.metadata["Requires-Python"] or "")
+        pythons = SpecifierSet(package.metadata.get("Requires-Python", ""))
         assert pythons.contains(PYTHONS[0]), f"{package.name} needs Python {pythons}"
         for needed in map(Requirement, package.requires or ()):
             if re.search(r"\bextra\b", str(needed.marker)) or "python_" not in str(needed.marker):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import uuid
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -83,6 +84,15 @@ def _libraries() -> str:
     return packages and f"apt-get install {packages}, as root, or make .venv/.full"
 
 
+def _object_stores() -> str:
+    """Have NIXL load its plugin: its package for CUDA 13 wants a library that none brings."""
+    load = (
+        "import ctypes, pathlib, nixl; library = pathlib.Path(nixl._bindings.__file__).parent; "
+        "ctypes.CDLL(library.parent / f'.{library.name}.mesonpy.libs/plugins/libplugin_OBJ.so')"
+    )
+    return "" if _run(sys.executable, "-c", load) else "install NVIDIA's libcuobjclient.so.1"
+
+
 def _namespaces() -> str:
     if missing := _install("nftables")():
         return missing
@@ -127,5 +137,6 @@ NEEDS: Final[dict[str, tuple[str, Callable[[], str]]]] = {
     "network namespace": ("network namespaces and nft", _namespaces),
     "control group": ("control groups", _groups),
     "redis": ("a Redis server", _install("redis-server")),
+    "object stores of NIXL": ("NIXL's plugin for object stores", _object_stores),
     "mooncake": ("the libraries of Mooncake's client", _libraries),
 }

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.needs import require
 from tests.support.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, client_for, moto_server
 from tests.vllm.support.children import run_scenario
 from tests.vllm.support.engine import kvtier_config
@@ -38,6 +39,8 @@ def on_moto(endpoint: str) -> dict[str, Any]:
 def test_a_hosted_tier_gives_a_new_engine_the_same_tokens(
     kind: str, llama: Path, tmp_path: Path, log_folder: Path
 ) -> None:
+    if kind == "obj":
+        require("object stores of NIXL")
     with moto_server() if kind == "obj" else nullcontext() as server:
         folder = {"type": "fs", "root_dir": str(tmp_path / "kv")}
         tier = folder if server is None else on_moto(server.endpoint)
