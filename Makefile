@@ -99,8 +99,10 @@ $(VENV)/.engine: requirements/engine-cpu.txt $(VENV)/.base
 	@$(BIN)/python requirements/libraries.py $(PIP_ARGS)
 	@touch $@
 
-$(VENV)/.full: requirements/engine-tests.txt $(VENV)/.dev $(VENV)/.engine
+$(VENV)/.full: requirements/engine-tests.txt requirements/engine-tests-cuda.txt $(VENV)/.dev $(VENV)/.engine
 	@$(INSTALL) -r $<
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then \
+	    $(INSTALL) -r requirements/engine-tests-cuda.txt; fi
 	@touch $@
 
 # There is no CPU build of vLLM 0.33: its Python over the compiled parts of 0.32.
