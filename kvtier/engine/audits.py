@@ -65,6 +65,7 @@ class LinkAudit:
     cascade_slots: int
     abandoned_slots: int
     load_blocks: int  #: outstanding at the tier, as estimates of loads have it
+    untold: int  #: messages of its contents that wait for a step
     now: float
 
     @property

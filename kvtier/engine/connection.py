@@ -82,13 +82,16 @@ class FadingPresence:
             self._learned.append((now + self._presence_s, keys))
             self._count += len(keys)
 
-    def pop_faded(self, now: float) -> tuple[Key, ...]:
+    def pop_faded(self, now: float, at_once: int) -> tuple[Key, ...]:
         """Return what is to be asked for again: learned too long ago, or more than can be kept.
 
-        What has been learned again meanwhile is among it: to ask once more is harmless.
+        About ``at_once`` at most: the others come with the next call. What has been learned again
+        meanwhile is among it: to ask once more is harmless.
         """
         faded: list[Key] = []
         while self._learned and (self._learned[0][0] <= now or self._count > self._keys_max):
+            if len(faded) >= at_once:
+                break
             _, keys = self._learned.popleft()
             self._count -= len(keys)
             faded.extend(keys)

@@ -3,11 +3,16 @@
 Part of a link's actor. What is about a generation that the engine has left says nothing about
 what can be found now. What others may evict is believed in for a while only
 (``kvtier/engine/connection.py``).
+
+A purge, an expiry or a folder that vanished takes hundreds of thousands of blocks at once. A step
+passes on some of them. The rest waits, and whatever comes after it waits behind it: a block that
+is stored again meanwhile would else be taken for gone in the end, and the reverse.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.core import messages as m
 from kvtier.core.events import EventKind, EventLog
@@ -22,6 +27,18 @@ if TYPE_CHECKING:
     from kvtier.engine.waiting_probes import Probe
     from kvtier.plugin_api.backend import BackendTraits
     from kvtier.plugin_api.keys import Key
+
+GONE_A_STEP: Final = 1024
+"""So many blocks, and the rest of a message, leave a tier in a step: some milliseconds for all that
+follows from it."""
+
+
+class _Change(NamedTuple):
+    """What a tier has, or has no longer. ``learned``: what the primary tier makes of it."""
+
+    added: Sequence[Key]
+    removed: Sequence[Key]
+    learned: m.PresenceLearned | None
 
 
 class ContentsRelay:
@@ -46,6 +63,8 @@ class ContentsRelay:
         self._by_request = False
         self.since = 0  #: the epoch in which the generation began
         self._now = 0.0
+        self._untold: deque[_Change] = deque()  # oldest first
+        self.gone_a_step = self._gone_left = GONE_A_STEP
 
     def meet(self, traits: BackendTraits) -> None:
         """Learn what the tier's backend is like."""
@@ -63,7 +82,13 @@ class ContentsRelay:
 
     def cleared(self) -> None:
         """Tell that nothing is found in the tier for now."""
+        self._untold.clear()
         self._events.add(EventKind.CLEARED)
+
+    @property
+    def untold(self) -> int:
+        """How many messages of its contents wait for a step."""
+        return len(self._untold)
 
     def drain_events(self) -> list[Event]:
         """Return what happened since the last time."""
@@ -85,17 +110,23 @@ class ContentsRelay:
             return
         answers = list(zip(probe.keys, present, strict=True))
         there = tuple(key for key, is_there in answers if is_there)
+        learned = None
         if probe.is_late and there:
-            self._primary.post(m.PresenceLearned(self._number, there, (), self.since))
-            self._presence.learn(there, self._now)
-        if self._events.collects:
-            self._events.add(EventKind.STORED, there)
-            self._events.add(EventKind.REMOVED, [key for key, is_there in answers if not is_there])
+            learned = m.PresenceLearned(self._number, there, (), self.since)
+        if learned or self._events.collects:
+            gone = [key for key, is_there in answers if not is_there]
+            self._tell_in_turn(_Change(there, gone, learned))
 
     def pass_time(self, now: float) -> None:
-        """Believe in nothing for too long that others may have evicted. That is no removal."""
+        """Tell more of what waits, and believe in nothing for too long that others may evict.
+
+        That is no removal.
+        """
         self._now = now
-        faded = self._presence.pop_faded(now)
+        self._gone_left = self.gone_a_step
+        while self._untold and self._gone_left > 0:
+            self._tell(self._untold.popleft())
+        faded = self._presence.pop_faded(now, self.gone_a_step)
         if faded:
             self._primary.post(m.PresenceLearned(self._number, (), faded, self.since))
 
@@ -113,9 +144,22 @@ class ContentsRelay:
     def _learned(self, added: tuple[Key, ...], removed: tuple[Key, ...]) -> None:
         if not (self._connection.is_up or self._tells_by_itself):
             added = ()  # stored before the server was lost, perhaps with all it had
-        self._primary.post(m.PresenceLearned(self._number, added, removed, self.since))
+        learned = m.PresenceLearned(self._number, added, removed, self.since)
+        self._tell_in_turn(_Change(added, removed, learned))
+
+    def _tell_in_turn(self, change: _Change) -> None:
+        if self._untold or self._gone_left <= 0:
+            self._untold.append(change)
+        else:
+            self._tell(change)
+
+    def _tell(self, change: _Change) -> None:
+        added, removed, learned = change
+        if learned is not None:
+            self._primary.post(learned)
+            self._presence.learn(learned.added, self._now)
         if added:
-            self._presence.learn(added, self._now)
             self._events.add(EventKind.STORED, added)
         if removed:
+            self._gone_left -= len(removed)
             self._events.add(EventKind.REMOVED, removed)

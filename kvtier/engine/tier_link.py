@@ -89,7 +89,7 @@ class TierLink(Actor):
         self._loads = Transfers(Work.LOAD, config, time, limits_s[0], relay.peer_of)
         self._stores = Transfers(Work.STORE, config, time, limits_s[1])
         self._told_cost: LoadCost | None = None
-        self._contents = ContentsRelay(
+        self.contents = ContentsRelay(
             number,
             self._connection,
             primary,
@@ -98,12 +98,12 @@ class TierLink(Actor):
         )
         self._numbers = numbers = Numbers(self.counts)
         self._probes = Probes(
-            number, config, numbers, self._health, self._contents, tier=tier, primary=primary
+            number, config, numbers, self._health, self.contents, tier=tier, primary=primary
         )
         self.probe_seconds = self._probes.seconds  #: from asking until the answer
         self._mark = mark_of_name(config.weights_version)  # of the generation
         self._probes.begin_generation(self._mark)
-        self.drain_events = self._contents.drain_events
+        self.drain_events = self.contents.drain_events
         self._is_told = False  # whether the tier's cell has been told of it
         self._uses = UseRelay(tier)
         self._abandoned_slots = 0
@@ -125,8 +125,8 @@ class TierLink(Actor):
             m.Tick: self._tick,
             m.ProbeAnswer: self._probes.answered,
             m.JobEnded: self._job_ended,
-            m.PresenceChanged: self._contents.changed,
-            m.BlocksWanted: lambda x: self._relay.want(x, self._contents.since),
+            m.PresenceChanged: self.contents.changed,
+            m.BlocksWanted: lambda x: self._relay.want(x, self.contents.since),
             m.ConnectionChanged: self._connection_changed,
             m.Counted: lambda x: self.backend_counts.add(x.counters),
             m.PolicyBroke: self._new_policy,
@@ -141,7 +141,7 @@ class TierLink(Actor):
     def meet(self, traits: BackendTraits) -> None:
         """Learn what the tier's backend is like."""
         self.tells_uses = traits.capacity_blocks is not None
-        self._contents.meet(traits)
+        self.contents.meet(traits)
         self.backend_counts.learn_levels(traits.levels)
         self._connection.meet(connects=traits.connects)
         self._probes.meet(traits.probe_batches_max or traits.load_batches_max)
@@ -158,14 +158,14 @@ class TierLink(Actor):
 
     def _generation_began(self, message: m.GenerationBegan) -> None:
         self._mark = message.mark
-        self._contents.begin_generation(message.epoch)
+        self.contents.begin_generation(message.epoch)
         self._probes.begin_generation(self._mark)
         self._refuse(self._stores.waiting.pop_before(message.epoch))
         self._tell_generation()
 
     def _tell_generation(self) -> None:
         """Have the tier make room. Told again with each job and probe: this may be refused."""
-        self._is_told = self.tier.post(m.GenerationBegan(self._contents.since, self._mark))
+        self._is_told = self.tier.post(m.GenerationBegan(self.contents.since, self._mark))
 
     def _promote(self, message: m.Promote) -> None:
         # A hit is counted here and not with the probe: most are known without one.
@@ -185,7 +185,7 @@ class TierLink(Actor):
         self._probes.withdraw(message)
 
     def _cascade(self, message: m.Cascade) -> None:
-        if message.epoch < self._contents.since:  # Computed with the weights from before.
+        if message.epoch < self.contents.since:  # Computed with the weights from before.
             self.room.drop(message)
             return
         self._uses.send(self.time.now)  # before it evicts
@@ -234,7 +234,7 @@ class TierLink(Actor):
         """Send a job to the tier. False: its mailbox is full."""
         job_id = self._numbers.take()
         deadline = transfers.sent(job_id, job)
-        if not self.tier.post(job.order(job_id, self._mark, self._contents.since, deadline)):
+        if not self.tier.post(job.order(job_id, self._mark, self.contents.since, deadline)):
             transfers.not_sent(job_id)
             self._health.failed(job.work, "has a full mailbox")
             return False
@@ -291,7 +291,7 @@ class TierLink(Actor):
             self.primary.post(m.PromotionLate(job.keys, job.slots, outcomes, job.epoch))
 
     def _stored(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
-        self._contents.stored(job.done(outcomes), job.epoch)
+        self.contents.stored(job.done(outcomes), job.epoch)
         is_whole = self.room.stored(job, outcomes, self.time.now)
         if not is_whole or self.room.is_full(self.time.now):
             self._refuse(self._stores.waiting.pop_all())  # It may follow on what is missing now.
@@ -307,7 +307,7 @@ class TierLink(Actor):
         if looks:
             self._look()
         self._uses.tick(self.time.now)
-        self._contents.pass_time(self.time.now)
+        self.contents.pass_time(self.time.now)
         self._relay.go_on()
         self._health.end_pauses()
         if looks:
@@ -320,7 +320,8 @@ class TierLink(Actor):
         """Whether a Tick would come to ``pass_time``."""
         looks = not (self._was_idle and self._loads.is_idle and self._stores.is_idle)
         waits = looks or self.room.has_put_off or self._probes.is_under_way or not self._is_told
-        return not (waits or self._relay.has_unsent or self._health.pauses)
+        waits = waits or self._relay.has_unsent or bool(self.contents.untold)
+        return not (waits or self._health.pauses)
 
     def pass_time(self, now: float) -> None:
         """Learn the time. At rest a Tick comes to no more for a while, and nothing is posted."""
@@ -371,7 +372,7 @@ class TierLink(Actor):
             self._health.reconnected()
         else:
             self._probes.end_all()
-            self._contents.lost_server()
+            self.contents.lost_server()
             self._send_all()
             self._health.tell_usable()
 
@@ -398,7 +399,7 @@ class TierLink(Actor):
         """Take back every slot: nothing of the tier is left that could touch one."""
         self._health.broke()
         self._connection.begin_anew()
-        self._contents.cleared()  # nothing is found in it until another cell has opened
+        self.contents.cleared()  # nothing is found in it until another cell has opened
         self._probes.end_all()
         for job in (*self._loads.fence(), *self._stores.fence()):
             if not job.is_load:
@@ -419,7 +420,7 @@ class TierLink(Actor):
         self.backend_counts.begin_anew()
         self.room.begin_anew()
         self._tell_generation()
-        self._contents.forget()
+        self.contents.forget()
         self._health.tell_usable()
 
     # --- helpers ---
@@ -445,9 +446,9 @@ class TierLink(Actor):
         return len(self._probes), len(self._loads.jobs), len(self._stores.jobs)
 
     def awaited(self) -> int:
-        """Return how much may still end in time: probes, and jobs or what waits to be one."""
-        probes = len(self._probes) + self._probes.waiting
-        return probes + self._loads.awaited + self._stores.awaited
+        """Return how much may still end in time: probes, jobs or what waits to be one, and news."""
+        told = len(self._probes) + self._probes.waiting + self.contents.untold
+        return told + self._loads.awaited + self._stores.awaited
 
     def audit(self) -> LinkAudit:
         """Return what is in flight, frozen. For tests and diagnosis: it costs O(n)."""
@@ -455,7 +456,7 @@ class TierLink(Actor):
         return LinkAudit(
             self._health.states,
             self._connection.state,
-            self._contents.since,
+            self.contents.since,
             {number: job.audit() for number, job in jobs.items()},
             self._probes.awaited,
             {
@@ -468,6 +469,7 @@ class TierLink(Actor):
             self.room.slots,
             self._abandoned_slots,
             self._loads.times.outstanding,
+            self.contents.untold,
             self.time.now,
         )
 

@@ -48,7 +48,8 @@ FREE_DIGEST_BYTES_MIN: Final = 256 << 10
 
 CONTENTS_A_PAUSE: Final = 512
 CONTENTS_PAUSE_S: Final = 0.002
-"""So many blocks found at the start are passed on at a time: a million in some seconds."""
+"""So many blocks found at the start are passed on at a time: a million in some seconds. What is
+lost is passed on in messages of as many."""
 
 COUNTERS_MAX: Final = 500
 COUNT_MAX: Final = 2**63
@@ -112,9 +113,13 @@ class BackendDriver:
         self._tasks.create_task(self._run(message))
 
     def report_lost(self, keys: Sequence[bytes]) -> None:
-        """Pass on that blocks are gone. Loop thread only."""
+        """Pass on that blocks are gone: no message is so long that it holds up a step.
+
+        Loop thread only.
+        """
         self._unannounced.removed(keys)
-        self._report(m.ContentsLost(keys=tuple(keys)))
+        for some in _batches(tuple(keys)):
+            self._report(m.ContentsLost(keys=some))
 
     async def announce_contents(self, again: tuple[bytes, ...] = ()) -> None:
         """Pass on what the backend has from before, slowly enough for the scheduler's steps.

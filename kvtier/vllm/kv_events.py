@@ -13,6 +13,8 @@ what comes without tokens. So three things are done here:
 - Each removal is announced as long as vLLM can still name all hashes of a block.
 - What a reset or a tier's end takes with it is announced block by block. vLLM
   publishes ``AllBlocksCleared`` only if no request uses the GPU at that moment.
+- What leaves a tier is announced over some steps, if it is much. Stored again meanwhile, it is
+  announced as gone first, and then as there.
 
 Routers (llm-d's, Dynamo's) know a block's medium and not its tier. So where two
 tiers have one medium, a block that leaves one of them is announced for the
@@ -44,8 +46,15 @@ if TYPE_CHECKING:
 
 _NOTHING: Final = object()
 
-AT_ONCE: Final = 4096
-"""So many blocks of a tier are announced a step after a reset: a million would be a pause."""
+AT_ONCE: Final = 512
+"""So many blocks are announced a step as gone, or as found again. vLLM's tracker and the rest take
+5 to 10 us for each: with the GIL lent to a tier's thread once, a step is below 10 ms."""
+
+CHEAP_HASHES: Final = 4
+"""A block of more hashes counts for as many as has these."""
+
+AGAIN_COST: Final = 16
+"""For how many of them a block counts that is announced again: three events by itself."""
 
 _HAS_METADATA_ONLY: Final = "metadata_only" in {
     field.name for field in dataclasses.fields(OffloadingEvent)
@@ -88,7 +97,11 @@ class _Contents:
 class KVEvents:
     """Translates one engine's events. Scheduler thread only."""
 
-    def __init__(self, tiers: Sequence[Place], *, self_describing: bool) -> None:
+    def __init__(
+        self, tiers: Sequence[Place], *, self_describing: bool, hashes_a_block: int = 1
+    ) -> None:
+        """``hashes_a_block``: how many of vLLM's blocks a block has, each of which it names."""
+        self._at_once = max(1, AT_ONCE * CHEAP_HASHES // max(CHEAP_HASHES, hashes_a_block))
         primary = Place(Medium.CPU, None, None, lambda: True)
         self._places = {
             number: _Contents(place) for number, place in enumerate([primary, *tiers], PRIMARY)
@@ -149,6 +162,7 @@ class KVEvents:
         self._note(events)
         self._announce_waiting()
         self._announce_withdrawn()
+        self._announce_undescribed()
         while (key := self._orphans.pop_adopted()) is not None:
             self._announce_again(key, self._places)
         out, self._out = self._out, []
@@ -200,7 +214,10 @@ class KVEvents:
         announced = self._places[number].announced
         keys = [key for key in keys if announced.pop(key, _NOTHING) is None]
         self._doubtful.difference_update(_within(keys, self._doubtful))
-        self._take_back(number, keys)
+        if number == PRIMARY:  # that is no more than a step stores
+            self._take_back(number, keys)
+        else:
+            self._places[number].withdrawn.update(dict.fromkeys(keys))
 
     def _take_back(self, number: int, keys: Sequence[bytes]) -> None:
         """Announce that blocks are not in a tier, and that others of its medium have them."""
@@ -242,7 +259,7 @@ class KVEvents:
             waiting = contents.waiting
             if waiting:
                 ready: Iterable[bytes] = self._met if self._self_describing else waiting
-                keys = list(islice((key for key in ready if key in waiting), AT_ONCE))
+                keys = list(islice((key for key in ready if key in waiting), self._at_once))
                 for key in keys:
                     del waiting[key]
                 self._stored(number, keys)
@@ -258,12 +275,33 @@ class KVEvents:
         What is on its way back into the primary tier is announced with that: vLLM's tracker
         has described it already, and would forget it with the removal.
         """
+        room = self._at_once
+        for number, contents in self._places.items():
+            keys = []
+            for key in contents.withdrawn:
+                if room <= 0:
+                    break
+                if number == PRIMARY and PRIMARY in self._described.get(key, ()):
+                    continue
+                keys.append(key)
+                others = self._beside[number].values()
+                is_elsewhere = any(key in theirs.announced for theirs in others)
+                room -= AGAIN_COST if is_elsewhere else 1
+            if keys:
+                self._take_back(number, keys)
+
+    def _announce_undescribed(self) -> None:
+        """Announce with the last of a block what else of it is gone: vLLM forgets it with that."""
         for number, contents in self._places.items():
             if contents.withdrawn:
-                gone: Iterable[bytes] = contents.withdrawn
-                if number == PRIMARY:
-                    gone = (key for key in gone if PRIMARY not in self._described.get(key, ()))
-                self._take_back(number, list(islice(gone, AT_ONCE)))
+                keys = [
+                    key
+                    for event in self._out
+                    if event.removed
+                    for key in _within(event.keys, contents.withdrawn)
+                    if not self._described.get(key, {PRIMARY})
+                ]
+                self._take_back(number, list(dict.fromkeys(keys)))
 
     def _forget_undescribed(self, out: Iterable[OffloadingEvent]) -> None:
         """Do what vLLM's tracker does at the end of a batch with what is nowhere any more."""

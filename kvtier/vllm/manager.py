@@ -131,6 +131,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
                 for number, tier in enumerate(self._tiers)
             ],
             self_describing=self._describes,
+            hashes_a_block=int(spec.blocks_per_chunk) if self._describes else 1,
         )
         if self._describes:  # a call more for each key, which no other engine pays
             self.lookup = self._lookup_described  # type: ignore[method-assign]
@@ -145,8 +146,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._ahead: dict[bytes, LookupResult] = {}
         self._ahead_of: ReqContext | None = None
         self._sources: dict[str, Mapping[bytes, int]] = {}
-        offers_first = _TELLS_WHEN_FLUSHED
-        self._steps = PrefillSteps.of(facade, self._chunk_tokens, offers_first=offers_first)
+        self._steps = PrefillSteps.of(facade, self._chunk_tokens, offers_first=_TELLS_WHEN_FLUSHED)
         self._orders = Orders(None if self._several_groups else self._chunk_tokens)
         self._granted, self._parents = OpenGrants(), Parents(self._groups)
         self._undecided: set[str] = set()  # requests that have looked up, and may wait

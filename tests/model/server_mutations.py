@@ -50,6 +50,15 @@ def take_the_next_cell_for_unconnected(*_: object) -> None:
     """A tier whose server was gone when it broke is never given anything again."""
 
 
+@in_place_of(ContentsRelay, "_tell_in_turn")
+def tell_what_comes_later_before_what_waits(self: ContentsRelay, change: Any) -> None:
+    """A block that was lost and is stored again counts as lost in the end."""
+    if change.removed and self._gone_left <= 0:
+        self._untold.append(change)
+    else:
+        self._tell(change)
+
+
 @in_place_of(ContentsRelay, "_learned")
 def believe_in_what_ends_without_a_server(real: Any, self: ContentsRelay, *changes: Any) -> None:
     """A store that ends after the server was lost says what is there once it is back."""

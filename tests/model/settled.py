@@ -49,6 +49,7 @@ def _has_said_all(world: World, number: int) -> bool:
         and not world.dead[number]
         and not world.fenced[number]
         and number not in world.broken_links
+        and not world.links[number].audit().untold
         and not tier.inbox.waiting
         and not any(each.waiting for each in tier.mailboxes)
     )

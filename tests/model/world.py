@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kvtier.core.actor import Actor
     from kvtier.core.messages import Message
     from kvtier.engine.lookups import LookedUp
+    from kvtier.engine.tier_link import TierLink
     from kvtier.plugin_api.eviction_policy import EvictionPolicy
     from kvtier.plugin_api.keys import Key
 
@@ -126,6 +127,13 @@ class Request:
     is_told: bool = False  # it has told the order of its keys
 
 
+def _slow_to_tell(links: Sequence[TierLink]) -> Sequence[TierLink]:
+    """Have links pass on one loss a step: what tiers have to tell waits, and often."""
+    for link in links:
+        link.contents.gone_a_step = 1
+    return links
+
+
 class World:
     """One run: what is real, what is fake, and what the model knows."""
 
@@ -187,7 +195,7 @@ class World:
         self.slots = self.primary.slots
         self.slots.state = self.primary._lookups._slot_state = CheckedStates(self.slots.state)
         handled_once.watch(self.primary)
-        self.links = self.runtime.engine.links
+        self.links = _slow_to_tell(self.runtime.engine.links)
         self.gates = {gate.tier: gate for gate in self.runtime.engine.gates}
         self.policy = self.runtime.engine.policy.policy
 

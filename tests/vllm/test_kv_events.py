@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from vllm.distributed.kv_events import BlockRemoved
 
+from kvtier.tier import backend_driver
+from kvtier.vllm import kv_events
 from kvtier_backends.memory import MemoryBackend
 from tests.support.patience import until
 from tests.vllm.support.connector import BLOCK_BYTES, BLOCK_TOKENS, connector
@@ -39,6 +41,7 @@ LATE_S = 0.01  #: of slow storage: blocks leave the primary tier while it stores
 REQUESTS = int(os.environ.get("KVTIER_EVENT_REQUESTS", "30"))
 EVENTS = int(os.environ.get("KVTIER_EVENTS", "1000"))  #: in blocks, stored or removed
 LEG = max(8, EVENTS // 90)  #: requests; nine times so many announce about ten blocks each
+AT_ONCE = 4  #: blocks that are announced a step as gone, where that is to be seen
 AROUND = 20  #: requests before and after what a test is about: more blocks than slots
 
 
@@ -213,6 +216,47 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> list[MemoryBackend]:
 
     monkeypatch.setattr(MemoryBackend, "from_options", from_options)
     return made
+
+
+@pytest.mark.parametrize("medium", ["CPU", "STORAGE"])
+def test_what_a_tier_loses_at_once_is_announced_over_steps_and_nothing_of_it_is_found(
+    medium: str, faulty: list[MemoryBackend], wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A subscriber that reads nothing holds up neither the steps nor the others.
+
+    Blocks come back while losses wait, and are there in the end.
+    """
+    monkeypatch.setattr(MemoryBackend, "medium", medium)
+    monkeypatch.setattr(kv_events, "AT_ONCE", AT_ONCE)
+    monkeypatch.setattr(backend_driver, "CONTENTS_A_PAUSE", 2)
+    store, losses = MemoryBackend.store, []
+
+    async def lose_all_first(self: MemoryBackend, blocks: Any) -> Any:
+        if losses and not losses[-1]:
+            losses[-1] = list(self._kept)
+            self._kept.clear()
+            self.on_lost(losses[-1])
+        return await store(self, blocks)
+
+    monkeypatch.setattr(MemoryBackend, "store", lose_all_first)
+    subscriber = Subscriber(1, wire)
+    with wire.mute_subscriber(), open_engine(1, [memory(1)]) as engine:
+        (link,) = engine.manager.facade._links
+        link.contents.gone_a_step = AT_ONCE
+        subscriber.contents = lambda: [set(faulty[-1]._kept)]
+        play = Play(engine, subscriber, 1)
+        play.serve(AROUND)
+        before = len(subscriber.heard)
+        for _ in range(3):
+            losses.append([])
+            play.serve(AROUND)
+        removed = [
+            event
+            for event in subscriber.heard[before:]
+            if type(event) is BlockRemoved and event.ownership == "1:memory"
+        ]
+        assert max(len(lost) for lost in losses) > 4 * AT_ONCE
+        assert max(len(event.block_hashes) for event in removed) <= AT_ONCE
 
 
 @pytest.mark.parametrize("medium", ["CPU", "STORAGE"])

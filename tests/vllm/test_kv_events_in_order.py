@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 from vllm.v1.kv_offload.base import Medium
 
 from kvtier.core.events import PRIMARY, Event, EventKind
-from kvtier.vllm.kv_events import AT_ONCE, KVEvents, Place
+from kvtier.vllm.kv_events import AGAIN_COST, AT_ONCE, KVEvents, Place
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -57,6 +58,73 @@ def test_what_a_reset_took_is_announced_over_some_steps() -> None:
     while events.is_behind():
         told.append(sum(len(event.keys) for event in events.take([])))
     assert told == [AT_ONCE, AT_ONCE, 1]
+
+
+def burst_of(count: int) -> tuple[bytes, ...]:
+    return tuple(number.to_bytes(4, "big") for number in range(count))
+
+
+def test_what_a_tier_loses_at_once_is_announced_over_some_steps() -> None:
+    """It was one message of 200,000 hashes, and a step that took as long as vLLM takes for them."""
+    events = translation(place("disk"), self_describing=False)
+    keys = burst_of(2 * AT_ONCE + 1)
+    events.take([Event(EventKind.STORED, keys, 0)])
+    told = [events.take([Event(EventKind.REMOVED, keys, 0)])]
+    while events.is_behind():
+        told.append(events.take([]))
+    assert [sum(len(event.keys) for event in each) for each in told] == [AT_ONCE, AT_ONCE, 1]
+
+
+@pytest.mark.parametrize("is_stored_last", [True, False])
+def test_what_is_stored_again_while_its_removal_waits_is_there_in_the_end(
+    is_stored_last: bool,
+) -> None:
+    """A router that counts is told of the removal first, and of neither twice."""
+    events = translation(place("disk"), self_describing=False)
+    keys = burst_of(2 * AT_ONCE + 1)
+    again = keys[-1]
+    told = [*events.take([Event(EventKind.STORED, keys, 0)])]
+    told += events.take([Event(EventKind.REMOVED, keys, 0)])
+    told += events.take([Event(EventKind.STORED, (again,), 0)])
+    if not is_stored_last:
+        told += events.take([Event(EventKind.REMOVED, (again,), 0)])
+    while events.is_behind():
+        told += events.take([])
+    of_it = [event.removed for event in told if again in event.keys]
+    assert of_it == [False, True, False, *([] if is_stored_last else [True])]
+
+
+def test_blocks_that_another_tier_of_the_medium_has_count_for_several_of_a_step() -> None:
+    """Each is announced again, by two events more."""
+    events = translation(place("disk"), place("fs"), self_describing=False)
+    keys = burst_of(AT_ONCE)
+    events.take([Event(EventKind.STORED, keys, number) for number in (0, 1)])
+    told = events.take([Event(EventKind.REMOVED, keys, 0)])
+    assert len(told) == 3 * AT_ONCE // AGAIN_COST
+    assert facts(told[:3]) == [("disk", True, [keys[0]]), *again(keys[0], "fs")]
+
+
+def test_blocks_of_many_hashes_count_for_several_of_a_step() -> None:
+    events = KVEvents([place("disk")], self_describing=False, hashes_a_block=16)
+    keys = burst_of(AT_ONCE)
+    events.take([Event(EventKind.STORED, keys, 0)])
+    (told,) = events.take([Event(EventKind.REMOVED, keys, 0)])
+    assert len(told.keys) == AT_ONCE // 4
+
+
+def test_a_removal_that_waits_is_announced_while_vllm_can_name_the_block() -> None:
+    """vLLM's tracker forgets it with the last tier that will tell.
+
+    Of a block of several hashes it names the last alone after that, and routers keep the others.
+    """
+    events = translation(place("fs", removals=False), self_describing=True)
+    keys = burst_of(3 * AT_ONCE)
+    last = keys[-1]
+    events.describe(keys, {})
+    events.take([Event(EventKind.STORED, keys, number) for number in (PRIMARY, 0)])
+    events.take([Event(EventKind.REMOVED, keys, 0)])
+    told = events.take([Event(EventKind.REMOVED, (last,), PRIMARY)])
+    assert [event.ownership for event in told if last in event.keys] == [None, "fs"]
 
 
 def test_a_load_that_came_to_nothing_hides_no_block_of_a_tier_of_that_medium() -> None:

@@ -237,13 +237,15 @@ def test_what_others_may_have_evicted_is_asked_for_after_a_while() -> None:
 def test_presence_fades_in_the_order_learned_and_no_more_is_kept_than_may_be() -> None:
     presence = FadingPresence(keys_max=3)
     presence.learn((b"a",), 0.0)
-    assert presence.pop_faded(1e9) == (), "it lasts for good"
+    assert presence.pop_faded(1e9, 9) == (), "it lasts for good"
     presence.last(5.0)
     presence.learn((b"a", b"b"), 0.0)
     presence.learn((b"c",), 1.0)
-    assert presence.pop_faded(4.9) == ()
+    assert presence.pop_faded(4.9, 9) == ()
     presence.learn((b"d",), 4.9)
-    assert presence.pop_faded(4.9) == (b"a", b"b"), "more than may be kept"
-    assert presence.pop_faded(6.0) == (b"c",)
+    assert presence.pop_faded(4.9, 9) == (b"a", b"b"), "more than may be kept"
+    assert presence.pop_faded(6.0, 9) == (b"c",)
+    presence.learn((b"e",), 5.0)
+    assert presence.pop_faded(1e9, 1) == (b"d",), "no more at once than may be"
     presence.forget()
-    assert presence.pop_faded(1e9) == ()
+    assert presence.pop_faded(1e9, 9) == ()

@@ -7,6 +7,7 @@ import pytest
 from kvtier.core import messages as m
 from kvtier.core.block_state import BlockState
 from kvtier.core.events import EventKind
+from kvtier.engine.contents_relay import GONE_A_STEP
 from kvtier.plugin_api.backend import Outcome
 from tests.unit.engine._story import Story, keys_of
 
@@ -103,3 +104,93 @@ def test_what_is_found_again_and_again_is_told_once_in_each_generation() -> None
     look_up(story, key, "t")
     story.answer_all()
     assert events.new() == [(CLEARED, ()), (STORED, (key,))]
+
+
+A_MESSAGE = 512
+
+
+def burst(story: Story, keys: list[bytes], *, gone: bool) -> None:
+    """Have the tier tell of many blocks at once, some of them a message."""
+    link = story.runtime.engine.links[0]
+    for start in range(0, len(keys), A_MESSAGE):
+        some = tuple(keys[start : start + A_MESSAGE])
+        link.receive(m.PresenceChanged((), some, 0) if gone else m.PresenceChanged(some, (), 0))
+
+
+def steps_of(story: Story) -> list[list[tuple[EventKind, tuple[bytes, ...]]]]:
+    """Step for as long as there is something to step for; return what each step told."""
+    events, told = Events(story), []
+    while story.facade.has_pending_work():
+        story.facade.step_end()
+        told.append(events.new())
+    return told
+
+
+def found_after(told: list[tuple[EventKind, tuple[bytes, ...]]]) -> set[bytes]:
+    found: set[bytes] = set()
+    for kind, keys in told:
+        found = found | set(keys) if kind is STORED else found - set(keys)
+    return found
+
+
+def story_of_a_burst(count: int) -> tuple[Story, list[bytes], Events]:
+    """Return a runtime whose tier tells of all that it has: many blocks."""
+    story = Story(slots=4)
+    keys = [number.to_bytes(4, "big") + bytes(4) for number in range(count)]
+    burst(story, keys, gone=False)
+    story.facade.step_end()
+    events = Events(story)
+    assert found_after(events.new()) == set(keys)
+    return story, keys, events
+
+
+def test_many_blocks_that_go_at_once_leave_over_some_steps() -> None:
+    """The engine learnt of 200,000 in one step, and its requests waited for that."""
+    story, keys, events = story_of_a_burst(3 * GONE_A_STEP)
+    burst(story, keys, gone=True)
+    told = [events.new(), *steps_of(story)]
+    counts = [sum(len(gone) for _, gone in each) for each in told]
+    assert max(counts) <= GONE_A_STEP + A_MESSAGE
+    assert sum(counts) == len(keys)
+    assert len(counts) > 2
+    assert not story.runtime.primary.audit().directory.known
+
+
+@pytest.mark.parametrize("is_stored_last", [True, False])
+def test_what_comes_while_losses_wait_is_told_behind_them(is_stored_last: bool) -> None:
+    """Else a block that is stored again would be lost in the end, or one lost again found."""
+    story, keys, events = story_of_a_burst(3 * GONE_A_STEP)
+    again = keys[-1]
+    burst(story, keys, gone=True)
+    burst(story, [again], gone=False)
+    if not is_stored_last:
+        burst(story, [again], gone=True)
+    told = [each for step in [events.new(), *steps_of(story)] for each in step]
+    here = {again} if is_stored_last else set()
+    assert found_after([(STORED, tuple(keys)), *told]) == here
+    assert story.runtime.primary.audit().directory.known.keys() == here
+
+
+def test_an_answer_that_comes_while_losses_wait_is_told_behind_them() -> None:
+    """Somebody else has stored the block again meanwhile: a router would never find it there."""
+    story = Story(slots=4)
+    events = Events(story)
+    keys = [number.to_bytes(4, "big") + bytes(4) for number in range(4 * GONE_A_STEP)]
+    burst(story, keys, gone=False)
+    story.facade.step_end()
+    told = events.new()
+    last = keys[-1]
+    burst(story, keys, gone=True)
+    story.runtime.primary._directory.forget_all()  # as it may: it keeps so many keys
+    assert look_up(story, last, "r") is BlockState.PROBING
+    story.answer_all()
+    told += events.new() + [each for step in steps_of(story) for each in step]
+    assert last in found_after(told)
+
+
+def test_a_lost_tier_leaves_no_losses_to_tell() -> None:
+    story, keys, events = story_of_a_burst(3 * GONE_A_STEP)
+    burst(story, keys, gone=True)
+    story.runtime.engine.links[0].receive(m.TierFenced())
+    assert events.new()[-1] == (CLEARED, ())
+    assert steps_of(story) == []

@@ -305,6 +305,17 @@ async def test_the_driver_of_a_tier_without_a_capacity_remembers_no_lost_keys() 
 
 
 @pytest.mark.anyio
+async def test_what_is_lost_is_reported_in_messages_that_hold_up_no_step() -> None:
+    """A purge takes hundreds of thousands of blocks at once: one message is decoded as a whole."""
+    driver, told = await driver_over(Shelf(""))
+    lost = [number.to_bytes(4, "big") for number in range(2 * CONTENTS_A_PAUSE + 1)]
+    driver.report_lost(lost)
+    assert [len(message.keys) for message in told] == [CONTENTS_A_PAUSE, CONTENTS_A_PAUSE, 1]
+    assert [key for message in told for key in message.keys] == lost
+    driver.stop()
+
+
+@pytest.mark.anyio
 async def test_what_is_asked_for_is_reported_before_the_rest() -> None:
     """Not what has gone meanwhile, and nothing once all has been reported."""
     driver, told = await driver_over(Shelf("abcdef"))

@@ -36,6 +36,17 @@ class Wire:
         heard: list[Any] = self._decoder.decode(payload).events
         return heard
 
+    @contextmanager
+    def mute_subscriber(self) -> Iterator[None]:
+        """Have one more that subscribes, and reads nothing."""
+        socket: Any
+        with zmq.Context.instance().socket(zmq.SUB) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RCVHWM, 1)
+            socket.setsockopt(zmq.SUBSCRIBE, b"")
+            socket.connect(self._publisher._endpoint)
+            yield
+
     def join(self) -> None:
         """Publish until the subscription has reached the publisher; hear the last of it."""
         published = 0
