@@ -65,7 +65,8 @@ KILL_S: Final = 0.5
 LOOK_S: Final = 0.25
 """How long a process owes an answer before the kernel is asked whether it is run, and how often.
 
-The scheduler's thread asks, at some 0.1 ms a thread: so it asks of none that answers.
+The scheduler's thread asks, which takes a while for each thread (``RunDelays``): so it asks of no
+process that answers.
 """
 
 _CLOSE_POLL_S: Final = 0.01

@@ -26,7 +26,7 @@ class RunDelays:
     """Of one process. Where the kernel does not tell (``schedstat`` is missing), there are none."""
 
     def __init__(self, process: int | str = "self", *, every_s: float) -> None:
-        """``every_s``: how seldom the kernel is asked, which takes some 20 us a thread."""
+        """``every_s``: how seldom the kernel is asked: 20 us a thread, 300 on a busy machine."""
         self._threads = f"/proc/{process}/task"
         self._every_s = every_s
         self._looked_s = float("-inf")

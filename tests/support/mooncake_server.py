@@ -89,10 +89,6 @@ class Cluster:
         self.owner.kill()
         self.master.kill()
 
-    def count(self, name: str) -> int:
-        """Return a metric of the master's, 0 if it has none of this name."""
-        return self.master.count(name)
-
 
 class ElectedMasters:
     """Two masters, of which etcd elects one, and a process that owns the store's memory.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.client import HTTPConnection
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from urllib.parse import urlsplit
@@ -15,7 +15,7 @@ from tests.support.s3_fault_server import Fault, FaultServer, fault_server
 from tests.support.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, client_for, moto_server
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.support.ceph_server import CephServer
@@ -155,29 +155,16 @@ class _Ceph(_WithPolicy):
         self._server.give_key(*self.keys)
 
 
-@contextmanager
-def _misbehaving(folder: Path) -> Iterator[Bucket]:
-    del folder
-    with fault_server() as (server, endpoint):
-        yield _Misbehaving(server, endpoint)
+SERVERS: Final = ("misbehaving", "moto", "ceph")
 
 
 @contextmanager
-def _moto(folder: Path) -> Iterator[Bucket]:
-    del folder
-    with moto_server() as server:
-        yield _Moto(server)
-
-
-@contextmanager
-def _ceph(folder: Path) -> Iterator[Bucket]:
-    with ceph_server(folder / "ceph") as server:
-        yield _Ceph(server)
-
-
-BUCKETS: Final[dict[str, Callable[[Path], Any]]] = {
-    "misbehaving": _misbehaving,
-    "moto": _moto,
-    "ceph": _ceph,
-}
-"""Each gives a ``Bucket``, in a folder that is there, whose server runs until the block ends."""
+def bucket_on(server: str, folder: Path) -> Iterator[Bucket]:
+    """Give a bucket on one of ``SERVERS``, which runs until the end of the block."""
+    with ExitStack() as running:
+        if server == "ceph":
+            yield _Ceph(running.enter_context(ceph_server(folder / "ceph")))
+        elif server == "moto":
+            yield _Moto(running.enter_context(moto_server()))
+        else:
+            yield _Misbehaving(*running.enter_context(fault_server()))

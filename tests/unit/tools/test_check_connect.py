@@ -148,7 +148,7 @@ def test_a_mooncake_store_is_tried_and_keeps_nothing(
     with mooncake_server.running(tmp_path) as cluster:
         found = connect({"type": "mooncake", "master": cluster.address})
         assert "an object was stored, loaded and removed" in found["noted"][0]
-        assert cluster.count("master_key_count") == 0
+        assert cluster.master.count("master_key_count") == 0
         cluster.owner.kill()
     (text,) = connect({"type": "mooncake", "master": cluster.address})["failed"]
     assert "reaching the master failed" in text

@@ -48,10 +48,13 @@ def test_an_engine_that_is_killed_with_its_memory_while_another_loads_is_a_miss(
             assert two.both(2, 3) == [0, 0]
             two.until_stored()
 
-            begun, kept = cluster.count(LOADS_BEGUN), cluster.count("master_key_count")
+            begun, kept = (
+                cluster.master.count(LOADS_BEGUN),
+                cluster.master.count("master_key_count"),
+            )
             os.killpg(one.child.pid, signal.SIGSTOP)
             asked = two.ask_one(other, 2, forget=True)
-            until(lambda: cluster.count(LOADS_BEGUN) > begun)
+            until(lambda: cluster.master.count(LOADS_BEGUN) > begun)
             one.child.kill()
             assert two.cached_by(other, asked, 2) == 0
             tier = other.tier()
@@ -59,7 +62,7 @@ def test_an_engine_that_is_killed_with_its_memory_while_another_loads_is_a_miss(
             assert tier["counts"]["failed"] > 0, tier
             assert tier["counts"]["damaged"] == 0, tier
 
-            until(lambda: cluster.count("master_key_count") < kept)  # the master has noticed
+            until(lambda: cluster.master.count("master_key_count") < kept)  # the master has noticed
             with serving("again", llama, giving, log_folder, tmp_path, {}) as again:
                 assert two.cached_by(again, two.ask_one(again, 4), 4) == 0
                 again.until_stored()

@@ -17,7 +17,7 @@ from tests.support import s3_server
 from tests.support.mooncake_server import ElectedMasters
 from tests.support.patience import PATIENCE_S, until
 from tests.support.redis_servers import HOST, PROGRAMS, Program, RedisServer
-from tests.support.s3_rights import BUCKETS
+from tests.support.s3_rights import SERVERS, bucket_on
 from tests.vllm.support.play import whole_blocks
 from tests.vllm.support.two_engines import LENGTHS, serving, two_serving
 
@@ -140,7 +140,7 @@ def test_masters_change_places_refuse_writes_and_get_another_password(
         nothing_was_damaged(two)
 
 
-@pytest.mark.parametrize("server", BUCKETS)
+@pytest.mark.parametrize("server", SERVERS)
 def test_a_bucket_refuses_writes_and_its_keys_end(
     server: str, llama: Path, tmp_path: Path, log_folder: Path
 ) -> None:
@@ -152,7 +152,7 @@ def test_a_bucket_refuses_writes_and_its_keys_end(
         keys = {"Version": 1, "AccessKeyId": access, "SecretAccessKey": secret}
         file.write_text(json.dumps(keys))
 
-    with BUCKETS[server](tmp_path) as bucket, ExitStack() as running:
+    with bucket_on(server, tmp_path) as bucket, ExitStack() as running:
         write_keys(bucket)
         tier: dict[str, Any] = s3_server.options_for(
             bucket.endpoint,
