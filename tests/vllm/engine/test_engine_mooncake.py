@@ -59,7 +59,8 @@ def test_an_engine_that_is_killed_with_its_memory_while_another_loads_is_a_miss(
             assert two.cached_by(other, asked, 2) == 0
             tier = other.tier()
             assert tier["connection"] == "UP", tier
-            assert tier["counts"]["failed"] > 0, tier
+            # Its end refused what was under way, which is a miss; or the time was over before.
+            assert tier["counts"]["absent"] + tier["counts"]["failed"] > 0, tier
             assert tier["counts"]["damaged"] == 0, tier
 
             until(lambda: cluster.master.count("master_key_count") < kept)  # the master has noticed
