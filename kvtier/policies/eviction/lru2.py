@@ -69,6 +69,8 @@ class LRU2Policy(QueuePolicy):
         """Return the time of a request's uses: that of its first."""
         now = self._time_of.get(request)
         if now is None:
+            if len(self._time_of) >= self.requests_max:
+                self.end_request(next(iter(self._time_of)), None)
             now = self._now = self._time_of[request] = self._now + 1
         return now
 

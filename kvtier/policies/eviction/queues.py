@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from kvtier.plugin_api.eviction_policy import EvictionPolicy
 from kvtier.plugin_api.runs import Runs, hold, unhold
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 class QueuePolicy(EvictionPolicy):
     """Each resident key is in one of ``_queues``; those in ``_ghost_queues`` are remembered."""
+
+    requests_max: ClassVar[int] = 4096
+    """So many requests may be taken for running; the oldest end then. A tier may store blocks so
+    long after their request's end that it does not know of that any more, and reports no other."""
 
     def __init__(self, capacity: int, *, queues: int, ghost_queues: int) -> None:
         super().__init__(capacity)

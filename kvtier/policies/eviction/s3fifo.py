@@ -56,7 +56,7 @@ class S3FIFOPolicy(QueuePolicy):
         if not (self._small.isdisjoint(keys) and self._main.isdisjoint(keys)):
             self.touch(keys, request)
             keys = [key for key in keys if key not in self]
-        self._used_by.setdefault(request, {}).update(dict.fromkeys(keys))
+        self._used(request).update(dict.fromkeys(keys))
         if not self._ghosts.isdisjoint(keys):
             back = [key for key in keys if key in self._ghosts]
             keys = [key for key in keys if key not in self._ghosts]
@@ -66,13 +66,22 @@ class S3FIFOPolicy(QueuePolicy):
 
     def touch(self, keys: Sequence[Key], request: RequestId) -> None:
         """See ``EvictionPolicy.touch``. It moves nothing."""
-        used = self._used_by.setdefault(request, {})
+        used = self._used(request)
         uses = self._uses
         small, main = self._small.run_of, self._main.run_of
         for key in keys:
             if key not in used and (key in small or key in main):
                 used[key] = None
                 uses[key] = min(USES_MAX, uses.get(key, 0) + 1)
+
+    def _used(self, request: RequestId) -> dict[Key, None]:
+        """Return the blocks that a request has used; it may use more."""
+        used = self._used_by.get(request)
+        if used is None:
+            if len(self._used_by) >= self.requests_max:
+                self.end_request(next(iter(self._used_by)), None)
+            used = self._used_by[request] = {}
+        return used
 
     def forget(self, keys: Sequence[Key]) -> None:
         """See ``EvictionPolicy.forget``."""
