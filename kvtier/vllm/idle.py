@@ -21,6 +21,7 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc
 
 from kvtier.plugin_api.threads import daemon_thread
+from kvtier.vllm.ending import ENDING
 from kvtier.vllm.hooking import once_a_process
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def _woken(real: Callable[[Any], bool]) -> Callable[[Any], bool]:
         waker = wakers.get(engine)
         if waker is None:
             waker = wakers[engine] = Waker(engine)
+        ENDING.look(engine)
         found = real(engine)
         if found:
             waker.goes_on()

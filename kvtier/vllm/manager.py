@@ -25,6 +25,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.core.block_state import BlockState
+from kvtier.vllm.ending import ENDING
 from kvtier.vllm.grants import OpenGrants
 from kvtier.vllm.groups import (
     Groups,
@@ -111,6 +112,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._lookup_state = facade.lookup_state  # called for each key
         self._memory, self._region, self._unlinked = memory, region, False
         self._info = getattr(spec, "cpu_info", None)  # vLLM 0.33
+        self._close_timeout_s = config.close_timeout_s
         self._tiers = [TierFacts(tier) for tier in config.tiers]
         self._several_groups = len(spec.config.groups) > 1
         self._groups = Groups.of(spec)
@@ -140,8 +142,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         # scheduled as the engine keeps in flight: two with async scheduling, one
         # a pipeline stage. Twice that, and one more, is on the safe side.
         self._flush_steps = 2 * max(2, int(spec.config.parallel.pp_size)) + 1
-        self._flush_steps_left = 0
-        self._last_step = 0.0
+        self._flush_steps_left, self._last_step = 0, 0.0
         # What this step has found out: answers to one request's lookups, sources of blocks.
         self._ahead: dict[bytes, LookupResult] = {}
         self._ahead_of: ReqContext | None = None
@@ -425,7 +426,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         # An engine that nobody asks anything steps once for this, and so reports its first
         # statistics: all counters are there, at 0, before any of them counts anything.
         self._steps.is_idle(time.monotonic(), 0)  # vLLM asks when it has no request left
-        return (
+        return not ENDING.has_lasted(self._close_timeout_s) and (
             self._is_idle
             or self._flush_steps_left > 0
             or self._kv_events.is_behind()

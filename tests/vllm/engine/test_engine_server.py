@@ -127,6 +127,7 @@ def server(
     *,
     engines: int = 1,
     is_program: bool = False,
+    shutdown_timeout_s: int = 0,
 ) -> Iterator[Server]:
     """Start a server and wait until it answers; it is gone afterwards in any case.
 
@@ -149,6 +150,7 @@ def server(
         "--max-model-len": "2048",
         "--seed": "0",
         "--data-parallel-size": str(engines),
+        "--shutdown-timeout": str(shutdown_timeout_s),
         "--kv-transfer-config": json.dumps(transfer),
     }
     flags = ["--enforce-eager", "--skip-tokenizer-init", "--enable-prompt-tokens-details"]
@@ -298,3 +300,23 @@ def test_data_parallel_engines_have_a_disk_folder_each(
             assert warm["tokens"] == cold[rank]["tokens"]
         assert all((folder / "lock").exists() for folder in folders)
         assert running.complete(prompts[0], dp_rank=1) == cold[0]
+
+
+@pytest.mark.long
+@pytest.mark.one_release
+def test_a_server_whose_storage_hangs_ends_by_itself(llama: Path, log_folder: Path) -> None:
+    """Long before vLLM would kill it: its tiers are closed, and what they hold is given back."""
+    tier = {
+        "type": "memory",
+        "capacity_bytes": 64 << 20,
+        "store_timeout_s": 3600,
+        "faults": {"store": {"hang": True}},
+    }
+    config = kvtier_config(secondary_tiers=[tier], close_timeout_s=1)
+    with server(llama, config, log_folder, shutdown_timeout_s=3600) as running:
+        running.complete(prompts_of(LENGTHS)[0])
+        jobs = 'vllm:kv_offload_tiering_active_cascade_jobs{tier="1:memory"}'
+        running.metrics_when(lambda now: now.get(jobs, 0) > 0)
+        os.kill(running.process.pid, signal.SIGTERM)
+        until(running.process.has_ended, running.process.log)
+        assert "force killing" not in running.process.log()
