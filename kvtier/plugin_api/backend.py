@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, Typ
 import xxhash
 
 from kvtier.plugin_api.log import log
+from kvtier.plugin_api.store_turns import StoreTurns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -284,6 +285,10 @@ class Backend(ABC):
 
     #: Call it when the request is over: nothing that comes for it is of use any more.
     on_wanted_no_more: Callable[[RequestId], None] = staticmethod(lambda _request: None)
+
+    #: Lets loads go before stores that have begun: a thread that stores block after block waits for
+    #: its turn before each. Set before ``open``; without a tier, nobody waits.
+    store_turns: StoreTurns = StoreTurns()
 
     type_name: ClassVar[str]  #: the ``type`` in ``secondary_tiers``
     medium: ClassVar[str] = "STORAGE"  #: vLLM's word for KV events: CPU or STORAGE

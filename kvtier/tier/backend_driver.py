@@ -26,6 +26,7 @@ from kvtier.plugin_api.backend import (
 )
 from kvtier.plugin_api.deadlines import NEVER, set_deadline
 from kvtier.plugin_api.log import log, printable
+from kvtier.plugin_api.store_turns import StoreTurns
 from kvtier.plugin_api.threads import DaemonThreads
 from kvtier.tier.leftovers import Unannounced
 from kvtier.tier.open_requests import OF_REQUESTS, OpenRequests
@@ -89,6 +90,9 @@ class BackendDriver:
         self._frees_gil = not beside_scheduler and memory.block_bytes >= FREE_DIGEST_BYTES_MIN
         self._step_bytes = memory.block_bytes if self._frees_gil else DIGEST_STEP_BYTES
         self._digests = DaemonThreads(DIGEST_THREADS, f"kvtier-{name}-digest")
+        # Of their own, or a load would wait for the digests of all stores that came before.
+        self._checks = DaemonThreads(DIGEST_THREADS, f"kvtier-{name}-check")
+        self._turns = backend.store_turns = StoreTurns()
         self._unannounced = Unannounced()
         if backend.traits.capacity_blocks is None:
             self._unannounced.end()  # its tier keeps no index to announce anything to
@@ -147,7 +151,8 @@ class BackendDriver:
         A backend that cannot say may touch them all. Any thread.
         """
         try:
-            return self._digests.busy() == 0 and self._backend.busy_threads() == 0
+            ours = self._digests.busy() + self._checks.busy()
+            return ours == 0 and self._backend.busy_threads() == 0
         except Exception as error:  # noqa: BLE001 - a backend may raise anything
             self._log_once(error, "busy_threads")
             return False
@@ -166,8 +171,9 @@ class BackendDriver:
             return {}
 
     def stop(self) -> None:
-        """Let the digest threads end."""
+        """Let the threads that digest end."""
         self._digests.stop()
+        self._checks.stop()
 
     async def _run(
         self, message: m.ProbeBatch | m.LoadBatch | m.StoreBatch | m.RemoveBatch
@@ -217,7 +223,7 @@ class BackendDriver:
             both = zip(message.keys, views, strict=True)
             blocks = [StoreBlock(key, view.toreadonly(), b"") for key, view in both]
         else:
-            blocks = await self._digest(len(views), with_digests)
+            blocks = await self._digest(self._digests, len(views), with_digests)
         if message.remove:
             await self._remove(message.remove)
         outcomes = _outcomes(await self.requests.serving(message.request).store(blocks))
@@ -232,8 +238,6 @@ class BackendDriver:
     async def _load(self, message: m.LoadBatch) -> tuple[Outcome, ...]:
         views = self._memory.views(message.slots)
         blocks = [LoadBlock(k, v) for k, v in zip(message.keys, views, strict=True)]
-        loaded = await self.requests.serving(message.request).load(blocks)
-        _expect(len(loaded), len(blocks))
         accepts_unchecked = self._backend.traits.accepts_unchecked
         step_bytes = self._step_bytes
 
@@ -243,18 +247,22 @@ class BackendDriver:
                 for block, answer in zip(blocks, loaded, strict=True)
             )
 
-        outcomes = await self._digest(len(views), checked)
+        # Not while what is damaged is removed: that may wait for a thread that stores.
+        with self._turns.loading():
+            loaded = await self.requests.serving(message.request).load(blocks)
+            _expect(len(loaded), len(blocks))
+            outcomes = await self._digest(self._checks, len(views), checked)
         damaged = [k for k, o in zip(message.keys, outcomes, strict=True) if o is Outcome.DAMAGED]
         if damaged:
             await self._remove_damaged(damaged)
         return outcomes
 
-    async def _digest(self, blocks: int, work: Callable[[], T]) -> T:
+    async def _digest(self, threads: DaemonThreads, blocks: int, work: Callable[[], T]) -> T:
         """Run ``work``, which digests that many blocks: here, or in a thread if it takes long."""
         size = blocks * self._memory.block_bytes
         if size <= DIGEST_INLINE_BYTES_MAX and not self._frees_gil:
             return work()
-        return await self._digests.run(work)
+        return await threads.run(work)
 
     async def _remove_damaged(self, keys: list[bytes]) -> None:
         """Delete bad copies. That this fails too takes nothing from the other blocks."""

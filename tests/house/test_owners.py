@@ -55,6 +55,7 @@ GIVEN = {
     "kvtier.tier.cell: self._backend.on_wanted": "as above",
     "kvtier.tier.cell: self._backend.on_wanted_no_more": "as above",
     "kvtier.tier.cell: self._backend.on_connection": "as above",
+    "kvtier.tier.backend_driver: backend.store_turns": "as above",
     "kvtier.testing._workbench: backend.on_lost": "as above: the suite plays the runtime",
     "kvtier_backends.redis.client: made.ssl_context": "the client library: one for all connections",
     "kvtier.testing._workbench: backend.on_connection": "as above",

@@ -258,7 +258,7 @@ class FsBackend(Backend):
         return answers
 
     async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
-        """Write the blocks one after the other, in one thread."""
+        """Write the blocks one after the other, in one thread; loads go before each of them."""
         if self._keeper is None:
             return await self._writers.run(partial(self._store_all, blocks))
         outcomes: list[Outcome] = []
@@ -362,8 +362,10 @@ class FsBackend(Backend):
         outcomes: list[Outcome] = []
         try:
             self._files.begin_stores([block.key for block in blocks])
-            for block in blocks:
-                outcomes.append(self._files.store(block))  # noqa: PERF401 - those before NoGrant
+            with self.store_turns.storing() as wait_for_turn:
+                for block in blocks:
+                    wait_for_turn()
+                    outcomes.append(self._files.store(block))
         except NoGrant:
             pass  # no room for the others, yet
         finally:
@@ -401,7 +403,13 @@ class FsOptions:
     n_read_threads: int = option.integer(
         16, "threads that read, and as many that look blocks up", minimum=1, maximum=1024
     )
-    n_write_threads: int = option.integer(16, "threads that write", minimum=1, maximum=1024)
+    n_write_threads: int = option.integer(
+        16,
+        "threads that write; while anything is loaded, all but one pause between two blocks, and "
+        "for half a second after it all but four",
+        minimum=1,
+        maximum=1024,
+    )
     direct: bool = option.flag("use O_DIRECT where the filesystem supports it", default=True)
     allow_world_writable: bool = option.flag(
         "use a folder that everyone may write to, as on mounts where chmod does nothing (SMB, "
