@@ -405,8 +405,8 @@ class FsOptions:
     )
     n_write_threads: int = option.integer(
         16,
-        "threads that write; while anything is loaded, all but one pause between two blocks, and "
-        "for half a second after it all but four",
+        "threads that write; during a load all but one pause between two blocks, and for half a "
+        "second after it all but four, for half of the time at most",
         minimum=1,
         maximum=1024,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 BLOCKS = 3
+BEGIN = 1000.0  #: in seconds of a clock
 
 
 class Writers:
@@ -56,7 +57,7 @@ class Writers:
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_turns, "PAUSE_S_MAX", PATIENCE_S)
+    monkeypatch.setattr(store_turns, "HELD_S_MAX", PATIENCE_S)
     monkeypatch.setattr(store_turns, "LINGER_S", 0.0)
 
 
@@ -108,29 +109,56 @@ def test_under_loads_without_end_each_batch_has_its_turn_in_order() -> None:
 def test_neither_a_load_nor_a_batch_that_hangs_holds_others_back_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And once a pause has been as long as it may be, nobody waits for them again."""
+    monkeypatch.setattr(store_turns, "HELD_S_MAX", 0.0)
     turns = StoreTurns()
     with storing(turns, "abc") as writers, turns.loading():
-        with monkeypatch.context() as hurry:
-            hurry.setattr(store_turns, "PAUSE_S_MAX", 0.0)
-            writers.open("b", 1)
-            until(lambda: writers.stored == ["b"])
-        writers.open("b", BLOCKS - 1)
-        writers.open("c")  # and not of the oldest
+        writers.open("bc")
         writers.join("bc")
 
 
-def test_a_load_that_hung_ends_without_a_word_and_the_next_one_holds_stores_back(
-    monkeypatch: pytest.MonkeyPatch,
+class Clock:
+    """What the module reads the time from."""
+
+    def __init__(self) -> None:
+        self.now = BEGIN
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("load_s", "pause_s"), [(1000.0, 0.0), (0.01, 0.01), (0.3, 0.2)])
+def test_loads_without_end_hold_stores_back_for_half_of_the_time(
+    load_s: float, pause_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(store_turns, "HELD_S_MAX", 1.0)
+    monkeypatch.setattr(store_turns, "LINGER_S", 0.5)
+    assert share_held(monkeypatch, load_s, pause_s) == pytest.approx(0.5, abs=0.05)
+
+
+def test_loads_that_are_few_are_always_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And after each of them few batches go on for half a second."""
+    monkeypatch.setattr(store_turns, "HELD_S_MAX", 1.0)
+    monkeypatch.setattr(store_turns, "LINGER_S", 0.5)
+    assert share_held(monkeypatch, 0.1, 1.1) == pytest.approx(0.6 / 1.2, abs=0.02)
+
+
+def share_held(monkeypatch: pytest.MonkeyPatch, load_s: float, pause_s: float) -> float:
+    """Return for what share of 60 s the latest of some batches is held back."""
+    clock, tick_s, held, ticks = Clock(), 0.01, 0, 6000
+    monkeypatch.setattr(store_turns, "time", clock)
     turns = StoreTurns()
-    with storing(turns, "ab") as writers:
-        with turns.loading(), monkeypatch.context() as hurry:
-            hurry.setattr(store_turns, "PAUSE_S_MAX", 0.0)
-            writers.open("b", 1)
-            until(lambda: writers.stored == ["b"])
-        with turns.loading():
-            writers.open("b")
-            writers.open("a")
-            writers.join("ab")
-            assert writers.stored == ["b", *["a"] * BLOCKS, *["b"] * (BLOCKS - 1)]
+    load = ExitStack()
+    is_loading = False
+    with ExitStack() as batches, load:
+        for _ in range(2 * LINGERING_BATCHES):
+            batches.enter_context(turns.storing())
+        for tick in range(ticks):
+            wanted = tick % round((load_s + pause_s) / tick_s) < round(load_s / tick_s)
+            if wanted and not is_loading:
+                load.enter_context(turns.loading())
+            elif not wanted:
+                load.close()
+            is_loading = wanted
+            held += turns._pause_s(2 * LINGERING_BATCHES - 1, clock.now) > 0
+            clock.now += tick_s
+    return held / ticks

@@ -30,7 +30,7 @@ LOAD = 100  #: number of its batch
 async def test_stores_that_have_begun_wait_for_a_load_between_two_blocks_and_go_on_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_turns, "PAUSE_S_MAX", PATIENCE_S)
+    monkeypatch.setattr(store_turns, "HELD_S_MAX", PATIENCE_S)
     written: list[bytes] = []
     all_write = threading.Barrier(WRITERS + 1)
     is_loading, has_loaded = threading.Event(), threading.Event()
