@@ -161,7 +161,7 @@ def test_the_locks_serve_each_python_that_they_are_for() -> None:
         for needed in map(Requirement, package.requires or ()):
             if re.search(r"\bextra\b", str(needed.marker)) or "python_" not in str(needed.marker):
                 continue
-            if needed.name.startswith(("cuda-", "nvidia-")):  # of a torch that is built for CUDA
+            if needed.name.startswith(("cuda-", "nvidia-", "triton")):  # of a torch for CUDA
                 continue
             for full in PYTHONS:
                 version = {"python_full_version": full, "python_version": full.rpartition(".")[0]}
