@@ -173,3 +173,33 @@ def assert_same(told: dict[str, Any], groups: list[list[Any]]) -> None:
         assert hits["cached"] == [n - not_hit for n in whole_blocks(LENGTHS, block_tokens)]
         assert hits["tokens"] == cold["tokens"]
         assert_at_rest(hits["statistics"])
+
+
+def two_turns(model: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Ask, and ask on from the answer."""
+    with engine(model, kvtier_config(offload_prompt_only=False), blocks=160, **settings) as running:
+        (prompt,) = prompts_of([100])
+        first = play_round(running, [prompt], 190)
+        asked = [*prompt, *first["tokens"][0], *prompts_of([20], seed=5)[0]]
+        return {"turn": play_round(running, [asked]), "groups": groups_of(running)}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("make_model", "settings", "loaded"), [(make_lfm2, STATES, 96), (make_llama, {}, 288)]
+)
+def test_an_answer_of_a_model_with_states_is_computed_again_in_the_next_turn(
+    make_model: Callable[[Path], Path],
+    settings: dict[str, Any],
+    loaded: int,
+    tmp_path: Path,
+    log_folder: Path,
+) -> None:
+    """As ``vllm-releases.md`` says: vLLM's connector stores no states of what is generated."""
+    told = run_scenario(
+        two_turns,
+        log_folder=log_folder,
+        model=str(make_model(tmp_path / "model")),
+        settings=settings,
+    )
+    assert told["turn"]["cached"] == [loaded]

@@ -303,3 +303,54 @@ def test_preempted_requests_go_on_from_memory(llama: Path, log_folder: Path) -> 
     assert grown(rounds, 0, LOADED) > 0  # the GPU had lost blocks of what was preempted
     assert rounds[1]["cached"] == whole_blocks(lengths)
     assert grown(rounds, 1, LOADED) >= sum(whole_blocks(lengths)) // 32 * told["block_bytes"]
+
+
+def pauses(model: str, prompt: list[int]) -> dict[str, Any]:
+    """Pause with ``mode="keep"`` while the GPU reads: as a trainer does that has new weights."""
+    transfers = hold_transfers()
+    told: dict[str, Any] = {"raised": []}
+    with engine(model, kvtier_config(secondary_tiers=[MEMORY_TIER])) as running:
+        steps, core = Steps(running), running.core()
+
+        def pause() -> None:
+            try:
+                core.pause_scheduler("keep", True)
+                told["raised"].append("")
+            except RuntimeError as error:
+                told["raised"].append(str(error))
+
+        told["cold"] = play_round(running, [prompt])
+        running.forget()
+        generation = running.manager().facade._generations.mark
+        with transfers.holding():
+            steps.add("load", prompt)
+            steps.until(is_loading)
+            pause()
+        for _ in range(HELD_STEPS):  # the load ends, and its request keeps what it has
+            steps.step()
+        pause()
+        told["was reset"] = running.manager().facade._generations.mark != generation
+        core.resume_scheduler()
+        steps.finish()
+        pause()
+        told["is reset"] = running.manager().facade._generations.mark != generation
+        core.resume_scheduler()
+        told |= {"again": play_round(running, [prompt]), "tokens": steps.tokens}
+    return told
+
+
+@pytest.mark.long
+def test_a_pause_that_keeps_requests_fails_during_a_load_and_is_right_after_it(
+    llama: Path, log_folder: Path
+) -> None:
+    """As ``change-weights.md`` says. vLLM alone throws back what it has computed, and no load."""
+    (prompt,) = prompts_of(LENGTHS[:1])
+    told = run_scenario(pauses, log_folder=log_folder, model=str(llama), prompt=prompt)
+    *failed, succeeded = told["raised"]
+    assert len(failed) == 2
+    for text in failed:
+        assert "presence of running requests waiting for remote KV transfer" in text
+    assert succeeded == ""
+    assert (told["was reset"], told["is reset"]) == (False, True)
+    assert told["tokens"]["load"] == told["cold"]["tokens"][0] == told["again"]["tokens"][0]
+    assert_at_rest(told["again"]["statistics"])
