@@ -3,9 +3,10 @@
 vLLM's front end loads nothing of kvtier's where it has no statistics to define, as in ``LLM(...)``,
 and marks no media then (``media.py``). So it is told once it has made a configuration that has
 kvtier. Nothing runs yet then, and no model is loaded: what engines that died have left in shared
-memory is removed (``region.py``), and there must be as much as the engines will take
-(``engines_here.py``). Processes of other users, and those that make no configuration, are left as
-they are.
+memory is removed (``region.py``), there must be as much as the engines will take
+(``engines_here.py``), and models that vLLM has no connectors for are refused
+(``supported_models.py``). Processes of other users, and those that make no configuration, are left
+as they are.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def _preparing(real: Callable[..., Any]) -> Callable[..., Any]:
             from kvtier.vllm.engines_here import require_memory  # noqa: PLC0415
             from kvtier.vllm.media import mark_contents  # noqa: PLC0415
             from kvtier.vllm.region import sweep  # noqa: PLC0415
+            from kvtier.vllm.supported_models import require_supported_model  # noqa: PLC0415
 
+            require_supported_model(config)
             mark_contents()
             sweep()
             require_memory(config)

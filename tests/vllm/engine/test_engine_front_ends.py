@@ -11,6 +11,7 @@ import pytest
 
 from tests.vllm.support.children import run_scenario
 from tests.vllm.support.engine import kvtier_config
+from tests.vllm.support.models import make_whisper
 
 pytestmark = pytest.mark.slow
 
@@ -78,11 +79,16 @@ def test_a_front_end_sweeps_vllms_regions_before_its_engine_starts(
     assert swept is has_kvtier
 
 
-def refusal_of(model: str, transfer: dict[str, Any]) -> str:
-    """Make the configuration of two engines here; return what they are refused for."""
+def refusal_of(model: str, transfer: dict[str, Any], engines: int = 2) -> str:
+    """Make the configuration of engines here; return what they are refused for."""
     from vllm.engine.arg_utils import EngineArgs
 
-    arguments = EngineArgs(model=model, kv_transfer_config=transfer, data_parallel_size=2)
+    arguments = EngineArgs(
+        model=model,
+        kv_transfer_config=transfer,
+        data_parallel_size=engines,
+        skip_tokenizer_init=True,
+    )
     try:
         arguments.create_engine_config()
     except ValueError as refusal:
@@ -105,3 +111,18 @@ def test_a_front_end_refuses_engines_without_memory_before_a_model_is_loaded(
     )
     assert "cpu_bytes_to_use='900TiB' for each of data-parallel ranks 0, 1" in told
     assert "Lower it" in told
+
+
+def test_a_front_end_refuses_a_model_that_vllm_has_no_connectors_for_before_it_is_loaded(
+    tmp_path: Path, log_folder: Path
+) -> None:
+    """vLLM asserts it, without a word on the model or the remedy, once the model is loaded."""
+    told = run_scenario(
+        refusal_of,
+        log_folder=log_folder,
+        model=str(make_whisper(tmp_path / "model")),
+        transfer=TRANSFER,
+        engines=1,
+    )
+    assert "WhisperForConditionalGeneration" in told
+    assert "Remove kv_transfer_config" in told

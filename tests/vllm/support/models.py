@@ -139,6 +139,59 @@ def make_eagle_head(folder: Path) -> Path:
     return folder
 
 
+def make_whisper(folder: Path) -> Path:
+    """Write the configuration of a Whisper, which has an encoder, and no weights."""
+    from transformers import WhisperConfig, WhisperFeatureExtractor
+
+    WhisperFeatureExtractor().save_pretrained(folder)
+    config = WhisperConfig(vocab_size=VOCABULARY, d_model=128, encoder_layers=2, decoder_layers=2)
+    config.architectures = ["WhisperForConditionalGeneration"]
+    config.save_pretrained(folder)
+    return folder
+
+
+def make_deepseek(folder: Path) -> Path:
+    """Write a DeepSeek-V2: latent attention (MLA), and experts."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    return _save(
+        DeepseekV2ForCausalLM,
+        DeepseekV2Config(
+            **_SHAPE | {"num_key_value_heads": _SHAPE["num_attention_heads"]},
+            kv_lora_rank=512,  # with the next one the only head that vLLM's CPU kernel takes
+            qk_rope_head_dim=64,
+            q_lora_rank=None,
+            qk_nope_head_dim=32,
+            v_head_dim=32,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_shared_experts=1,
+            moe_intermediate_size=64,
+            first_k_dense_replace=1,
+            topk_method="greedy",
+            topk_group=1,
+            n_group=1,
+        ),
+        folder,
+    )
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Give a model a tokenizer of words ``w3``, ``w4`` ..., whose numbers are their ids."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<s>", "</s>"]
+    words = [*special, *(f"w{number}" for number in range(len(special), VOCABULARY))]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    made = Tokenizer(WordLevel(vocabulary, unk_token=special[0]))
+    made.pre_tokenizer = WhitespaceSplit()
+    roles = dict(zip(("pad_token", "bos_token", "eos_token"), special, strict=True))
+    PreTrainedTokenizerFast(tokenizer_object=made, **roles).save_pretrained(folder)
+
+
 def _save(model_class: Any, config: Any, folder: Path) -> Path:
     import torch
     from transformers.utils import logging
