@@ -59,7 +59,7 @@ export LD_LIBRARY_PATH := $(abspath $(VENV)/libraries)$(if $(LD_LIBRARY_PATH),:$
 
 .PHONY: help demo test test-long dev quick quick-unit lint types unit backends conformance model \
         counterexamples engine engine-0.32 bench engine-0.33 vllm-0.33 rig rig-0.32 rig-0.33 gpu gpu-engine docs soak \
-        soak-filesystem soak-remote server bench-import bench-compression mutants vllm-tests vllm-tests-0.32 \
+        soak-filesystem soak-remote server bench-compression mutants vllm-tests vllm-tests-0.32 \
         vllm-tests-0.33 clean
 .DEFAULT_GOAL := help
 
@@ -285,9 +285,6 @@ $(VENV)/.mutants: requirements/mutants.txt $(VENV)/.full
 mutants: $(VENV)/.mutants
 	PYTHONPATH=. $(BIN)/python -m tests.mutants.run \
 	    --sample $(or $(SAMPLE),20) --seed $(or $(SEED),1) $(if $(QUICK),--quick) $(FILES)
-
-bench-import: $(VENV)/.kvtier
-	$(BIN)/python -m kvtier.tools.bench.import_time
 
 # What compression gains on the keys and values of a real model (92 MB), in bfloat16 and float16.
 REAL_KV := build/real-kv

@@ -49,7 +49,6 @@ GIVEN = {
     "kvtier.tools.bench.disk_page_cache: _libc.mincore.argtypes": "ctypes",
     "kvtier_backends.disk.fallocate: _fallocate.argtypes": "ctypes",
     "kvtier_backends.fs.access_times: _futimens.argtypes": "ctypes",
-    "kvtier.tools.bench.disk_io: entry.user_data": "io_uring: a submission queue's entry",
     "kvtier.tools.answering: process.returncode": "subprocess: nobody waits for the process",
     "kvtier.tier.cell: self._backend.on_lost": "the backend's protocol: the runtime sets it",
     "kvtier.tier.cell: self._backend.on_wanted": "as above",
