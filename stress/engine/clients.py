@@ -10,25 +10,22 @@ import asyncio
 import json
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from stress.engine.answers import Reference, compare, reference_of
+from stress.engine.answers import compare, reference_of
+from stress.engine.questions import OF_ONE_DOCUMENT
 from stress.failure import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from stress.engine.questions import Question
     from stress.engine.referee import Referee
     from stress.engine.vllm_server import Server
 
-VOCABULARY = 512
-DOCUMENTS = 10
-CUTS_TOKENS = (64, 160, 260, 400)  #: of a document, in a prompt
-QUESTIONS_TOKENS = (5, 40)
-OF_ONE_DOCUMENT = len(CUTS_TOKENS) * len(QUESTIONS_TOKENS)  #: so many questions
 OUTPUT_TOKENS_MAX = 48  #: running requests grow, and so push each other out
 CHOICES_MAX = 3
 LEAVES_AFTER_S_MAX = 8.0
@@ -46,14 +43,6 @@ class Paused(Unanswered):
     """A request was refused since the server is paused: vLLM 0.33 does so, 0.32 lets it wait."""
 
 
-@dataclass
-class Question:
-    """A prompt, and the right answers to it."""
-
-    prompt: list[int]
-    answers: dict[str, Reference] = field(default_factory=dict)  #: weights → answer
-
-
 @dataclass(frozen=True)
 class Asked:
     """One request."""
@@ -61,23 +50,6 @@ class Asked:
     question: Question
     body: dict[str, Any]
     changes: int  #: of the server's weights until then, its own included
-
-
-def make_questions(seed: int, count: int = DOCUMENTS) -> list[Question]:
-    """Return prompts that begin with parts of ``count`` documents, and end differently."""
-    dice = random.Random(seed)
-
-    def text(tokens: int) -> list[int]:
-        return [dice.randrange(3, VOCABULARY) for _ in range(tokens)]
-
-    documents = [text(max(CUTS_TOKENS)) for _ in range(count)]
-    endings = [text(tokens) for tokens in QUESTIONS_TOKENS]
-    return [
-        Question(document[:cut] + ending)
-        for document in documents
-        for cut in CUTS_TOKENS
-        for ending in endings
-    ]
 
 
 async def answer_all(server: Server, questions: Sequence[Question]) -> None:

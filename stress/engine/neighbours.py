@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from stress.engine.clients import Question
+    from stress.engine.questions import Question
     from stress.engine.under_way import UnderWay
     from stress.plan import Fault
     from stress.record import Record

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from stress.engine.clients import Question
+    from stress.engine.questions import Question
     from stress.engine.vllm_server import Server
 
 

@@ -31,10 +31,10 @@ from stress.runtime.processes import ProcessFaults
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from stress.engine.clients import Question
     from stress.engine.faults import Deed
     from stress.engine.pace import Pace
     from stress.engine.places import Places
+    from stress.engine.questions import Question
     from stress.engine.referee import Referee
     from stress.engine.vllm_server import Server
     from stress.layer import Injector

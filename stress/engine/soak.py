@@ -17,10 +17,11 @@ import json
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Final
 
-from stress.engine.clients import DOCUMENTS, answer_all, make_questions
+from stress.engine.clients import answer_all
 from stress.engine.model import make_model
 from stress.engine.places import Places
 from stress.engine.processes import names_in_shared_memory
+from stress.engine.questions import DOCUMENTS, make_questions
 from stress.engine.referee import Referee
 from stress.engine.run import Run
 from stress.engine.samples import TIERS
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from stress.engine.clients import Question
+    from stress.engine.questions import Question
     from stress.engine.vllm_server import Server
     from stress.plan import Plan
     from stress.record import Record

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from stress.engine.answers import Reference
-from stress.engine.clients import PAUSED, Clients, Question
+from stress.engine.clients import PAUSED, Clients
+from stress.engine.questions import Question
 from stress.failure import Failure
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from stress.engine.answers import Reference
-from stress.engine.clients import Question
+from stress.engine.questions import Question
 from stress.engine.referee import Referee
 
 if TYPE_CHECKING:
