@@ -10,7 +10,8 @@ from kvtier.core import messages as m
 from kvtier.plugin_api.backend import Connection, Outcome
 from kvtier.plugin_api.deadlines import NEVER, time_left_s
 from tests.support.patience import PATIENCE_S
-from tests.unit.hosts.test_thread_host import BLOCK, Bench, DictBackend
+from tests.unit.hosts._link_end import BLOCK
+from tests.unit.hosts.test_thread_host import Bench, DictBackend
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -6,7 +6,6 @@ The link's end is a queue, so a test waits for a message and never for a clock.
 from __future__ import annotations
 
 import asyncio
-import queue
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -31,38 +30,14 @@ from kvtier.policies.eviction.lru import LRUPolicy
 from kvtier.settings.runtime_config import TierConfig
 from kvtier.tier.backend_driver import BackendDriver
 from tests.support.patience import PATIENCE_S
+from tests.unit.hosts._link_end import BLOCK, LinkEnd
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvtier.core.messages import Message
 
-BLOCK = 4096
 GIVEN_UP_S = 0.05  #: what hangs in a test hangs for good
-
-
-class LinkEnd:
-    """Stands where the link's inbox is."""
-
-    def __init__(self) -> None:
-        self._messages: queue.Queue[Message] = queue.Queue()
-        self.counted: queue.Queue[m.Counted] = queue.Queue()  # comes between all others
-        self.opened = 0
-
-    def post(self, message: Message) -> bool:
-        if isinstance(message, m.Counted):
-            self.counted.put(message)
-        elif isinstance(message, m.TierOpened):
-            self.opened += 1
-        else:
-            self._messages.put(message)
-        return True
-
-    def next(self) -> Any:
-        return self._messages.get(timeout=PATIENCE_S)
-
-    def is_empty(self) -> bool:
-        return self._messages.empty()
 
 
 class DictBackend(Backend):

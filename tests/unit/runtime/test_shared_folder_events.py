@@ -10,7 +10,7 @@ import pytest
 from kvtier.core.events import EventKind
 from kvtier_backends.fs.bound import keeper as keeper_module
 from tests.support.patience import pause
-from tests.unit.backends.fs.bound.test_fs_capacity import QUICK
+from tests.unit.backends.fs.bound._timing import QUICK
 from tests.unit.runtime.test_runtime import BLOCK_BYTES, PATIENT, Runtime
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from kvtier.settings.runtime_config import TierConfig
 from kvtier.tier.backend_driver import CONTENTS_A_PAUSE, BackendDriver
 from kvtier.tier.leftovers import REMOVE_BLOCKS_MAX, Leftovers
 from tests.support.patience import PATIENCE_S
-from tests.unit.hosts.test_thread_host import BLOCK, LinkEnd
+from tests.unit.hosts._link_end import BLOCK, LinkEnd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -1,0 +1,38 @@
+"""Stands where a tier's link is: what its cell reports, in order."""
+
+from __future__ import annotations
+
+import queue
+from typing import TYPE_CHECKING, Any
+
+from kvtier.core import messages as m
+from tests.support.patience import PATIENCE_S
+
+if TYPE_CHECKING:
+    from kvtier.core.messages import Message
+
+BLOCK = 4096
+
+
+class LinkEnd:
+    """Stands where the link's inbox is."""
+
+    def __init__(self) -> None:
+        self._messages: queue.Queue[Message] = queue.Queue()
+        self.counted: queue.Queue[m.Counted] = queue.Queue()  # comes between all others
+        self.opened = 0
+
+    def post(self, message: Message) -> bool:
+        if isinstance(message, m.Counted):
+            self.counted.put(message)
+        elif isinstance(message, m.TierOpened):
+            self.opened += 1
+        else:
+            self._messages.put(message)
+        return True
+
+    def next(self) -> Any:
+        return self._messages.get(timeout=PATIENCE_S)
+
+    def is_empty(self) -> bool:
+        return self._messages.empty()
