@@ -9,7 +9,7 @@ from __future__ import annotations
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
-from sources import MODULES, imports_of
+from sources import MODULES, TRYING_MODULES, imports_of
 
 MAY_IMPORT = {  # all may import errors; nobody imports tools, which may import all
     "errors": set(),
@@ -76,9 +76,38 @@ def test_every_permission_is_used() -> None:
     assert not unused
 
 
+def test_what_is_shipped_imports_nothing_of_tests_or_soaks() -> None:
+    found = {
+        f"{module} imports {name}"
+        for module in MODULES
+        for name in imports_of(MODULES[module])
+        if name.partition(".")[0] in {"tests", "stress"}
+    }
+    assert not found
+
+
+def test_a_soak_imports_no_test_and_a_test_no_test_of_another_folder() -> None:
+    """What several use stands in ``tests/support``, or in a file whose name begins with ``_``."""
+    found = {
+        f"{module} imports {name}"
+        for module, path in TRYING_MODULES.items()
+        for name in imports_of(path)
+        if name.startswith("tests.")
+        if module.startswith("stress")
+        or (name.split(".")[-1].startswith("test_") and folder_of(name) != folder_of(module))
+    }
+    assert not found
+
+
+def folder_of(module: str) -> str:
+    """Return the package that a module is in."""
+    return module.rpartition(".")[0]
+
+
 def test_no_modules_import_one_another() -> None:
     """Not through a third either, nor while a type checker looks, nor by ``import_module``."""
-    graph = {module: ours_of(module) - {module} for module in MODULES}
+    every = MODULES | TRYING_MODULES
+    graph = {module: (imports_of(path) & set(every)) - {module} for module, path in every.items()}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as circle:
