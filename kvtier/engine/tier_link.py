@@ -36,10 +36,10 @@ from kvtier.engine.contents_relay import ContentsRelay
 from kvtier.engine.in_flight import Numbers
 from kvtier.engine.probes import Probes
 from kvtier.engine.request_tiers import RequestRelay
-from kvtier.engine.store_room import StoreRoom
 from kvtier.engine.tier_health import NAMES, TierHealth
 from kvtier.engine.transfers import Transfers
 from kvtier.engine.uses import UseRelay
+from kvtier.engine.write_backlog import WriteBacklog
 from kvtier.plugin_api.backend import Connection, Outcome
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class TierLink(Actor):
         self.tells_uses = False  #: whether the tier evicts, and so wants to know what is used
         self.by_request = False  #: whether what it has depends on the request
         self.serves_others = False  #: whether it asks for blocks by itself
-        self.room = StoreRoom(number, config, self.counts, relay, primary)
+        self.room = WriteBacklog(number, config, self.counts, relay, primary)
         self._number = number
         self._config = config
         self._tier_config = tier_config = config.tiers[number]

@@ -24,10 +24,10 @@ from kvtier.engine.primary_tier import PrimaryTier
 from kvtier.engine.requests import Request
 from kvtier.engine.slot_table import SlotTable
 from kvtier.engine.stall_watch import StallWatch
-from kvtier.engine.store_room import StoreRoom
 from kvtier.engine.tier_directory import Search, TierDirectory
 from kvtier.engine.tier_link import TierLink
 from kvtier.engine.waiting_jobs import WaitingJobs
+from kvtier.engine.write_backlog import WriteBacklog
 from kvtier.plugin_api.backend import Outcome
 from kvtier.tier import batching, bounded_tier, unbounded_tier
 from kvtier.tier.batching import BlockBatch
@@ -243,8 +243,8 @@ def judge_one_group_at_a_time(real: Any, groups: Any, cost: Any, room: int) -> A
     return real(groups[:1], cost, room)
 
 
-@in_place_of(StoreRoom, "refused")
-def lose_what_an_admission_policy_refuses(_self: StoreRoom, _message: m.CascadeRefused) -> None:
+@in_place_of(WriteBacklog, "refused")
+def lose_what_an_admission_policy_refuses(_self: WriteBacklog, _message: m.CascadeRefused) -> None:
     """Nobody is told that a refused block is not going to be read."""
 
 
@@ -374,7 +374,7 @@ def write_behind_a_hole(_self: Cascades, _tier: int, batch: Any, _request: str) 
     return batch
 
 
-@in_place_of(StoreRoom, "ask_again")
+@in_place_of(WriteBacklog, "ask_again")
 def forget_to_ask_for_what_was_put_off(*_: object) -> None:
     """A tier that has room again is not given what it could not take."""
 

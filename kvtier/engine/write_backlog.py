@@ -28,7 +28,7 @@ AGAIN_S: Final = 1.0
 """After a store that failed, or could not be sent, what was put off waits for so long."""
 
 
-class StoreRoom:
+class WriteBacklog:
     """Of one tier."""
 
     def __init__(
