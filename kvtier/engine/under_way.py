@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from kvtier.engine.stall_watch import StallWatch
+from kvtier.engine.stall_detector import StallDetector
 from kvtier.engine.transfer_times import TransferTimes
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class UnderWay:
         self._time = time
         self.times = TransferTimes(first_blocks, limit_s)
         # Of each peer that has something to do.
-        self._watches: defaultdict[str, StallWatch] = defaultdict(StallWatch)
+        self._watches: defaultdict[str, StallDetector] = defaultdict(StallDetector)
 
     @property
     def is_idle(self) -> bool:

@@ -23,7 +23,7 @@ from kvtier.engine.link_time import LinkTime
 from kvtier.engine.primary_tier import PrimaryTier
 from kvtier.engine.requests import Request
 from kvtier.engine.slot_table import SlotTable
-from kvtier.engine.stall_watch import StallWatch
+from kvtier.engine.stall_detector import StallDetector
 from kvtier.engine.tier_directory import Search, TierDirectory
 from kvtier.engine.tier_link import TierLink
 from kvtier.engine.waiting_jobs import WaitingJobs
@@ -125,14 +125,14 @@ def wait_in_a_queue_for_ever(_self: WaitingJobs, _now: float) -> list[in_flight.
     return []
 
 
-@in_place_of(StallWatch, "is_stalled")
-def never_notice_that_a_tier_hangs(_self: StallWatch, _now: float, _limit_s: float) -> bool:
+@in_place_of(StallDetector, "is_stalled")
+def never_notice_that_a_tier_hangs(_self: StallDetector, _now: float, _limit_s: float) -> bool:
     """What it has begun is given up only if it does others meanwhile."""
     return False
 
 
-@in_place_of(StallWatch, "ended")
-def take_a_queue_for_a_failure(real: Any, self: StallWatch, number: int, now: float) -> None:
+@in_place_of(StallDetector, "ended")
+def take_a_queue_for_a_failure(real: Any, self: StallDetector, number: int, now: float) -> None:
     """A tier is late with all that it has since it had nothing to do."""
     moved_at = self._moved_at
     real(self, number, now)
@@ -144,8 +144,8 @@ def take_a_busy_machine_for_a_hung_tier(_self: LinkTime, _seconds: float) -> Non
     """A tier that nobody runs is late with what it has."""
 
 
-@in_place_of(StallWatch, "pop_late")
-def never_give_up_what_hangs(_self: StallWatch, _now: float, _limit_s: float) -> list[int]:
+@in_place_of(StallDetector, "pop_late")
+def never_give_up_what_hangs(_self: StallDetector, _now: float, _limit_s: float) -> list[int]:
     """A tier that does nothing any more is bypassed, and what it has is waited for."""
     return []
 

@@ -16,7 +16,7 @@ Work counts as begun when it is sent, since a link sends no more than its tier w
 from __future__ import annotations
 
 
-class StallWatch:
+class StallDetector:
     """Of one peer of a tier and one kind of work. Times are seconds of the clock of its link."""
 
     def __init__(self) -> None:
