@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvtier.engine.circuit_breaker import BreakerState, Work
-    from kvtier.engine.holes import PutOff
     from kvtier.engine.lookups import LookedUp
+    from kvtier.engine.missing_prefixes import PutOff
     from kvtier.engine.promotions import PromotionAudit
     from kvtier.engine.slot_table import SlotAudit
     from kvtier.engine.tier_directory import DirectoryAudit

@@ -7,7 +7,7 @@ what is still being filled is parked and follows once it is READY. Some blocks a
 is ever given them.
 
 What a tier could not take is offered to it again; what would come behind a hole
-in its prefix is not sent (``kvtier/engine/holes.py``).
+in its prefix is not sent (``kvtier/engine/missing_prefixes.py``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtier.core import messages as m
-from kvtier.engine.holes import Holes, PutOff
+from kvtier.engine.missing_prefixes import MissingPrefixes, PutOff
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -56,7 +56,8 @@ class Cascades:
         self._prefixes = prefixes
         self._are_chains = True  # a block is of use only with all before it in its request
         self.holes = {  #: of the tiers that may have some
-            number: Holes(slots.count, partial(directory.knows, tier=number)) for number in written
+            number: MissingPrefixes(slots.count, partial(directory.knows, tier=number))
+            for number in written
         }
 
     def send(self, batches: Mapping[int, Batch], request: RequestId, epoch: int) -> None:

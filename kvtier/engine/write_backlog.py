@@ -2,7 +2,7 @@
 
 What finds no room, or waits while the tier takes no stores, is put off: its slots are free to be
 used otherwise, and the primary tier offers it again when the link asks for it
-(``kvtier/engine/holes.py``).
+(``kvtier/engine/missing_prefixes.py``).
 
 Part of a link's actor.
 """

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvtier.core.actor import Actor
     from kvtier.core.messages import Message
     from kvtier.engine.audits import LinkAudit
-    from kvtier.engine.holes import PutOff
+    from kvtier.engine.missing_prefixes import PutOff
     from kvtier.plugin_api.keys import Key, RequestId
     from kvtier.settings.runtime_config import RuntimeConfig
     from tests.support.cell import TestMailbox

@@ -18,8 +18,8 @@ from kvtier.engine import in_flight, prefix_reservations, tier_directory
 from kvtier.engine.arrivals import Arrivals
 from kvtier.engine.cascades import Cascades
 from kvtier.engine.circuit_breaker import Breaker
-from kvtier.engine.holes import Holes
 from kvtier.engine.link_time import LinkTime
+from kvtier.engine.missing_prefixes import MissingPrefixes
 from kvtier.engine.primary_tier import PrimaryTier
 from kvtier.engine.requests import Request
 from kvtier.engine.slot_table import SlotTable
@@ -401,7 +401,7 @@ def refuse_stores_that_evict(*_: object) -> bool:
     return True
 
 
-@in_place_of(Holes, "_is_lost")
+@in_place_of(MissingPrefixes, "_is_lost")
 def offer_the_tail_of_what_is_gone(*_: object) -> bool:
     """A block that was put off goes to its tier though the one before it never will."""
     return False

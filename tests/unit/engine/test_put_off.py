@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier.core import messages as m
 from kvtier.core.messages import RequestOrder
-from kvtier.engine.holes import Holes, PutOff
+from kvtier.engine.missing_prefixes import MissingPrefixes, PutOff
 from kvtier.plugin_api.backend import Outcome
 from tests.unit.engine._story import Story, cascade, counts_of, keys_of, link_of, tier_of
 
@@ -243,13 +243,13 @@ def test_a_reset_forgets_what_was_put_off() -> None:
 # --- the books of one tier ---
 
 
-def book(keys_max: int = 8) -> tuple[Holes, set[Key]]:
+def book(keys_max: int = 8) -> tuple[MissingPrefixes, set[Key]]:
     """Return holes, and what is known to be at the tier, as tests set it."""
     there: set[Key] = set()
-    return Holes(keys_max, there.__contains__), there
+    return MissingPrefixes(keys_max, there.__contains__), there
 
 
-def put_off(holes: Holes, keys: list[Key], before: Key | None = None) -> None:
+def put_off(holes: MissingPrefixes, keys: list[Key], before: Key | None = None) -> None:
     for key in keys:
         holes.put_off(key, PutOff("r", before, is_admitted=True))
         before = key

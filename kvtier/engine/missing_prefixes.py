@@ -35,7 +35,7 @@ class PutOff(NamedTuple):
     is_admitted: bool  #: the tier's admission policy has had its say
 
 
-class Holes:
+class MissingPrefixes:
     """Of one tier."""
 
     def __init__(self, keys_max: int, is_there: Callable[[Key], bool]) -> None:
