@@ -29,6 +29,7 @@ from kvtier.core.backend_counts import BackendCounts
 from kvtier.core.generations import mark_of_name
 from kvtier.core.policy_actor import new_policy
 from kvtier.core.statistics import Observed, TierCounts, TierStatistics
+from kvtier.engine.access_relay import AccessRelay
 from kvtier.engine.audits import LinkAudit
 from kvtier.engine.circuit_breaker import Work, worst
 from kvtier.engine.connection import ServerConnection
@@ -38,7 +39,6 @@ from kvtier.engine.probes import Probes
 from kvtier.engine.request_tiers import RequestRelay
 from kvtier.engine.tier_health import NAMES, TierHealth
 from kvtier.engine.transfers import Transfers
-from kvtier.engine.uses import UseRelay
 from kvtier.engine.write_backlog import WriteBacklog
 from kvtier.plugin_api.backend import Connection, Outcome
 
@@ -105,7 +105,7 @@ class TierLink(Actor):
         self._probes.begin_generation(self._mark)
         self.drain_events = self.contents.drain_events
         self._is_told = False  # whether the tier's cell has been told of it
-        self._uses = UseRelay(tier)
+        self._uses = AccessRelay(tier)
         self._abandoned_slots = 0
         self._was_idle = True  # at the last Tick
         super().__init__(f"link:{config.tiers[number].name}", self._all_handlers())

@@ -19,7 +19,7 @@ SEND_S: Final = 0.1
 """Between two ticks that send what was used."""
 
 
-class UseRelay:
+class AccessRelay:
     """Part of a tier's link."""
 
     def __init__(self, tier: Mailbox) -> None:
