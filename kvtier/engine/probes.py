@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from kvtier.core.actor import Mailbox
     from kvtier.core.statistics import TierSpeed
-    from kvtier.engine.contents_relay import ContentsRelay
     from kvtier.engine.in_flight import Numbers
+    from kvtier.engine.presence_feed import PresenceFeed
     from kvtier.engine.tier_health import TierHealth
     from kvtier.engine.waiting_probes import Probe
     from kvtier.settings.runtime_config import RuntimeConfig
@@ -42,7 +42,7 @@ class Probes:
         config: RuntimeConfig,
         numbers: Numbers,
         health: TierHealth,
-        contents: ContentsRelay,
+        contents: PresenceFeed,
         *,
         tier: Mailbox,
         primary: Mailbox,

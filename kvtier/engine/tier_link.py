@@ -33,8 +33,8 @@ from kvtier.engine.access_relay import AccessRelay
 from kvtier.engine.audits import LinkAudit
 from kvtier.engine.circuit_breaker import Work, worst
 from kvtier.engine.connection import ServerConnection
-from kvtier.engine.contents_relay import ContentsRelay
 from kvtier.engine.in_flight import Numbers
+from kvtier.engine.presence_feed import PresenceFeed
 from kvtier.engine.probes import Probes
 from kvtier.engine.request_tiers import RequestRelay
 from kvtier.engine.tier_health import NAMES, TierHealth
@@ -89,7 +89,7 @@ class TierLink(Actor):
         self._loads = Transfers(Work.LOAD, config, time, limits_s[0], relay.peer_of)
         self._stores = Transfers(Work.STORE, config, time, limits_s[1])
         self._told_cost: LoadCost | None = None
-        self.contents = ContentsRelay(
+        self.contents = PresenceFeed(
             number,
             self._connection,
             primary,

@@ -8,7 +8,7 @@ from unittest.mock import patch
 from mutating import Mutations
 
 from kvtier.engine.connection import ServerConnection
-from kvtier.engine.contents_relay import ContentsRelay
+from kvtier.engine.presence_feed import PresenceFeed
 from kvtier.engine.probes import Probes
 from kvtier.engine.tier_health import TierHealth
 
@@ -40,7 +40,7 @@ def go_on_giving_work_to_a_lost_server() -> Iterator[None]:
         yield
 
 
-@in_place_of(ContentsRelay, "lost_server")
+@in_place_of(PresenceFeed, "lost_server")
 def believe_in_what_a_lost_server_had(*_: object) -> None:
     """A server that comes back empty is asked for all that it had."""
 
@@ -50,8 +50,8 @@ def take_the_next_cell_for_unconnected(*_: object) -> None:
     """A tier whose server was gone when it broke is never given anything again."""
 
 
-@in_place_of(ContentsRelay, "_tell_in_turn")
-def tell_what_comes_later_before_what_waits(self: ContentsRelay, change: Any) -> None:
+@in_place_of(PresenceFeed, "_tell_in_turn")
+def tell_what_comes_later_before_what_waits(self: PresenceFeed, change: Any) -> None:
     """A block that was lost and is stored again counts as lost in the end."""
     if change.removed and self._gone_left <= 0:
         self._untold.append(change)
@@ -59,8 +59,8 @@ def tell_what_comes_later_before_what_waits(self: ContentsRelay, change: Any) ->
         self._tell(change)
 
 
-@in_place_of(ContentsRelay, "_learned")
-def believe_in_what_ends_without_a_server(real: Any, self: ContentsRelay, *changes: Any) -> None:
+@in_place_of(PresenceFeed, "_learned")
+def believe_in_what_ends_without_a_server(real: Any, self: PresenceFeed, *changes: Any) -> None:
     """A store that ends after the server was lost says what is there once it is back."""
     with patch.object(ServerConnection, "is_up", new=True):
         real(self, *changes)

@@ -41,7 +41,7 @@ class _Change(NamedTuple):
     learned: m.PresenceLearned | None
 
 
-class ContentsRelay:
+class PresenceFeed:
     """Of one tier."""
 
     def __init__(
