@@ -22,11 +22,11 @@ from kvtier.core.actor import Actor, Mailbox
 from kvtier.core.events import PRIMARY, Event, EventKind, EventLog
 from kvtier.core.policy_actor import POLICY_TIME_S, new_policy
 from kvtier.core.statistics import Observed, PrimaryCounts, PrimaryStatistics
-from kvtier.engine.arrivals import Arrivals
 from kvtier.engine.audits import PrimaryAudit
 from kvtier.engine.cascades import Cascades
 from kvtier.engine.eviction import Eviction, StoreAfterEviction
 from kvtier.engine.gpu_loads import GpuLoads
+from kvtier.engine.load_completions import LoadCompletions
 from kvtier.engine.load_decisions import LoadDecisions
 from kvtier.engine.lookups import Lookups
 from kvtier.engine.prefix_plan import storable
@@ -103,7 +103,7 @@ class PrimaryTier(Actor):
         self._cascades = Cascades(self.slots, config.tiers, takers, self._prefixes, self._directory)
         self.by_request = RequestTiers(self.slots, self._cascades, links, policy)
         books = (self.slots, self.promotions, self._lookups, self._eviction)
-        self._arrivals = Arrivals(*books, self._became_ready, self._not_filled)
+        self._arrivals = LoadCompletions(*books, self._became_ready, self._not_filled)
         self.epoch = 0  #: how many resets there were
         self._since = 0  # the epoch in which the generation of weights began
         self._policy_time = 0.0  # what the policy was told last

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from msgspec import structs
 
 from kvtier.core.events import PRIMARY, EventKind, EventLog
-from kvtier.engine.arrivals import Arrivals
+from kvtier.engine.load_completions import LoadCompletions
 from kvtier.engine.requests import Request
 from kvtier.engine.tier_link import TierLink
 from kvtier.plugin_api.backend import Connection
@@ -66,7 +66,7 @@ def _unmarked(keys: tuple[bytes, ...], _mark: bytes) -> tuple[bytes, ...]:
     return keys
 
 
-_promotion_ended = Arrivals._ended  # noqa: SLF001 - as are all below: what is replaced
+_promotion_ended = LoadCompletions._ended  # noqa: SLF001 - as are all below: what is replaced
 _tier_fenced = TierLink._tier_fenced  # noqa: SLF001
 _add_event = EventLog.add
 _read_password = Credentials.password
@@ -74,7 +74,7 @@ _passwords: dict[str, str | None] = {}
 _begin_request = Request.__init__
 
 
-def _take_any_promotion(self: Arrivals, message: m.PromotionEnded) -> None:
+def _take_any_promotion(self: LoadCompletions, message: m.PromotionEnded) -> None:
     _promotion_ended(self, structs.replace(message, epoch=self._epoch))
 
 
@@ -166,7 +166,7 @@ PLANTS: Final = {
     "late_load": Plant(
         "runtime",
         "what a tier delivers for a lookup from before a reset is taken for one after it",
-        [(Arrivals, "_ended", _take_any_promotion)],
+        [(LoadCompletions, "_ended", _take_any_promotion)],
     ),
     "falling_counter": Plant(
         "runtime",

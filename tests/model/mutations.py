@@ -15,10 +15,10 @@ from mutating import Mutations
 from kvtier.core import messages as m
 from kvtier.core.events import EventKind, EventLog
 from kvtier.engine import in_flight, prefix_reservations, tier_directory
-from kvtier.engine.arrivals import Arrivals
 from kvtier.engine.cascades import Cascades
 from kvtier.engine.circuit_breaker import Breaker
 from kvtier.engine.link_time import LinkTime
+from kvtier.engine.load_completions import LoadCompletions
 from kvtier.engine.missing_prefixes import MissingPrefixes
 from kvtier.engine.primary_tier import PrimaryTier
 from kvtier.engine.requests import Request
@@ -102,8 +102,10 @@ def reuse_a_quarantined_slot_at_once(real: Any, self: SlotTable, slot: int, user
         pass
 
 
-@in_place_of(Arrivals, "_abandoned")
-def free_a_slot_whose_fill_is_abandoned(self: Arrivals, message: m.PromotionAbandoned) -> None:
+@in_place_of(LoadCompletions, "_abandoned")
+def free_a_slot_whose_fill_is_abandoned(
+    self: LoadCompletions, message: m.PromotionAbandoned
+) -> None:
     """At a promotion's deadline its slot counts as let go of."""
     if message.epoch == self._epoch:
         for key, slot in zip(message.keys, message.slots, strict=True):
@@ -155,15 +157,15 @@ def send_what_nobody_waits_for(*_: object) -> None:
     """A client that hung up costs all that it had asked for."""
 
 
-@in_place_of(Arrivals, "_late")
-def throw_away_what_arrives_late(self: Arrivals, message: m.PromotionLate) -> None:
+@in_place_of(LoadCompletions, "_late")
+def throw_away_what_arrives_late(self: LoadCompletions, message: m.PromotionLate) -> None:
     """Bytes that were paid for serve nobody."""
     self.let_go(message.slots)
 
 
-@in_place_of(Arrivals, "_late")
+@in_place_of(LoadCompletions, "_late")
 def take_a_late_block_for_another_epochs(
-    real: Any, self: Arrivals, message: m.PromotionLate
+    real: Any, self: LoadCompletions, message: m.PromotionLate
 ) -> None:
     """What was asked for before a reset is kept after it."""
     real(self, structs.replace(message, epoch=self._epoch))
@@ -195,8 +197,10 @@ def ignore_the_epoch_of_a_cascade(self: PrimaryTier, message: m.CascadeEnded) ->
     self._unhold(message.keys, message.slots)
 
 
-@in_place_of(Arrivals, "_ended")
-def ignore_the_epoch_of_a_promotion(real: Any, self: Arrivals, message: m.PromotionEnded) -> None:
+@in_place_of(LoadCompletions, "_ended")
+def ignore_the_epoch_of_a_promotion(
+    real: Any, self: LoadCompletions, message: m.PromotionEnded
+) -> None:
     """A load from before a reset is taken for one of after it."""
     real(self, structs.replace(message, epoch=self._epoch))
 
@@ -262,8 +266,8 @@ def drop_a_removed_event(real: Any, self: EventLog, kind: EventKind, keys: Any =
         real(self, kind, keys)
 
 
-@in_place_of(Arrivals, "_ended")
-def admit_a_failed_block(real: Any, self: Arrivals, message: m.PromotionEnded) -> None:
+@in_place_of(LoadCompletions, "_ended")
+def admit_a_failed_block(real: Any, self: LoadCompletions, message: m.PromotionEnded) -> None:
     """A block that failed, or fails its check, is served."""
     real(self, structs.replace(message, outcomes=(Outcome.DONE,) * len(message.keys)))
 

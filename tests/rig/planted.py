@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 from vllm.v1.core import kv_cache_utils
 
 from kvtier.core.generations import Generations
-from kvtier.engine.arrivals import Arrivals
+from kvtier.engine.load_completions import LoadCompletions
 from kvtier.engine.lookups import Lookups
 from kvtier.engine.primary_tier import PrimaryTier
 from kvtier.engine.requests import Request
@@ -148,7 +148,7 @@ def complete_a_load_from_before_a_reset() -> Any:
 
 def accept_a_promotion_from_before_a_reset() -> Any:
     """What a tier read before the reset fills a slot that is nobody's."""
-    return _rewritten(Arrivals, "_ended", "message.epoch != self._epoch", "False")
+    return _rewritten(LoadCompletions, "_ended", "message.epoch != self._epoch", "False")
 
 
 def use_slots_at_once_after_a_reset() -> Any:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key, RequestId
 
 
-class Arrivals:
+class LoadCompletions:
     """Handles what links say of promotions."""
 
     def __init__(
