@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.core import messages as m
 from kvtier.core.load_messages import SPREADS
-from kvtier.engine.engine_queue import EngineQueue
 from kvtier.engine.exploration import Exploration
 from kvtier.engine.load_decision import FREE, Rates, Run, best_cut
+from kvtier.engine.prefill_backlog import PrefillBacklog
 from kvtier.engine.prefill_speed import PrefillSpeed
 from kvtier.engine.prefix_choice import best_prefix
 from kvtier.engine.tier_directory import NOWHERE
@@ -87,7 +87,7 @@ class LoadDecisions:
         self._wait_timeout_s = config.wait_timeout_s
         self._is_on = config.load_policy == "auto" and bool(config.tiers)
         self._speed = PrefillSpeed(config.prefill_tokens_per_s)
-        self._queue = EngineQueue()
+        self._queue = PrefillBacklog()
         self._costs: dict[int, LoadCost] = {}
         self._minds = [_Mind() for _ in config.tiers]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvtier.core.load_messages import LoadCost
-from kvtier.engine.engine_queue import LOADING_MAX, EngineQueue
 from kvtier.engine.load_decision import Cut, Outlook, Rates
+from kvtier.engine.prefill_backlog import LOADING_MAX, PrefillBacklog
 from kvtier.engine.requests import Request
 from kvtier.engine.tier_directory import TierDirectory
 
@@ -23,16 +23,16 @@ def request(name: str) -> Request:
     return made
 
 
-def outlook(queue: EngineQueue, now: float) -> Outlook:
+def outlook(queue: PrefillBacklog, now: float) -> Outlook:
     return queue.outlook(request(NEVER_SEEN), RATES, COSTS, now)
 
 
 def test_at_first_there_is_nothing() -> None:
-    assert outlook(EngineQueue(), 5.0) == Outlook(RATES, COSTS)
+    assert outlook(PrefillBacklog(), 5.0) == Outlook(RATES, COSTS)
 
 
 def test_what_is_computed_takes_its_turn_and_is_over() -> None:
-    queue = EngineQueue()
+    queue = PrefillBacklog()
     for name in "ab":
         queue.add(request(name), COMPUTES, 2.0, outlook(queue, 10.0), 10.0)
     assert outlook(queue, 10.0).computed_s == pytest.approx(4.0)
@@ -41,14 +41,14 @@ def test_what_is_computed_takes_its_turn_and_is_over() -> None:
 
 
 def test_a_request_that_loads_waits_until_it_should_have_loaded() -> None:
-    queue = EngineQueue()
+    queue = PrefillBacklog()
     queue.add(request("a"), LOADS_100, 0.0, outlook(queue, 10.0), 10.0)
     assert outlook(queue, 11.0).loads_end_s == pytest.approx((0.5,))
     assert outlook(queue, 12.0).loads_end_s == ()
 
 
 def test_one_that_is_scheduled_or_decided_for_again_waits_no_more() -> None:
-    queue = EngineQueue()
+    queue = PrefillBacklog()
     scheduled, again = request("a"), request("b")
     for each in (scheduled, again):
         queue.add(each, LOADS_100, 0.0, outlook(queue, 0.0), 0.0)
@@ -59,7 +59,7 @@ def test_one_that_is_scheduled_or_decided_for_again_waits_no_more() -> None:
 
 def test_blocks_that_are_decided_on_are_outstanding_before_the_tier_is_asked() -> None:
     """And are worked off as fast as the tier is by now."""
-    queue = EngineQueue()
+    queue = PrefillBacklog()
     for name in "ab":
         queue.add(request(name), LOADS_100, 0.0, outlook(queue, 0.0), 0.0)
     assert outlook(queue, 0.0).costs[0].outstanding == 200
@@ -72,7 +72,7 @@ def test_blocks_that_are_decided_on_are_outstanding_before_the_tier_is_asked() -
 
 
 def test_a_decision_looks_at_so_many_others_at_most() -> None:
-    queue = EngineQueue()
+    queue = PrefillBacklog()
     for number in range(LOADING_MAX + 5):
         queue.add(request(str(number)), LOADS_100, 0.0, outlook(queue, 0.0), 0.0)
     assert len(outlook(queue, 0.0).loads_end_s) == LOADING_MAX

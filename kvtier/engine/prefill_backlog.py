@@ -24,7 +24,7 @@ LOADING_MAX: Final = 64
 """So many requests that load are looked at, the oldest: a decision must be quick."""
 
 
-class EngineQueue:
+class PrefillBacklog:
     """Knows what was decided for requests that have no first token yet."""
 
     def __init__(self) -> None:
