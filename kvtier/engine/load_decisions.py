@@ -12,7 +12,7 @@ no time, but its loads are waited for no longer than computing would take: it ma
 
 A tier that is declined tells nothing new of itself. So now and then a request loads the
 first few blocks all the same, and waits for them for no longer than a small share of what
-it has to compute anyway (``kvtier/engine/exploration.py``).
+it has to compute anyway (``kvtier/engine/reprobing.py``).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.core import messages as m
 from kvtier.core.load_messages import SPREADS
-from kvtier.engine.exploration import Exploration
 from kvtier.engine.load_decision import FREE, Rates, Run, best_cut
 from kvtier.engine.prefill_backlog import PrefillBacklog
 from kvtier.engine.prefill_speed import PrefillSpeed
 from kvtier.engine.prefix_choice import best_prefix
+from kvtier.engine.reprobing import Reprobing
 from kvtier.engine.tier_directory import NOWHERE
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class _Mind:
 
     def __init__(self) -> None:
         self.declines = False
-        self.exploration = Exploration()
+        self.exploration = Reprobing()
         self.noticed_at = -NOTICE_S
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from kvtier.engine.exploration import FIRST_S, LAST_S, REQUESTS, Exploration
+from kvtier.engine.reprobing import FIRST_S, LAST_S, REQUESTS, Reprobing
 
 SLOW_S = 1.0
 
 
-def begun() -> Exploration:
-    exploration = Exploration()
+def begun() -> Reprobing:
+    exploration = Reprobing()
     exploration.begin(0.0, SLOW_S)
     return exploration
 

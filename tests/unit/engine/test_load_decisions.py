@@ -11,8 +11,8 @@ import pytest
 from kvtier.core.block_state import BlockState
 from kvtier.core.group_messages import GroupKeys
 from kvtier.engine.circuit_breaker import BreakerState
-from kvtier.engine.exploration import FIRST_S
 from kvtier.engine.load_decisions import EXPLORED_BLOCKS_MAX, EXPLORING_SHARE
+from kvtier.engine.reprobing import FIRST_S
 from kvtier.plugin_api.backend import Outcome
 from tests.unit.engine._decided import (
     ABSENT,

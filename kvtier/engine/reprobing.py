@@ -25,7 +25,7 @@ BETTER: Final = 0.9
 """A load that is expected to take at most so much of what it was before has become better."""
 
 
-class Exploration:
+class Reprobing:
     """Of one tier. Times are seconds of the clock of the engine cell."""
 
     __slots__ = ("_at", "_declined", "_expected_s", "_interval_s")
