@@ -67,7 +67,7 @@ class Rates(NamedTuple):
         return self.linear * (end - first) + self.quadratic * (end * end - first * first)
 
 
-class Outlook(NamedTuple):
+class Estimates(NamedTuple):
     """What a decision reckons with. Times are seconds from now."""
 
     rates: Rates
@@ -101,7 +101,7 @@ class Outlook(NamedTuple):
         return ends_s + sum(ends_s - each for each in self.loads_end_s if begins_s <= each < ends_s)
 
 
-def best_cut(runs: Sequence[Run], place: Place, outlook: Outlook) -> Cut:
+def best_cut(runs: Sequence[Run], place: Place, outlook: Estimates) -> Cut:
     """Return the best cut. Where two are alike, the one that loads more."""
     rates = outlook.rates
     total = sum(run.length for run in runs)
@@ -127,7 +127,7 @@ def best_cut(runs: Sequence[Run], place: Place, outlook: Outlook) -> Cut:
     )
 
 
-def _candidates(runs: Sequence[Run], outlook: Outlook) -> Iterator[tuple[int, dict[int, int]]]:
+def _candidates(runs: Sequence[Run], outlook: Estimates) -> Iterator[tuple[int, dict[int, int]]]:
     """Yield cuts: keys, and how many of them are from each tier. They grow."""
     free_s = outlook.computed_s / (1 + outlook.spread())
     keys = 0

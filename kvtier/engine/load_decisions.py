@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvtier.core.group_messages import GroupKeys
     from kvtier.core.load_messages import LoadCost, Place
     from kvtier.core.statistics import PrimaryCounts
-    from kvtier.engine.load_decision import Cut, Outlook
+    from kvtier.engine.load_decision import Cut, Estimates
     from kvtier.engine.promotions import Promotions
     from kvtier.engine.requests import Request
     from kvtier.engine.slot_table import SlotTable
@@ -190,7 +190,7 @@ class LoadDecisions:
             self._decline(behind, request)
         return cut.keys
 
-    def _decided(self, runs: Sequence[Run], cut: Cut, request: Request, outlook: Outlook) -> int:
+    def _decided(self, runs: Sequence[Run], cut: Cut, request: Request, outlook: Estimates) -> int:
         """Take note of a decision; return how many keys are kept, which may be others."""
         tier = next(run.where for run in runs if run.where != FREE)
         stalled_s = cut.load_s * (1 + SPREADS * outlook.spread())
@@ -212,7 +212,7 @@ class LoadDecisions:
         self._note(tier, cut)
         return cut.keys
 
-    def _have_wait_for_room(self, cut: Cut, request: Request, outlook: Outlook) -> None:
+    def _have_wait_for_room(self, cut: Cut, request: Request, outlook: Estimates) -> None:
         """Have it wait for slots that others hold, as long as it would have computed meanwhile."""
         if not self._costs or self._promotions.leases_of(request.search.request):
             return  # no tier's cost is known yet; or its loads were begun before anything was known

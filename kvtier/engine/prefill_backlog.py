@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvtier.engine.load_decision import Outlook
+from kvtier.engine.load_decision import Estimates
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,12 +34,12 @@ class PrefillBacklog:
 
     def outlook(
         self, request: Request, rates: Rates, costs: Mapping[int, LoadCost], now: float
-    ) -> Outlook:
+    ) -> Estimates:
         """Return what a decision for ``request`` has to reckon with."""
         waiting = {each: at for each, at in self._loaded_at.items() if at > now and each.is_weighed}
         waiting.pop(request, None)
         self._loaded_at = waiting
-        return Outlook(
+        return Estimates(
             rates,
             {tier: self._behind_others(tier, cost, now) for tier, cost in costs.items()},
             max(0.0, self._computed_at - now),
@@ -53,7 +53,7 @@ class PrefillBacklog:
         return cost if blocks <= cost.outstanding else cost._replace(outstanding=blocks)
 
     def add(
-        self, request: Request, cut: Cut, compute_s: float, outlook: Outlook, now: float
+        self, request: Request, cut: Cut, compute_s: float, outlook: Estimates, now: float
     ) -> None:
         """Have later decisions reckon with this one, of which ``compute_s`` are computed."""
         if cut.blocks:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvtier.core.group_messages import GroupKeys
-    from kvtier.engine.load_decision import Outlook
+    from kvtier.engine.load_decision import Estimates
     from kvtier.plugin_api.keys import Key
 
 CUTS_MAX: Final = 16
@@ -28,7 +28,7 @@ def best_prefix(
     tokens: int,
     where: Callable[[Key], int],
     first_token: int,
-    outlook: Outlook,
+    outlook: Estimates,
 ) -> Cut:
     """Return the best cut of a prefix of ``tokens``; its ``keys`` are tokens, 0 for none.
 
@@ -77,7 +77,7 @@ def _load(
     groups: Sequence[GroupKeys],
     tokens: int,
     where: Callable[[Key], int],
-    outlook: Outlook,
+    outlook: Estimates,
 ) -> tuple[float, dict[int, int]] | None:
     """Return what loading a prefix takes, and how many blocks of it are in each tier.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier.core.load_messages import LoadCost
-from kvtier.engine.load_decision import Cut, Outlook, Rates
+from kvtier.engine.load_decision import Cut, Estimates, Rates
 from kvtier.engine.prefill_backlog import LOADING_MAX, PrefillBacklog
 from kvtier.engine.requests import Request
 from kvtier.engine.tier_directory import TierDirectory
@@ -23,12 +23,12 @@ def request(name: str) -> Request:
     return made
 
 
-def outlook(queue: PrefillBacklog, now: float) -> Outlook:
+def outlook(queue: PrefillBacklog, now: float) -> Estimates:
     return queue.outlook(request(NEVER_SEEN), RATES, COSTS, now)
 
 
 def test_at_first_there_is_nothing() -> None:
-    assert outlook(PrefillBacklog(), 5.0) == Outlook(RATES, COSTS)
+    assert outlook(PrefillBacklog(), 5.0) == Estimates(RATES, COSTS)
 
 
 def test_what_is_computed_takes_its_turn_and_is_over() -> None:
