@@ -232,7 +232,7 @@ class Groups:
         return tokens <= end and (begins_with_offer or tokens == end)
 
 
-class Pass:
+class GroupLookup:
     """What one request was answered in one step, key by key."""
 
     def __init__(self, groups: Groups, end_of: Mapping[bytes, int]) -> None:

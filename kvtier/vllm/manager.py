@@ -27,6 +27,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtier.core.block_state import BlockState
 from kvtier.vllm.ending import ENDING
 from kvtier.vllm.grants import OpenGrants
+from kvtier.vllm.group_lookups import GroupLookups
 from kvtier.vllm.groups import (
     Groups,
     Orders,
@@ -41,7 +42,6 @@ from kvtier.vllm.live_requests import LiveRequests
 from kvtier.vllm.media import MEDIA
 from kvtier.vllm.metrics import MetricsExporter
 from kvtier.vllm.news import News
-from kvtier.vllm.passes import Passes
 from kvtier.vllm.prefill_steps import PrefillSteps
 from kvtier.vllm.request_params import packed_params, peer_of
 from kvtier.vllm.resumed import ResumedRequests
@@ -153,7 +153,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._undecided: set[str] = set()  # requests that have looked up, and may wait
         self._resumed = ResumedRequests(are_held_back=not _TELLS_WHEN_FLUSHED)
         self._loading: list[str] = []  # requests that began a load in this step
-        self._passes = Passes(facade, self._groups, self._steps)
+        self._passes = GroupLookups(facade, self._groups, self._steps)
         self.live = LiveRequests(self._weights)
 
     # --- requests ---

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtier.plugin_api.keys import GROUP_BYTES
-from kvtier.vllm.groups import Pass
+from kvtier.vllm.groups import GroupLookup
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from kvtier.vllm.prefill_steps import PrefillSteps
 
 
-class Passes:
+class GroupLookups:
     """What requests were answered in this step, and what is reserved for them at its end."""
 
     def __init__(self, facade: SchedulerFacade, groups: Groups, steps: PrefillSteps) -> None:
         self._facade = facade
         self._groups = groups
         self._steps = steps
-        self._of: dict[str, Pass] = {}
+        self._of: dict[str, GroupLookup] = {}
         self._refused: set[str] = set()  # requests that a prefix had no room for in the last step
 
     def __contains__(self, request: str) -> bool:
@@ -35,7 +35,7 @@ class Passes:
 
     def begin(self, request: str, end_of: dict[bytes, int]) -> None:
         """Note that a request looks up its first key in this step."""
-        self._of[request] = Pass(self._groups, end_of)
+        self._of[request] = GroupLookup(self._groups, end_of)
 
     def look_up(self, key: bytes, request: str, end_of: dict[bytes, int]) -> BlockState:
         """Tell where the block is."""
