@@ -16,7 +16,7 @@ LOOK_S: Final = 1.0
 """Between two looks at the tiers: what changes all the time must not keep an engine stepping."""
 
 
-class News:
+class IdleWork:
     """What has happened since the engine last stepped. Scheduler thread only."""
 
     def __init__(self, facade: SchedulerFacade) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtier.hosts.process_host import TierProcess
-from kvtier.vllm import news
+from kvtier.vllm import idle_work
 from tests.support.patience import until
 from tests.vllm.support.connector import BLOCK_BYTES, connector
 
@@ -34,7 +34,7 @@ def comes_to_rest(engine: Connector) -> bool:
 def test_a_tier_that_is_killed_is_something_to_step_for(
     kv_events: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(news, "LOOK_S", 0.0)
+    monkeypatch.setattr(idle_work, "LOOK_S", 0.0)
     tier = {**TIER, "enable_kv_events": kv_events}
     with connector(slots=8, secondary_tiers=[tier], kv_events=kv_events) as engine:
         until(lambda: engine.tier().breaker == "CLOSED" and comes_to_rest(engine))
@@ -50,7 +50,7 @@ def test_what_a_tier_could_not_take_is_something_to_step_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So an engine that goes idle meanwhile stores it all the same."""
-    monkeypatch.setattr(news, "LOOK_S", 0.0)
+    monkeypatch.setattr(idle_work, "LOOK_S", 0.0)
     begin_anew, may_begin = TierProcess._begin_anew, threading.Event()
     monkeypatch.setattr(
         TierProcess, "_begin_anew", lambda host: may_begin.is_set() and begin_anew(host)
