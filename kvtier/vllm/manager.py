@@ -36,6 +36,7 @@ from kvtier.vllm.groups import (
     positions_of,
     warn_without_positions,
 )
+from kvtier.vllm.guarded_observer import GuardedObserver
 from kvtier.vllm.idle_work import IdleWork
 from kvtier.vllm.keys_behind import keys_behind
 from kvtier.vllm.kv_events import DESCRIBED_RESULTS, KVEvents, Place
@@ -46,7 +47,6 @@ from kvtier.vllm.prefill_steps import PrefillSteps
 from kvtier.vllm.request_params import packed_params, peer_of
 from kvtier.vllm.resumed import ResumedRequests
 from kvtier.vllm.tier_facts import TierFacts
-from kvtier.vllm.watch import Watch
 from kvtier.vllm.weight_updates import EngineWeights
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._context = RequestOffloadingContext(
             policy=OffloadPolicy.REQUEST_LEVEL if wants_requests else OffloadPolicy.CHUNK_LEVEL
         )
-        self._watch, self._news = Watch(), IdleWork(facade)
+        self._watch, self._news = GuardedObserver(), IdleWork(facade)
         self._metrics = MetricsExporter(facade, config, definitions, self._watch, hosting)
         events = spec.kv_events_config
         self._describes = events.enable_kv_cache_events and events.self_describing_kv_events

@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 from kvtier.engine.circuit_breaker import BreakerState
 from kvtier.plugin_api.backend import Connection
+from kvtier.vllm.guarded_observer import DROPS, Sample
 from kvtier.vllm.metric_definitions import (
     ANSWERS_PER_SECOND,
     BACKEND,
@@ -35,7 +36,6 @@ from kvtier.vllm.metric_definitions import (
     WINDOW,
     tier_metric_definitions,
 )
-from kvtier.vllm.watch import DROPS, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -54,9 +54,9 @@ if TYPE_CHECKING:
     )
     from kvtier.engine.facade import SchedulerFacade
     from kvtier.settings.runtime_config import RuntimeConfig
+    from kvtier.vllm.guarded_observer import GuardedObserver
     from kvtier.vllm.hosted.backend import HostingEngine
     from kvtier.vllm.hosted.stats import HostedStats
-    from kvtier.vllm.watch import Watch
 
 REPORT_S: Final = 0.1
 """Between two reports while requests run, and none of them ends."""
@@ -211,7 +211,7 @@ class TierExporter:
     def __init__(
         self,
         tier: str,
-        watch: Watch,
+        watch: GuardedObserver,
         hosted: HostedStats,
         definitions: Mapping[str, OffloadingMetricMetadata],
     ) -> None:
@@ -249,7 +249,7 @@ class MetricsExporter:
         facade: SchedulerFacade,
         config: RuntimeConfig,
         definitions: Mapping[str, OffloadingMetricMetadata],
-        watch: Watch,
+        watch: GuardedObserver,
         hosting: HostingEngine | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,

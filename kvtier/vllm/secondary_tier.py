@@ -36,6 +36,7 @@ from kvtier.vllm.adapters import know_adapters
 from kvtier.vllm.connector_hooks import hook_connector
 from kvtier.vllm.connectors_beside import OWN_SPEC, check_place_of_tier
 from kvtier.vllm.groups import in_token_order, positions_of
+from kvtier.vllm.guarded_observer import GuardedObserver
 from kvtier.vllm.hosted.backend import HostingEngine
 from kvtier.vllm.hosted.stats import definitions_of
 from kvtier.vllm.hosted.tier_class import info_keys_of
@@ -47,7 +48,6 @@ from kvtier.vllm.own_spec import namespace_of, vllm_configs
 from kvtier.vllm.sharing import apart_if_unknown
 from kvtier.vllm.start import warn_of_this_release
 from kvtier.vllm.tier_facts import TierFacts
-from kvtier.vllm.watch import Watch
 from kvtier.vllm.weight_updates import weights_here
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
         facts = TierFacts(tier)
         self.medium, self.locality = facts.medium, facts.locality
         self.cache_hit_source = facts.hit_source
-        self._watch = Watch()
+        self._watch = GuardedObserver()
         place = Place(facts.medium, facts.locality, tier.name, lambda: self._facade.evicts)
         self._events = KVEvents([place], self_describing=False)
         staging = SlotMemory.anonymous(config.slot_count, block_bytes)

@@ -31,10 +31,10 @@ from kvtier.engine.primary_tier import PrimaryTier
 from kvtier.engine.tier_link import TierLink
 from kvtier.settings.extra_config import read_settings
 from kvtier.vllm import KVTierOffloadingSpec, metric_definitions, metrics
+from kvtier.vllm.guarded_observer import DROPS, GuardedObserver, Sample
 from kvtier.vllm.kv_events import KVEvents
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.metrics import MetricsExporter
-from kvtier.vllm.watch import DROPS, Sample, Watch
 from tests.support.patience import PATIENCE_S, until
 from tests.vllm.support.children import run_scenario
 from tests.vllm.support.connector import connector
@@ -260,7 +260,7 @@ def test_what_waits_to_be_told_is_told_before_long() -> None:
         facade,  # type: ignore[arg-type]
         CONFIG,
         KVTierOffloadingSpec.metrics(EXTRA),
-        Watch(),
+        GuardedObserver(),
         clock=lambda: now[0],
     )
     assert exporter.take(is_busy=True) is not None
@@ -274,7 +274,7 @@ def test_what_waits_to_be_told_is_told_before_long() -> None:
 
 
 def test_a_fault_of_one_kind_is_in_the_log_once(capsys: pytest.CaptureFixture[str]) -> None:
-    watch = Watch()
+    watch = GuardedObserver()
     for _ in range(3):
         assert watch.safely("events", broken) is None
         watch.drop("counter_fell", "kvtier:faults", -1)
@@ -357,7 +357,7 @@ STEPS = strategies.lists(
 @given(steps=STEPS)
 def test_whatever_counters_do_vllms_front_end_takes_it_and_shows_no_fall(steps: list[Any]) -> None:
     """Counters that fall, backends that begin again at 0, values that are none."""
-    facade, watch = History(), Watch()
+    facade, watch = History(), GuardedObserver()
     exporter = MetricsExporter(
         facade,  # type: ignore[arg-type]
         CONFIG,

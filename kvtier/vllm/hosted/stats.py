@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
     from vllm.v1.kv_offload.base import OffloadingMetricMetadata
 
-    from kvtier.vllm.watch import Sample
+    from kvtier.vllm.guarded_observer import Sample
 
 WAITING_MAX: Final = 64
 """Reports that wait for an engine that stands still. The tiers count on, and report later."""

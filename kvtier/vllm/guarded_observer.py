@@ -42,7 +42,7 @@ VALUE_MAX: Final = 2.0**63
 _NUMBER: Final = (int, float)  # a union would be made anew for each value
 
 
-class Watch:
+class GuardedObserver:
     """Counts what was dropped, and writes each kind of it to the log once."""
 
     def __init__(self) -> None:
@@ -84,7 +84,9 @@ class Watch:
 class Sample:
     """What is reported in one step: only what ``definitions`` have, and vLLM takes."""
 
-    def __init__(self, definitions: Mapping[str, OffloadingMetricMetadata], watch: Watch) -> None:
+    def __init__(
+        self, definitions: Mapping[str, OffloadingMetricMetadata], watch: GuardedObserver
+    ) -> None:
         self.stats = OffloadingConnectorStats()
         self._definitions = definitions
         self._watch = watch
