@@ -26,12 +26,12 @@ from kvtier.plugin_api.backend import Backend, BackendTraits, Loaded, Outcome
 from kvtier.plugin_api.threads import DaemonThreads
 from kvtier.settings.hosted_tier import HostedOptions
 from kvtier.vllm.hosted.connections import end_well, note_no_seed_too_early
+from kvtier.vllm.hosted.finished_notifier import UNFETCHED_S, FinishedNotifier
 from kvtier.vllm.hosted.jobs import HostedJobs, slots_in
 from kvtier.vllm.hosted.late_writes import Peers
 from kvtier.vllm.hosted.parent import Parent
 from kvtier.vllm.hosted.requests import HostedRequest, PeersBlocks
 from kvtier.vllm.hosted.stats import HostedStats
-from kvtier.vllm.hosted.takers import UNFETCHED_S, Takers
 from kvtier.vllm.hosted.tier_class import P2P, class_of, info_of, serves_peers
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class HostedBackend(Backend):
         self._tier = tier
         self._view = view
         self._jobs = HostedJobs(tier, name, self._lose, stats)
-        self._takers = Takers(tier)
+        self._takers = FinishedNotifier(tier)
         self._peers: Peers | None = None
         if serves_peers(type(tier)):
             self._peers = Peers(tier, name)

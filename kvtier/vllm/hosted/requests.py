@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
     from kvtier.plugin_api.backend import LoadBlock, StoreBlock
+    from kvtier.vllm.hosted.finished_notifier import FinishedNotifier
     from kvtier.vllm.hosted.jobs import HostedJobs
     from kvtier.vllm.hosted.late_writes import Peers
-    from kvtier.vllm.hosted.takers import Takers
 
 
 class HostedRequest(ServedRequest):
@@ -105,7 +105,7 @@ class PeersBlocks(HostedRequest):
         view: memoryview,
         context: ReqContext,
         peers: Peers,
-        takers: Takers,
+        takers: FinishedNotifier,
     ) -> None:
         super().__init__(tier, jobs, view, context)
         self._peers = peers

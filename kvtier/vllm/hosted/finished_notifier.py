@@ -29,7 +29,7 @@ class _Ended:
     until: float
 
 
-class Takers:
+class FinishedNotifier:
     """The requests that are over, and that a peer may still ask for. Loop thread only."""
 
     def __init__(self, tier: SecondaryTierManager) -> None:
