@@ -18,7 +18,7 @@ from kvtier.hosts.life import Life, LifeEvent, LifeState
 from kvtier.hosts.restarts import RESTART_PAUSE_S, RestartPause
 from kvtier.hosts.starting import Opening, hangs
 from kvtier.plugin_api.log import log
-from kvtier.plugin_api.threads import BoundedCall, Waker, daemon_thread
+from kvtier.plugin_api.threads import BoundedCall, ThreadWaker, daemon_thread
 from kvtier.settings.plugins import fallback_policy
 from kvtier.tier.cell import TierCell, reason_of
 
@@ -73,7 +73,7 @@ class TierThread(TierHost):
         self._policy_of = policy_of
         self._lock = threading.Lock()
         self._life = Life(has_backend=True)
-        self._waker = Waker()
+        self._waker = ThreadWaker()
         self._pause = RestartPause(RESTART_PAUSE_S)
         self._abandoned = False
         self._cell: TierCell | None = None

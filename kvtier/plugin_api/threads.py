@@ -61,7 +61,7 @@ def daemon_thread(
     return threading.Thread(target=run, name=name, daemon=True)
 
 
-class Waker:
+class ThreadWaker:
     """Wakes an event loop from another thread, without letting go of the GIL.
 
     ``call_soon_threadsafe`` writes to a socket and lets go of the GIL for it:
@@ -102,7 +102,7 @@ class _Answers:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._waiting: deque[_Answer] = deque()
-        self._waker = Waker()
+        self._waker = ThreadWaker()
         self._is_woken = False
         loop.add_reader(self._waker.descriptor, self._hand_over)
 

@@ -39,7 +39,7 @@ class _LifeEnds(Exception):
     """No error: the cell is to end, and what it still runs is cancelled."""
 
 
-class Waker(Protocol):
+class LoopWaker(Protocol):
     """Wakes the loop from outside."""
 
     @property
@@ -107,7 +107,7 @@ class TierCell:
 
     async def live(
         self,
-        waker: Waker,
+        waker: LoopWaker,
         *,
         opened: Callable[[Mapping[str, int]], None],
         is_ending: Callable[[], bool],

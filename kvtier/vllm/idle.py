@@ -33,7 +33,7 @@ WAKE_S: Final = 2.0
 _MESSAGE: Final = (EngineCoreRequestType.WAKEUP, None)
 
 
-class Waker:
+class IdleWaker:
     """Wakes one engine while it waits for requests."""
 
     def __init__(self, engine: EngineCoreProc) -> None:
@@ -64,13 +64,13 @@ def wake_idle_engines() -> None:
 
 def _woken(real: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """Note what vLLM's loop finds: with no work, it waits for a message."""
-    wakers: WeakKeyDictionary[Any, Waker] = WeakKeyDictionary()
+    wakers: WeakKeyDictionary[Any, IdleWaker] = WeakKeyDictionary()
 
     @wraps(real)
     def has_work(engine: Any) -> bool:  # noqa: ANN401 - vLLM has no stubs
         waker = wakers.get(engine)
         if waker is None:
-            waker = wakers[engine] = Waker(engine)
+            waker = wakers[engine] = IdleWaker(engine)
         ENDING.look(engine)
         found = real(engine)
         if found:

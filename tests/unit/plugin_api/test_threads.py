@@ -21,11 +21,11 @@ pytestmark = pytest.mark.anyio
 AT_EXIT = """
 import atexit, os
 from kvtier.plugin_api.slot_memory import SlotMemory
-from kvtier.plugin_api.threads import Waker
+from kvtier.plugin_api.threads import ThreadWaker
 
 descriptors = []
 atexit.register(lambda: print(*map(os.fstat, descriptors)))  # runs after what is registered later
-waker, memory = Waker(), SlotMemory.anonymous(1, 4096)
+waker, memory = ThreadWaker(), SlotMemory.anonymous(1, 4096)
 descriptors += [waker.descriptor, memory.descriptor]
 """
 
