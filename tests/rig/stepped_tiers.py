@@ -37,7 +37,7 @@ READ_THE_TIME = (
     "kvtier.hosts.machine_time",
     "kvtier.tier.backend_driver",
     "kvtier.plugin_api.deadlines",
-    "kvtier_backends.fs.place",
+    "kvtier_backends.fs.open_root",
 )
 """Modules whose ``time`` is the scenario's. No other decides anything by a clock of its own."""
 _ENTRY_POINTS = cache(entry_points)

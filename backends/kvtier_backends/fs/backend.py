@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kvtier_backends.fs.layout import Layout
-    from kvtier_backends.fs.place import Place
+    from kvtier_backends.fs.open_root import OpenRoot
     from kvtier_backends.shared.records import Records
 
 CAPACITY_BLOCKS_MIN = 64
@@ -100,7 +100,7 @@ class FsBackend(Backend):
     def __init__(  # noqa: PLR0913 - the options, by name
         self,
         layout: Layout,
-        place: Place,
+        place: OpenRoot,
         records: Records,
         *,
         read_threads: int,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-from kvtier_backends.fs.place import FOLDER_FLAGS
+from kvtier_backends.fs.open_root import FOLDER_FLAGS
 
 
 def open_both(blocks: int, first: str, second: str) -> int:

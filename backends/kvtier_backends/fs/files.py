@@ -25,7 +25,7 @@ from kvtier_backends.fs.fan_out import make_both, open_both
 from kvtier_backends.fs.folder import refuse_other_config, write_config
 from kvtier_backends.fs.forms import BlockRefused
 from kvtier_backends.fs.older_blocks import neighbours
-from kvtier_backends.fs.place import Anchor, PlaceLost
+from kvtier_backends.fs.open_root import PlaceLost, RootHandle
 from kvtier_backends.fs.special import SpecialFile, refuse_special_file, special_file
 from kvtier_backends.fs.temporary import (
     add_marker,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from kvtier_backends.fs.bound.keeper import Keeper
     from kvtier_backends.fs.forms import PlainForm, RecordForm
     from kvtier_backends.fs.layout import Layout
-    from kvtier_backends.fs.place import Place
+    from kvtier_backends.fs.open_root import OpenRoot
     from kvtier_backends.incidents import IncidentLog, TierCounters
 
 # What opening or reading says of a folder, a FIFO, a socket, a device or a link in a block's
@@ -92,7 +92,7 @@ class BlockFiles:
     def __init__(
         self,
         layout: Layout,
-        place: Place,
+        place: OpenRoot,
         form: PlainForm | RecordForm,
         counters: TierCounters,
         incidents: IncidentLog,
@@ -102,7 +102,7 @@ class BlockFiles:
     ) -> None:
         """``place``: the layout's folders, opened."""
         self._keeper: Keeper | None = None
-        self._anchor = Anchor(layout, place, self._settle, self._report_returned)
+        self._anchor = RootHandle(layout, place, self._settle, self._report_returned)
         self._layout = layout
         self._form = form
         self._block_bytes = block_bytes = form.block_bytes
@@ -125,7 +125,7 @@ class BlockFiles:
         """Store only what the keeper has room for, and tell it of uses. Called before all else."""
         self._keeper = keeper
 
-    def current_place(self) -> Place:
+    def current_place(self) -> OpenRoot:
         """Return the place, to be kept while it is used. Raises ``PlaceLost``. Touches storage."""
         return self._anchor.current()
 
@@ -271,7 +271,7 @@ class BlockFiles:
         else:
             self._incidents.report(side, kind, problem, path=self._layout.path(key))
 
-    def _settle(self, place: Place) -> None:
+    def _settle(self, place: OpenRoot) -> None:
         """Put into a place what belongs there, when it has just been taken."""
         if self._read_only:
             refuse_other_config(place, self._layout)
@@ -280,7 +280,7 @@ class BlockFiles:
             write_config(place.base, self._layout)
         self._leave_marker(place)
 
-    def _leave_marker(self, place: Place) -> None:
+    def _leave_marker(self, place: OpenRoot) -> None:
         """Name this writer in a place. One without room gets it with the first store."""
         layout = self._layout
         try:
@@ -306,7 +306,7 @@ class BlockFiles:
         payload_bytes = size - TRAILER_BYTES
         return size <= self._block_bytes and self._form.is_payload_length(payload_bytes)
 
-    def _is_stored(self, place: Place, name: str) -> bool:
+    def _is_stored(self, place: OpenRoot, name: str) -> bool:
         try:
             status = os.stat(name, dir_fd=place.blocks, follow_symlinks=False)
         except FileNotFoundError:
@@ -315,7 +315,7 @@ class BlockFiles:
             raise special_file(status.st_mode, name)
         return self._is_whole(status.st_size)
 
-    def _read(self, place: Place, name: str, block: LoadBlock) -> Loaded:
+    def _read(self, place: OpenRoot, name: str, block: LoadBlock) -> Loaded:
         room = self._form.room_for(block.buffer)
         payload, page = room, self._pages.trailer
         descriptor = os.open(name, _READ_FLAGS | self._direct, dir_fd=place.blocks)
@@ -376,7 +376,7 @@ class BlockFiles:
         """Give where a block is written first: beside its place, or where the bound counts it."""
         return nullcontext(Stage(folder)) if self._keeper is None else self._keeper.stage(name)
 
-    def _put_in_place(self, place: Place, name: str, block: StoreBlock) -> None:
+    def _put_in_place(self, place: OpenRoot, name: str, block: StoreBlock) -> None:
         first, second, last = name.split("/")
         self._note_unfinished(place, f"{first}/{second}")
         folder = self._open_fan_out(place, first, second)
@@ -419,7 +419,7 @@ class BlockFiles:
             raise OSError(errno.ENOSPC, f"wrote {count} of {size} bytes", temporary)
         return size
 
-    def _open_fan_out(self, place: Place, first: str, second: str) -> int:
+    def _open_fan_out(self, place: OpenRoot, first: str, second: str) -> int:
         """Open the folder of a block, and make it if it is missing. No link is followed."""
         try:
             return open_both(place.blocks, first, second)
@@ -433,7 +433,7 @@ class BlockFiles:
             self._note_unfinished(place, f"{first}/{second}")
             return make_both(place.blocks, first, second, mode)
 
-    def _note_unfinished(self, place: Place, folder: str) -> None:
+    def _note_unfinished(self, place: OpenRoot, folder: str) -> None:
         """Have the marker in this place name the folder. With a bound, the stage is elsewhere."""
         if self._keeper is not None:
             return
@@ -449,7 +449,7 @@ class BlockFiles:
             self._batch.folders = frozenset([folder])
         place.unfinished.note(self._batch.folders)
 
-    def _unlink(self, place: Place, name: str) -> None:
+    def _unlink(self, place: OpenRoot, name: str) -> None:
         first, second, last = name.split("/")
         folder = open_both(place.blocks, first, second)
         try:

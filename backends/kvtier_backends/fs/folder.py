@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier.errors import ConfigError, NamespaceMismatch
 from kvtier.plugin_api.options import shown
-from kvtier_backends.fs.place import CONFIG_NAME, FOLDER_FLAGS, Place
+from kvtier_backends.fs.open_root import CONFIG_NAME, FOLDER_FLAGS, OpenRoot
 from kvtier_backends.fs.special import refuse_special_file
 from kvtier_backends.fs.temporary import MARKERS_NAME, temporary_path, this_writer
 from kvtier_backends.posix import (
@@ -75,12 +75,12 @@ def prepare_root(
     *,
     allow_world_writable: bool = False,
     read_only: bool = False,
-) -> Place:
+) -> OpenRoot:
     """Create ``root`` for this user alone, or check that it is fit for use; and open it."""
     try:
         if not read_only:
             make_folders(root)
-        place = Place(root, allow_world_writable=allow_world_writable, read_only=read_only)
+        place = OpenRoot(root, allow_world_writable=allow_world_writable, read_only=read_only)
     except (FileExistsError, NotADirectoryError):
         raise refusal.error(NOT_A_FOLDER) from None
     except OSError as problem:
@@ -94,7 +94,7 @@ def prepare_root(
     return place
 
 
-def prepare_namespace(place: Place, layout: Layout, refusal: FolderRefusal) -> None:
+def prepare_namespace(place: OpenRoot, layout: Layout, refusal: FolderRefusal) -> None:
     """Create the namespace's folders and ``config.json``, or compare with what is there."""
     try:
         try:
@@ -120,12 +120,12 @@ def prepare_namespace(place: Place, layout: Layout, refusal: FolderRefusal) -> N
     compare_config(place, layout, refusal)
 
 
-def compare_config(place: Place, layout: Layout, refusal: FolderRefusal) -> None:
+def compare_config(place: OpenRoot, layout: Layout, refusal: FolderRefusal) -> None:
     """Refuse a namespace whose ``config.json`` is another's. Raises ``ConfigError``."""
     _compare(_read_config_untrusted(place.base, layout.config_path, refusal), layout, refusal)
 
 
-def refuse_other_config(place: Place, layout: Layout) -> None:
+def refuse_other_config(place: OpenRoot, layout: Layout) -> None:
     """Compare a namespace that others have made meanwhile. Raises ``OSError``."""
     try:
         compare_config(place, layout, FolderRefusal("", layout.base))
@@ -148,7 +148,7 @@ def write_config(base: int, layout: Layout) -> None:
         raise
 
 
-def probe_direct(place: Place, refusal: FolderRefusal, *, wanted: bool) -> bool:
+def probe_direct(place: OpenRoot, refusal: FolderRefusal, *, wanted: bool) -> bool:
     """Prove that files can be written, and tell whether O_DIRECT works there.
 
     A full disk is no refusal: what it holds can still be served. A place that is read only is
@@ -180,7 +180,7 @@ def probe_direct(place: Place, refusal: FolderRefusal, *, wanted: bool) -> bool:
     return False
 
 
-def _reads_direct(place: Place) -> bool:
+def _reads_direct(place: OpenRoot) -> bool:
     try:
         os.close(os.open(CONFIG_NAME, os.O_RDONLY | O_DIRECT | os.O_CLOEXEC, dir_fd=place.base))
     except OSError:
@@ -197,7 +197,7 @@ def _write_page(name: str, flags: int, folder: int) -> None:
         os.close(descriptor)
 
 
-def _refuse_unfit(place: Place, folder: int, path: str, refusal: FolderRefusal) -> None:
+def _refuse_unfit(place: OpenRoot, folder: int, path: str, refusal: FolderRefusal) -> None:
     """Refuse a folder that anyone may write to, or that this user may not."""
     if place.is_open_to_all(folder):
         raise refusal.error(world_writable(path))
@@ -206,7 +206,7 @@ def _refuse_unfit(place: Place, folder: int, path: str, refusal: FolderRefusal) 
         raise refusal.error(fault)
 
 
-def _refuse_foreign_markers(place: Place, layout: Layout, refusal: FolderRefusal) -> None:
+def _refuse_foreign_markers(place: OpenRoot, layout: Layout, refusal: FolderRefusal) -> None:
     """Refuse a namespace whose writers' folder is another user's alone. Raises ``OSError``."""
     markers = os.open(MARKERS_NAME, FOLDER_FLAGS, dir_fd=place.base)
     try:

@@ -23,7 +23,7 @@ import socket
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvtier_backends.fs.place import FOLDER_FLAGS
+from kvtier_backends.fs.open_root import FOLDER_FLAGS
 from kvtier_backends.fs.unfinished import folders_untrusted, marker_bytes_max
 from kvtier_backends.posix import process_stat
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvtier_backends.fs.bound.folders import Folder
     from kvtier_backends.fs.bound.records import Array
     from kvtier_backends.fs.layout import Layout
-    from kvtier_backends.fs.place import Place
+    from kvtier_backends.fs.open_root import OpenRoot
     from kvtier_backends.incidents import IncidentLog, TierCounters
 
 ROOM_WAIT_S_MAX: Final = 1.0
@@ -160,7 +160,7 @@ class Keeper:
         layout: Layout,
         file_bytes: int,
         capacity: int,
-        current_place: Callable[[], Place],
+        current_place: Callable[[], OpenRoot],
         on_removed: Callable[[Sequence[str]], Awaitable[None]],
         counters: TierCounters,
         incidents: IncidentLog,
@@ -195,7 +195,7 @@ class Keeper:
         )
         self._removals = RemovalsReader()
         self._read_s = float("-inf")
-        self._place: Place | None = None
+        self._place: OpenRoot | None = None
         self._space: Folder | None = None
         self._task: asyncio.Task[None] | None = None
         self._wake: asyncio.Event | None = None

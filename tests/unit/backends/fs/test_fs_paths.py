@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtier_backends.fs import place
+from kvtier_backends.fs import open_root
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-FS_SOURCES = sorted(Path(place.__file__).parent.glob("*.py"))
+FS_SOURCES = sorted(Path(open_root.__file__).parent.glob("*.py"))
 PATH_HELPERS = {"fault_of_folder", "filesystem_of", "make_folders", "nearest"}  # of ``posix``
 PATH_CALLS = {"open", "stat", "lstat", "mkdir", "rename", "replace", "unlink", "scandir", "listdir"}
 MAY_NAME_PATHS = {
-    "Place.__init__": "the root, where links may lead",
-    "Anchor._check": "what the path names now",
-    "Anchor._path_is_gone": "a root that was deleted on the same filesystem",
+    "OpenRoot.__init__": "the root, where links may lead",
+    "RootHandle._check": "what the path names now",
+    "RootHandle._path_is_gone": "a root that was deleted on the same filesystem",
     "prepare_root": "the root, at the start",
     "_names": "an open descriptor",
     "neighbours": "an open descriptor",

@@ -43,7 +43,7 @@ class PlaceLost(OSError):
     """Raised where the path doesn't name the tier's folder any more. It may again, later."""
 
 
-class Place:
+class OpenRoot:
     """The open folders of a namespace. They are closed with the last who uses them."""
 
     def __init__(
@@ -129,14 +129,14 @@ def _open_folder(name: str, parent: int, mode: int, *, make: bool) -> int:
     return os.open(name, FOLDER_FLAGS, dir_fd=parent)
 
 
-class Anchor:
+class RootHandle:
     """Holds the place, and lets go of it when it is no longer there. Any thread."""
 
     def __init__(
         self,
         layout: Layout,
-        place: Place,
-        settle: Callable[[Place], None],
+        place: OpenRoot,
+        settle: Callable[[OpenRoot], None],
         on_return: Callable[[], None],
     ) -> None:
         """``settle`` puts into a place what belongs there, when it has just been opened.
@@ -149,7 +149,7 @@ class Anchor:
         self._layout = layout
         self._settle = settle
         self._on_return = on_return
-        self._place: Place | None = place if place.is_open_below else None
+        self._place: OpenRoot | None = place if place.is_open_below else None
         self._allow_world_writable = place.allow_world_writable
         self._read_only = place.read_only
         self._device = os.fstat(place.root).st_dev
@@ -160,7 +160,7 @@ class Anchor:
         self._checking = threading.Lock()
         self._is_closed = False
 
-    def current(self) -> Place:
+    def current(self) -> OpenRoot:
         """Return the place, to be kept while it is used. Raises ``PlaceLost``."""
         now_s = time.monotonic()
         # One thread checks: on storage that hangs, the others must not wait for that.
@@ -179,7 +179,7 @@ class Anchor:
         """Have the next call check what is there: a handle of it was stale."""
         self._next_check_s = 0.0
 
-    def make_again(self) -> Place:
+    def make_again(self) -> OpenRoot:
         """Make the folders anew if they were deleted. Raises ``OSError`` if they can't be."""
         with self._checking:
             self._check(make=True)
@@ -233,7 +233,7 @@ class Anchor:
             and os.path.realpath(self._path) == self._real_path  # no link has come into its place
         )
 
-    def _check_below(self, place: Place, *, make: bool) -> None:
+    def _check_below(self, place: OpenRoot, *, make: bool) -> None:
         """See to the folders below a root that is the right one: they may be made anew there."""
         try:
             stands = place.stands_below(self._layout)
@@ -252,7 +252,7 @@ class Anchor:
     def _reopen(self, *, make: bool) -> None:
         """Open what the path names now, if it is the place, or may become it."""
         try:
-            place = Place(
+            place = OpenRoot(
                 self._path,
                 allow_world_writable=self._allow_world_writable,
                 read_only=self._read_only,

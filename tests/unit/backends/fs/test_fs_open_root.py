@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings, strategies
 from structlog.testing import capture_logs
 
 from kvtier.plugin_api.backend import Outcome
-from kvtier_backends.fs import place
+from kvtier_backends.fs import open_root
 from tests.support.fuse_folder import FuseFolder
 from tests.support.needs import needs
 from tests.unit.backends._media import (
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 DONE, FAILED, ABSENT, DAMAGED = Outcome.DONE, Outcome.FAILED, Outcome.ABSENT, Outcome.DAMAGED
-FS_SOURCES = sorted(Path(place.__file__).parent.glob("*.py"))
+FS_SOURCES = sorted(Path(open_root.__file__).parent.glob("*.py"))
 
 
 @pytest.fixture(autouse=True)
 def _look_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "CHECK_PAUSE_S", 0.0)
+    monkeypatch.setattr(open_root, "CHECK_PAUSE_S", 0.0)
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ async def test_a_folder_that_changes_while_it_is_checked_is_not_begun_anew(
     async with open_fs(root) as fs:
         assert await fs.store(1) is DONE
 
-        def swap(_place: place.Place, _layout: object) -> bool:
+        def swap(_place: open_root.OpenRoot, _layout: object) -> bool:
             """The right folder's namespace is incomplete; then another folder is there."""
             if not (tmp_path / "aside").exists():
                 root.rename(tmp_path / "aside")
@@ -125,7 +125,7 @@ async def test_a_folder_that_changes_while_it_is_checked_is_not_begun_anew(
             return False
 
         with monkeypatch.context() as patched:
-            patched.setattr(place.Place, "stands_below", swap)
+            patched.setattr(open_root.OpenRoot, "stands_below", swap)
             await expect_nothing_works(fs)
             assert files_in(root) == []
         root.rmdir()
