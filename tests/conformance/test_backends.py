@@ -31,7 +31,7 @@ from kvtier.testing import (
     conformance,
 )
 from kvtier_backends.fs import FsBackend
-from kvtier_backends.fs.bound import keeper
+from kvtier_backends.fs.bound import folder_bound
 from kvtier_backends.memory import MemoryBackend
 from tests.conformance._flawed_conduct import FLAWS
 from tests.conformance._shelves import CAPACITY_BYTES, SHELVES, Outlives
@@ -79,7 +79,7 @@ async def test_fs_keeps_the_contract(check: BackendCheck, layout: str, tmp_path:
 async def test_fs_with_a_capacity_keeps_the_contract(
     check: BackendCheck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "Timing", lambda: QUICK)
+    monkeypatch.setattr(folder_bound, "Timing", lambda: QUICK)
     # A thread of its own is stopped with a lock, and goes on then: the check looks no further.
     monkeypatch.setattr(_stopped_threads, "STOPPED_S_MAX", 1.0)
     await check(partial(bounded_fs, tmp_path))

@@ -20,7 +20,7 @@ from kvtier_backends.disk.folder import claim
 from kvtier_backends.disk.log import region_reclaim
 from kvtier_backends.disk.offline import purge_requests, purging
 from kvtier_backends.fs import backend as fs
-from kvtier_backends.fs.bound import keeper
+from kvtier_backends.fs.bound import folder_bound
 from kvtier_backends.fs.offline import evicting
 from kvtier_backends.mooncake import backend as mooncake
 from kvtier_backends.mooncake.mooncake_options import MooncakeOptions
@@ -46,8 +46,8 @@ LIMITS: Final = (
     (purging, "LOADS_END_S_MAX"),
     (purging, "QUIET_WAIT_S_MAX"),
     (fs, "_CLOSE_TIMEOUT_S_MAX"),
-    (keeper, "ROOM_WAIT_S_MAX"),
-    (keeper, "ROUND_ENDS_S_MAX"),
+    (folder_bound, "ROOM_WAIT_S_MAX"),
+    (folder_bound, "ROUND_ENDS_S_MAX"),
     (evicting, "_ANSWER_S_MAX"),
     (mooncake, "_CLOSE_TIMEOUT_S_MAX"),
     (s3_client, "CONNECT_TIMEOUT_S_MAX"),

@@ -30,8 +30,8 @@ from kvtier.plugin_api.log import log
 from kvtier.plugin_api.options import Options
 from kvtier.plugin_api.threads import DaemonThreads, daemon_thread
 from kvtier_backends.fs.bound.announced import Announced
+from kvtier_backends.fs.bound.folder_bound import FolderBound
 from kvtier_backends.fs.bound.grants import NoGrant
-from kvtier_backends.fs.bound.keeper import Keeper
 from kvtier_backends.fs.files import BlockFiles
 from kvtier_backends.fs.folder import (
     FolderRefusal,
@@ -310,10 +310,10 @@ class FsBackend(Backend):
             counts.update(self._keeper.levels())
         return counts
 
-    def _make_keeper(self, capacity: int | None) -> Keeper | None:
+    def _make_keeper(self, capacity: int | None) -> FolderBound | None:
         if capacity is None:
             return None
-        keeper = Keeper(
+        keeper = FolderBound(
             self._layout,
             self._files.file_bytes,
             capacity,

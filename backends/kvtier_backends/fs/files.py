@@ -41,7 +41,7 @@ from kvtier_backends.posix import GONE, NO_ROOM, O_DIRECT, no_room, padded_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from kvtier_backends.fs.bound.keeper import Keeper
+    from kvtier_backends.fs.bound.folder_bound import FolderBound
     from kvtier_backends.fs.forms import PlainForm, RecordForm
     from kvtier_backends.fs.layout import Layout
     from kvtier_backends.fs.open_root import OpenRoot
@@ -101,7 +101,7 @@ class BlockFiles:
         accept_unchecked: bool,
     ) -> None:
         """``place``: the layout's folders, opened."""
-        self._keeper: Keeper | None = None
+        self._keeper: FolderBound | None = None
         self._anchor = RootHandle(layout, place, self._settle, self._report_returned)
         self._layout = layout
         self._form = form
@@ -121,7 +121,7 @@ class BlockFiles:
         self._batch = _Batch()
         self._marking = threading.Lock()
 
-    def keep_within_bound(self, keeper: Keeper) -> None:
+    def keep_within_bound(self, keeper: FolderBound) -> None:
         """Store only what the keeper has room for, and tell it of uses. Called before all else."""
         self._keeper = keeper
 

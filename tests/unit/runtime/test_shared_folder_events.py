@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtier.core.events import EventKind
-from kvtier_backends.fs.bound import keeper as keeper_module
+from kvtier_backends.fs.bound import folder_bound as keeper_module
 from tests.support.patience import pause
 from tests.unit.backends.fs.bound._timing import QUICK
 from tests.unit.runtime.test_runtime import BLOCK_BYTES, PATIENT, Runtime

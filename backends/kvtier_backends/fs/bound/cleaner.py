@@ -54,7 +54,7 @@ UNSAVED_SHARE = 64
 and tries in vain to remove what has gone since."""
 
 
-class Hands(Protocol):
+class Evictor(Protocol):
     """What the cleaner has done to block files."""
 
     def begin_evict(self, victims: Array, *, folders: bool) -> None:
@@ -80,7 +80,7 @@ class Cleaner:
         self,
         name: str,
         capacity: int,
-        hands: Hands,
+        hands: Evictor,
         timing: Timing,
         now: Callable[[], float],
         is_gone: Callable[[str], bool],

@@ -14,7 +14,7 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import BackendContext, Outcome
-from kvtier_backends.fs.bound import keeper as keeper_module
+from kvtier_backends.fs.bound import folder_bound as keeper_module
 from kvtier_backends.fs.bound.names import REMOVED, SPACE, TERMS
 from kvtier_backends.fs.temporary import Writer
 from tests.support.folder_files import files_of

@@ -149,7 +149,7 @@ class ThreadHands:
         return self.root
 
 
-class Keeper:
+class FolderBound:
     """Keeps one tier's folder within its capacity, together with all others who use it.
 
     ``stage`` and the notes are for any thread, everything else for the loop's.
