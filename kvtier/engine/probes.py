@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from kvtier.core.actor import Mailbox
     from kvtier.core.statistics import TierSpeed
-    from kvtier.engine.in_flight import Numbers
+    from kvtier.engine.jobs import Numbers
     from kvtier.engine.presence_feed import PresenceFeed
     from kvtier.engine.tier_health import TierHealth
     from kvtier.engine.waiting_probes import Probe

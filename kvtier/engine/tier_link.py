@@ -33,7 +33,7 @@ from kvtier.engine.access_relay import AccessRelay
 from kvtier.engine.audits import LinkAudit
 from kvtier.engine.circuit_breaker import Work, worst
 from kvtier.engine.connection import ServerConnection
-from kvtier.engine.in_flight import Numbers
+from kvtier.engine.jobs import Numbers
 from kvtier.engine.presence_feed import PresenceFeed
 from kvtier.engine.probes import Probes
 from kvtier.engine.request_tiers import RequestRelay
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from kvtier.core.load_messages import LoadCost
     from kvtier.core.statistics import TierSpeed
-    from kvtier.engine.in_flight import Job
+    from kvtier.engine.jobs import Job
     from kvtier.plugin_api.backend import BackendTraits
     from kvtier.settings.runtime_config import RuntimeConfig
 

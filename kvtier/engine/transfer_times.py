@@ -28,7 +28,7 @@ from kvtier.engine.transfer_estimate import TransferEstimate
 
 if TYPE_CHECKING:
     from kvtier.core.load_messages import LoadCost
-    from kvtier.engine.in_flight import Sent
+    from kvtier.engine.jobs import Sent
 
 WINDOW_S: Final = 0.1
 """The tier has work for so long, at least."""

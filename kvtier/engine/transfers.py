@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvtier.core import messages as m
-    from kvtier.engine.in_flight import Job
+    from kvtier.engine.jobs import Job
     from kvtier.engine.link_time import LinkTime
     from kvtier.plugin_api.keys import RequestId
     from kvtier.settings.runtime_config import RuntimeConfig

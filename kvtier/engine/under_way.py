@@ -13,7 +13,7 @@ from kvtier.engine.stall_detector import StallDetector
 from kvtier.engine.transfer_times import TransferTimes
 
 if TYPE_CHECKING:
-    from kvtier.engine.in_flight import Sent
+    from kvtier.engine.jobs import Sent
     from kvtier.engine.link_time import LinkTime
 
 

@@ -11,7 +11,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from kvtier.core import messages as m
-from kvtier.engine.in_flight import Job
+from kvtier.engine.jobs import Job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

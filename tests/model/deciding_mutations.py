@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from mutating import Mutations
 
-from kvtier.engine.in_flight import Job
+from kvtier.engine.jobs import Job
 from kvtier.engine.promotions import Promotions
 from kvtier.engine.tier_directory import Search, TierDirectory
 from kvtier.engine.transfer_times import TransferTimes

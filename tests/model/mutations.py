@@ -14,7 +14,7 @@ from mutating import Mutations
 
 from kvtier.core import messages as m
 from kvtier.core.events import EventKind, EventLog
-from kvtier.engine import in_flight, prefix_reservations, tier_directory
+from kvtier.engine import jobs, prefix_reservations, tier_directory
 from kvtier.engine.cascades import Cascades
 from kvtier.engine.circuit_breaker import Breaker
 from kvtier.engine.link_time import LinkTime
@@ -115,14 +115,14 @@ def free_a_slot_whose_fill_is_abandoned(
         self._not_filled(message.keys)
 
 
-@in_place_of(in_flight.Job, "has_lost_patience")
-def wait_for_a_load_for_ever(_self: in_flight.Job, _now: float) -> bool:
+@in_place_of(jobs.Job, "has_lost_patience")
+def wait_for_a_load_for_ever(_self: jobs.Job, _now: float) -> bool:
     """As long as the tier does anything else."""
     return False
 
 
 @in_place_of(WaitingJobs, "pop_due")
-def wait_in_a_queue_for_ever(_self: WaitingJobs, _now: float) -> list[in_flight.Job]:
+def wait_in_a_queue_for_ever(_self: WaitingJobs, _now: float) -> list[jobs.Job]:
     """A load that is not sent yet has no end of patience."""
     return []
 
@@ -359,7 +359,7 @@ def tell_nobody_what_a_shared_tier_has_not(*_: object, **__: object) -> None:
     """A router is told of a block that a load found damaged, and that was removed."""
 
 
-@in_place_of(in_flight.Numbers, "count_stray")
+@in_place_of(jobs.Numbers, "count_stray")
 def let_a_stray_answer_pass_uncounted(*_: object, **__: object) -> None:
     """Answers that nobody waits for leave no trace."""
 
