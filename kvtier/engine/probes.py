@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from kvtier.core import messages as m
 from kvtier.core.statistics import Observed
 from kvtier.engine.circuit_breaker import Work
-from kvtier.engine.under_way import UnderWay
+from kvtier.engine.in_flight import InFlight
 from kvtier.engine.waiting_probes import WaitingProbes
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Probes:
         self._tier = tier
         self._primary = primary
         self._waiting = WaitingProbes()
-        self._under_way = UnderWay(health.time, FIRST_KEYS, config.tiers[number].probe_timeout_s)
+        self._under_way = InFlight(health.time, FIRST_KEYS, config.tiers[number].probe_timeout_s)
         self._times = self._under_way.times
         self._awaited: dict[int, Probe] = {}
         self._late: dict[int, Probe] = {}  # the last of them

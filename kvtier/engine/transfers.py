@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec import structs
 
 from kvtier.engine.circuit_breaker import Work
-from kvtier.engine.under_way import UnderWay
+from kvtier.engine.in_flight import InFlight
 from kvtier.engine.waiting_jobs import WaitingJobs
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Transfers:
         self.work = work
         self.jobs: dict[int, Job] = {}  #: at the tier, by their numbers
         self.waiting = WaitingJobs(remembers=work is Work.LOAD)
-        self._under_way = UnderWay(time, max(1, FIRST_BYTES // config.block_bytes), limit_s)
+        self._under_way = InFlight(time, max(1, FIRST_BYTES // config.block_bytes), limit_s)
         self.times = self._under_way.times
         self._job_blocks_max = config.job_blocks_max
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvtier.engine.link_time import LinkTime
 
 
-class UnderWay:
+class InFlight:
     """Of one tier and one kind of work. Whoever uses it keeps the work itself, by its number."""
 
     def __init__(self, time: LinkTime, first_blocks: int, limit_s: float) -> None:
