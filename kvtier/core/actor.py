@@ -36,7 +36,7 @@ class Actor:
         """Handle one message, to completion."""
         self.handlers[type(message)](message)
 
-    def go_deaf(self) -> None:
+    def stop(self) -> None:
         """Ignore every message from now on."""
         self.handlers = _Deaf(self.name, {})
 

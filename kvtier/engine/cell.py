@@ -162,7 +162,7 @@ class EngineCell:
         the primary tier gone, the facade answers that nothing is here.
         """
         self.faults += 1
-        actor.go_deaf()
+        actor.stop()
         log.error("actor broke", exc_info=True, actor=actor.name, message=type(message).__name__)
         if actor in self._last_words:
             mailbox, message = self._last_words[actor]

@@ -265,7 +265,7 @@ def test_a_tier_whose_actor_breaks_is_a_miss_and_ends_its_jobs() -> None:
         for _ in range(3):
             running.look_up(KEYS, context)
         assert running.manager._jobs
-        running.tier._facade._staged.go_deaf()
+        running.tier._facade._staged.stop()
         assert set(running.find(KEYS, context)) == {LookupResult.MISS}
         assert not running.manager._jobs
         running.store(OTHERS)

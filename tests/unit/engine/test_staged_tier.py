@@ -311,7 +311,7 @@ def test_a_tier_that_is_bypassed_fails_jobs_at_once(program: Program) -> None:
 def test_jobs_end_when_the_actor_breaks(program: Program) -> None:
     program.until_finished(program.store(KEYS))
     job = program.load(KEYS)
-    program.facade._staged.go_deaf()
+    program.facade._staged.stop()
     program.take()
     assert program.finished[job].failed
     assert program.facade.lookup(KEYS[0], "r") is BlockState.ABSENT
