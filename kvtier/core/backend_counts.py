@@ -104,7 +104,7 @@ class BackendCounts:
         self._reported = {**self._reported, **reported}
         self._add_up()
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Note that another life begins: what goes up and down is not known of it."""
         for name, count in self._reported.items():
             if name not in self.levels:

@@ -131,7 +131,7 @@ class PolicyActor(Actor):
         if isinstance(message, m.ChooseVictims):
             self._waiting.append(message)
         # Not guarded: if the fallback raises, the fault is ours.
-        self._begin_anew(self._fallback(self.policy.capacity), guarded=lambda calls: calls)
+        self._restart(self._fallback(self.policy.capacity), guarded=lambda calls: calls)
         self.host.post(m.PolicyBroke(error=printable(f"{broken}: {error}")))
 
     def _return(self) -> None:
@@ -141,10 +141,10 @@ class PolicyActor(Actor):
         except Exception:  # noqa: BLE001 - a policy may be anybody's
             self._ticks_left = TICKS_WITHOUT_MEMORY
             return
-        self._begin_anew(policy, self._guarded)
+        self._restart(policy, self._guarded)
         self.host.post(m.PolicyReturned())
 
-    def _begin_anew(self, policy: EvictionPolicy, guarded: Callable[[_Calls], _Calls]) -> None:
+    def _restart(self, policy: EvictionPolicy, guarded: Callable[[_Calls], _Calls]) -> None:
         """Have a policy that knows nothing. The host is to be asked what is resident."""
         self.policy = policy
         self._restore_handlers(dict.fromkeys(self._calls(), lambda _: None))

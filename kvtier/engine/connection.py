@@ -54,7 +54,7 @@ class ServerConnection:
         if connects and not self._has_reported:
             self.state = Connection.CONNECTING
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Note that the backend is gone, and that another one will follow."""
         self.state = Connection.UP
         self._has_reported = False

@@ -398,7 +398,7 @@ class TierLink(Actor):
     def _tier_fenced(self, _message: m.TierFenced) -> None:
         """Take back every slot: nothing of the tier is left that could touch one."""
         self._health.broke()
-        self._connection.begin_anew()
+        self._connection.restart()
         self.contents.cleared()  # nothing is found in it until another cell has opened
         self._probes.end_all()
         for job in (*self._loads.fence(), *self._stores.fence()):
@@ -417,8 +417,8 @@ class TierLink(Actor):
         if message.traits is not None:
             self.meet(message.traits)
         self._health.restarted()
-        self.backend_counts.begin_anew()
-        self.room.begin_anew()
+        self.backend_counts.restart()
+        self.room.restart()
         self._tell_generation()
         self.contents.forget()
         self._health.tell_usable()

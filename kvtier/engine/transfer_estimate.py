@@ -72,13 +72,13 @@ class TransferEstimate:
         """Learn from a job that ended. ``blocks``: outstanding when it was sent, with its own."""
         seconds = max(seconds, SECONDS_MIN)
         if not self.is_known:
-            self._begin_anew([((blocks,), seconds)], now)
+            self._restart([((blocks,), seconds)], now)
             return
         self._age(now)
         expected = self._expected(blocks)
         anew = self._changes.changed((blocks,), seconds, expected, self._weights)
         if anew:
-            self._begin_anew(anew, now)
+            self._restart(anew, now)
             return
         error = abs(seconds - expected) / expected
         self.spread = min(
@@ -91,7 +91,7 @@ class TransferEstimate:
         least = GIVEN_UP_FACTOR * max(seconds, SECONDS_MIN)
         if self.is_known and self._expected(blocks) >= least:
             return
-        self._begin_anew([((blocks,), least)], now)
+        self._restart([((blocks,), least)], now)
 
     def cost(self, outstanding: int) -> LoadCost | None:
         """Return the estimate for what is sent next; None: nothing is known."""
@@ -102,7 +102,7 @@ class TransferEstimate:
     def _expected(self, blocks: float) -> float:
         return max(SECONDS_MIN, self.latency_s + self.block_s * blocks)
 
-    def _begin_anew(self, observations: list[tuple[tuple[float, ...], float]], now: float) -> None:
+    def _restart(self, observations: list[tuple[tuple[float, ...], float]], now: float) -> None:
         self._forget()
         self.spread = SPREAD_FIRST
         for (blocks,), seconds in observations:

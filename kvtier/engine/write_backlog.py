@@ -119,7 +119,7 @@ class WriteBacklog:
     def _end(self, blocks: Job | m.Cascade | m.CascadeRefused) -> None:
         self._primary.post(m.CascadeEnded(self._number, blocks.keys, blocks.slots, blocks.epoch))
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Note that a fresh cell serves the tier."""
         self._full_until = self._again_from = 0.0
 

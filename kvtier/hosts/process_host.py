@@ -284,7 +284,7 @@ class TierProcess(TierHost):
                 self._see_open()
                 self._see_out(self._child)
             while not self._life.ending.wait(pause.after_a_life()):
-                if self._begin_anew():
+                if self._restart():
                     break
             else:
                 self._life.move(LifeEvent.ALL_GONE)
@@ -331,7 +331,7 @@ class TierProcess(TierHost):
         if not child.kill():
             self._stuck = child.process
 
-    def _begin_anew(self) -> bool:
+    def _restart(self) -> bool:
         """Start another process. False: its backend can't be made or opened."""
         if self._stuck is not None and self._stuck.poll() is None:
             return False  # another would hang as this one does: one is enough to tell

@@ -43,7 +43,7 @@ class Copies:
             ended = {each for each in self._ended.get(key, ()) if not self._running[key, each]}
             self.gone.setdefault(key, set()).update(ended)
 
-    def begin_anew(self, found: dict[Key, bytes]) -> None:
+    def restart(self, found: dict[Key, bytes]) -> None:
         """Begin another life with what was recovered. Any copy may have been."""
         self.gone.clear()
         self._running.clear()

@@ -362,7 +362,7 @@ class DiskTier:
         self.life = life
         found = {key: self.digest_at(at) for key, at in self.blocks.items()}
         self._check_recovered(found, life)
-        self.copies.begin_anew(found)
+        self.copies.restart(found)
         self.excuse()
         # As after a quiet time; else there is hardly ever budget to append blocks again.
         life.log._context.budget.earn(int(self.credit_bytes / (WRITE_AMPLIFICATION_MAX - 1)))

@@ -45,7 +45,7 @@ def believe_in_what_a_lost_server_had(*_: object) -> None:
     """A server that comes back empty is asked for all that it had."""
 
 
-@in_place_of(ServerConnection, "begin_anew")
+@in_place_of(ServerConnection, "restart")
 def take_the_next_cell_for_unconnected(*_: object) -> None:
     """A tier whose server was gone when it broke is never given anything again."""
 

@@ -51,10 +51,8 @@ def test_what_a_tier_could_not_take_is_something_to_step_for(
 ) -> None:
     """So an engine that goes idle meanwhile stores it all the same."""
     monkeypatch.setattr(idle_work, "LOOK_S", 0.0)
-    begin_anew, may_begin = TierProcess._begin_anew, threading.Event()
-    monkeypatch.setattr(
-        TierProcess, "_begin_anew", lambda host: may_begin.is_set() and begin_anew(host)
-    )
+    restart, may_begin = TierProcess._restart, threading.Event()
+    monkeypatch.setattr(TierProcess, "_restart", lambda host: may_begin.is_set() and restart(host))
     with connector(slots=8, secondary_tiers=[TIER]) as engine:
         until(lambda: engine.tier().breaker == "CLOSED" and comes_to_rest(engine))
         os.kill(engine.manager.facade._tiers[0]._child.process.pid, signal.SIGKILL)

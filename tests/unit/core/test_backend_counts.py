@@ -25,7 +25,7 @@ def test_totals_never_fall_whatever_backends_tell(lives: list[list[dict[str, int
             if "blocks" in told:
                 assert counts.total["blocks"] == told["blocks"]
             shown = dict(counts.total)
-        counts.begin_anew()
+        counts.restart()
         assert "blocks" not in counts.total, "nobody knows what the next life has"
         assert {name: n for name, n in shown.items() if name != "blocks"} == counts.total
 
@@ -34,7 +34,7 @@ def test_lives_are_added_up() -> None:
     counts = BackendCounts()
     counts.levels = frozenset(["blocks"])
     counts.add({"stored": 5, "blocks": 5})
-    counts.begin_anew()
+    counts.restart()
     counts.add({"stored": 7, "blocks": 2})
     counts.add({"stored": 8, "blocks": 1, "failed": 1})
     assert counts.total == {"stored": 13, "blocks": 1, "failed": 1}

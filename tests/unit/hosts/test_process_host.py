@@ -310,15 +310,15 @@ def test_a_tier_that_does_not_come_back_says_why_once(
 ) -> None:
     """It is tried again and again; the log has each reason once."""
     mending = threading.Lock()  # a try between the two steps would find no folder, and make one
-    real_try = TierProcess._begin_anew
+    real_try = TierProcess._restart
     tries: list[bool] = []
 
-    def begin_anew(host: TierProcess) -> bool:
+    def restart(host: TierProcess) -> bool:
         with mending:
             tries.append(real_try(host))
         return tries[-1]
 
-    monkeypatch.setattr(TierProcess, "_begin_anew", begin_anew)
+    monkeypatch.setattr(TierProcess, "_restart", restart)
     path = tmp_path / "kv"
     bench = Bench(disk_tier(path))
     benches.append(bench)
