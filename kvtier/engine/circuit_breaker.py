@@ -89,7 +89,7 @@ class Breaker:
         self._trial_under_way = False
 
     @property
-    def lets_through(self) -> bool:
+    def allows(self) -> bool:
         """Whether work may be sent, now or once the trial has ended."""
         return self.state in (BreakerState.CLOSED, BreakerState.HALF_OPEN)
 
@@ -99,7 +99,7 @@ class Breaker:
         is_tried = self.state is BreakerState.HALF_OPEN and not self._trial_under_way
         return is_tried or self.state is BreakerState.CLOSED
 
-    def may_send(self) -> bool:
+    def try_acquire(self) -> bool:
         """Tell whether a piece of work may be sent now; in HALF_OPEN that is one, the trial."""
         may = self.has_turn
         self._trial_under_way = self.state is BreakerState.HALF_OPEN

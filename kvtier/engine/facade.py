@@ -369,7 +369,7 @@ class SchedulerFacade:
         self.get_finished()
         return any(link.serves_others or link.awaited() for link in self._links)
 
-    def puts_off(self) -> bool:
+    def has_deferred_stores(self) -> bool:
         """Tell whether a tier could not store all: steps offer it again, whenever it has room."""
         return any(link.room.has_put_off for link in self._links)
 

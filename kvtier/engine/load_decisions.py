@@ -128,7 +128,7 @@ class LoadDecisions:
         if rates is None:
             return
         if self._directory.is_apart(request.search.request):
-            request.is_decided_for()
+            request.mark_decided()
             return  # It came with parameters for a tier: somebody else has decided.
         outlook = self._queue.outlook(request, rates, self.costs(), now)
         is_known = self._directory.is_known(keys[0], request.search)
@@ -140,7 +140,7 @@ class LoadDecisions:
         cut = best_cut(runs, place, outlook)
         if cut.blocks and not is_known:
             return
-        request.is_decided_for()
+        request.mark_decided()
         kept = cut.keys
         if cut.all_blocks:
             kept = self._decided(runs, cut, request, outlook)
@@ -160,7 +160,7 @@ class LoadDecisions:
         rates = self.rates()
         if rates is None:
             return tokens
-        request.is_decided_for()
+        request.mark_decided()
         if self._directory.is_apart(request.search.request):
             return tokens
         search = request.search

@@ -33,7 +33,7 @@ class PeerHealth:
         """Whether a breaker is to be tried once its pause is over."""
         return any(each.state is BreakerState.OPEN for each in self._failing.values())
 
-    def lets_through(self, work: Work, peer: str) -> bool:
+    def allows(self, work: Work, peer: str) -> bool:
         """Tell whether a piece of work may be sent. A peer that loads nothing is asked nothing."""
         if not self._failing:  # as it mostly is: this is asked for each job and each probe
             return True
@@ -44,7 +44,7 @@ class PeerHealth:
         """Note that a piece of work is sent. It may be the one that is tried."""
         breaker = self._failing.get((peer, work))
         if breaker is not None:
-            breaker.may_send()
+            breaker.try_acquire()
 
     def succeeded(self, work: Work, peer: str) -> bool:
         """Note that a peer did some work. True: it is back."""

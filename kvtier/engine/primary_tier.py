@@ -390,9 +390,9 @@ class PrimaryTier(Actor):
     def _unhold(self, keys: Sequence[Key], slots: Sequence[int]) -> None:
         """Tell the policy which of ``keys`` may be evicted now."""
         loose = keys
-        if not self.slots.are_loose(slots):
+        if not self.slots.are_evictable(slots):
             both = zip(keys, slots, strict=True)
-            loose = [key for key, slot in both if self.slots.are_loose((slot,))]
+            loose = [key for key, slot in both if self.slots.are_evictable((slot,))]
         if loose:
             self.policy.post(m.Unheld(tuple(loose)))
 

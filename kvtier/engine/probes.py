@@ -129,7 +129,7 @@ class Probes:
             if not self._health.trusts(Work.PROBE, peer):
                 self._end(self._waiting.pop_part(question, None))
                 continue
-            if not self._health.may_send(Work.PROBE):
+            if not self._health.try_acquire(Work.PROBE):
                 self._end_waiting()
                 return
             share = max(PART_KEYS_MIN, self._times.window // len(self._waiting))

@@ -56,7 +56,7 @@ class Request:
         self.stop_waiting()
         self.reserved = tokens
 
-    def is_decided_for(self) -> None:
+    def mark_decided(self) -> None:
         """Note that it is decided what it loads and what it computes, for as long as it waits."""
         self.is_weighed = True
 

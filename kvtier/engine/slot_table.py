@@ -330,7 +330,7 @@ class SlotTable:
             return False
         return list(map(self.state.__getitem__, slots)).count(_READY) == len(slots)
 
-    def are_loose(self, slots: Sequence[int]) -> bool:
+    def are_evictable(self, slots: Sequence[int]) -> bool:
         """Tell whether all hold readable bytes, and none is pinned or leased."""
         nobodys = self.pins.keys().isdisjoint(slots) and self.leased.isdisjoint(slots)
         return nobodys and self.are_ready(slots)

@@ -70,19 +70,19 @@ class TierHealth:
 
     def takes(self, work: Work) -> bool:
         """Tell whether work may be sent, now or once the one that is tried has ended."""
-        return self._connection.is_up and self._breakers[work].lets_through
+        return self._connection.is_up and self._breakers[work].allows
 
     def tries(self, work: Work) -> bool:
         """Tell whether the next piece of work shows whether the tier is well again."""
         return self._breakers[work].state is BreakerState.HALF_OPEN
 
-    def may_send(self, work: Work) -> bool:
+    def try_acquire(self, work: Work) -> bool:
         """Tell whether a piece of work may be sent now. It may be the one that is tried."""
-        return self._connection.is_up and self._breakers[work].may_send()
+        return self._connection.is_up and self._breakers[work].try_acquire()
 
     def trusts(self, work: Work, peer: str) -> bool:
         """Tell whether one of the tier's peers may be sent work now."""
-        return self._peers.lets_through(work, peer)
+        return self._peers.allows(work, peer)
 
     def sent(self, work: Work, peer: str) -> None:
         """Note that one of the tier's peers is sent work."""

@@ -217,7 +217,7 @@ class TierLink(Actor):
                 return
             if not self._health.trusts(transfers.work, job.peer):
                 self._refuse([job])
-            elif not (self._health.may_send(transfers.work) and self._send(transfers, job)):
+            elif not (self._health.try_acquire(transfers.work) and self._send(transfers, job)):
                 self._refuse([job, *transfers.waiting.pop_all()])
                 return
 

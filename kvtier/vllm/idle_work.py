@@ -33,7 +33,7 @@ class IdleWork:
         if now - self._looked_s < LOOK_S:
             return False
         self._looked_s = now
-        if self._facade.puts_off():
+        if self._facade.has_deferred_stores():
             return True
         before, self._tiers = (
             self._tiers,

@@ -30,13 +30,16 @@ def wait_for_the_answers_of_a_lost_server(*_: object) -> None:
 def go_on_giving_work_to_a_lost_server() -> Iterator[None]:
     """The link looks at its circuit breakers only."""
 
-    def may_send(self: TierHealth, work: Work) -> bool:
-        return self._breakers[work].may_send()
+    def try_acquire(self: TierHealth, work: Work) -> bool:
+        return self._breakers[work].try_acquire()
 
     def takes(self: TierHealth, work: Work) -> bool:
-        return self._breakers[work].lets_through
+        return self._breakers[work].allows
 
-    with patch.object(TierHealth, "may_send", may_send), patch.object(TierHealth, "takes", takes):
+    with (
+        patch.object(TierHealth, "try_acquire", try_acquire),
+        patch.object(TierHealth, "takes", takes),
+    ):
         yield
 
 

@@ -19,7 +19,7 @@ NEVER_SEEN = "another"
 
 def request(name: str) -> Request:
     made = Request(TierDirectory(1, 100).start(name, 1))
-    made.is_decided_for()
+    made.mark_decided()
     return made
 
 

@@ -91,14 +91,14 @@ def test_a_quarantined_slot_is_free_when_its_last_user_lets_go() -> None:
 def opened() -> Breaker:
     breaker = Breaker(2, 1.0, 3.0)
     breaker.failed(0.0)
-    assert breaker.may_send()
+    assert breaker.try_acquire()
     breaker.failed(0.0)
     assert breaker.state is BreakerState.OPEN
     return breaker
 
 
 def test_failures_in_a_row_open_the_breaker() -> None:
-    assert not opened().may_send()
+    assert not opened().try_acquire()
 
 
 def test_a_success_in_between_starts_the_count_again() -> None:
@@ -112,13 +112,13 @@ def test_a_success_in_between_starts_the_count_again() -> None:
 def test_a_trial_is_one_piece_of_work() -> None:
     breaker = opened()
     breaker.pass_time(0.5)
-    assert not breaker.may_send()
+    assert not breaker.try_acquire()
     breaker.pass_time(1.0)
-    assert breaker.may_send()
-    assert not breaker.may_send()
+    assert breaker.try_acquire()
+    assert not breaker.try_acquire()
     breaker.succeeded()
     assert breaker.state is BreakerState.CLOSED
-    assert breaker.may_send()
+    assert breaker.try_acquire()
 
 
 def test_each_failed_trial_doubles_the_pause_up_to_a_bound() -> None:
@@ -128,7 +128,7 @@ def test_each_failed_trial_doubles_the_pause_up_to_a_bound() -> None:
         now += pause
         breaker.pass_time(now)
         assert breaker.state is BreakerState.HALF_OPEN
-        assert breaker.may_send()
+        assert breaker.try_acquire()
         breaker.failed(now)
         breaker.pass_time(now + longer - 0.01)
         assert breaker.state is BreakerState.OPEN
@@ -139,7 +139,7 @@ def test_a_stall_opens_the_breaker_at_once() -> None:
     breaker.stalled(0.0)
     assert breaker.state is BreakerState.OPEN
     breaker.pass_time(1.0)
-    assert breaker.may_send()
+    assert breaker.try_acquire()
     breaker.stalled(1.0)
     breaker.pass_time(2.9)
     assert breaker.state is BreakerState.OPEN, "the trial has failed: the pause is twice as long"
@@ -148,11 +148,11 @@ def test_a_stall_opens_the_breaker_at_once() -> None:
 def test_a_trial_that_shows_nothing_is_followed_by_another() -> None:
     breaker = opened()
     breaker.pass_time(1.0)
-    assert breaker.may_send()
-    assert not breaker.may_send(), "it is under way"
+    assert breaker.try_acquire()
+    assert not breaker.try_acquire(), "it is under way"
     breaker.showed_nothing()
     assert breaker.state is BreakerState.HALF_OPEN
-    assert breaker.may_send()
+    assert breaker.try_acquire()
 
 
 def test_only_a_restart_ends_a_cut_off() -> None:
@@ -163,6 +163,6 @@ def test_only_a_restart_ends_a_cut_off() -> None:
     breaker.failed(1.0)
     breaker.pass_time(100.0)
     assert breaker.state is BreakerState.DISABLED
-    assert not breaker.may_send()
+    assert not breaker.try_acquire()
     breaker.restarted()
-    assert breaker.may_send()
+    assert breaker.try_acquire()

@@ -211,9 +211,9 @@ def test_few_peers_are_remembered_however_many_fail() -> None:
     peers = PeerHealth(lambda: Breaker(1, 1.0, 60.0))
     for number in range(PEERS_MAX + 1):
         assert peers.change(Work.LOAD, str(number), Breaker.failed, 0.0)
-    assert peers.lets_through(Work.LOAD, "0")
-    assert not peers.lets_through(Work.LOAD, "1")
-    assert not peers.lets_through(Work.LOAD, str(PEERS_MAX))
+    assert peers.allows(Work.LOAD, "0")
+    assert not peers.allows(Work.LOAD, "1")
+    assert not peers.allows(Work.LOAD, str(PEERS_MAX))
     assert len(peers._failing) == PEERS_MAX
 
 
@@ -222,8 +222,8 @@ def test_a_peer_whose_trial_ended_without_a_result_is_tried_again() -> None:
     peers.change(Work.PROBE, DEAD, Breaker.failed, 0.0)
     peers.pass_time(1.0)
     peers.sent(Work.PROBE, DEAD)
-    assert not peers.lets_through(Work.PROBE, DEAD)
+    assert not peers.allows(Work.PROBE, DEAD)
     peers.showed_nothing(Work.LOAD)
-    assert not peers.lets_through(Work.PROBE, DEAD)
+    assert not peers.allows(Work.PROBE, DEAD)
     peers.showed_nothing(Work.PROBE)
-    assert peers.lets_through(Work.PROBE, DEAD)
+    assert peers.allows(Work.PROBE, DEAD)
