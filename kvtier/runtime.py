@@ -80,7 +80,7 @@ def open_runtime(
     )
     for link, tier in zip(built.links, tiers, strict=True):
         if tier.traits is not None:  # else told when the tier can be used
-            link.meet(tier.traits)
+            link.set_traits(tier.traits)
     for tier in tiers:
         tier.start()
     return SchedulerFacade(
@@ -138,7 +138,7 @@ def open_staged_tier(
         collect_events=collect_events,
     )
     if tier.traits is not None:  # else told when the tier can be used
-        built.link.meet(tier.traits)
+        built.link.set_traits(tier.traits)
     tier.start()
     return StagedFacade(
         built,

@@ -49,7 +49,7 @@ class ServerConnection:
             self._say("tier has reached its server", "info" if is_first else "warning")
         return True
 
-    def meet(self, *, connects: bool) -> None:
+    def set_connects(self, *, connects: bool) -> None:
         """Note whether the backend needs a server. It may have reported how it stands with it."""
         if connects and not self._has_reported:
             self.state = Connection.CONNECTING

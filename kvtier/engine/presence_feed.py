@@ -66,7 +66,7 @@ class PresenceFeed:
         self._untold: deque[_Change] = deque()  # oldest first
         self.gone_a_step = self._gone_left = GONE_A_STEP
 
-    def meet(self, traits: BackendTraits) -> None:
+    def set_traits(self, traits: BackendTraits) -> None:
         """Learn what the tier's backend is like."""
         self._tells_by_itself = traits.capacity_blocks is not None
         self._by_request = traits.by_request

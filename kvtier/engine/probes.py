@@ -90,9 +90,9 @@ class Probes:
         """The numbers of those that would be noticed to be late."""
         return self._under_way.watched
 
-    def meet(self, calls_max: int) -> None:
+    def set_calls_max(self, calls_max: int) -> None:
         """Learn how many probes the tier's backend may do at once."""
-        self._times.meet(calls_max)
+        self._times.set_calls_max(calls_max)
 
     def begin_generation(self, mark: bytes) -> None:
         """Ask about another generation from now on; of the one before nobody waits for answers."""

@@ -138,16 +138,16 @@ class TierLink(Actor):
             m.TierRestarted: self._tier_restarted,
         }
 
-    def meet(self, traits: BackendTraits) -> None:
+    def set_traits(self, traits: BackendTraits) -> None:
         """Learn what the tier's backend is like."""
         self.tells_uses = traits.capacity_blocks is not None
-        self.contents.meet(traits)
+        self.contents.set_traits(traits)
         self.backend_counts.learn_levels(traits.levels)
-        self._connection.meet(connects=traits.connects)
-        self._probes.meet(traits.probe_batches_max or traits.load_batches_max)
-        self._loads.times.meet(traits.load_batches_max)
-        self._stores.times.meet(traits.store_batches_max)
-        self.room.meet(traits)
+        self._connection.set_connects(connects=traits.connects)
+        self._probes.set_calls_max(traits.probe_batches_max or traits.load_batches_max)
+        self._loads.times.set_calls_max(traits.load_batches_max)
+        self._stores.times.set_calls_max(traits.store_batches_max)
+        self.room.set_traits(traits)
         self.by_request = traits.by_request
         self.serves_others = traits.serves_others
         if traits.by_request:
@@ -415,7 +415,7 @@ class TierLink(Actor):
     def _tier_restarted(self, message: m.TierRestarted) -> None:
         """Go on with a fresh cell. Only after TierFenced."""
         if message.traits is not None:
-            self.meet(message.traits)
+            self.set_traits(message.traits)
         self._health.restarted()
         self.backend_counts.restart()
         self.room.restart()

@@ -74,7 +74,7 @@ class TransferTimes:
         self._lost = 0  # of these, in jobs that the tier is late with
         self._allowance_s = 0.0  # what the tier may take beside its limit, as it may just be slow
 
-    def meet(self, calls_max: int) -> None:
+    def set_calls_max(self, calls_max: int) -> None:
         """Learn how many calls of this kind the tier's backend may do at once."""
         self._calls_max = calls_max
 

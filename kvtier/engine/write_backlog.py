@@ -52,7 +52,7 @@ class WriteBacklog:
         self._again_from = 0.0
         self.has_put_off = self._has_asked = False
 
-    def meet(self, traits: BackendTraits) -> None:
+    def set_traits(self, traits: BackendTraits) -> None:
         """Learn what the tier's backend is."""
         self._by_request = traits.by_request
 

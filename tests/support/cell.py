@@ -267,7 +267,7 @@ class TestTier:
         self.mailbox.belong_to(self.actor)
         assert isinstance(link.tier, FromLink)
         link.tier.lead_to(self)
-        link.meet(traits)
+        link.set_traits(traits)
 
     @property
     def bounded(self) -> BoundedTier:

@@ -109,7 +109,7 @@ def test_a_store_that_ends_without_a_server_is_no_promise_of_what_is_there() -> 
 def test_a_tier_of_a_known_content_keeps_it_while_its_server_is_gone() -> None:
     """It has a capacity: the tier knows what is there, and says what it loses."""
     story, key = story_with_a_stored_block()
-    link_of(story).meet(BackendTraits(1, 1, capacity_blocks=8))
+    link_of(story).set_traits(BackendTraits(1, 1, capacity_blocks=8))
     report(story, GONE)
     report(story, UP)
     assert key in story.runtime.primary.audit().directory.known
@@ -165,7 +165,7 @@ def test_a_probe_on_trial_that_ends_with_its_server_is_followed_by_another() -> 
 def test_a_tier_that_needs_a_server_is_asked_for_nothing_until_it_has_reported_one() -> None:
     story = Story()
     (key,) = keys_of(1)
-    link_of(story).meet(BackendTraits(1, 1, connects=True))
+    link_of(story).set_traits(BackendTraits(1, 1, connects=True))
     assert story.facade.statistics().tiers[0].connection == "CONNECTING"
     assert look_up(story, key) is BlockState.ABSENT
     report(story, UP)
@@ -218,7 +218,7 @@ def test_a_restarted_tier_does_not_inherit_a_lost_connection() -> None:
 
 def test_what_others_may_have_evicted_is_asked_for_after_a_while() -> None:
     story, key = story_with_a_stored_block()
-    link_of(story).meet(BackendTraits(1, 1, presence_s=10.0))
+    link_of(story).set_traits(BackendTraits(1, 1, presence_s=10.0))
     story.store([key], "again")
     story.store(keys_of(4, b"m"), "other again")
     story.facade.take_events()

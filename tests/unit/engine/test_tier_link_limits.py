@@ -243,7 +243,7 @@ def test_what_backends_count_grows_through_their_lives() -> None:
 
 def test_what_goes_up_and_down_is_of_one_life_and_what_is_counted_of_all() -> None:
     story = Story()
-    link_of(story).meet(BackendTraits(1, 1, levels=frozenset({"blocks_now"})))
+    link_of(story).set_traits(BackendTraits(1, 1, levels=frozenset({"blocks_now"})))
     tier_of(story).inbox.post(m.Counted({"seen": 5, "blocks_now": 3}))
     story.runtime.cell.settle()
     seen = tier_statistics(story)
