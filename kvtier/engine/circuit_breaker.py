@@ -145,7 +145,7 @@ class Breaker:
         if self.state is not BreakerState.DISABLED:
             self._move(BreakerEvent.BROKE)
 
-    def restarted(self) -> None:
+    def on_restart(self) -> None:
         """Trust a fresh cell."""
         self._move(BreakerEvent.RESTARTED)
         self._failures = 0

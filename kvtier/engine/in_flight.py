@@ -39,8 +39,8 @@ class InFlight:
 
     def begin(self, number: int, work: Sent) -> float:
         """Note that work is sent; return from when on nobody waits for it at the latest."""
-        self._watches[work.peer].begun(number, self._time.given)
-        self.times.sent(work, self._time.now)
+        self._watches[work.peer].on_begin(number, self._time.given)
+        self.times.on_sent(work, self._time.now)
         # What the tier has besides may take as long again.
         return self._time.now + 2 * self.times.late_after_s
 
@@ -48,13 +48,13 @@ class InFlight:
         """Note that work was not sent after all, or that nobody wants to know of its end."""
         if (watch := self._watches.get(work.peer)) is not None:
             watch.leave(number)
-        self.times.ended(work, is_whole=False)
+        self.times.on_end(work, is_whole=False)
 
     def end(self, number: int, work: Sent, *, is_whole: bool, at: float = 0.0) -> None:
         """Note that the tier has ended work. As ``TransferTimes.ended``."""
         if (watch := self._watches.get(work.peer)) is not None:
-            watch.ended(number, self._time.given)
-        self.times.ended(work, is_whole=is_whole, at=at)
+            watch.on_end(number, self._time.given)
+        self.times.on_end(work, is_whole=is_whole, at=at)
 
     def pop_late(self) -> list[tuple[str, list[int], bool]]:
         """Return what each peer is late with, and whether that is all, since nothing moves."""

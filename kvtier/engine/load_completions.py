@@ -77,7 +77,7 @@ class LoadCompletions:
                 arrived[0].append(key)
                 arrived[1].append(slot)
             else:
-                self._directory.failed(key, self._promotions.lost(key, slot), message.tier)
+                self._directory.failed(key, self._promotions.on_lost(key, slot), message.tier)
                 self._slots.fail_fill(slot)
                 failed.append(key)
         self._not_filled(failed)
@@ -88,7 +88,7 @@ class LoadCompletions:
         if message.epoch != self._epoch:
             return
         for key, slot in zip(message.keys, message.slots, strict=True):
-            self._directory.failed(key, self._promotions.lost(key, slot), message.tier)
+            self._directory.failed(key, self._promotions.on_lost(key, slot), message.tier)
             self._slots.quarantine(slot, 1)
         self._not_filled(message.keys)
 
@@ -98,7 +98,7 @@ class LoadCompletions:
             self.let_go(message.slots)
             return
         for key, slot in zip(message.keys, message.slots, strict=True):
-            self._promotions.lost(key, slot)
+            self._promotions.on_lost(key, slot)
             self._slots.fail_fill(slot)
         self._not_filled(message.keys)
 

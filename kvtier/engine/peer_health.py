@@ -40,7 +40,7 @@ class PeerHealth:
         both = (self._failing.get((peer, each)) for each in (work, Work.LOAD))
         return all(each is None or each.has_turn for each in both)
 
-    def sent(self, work: Work, peer: str) -> None:
+    def on_sent(self, work: Work, peer: str) -> None:
         """Note that a piece of work is sent. It may be the one that is tried."""
         breaker = self._failing.get((peer, work))
         if breaker is not None:

@@ -130,7 +130,7 @@ class PresenceFeed:
         if faded:
             self._primary.post(m.PresenceLearned(self._number, (), faded, self.since))
 
-    def lost_server(self) -> None:
+    def on_server_lost(self) -> None:
         """Forget what was there, if what comes back may have been begun anew."""
         if not self._tells_by_itself:
             self.cleared()

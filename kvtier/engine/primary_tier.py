@@ -131,7 +131,7 @@ class PrimaryTier(Actor):
             m.Victims: self._victims,
             m.PolicyBroke: self._new_policy,
             m.PolicyReturned: self._new_policy,
-            m.GoesByRequest: self.by_request.goes_by_request,
+            m.GoesByRequest: self.by_request.mark_request_scoped,
             m.CascadeWanted: self._cascade_wanted,
             m.CascadeEnded: self._cascade_ended,
             m.CascadePutOff: self._cascade_put_off,
@@ -495,6 +495,6 @@ class PrimaryTier(Actor):
         self._fill_failed(*self.promotions.call_off_tier(message.tier))
         for key, slot in list(self._slot_of.items()):
             if self.slots.tier_fills.get(slot) == message.tier:
-                self.promotions.lost(key, slot)
+                self.promotions.on_lost(key, slot)
                 self.slots.quarantine(slot, 1)
                 self._not_filled((key,))

@@ -149,7 +149,7 @@ class Probes:
             self._end(probe)
             self._end_waiting()
         else:
-            self._health.sent(Work.PROBE, peer)
+            self._health.on_sent(Work.PROBE, peer)
 
     # --- answers ---
 
@@ -213,7 +213,7 @@ class Probes:
         is_awaited = number in self._awaited
         probe = self._awaited[number] if is_awaited else self._late[number]
         if not probe.is_lost:
-            self._times.lost(probe)
+            self._times.on_lost(probe)
             probe.lose()
         if is_awaited:
             self._counts.probes_timed_out += 1

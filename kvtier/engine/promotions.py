@@ -140,7 +140,7 @@ class Promotions:
             keys += batch[0]
             slots += batch[1]
         for key, slot in zip(keys, slots, strict=True):
-            self.lost(key, slot)
+            self.on_lost(key, slot)
         return keys, slots
 
     def arrived(self, slot: int) -> RequestId:
@@ -150,7 +150,7 @@ class Promotions:
             self.held_slots -= 1
         return request
 
-    def lost(self, key: Key, slot: int) -> RequestId:
+    def on_lost(self, key: Key, slot: int) -> RequestId:
         """Note that the slot will not be filled; its lease ends too."""
         request = self._ended(slot)
         self.held_slots -= 1

@@ -54,7 +54,7 @@ class RequestTiers:
         self._open: dict[RequestId, _Open] = {}
         self._awaited: dict[Key, list[RequestId]] = {}  # offered by these, filled for another
 
-    def goes_by_request(self, message: m.GoesByRequest) -> None:
+    def mark_request_scoped(self, message: m.GoesByRequest) -> None:
         """Tell this tier of requests from now on, and give it nothing but theirs."""
         self.tiers |= 1 << message.tier
         self._cascades.leave_to_requests(message.tier)

@@ -34,14 +34,14 @@ class StallDetector:
         """Whether nothing is watched."""
         return not (self._begun or self._overtaken)
 
-    def begun(self, number: int, now: float) -> None:
+    def on_begin(self, number: int, now: float) -> None:
         """Watch a piece of work, whose number is larger than those before."""
         if self.is_idle:
             self._moved_at = now
         assert number not in self._overtaken, "a number is given once"
         self._begun[number] = None
 
-    def ended(self, number: int, now: float) -> None:
+    def on_end(self, number: int, now: float) -> None:
         """Note that the tier has ended a piece of work, watched or not: it moves."""
         self._moved_at = now
         if self._overtaken.pop(number, None) is not None or number not in self._begun:

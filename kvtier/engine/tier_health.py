@@ -84,9 +84,9 @@ class TierHealth:
         """Tell whether one of the tier's peers may be sent work now."""
         return self._peers.allows(work, peer)
 
-    def sent(self, work: Work, peer: str) -> None:
+    def on_sent(self, work: Work, peer: str) -> None:
         """Note that one of the tier's peers is sent work."""
-        self._peers.sent(work, peer)
+        self._peers.on_sent(work, peer)
 
     @property
     def pauses(self) -> bool:
@@ -165,10 +165,10 @@ class TierHealth:
         for breaker in self._breakers.values():
             breaker.broke()
 
-    def restarted(self) -> None:
+    def on_restart(self) -> None:
         """Trust a fresh cell."""
         for breaker in self._breakers.values():
-            breaker.restarted()
+            breaker.on_restart()
         self._peers.forget()
 
     def tell_usable(self) -> None:

@@ -233,12 +233,12 @@ class TierLink(Actor):
     def _send(self, transfers: Transfers, job: Job) -> bool:
         """Send a job to the tier. False: its mailbox is full."""
         job_id = self._numbers.take()
-        deadline = transfers.sent(job_id, job)
+        deadline = transfers.on_sent(job_id, job)
         if not self.tier.post(job.order(job_id, self._mark, self.contents.since, deadline)):
             transfers.not_sent(job_id)
             self._health.failed(job.work, "has a full mailbox")
             return False
-        self._health.sent(job.work, job.peer)
+        self._health.on_sent(job.work, job.peer)
         self.counts.promotion_jobs += job.is_load
         self.counts.cascade_jobs += not job.is_load
         return True
@@ -265,7 +265,7 @@ class TierLink(Actor):
             outcomes = (Outcome.FAILED,) * len(job.keys)
         size, seconds = self._config.block_bytes, message.seconds
         complete = self.counts.count_job(outcomes, size, seconds, is_load=job.is_load)
-        transfers.ended(message.job, is_whole=complete, at=message.at)
+        transfers.on_end(message.job, is_whole=complete, at=message.at)
         if job.is_load:
             self.promotion_seconds.add((self.time.now - job.started, complete))
         if job.counts_for_its_tier and Outcome.FAILED in outcomes:
@@ -372,7 +372,7 @@ class TierLink(Actor):
             self._health.reconnected()
         else:
             self._probes.end_all()
-            self.contents.lost_server()
+            self.contents.on_server_lost()
             self._send_all()
             self._health.tell_usable()
 
@@ -416,7 +416,7 @@ class TierLink(Actor):
         """Go on with a fresh cell. Only after TierFenced."""
         if message.traits is not None:
             self.set_traits(message.traits)
-        self._health.restarted()
+        self._health.on_restart()
         self.backend_counts.restart()
         self.room.restart()
         self._tell_generation()

@@ -68,7 +68,7 @@ class TransferEstimate:
         """Return what a job takes with so many blocks outstanding; None: nothing is known."""
         return self._expected(blocks) if self.is_known else None
 
-    def took(self, blocks: int, seconds: float, now: float) -> None:
+    def observe(self, blocks: int, seconds: float, now: float) -> None:
         """Learn from a job that ended. ``blocks``: outstanding when it was sent, with its own."""
         seconds = max(seconds, SECONDS_MIN)
         if not self.is_known:

@@ -93,7 +93,7 @@ class TransferTimes:
         """How many more blocks the tier is to be given now; not above 0: it has enough."""
         return self.window - (self.outstanding - self._lost)
 
-    def sent(self, job: Sent, now: float) -> None:
+    def on_sent(self, job: Sent, now: float) -> None:
         """Note that a job is sent."""
         if self.is_idle:  # then nobody looked
             self._note_look(now)
@@ -102,7 +102,7 @@ class TransferTimes:
         expected_s = self._estimate.seconds(self.outstanding) or 0.0
         self._allowance_s = min(SLOWER * expected_s, self._limit_s)
 
-    def ended(self, job: Sent, *, is_whole: bool, at: float = 0.0) -> None:
+    def on_end(self, job: Sent, *, is_whole: bool, at: float = 0.0) -> None:
         """Note that a job has ended, late or not. ``is_whole``: with all its blocks.
 
         ``at``: when that was, by the tier's clock, which should be the link's.
@@ -119,7 +119,7 @@ class TransferTimes:
         self._estimate.given_up(job.backlog, now - job.started, now)
         self._speed = None
 
-    def lost(self, job: Sent) -> None:
+    def on_lost(self, job: Sent) -> None:
         """Note that the tier is late with a job: it does not keep others from being sent."""
         self._lost += job.size
 
@@ -145,7 +145,7 @@ class TransferTimes:
             if expected is not None:
                 expected_s += expected
                 took_s += seconds
-            self._estimate.took(job.backlog, seconds, now)
+            self._estimate.observe(job.backlog, seconds, now)
             self._speed = None
             self._fit_window(job.backlog, seen_s)
         self._ended.clear()

@@ -96,7 +96,7 @@ class Transfers:
         job.assign(self._peer_of(job.request))
         return job
 
-    def sent(self, number: int, job: Job) -> float:
+    def on_sent(self, number: int, job: Job) -> float:
         """Note that a job is sent; return from when on nobody waits for it at the latest."""
         self.jobs[number] = job
         return self._under_way.begin(number, job)
@@ -105,7 +105,7 @@ class Transfers:
         """Note that the tier did not take a job."""
         self._under_way.leave(number, self.jobs.pop(number))
 
-    def ended(self, number: int, *, is_whole: bool, at: float) -> None:
+    def on_end(self, number: int, *, is_whole: bool, at: float) -> None:
         """Note that the tier has ended a job. As ``TransferTimes.ended``."""
         self._under_way.end(number, self.jobs.pop(number), is_whole=is_whole, at=at)
 
@@ -129,7 +129,7 @@ class Transfers:
         """Return jobs that do not keep others from being sent any more."""
         lost = [self.jobs[number] for number in numbers]
         for job in lost:
-            self.times.lost(job)
+            self.times.on_lost(job)
         return lost
 
     def slots(self) -> int:

@@ -24,7 +24,7 @@ def wait_on_though_computing_would_be_done(_self: Job, _now: float) -> bool:
     return False
 
 
-@in_place_of(TransferTimes, "ended")
+@in_place_of(TransferTimes, "on_end")
 def count_what_has_ended_as_outstanding(
     real: Any, self: TransferTimes, job: Job, *, is_whole: bool, at: float = 0.0
 ) -> None:

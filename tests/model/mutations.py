@@ -109,7 +109,7 @@ def free_a_slot_whose_fill_is_abandoned(
     """At a promotion's deadline its slot counts as let go of."""
     if message.epoch == self._epoch:
         for key, slot in zip(message.keys, message.slots, strict=True):
-            request = self._promotions.lost(key, slot)
+            request = self._promotions.on_lost(key, slot)
             self._directory.failed(key, request, message.tier)
             self._slots.fail_fill(slot)
         self._not_filled(message.keys)
@@ -133,7 +133,7 @@ def never_notice_that_a_tier_hangs(_self: StallDetector, _now: float, _limit_s: 
     return False
 
 
-@in_place_of(StallDetector, "ended")
+@in_place_of(StallDetector, "on_end")
 def take_a_queue_for_a_failure(real: Any, self: StallDetector, number: int, now: float) -> None:
     """A tier is late with all that it has since it had nothing to do."""
     moved_at = self._moved_at
@@ -411,7 +411,7 @@ def offer_the_tail_of_what_is_gone(*_: object) -> bool:
     return False
 
 
-@in_place_of(Breaker, "restarted")
+@in_place_of(Breaker, "on_restart")
 def never_try_a_tier_again(self: Breaker) -> None:
     """A trial that succeeded leaves the breaker where it is, in a state no row leads from."""
     self._failures = 0

@@ -43,7 +43,7 @@ def go_on_giving_work_to_a_lost_server() -> Iterator[None]:
         yield
 
 
-@in_place_of(PresenceFeed, "lost_server")
+@in_place_of(PresenceFeed, "on_server_lost")
 def believe_in_what_a_lost_server_had(*_: object) -> None:
     """A server that comes back empty is asked for all that it had."""
 

@@ -202,7 +202,7 @@ def test_whatever_part_of_observing_raises_vllm_never_sees_it(owner: type, name:
     front = FrontEnd(EXTRA)
     with manager(secondary_tiers=TIERS, store_threshold=2) as ours:
         ours.facade._primary._events.collects = True
-        ours.facade._links[0]._loads.times._estimate.took(1, 1.0, 0.0)
+        ours.facade._links[0]._loads.times._estimate.observe(1, 1.0, 0.0)
         with patch.object(owner, name, broken):
             for _ in range(3):
                 ours.facade.step_end()

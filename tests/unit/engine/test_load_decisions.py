@@ -113,7 +113,7 @@ def test_a_prefix_of_a_fast_and_a_slow_tier_is_cut_between_them() -> None:
     slow = story.runtime.engine.links[1]
     directory = story.runtime.primary._directory
     directory.learn(0, (), story.keys[10:])
-    slow._loads.times._estimate.took(8, 4.0, 0.0)
+    slow._loads.times._estimate.observe(8, 4.0, 0.0)
     slow._tell_cost()
     story.runtime.cell.settle()
     assert story.look_up() == [FILLING] * 10 + [ABSENT]

@@ -164,5 +164,5 @@ def test_only_a_restart_ends_a_cut_off() -> None:
     breaker.pass_time(100.0)
     assert breaker.state is BreakerState.DISABLED
     assert not breaker.try_acquire()
-    breaker.restarted()
+    breaker.on_restart()
     assert breaker.try_acquire()

@@ -221,7 +221,7 @@ def test_a_peer_whose_trial_ended_without_a_result_is_tried_again() -> None:
     peers = PeerHealth(lambda: Breaker(1, 1.0, 60.0))
     peers.change(Work.PROBE, DEAD, Breaker.failed, 0.0)
     peers.pass_time(1.0)
-    peers.sent(Work.PROBE, DEAD)
+    peers.on_sent(Work.PROBE, DEAD)
     assert not peers.allows(Work.PROBE, DEAD)
     peers.showed_nothing(Work.LOAD)
     assert not peers.allows(Work.PROBE, DEAD)

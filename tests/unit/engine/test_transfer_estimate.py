@@ -23,7 +23,7 @@ def learnt(
     estimate = estimate or TransferEstimate()
     for number in range(count):
         blocks = SIZES[number % len(SIZES)]
-        estimate.took(blocks, latency_s + block_s * blocks, start + number)
+        estimate.observe(blocks, latency_s + block_s * blocks, start + number)
     return estimate
 
 
@@ -50,7 +50,7 @@ def test_while_all_loads_are_as_long_all_is_throughput() -> None:
     """A longer one is expected to take longer, rather than to cost nothing more."""
     estimate = TransferEstimate()
     for number in range(5):
-        estimate.took(64, 0.5, number)
+        estimate.observe(64, 0.5, number)
     assert seconds(estimate, 128) == pytest.approx(1.0)
 
 
@@ -73,7 +73,7 @@ def test_a_step_is_followed_within_ten_observations(
 def test_a_single_outlier_moves_it_little(outlier: float) -> None:
     estimate = learnt(0.01, 0.001)
     before = seconds(estimate, 100)
-    estimate.took(100, outlier, 12.0)
+    estimate.observe(100, outlier, 12.0)
     assert before / 2 <= seconds(estimate, 100) <= before * 2
 
 
@@ -107,12 +107,12 @@ def test_a_load_given_up_early_does_not_make_a_slow_tier_fast() -> None:
 def test_after_a_long_silence_one_observation_is_enough() -> None:
     """As when a tier that was declined is tried again."""
     estimate = learnt(0.0, 1.0)
-    estimate.took(16, 0.016, 200.0)
+    estimate.observe(16, 0.016, 200.0)
     assert seconds(estimate, 100) == pytest.approx(0.1)
 
 
 def test_the_spread_is_how_far_off_it_was() -> None:
     steady, shaky = learnt(0.0, 0.001, count=40), learnt(0.0, 0.001, count=1)
     for number in range(40):
-        shaky.took(100, 0.1 * (1.6 if number % 2 else 0.7), number)
+        shaky.observe(100, 0.1 * (1.6 if number % 2 else 0.7), number)
     assert steady.spread < 0.2 < shaky.spread
