@@ -45,7 +45,7 @@ class GroupLookups:
         self._of[request].note(key, state)
         return state
 
-    def is_decided(self, request: str) -> None:
+    def mark_decided(self, request: str) -> None:
         """Note that a request loads or stores: the GPU has what is before its first key."""
         asked = self._of.get(request)
         start = None if asked is None else asked.tell_start()
@@ -55,7 +55,7 @@ class GroupLookups:
     def reserve(self, undecided: Collection[str]) -> None:
         """Promote what requests wait for that are waiting still, in vLLM's order."""
         for request in self._of:
-            self.is_decided(request)
+            self.mark_decided(request)
         passes, self._of = self._of, {}
         for request, asked in passes.items():
             was_refused = request in self._refused

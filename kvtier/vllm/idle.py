@@ -41,11 +41,11 @@ class IdleWaker:
         self._waits = threading.Event()
         daemon_thread(self._run, "kvtier-idle").start()
 
-    def waits(self) -> None:
+    def on_wait(self) -> None:
         """Note that the engine may wait now."""
         self._waits.set()
 
-    def goes_on(self) -> None:
+    def on_work(self) -> None:
         """Note that it does not wait any more."""
         self._waits.clear()
 
@@ -74,9 +74,9 @@ def _woken(real: Callable[[Any], bool]) -> Callable[[Any], bool]:
         ENDING.look(engine)
         found = real(engine)
         if found:
-            waker.goes_on()
+            waker.on_work()
         else:
-            waker.waits()
+            waker.on_wait()
         return found
 
     return has_work

@@ -153,7 +153,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._undecided: set[str] = set()  # requests that have looked up, and may wait
         self._resumed = ResumedRequests(are_held_back=not _TELLS_WHEN_FLUSHED)
         self._loading: list[str] = []  # requests that began a load in this step
-        self._passes = GroupLookups(facade, self._groups, self._steps)
+        self._group_lookups = GroupLookups(facade, self._groups, self._steps)
         self.live = LiveRequests(self._weights)
 
     # --- requests ---
@@ -179,11 +179,11 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self.live.end(req_context.req_id)
         self._sources.pop(req_context.req_id, None)
         self._undecided.discard(req_context.req_id)
-        self._passes.end(req_context.req_id)
+        self._group_lookups.end(req_context.req_id)
         self._orders.end(req_context.req_id)
         self._parents.end(req_context.req_id)
-        self._steps.ends(req_context.req_id)
-        self._steps.is_idle(time.monotonic(), len(self.live) - len(self._undecided))
+        self._steps.end_request(req_context.req_id)
+        self._steps.on_idle(time.monotonic(), len(self.live) - len(self._undecided))
         self._resumed.end(req_context.req_id)
         self.facade.on_request_finished(req_context.req_id, self._order(req_context))
 
@@ -256,7 +256,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     def on_request_waits(self, request: str) -> None:
         """Note that vLLM's connector has left a request waiting (``kvtier/vllm/resumed.py``)."""
-        self._resumed.waits(request)
+        self._resumed.on_wait(request)
 
     def on_request_ends(self) -> None:
         """Note that vLLM hands out a request's last token, after which a user may read metrics."""
@@ -270,14 +270,14 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
     def _lookup_in_groups(self, key: bytes, req_context: ReqContext) -> LookupResult:
         """Tell where the block is. What is promoted is decided when vLLM has asked for all."""
         request, end_of = req_context.req_id, positions_of(req_context)
-        if request not in self._passes:
+        if request not in self._group_lookups:
             if not self.live.may_load(request):
                 return LookupResult.MISS
             if not self._resumed.may_load(request):
                 return LookupResult.RETRY
             self._note_waits(request)
-            self._passes.begin(request, end_of)
-        return _RESULTS[self._passes.look_up(key, request, end_of)]
+            self._group_lookups.begin(request, end_of)
+        return _RESULTS[self._group_lookups.look_up(key, request, end_of)]
 
     @override
     def get_load_source(self, key: bytes, req_context: ReqContext) -> CacheHitSource:
@@ -292,8 +292,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
     def prepare_load(self, keys: Collection[bytes], req_context: ReqContext) -> LoadStoreSpec:
         request = req_context.req_id
         self._loading.append(request)
-        self._passes.is_decided(request)
-        self._steps.loads(request, keys, positions_of(req_context))
+        self._group_lookups.mark_decided(request)
+        self._steps.on_load(request, keys, positions_of(req_context))
         if not self._several_groups:
             loaded = self.facade.prepare_load(keys, request, order=self._untold(req_context))
             return CPULoadStoreSpec(loaded)
@@ -304,7 +304,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     @override
     def complete_load(self, keys: Collection[bytes], req_context: ReqContext) -> None:
-        self._steps.has_loaded(req_context.req_id)
+        self._steps.on_loaded(req_context.req_id)
         # vLLM's connector drops the completions of what was begun before a reset.
         self.facade.complete_load(keys, req_context.req_id, epoch=self.facade.epoch)
 
@@ -333,8 +333,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
             cuts = self._groups.cuts(ordered, end_of)
         elif self._groups.have_windows:
             cuts = range(1, len(keys) + 1)
-        self._passes.is_decided(req_context.req_id)
-        self._steps.offers(req_context.req_id, offered, positions_of(req_context))
+        self._group_lookups.mark_decided(req_context.req_id)
+        self._steps.on_offer(req_context.req_id, offered, positions_of(req_context))
         order = self._untold(req_context)
         grant = self.facade.prepare_store(offered, req_context.req_id, cuts=cuts, order=order)
         if grant is None:
@@ -383,7 +383,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         if self._undecided:
             self._note_decided([*scheduled, *(context.preempted_req_ids or ())])
         if self._several_groups:
-            self._passes.reserve(self._undecided)
+            self._group_lookups.reserve(self._undecided)
         self._resumed.end_step(scheduled)
         self.facade.step_end()
         if self._tiers:
@@ -414,7 +414,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         thread needs it. A step that computes takes longer than ``SPIN_S`` mostly.
         """
         now, running = time.monotonic(), len(self.live) - len(self._undecided)
-        self._steps.step_ends(now, running)
+        self._steps.on_step_end(now, running)
         spins = not running and now - self._last_step < SPIN_S
         if spins and self.facade.has_pending_work():
             time.sleep(SPIN_YIELD_S)
@@ -425,7 +425,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
     def has_pending_work(self) -> bool:
         # An engine that nobody asks anything steps once for this, and so reports its first
         # statistics: all counters are there, at 0, before any of them counts anything.
-        self._steps.is_idle(time.monotonic(), 0)  # vLLM asks when it has no request left
+        self._steps.on_idle(time.monotonic(), 0)  # vLLM asks when it has no request left
         return not ENDING.has_lasted(self._close_timeout_s) and (
             self._is_idle
             or self._flush_steps_left > 0
@@ -461,7 +461,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._watch.safely("events", lambda: self._kv_events.reset(self._news.take_events()))
         self._undecided.clear()
         self._resumed.emptied()
-        self._passes.clear()
+        self._group_lookups.clear()
         self._granted.clear()
         if not _TELLS_WHEN_FLUSHED:
             self._flush_steps_left = self._flush_steps

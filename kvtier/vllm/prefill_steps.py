@@ -94,7 +94,9 @@ class PrefillSteps:
         if self._is_wanted:
             self._prompts[request] = _Prompt(first_token, max(end_of.values(), default=0))
 
-    def loads(self, request: RequestId, keys: Collection[bytes], end_of: dict[bytes, int]) -> None:
+    def on_load(
+        self, request: RequestId, keys: Collection[bytes], end_of: dict[bytes, int]
+    ) -> None:
         """Note that the GPU reads a request's prompt up to the last of ``keys``.
 
         It computes nothing of them. Of several groups, all are read up to the same token.
@@ -106,11 +108,13 @@ class PrefillSteps:
             prompt.computed = max(prompt.computed, end_of.get(_last(keys), 0))
         self._loading.add(request)
 
-    def has_loaded(self, request: RequestId) -> None:
+    def on_loaded(self, request: RequestId) -> None:
         """Note that the GPU has read them."""
         self._loading.discard(request)
 
-    def offers(self, request: RequestId, keys: Collection[bytes], end_of: dict[bytes, int]) -> None:
+    def on_offer(
+        self, request: RequestId, keys: Collection[bytes], end_of: dict[bytes, int]
+    ) -> None:
         """Note that a request has computed its prompt up to the last of ``keys``."""
         if not (keys and self._is_wanted):
             return
@@ -127,17 +131,17 @@ class PrefillSteps:
         self._tokens += end - before
         self._attention += end * end - before * before
 
-    def ends(self, request: RequestId) -> None:
+    def end_request(self, request: RequestId) -> None:
         """Forget a request."""
         self._prompts.pop(request, None)
         self._loading.discard(request)
 
-    def is_idle(self, now: float, others: int) -> None:
+    def on_idle(self, now: float, others: int) -> None:
         """Note that of ``others`` running requests none is left that computes anything."""
         if others <= len(self._loading) and self._was_busy and self._busy_until is None:
             self._busy_until = now
 
-    def step_ends(self, now: float, others: int) -> None:
+    def on_step_end(self, now: float, others: int) -> None:
         """Tell of a step. ``others``: running requests, but for those that wait for lookups."""
         if not self._is_wanted:
             return

@@ -45,7 +45,7 @@ class ResumedRequests:
             return True
         return request in self._waited or self._is_empty
 
-    def waits(self, request: str) -> None:
+    def on_wait(self, request: str) -> None:
         """Note that a request is not scheduled in this step, and asks again in a later one."""
         self._wait.add(request)
 

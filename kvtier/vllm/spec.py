@@ -213,7 +213,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
                 region.try_unlink()
             except BaseException:
                 region.close()
-                WORKER_HERE.let_go_of(self.config.engine_id)
+                WORKER_HERE.release(self.config.engine_id)
                 raise
         return self._manager
 

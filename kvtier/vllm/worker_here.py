@@ -33,7 +33,7 @@ class WorkerHere:
         """Tell whether vLLM holds a worker here, of another engine than this."""
         return bool(has_kv_transfer_group()) and self._engine_id != engine_id
 
-    def let_go_of(self, engine_id: str) -> None:
+    def release(self, engine_id: str) -> None:
         """End the worker of an engine that is not going to be, if it is in this process."""
         if self._engine_id == engine_id:
             self._engine_id = None

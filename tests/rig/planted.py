@@ -223,7 +223,7 @@ def take_who_is_to_ask_again_for_who_waits() -> Any:
     def may_load(self: Any, request: str) -> bool:
         may = real(self, request)
         if not may:
-            self.waits(request)
+            self.on_wait(request)
         return may
 
     real = ResumedRequests.may_load

@@ -268,7 +268,7 @@ def test_what_a_prefill_engine_could_not_keep_it_says_it_has_not(
     monkeypatch: pytest.MonkeyPatch, for_others: int
 ) -> None:
     """To whoever asks later, too. Else the decode engine would wait for half a minute."""
-    monkeypatch.setattr(late_writes.Peer, "writes_no_more", None)  # its word is believed
+    monkeypatch.setattr(late_writes.Peer, "stop_writes", None)  # its word is believed
     kept_for_others = {"cascade_slots_fraction_max": 2 / SLOTS, "close_timeout_s": GIVEN_UP_S}
     with peer(**kept_for_others) as first, peer() as second:
         if for_others:
@@ -412,13 +412,13 @@ def test_blocks_that_a_prefill_engine_turns_out_not_to_have_are_a_miss(
         monkeypatch.setattr(late_writes, "LOOK_S", 0.01)
         monkeypatch.setattr(late_writes, "ANSWERS_S", 0.01)
     held: list[late_writes.Peer] = []
-    real = late_writes.Peer.writes_no_more
+    real = late_writes.Peer.stop_writes
 
     async def noted(self: late_writes.Peer) -> None:
         held.append(self)
         await real(self)
 
-    monkeypatch.setattr(late_writes.Peer, "writes_no_more", noted)
+    monkeypatch.setattr(late_writes.Peer, "stop_writes", noted)
     with peer() as first, peer() as second:
         with second.request([1, 2], first.as_prefiller("k")) as own:
 

@@ -28,11 +28,11 @@ class Engine:
         self.end_of = {key: CHUNK * (n + 1) for n, key in enumerate(self.keys)}
 
     def offer(self, first: int, end: int, request: str = "r") -> None:
-        self.steps.offers(request, self.keys[first:end], self.end_of)
+        self.steps.on_offer(request, self.keys[first:end], self.end_of)
 
     def step(self, seconds: float = 1.0, others: int = 1) -> None:
         self.now += seconds
-        self.steps.step_ends(self.now, others)
+        self.steps.on_step_end(self.now, others)
 
 
 def test_a_step_computes_what_it_offers_behind_what_the_gpu_had() -> None:
@@ -62,8 +62,8 @@ def test_what_was_loaded_was_not_computed() -> None:
     engine = Engine()
     engine.step()
     engine.steps.looks_up("r", engine.keys[0], engine.end_of)
-    engine.steps.loads("r", engine.keys[:5], engine.end_of)
-    engine.steps.has_loaded("r")
+    engine.steps.on_load("r", engine.keys[:5], engine.end_of)
+    engine.steps.on_loaded("r")
     engine.offer(5, 8)
     engine.step()
     assert engine.told == [(48, 128**2 - 80**2, 1.0)]
@@ -123,8 +123,8 @@ def test_time_counts_until_the_last_request_ends() -> None:
     engine.steps.looks_up("r", engine.keys[0], engine.end_of)
     engine.offer(0, 12)
     engine.now += 0.5
-    engine.steps.ends("r")
-    engine.steps.is_idle(engine.now, 0)
+    engine.steps.end_request("r")
+    engine.steps.on_idle(engine.now, 0)
     engine.step(seconds=60.0)
     assert engine.told == [(192, 192**2, 0.5)]
 
@@ -132,9 +132,9 @@ def test_time_counts_until_the_last_request_ends() -> None:
 def test_while_the_only_request_is_loaded_nothing_is_computed() -> None:
     engine = Engine()
     engine.steps.looks_up("r", engine.keys[0], engine.end_of)
-    engine.steps.loads("r", engine.keys[:5], engine.end_of)
+    engine.steps.on_load("r", engine.keys[:5], engine.end_of)
     engine.step()
-    engine.steps.has_loaded("r")
+    engine.steps.on_loaded("r")
     engine.offer(5, 8)
     engine.step()
     assert [step[2] for step in engine.told] == [None]

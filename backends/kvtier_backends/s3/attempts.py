@@ -84,8 +84,8 @@ class Attempts:
                 if failed.failure is Failure.BUSY:
                     self._limiter.slow_down(turn)
                 elif failed.failure not in MAY_PASS:
-                    self._limiter.went_well()
+                    self._limiter.on_success()
                 self._on_failure(failed, urgency)
                 raise
-            self._limiter.went_well()
+            self._limiter.on_success()
             return answer

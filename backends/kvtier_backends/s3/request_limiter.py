@@ -55,7 +55,7 @@ class RequestLimiter:
             self._running -= 1
             self._admit()
 
-    def went_well(self) -> None:
+    def on_success(self) -> None:
         """Note that the server has kept up with a request."""
         self._limit = min(float(self._requests_max), self._limit + 1.0 / self._limit)
         self._admit()

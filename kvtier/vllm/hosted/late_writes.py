@@ -139,7 +139,7 @@ class Peer:
     def _took_s(self) -> float:
         return asyncio.get_running_loop().time() - self._began_s
 
-    async def writes_no_more(self) -> None:
+    async def stop_writes(self) -> None:
         """Wait until the peer can write nothing of an older load. It may be for good."""
         self._peers.held += 1
         answering: Any = None

@@ -147,7 +147,7 @@ class PeersBlocks(HostedRequest):
         self._finish_if_over()
         if not is_said:
             peer.end_if_deaf()
-            await peer.writes_no_more()
+            await peer.stop_writes()
         loaded = there if result.success else set()
         return [Loaded(Outcome.DONE if key in loaded else Outcome.ABSENT) for key in keys]
 

@@ -69,10 +69,10 @@ async def test_the_limit_is_halved_once_a_round_and_grows_by_one_a_round() -> No
         limiter.slow_down(second)
     assert limiter.limit == 8
     for _ in range(9):
-        limiter.went_well()
+        limiter.on_success()
     assert limiter.limit == 9
     for _ in range(1000):
-        limiter.went_well()
+        limiter.on_success()
     assert limiter.limit == 16
     for _ in range(10):
         async with limiter.turn(Urgency.LOAD) as turn:
