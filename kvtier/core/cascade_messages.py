@@ -54,7 +54,7 @@ class CascadeEnded(Message, frozen=True, gc=False):
     epoch: int
 
 
-class CascadePutOff(Message, frozen=True, gc=False):
+class CascadeDeferred(Message, frozen=True, gc=False):
     """The tier does not have these blocks, and reads the slots no longer: offer them again."""
 
     tier: int
@@ -65,16 +65,16 @@ class CascadePutOff(Message, frozen=True, gc=False):
 
 
 class StoresWanted(Message, frozen=True, gc=False):
-    """The tier has room for so many blocks of those put off. Answered with StoresOffered."""
+    """The tier has room for so many blocks of those deferred. Answered with StoresOffered."""
 
     tier: int
     blocks: int
 
 
 class StoresOffered(Message, frozen=True, gc=False):
-    """What was put off is on its way, as Cascades; ``is_all``: asking for more is of no use.
+    """What was deferred is on its way, as Cascades; ``is_all``: asking for more is of no use.
 
-    ``lost``: blocks put off that are not here any more, or follow on one that is not.
+    ``lost``: deferred blocks that are not here any more, or follow on one that is not.
     """
 
     is_all: bool

@@ -43,8 +43,8 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 from kvtier.core.cascade_messages import Cascade as Cascade
+from kvtier.core.cascade_messages import CascadeDeferred as CascadeDeferred
 from kvtier.core.cascade_messages import CascadeEnded as CascadeEnded
-from kvtier.core.cascade_messages import CascadePutOff as CascadePutOff
 from kvtier.core.cascade_messages import CascadeRefused as CascadeRefused
 from kvtier.core.cascade_messages import CascadeWanted as CascadeWanted
 from kvtier.core.cascade_messages import StoresOffered as StoresOffered

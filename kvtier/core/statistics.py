@@ -74,8 +74,8 @@ class TierCounts(Counts):
     damaged: int = 0  # a load found bytes that fail their check
     failed: int = 0  # the medium failed, load or store
     full: int = 0  # a store found no room
-    cascades_put_off: int = 0  # not stored now, and offered again while they are here
-    cascades_dropped: int = 0  # put off, and gone before the tier had room for them
+    stores_deferred: int = 0  # not stored now, and offered again while they are here
+    cascades_dropped: int = 0  # deferred, and gone before the tier had room for them
     cascades_refused: int = 0  # by the tier's admission policy
     promotions_dropped: int = 0
     promotions_cut: int = 0  # of requests that lost patience

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from kvtier.engine.circuit_breaker import BreakerState, Work
     from kvtier.engine.lookups import LookedUp
-    from kvtier.engine.missing_prefixes import PutOff
+    from kvtier.engine.missing_prefixes import DeferredBlock
     from kvtier.engine.promotions import PromotionAudit
     from kvtier.engine.slot_table import SlotAudit
     from kvtier.engine.tier_directory import DirectoryAudit
@@ -33,8 +33,8 @@ class PrimaryAudit:
     directory: DirectoryAudit
     looked_up: Mapping[RequestId, LookedUp]
     parked: frozenset[Key]  #: to be cascaded once they are READY
-    holes: Mapping[int, frozenset[Key]]  #: of each tier: put off, or lost
-    put_off: Mapping[int, Mapping[Key, PutOff]]  #: of each tier
+    holes: Mapping[int, frozenset[Key]]  #: of each tier: deferred, or lost
+    deferred: Mapping[int, Mapping[Key, DeferredBlock]]  #: of each tier
     makes_room: bool  #: whether something waits for slots that are being made free
     excluded: frozenset[Key]  #: not to be evicted for the last call that needed victims
 

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtier.core import messages as m
-from kvtier.engine.missing_prefixes import MissingPrefixes, PutOff
+from kvtier.engine.missing_prefixes import DeferredBlock, MissingPrefixes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -63,7 +63,7 @@ class Cascades:
     def send(self, batches: Mapping[int, Batch], request: RequestId, epoch: int) -> None:
         """Send blocks off, pinned once for each tier that is to store them.
 
-        Those behind a hole of a tier are put off.
+        Those behind a hole of a tier are deferred.
         """
         for tier, batch in batches.items():
             wanted = self._without_kept(batch) if self._kept else batch
@@ -90,21 +90,21 @@ class Cascades:
             rows = self._prefixes.from_head_to_tail(request, rows)
         for key, slot, before in rows:
             if holes.includes(before):
-                holes.put_off(key, PutOff(request, before, is_admitted=False))
+                holes.defer(key, DeferredBlock(request, before, is_admitted=False))
             else:
                 holes.fill(key, before)
                 kept[0].append(key)
                 kept[1].append(slot)
         return kept
 
-    def put_off(self, message: m.CascadePutOff) -> None:
+    def defer(self, message: m.CascadeDeferred) -> None:
         """Have blocks wait until the tier has room for them."""
         keys, holes = message.keys, self.holes.get(message.tier)
         if holes is not None:
             for key, before in zip(keys, self._before(message.request, keys), strict=True):
-                holes.put_off(key, PutOff(message.request, before, is_admitted=True))
+                holes.defer(key, DeferredBlock(message.request, before, is_admitted=True))
 
-    def send_put_off(self, message: m.StoresWanted, epoch: int) -> tuple[list[Key], int]:
+    def send_deferred(self, message: m.StoresWanted, epoch: int) -> tuple[list[Key], int]:
         """Send off what the tier has room for now; return that, and how many turned out lost."""
         holes = self.holes.get(message.tier)
         if holes is None:
@@ -144,11 +144,11 @@ class Cascades:
             if holes:
                 holes.leave(keys)
 
-    def put_off_of(self, request: RequestId) -> int:
+    def deferred_of(self, request: RequestId) -> int:
         """Return how many blocks of a request wait for a tier, which has none behind them."""
         if not self._are_chains:
             return 0
-        return max((holes.put_off_of(request) for holes in self.holes.values()), default=0)
+        return max((holes.deferred_of(request) for holes in self.holes.values()), default=0)
 
     def _is_ready(self, key: Key) -> bool:
         slot = self._slots.slot_of.get(key)
@@ -213,7 +213,7 @@ class Cascades:
         self.holes.pop(tier, None)
 
     def reset(self) -> None:
-        """Forget what is parked, kept or put off."""
+        """Forget what is parked, kept or deferred."""
         self.parked.clear()
         self._kept.clear()
         for holes in self.holes.values():

@@ -371,7 +371,7 @@ class SchedulerFacade:
 
     def has_deferred_stores(self) -> bool:
         """Tell whether a tier could not store all: steps offer it again, whenever it has room."""
-        return any(link.room.has_put_off for link in self._links)
+        return any(link.room.has_deferred for link in self._links)
 
     def evicts(self, tier: int) -> bool:
         """Tell whether a secondary tier is bounded, and so tells of what it evicts."""

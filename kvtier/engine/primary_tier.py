@@ -134,7 +134,7 @@ class PrimaryTier(Actor):
             m.GoesByRequest: self.by_request.mark_request_scoped,
             m.CascadeWanted: self._cascade_wanted,
             m.CascadeEnded: self._cascade_ended,
-            m.CascadePutOff: self._cascade_put_off,
+            m.CascadeDeferred: self._cascade_deferred,
             m.StoresWanted: self._stores_wanted,
             m.BlocksWanted: self.by_request.pin_wanted,
             m.PresenceLearned: self._presence_learned,
@@ -164,7 +164,7 @@ class PrimaryTier(Actor):
             self._lookups.audit(),
             parked=frozenset(self._cascades.parked),
             holes={tier: holes.audit() for tier, holes in self._cascades.holes.items()},
-            put_off={tier: holes.waiting() for tier, holes in self._cascades.holes.items()},
+            deferred={tier: holes.waiting() for tier, holes in self._cascades.holes.items()},
             makes_room=self._eviction.is_under_way,
             excluded=self._eviction.excluded,
         )
@@ -242,7 +242,7 @@ class PrimaryTier(Actor):
             self.reply(m.StoreGrant([], [], [], self.epoch))
         elif most <= self.slots.free_count():
             self._grant(message.request, wanted, most, [])
-        elif self._would_cost_put_off(message.request, most):
+        elif self._would_cost_deferred(message.request, most):
             self._grant(message.request, wanted, 0, [])  # later is better
         else:
             # Its own blocks stay: they are the heads of what is stored now.
@@ -250,14 +250,14 @@ class PrimaryTier(Actor):
             excluded = frozenset(message.keys if is_partly_here else ())
             self._eviction.make_room(most, StoreAfterEviction(message, wanted), excluded)
 
-    def _would_cost_put_off(self, request: RequestId, count: int) -> bool:
+    def _would_cost_deferred(self, request: RequestId, count: int) -> bool:
         """Tell whether a store has to evict what a tier has yet to get of the same request.
 
         What is stored then would be of no use without that.
         """
-        put_off = self._cascades.put_off_of(request)
-        loose = self.slots.ready_count() - len(self.slots.pins) - put_off
-        return put_off > 0 and count > self.slots.free_count() + max(0, loose)
+        deferred = self._cascades.deferred_of(request)
+        loose = self.slots.ready_count() - len(self.slots.pins) - deferred
+        return deferred > 0 and count > self.slots.free_count() + max(0, loose)
 
     def _store_after_eviction(self, message: StoreAfterEviction) -> None:
         store, wanted = message.store, message.wanted
@@ -342,24 +342,24 @@ class PrimaryTier(Actor):
             self.policy.post(m.Held(keys=tuple(keys)))
         self._cascades.send(batches, request, self.epoch)
         for keys, slots in list(batches.values())[:1]:
-            self._unhold(keys, slots)  # those that were put off
+            self._unhold(keys, slots)  # those that were deferred
 
     def _cascade_wanted(self, message: m.CascadeWanted) -> None:
         batches = self._cascades.of_wanted(message.tier, message.keys)
         self._hold_and_cascade(batches, message.request)
 
-    def _cascade_put_off(self, message: m.CascadePutOff) -> None:
+    def _cascade_deferred(self, message: m.CascadeDeferred) -> None:
         if message.epoch == self.epoch:
-            self._cascades.put_off(message)
+            self._cascades.defer(message)
         self._cascade_ended(message)
 
     def _stores_wanted(self, message: m.StoresWanted) -> None:
-        keys, lost = self._cascades.send_put_off(message, self.epoch)
+        keys, lost = self._cascades.send_deferred(message, self.epoch)
         if keys:
             self.policy.post(m.Held(keys=tuple(keys)))
         self.links[message.tier].post(m.StoresOffered(is_all=not keys, lost=lost))
 
-    def _cascade_ended(self, message: m.CascadeEnded | m.CascadePutOff) -> None:
+    def _cascade_ended(self, message: m.CascadeEnded | m.CascadeDeferred) -> None:
         if message.epoch != self.epoch:
             self._arrivals.let_go(message.slots)
             return

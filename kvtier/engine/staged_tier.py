@@ -106,7 +106,7 @@ class StagedTier(Actor):
             m.PromotionLate: lambda x: self._slots_released(m.SlotsReleased(x.slots)),
             m.SlotsReleased: self._slots_released,
             m.CascadeEnded: self._cascade_ended,
-            m.CascadePutOff: self._cascade_ended,  # the other program is told that it failed
+            m.CascadeDeferred: self._cascade_ended,  # the other program is told that it failed
             m.StoresWanted: lambda _: self._tell(m.StoresOffered(is_all=True, lost=0)),
             m.PresenceLearned: self._presence_learned,
             m.TierUsable: lambda x: self._set_usable(usable=x.usable, answers=x.answers),
@@ -279,7 +279,7 @@ class StagedTier(Actor):
         self._slots.free(message.slots)
         self._go_on()
 
-    def _cascade_ended(self, message: m.CascadeEnded | m.CascadePutOff) -> None:
+    def _cascade_ended(self, message: m.CascadeEnded | m.CascadeDeferred) -> None:
         blocks = self._slots.holders(message.slots)
         self._slots.free(message.slots)
         # What was stored was announced just before.

@@ -9,7 +9,7 @@ gets exactly one answer to each thing it asked for:
 - a promotion: ``PromotionEnded``; ``PromotionWithdrawn`` if it was withdrawn before it was sent;
   or, when the tier is late or its request has lost patience, ``PromotionAbandoned`` and later,
   when the tier has let go, ``PromotionLate`` or ``SlotsReleased``;
-- a cascade: ``CascadeEnded`` or, for what the tier does not have, ``CascadePutOff``; only when the
+- a cascade: ``CascadeEnded`` or, for what the tier does not have, ``CascadeDeferred``; only when the
   tier has let go of the slots.
 
 Whatever it sends has the mark of the generation that its primary tier is in
@@ -192,7 +192,7 @@ class TierLink(Actor):
         kept, rest = self.room.take(message)
         self._stores.waiting.add(kept, self.time.now)
         self._send_waiting(self._stores)
-        self.room.put_off(rest)
+        self.room.defer(rest)
 
     def _request_ended(self, message: m.RequestEnded) -> None:
         self._loads.waiting.forget(message.request)
@@ -222,7 +222,7 @@ class TierLink(Actor):
                 return
 
     def _ask_again(self) -> None:
-        if self.room.has_put_off and self._takes(Work.STORE):
+        if self.room.has_deferred and self._takes(Work.STORE):
             self.room.ask_again(self.time.now)
 
     def _takes(self, work: Work) -> bool:
@@ -319,7 +319,7 @@ class TierLink(Actor):
     def is_at_rest(self) -> bool:
         """Whether a Tick would come to ``pass_time``."""
         looks = not (self._was_idle and self._loads.is_idle and self._stores.is_idle)
-        waits = looks or self.room.has_put_off or self._probes.is_under_way or not self._is_told
+        waits = looks or self.room.has_deferred or self._probes.is_under_way or not self._is_told
         waits = waits or self._relay.has_unsent or bool(self.contents.untold)
         return not (waits or self._health.pauses)
 

@@ -1,6 +1,6 @@
 """How much of host memory the stores of one tier may hold, and what becomes of the rest.
 
-What finds no room, or waits while the tier takes no stores, is put off: its slots are free to be
+What finds no room, or waits while the tier takes no stores, is deferred: its slots are free to be
 used otherwise, and the primary tier offers it again when the link asks for it
 (``kvtier/engine/missing_prefixes.py``).
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvtier.settings.runtime_config import RuntimeConfig
 
 AGAIN_S: Final = 1.0
-"""After a store that failed, or could not be sent, what was put off waits for so long."""
+"""After a store that failed, or could not be sent, what was deferred waits for so long."""
 
 
 class WriteBacklog:
@@ -50,7 +50,7 @@ class WriteBacklog:
         self._primary = primary
         self._full_until = 0.0
         self._again_from = 0.0
-        self.has_put_off = self._has_asked = False
+        self.has_deferred = self._has_asked = False
 
     def set_traits(self, traits: BackendTraits) -> None:
         """Learn what the tier's backend is."""
@@ -67,15 +67,15 @@ class WriteBacklog:
         self.slots += len(kept.keys)
         return kept, message.part(room)
 
-    def put_off(self, blocks: Job | m.Cascade) -> None:
+    def defer(self, blocks: Job | m.Cascade) -> None:
         """Let go of blocks that are to be stored later; what one request brings, for good."""
         if self._by_request:
             self.drop(blocks)
         elif blocks.keys:
-            self._counts.cascades_put_off += len(blocks.keys)
-            self.has_put_off = True
+            self._counts.stores_deferred += len(blocks.keys)
+            self.has_deferred = True
             self._primary.post(
-                m.CascadePutOff(
+                m.CascadeDeferred(
                     self._number, blocks.request, blocks.keys, blocks.slots, blocks.epoch
                 )
             )
@@ -98,10 +98,10 @@ class WriteBacklog:
         self.slots -= len(job.slots)
         if not self.is_full(now):  # then it is known from when on
             self._again_from = now + AGAIN_S
-        self.put_off(job)
+        self.defer(job)
 
     def stored(self, job: Job, outcomes: Sequence[Outcome], now: float) -> bool:
-        """Let go of what a job has stored, put off what it has not; tell whether it is whole."""
+        """Release what a job has stored, defer what it has not; tell whether it is whole."""
         self.slots -= len(job.slots)
         is_done = [outcome is Outcome.DONE or self._by_request for outcome in outcomes]
         if Outcome.FULL in outcomes:
@@ -112,7 +112,7 @@ class WriteBacklog:
             return True
         if any(is_done):
             self._end(job.blocks_of(is_done))
-        self.put_off(job.blocks_of([not each for each in is_done]))
+        self.defer(job.blocks_of([not each for each in is_done]))
         self._again_from = max(self._again_from, now + AGAIN_S)
         return False
 
@@ -124,14 +124,14 @@ class WriteBacklog:
         self._full_until = self._again_from = 0.0
 
     def ask_again(self, now: float) -> None:
-        """Ask for what was put off, if there is any, and room. The tier must take stores now."""
+        """Ask for what was deferred, if there is any, and room. The tier must take stores now."""
         room = self._slots_max - self.slots
-        if self.has_put_off and not self._has_asked and room > 0 and now >= self._again_from:
-            self._has_asked, self.has_put_off = True, False
+        if self.has_deferred and not self._has_asked and room > 0 and now >= self._again_from:
+            self._has_asked, self.has_deferred = True, False
             self._primary.post(m.StoresWanted(self._number, room))
 
     def offered(self, message: m.StoresOffered) -> None:
-        """Learn whether there is more of what was put off."""
+        """Learn whether there is more of what was deferred."""
         self._has_asked = False
-        self.has_put_off |= not message.is_all
+        self.has_deferred |= not message.is_all
         self._counts.cascades_dropped += message.lost

@@ -26,4 +26,4 @@ class TierAudit:
     removing: frozenset[Key]
     in_use: Mapping[Key, int]
     leftovers: frozenset[Key]
-    leftovers_are_put_off: bool
+    leftovers_are_deferred: bool

@@ -118,7 +118,7 @@ class BoundedTier(Actor):
             removing=frozenset(self._removing),
             in_use=dict(self._in_use),
             leftovers=frozenset(self._leftovers),
-            leftovers_are_put_off=self._leftovers.is_put_off,
+            leftovers_are_deferred=self._leftovers.is_deferred,
         )
 
     # --- what the link asks for ---
@@ -274,7 +274,7 @@ class BoundedTier(Actor):
             self._announce(removed=announced)
         # They may have been chosen before a generation ended, whose blocks all go first now.
         victims += self._old.pop(self._used() - self._capacity, self._in_use)
-        batch.also_remove(victims + self._leftovers.pop_put_off())
+        batch.also_remove(victims + self._leftovers.pop_deferred())
         self._removing.update(batch.remove)
         self._jobs.send_store(batch)
 
@@ -378,7 +378,7 @@ class BoundedTier(Actor):
 
     def _leave(self, keys: Iterable[Key]) -> None:
         """Have these removed later, unless they count, or a store of them is under way."""
-        self._leftovers.put_off(
+        self._leftovers.defer(
             key
             for key in keys
             if not (key in self._resident or key in self._storing or key in self._old)

@@ -29,7 +29,7 @@ class Leftovers:
         self._keys: dict[Key, None] = {}
         self._under_way: tuple[Key, ...] = ()
         self._doubtful: set[Key] = set()  # being stored, and there already perhaps
-        self.is_put_off = False  #: until the next store, as a medium that fails has enough to do
+        self.is_deferred = False  #: until the next store, as a medium that fails has enough to do
 
     def __contains__(self, key: Key) -> bool:
         """Tell whether the key waits for its removal."""
@@ -44,11 +44,11 @@ class Leftovers:
         """Have these removed."""
         self._keys.update(dict.fromkeys(keys))
 
-    def put_off(self, keys: Iterable[Key]) -> None:
+    def defer(self, keys: Iterable[Key]) -> None:
         """Have these removed by the next store, which needs the room."""
         before = len(self._keys)
         self._keys.update(dict.fromkeys(keys))
-        self.is_put_off = self.is_put_off or len(self._keys) > before
+        self.is_deferred = self.is_deferred or len(self._keys) > before
 
     def wanted(self, keys: Sequence[Key]) -> None:
         """Note that these are stored now: a copy that is there may stay, if that ends well."""
@@ -70,16 +70,16 @@ class Leftovers:
         self._doubtful.difference_update(found)
         return found
 
-    def pop_put_off(self) -> tuple[Key, ...]:
-        """Return a batch for a store to remove first, none if nothing was put off."""
-        if not self.is_put_off:
+    def pop_deferred(self) -> tuple[Key, ...]:
+        """Return a batch for a store to remove first, none if nothing was deferred."""
+        if not self.is_deferred:
             return ()
-        self.is_put_off = False
+        self.is_deferred = False
         return self._pop_batch()
 
     def begin_removal(self) -> tuple[Key, ...]:
         """Return the next batch to remove, none if it is not the time."""
-        if self._under_way or self.is_put_off or not self._keys:
+        if self._under_way or self.is_deferred or not self._keys:
             return ()
         self._under_way = self._pop_batch()
         return self._under_way
@@ -88,7 +88,7 @@ class Leftovers:
         """Note how the batch ended. What failed is tried again later."""
         keys, self._under_way = self._under_way, ()
         failed = [k for k, end in zip(keys, outcomes, strict=True) if end is not Outcome.DONE]
-        self.put_off(failed)
+        self.defer(failed)
 
     def _pop_batch(self) -> tuple[Key, ...]:
         keys = tuple(islice(self._keys, REMOVE_BLOCKS_MAX))

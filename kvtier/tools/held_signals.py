@@ -25,7 +25,7 @@ class HeldSignals:
 
     def __init__(self) -> None:
         self._came: list[int] = []
-        self._handlers: dict[signal.Signals, Any] = {}  # of before; empty: nothing is put off
+        self._handlers: dict[signal.Signals, Any] = {}  # of before; empty: nothing is deferred
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():

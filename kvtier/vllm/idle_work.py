@@ -26,7 +26,7 @@ class IdleWork:
         self._looked_s = 0.0
 
     def is_there(self, now: float) -> bool:
-        """Tell whether a step would publish anything, or might store what was put off."""
+        """Tell whether a step would publish anything, or might store what was deferred."""
         self._events += self._facade.take_events()
         if self._events:
             return True

@@ -57,8 +57,8 @@ OWN_TIER_COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
         "Blocks whose load or store failed at the medium.",
     ),
     "kvtier:tier_full": ("full", "Blocks that a tier had no room for."),
-    "kvtier:tier_cascades_put_off": (
-        "cascades_put_off",
+    "kvtier:tier_stores_deferred": (
+        "stores_deferred",
         "Blocks that a tier could not take when they came: it is sick, full or has much to do.",
     ),
     "kvtier:tier_cascades_dropped": (

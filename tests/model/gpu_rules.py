@@ -90,7 +90,7 @@ class GpuRules(LookupRules):
         dropped = counts.stores_dropped
         world.in_order(schedule)
         grant = world.facade.prepare_store(keys, request.name, order=self._order(request))
-        # What is here already is put off before it is decided, and nothing changes afterwards.
+        # What is here already is deferred before it is decided, and nothing changes afterwards.
         is_later_better = grant is None and self._would_cost_what_waits(request.name, keys)
         if counts.stores_dropped > dropped and not schedule and not is_later_better:
             self._assert_nothing_can_be_evicted(keys)
@@ -114,10 +114,10 @@ class GpuRules(LookupRules):
         ready = {key for key, slot in slots.slot_of.items() if slots.is_ready(slot)}
         loose = {key for key in ready if slots.slot_of[key] not in slots.pins}
         wanted = [key for key in keys if key not in slots.slot_of]
-        of_tiers = self.world.primary.audit().put_off.values()
+        of_tiers = self.world.primary.audit().deferred.values()
         waits = [sum(b.request == request for b in of_tier.values()) for of_tier in of_tiers]
-        put_off = max(waits, default=0)
-        return put_off > 0 and len(wanted) > slots.free_count() + max(0, len(loose) - put_off)
+        deferred = max(waits, default=0)
+        return deferred > 0 and len(wanted) > slots.free_count() + max(0, len(loose) - deferred)
 
     @precondition(lambda self: self.world.gpu.stores)
     @rule(which=PICKS)

@@ -105,17 +105,17 @@ class KVTierSpec(Promises, GpuRules, RuleBasedStateMachine):
         assert world.facade.get_finished() == 0 or world.broken_links
         assert_p10_at_rest(world)
         assert_tiers_count_what_their_backends_have(world)
-        self._assert_a_healthy_tier_gets_what_was_put_off()
+        self._assert_a_healthy_tier_gets_what_was_deferred()
         self._assert_a_healthy_tier_serves_within_two_steps()
 
-    def _assert_a_healthy_tier_gets_what_was_put_off(self) -> None:
+    def _assert_a_healthy_tier_gets_what_was_deferred(self) -> None:
         """What is still in host memory; or it is known to be lost."""
         world = self.world
         refused = [link.counts.full + link.counts.failed for link in world.links]
         for _ in range(len(KEYS)):
             waits = {
                 tier
-                for tier, keys in world.primary.audit().put_off.items()
+                for tier, keys in world.primary.audit().deferred.items()
                 if keys and self._takes_stores(tier, refused[tier])
             }
             if not waits:
@@ -123,7 +123,7 @@ class KVTierSpec(Promises, GpuRules, RuleBasedStateMachine):
             self.a_step_ends(1.0, b"")
             self.tiers_do_all_they_were_asked()
             world.cell.settle()
-        raise AssertionError(f"tiers {waits} never get what was put off")
+        raise AssertionError(f"tiers {waits} never get what was deferred")
 
     def _takes_stores(self, tier: int, refused: int) -> bool:
         """Tell whether a tier is in use, and has refused no more than that."""

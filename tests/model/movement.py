@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvtier.core.actor import Actor
     from kvtier.core.messages import Message
     from kvtier.engine.audits import LinkAudit
-    from kvtier.engine.missing_prefixes import PutOff
+    from kvtier.engine.missing_prefixes import DeferredBlock
     from kvtier.plugin_api.keys import Key, RequestId
     from kvtier.settings.runtime_config import RuntimeConfig
     from tests.support.cell import TestMailbox
@@ -38,7 +38,7 @@ class Movements:
         self._of = [Movement(world.config, number) for number in range(len(world.links))]
         # Before the message that is delivered now:
         self._watched: frozenset[int] = frozenset()
-        self._put_off: Mapping[Key, PutOff] = {}  # what a tier wants again
+        self._deferred: Mapping[Key, DeferredBlock] = {}  # what a tier wants again
 
     def note_post(self, mailbox: TestMailbox, message: Message) -> None:
         """Look at what a link sends its tier. What nobody waits for is not sent."""
@@ -62,7 +62,7 @@ class Movements:
             if taker is not mailbox or tier not in holes:
                 continue
             request = world.requests.get(message.request)
-            before = {key: block.before for key, block in self._put_off.items()}
+            before = {key: block.before for key, block in self._deferred.items()}
             if not message.is_admitted and request is not None and request.is_told:
                 before.update(zip(request.path, (None, *request.path), strict=False))
             for key in message.keys:
@@ -95,11 +95,11 @@ class Movements:
 
     def foresee(self, actor: Actor, message: Message) -> None:
         """Note what is about to be delivered to a link, or by one."""
-        self._put_off = {}
+        self._deferred = {}
         if isinstance(message, m.StoresWanted):
-            self._put_off = self._world.primary.audit().put_off.get(message.tier, {})
+            self._deferred = self._world.primary.audit().deferred.get(message.tier, {})
             resident = self._world.primary.resident()
-            assert self._put_off.keys() <= resident, "a block waits for a tier, and is gone"
+            assert self._deferred.keys() <= resident, "a block waits for a tier, and is gone"
         for tier, link in enumerate(self._world.links):
             if actor is link:
                 seen = link.audit()
@@ -125,7 +125,7 @@ class Movements:
     def _observe_primary(self, message: Message) -> None:
         if isinstance(message, m.PromotionEnded | m.PromotionAbandoned | m.PromotionWithdrawn):
             self._of[message.tier].let_go(message.slots)
-        if isinstance(message, m.CascadePutOff) and message.epoch == self._world.epoch:
+        if isinstance(message, m.CascadeDeferred) and message.epoch == self._world.epoch:
             seen = self._world.primary.audit()
             for key in message.keys if message.tier in seen.holes else ():
                 is_there = seen.directory.known.get(key, 0) >> message.tier & 1

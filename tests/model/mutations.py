@@ -313,7 +313,7 @@ def cut_off_what_no_longer_fits(*_: object, **__: object) -> None:
     """Blocks from before for which there is no room any more stay in the backend, uncounted."""
 
 
-@in_place_of(Leftovers, "put_off")
+@in_place_of(Leftovers, "defer")
 def leave_what_a_failed_call_left(*_: object, **__: object) -> None:
     """A store that failed is taken to have kept nothing, a removal to have removed all."""
 
@@ -379,27 +379,27 @@ def write_behind_a_hole(_self: Cascades, _tier: int, batch: Any, _request: str) 
 
 
 @in_place_of(WriteBacklog, "ask_again")
-def forget_to_ask_for_what_was_put_off(*_: object) -> None:
+def forget_to_ask_for_what_was_deferred(*_: object) -> None:
     """A tier that has room again is not given what it could not take."""
 
 
-@in_place_of(PrimaryTier, "_cascade_put_off")
-def keep_the_slots_of_what_is_put_off(self: PrimaryTier, message: m.CascadePutOff) -> None:
+@in_place_of(PrimaryTier, "_cascade_deferred")
+def keep_the_slots_of_what_is_deferred(self: PrimaryTier, message: m.CascadeDeferred) -> None:
     """What a tier could not take stays pinned for it."""
-    self._cascades.put_off(message)
+    self._cascades.defer(message)
 
 
-@in_place_of(Cascades, "put_off")
+@in_place_of(Cascades, "defer")
 def forget_what_a_tier_could_not_take(*_: object) -> None:
     """It is let go, and its tail goes to the tier."""
 
 
 @in_place_of(Cascades, "leave")
 def offer_what_has_left_host_memory(*_: object) -> None:
-    """What was put off, and is evicted, still waits for its tier."""
+    """What was deferred, and is evicted, still waits for its tier."""
 
 
-@in_place_of(PrimaryTier, "_would_cost_put_off")
+@in_place_of(PrimaryTier, "_would_cost_deferred")
 def refuse_stores_that_evict(*_: object) -> bool:
     """A store gets free slots, and no others."""
     return True
@@ -407,7 +407,7 @@ def refuse_stores_that_evict(*_: object) -> bool:
 
 @in_place_of(MissingPrefixes, "_is_lost")
 def offer_the_tail_of_what_is_gone(*_: object) -> bool:
-    """A block that was put off goes to its tier though the one before it never will."""
+    """A block that was deferred goes to its tier though the one before it never will."""
     return False
 
 

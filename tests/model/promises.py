@@ -390,7 +390,7 @@ def assert_tiers_count_what_their_backends_have(world: World) -> None:
         if not seen.knows_generation:  # which generation it serves: it has asked for nothing yet
             continue
         there, counted = set(world.devices[number].blocks), counted_by(tier)
-        assert seen.leftovers_are_put_off or not seen.leftovers, "these could be removed now"
+        assert seen.leftovers_are_deferred or not seen.leftovers, "these could be removed now"
         assert there <= counted | seen.leftovers, f"{tier.name} doesn't count {there - counted}"
         if world.exact[number]:
             assert counted <= there, f"{tier.name} has lost {counted - there}"

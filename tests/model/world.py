@@ -375,7 +375,7 @@ class World:
         elif isinstance(message, m.SlotsReleased | m.PromotionLate):
             for slot in message.slots:
                 self._end_one(self.abandoned, slot)
-        elif isinstance(message, m.CascadeEnded | m.CascadePutOff):
+        elif isinstance(message, m.CascadeEnded | m.CascadeDeferred):
             for slot in message.slots:
                 self._end_one(self.cascading, (message.tier, message.epoch, slot))
 

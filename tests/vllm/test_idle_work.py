@@ -58,7 +58,7 @@ def test_what_a_tier_could_not_take_is_something_to_step_for(
         os.kill(engine.manager.facade._tiers[0]._child.process.pid, signal.SIGKILL)
         until(lambda: comes_to_rest(engine) and engine.tier().breaker == "DISABLED")
         stored = engine.store("r", range(32))
-        assert engine.tier().counts.cascades_put_off == stored == 8
+        assert engine.tier().counts.stores_deferred == stored == 8
         may_begin.set()
         until(lambda: comes_to_rest(engine))
         assert engine.tier().counts.write_bytes == 8 * BLOCK_BYTES

@@ -11,7 +11,7 @@ _SHOWN: Final = ("mean", "p50", "p90", "p99")
 """Of a time to first token."""
 
 TIER_FAULTS: Final = (
-    "cascades_put_off",
+    "stores_deferred",
     "cascades_dropped",
     "promotions_dropped",
     "damaged",

@@ -79,7 +79,7 @@ def test_nothing_is_stored_in_a_tier_without_its_server() -> None:
     report(story, GONE)
     story.store(keys_of(2))
     assert story.runtime.tiers[0].batches == []
-    assert link_of(story).counts.cascades_put_off == 2
+    assert link_of(story).counts.stores_deferred == 2
     assert story.facade.statistics().primary.pinned_slots == 0
 
 

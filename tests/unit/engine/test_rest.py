@@ -70,7 +70,7 @@ def test_what_is_stored_after_a_rest_is_sent_at_the_time_of_the_last_step() -> N
 def puts_off(story: Story, _key: bytes) -> None:
     cascade(story, keys_of(2, b"s"))
     story.answer_all(Outcome.FULL)
-    assert counts_of(story).cascades_put_off == 2
+    assert counts_of(story).stores_deferred == 2
 
 
 def pauses(story: Story, key: bytes) -> None:

@@ -45,13 +45,13 @@ def test_a_full_tier_is_given_nothing_to_store_for_a_while() -> None:
     story.facade.step_end()
     cascade(story, later)
     assert story.answer_all() == []
-    assert counts_of(story).cascades_put_off == 2
+    assert counts_of(story).stores_deferred == 2
     assert story.facade.statistics().primary.pinned_slots == 0
     story.now += 0.1
     story.facade.step_end()
     cascade(story, again)
     stored = [key for batch in story.answer_all() for key in batch.keys]
-    assert sorted(stored) == sorted([*full, *later, *again]), "what was put off is stored too"
+    assert sorted(stored) == sorted([*full, *later, *again]), "what was deferred is stored too"
     assert counts_of(story).cascades_dropped == 0
 
 
@@ -68,7 +68,7 @@ def test_a_tier_that_was_full_is_given_blocks_once_it_is_restarted() -> None:
     assert sorted(stored) == [*keys_of(1, b"f"), *keys_of(1, b"l")]
 
 
-def test_a_store_is_cut_into_jobs_and_what_has_no_room_is_put_off() -> None:
+def test_a_store_is_cut_into_jobs_and_what_has_no_room_is_deferred() -> None:
     """The share of slots that cascades may read at once is bounded."""
     story = Story(slots=8, cascade_slots_fraction_max=0.75, job_blocks_max=4)
     keys = keys_of(8)
@@ -76,7 +76,7 @@ def test_a_store_is_cut_into_jobs_and_what_has_no_room_is_put_off() -> None:
     story.runtime.cell.settle()
     assert link_of(story).in_flight() == (0, 0, 2)
     assert story.facade.statistics().tiers[0].cascade_slots == 6
-    assert counts_of(story).cascades_put_off == 2
+    assert counts_of(story).stores_deferred == 2
     assert story.facade.statistics().primary.pinned_slots == 6
     stored = [key for batch in story.answer_all() for key in batch.keys]
     assert stored == keys, "the rest follows once there is room"
@@ -135,7 +135,7 @@ def test_what_a_full_mailbox_refuses_ends_at_once() -> None:
     assert story.facade.lookup_state(b"u" + bytes(5), "r") is BlockState.ABSENT
     cascade(story, keys_of(2, b"s"))
     counts = counts_of(story)
-    assert (counts.promotions_dropped, counts.cascades_put_off) == (1, 2)
+    assert (counts.promotions_dropped, counts.stores_deferred) == (1, 2)
     assert link_of(story).in_flight() == (0, 0, 0)
     seen = story.facade.statistics()
     assert (seen.tiers[0].cascade_slots, seen.primary.pinned_slots) == (0, 0)

@@ -184,7 +184,7 @@ def test_a_tier_that_is_bypassed_is_given_nothing_to_store_either() -> None:
     story.answer_all(Outcome.FAILED)
     cascade(story, keys_of(2, b"s"), "second")
     assert story.answer_all() == []
-    assert counts_of(story).cascades_put_off == 3
+    assert counts_of(story).stores_deferred == 3
     assert story.facade.statistics().primary.pinned_slots == 0
 
 

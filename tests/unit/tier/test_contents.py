@@ -361,5 +361,5 @@ def test_leftovers_are_removed_in_bounded_batches_one_at_a_time() -> None:
     left.end_removal((FAILED, *(DONE,) * (REMOVE_BLOCKS_MAX - 1)))
     assert left.begin_removal() == (), "what failed waits for a store"
     left.wanted([names[-1]])
-    assert left.pop_put_off() == (names[-2], names[0]), "and what is stored anew stays"
-    assert left.pop_put_off() == left.begin_removal() == ()
+    assert left.pop_deferred() == (names[-2], names[0]), "and what is stored anew stays"
+    assert left.pop_deferred() == left.begin_removal() == ()

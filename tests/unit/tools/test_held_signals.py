@@ -1,4 +1,4 @@
-"""Signals that are put off strike later, once, and where they were meant to."""
+"""Signals that are deferred strike later, once, and where they were meant to."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_signal_that_nobody_asks_for_strikes_at_the_end() -> None:
     assert steps == ["went on"]
 
 
-def test_once_let_through_nothing_is_put_off() -> None:
+def test_once_let_through_nothing_is_deferred() -> None:
     with HeldSignals() as signals:
         signals.let_through()
         with pytest.raises(KeyboardInterrupt):

@@ -60,7 +60,7 @@ def until_stores_fail(two: Two) -> None:
 
 
 def until_stores_work(two: Two) -> None:
-    """Have the engines step until what was put off has been stored, or some of it."""
+    """Have the engines step until what was deferred has been stored, or some of it."""
     until(lambda: all(engine.tier()["breaker"] == "CLOSED" for engine in two.engines))
 
 

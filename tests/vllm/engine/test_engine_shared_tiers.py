@@ -100,7 +100,7 @@ def assert_sound(told: Mapping[str, Any]) -> None:
     for tier in told["statistics"]["tiers"]:
         assert tier["connection"] == "UP", tier
         wrong = ("damaged", "failed", "absent", "broke", "breaker_opened", "connections_lost")
-        late = ("jobs_timed_out", "probes_timed_out", "cascades_put_off", "promotions_dropped")
+        late = ("jobs_timed_out", "probes_timed_out", "stores_deferred", "promotions_dropped")
         assert not any(tier["counts"][name] for name in (*wrong, *late)), tier
 
 

@@ -97,7 +97,7 @@ class RegionFaults:
             retired = [region, *self._regions.retire_unallocated()]
             self._regions.retire(region)
             for each in retired:
-                self._put_off(each, Lack.ROOM, NO_ROOM_PAUSE_S)
+                self._defer(each, Lack.ROOM, NO_ROOM_PAUSE_S)
             return None
         self._in_doubt = True
         if problem.errno in NO_ROOM:
@@ -109,7 +109,7 @@ class RegionFaults:
             return Outcome.FAILED
         if self._regions.retire(region):
             self._incidents.report("store", "regions_retired", problem)
-        self._put_off(region, Lack.MEDIUM, RETIRED_PAUSE_S)
+        self._defer(region, Lack.MEDIUM, RETIRED_PAUSE_S)
         return None
 
     def store_failed(self, region: int, problem: OSError) -> Outcome:
@@ -188,7 +188,7 @@ class RegionFaults:
         del self._suspects[region]
         if self._regions.retire(region):
             self._incidents.report("load", "regions_retired", problem)
-            self._put_off(region, Lack.MEDIUM, RETIRED_PAUSE_S)
+            self._defer(region, Lack.MEDIUM, RETIRED_PAUSE_S)
             self._on_lost(region)
 
     # --- trying again ---
@@ -213,9 +213,9 @@ class RegionFaults:
         if problem.errno in NO_ROOM:
             for each, (lack, _) in list(self._retired.items()):
                 if lack is Lack.ROOM or each == region:
-                    self._put_off(each, lack, NO_ROOM_PAUSE_S)
+                    self._defer(each, lack, NO_ROOM_PAUSE_S)
         else:
-            self._put_off(region, self._retired[region].lack, RETIRED_PAUSE_S)
+            self._defer(region, self._retired[region].lack, RETIRED_PAUSE_S)
 
-    def _put_off(self, region: int, lack: Lack, pause_s: float) -> None:
+    def _defer(self, region: int, lack: Lack, pause_s: float) -> None:
         self._retired[region] = Retired(lack, self._clock() + pause_s)

@@ -1,4 +1,4 @@
-"""What a tier can't take now is put off, and comes back; nothing is sent behind a hole."""
+"""What a tier can't take now is deferred, and comes back; nothing is sent behind a hole."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier.core import messages as m
 from kvtier.core.messages import RequestOrder
-from kvtier.engine.missing_prefixes import MissingPrefixes, PutOff
+from kvtier.engine.missing_prefixes import DeferredBlock, MissingPrefixes
 from kvtier.plugin_api.backend import Outcome
 from tests.unit.engine._story import Story, cascade, counts_of, keys_of, link_of, tier_of
 
@@ -32,7 +32,7 @@ def holes(story: Story) -> frozenset[Key]:
     return story.runtime.primary.audit().holes[0]
 
 
-# --- what is put off ---
+# --- what is deferred ---
 
 
 def test_a_prompt_that_was_cut_off_at_half_is_whole_after_a_quiet_second() -> None:
@@ -45,12 +45,12 @@ def test_a_prompt_that_was_cut_off_at_half_is_whole_after_a_quiet_second() -> No
     story.pass_time(1.0)
     assert stored(story) == keys
     counts = counts_of(story)
-    assert (counts.cascades_put_off, counts.cascades_dropped) == (4, 0)
+    assert (counts.stores_deferred, counts.cascades_dropped) == (4, 0)
     assert holes(story) == frozenset()
     assert story.facade.statistics().primary.pinned_slots == 0
 
 
-def test_what_completes_from_tail_to_head_is_put_off_as_a_whole() -> None:
+def test_what_completes_from_tail_to_head_is_deferred_as_a_whole() -> None:
     """The GPU's stores end in any order: the last block follows on one that follows on a hole."""
     story, keys = Story(**HALF), keys_of(8)
     story.facade.on_request_started("r")
@@ -79,7 +79,7 @@ def test_what_comes_while_something_waits_is_stored_behind_it() -> None:
     story.facade.on_request_started("r")
     store_more(story, keys[:6], order=RequestOrder(0, tuple(keys)))
     store_more(story, keys[6:])
-    assert holes(story) == set(keys[4:]), "the last two follow on what was put off"
+    assert holes(story) == set(keys[4:]), "the last two follow on what was deferred"
     assert stored(story) == keys
 
 
@@ -96,7 +96,7 @@ def test_another_request_is_not_held_up_by_a_hole() -> None:
     assert holes(story) == set(keys)
 
 
-def test_what_left_host_memory_while_it_was_put_off_is_dropped_with_what_follows_on_it() -> None:
+def test_what_left_host_memory_while_it_was_deferred_is_dropped_with_what_follows_on_it() -> None:
     story, keys = Story(slots=4, breaker_failures_max=100), keys_of(3)
     cascade(story, keys)
     story.facade.on_request_finished("w", keys)
@@ -190,7 +190,7 @@ def test_what_failed_is_tried_again_after_a_second() -> None:
     assert stored(story) == []
     story.pass_time(0.2)
     assert stored(story) == keys
-    assert counts_of(story).cascades_put_off == 2
+    assert counts_of(story).stores_deferred == 2
 
 
 def test_only_what_a_tier_did_not_take_is_stored_again() -> None:
@@ -200,7 +200,7 @@ def test_only_what_a_tier_did_not_take_is_stored_again() -> None:
     tier = tier_of(story)
     tier.answer(tier.batches[0], [Outcome.DONE, Outcome.FAILED, Outcome.DONE])
     story.runtime.cell.settle()
-    assert counts_of(story).cascades_put_off == 1
+    assert counts_of(story).stores_deferred == 1
     story.pass_time(1.1)
     assert stored(story) == keys[1:2]
 
@@ -223,13 +223,13 @@ def test_a_full_mailbox_is_tried_again_after_a_second() -> None:
     tier_of(story).is_full = True
     cascade(story, keys)
     story.pass_time(0.5)
-    assert counts_of(story).cascades_put_off == 2, "it is not tried all the time"
+    assert counts_of(story).stores_deferred == 2, "it is not tried all the time"
     tier_of(story).is_full = False
     story.pass_time(1.0)
     assert stored(story) == keys
 
 
-def test_a_reset_forgets_what_was_put_off() -> None:
+def test_a_reset_forgets_what_was_deferred() -> None:
     story, keys = Story(**HALF), keys_of(8)
     cascade(story, keys)
     assert holes(story)
@@ -249,16 +249,16 @@ def book(keys_max: int = 8) -> tuple[MissingPrefixes, set[Key]]:
     return MissingPrefixes(keys_max, there.__contains__), there
 
 
-def put_off(holes: MissingPrefixes, keys: list[Key], before: Key | None = None) -> None:
+def defer(holes: MissingPrefixes, keys: list[Key], before: Key | None = None) -> None:
     for key in keys:
-        holes.put_off(key, PutOff("r", before, is_admitted=True))
+        holes.defer(key, DeferredBlock("r", before, is_admitted=True))
         before = key
 
 
 def test_heads_are_offered_before_their_tails() -> None:
     holes, _ = book()
     keys = keys_of(4)
-    put_off(holes, keys)
+    deferred(holes, keys)
     now, lost = holes.pop(2)
     assert ([*now], lost) == (keys[:2], 0)
     assert not holes.includes(keys[0])
@@ -270,8 +270,8 @@ def test_heads_are_offered_before_their_tails() -> None:
 def test_a_tail_that_came_first_waits_for_its_head() -> None:
     holes, _ = book()
     head, tail = keys_of(2)
-    put_off(holes, [tail], before=head)
-    put_off(holes, [head])
+    deferred(holes, [tail], before=head)
+    deferred(holes, [head])
     assert [*holes.pop(9)[0]] == [head]
     assert [*holes.pop(9)[0]] == [tail]
 
@@ -279,12 +279,12 @@ def test_a_tail_that_came_first_waits_for_its_head() -> None:
 def test_what_follows_on_what_is_gone_is_lost() -> None:
     holes, there = book()
     keys = keys_of(3)
-    put_off(holes, keys)
-    assert holes.put_off_of("r") == 3
+    deferred(holes, keys)
+    assert holes.deferred_of("r") == 3
     holes.leave(keys[1:2])
     now, lost = holes.pop(9)
     assert ([*now], lost) == (keys[:1], 2)
-    assert holes.put_off_of("r") == 0
+    assert holes.deferred_of("r") == 0
     assert holes.pop(9) == ({}, 0), "they are told once"
     assert holes.includes(keys[1])
     there.add(keys[1])
