@@ -9,7 +9,7 @@ HOST: Final = "127.0.0.1"
 
 
 class HeldPort:
-    """A port on loopback. Until ``let_go`` no other process is given it.
+    """A port on loopback. Until ``release`` no other process is given it.
 
     It is bound here, without listening: connections are refused until a server listens there,
     which it may since it sets ``SO_REUSEADDR``, as this one does once it has the port.
@@ -21,6 +21,6 @@ class HeldPort:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.number: int = self._socket.getsockname()[1]
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Give the port away."""
         self._socket.close()

@@ -25,7 +25,7 @@ class LoadCost(NamedTuple):
 
     latency_s: float
     block_s: float  #: for each block that is outstanding at the tier, its own included
-    outstanding: int  #: blocks that the tier has been sent, and not let go of
+    outstanding: int  #: blocks that the tier has been sent, and has not released
     spread: float  #: how far off it was lately, as a share of what it said
 
     def seconds(self, blocks: int) -> float:

@@ -194,7 +194,7 @@ class Reset(Message, frozen=True, gc=False):
 
 
 class ResetFlushed(Message, frozen=True, gc=False):
-    """The GPU has let go of every slot it was given before the last reset."""
+    """The GPU has released every slot it was given before the last reset."""
 
 
 # --- primary tier ↔ eviction policy; the same between a secondary tier and its own ---

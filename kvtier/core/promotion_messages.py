@@ -27,7 +27,7 @@ class Promote(Message, frozen=True, gc=False):
 
 
 class PromotionEnded(Message, frozen=True, gc=False):
-    """What became of each block. The tier has let go of all the slots."""
+    """What became of each block. The tier has released all the slots."""
 
     tier: int
     keys: tuple[Key, ...]
@@ -66,7 +66,7 @@ class PromotionAbandoned(Message, frozen=True, gc=False):
 
 
 class PromotionLate(Message, frozen=True, gc=False):
-    """What became of blocks that were abandoned. The tier has let go of all the slots."""
+    """What became of blocks that were abandoned. The tier has released all the slots."""
 
     keys: tuple[Key, ...]
     slots: tuple[int, ...]
@@ -75,6 +75,6 @@ class PromotionLate(Message, frozen=True, gc=False):
 
 
 class SlotsReleased(Message, frozen=True, gc=False):
-    """The tier has let go of slots that were abandoned earlier."""
+    """The tier has released slots that were abandoned earlier."""
 
     slots: tuple[int, ...]

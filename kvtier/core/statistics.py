@@ -52,7 +52,7 @@ class PrimaryCounts(Counts):
     recomputes_decided: int = 0  # nothing from tiers
     explorations_decided: int = 0  # a few blocks, to learn how fast a tier is now
     blocks_declined: int = 0  # that tiers have, as far as known, and that were recomputed
-    requests_waited: int = 0  # until others let go of the slots that their loads need
+    requests_waited: int = 0  # until others release the slots that their loads need
     prefill_expected_seconds: float = 0.0  # of steps that computed prompts, one by one
     prefill_seconds: float = 0.0  # of the same steps
 

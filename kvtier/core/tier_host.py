@@ -60,7 +60,7 @@ class TierHost(Protocol):
         """
 
     def give_up(self) -> None:
-        """Let go of what was begun, ended or not. Returns at once."""
+        """Release what was begun, ended or not. Returns at once."""
 
     def close(self, timeout_s: float) -> bool:
         """Do ``close_tiers`` for this one."""

@@ -410,7 +410,7 @@ class SchedulerFacade:
         self._wake_tiers()
 
     def on_reset_flushed(self) -> None:
-        """Note that the GPU has let go of every slot that it was given before the last reset."""
+        """Note that the GPU has released every slot that it was given before the last reset."""
         self._ask(m.ResetFlushed())
 
     @property

@@ -49,21 +49,21 @@ class LoadCompletions:
             m.PromotionAbandoned: self._abandoned,
             m.PromotionWithdrawn: self._withdrawn,
             m.PromotionLate: self._late,
-            m.SlotsReleased: lambda x: self.let_go(x.slots),
+            m.SlotsReleased: lambda x: self.release(x.slots),
         }
 
     def begin_epoch(self, epoch: int) -> None:
         """Note a reset: promotions of other epochs fill no key any more."""
         self._epoch = epoch
 
-    def let_go(self, slots: Sequence[int]) -> None:
-        """Note that one user of these quarantined slots has let go of them."""
+    def release(self, slots: Sequence[int]) -> None:
+        """Note that one user of these quarantined slots has released them."""
         for slot in slots:
-            self._slots.let_go(slot)
+            self._slots.release(slot)
 
     def _ended(self, message: m.PromotionEnded) -> None:
         if message.epoch != self._epoch:
-            self.let_go(message.slots)
+            self.release(message.slots)
             return
         arrived: Batch = ([], [])
         failed = []
@@ -95,7 +95,7 @@ class LoadCompletions:
     def _withdrawn(self, message: m.PromotionWithdrawn) -> None:
         """Free the slots; whoever else wants the blocks asks for them again."""
         if message.epoch != self._epoch:
-            self.let_go(message.slots)
+            self.release(message.slots)
             return
         for key, slot in zip(message.keys, message.slots, strict=True):
             self._promotions.on_lost(key, slot)
@@ -116,7 +116,7 @@ class LoadCompletions:
                 kept[0].append(key)
                 kept[1].append(slot)
             else:
-                self._slots.let_go(slot)
+                self._slots.release(slot)
         if kept[0]:
             self._lookups.counts.late_blocks_kept += len(kept[0])
             self._directory.stop_probing(kept[0])

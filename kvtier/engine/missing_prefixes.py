@@ -4,7 +4,7 @@ A tier that writes slowly, is full or fails for a while takes some blocks later 
 never. What it could not take is deferred: it stays in host memory for as long as the policy there
 likes, and is offered again when the tier has room, heads before tails. A block is of no use in a
 tier without the one before it in its request. So what follows on a deferred block is
-off too, and what follows on one that is lost is not written: nobody could find it.
+deferred too, and what follows on one that is lost is not written: nobody could find it.
 
 A block is lost if it left host memory before the tier had room for it, or never got a slot there.
 It is no hole any more once it is sent to the tier, or once the tier is known to have it.

@@ -361,7 +361,7 @@ class PrimaryTier(Actor):
 
     def _cascade_ended(self, message: m.CascadeEnded | m.CascadeDeferred) -> None:
         if message.epoch != self.epoch:
-            self._arrivals.let_go(message.slots)
+            self._arrivals.release(message.slots)
             return
         self.slots.unpin(message.slots)
         self._unhold(message.keys, message.slots)

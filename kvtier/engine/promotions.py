@@ -75,7 +75,7 @@ class Promotions:
         return self.held_slots < self._slots_max
 
     def lets_wait(self, request: Request) -> bool:
-        """Tell whether a request still waits until others let go of the slots that it needs."""
+        """Tell whether a request still waits until others release the slots that it needs."""
         assert not self.leases_of(request.search.request), "who waits for room holds some"
         if self.now >= request.room_until:
             request.stop_waiting()

@@ -8,7 +8,7 @@
 #            Checked: unpin, p2_pins_are_gpu_loads_plus_cascades_that_read_now.
 # Invariant: a quarantined slot belongs to no key; it has at least one user that
 #            has not let go, and comes free when the last one has.
-#            Checked: quarantine, let_go,
+#            Checked: quarantine, release,
 #            p1_a_slot_is_in_exactly_one_of_free_filling_ready_quarantined.
 
 Legal moves are the rows of ``SLOT_TABLE``; a move without a row is a bug and raises
@@ -48,7 +48,7 @@ class SlotEvent(IntEnum):
     FILL_FAILED = 2  #: the writer reported failure: it has let go
     EVICTED = 3
     ABANDONED = 4  #: given up while its writer or readers have not let go
-    RELEASED = 5  #: the last one has let go of a quarantined slot
+    RELEASED = 5  #: the last one has released a quarantined slot
     FILLED_LATE = 6  #: the writer of a quarantined slot has filled it, and let go
 
 
@@ -264,7 +264,7 @@ class SlotTable:
         self.state[slot] = SLOT_ABANDONED[self.state[slot]]
         self.quarantined[slot] = users
 
-    def let_go(self, slot: int) -> bool:
+    def release(self, slot: int) -> bool:
         """Note that one user of a quarantined slot has let go. False: it was not quarantined."""
         users = self.quarantined.get(slot)
         if users is None:
@@ -302,7 +302,7 @@ class SlotTable:
                 loads = gpu_reads.get(slot, 0)
                 users = self.pins.get(slot, 0) - loads
                 if loads:
-                    users += 1  # the GPU lets go of all its loads at once
+                    users += 1  # the GPU releases all its loads at once
                     self._gpu_quarantined.append(slot)
                 if users:
                     self.quarantine(slot, users)
@@ -313,9 +313,9 @@ class SlotTable:
         self.hits.clear()
 
     def gpu_flushed(self) -> None:
-        """Note that the GPU has let go of every slot quarantined by a reset."""
+        """Note that the GPU has released every slot quarantined by a reset."""
         for slot in self._gpu_quarantined:
-            self.let_go(slot)
+            self.release(slot)
         self._gpu_quarantined.clear()
 
     # --- what single slots are in; for what isn't done thousands of times a step ---

@@ -47,7 +47,7 @@ class Copier(Mailbox, Protocol):
         """Wait until every copy has ended: as long as memory takes, whatever storage does."""
 
     def stop(self) -> None:
-        """End every copy, and let go of the program's slots."""
+        """End every copy, and release the program's slots."""
 
 
 class StagedEngine(NamedTuple):
@@ -218,7 +218,7 @@ class StagedFacade:
     def close(self) -> bool:
         """End the tier, waiting at most ``close_timeout_s``. Safe to call twice.
 
-        The program's slots are let go of in any case. False: the tier hangs, and may touch
+        The program's slots are released in any case. False: the tier hangs, and may touch
         the staging slots until the process ends.
         """
         if self._is_closed:

@@ -10,7 +10,7 @@ which are kvtier's, and a thread of kvtier's copies::
 
 A copy between two places in memory ends soon, whatever the storage does. So a job can be
 finished at any moment that no copy of it runs: what its tier may still read or
-write is a staging slot, which belongs to nobody until the tier lets go of it.
+write is a staging slot, which belongs to nobody until the tier releases it.
 
 - A job has a deadline, which counts from its submission. What has not arrived by then has failed.
 - A load's bytes are copied once the tier's driver has checked them against their digest.

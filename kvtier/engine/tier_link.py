@@ -9,8 +9,8 @@ gets exactly one answer to each thing it asked for:
 - a promotion: ``PromotionEnded``; ``PromotionWithdrawn`` if it was withdrawn before it was sent;
   or, when the tier is late or its request has lost patience, ``PromotionAbandoned`` and later,
   when the tier has let go, ``PromotionLate`` or ``SlotsReleased``;
-- a cascade: ``CascadeEnded`` or, for what the tier does not have, ``CascadeDeferred``; only when the
-  tier has let go of the slots.
+- a cascade: ``CascadeEnded`` or, for what the tier does not have, ``CascadeDeferred``; only when
+  the tier has released the slots.
 
 Whatever it sends has the mark of the generation that its primary tier is in
 (``kvtier/core/generations.py``); what the tier answers to things sent before is
@@ -177,7 +177,7 @@ class TierLink(Actor):
         self._send_waiting(self._loads)
 
     def _withdraw(self, message: m.Withdraw) -> None:
-        """Let go of what is not sent yet. What is at the tier is read to its end."""
+        """Release what is not sent yet. What is at the tier is read to its end."""
         waiting, request = self._loads.waiting, message.request
         for job in waiting.pop_all() if request is None else waiting.pop_request(request):
             self.counts.promotions_withdrawn += len(job.keys)
@@ -283,7 +283,7 @@ class TierLink(Actor):
         self._ask_again()
 
     def _arrived_late(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
-        """Let go of the slots of a job that nobody waits for; keep what has arrived in them."""
+        """Release the slots of a job that nobody waits for; keep what has arrived in them."""
         self._abandoned_slots -= len(job.slots)
         if self.by_request:  # that is of no use to others
             self.primary.post(m.SlotsReleased(slots=job.slots))

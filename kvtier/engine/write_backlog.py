@@ -68,7 +68,7 @@ class WriteBacklog:
         return kept, message.part(room)
 
     def defer(self, blocks: Job | m.Cascade) -> None:
-        """Let go of blocks that are to be stored later; what one request brings, for good."""
+        """Release blocks that are to be stored later; what one request brings, for good."""
         if self._by_request:
             self.drop(blocks)
         elif blocks.keys:
@@ -81,7 +81,7 @@ class WriteBacklog:
             )
 
     def drop(self, blocks: Job | m.Cascade) -> None:
-        """Let go of blocks of which the tier knows nothing, for good."""
+        """Release blocks of which the tier knows nothing, for good."""
         if blocks.keys:
             self._counts.cascades_dropped += len(blocks.keys)
             self._end(blocks)
@@ -89,12 +89,12 @@ class WriteBacklog:
                 self._relay.send(m.BlocksMissing(blocks.request, blocks.keys))
 
     def refused(self, message: m.CascadeRefused) -> None:
-        """Let go of what the tier's admission policy does not want."""
+        """Release what the tier's admission policy does not want."""
         self._counts.cascades_refused += len(message.keys)
         self._end(message)
 
     def not_sent(self, job: Job, now: float) -> None:
-        """Let go of what was held and is not sent now, nor for a while."""
+        """Release what was held and is not sent now, nor for a while."""
         self.slots -= len(job.slots)
         if not self.is_full(now):  # then it is known from when on
             self._again_from = now + AGAIN_S

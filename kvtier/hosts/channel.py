@@ -273,5 +273,5 @@ class Channel(Generic[T]):
         return bool(poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000))
 
     def close(self) -> None:
-        """Let go of the socket. What was not sent is lost."""
+        """Release the socket. What was not sent is lost."""
         self._end.close()

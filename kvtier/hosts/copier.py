@@ -1,6 +1,6 @@
 """Copies blocks between another program's slots and staging slots, on a thread of its own.
 
-Memory is all that it touches: a copy ends soon, whatever storage does. NumPy lets go of
+Memory is all that it touches: a copy ends soon, whatever storage does. NumPy releases
 the GIL for each block.
 """
 
@@ -62,7 +62,7 @@ class BlockCopier:
             reached.wait()
 
     def stop(self) -> None:
-        """Copy what was posted, end the thread, and let go of the program's slots."""
+        """Copy what was posted, end the thread, and release the program's slots."""
         self._queue.put(_STOP)
         self._thread.join()
         self._program = None

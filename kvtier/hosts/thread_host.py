@@ -166,7 +166,7 @@ class TierThread(TierHost):
         return not self._thread.is_alive() and self._life.has_ended
 
     def give_up(self) -> None:
-        """Let go of what was begun, ended or not. Returns at once."""
+        """Release what was begun, ended or not. Returns at once."""
         self._abandoned = True
         self._waker.wake()
 

@@ -32,7 +32,7 @@ DIGEST_BYTES = 16
 """Length of what ``block_digest`` returns."""
 
 DIGEST_STEP_BYTES: Final = 1 << 16
-"""xxhash lets go of the GIL for 100 KB and more, and a thread that wants it back waits for
+"""xxhash releases the GIL for 100 KB and more, and a thread that wants it back waits for
 Python's switch interval, 5 ms, while the scheduler is busy; a step takes some microseconds."""
 
 
@@ -41,7 +41,7 @@ def block_digest(key: bytes, buffer: memoryview, step_bytes: int = DIGEST_STEP_B
 
     The key is part of it, so that sound bytes filed under the wrong key fail
     too. Holds the GIL: about 0.1 ms for 1 MiB. With ``step_bytes`` of 100 KB and more it
-    lets go of the GIL for each of these steps.
+    releases the GIL for each of these steps.
     """
     state = xxhash.xxh3_128(key)
     if buffer.nbytes <= step_bytes:

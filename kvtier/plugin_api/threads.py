@@ -62,9 +62,9 @@ def daemon_thread(
 
 
 class ThreadWaker:
-    """Wakes an event loop from another thread, without letting go of the GIL.
+    """Wakes an event loop from another thread, without releasing the GIL.
 
-    ``call_soon_threadsafe`` writes to a socket and lets go of the GIL for it:
+    ``call_soon_threadsafe`` writes to a socket and releases the GIL for it:
     the woken thread takes the GIL, and may keep it for Python's switch interval
     of 5 ms. Woken like this, it waits until the caller has nothing to do.
     """

@@ -66,7 +66,7 @@ class Books:
         self._expect_length("hold")
 
     def unhold(self, keys: Sequence[Key]) -> None:
-        """Let go of keys, held or not."""
+        """Release keys, held or not."""
         self.policy.unhold(keys)
         self.held.difference_update(keys)
         self._expect_length("unhold")
@@ -135,7 +135,7 @@ def check_policy(make: MakePolicy) -> None:
 
 
 def held_keys_are_never_chosen(make: MakePolicy) -> None:
-    """Held at admission or later; held twice is held once; what is let go of may be chosen."""
+    """Held at admission or later; held twice is held once; what is released may be chosen."""
     books = Books(make(8))
     keys = new_keys(8)
     books.admit(keys[:3], held=True)
@@ -148,7 +148,7 @@ def held_keys_are_never_chosen(make: MakePolicy) -> None:
     books.choose(8)
     books.unhold(keys)
     books.choose(8)
-    expect(not books.resident, "all keys that were let go of must be chosen in the end")
+    expect(not books.resident, "all keys that were released must be chosen in the end")
 
 
 def excluded_keys_are_never_chosen(make: MakePolicy) -> None:

@@ -228,10 +228,10 @@ class BoundedTier(Actor):
         """Answer a job, now that each of its blocks has an outcome."""
         self.link.post(job.ended())
         if job.is_load:
-            self._let_go(job.keys)
+            self._release(job.keys)
             return
         done, _ = _split(job.keys, job.outcomes)
-        self._let_go(done)
+        self._release(done)
         if job.since == self._since and not self._resident.issuperset(done):
             # What a load found damaged meanwhile was lost before it was announced.
             self._announce(removed=tuple(key for key in done if key not in self._resident))
@@ -309,7 +309,7 @@ class BoundedTier(Actor):
             if job.since != self._since:  # The link takes the job's end for another generation's.
                 self._announce(added=fresh)
         if not_done:
-            self._let_go(not_done)
+            self._release(not_done)
             ends = zip(keys, outcomes, strict=True)
             self._leftovers.doubt(key for key, end in ends if end is Outcome.FAILED)
         self._leave(self._leftovers.settle(ended))
@@ -420,7 +420,7 @@ class BoundedTier(Actor):
         self._in_use.update(keys)
         self.policy.post(m.Held(keys=keys))
 
-    def _let_go(self, keys: tuple[Key, ...]) -> None:
+    def _release(self, keys: tuple[Key, ...]) -> None:
         loose = _count_down(self._in_use, keys)
         if loose:
             self.policy.post(m.Unheld(keys=tuple(loose)))

@@ -87,7 +87,7 @@ SPIN_S: Final = 0.001
 SPIN_YIELD_S: Final = 0.0005
 
 _TELLS_WHEN_FLUSHED: Final = hasattr(OffloadingManager, "on_reset_flushed")
-"""vLLM 0.33 says when workers have let go of what they had at a reset; 0.32 doesn't.
+"""vLLM 0.33 says when workers have released what they had at a reset; 0.32 doesn't.
 
 It is the sign of the release, too, for what 0.33 has mended beside."""
 

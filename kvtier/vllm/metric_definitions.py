@@ -227,7 +227,7 @@ def tier_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
 
 
 def unregister_own_metrics() -> None:
-    """Let go of an earlier engine's metrics, so that a second one in this process may start.
+    """Release an earlier engine's metrics, so that a second one in this process may start.
 
     vLLM does the same at each start, for names that begin with ``vllm:`` only.
     """

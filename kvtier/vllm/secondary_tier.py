@@ -270,7 +270,7 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
 
     @override
     def shutdown(self) -> None:
-        """End the tier. vLLM's memory is let go of whether or not it hangs."""
+        """End the tier. vLLM's memory is released whether or not it hangs."""
         self._facade.close()
 
 

@@ -197,7 +197,7 @@ async def server(
             yield running
         finally:
             running.kill()
-            held.let_go()
+            held.release()
 
 
 def _command(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from stress.failure import Failure
-from stress.filesystem.fuse_folder import FuseFolder, hold, let_go
+from stress.filesystem.fuse_folder import FuseFolder, hold, release
 from stress.filesystem.volume import Volume
 from stress.plan import Kind
 from stress.runtime.processes import ProcessFaults
@@ -159,7 +159,7 @@ class FilesystemFaults:
         """Take the filesystem away for good."""
         if self._vanished_by is None:
             self._folder.vanish()
-        let_go(self._held)
+        release(self._held)
         self._volume.unmount()
 
     def _take_counts(self, calls: Mapping[str, int]) -> None:

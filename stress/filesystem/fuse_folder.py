@@ -134,12 +134,12 @@ def hold(mount: Path, elsewhere: Path) -> None:
 
     It is mounted a second time, in place of what was held before. Asks the filesystem nothing.
     """
-    let_go(elsewhere)
+    release(elsewhere)
     if LIBC.mount(bytes(mount), bytes(elsewhere), None, MS_BIND, None):
         raise OSError(ctypes.get_errno(), "cannot be mounted a second time", str(mount))
 
 
-def let_go(elsewhere: Path) -> None:
+def release(elsewhere: Path) -> None:
     """Unmount what was held, if there is something."""
     LIBC.umount2(bytes(elsewhere), MNT_DETACH)
 

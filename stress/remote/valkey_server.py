@@ -64,7 +64,7 @@ class ValkeyServer:
     def end(self) -> None:
         """Kill it for good."""
         self.kill()
-        self._held.let_go()
+        self._held.release()
 
     @property
     def runs(self) -> bool:

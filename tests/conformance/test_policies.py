@@ -70,7 +70,7 @@ class NeverLetsGo(LRUPolicy):
 
 
 class CountsHolds(LRUPolicy):
-    """Held twice, it wants to be let go of twice."""
+    """Held twice, it wants to be released twice."""
 
     def hold(self, keys: Sequence[Key]) -> None:
         self._twice = set(keys) & self._held.keys()

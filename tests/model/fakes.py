@@ -163,7 +163,7 @@ class FakeDevice:
         self.untold = []
 
     def fence(self) -> None:
-        """Let go of all slots."""
+        """Release all slots."""
         self.orphans = []
 
     def is_at_work(self) -> bool:

@@ -124,7 +124,7 @@ class Movements:
 
     def _observe_primary(self, message: Message) -> None:
         if isinstance(message, m.PromotionEnded | m.PromotionAbandoned | m.PromotionWithdrawn):
-            self._of[message.tier].let_go(message.slots)
+            self._of[message.tier].release(message.slots)
         if isinstance(message, m.CascadeDeferred) and message.epoch == self._world.epoch:
             seen = self._world.primary.audit()
             for key in message.keys if message.tier in seen.holes else ():
@@ -233,7 +233,7 @@ class Movement:
         """Note what the primary tier asks of the link."""
         self._unsent[message.request].extend(message.slots)
 
-    def let_go(self, slots: tuple[int, ...]) -> None:
+    def release(self, slots: tuple[int, ...]) -> None:
         """Note that slots of promotions are the primary tier's again."""
         gone = set(slots)
         for waiting in self._unsent.values():

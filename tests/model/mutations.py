@@ -48,7 +48,7 @@ mutation, in_place_of = MUTATIONS.add, MUTATIONS.in_place_of
 def drop_an_unpin(self: PrimaryTier, message: m.CascadeEnded) -> None:
     """The end of a cascade leaves its pin."""
     if message.epoch != self.epoch:
-        self._arrivals.let_go(message.slots)
+        self._arrivals.release(message.slots)
     else:
         self._unhold(message.keys, message.slots)
 
@@ -98,7 +98,7 @@ class _NeverSeen(set[bytes]):
 def reuse_a_quarantined_slot_at_once(real: Any, self: SlotTable, slot: int, users: int) -> None:
     """An abandoned slot goes straight back to the free ones."""
     real(self, slot, users)
-    while self.let_go(slot):
+    while self.release(slot):
         pass
 
 
@@ -106,7 +106,7 @@ def reuse_a_quarantined_slot_at_once(real: Any, self: SlotTable, slot: int, user
 def free_a_slot_whose_fill_is_abandoned(
     self: LoadCompletions, message: m.PromotionAbandoned
 ) -> None:
-    """At a promotion's deadline its slot counts as let go of."""
+    """At a promotion's deadline its slot counts as release."""
     if message.epoch == self._epoch:
         for key, slot in zip(message.keys, message.slots, strict=True):
             request = self._promotions.on_lost(key, slot)
@@ -160,7 +160,7 @@ def send_what_nobody_waits_for(*_: object) -> None:
 @in_place_of(LoadCompletions, "_late")
 def throw_away_what_arrives_late(self: LoadCompletions, message: m.PromotionLate) -> None:
     """Bytes that were paid for serve nobody."""
-    self.let_go(message.slots)
+    self.release(message.slots)
 
 
 @in_place_of(LoadCompletions, "_late")
@@ -276,14 +276,14 @@ def admit_a_failed_block(real: Any, self: LoadCompletions, message: m.PromotionE
 def forget_a_hold_after_a_cascade(self: PrimaryTier, message: m.CascadeEnded) -> None:
     """A block stays unevictable for ever once a tier has stored it."""
     if message.epoch != self.epoch:
-        self._arrivals.let_go(message.slots)
+        self._arrivals.release(message.slots)
     else:
         self.slots.unpin(message.slots)
 
 
 @in_place_of(SlotTable, "gpu_flushed")
 def leave_a_flushed_slot_in_quarantine(*_: object, **__: object) -> None:
-    """What the GPU has let go of is not taken back."""
+    """What the GPU has released is not taken back."""
 
 
 @in_place_of(SlotTable, "reset")
@@ -391,7 +391,7 @@ def keep_the_slots_of_what_is_deferred(self: PrimaryTier, message: m.CascadeDefe
 
 @in_place_of(Cascades, "defer")
 def forget_what_a_tier_could_not_take(*_: object) -> None:
-    """It is let go, and its tail goes to the tier."""
+    """It is released, and its tail goes to the tier."""
 
 
 @in_place_of(Cascades, "leave")

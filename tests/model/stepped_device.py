@@ -92,7 +92,7 @@ class SteppedDevice(Device):
         return len(self.calls)
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Nothing to release."""
 
     # --- what the test does ---
 

@@ -77,7 +77,7 @@ class TimeRules(Rules):
     @is_due("flush", 6, lambda self: self.world.slots.quarantined)
     @rule(schedule=SCHEDULES)
     def the_gpu_is_flushed(self, schedule: bytes) -> None:
-        """It has let go of all that it was given before the last reset."""
+        """It has released all that it was given before the last reset."""
         self.world.gpu.flush()
         self.world.in_order(schedule)
         self.world.facade.on_reset_flushed()

@@ -168,6 +168,6 @@ class LateWorker(OffloadingWorker):
         self._device.wait(job_ids)
 
     def shutdown(self) -> None:
-        """End what was begun, as CUDA's worker does, and let go of the memory."""
+        """End what was begun, as CUDA's worker does, and release the memory."""
         self._device.drain()
         self.real.shutdown()

@@ -167,7 +167,7 @@ def let_all_adapters_share_blocks() -> Any:
 
 
 def pin_a_block_for_one_of_two_readers() -> Any:
-    """The first of two samples of a prompt that has loaded its blocks lets go of them for both."""
+    """The first of two samples of a prompt that has loaded its blocks releases them for both."""
 
     def pin(self: SlotTable, slots: Any) -> None:
         self.pins.update(dict.fromkeys(slots, 1))

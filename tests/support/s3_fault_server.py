@@ -45,7 +45,7 @@ class Fault(Enum):
     QUOTA = auto()  #: 403, as Ceph says that a quota is exceeded
     CONFLICT = auto()  #: 409
     NO_BUCKET = auto()
-    HANG = auto()  #: nothing is answered until ``let_go``
+    HANG = auto()  #: nothing is answered until ``release``
     RESET = auto()  #: half of a body, then the connection is reset
     SHORT = auto()  #: half of a body, then the connection ends
     SHORTENED = auto()  #: half of the object, as if that were all
@@ -100,7 +100,7 @@ class FaultServer:
         self.misbehave(fault, "ALL")
 
     def behave(self) -> None:
-        """Answer as one should from now on; what hangs is let go."""
+        """Answer as one should from now on; what hangs is released."""
         with self._lock:
             self._faults.clear()
         self._gate.set()

@@ -242,7 +242,7 @@ def test_peers_are_served_on_the_thread_that_calls_all_else() -> None:
 
 
 def test_a_long_prompt_comes_in_one_load() -> None:
-    """vLLM's tier lets go of what it kept for a request with the first one."""
+    """vLLM's tier releases what it kept for a request with the first one."""
     numbers = list(range(1, 201))
     with peer(slots=256, cascade_slots_fraction_max=1.0) as first, peer(slots=256) as second:
         prefill(first, numbers, "k")

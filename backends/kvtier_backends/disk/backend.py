@@ -96,7 +96,7 @@ class DiskBackend(Backend):
 
     A cancelled call goes on by itself: the buffers of a cancelled load may
     still be written to until ``busy_threads`` says 0. ``close`` waits a second
-    at most; the folder is let go when the last thread is done with it.
+    at most; the folder is released when the last thread is done with it.
     """
 
     type_name: ClassVar[str] = "disk"
@@ -214,7 +214,7 @@ class DiskBackend(Backend):
         return self._filesystem
 
     async def open(self) -> None:
-        """Recover what the folder holds. Raises ``OSError``; the folder is let go then."""
+        """Recover what the folder holds. Raises ``OSError``; the folder is released then."""
         try:
             await self._threads.run(self._report_doubts)
             self._log = await self._begin(self._verdict, self._plan.capacity_blocks)
@@ -267,7 +267,7 @@ class DiskBackend(Backend):
             self._log.remove(keys[::-1])
 
     async def close(self) -> None:
-        """Let go of the folder. Waits a second at most for what runs."""
+        """Release the folder. Waits a second at most for what runs."""
         if self._is_closed:
             return
         self._is_closed = True

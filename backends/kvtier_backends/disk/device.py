@@ -87,7 +87,7 @@ class Device(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Begin no more work, and let go of everything once nothing is busy. Never waits."""
+        """Begin no more work, and release everything once nothing is busy. Never waits."""
 
 
 class FileDevice(Device):

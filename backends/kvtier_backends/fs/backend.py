@@ -2,7 +2,7 @@
 
 Loads, stores and probes have threads of their own, so that what hangs in one
 keeps nobody from the others. A call runs in one thread, block after block; for
-each of them the thread lets go of the GIL while it is in the kernel.
+each of them the thread releases the GIL while it is in the kernel.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class BlockFiles:
         return []
 
     def sign_off(self) -> None:
-        """Remove the marker: nothing unfinished is left behind. Let go of the folders."""
+        """Remove the marker: nothing unfinished is left behind. Release the folders."""
         with suppress(OSError):
             if not self._read_only:
                 remove_markers(self._anchor.current().base, [self._signature])

@@ -5,7 +5,7 @@ unmounted, and what is written goes to the disk below; it is replaced by a link;
 it is deleted and made again. So folders are kept open, and files are named
 relative to them. Once in a while the path is checked: if it names another
 folder, that one is opened only if it is known to be the same place. Otherwise
-the tier has none, lets go of what it had, and checks again later.
+the tier has none, releases what it had, and checks again later.
 
 # Invariant: a folder is known by ``config.json``, to the nanosecond in which it was written:
 #            that stays through a remount or a copy, and two folders don't share it. A new
@@ -130,7 +130,7 @@ def _open_folder(name: str, parent: int, mode: int, *, make: bool) -> int:
 
 
 class RootHandle:
-    """Holds the place, and lets go of it when it is no longer there. Any thread."""
+    """Holds the place, and releases it when it is no longer there. Any thread."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class RootHandle:
         return self.current()
 
     def close(self) -> None:
-        """Let go of it for good. Calls under way may go on."""
+        """Release it for good. Calls under way may go on."""
         self._is_closed = True
         self._why = "it was closed"
         self._place = None

@@ -5,7 +5,7 @@ reconnects by itself, and is asked until it has.
 
 ``setup`` holds the GIL while it waits, so the master is knocked at first, which does not. So it is
 in all releases up to 0.3.13.post1, which is the lowest that kvtier takes, and the last one so far
-(measured: 9 s in which no other thread ran). The one that has Mooncake#3947 lets go of it. Once
+(measured: 9 s in which no other thread ran). The one that has Mooncake#3947 releases it. Once
 that is the lowest, the knock is of use only for the address that it is made from.
 
 Of masters that elect one, those servers are knocked at where it is noted. Where these answer, and

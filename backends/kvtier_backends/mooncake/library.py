@@ -55,7 +55,7 @@ MASTER_CODES: Final = frozenset({Code.RPC_FAILED, Code.RPC_TIMED_OUT})
 
 
 class NativeStore(Protocol):
-    """What is used of the library's ``MooncakeDistributedStore``. All but two let go of the GIL."""
+    """What is used of the library's ``MooncakeDistributedStore``. All but two release the GIL."""
 
     def setup(self, local_hostname: str, *args: object, **named: object) -> int:
         """Connect to the master. Holds the GIL, for seconds if the master does not answer."""

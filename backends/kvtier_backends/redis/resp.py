@@ -346,7 +346,7 @@ class Connection(asyncio.BufferedProtocol):
         self._wake()
 
     def _forget(self) -> None:
-        """Let go of the batch and its buffers."""
+        """Release the batch and its buffers."""
         self._waiting.clear()
         self._reading = _Reading.LINE
         self._left = memoryview(b"")

@@ -81,7 +81,7 @@ class ConnectionWatch(KeptConnection):
         self._topology = topology
         self._on_servers(topology.addresses)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._on_servers(())
         self._drop_kept()
 

@@ -1,7 +1,7 @@
-"""Has the library's threads let go of Python before the interpreter ends.
+"""Has the library's threads release Python before the interpreter ends.
 
 obstore ends each call in a thread of its own, which asks the call's future whether it was cancelled
-and otherwise has the event loop settle it; a moment later it lets go of the interpreter. Up to
+and otherwise has the event loop settle it; a moment later it releases the interpreter. Up to
 Python 3.13, a thread that wants the interpreter's lock while that ends is ended itself, and Rust
 aborts the process then. The library can't be told to stop (PyO3/pyo3-async-runtimes#40), and no
 time is long enough on a busy machine. But its question to the future shows that the thread is
@@ -55,7 +55,7 @@ class LibraryThreads:
         call.cancelled = cancelled  # type: ignore[method-assign]
         return call
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Cancel what still runs, and wait until no thread of the library wants the lock."""
         self.is_ending = True
         deadline_s = time.monotonic() + LET_GO_S_MAX
@@ -73,4 +73,4 @@ class LibraryThreads:
 
 
 THREADS: Final = LibraryThreads()
-atexit.register(THREADS.let_go)
+atexit.register(THREADS.release)

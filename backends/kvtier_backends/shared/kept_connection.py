@@ -77,7 +77,7 @@ class KeptConnection(ABC):
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
-        self._let_go()
+        self._release()
 
     def doubt(self) -> None:
         """Have the connection checked soon: a call has met something odd."""
@@ -96,7 +96,7 @@ class KeptConnection(ABC):
     async def _check(self) -> None:
         """Find out whether the connection still stands. Raises ``StoreFault`` if it does not."""
 
-    def _let_go(self) -> None:  # noqa: B027 - some hold nothing
+    def _release(self) -> None:  # noqa: B027 - some hold nothing
         """Release what a connection that is gone has left. Also called where nothing is left."""
 
     def _remedy(self, problem: StoreFault) -> str:  # noqa: ARG002 - for those that know one
@@ -164,7 +164,7 @@ class KeptConnection(ABC):
                 self._pause_s = PAUSE_S_MIN
                 self._told.clear()
         self._tell(problem)
-        self._let_go()
+        self._release()
         if self.state is Connection.UP:
             self._enter(Connection.GONE)
 

@@ -36,7 +36,7 @@ def _resident_pages(descriptor: int) -> int:
         mapped = np.frombuffer(pages, dtype=np.uint8)
         found = np.zeros(-(-size // mmap.PAGESIZE), dtype=np.uint8)
         failed = _libc.mincore(mapped.ctypes.data, size, found.ctypes.data)
-        del mapped  # lets go of the map
+        del mapped  # releases the map
         if failed:
             raise OSError(ctypes.get_errno(), "mincore")
     return int((found & 1).sum())

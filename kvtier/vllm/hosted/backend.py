@@ -125,7 +125,7 @@ class HostedBackend(Backend):
         given = HostedOptions.read(options, where)
         tier = dict(given.tier)
         if tier.get("type") == P2P:
-            # Blocks that no peer comes for are let go before the store is late.
+            # Blocks that no peer comes for are released before the store is late.
             tier.setdefault("unbound_store_timeout_s", UNFETCHED_S)
         found = class_of(tier, where)
         engine = context.engine

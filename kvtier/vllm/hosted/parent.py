@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 class _Pin:
     """A block that the primary tier has pinned."""
 
-    __slots__ = ("let_go", "slot")
+    __slots__ = ("released", "slot")
 
-    def __init__(self, slot: int, let_go: asyncio.Future[None]) -> None:
+    def __init__(self, slot: int, released: asyncio.Future[None]) -> None:
         self.slot = slot
-        self.let_go = let_go
+        self.released = released
 
     def end(self) -> None:
         """Let the primary tier have it back."""
-        if not self.let_go.done():
-            self.let_go.set_result(None)
+        if not self.released.done():
+            self.released.set_result(None)
 
 
 class PeerRequest(ServedRequest):
@@ -81,7 +81,7 @@ class PeerRequest(ServedRequest):
         for block, slot in zip(blocks, slots, strict=True):
             if not self._is_over and self._found.get(block.key, block) is None:
                 pin = self._found[block.key] = _Pin(slot, loop.create_future())
-                waited.append(pin.let_go)
+                waited.append(pin.released)
         await asyncio.gather(*waited)
         return [Outcome.ABSENT] * len(blocks)
 
@@ -90,7 +90,7 @@ class PeerRequest(ServedRequest):
         self._missing.update(keys)
 
     def end(self) -> None:
-        """Let go of what no job took."""
+        """Release what no job took."""
         self._is_over = True
         for pin in self._found.values():
             if pin is not None:
@@ -146,11 +146,11 @@ class Parent(ParentManager):  # type: ignore[misc]  # vllm has no stubs
         slots = [pin.slot for pin in pins]
         job, ended = self._jobs.new_job(ordered, slots, req_context, is_promotion=False)
 
-        def let_go(_ended: asyncio.Future[JobResult]) -> None:
+        def release(_ended: asyncio.Future[JobResult]) -> None:
             for pin in pins:
                 pin.end()
 
-        ended.add_done_callback(let_go)
+        ended.add_done_callback(release)
         return job
 
     @override

@@ -124,7 +124,7 @@ class PeersBlocks(HostedRequest):
 
         A load closes what the peer has pinned for the request, so that another one must look up
         again: one after the other, each together with its lookup. What a prefill engine keeps
-        for the request, it lets go of with the first load: to another it would never answer.
+        for the request, it releases with the first load: to another it would never answer.
         """
         async with self._submitting:
             keys = [block.key for block in blocks]

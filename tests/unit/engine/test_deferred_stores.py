@@ -258,7 +258,7 @@ def defer(holes: MissingPrefixes, keys: list[Key], before: Key | None = None) ->
 def test_heads_are_offered_before_their_tails() -> None:
     holes, _ = book()
     keys = keys_of(4)
-    deferred(holes, keys)
+    defer(holes, keys)
     now, lost = holes.pop(2)
     assert ([*now], lost) == (keys[:2], 0)
     assert not holes.includes(keys[0])
@@ -270,8 +270,8 @@ def test_heads_are_offered_before_their_tails() -> None:
 def test_a_tail_that_came_first_waits_for_its_head() -> None:
     holes, _ = book()
     head, tail = keys_of(2)
-    deferred(holes, [tail], before=head)
-    deferred(holes, [head])
+    defer(holes, [tail], before=head)
+    defer(holes, [head])
     assert [*holes.pop(9)[0]] == [head]
     assert [*holes.pop(9)[0]] == [tail]
 
@@ -279,7 +279,7 @@ def test_a_tail_that_came_first_waits_for_its_head() -> None:
 def test_what_follows_on_what_is_gone_is_lost() -> None:
     holes, there = book()
     keys = keys_of(3)
-    deferred(holes, keys)
+    defer(holes, keys)
     assert holes.deferred_of("r") == 3
     holes.leave(keys[1:2])
     now, lost = holes.pop(9)

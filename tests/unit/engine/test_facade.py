@@ -87,7 +87,9 @@ def test_none_ends_at_the_deadline_even_if_no_step_ends() -> None:
     assert story.facade.statistics().tiers[0].counts.probes_timed_out == 1
 
 
-def test_a_hung_load_is_given_up_and_its_slot_is_used_again_only_when_the_tier_let_go() -> None:
+def test_a_hung_load_is_given_up_and_its_slot_is_used_again_only_when_the_tier_released_it() -> (
+    None
+):
     story = Story(slots=2)
     keys = keys_of(2)
     story.store(keys)

@@ -73,16 +73,16 @@ def test_a_quarantined_slot_is_free_when_its_last_user_lets_go() -> None:
     slots = SlotTable(1)
     (slot,) = slots.allocate_for_gpu([b"key"], "r")
     slots.fill([slot], slots.gpu_fills)
-    slots.pin([slot, slot])  # two loads of the GPU, which lets go of both at once
+    slots.pin([slot, slot])  # two loads of the GPU, which releases both at once
     slots.pin([slot, slot])  # two cascades
     slots.reset({slot: 2})
     assert slots.quarantined == {slot: 3}
     slots.gpu_flushed()
-    assert slots.let_go(slot)
+    assert slots.release(slot)
     assert not slots.free_count()
-    assert slots.let_go(slot)
+    assert slots.release(slot)
     assert slots.audit().free == (slot,)
-    assert not slots.let_go(slot)
+    assert not slots.release(slot)
 
 
 # --- the breaker ---

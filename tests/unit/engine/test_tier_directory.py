@@ -249,7 +249,7 @@ def test_what_nobody_waits_for_is_withdrawn_and_what_others_wait_for_is_asked_fo
     assert list(found.pop_unsent()) == [(0, "r", [A, B])]
     assert found.stop_waiting("r") == {A}
     assert found.stop_waiting("r") == frozenset(), "it is told once"
-    find(found, A, "third")  # before the link has let go of the key
+    find(found, A, "third")  # before the link has released the key
     found.handlers()[m.ProbesWithdrawn](m.ProbesWithdrawn(0, (A,)))
     assert list(found.pop_unsent()) == [(0, "third", [A])], "B is asked for as it was"
     assert found.stop_waiting("third") == {A}

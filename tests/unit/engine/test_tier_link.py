@@ -194,7 +194,7 @@ def test_a_load_in_flight_holds_its_slots_and_is_worth_stepping_on() -> None:
 
 
 def test_too_many_abandoned_loads_keep_a_tier_from_being_asked_for_more() -> None:
-    """Their slots are lost until the tier lets go of them."""
+    """Their slots are lost until the tier releases them."""
     story, keys = story_of_a_tier(
         3, abandoned_slots_fraction_max=0.1, breaker_pause_s=1.0, job_blocks_max=1
     )

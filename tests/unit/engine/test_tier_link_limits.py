@@ -268,7 +268,7 @@ def test_a_new_generation_is_told_as_an_event_of_each_tier() -> None:
 
 
 def test_a_cascade_that_comes_after_a_new_generation_began_lets_go_of_its_blocks() -> None:
-    """An admission gate may have held it; nobody else would ever let go of its slots."""
+    """An admission gate may have held it; nobody else would ever release its slots."""
     story = Story(on_reset="new_generation", slots=4)
     cascade(story, keys_of(1))
     slot = story.runtime.primary.slot_of(keys_of(1)[0])

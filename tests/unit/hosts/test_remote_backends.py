@@ -78,7 +78,7 @@ def test_the_link_hears_of_the_connection_and_all_slots_are_registered_once(benc
 
 
 def test_each_call_is_told_how_long_anybody_waits_for_it(bench: Bench) -> None:
-    """One whose time is over is called all the same: it has to let go of its slots."""
+    """One whose time is over is called all the same: it has to release its slots."""
     hear_of_the_connection(bench)
     bench.post(m.Probe(1, (b"a",), deadline=FAR_S))
     bench.link.next()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Policy: TypeAlias = ARCPolicy | LRU2Policy | S3FIFOPolicy
 
 HELD_EVERY = 5
-"""One request in so many may hold its blocks: what models hold, they never let go of."""
+"""One request in so many may hold its blocks: what models hold, they never release."""
 
 
 def keys_of(text: str) -> list[bytes]:
@@ -50,7 +50,7 @@ class SlowModel(Protocol):
         ...
 
     def choose_victims(self, count: int, exclude: list[bytes]) -> list[bytes]:
-        """Let go of up to ``count`` blocks, neither held nor in ``exclude``."""
+        """Release up to ``count`` blocks, neither held nor in ``exclude``."""
         ...
 
 
@@ -75,7 +75,7 @@ def histories(blocks: int) -> st.SearchStrategy[list[Visit]]:
 
 
 def play(policy: Policy, model: SlowModel, number: int, visit: Visit) -> None:
-    """Play the visit with this number on both, and insist that they let go of the same."""
+    """Play the visit with this number on both, and insist that they release the same."""
     request, held = f"r{number}", visit.may_hold and number % HELD_EVERY == 0
     new = [key for key in visit.order if key not in policy]
     policy.touch([key for key in visit.order if key in policy], request)

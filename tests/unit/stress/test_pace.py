@@ -171,4 +171,4 @@ def test_a_port_is_a_servers_however_often_it_starts_and_nobody_elses() -> None:
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.1", held.number))
     finally:
-        held.let_go()
+        held.release()

@@ -265,7 +265,7 @@ def test_what_a_kill_cut_off_is_a_miss(story: dict[str, Any]) -> None:
 
 
 def test_after_a_clean_end_everything_is_found(story: dict[str, Any]) -> None:
-    """The folder is let go at the end; its next engine may be in the same process."""
+    """The folder is released at the end; its next engine may be in the same process."""
     new, again = rounds = story["closed"]
     assert new["cached"] == [0]
     assert again["tokens"] == story["first"][0]["tokens"]

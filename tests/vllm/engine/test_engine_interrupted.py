@@ -71,10 +71,10 @@ class Worst:
             setattr(backend, name, self._held(getattr(backend, name)))
 
     def hold_tier(self) -> None:
-        """Let each load and store of the tier wait until ``let_go``."""
+        """Let each load and store of the tier wait until ``release``."""
         self._go_on.clear()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Let the tier go on."""
         self._go_on.set()
 
@@ -93,7 +93,7 @@ class Worst:
 
     def rest(self, name: str) -> None:
         """Note the statistics at rest."""
-        self.let_go()
+        self.release()
         self.seen[name] = self.running.settle()
 
 
@@ -127,7 +127,7 @@ def aborts(model: str, lengths: list[int]) -> dict[str, Any]:
             steps.add(f"promotion {number}", prompt)
         steps.until(is_promoting)
         steps.abort("promotion 0", "promotion 2")
-        worst.let_go()
+        worst.release()
         steps.finish()
         worst.rest("promotions")
 
@@ -208,7 +208,7 @@ def resets(model: str, lengths: list[int]) -> dict[str, Any]:
         begin("cascades")
         steps.until(is_cascading)
         assert running.llm.reset_prefix_cache(True, True)
-        worst.let_go()
+        worst.release()
         steps.finish()
         worst.rest("cascades")
 
@@ -219,7 +219,7 @@ def resets(model: str, lengths: list[int]) -> dict[str, Any]:
         steps.until(is_promoting)
         assert running.llm.reset_prefix_cache(True, True)
         told["quarantined"] = running.statistics()["primary"]["quarantined_slots"]
-        worst.let_go()
+        worst.release()
         steps.finish()
         worst.rest("promotions")
 

@@ -1,4 +1,4 @@
-"""Another rank of an engine: a process that maps the region and waits to be let go."""
+"""Another rank of an engine: a process that maps the region and waits to be released."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def mapping_rank(log_folder: Path, *, apart: bool = False, **region: Any) -> Ite
 
     ``apart``: as on another host, where ``/dev/shm`` is another.
     """
-    mapped, let_go = log_folder / "mapped", log_folder / "let go"
-    files = {"mapped": str(mapped), "let_go": str(let_go)}
+    mapped, release = log_folder / "mapped", log_folder / "let go"
+    files = {"mapped": str(mapped), "release": str(release)}
     with start_scenario(hold_region, log_folder, {}, apart=apart, region=region, **files) as child:
         child.wait_for(mapped)
         yield child
         if not child.has_ended():
-            let_go.touch()
+            release.touch()
             child.result()
 
 
-def hold_region(*, apart: bool, region: dict[str, Any], mapped: str, let_go: str) -> None:
+def hold_region(*, apart: bool, region: dict[str, Any], mapped: str, release: str) -> None:
     """A scenario."""
     if apart:
         assert ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS) == 0, ctypes.get_errno()
@@ -44,5 +44,5 @@ def hold_region(*, apart: bool, region: dict[str, Any], mapped: str, let_go: str
             subprocess.run(command, check=True)
     held = HostRegion(**region)
     Path(mapped).touch()
-    until(Path(let_go).exists)
+    until(Path(release).exists)
     held.close()

@@ -5,7 +5,7 @@ the reclaimer and the healer. Each is handed the others that it needs, and none 
 
 Everything here runs on one event loop; only the device's calls are waited for.
 Each call is a task of its own that a cancelled caller leaves behind: what it
-holds (slots being written, regions being read) is let go when the device is
+holds (slots being written, regions being read) is released when the device is
 done with it, and not before.
 """
 

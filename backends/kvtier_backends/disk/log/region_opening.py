@@ -165,7 +165,7 @@ class RegionOpener:
         page[:] = encode_header(header)
         problem = await context.device.write([Transfer(region, 0, [page])])
         self._pages.give_back([page])
-        assert self.lock.locked(), "the lock was let go while a header was written"
+        assert self.lock.locked(), "the lock was released while a header was written"
         if problem is None:
             self._count_overhead(PAGE_BYTES)
         return sequence, problem

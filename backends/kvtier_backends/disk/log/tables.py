@@ -120,7 +120,7 @@ class RegionTable:
         self._is_writing = False
 
     def close(self) -> None:
-        """Let go of the pages. No entry is being added any more."""
+        """Release the pages. No entry is being added any more."""
         self._pool.give_back(self._pages)
         self._pages = []
 
@@ -152,7 +152,7 @@ class RegionTable:
         return pages
 
     def free(self, pages: Sequence[Transfer]) -> None:
-        """Let go of what ``own_pages`` returned. No call writes it any more."""
+        """Release what ``own_pages`` returned. No call writes it any more."""
         self._pool.give_back(page for transfer in pages for page in transfer.buffers)
 
     # --- the shared page ---

@@ -40,7 +40,7 @@ class RegionFiles:
         self.close()
 
     def close(self) -> None:
-        """Let go of the file that is open, once its changes are on the disk.
+        """Release the file that is open, once its changes are on the disk.
 
         It is opened again when it is needed. Raises ``OSError``.
         """

@@ -78,7 +78,7 @@ class Writer:
             await self._say(self._term, 0)
 
     def leave(self) -> None:
-        """Let go of the term: it is over, or the folder is another one."""
+        """Release the term: it is over, or the folder is another one."""
         self.grants.drop_all()
         self._term = None
         self._finished.clear()
@@ -110,7 +110,7 @@ class Writer:
     async def _adopt(self, term: Folder, names: list[str]) -> None:
         """Take the new grants, and forget of the old ones what the cleaner has removed.
 
-        Invariant: a grant is taken once. One that is there and was let go of is handed back.
+        Invariant: a grant is taken once. One that is there and was released is handed back.
         """
         found = filter(None, map(parse_grant_untrusted, names))
         mine = {grant.number: grant for grant in found if grant.writer == self._name}

@@ -328,7 +328,7 @@ class ReusePolicy(EvictionPolicy):
         return running
 
     def _stop(self, running: _Running, *, count_uses: bool) -> None:
-        """Let go of a request's nodes, and place those whose order is unknown."""
+        """Release a request's nodes, and place those whose order is unknown."""
         tree = self._tree
         for node in sorted(running.nodes):
             if count_uses or tree.is_open(node):

@@ -301,7 +301,7 @@ class PrefixTree:
         self.discard_empty(node)
 
     def discard_empty(self, node: int) -> None:
-        """Let go of ``node`` if nothing is in it."""
+        """Release ``node`` if nothing is in it."""
         if not self.size[node]:
             self._leave_queue(node)
             self.set_parent(node, NO_NODE)

@@ -71,7 +71,7 @@ async def test_a_bad_option_is_refused_with_its_name(
 ) -> None:
     with pytest.raises(ConfigError, match=names):
         make_disk(tmp_path / "kv", **options)
-    async with open_disk(tmp_path / "kv") as disk:  # and the folder was let go
+    async with open_disk(tmp_path / "kv") as disk:  # and the folder was released
         assert await disk.store(1) == [Outcome.DONE]
 
 

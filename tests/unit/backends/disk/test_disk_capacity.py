@@ -85,4 +85,4 @@ async def test_an_index_beyond_all_memory_is_refused(
         make_disk(tmp_path / "kv")
     for name in ("machine_memory_bytes", "free_memory_bytes"):
         monkeypatch.setattr(capacity, name, lambda: None)
-    make_disk(tmp_path / "kv")  # the folder was let go, and what nobody knows refuses nothing
+    make_disk(tmp_path / "kv")  # the folder was released, and what nobody knows refuses nothing

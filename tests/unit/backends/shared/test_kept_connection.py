@@ -43,7 +43,7 @@ class Toy(KeptConnection):
         self.finds: deque[Exception | None] = deque()  #: what attempts find; then they go well
         self.attempts: list[str] = []
         self.pauses_s: list[float] = []
-        self.times_let_go = 0
+        self.times_released = 0
         self.now_s = 0.0
         monkeypatch.setattr(kept_connection, "clock", lambda: self.now_s)
         monkeypatch.setattr(kept_connection, "sleep", self._sleep)
@@ -72,8 +72,8 @@ class Toy(KeptConnection):
         if found is not None:
             raise found
 
-    def _let_go(self) -> None:
-        self.times_let_go += 1
+    def _release(self) -> None:
+        self.times_released += 1
 
     async def _sleep(self, seconds: float) -> None:
         self.pauses_s.append(seconds)
@@ -207,8 +207,8 @@ async def test_what_a_connection_held_is_let_go_after_each_failure_and_at_the_en
     toy.finds += [REFUSED, REFUSED]
     async with started(toy):
         await until_true(lambda: UP in toy.states)
-        assert toy.times_let_go == 2
-    assert toy.times_let_go == 3
+        assert toy.times_released == 2
+    assert toy.times_released == 3
     await toy.stop()
 
 
