@@ -25,9 +25,9 @@ CONNECTION: Final = "kvtier:tier_connection_state"
 BACKEND: Final = "kvtier:tier_backend"
 LATENCY: Final = "kvtier:tier_latency_seconds"
 BYTES_PER_SECOND: Final = "kvtier:tier_bytes_per_second"
-ANSWERS_PER_SECOND: Final = "kvtier:tier_answers_per_second"
-SPREAD: Final = "kvtier:tier_spread"
-WINDOW: Final = "kvtier:tier_window_blocks"
+ANSWERS_PER_SECOND: Final = "kvtier:tier_lookups_per_second"
+SPREAD: Final = "kvtier:tier_estimate_error_ratio"
+WINDOW: Final = "kvtier:tier_inflight_limit_blocks"
 
 VLLM_TIER_COUNTERS: Final[Mapping[str, str]] = {
     TieringOffloadingMetrics.CHUNK_QUERIES: "queries",
@@ -44,7 +44,7 @@ VLLM_TIER_COUNTERS: Final[Mapping[str, str]] = {
 OWN_TIER_COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
     "kvtier:tier_promotion_jobs": ("promotion_jobs", "Promotions sent to the tier."),
     "kvtier:tier_cascade_jobs": ("cascade_jobs", "Cascades sent to the tier."),
-    "kvtier:tier_absent": (
+    "kvtier:tier_load_misses": (
         "absent",
         "Blocks that a load did not find, though the tier had reported them.",
     ),
@@ -56,7 +56,7 @@ OWN_TIER_COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
         "failed",
         "Blocks whose load or store failed at the medium.",
     ),
-    "kvtier:tier_full": ("full", "Blocks that a tier had no room for."),
+    "kvtier:tier_stores_rejected": ("full", "Blocks that a tier had no room for."),
     "kvtier:tier_stores_deferred": (
         "stores_deferred",
         "Blocks that a tier could not take when they came: it is sick, full or has much to do.",
@@ -73,11 +73,11 @@ OWN_TIER_COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
         "promotions_dropped",
         "Blocks not loaded from a tier that is sick or has too much to do.",
     ),
-    "kvtier:tier_promotions_cut": (
+    "kvtier:tier_loads_abandoned": (
         "promotions_cut",
         "Blocks whose load took longer than computing them; their requests went on without.",
     ),
-    "kvtier:tier_promotions_withdrawn": (
+    "kvtier:tier_loads_cancelled": (
         "promotions_withdrawn",
         "Blocks that were to be loaded, and were not when their request ended or went on.",
     ),
@@ -117,7 +117,7 @@ OWN_TIER_COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
         "connections_lost",
         "How often a tier lost the server that it needs.",
     ),
-    "kvtier:tier_broke": (
+    "kvtier:tier_crashes": (
         "broke",
         "How often a tier was disabled because its own code raised, or its process ended.",
     ),
@@ -141,7 +141,7 @@ OWN_PRIMARY_COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
         "policies_replaced",
         "Eviction policies that raised or named no block; lru took their place.",
     ),
-    "kvtier:primary_blocks_declined": (
+    "kvtier:primary_blocks_recomputed": (
         "blocks_declined",
         "Blocks that tiers have, as far as known, and that were recomputed as that is faster.",
     ),

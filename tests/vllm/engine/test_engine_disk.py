@@ -282,7 +282,7 @@ def test_the_engine_goes_on_without_a_tier_that_was_killed_and_has_it_back(
     assert without["tokens"] == again["tokens"] == story["first"][0]["tokens"]
     assert new["cached"] == [0]
     assert again["cached"] == whole_blocks(LENGTHS)
-    assert again["metrics"]['kvtier:tier_broke{tier="1:disk"}'] == 1
+    assert again["metrics"]['kvtier:tier_crashes{tier="1:disk"}'] == 1
     assert again["metrics"].get('kvtier:tier_damaged{tier="1:disk"}', 0) == 0
     assert_at_rest(again["statistics"])
 
@@ -297,7 +297,7 @@ def test_a_full_folder_stays_within_its_capacity_and_goes_on(story: dict[str, An
     assert full["cached"][0] == whole_blocks(FILLING_LENGTHS)[0]
     assert 0 < sum(full["cached"]) < sum(whole_blocks(FILLING_LENGTHS))
     for each in (filling, full):
-        assert each["metrics"].get('kvtier:tier_full{tier="1:disk"}', 0) == 0
+        assert each["metrics"].get('kvtier:tier_stores_rejected{tier="1:disk"}', 0) == 0
         assert_at_rest(each["statistics"])
 
 

@@ -288,7 +288,7 @@ def test_a_disk_that_lies_fills_up_and_vanishes(
     assert 2 <= damaged <= 2 * BLOCKS  # those of a wrong length aren't even tried
     assert told["damaged"]["metrics"]['kvtier:tier_damaged{tier="1:fs"}'] == damaged
     assert small["counts"]["full"] > 0
-    assert told["damaged"]["metrics"]['kvtier:tier_full{tier="2:fs"}'] > 0
+    assert told["damaged"]["metrics"]['kvtier:tier_stores_rejected{tier="2:fs"}'] > 0
 
     assert told["mended"]["cached"] == LENGTHS
     mended = told["mended"]["statistics"]["tiers"][0]["counts"]
