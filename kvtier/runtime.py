@@ -157,7 +157,7 @@ def wait_for_servers(
     *,
     also_open: bool = False,
 ) -> list[str]:
-    """Wait until tiers that need a server have reached it, for ``connect_wait_s`` at most.
+    """Wait until tiers that need a server have reached it, for ``startup_connect_timeout_s`` at most.
 
     Without, the first requests would find nothing there, and what they compute would not be
     stored: to connect takes longer than an engine that is ready takes to be asked. Returns
@@ -169,7 +169,7 @@ def wait_for_servers(
         waited_s = time.monotonic() - began_s
         both = list(zip(config.tiers, statistics(), strict=True))
         connecting = [(tier, now.name) for tier, now in both if _is_connecting(now, also_open)]
-        is_over = not any(waited_s < tier.connect_wait_s for tier, _ in connecting)
+        is_over = not any(waited_s < tier.startup_connect_timeout_s for tier, _ in connecting)
         if is_over or should_stop():
             return [name for _, name in connecting]
         time.sleep(_CONNECT_POLL_S)

@@ -5,7 +5,7 @@ gives the tier nothing to do: beside the circuit breaker, which learns of a sick
 failures only, and one deadline after the other. A backend that reports nothing has no
 server, and counts as connected.
 
-Blocks that others may evict there are believed in for a while (``BackendTraits.presence_s``),
+Blocks that others may evict there are believed in for a while (``BackendTraits.presence_ttl_s``),
 and asked for again after that.
 """
 

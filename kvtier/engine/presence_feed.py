@@ -72,7 +72,7 @@ class PresenceFeed:
         self._by_request = traits.by_request
         if not self._tells_by_itself:
             self._events.tell_once()
-        self._presence.last(traits.presence_s)
+        self._presence.last(traits.presence_ttl_s)
 
     def begin_generation(self, since: int) -> None:
         """Note that nothing from before is to be found again."""

@@ -78,7 +78,7 @@ class PrimaryTier(Actor):
         self._slot_of: Mapping[Key, int] = self.slots.slot_of
         self._prefixes = RunningPrefixes()
         self._eviction = Eviction(self.slots, self._prefixes, policy)
-        self._directory = TierDirectory(len(config.tiers), config.known_keys_max)
+        self._directory = TierDirectory(len(config.tiers), config.directory_keys_max)
         self.decisions = LoadDecisions(
             config, self.slots, self._directory, self.promotions, self.counts, log
         )

@@ -73,7 +73,7 @@ class StagedTier(Actor):
         self._waiting_stores_max = waiting_stores_max
         self._staged_stores_max = config.cascade_slots_max
         self._slots = StagingSlots(config.slot_count)
-        self._directory = TierDirectory(1, config.known_keys_max)
+        self._directory = TierDirectory(1, config.directory_keys_max)
         self._searches: dict[RequestId, Search] = {}
         self._transfers: dict[int, Transfer] = {}
         self._loads: deque[Block] = deque()  # waiting for a staging slot

@@ -182,9 +182,9 @@ class DirectoryAudit:
 class TierDirectory:
     """Finds the first tier, in configuration order, that has a key. Holds no bytes."""
 
-    def __init__(self, tier_count: int, known_keys_max: int) -> None:
+    def __init__(self, tier_count: int, directory_keys_max: int) -> None:
         self._tier_count = tier_count
-        self._known_keys_max = known_keys_max
+        self._directory_keys_max = directory_keys_max
         self._usable: TierSet = (1 << tier_count) - 1
         self._answering: TierSet = self._usable
         self._known: dict[Key, TierSet] = {}
@@ -360,7 +360,7 @@ class TierDirectory:
         for key in removed:
             self._unlearn(key, bit)
         # Forgetting is harmless: the tier is then asked. The oldest go first.
-        while len(known) > self._known_keys_max:
+        while len(known) > self._directory_keys_max:
             del known[next(iter(known))]
 
     def forget_all(self) -> None:

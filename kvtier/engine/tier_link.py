@@ -93,7 +93,7 @@ class TierLink(Actor):
             number,
             self._connection,
             primary,
-            keys_max=config.known_keys_max,
+            keys_max=config.directory_keys_max,
             collects=collect_events and tier_config.enable_kv_events,
         )
         self._numbers = numbers = Numbers(self.counts)

@@ -37,7 +37,7 @@ def make_host(
     """Make a tier's backend, and what runs it. Raises ``ConfigError``; nothing runs then.
 
     Waits for the backend for ``start_timeout_s`` at most. If its storage can't be
-    used, and ``on_unusable`` is ``start_without``, the host has no backend: once
+    used, and ``on_unusable`` is ``skip``, the host has no backend: once
     started, it disables the tier, and enables it as soon as its storage can be used.
 
     A cell runs where the configuration says, else where its backend prefers;

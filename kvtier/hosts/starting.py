@@ -87,6 +87,6 @@ def hangs(tier: TierConfig) -> StorageUnusable:
 def with_the_way_out(trouble: StorageUnusable) -> StorageUnusable:
     """Return the refusal, with what the user may choose instead."""
     return StorageUnusable(
-        f"{trouble} Or set on_unusable='start_without' for this tier: the engine then starts "
+        f"{trouble} Or set on_unusable='skip' for this tier: the engine then starts "
         "with the tier disabled, and enables it as soon as its storage can be used."
     )

@@ -197,13 +197,13 @@ class BackendTraits:
     serves_others: bool = False
     """It asks for blocks by itself (``on_wanted``): the engine goes on stepping when it has nothing
     to do, or nobody would hear of it."""
-    presence_s: float | None = None
+    presence_ttl_s: float | None = None
     """For how long to believe, in seconds, that a block is there once it has been stored: after
     that the tier is asked again. For storage where others evict. None: until a load finds it gone,
     or ``on_lost`` tells. Not with a capacity."""
     connects: bool = False
     """It needs a server, and reports how it stands with it (``on_connection``). Until it has, it
-    counts as ``CONNECTING``, and the engine's start waits for it: ``connect_wait_s`` at most."""
+    counts as ``CONNECTING``, and the engine's start waits for it: ``startup_connect_timeout_s`` at most."""
     levels: frozenset[str] = frozenset()
     """Names in ``counters`` of what goes up and down, such as what is there now. All others
     only grow, from 0 at each ``open``."""

@@ -36,7 +36,7 @@ OffloadPolicy: TypeAlias = Literal["chunk_level", "request_level"]
 LoadPolicy: TypeAlias = Literal["auto", "always"]
 MediaIds: TypeAlias = Literal["engine", "trust"]
 OnReset: TypeAlias = Literal["new_generation", "keep"]
-OnUnusable: TypeAlias = Literal["refuse", "start_without"]
+OnUnusable: TypeAlias = Literal["refuse", "skip"]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class TierConfig:
         "as hung, see `on_unusable`",
         maximum=3600.0,
     )
-    connect_wait_s: float = option.seconds(
+    startup_connect_timeout_s: float = option.seconds(
         1.0,
         "how long the engine's start waits until a tier that needs a server has reached it; after "
         "that the engine starts, and the tier goes on connecting",
@@ -221,7 +221,7 @@ class RuntimeConfig:
         minimum=1,
     )
     mailbox_messages_max: int = option.integer(8_192, "messages waiting for one tier", minimum=4)
-    known_keys_max: int = option.integer(
+    directory_keys_max: int = option.integer(
         1_000_000,
         "keys remembered as present in a tier, for which it need not be probed; about 170 bytes "
         "each",

@@ -116,7 +116,7 @@ class RemoteLayer(InProcess):
         return {
             "type": "redis",
             "url": f"redis://{HOST}:{server.port}",
-            "presence_s": 2.0,
+            "presence_ttl_s": 2.0,
             "connect_timeout_s": 0.5,
             "call_timeout_s": 1.0,
             **login,
@@ -130,7 +130,7 @@ class RemoteLayer(InProcess):
             "url": "s3://soak/kv",
             "endpoint": f"http://{HOST}:{held.port}",
             "allow_http": True,
-            "presence_s": 2.0,
+            "presence_ttl_s": 2.0,
             "request_timeout_s": 1.0,
             "credentials_command": f"cat {held.keys_file}",
             **_REMOTE,

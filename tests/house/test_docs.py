@@ -122,7 +122,7 @@ def test_every_configuration_key_is_described() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["breaker_failures_max", "close_timeout_s", "job_blocks_max", "known_keys_max"]
+    "key", ["breaker_failures_max", "close_timeout_s", "job_blocks_max", "directory_keys_max"]
 )
 def test_described_defaults_are_those_of_the_code(key: str) -> None:
     """A sample of numbers that are easily changed in one place only."""

@@ -52,7 +52,11 @@ def test_an_engine_is_ready_when_its_tier_has_reached_its_server(tmp_path: Path)
 
 
 def test_a_tier_whose_server_is_not_there_is_named_and_waited_for_no_longer_than_allowed() -> None:
-    tier = {"type": "redis", "url": f"redis://127.0.0.1:{free_port()}", "connect_wait_s": 0.01}
+    tier = {
+        "type": "redis",
+        "url": f"redis://127.0.0.1:{free_port()}",
+        "startup_connect_timeout_s": 0.01,
+    }
     with capture_logs() as lines, manager(secondary_tiers=[tier]):
         (line,) = (each for each in lines if each["event"] == "kvtier is ready")
     assert (line["tiers"], line["connecting"]) == ("1:redis", "1:redis")
@@ -83,7 +87,7 @@ def test_a_tier_that_the_engine_starts_without_is_named(tmp_path: Path) -> None:
     with fuse_folder(tmp_path) as folder:
         folder.fail()
         root = str(folder.path / "kv")
-        tier = {"type": "fs", "root_dir": root, "on_unusable": "start_without"}
+        tier = {"type": "fs", "root_dir": root, "on_unusable": "skip"}
         with capture_logs() as lines, manager(secondary_tiers=[tier]):
             (line,) = (each for each in lines if each["event"] == "kvtier is ready")
         assert (line["tiers"], line["without"]) == ("1:fs", "1:fs")

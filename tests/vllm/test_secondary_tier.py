@@ -71,7 +71,7 @@ def test_blocks_that_left_the_primary_tier_come_back_from_the_tier(
 
 def test_a_tier_has_reached_its_server_when_the_manager_is_made(tmp_path: Path) -> None:
     with running_server("valkey", tmp_path / "server") as server:
-        patient = {"connect_timeout_s": PATIENCE_S, "connect_wait_s": PATIENCE_S}
+        patient = {"connect_timeout_s": PATIENCE_S, "startup_connect_timeout_s": PATIENCE_S}
         with tiering({"type": "redis", "url": server.url, **patient}) as running:
             assert running.tier._facade.statistics().connection == "UP"
             pushed_out(running)

@@ -77,7 +77,7 @@ class MooncakeBackend(Backend):
             store_batches_max=options.n_write_threads,
             load_batch_blocks_max=blocks_of_a_call(context.block_bytes),
             store_batch_blocks_max=blocks_of_a_call(context.block_bytes),
-            presence_s=options.presence_s,
+            presence_ttl_s=options.presence_ttl_s,
             connects=True,
             probe_batches_max=PROBE_THREADS,
             probe_batch_blocks_min=PROBE_BATCH_BLOCKS,

@@ -78,7 +78,7 @@ class MooncakeOptions:
         "what all names in the store begin with. Refused: other characters than letters, digits, "
         "dots, dashes, underscores and slashes between them",
     )
-    presence_s: float = option.seconds(
+    presence_ttl_s: float = option.seconds(
         30.0, "how long a block that was stored or found is believed to be there"
     )
     replicas: int = option.integer(

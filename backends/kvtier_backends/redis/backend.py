@@ -73,7 +73,7 @@ class RedisBackend(Backend):
         self.traits = BackendTraits(
             load_batches_max=given.connections_max,
             store_batches_max=given.connections_max // 2,  # so that loads have the other half
-            presence_s=given.believed_s,
+            presence_ttl_s=given.capped_presence_ttl_s,
             connects=True,
             probe_batches_max=max(
                 1, given.connections_max // 4

@@ -89,7 +89,7 @@ class RedisOptions:
     ttl_s: int = option.whole_seconds(
         0, "seconds after which the server drops a block; 0: never", maximum=1 << 31
     )
-    presence_s: float = option.seconds(
+    presence_ttl_s: float = option.seconds(
         60.0,
         "for how long a block that was stored or found is believed to be there, since the server "
         "may evict it",
@@ -113,9 +113,9 @@ class RedisOptions:
     credentials: Credentials = field(kw_only=True)
 
     @property
-    def believed_s(self) -> float:
+    def capped_presence_ttl_s(self) -> float:
         """For how long to believe that a block is there."""
-        return min(self.presence_s, float(self.ttl_s)) if self.ttl_s else self.presence_s
+        return min(self.presence_ttl_s, float(self.ttl_s)) if self.ttl_s else self.presence_ttl_s
 
     @property
     def place(self) -> str:

@@ -94,7 +94,7 @@ class S3Backend(Backend):
         self.traits = BackendTraits(
             load_batches_max=batches_max,
             store_batches_max=batches_max,
-            presence_s=given.presence_s,
+            presence_ttl_s=given.presence_ttl_s,
             connects=True,
             levels=frozenset(["requests_limit", "connected"]),
             probe_batch_blocks_min=1,

@@ -107,7 +107,7 @@ class S3Options:
     request_timeout_s: float = option.seconds(
         10.0, "how long one block may take, attempts that are repeated included", maximum=3600.0
     )
-    presence_s: float = option.seconds(
+    presence_ttl_s: float = option.seconds(
         600.0, "how long a block counts as present before the server is asked again"
     )
     compression: str | None = COMPRESSION_OPTION()

@@ -157,7 +157,7 @@ def _check_policies(config: TierConfig, block_bytes: int, findings: Findings) ->
 
 def _note_trouble(config: TierConfig, text: str, findings: Findings) -> None:
     """Note that a tier's storage can't be used now, which not every engine refuses."""
-    if config.on_unusable == "start_without":
+    if config.on_unusable == "skip":
         findings.warned.append(
             f"{text} An engine starts without this tier, and takes it as soon as that is over."
         )

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 CONNECT_WAIT_S_MIN: Final = 10.0
-"""A replay has the time that an engine's start lacks: ``connect_wait_s`` of each tier is this, or
+"""A replay has the time that an engine's start lacks: ``startup_connect_timeout_s`` of each tier is this, or
 more. Without its server a tier's figures say nothing of the tier."""
 
 
@@ -123,7 +123,7 @@ def _play(
         replace(
             tier,
             enable_kv_events=True,
-            connect_wait_s=max(tier.connect_wait_s, CONNECT_WAIT_S_MIN),
+            startup_connect_timeout_s=max(tier.startup_connect_timeout_s, CONNECT_WAIT_S_MIN),
         )
         for tier in config.tiers
     )

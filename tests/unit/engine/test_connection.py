@@ -218,7 +218,7 @@ def test_a_restarted_tier_does_not_inherit_a_lost_connection() -> None:
 
 def test_what_others_may_have_evicted_is_asked_for_after_a_while() -> None:
     story, key = story_with_a_stored_block()
-    link_of(story).set_traits(BackendTraits(1, 1, presence_s=10.0))
+    link_of(story).set_traits(BackendTraits(1, 1, presence_ttl_s=10.0))
     story.store([key], "again")
     story.store(keys_of(4, b"m"), "other again")
     story.facade.take_events()

@@ -9,8 +9,8 @@ A1 = b"a" + G1
 ALL = -1
 
 
-def asked(tiers: int = 2, known_keys_max: int = 100) -> TierDirectory:
-    found = TierDirectory(tiers, known_keys_max)
+def asked(tiers: int = 2, directory_keys_max: int = 100) -> TierDirectory:
+    found = TierDirectory(tiers, directory_keys_max)
     found.start("r", ALL)
     return found
 
@@ -178,7 +178,7 @@ def test_a_key_that_is_filled_is_probed_no_more() -> None:
 
 
 def test_what_is_known_is_bounded_and_the_oldest_go_first() -> None:
-    found = asked(tiers=1, known_keys_max=2)
+    found = asked(tiers=1, directory_keys_max=2)
     found.learn(0, [A, B, C], [])
     assert find(found, C, "r") == 0
     assert find(found, B, "r") == 0

@@ -82,9 +82,9 @@ IO_ERROR = OSError(errno.EIO, "Input/output error")
 def test_trouble_of_the_storage_is_a_refusal_or_a_tier_that_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, call: Callable[[], None]
 ) -> None:
-    with pytest.raises(StorageUnusable, match=r"Or set on_unusable='start_without' for this"):
+    with pytest.raises(StorageUnusable, match=r"Or set on_unusable='skip' for this"):
         host_of(monkeypatch, call)
-    host, _ = host_of(monkeypatch, call, on_unusable="start_without")
+    host, _ = host_of(monkeypatch, call, on_unusable="skip")
     assert host.traits is None
     assert host.close(0.0)
 
@@ -101,7 +101,7 @@ def test_a_mistake_is_refused_whatever_the_tier_says_of_trouble(
     monkeypatch: pytest.MonkeyPatch, call: Callable[[], None]
 ) -> None:
     with pytest.raises((ConfigError, TypeError)) as refusal:
-        host_of(monkeypatch, call, on_unusable="start_without")
+        host_of(monkeypatch, call, on_unusable="skip")
     assert not isinstance(refusal.value, StorageUnusable)
 
 
@@ -127,7 +127,7 @@ def test_a_backend_that_was_late_is_used_and_no_second_one_is_made(
         made.append(1)
         may_go_on.wait()
 
-    host, link = host_of(monkeypatch, late, start_timeout_s=0.01, on_unusable="start_without")
+    host, link = host_of(monkeypatch, late, start_timeout_s=0.01, on_unusable="skip")
     host.start()
     may_go_on.set()
     while not any(isinstance(message, m.TierRestarted) for message in link.messages):
@@ -142,7 +142,7 @@ def test_a_backend_that_was_late_is_used_and_no_second_one_is_made(
     [
         ("start_timeout_s", 0, "must be above 0 and at most 3600"),
         ("start_timeout_s", 3601, "must be above 0 and at most 3600"),
-        ("on_unusable", "ignore", "must be one of refuse, start_without"),
+        ("on_unusable", "ignore", "must be one of refuse, skip"),
     ],
 )
 def test_the_keys_are_checked(key: str, value: object, says: str) -> None:

@@ -92,9 +92,7 @@ def impatient_once_it_hangs(folder: FuseFolder, monkeypatch: pytest.MonkeyPatch)
 def hanging(kind: str, cell: str, folder: FuseFolder) -> dict[str, Any]:
     """Return the options of a tier that an engine may start without; have its storage hang."""
     folder.hang()
-    return options_of(
-        kind, cell, folder, start_timeout_s=START_S[cell], on_unusable="start_without"
-    )
+    return options_of(kind, cell, folder, start_timeout_s=START_S[cell], on_unusable="skip")
 
 
 def options_of(kind: str, cell: str, folder: FuseFolder, **others: Any) -> dict[str, Any]:
@@ -158,7 +156,7 @@ def test_a_start_over_storage_that_hangs_is_refused(
         f"{str(folder.path / 'kv')!r} has not answered for start_timeout_s={START_S[cell]:g} s"
         in text
     )
-    assert "on_unusable='start_without'" in text
+    assert "on_unusable='skip'" in text
 
 
 @pytest.mark.usefixtures("impatient_once_it_hangs")
@@ -168,9 +166,7 @@ def test_an_engine_may_start_without_it_and_takes_it_up_when_it_comes_back(
 ) -> None:
     """Nothing is logged but by the link, which is told once why; then that the tier is back."""
     folder.hang()
-    options = options_of(
-        kind, cell, folder, start_timeout_s=START_S[cell], on_unusable="start_without"
-    )
+    options = options_of(kind, cell, folder, start_timeout_s=START_S[cell], on_unusable="skip")
     with capture_logs() as logs:
         bench = Bench(options)
         try:
@@ -199,9 +195,9 @@ def test_storage_in_trouble_is_refused_or_taken_up_later(
     folder: FuseFolder, kind: str, cell: str, error: int
 ) -> None:
     folder.fail(error=error)
-    with pytest.raises(StorageUnusable, match=r"on_unusable='start_without'"):
+    with pytest.raises(StorageUnusable, match=r"on_unusable='skip'"):
         Bench(options_of(kind, cell, folder))
-    bench = Bench(options_of(kind, cell, folder, on_unusable="start_without"))
+    bench = Bench(options_of(kind, cell, folder, on_unusable="skip"))
     try:
         bench.host.start()
         bench.next_of(m.TierBroke)
@@ -218,7 +214,7 @@ def test_a_mistake_in_the_configuration_is_refused_all_the_same(
     folder: FuseFolder, kind: str, cell: str
 ) -> None:
     (folder.source / "kv").write_text("a file")
-    options = options_of(kind, cell, folder, on_unusable="start_without")
+    options = options_of(kind, cell, folder, on_unusable="skip")
     for wrong in (options, {**options, "pathh": "x"}):
         with pytest.raises(ConfigError) as refusal:
             Bench(wrong)
@@ -232,9 +228,7 @@ def test_closing_a_tier_that_never_came_back_is_quick_and_leaves_nothing_at_the_
 ) -> None:
     """What hangs has never been told of a slot: the memory may be released."""
     folder.hang()
-    options = options_of(
-        kind, cell, folder, start_timeout_s=START_S[cell], on_unusable="start_without"
-    )
+    options = options_of(kind, cell, folder, start_timeout_s=START_S[cell], on_unusable="skip")
     bench = Bench(options)
     bench.host.start()
     bench.next_of(m.TierFenced)
@@ -270,9 +264,7 @@ def test_closing_over_a_load_that_hangs_ends_and_says_that_the_memory_is_in_use(
 def test_an_engine_serves_without_the_tier_that_hangs(folder: FuseFolder, cell: str) -> None:
     """It starts, stores to its other tiers, says what is wrong in its metrics, and ends."""
     folder.hang()
-    tier = options_of(
-        "fs", cell, folder, start_timeout_s=START_S[cell], on_unusable="start_without"
-    )
+    tier = options_of("fs", cell, folder, start_timeout_s=START_S[cell], on_unusable="skip")
     config = RuntimeConfig(SLOTS, BLOCK, tiers=(TierConfig.from_mapping(1, tier),))
     memory = SlotMemory.anonymous(SLOTS, BLOCK)
     with capture_logs() as logs:

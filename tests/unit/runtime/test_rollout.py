@@ -72,7 +72,7 @@ def test_the_new_engine_starts_without_the_folder_and_takes_it_over(
     old = Engine(tmp_path / "kv", cell=cell)
     old.store()
     with capture_logs() as lines:
-        new = Engine(tmp_path / "kv", cell=cell, on_unusable="start_without")
+        new = Engine(tmp_path / "kv", cell=cell, on_unusable="skip")
     assert any("is in use by" in str(line) for line in lines), "it says who has it"
     assert new.facade.statistics().tiers[0].breaker == "DISABLED"
     assert not new.serves()
@@ -85,6 +85,6 @@ def test_the_new_engine_starts_without_the_folder_and_takes_it_over(
 
 def test_a_refusal_of_a_folder_in_use_names_the_way_out(tmp_path: Path) -> None:
     old = Engine(tmp_path / "kv", cell="thread")
-    with pytest.raises(ConfigError, match=r"is in use by .* set on_unusable='start_without'"):
+    with pytest.raises(ConfigError, match=r"is in use by .* set on_unusable='skip'"):
         Engine(tmp_path / "kv", cell="thread")
     old.facade.close()

@@ -276,7 +276,7 @@ async def test_a_disk_folder_that_an_engine_uses_is_named_with_its_user(
     async with open_disk(path):
         (text,) = check.refused(tier)
         assert f"path={str(path)!r} is in use by" in text
-        patient = {**tier, "on_unusable": "start_without"}
+        patient = {**tier, "on_unusable": "skip"}
         told = check({**SPEC, "cpu_bytes_to_use": "1MiB", "secondary_tiers": [patient]}, status=0)
         (text,) = told["warned"]
         assert "is in use by" in text

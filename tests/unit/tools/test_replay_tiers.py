@@ -106,7 +106,11 @@ def test_a_replay_without_its_server_fails_and_says_so_first(
 ) -> None:
     """Its table has no hit of the tier, which says nothing of the tier."""
     monkeypatch.setattr(session, "CONNECT_WAIT_S_MIN", 0.01)
-    tier = {"type": "redis", "url": f"redis://{HOST}:{free_port()}", "connect_wait_s": 0.01}
+    tier = {
+        "type": "redis",
+        "url": f"redis://{HOST}:{free_port()}",
+        "startup_connect_timeout_s": 0.01,
+    }
     trace = write_trace(tmp_path / "trace.jsonl")
     assert replay_command(trace, "--dram", "50%", "--tier", json.dumps(tier)) == WRONG
     printed = capsys.readouterr()
@@ -137,13 +141,17 @@ def test_a_replay_begins_once_its_tiers_are_open(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(MemoryBackend, "open", opens_late)
     monkeypatch.setattr(SchedulerFacade, "get_finished", look)
     monkeypatch.setattr(session, "Player", begin)
-    tier = {"type": "memory", **CAPACITY, "connect_wait_s": PATIENCE_S}
+    tier = {"type": "memory", **CAPACITY, "startup_connect_timeout_s": PATIENCE_S}
     replay(trace_of(PROMPTS), settings_of(tier))
     assert opened == [True]
 
 
 def test_a_replay_that_is_stopped_while_it_waits_for_a_server_ends() -> None:
-    tier = {"type": "redis", "url": f"redis://{HOST}:{free_port()}", "connect_wait_s": 3600}
+    tier = {
+        "type": "redis",
+        "url": f"redis://{HOST}:{free_port()}",
+        "startup_connect_timeout_s": 3600,
+    }
     stopped = replay(trace_of(PROMPTS), settings_of(tier), should_stop=lambda: True)
     report = report_of(stopped)
     assert report["partial"]

@@ -36,7 +36,7 @@ def new_engine(model: str, path: str, notes: str) -> dict[str, Any]:
     """Start beside it, serve without the folder, and take that over."""
     wait_for(f"{notes}/stored")
     told: dict[str, Any] = {}
-    with engine(model, config_of(path, on_unusable="start_without")) as running:
+    with engine(model, config_of(path, on_unusable="skip")) as running:
         facade = running.manager().facade
         told["without"] = play_round(running, prompts_of(LENGTHS))
         facade.reset()  # what it has computed itself is forgotten

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 TEST_RUN = "KVTIER_TEST_RUN"  #: set for the whole session, scenarios' processes too
 BLOCK_TOKENS = 32  #: the CPU attention backend wants a multiple of 32
 PATIENT = dict.fromkeys(
-    ("probe_timeout_s", "promote_timeout_s", "store_timeout_s", "connect_wait_s"), PATIENCE_S
+    ("probe_timeout_s", "promote_timeout_s", "store_timeout_s", "startup_connect_timeout_s"),
+    PATIENCE_S,
 )
 CONNECTOR = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 METRICS = ("vllm:kv_offload", "kvtier:", "vllm:num_preemptions")

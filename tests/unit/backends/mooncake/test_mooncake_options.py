@@ -40,7 +40,7 @@ ADDRESS = "127.0.0.1:50051"
         ({"ssd_offload_path": "/nvme"}, "ssd_offload_path='/nvme' has nothing to move there"),
         ({"key_prefix": "a//b"}, "key_prefix='a//b' must be letters"),
         ({"key_prefix": "/a"}, "key_prefix='/a' must be letters"),
-        ({"presence_s": 0}, "presence_s=0 must be above 0"),
+        ({"presence_ttl_s": 0}, "presence_ttl_s=0 must be above 0"),
         ({"replicas": 0}, "replicas=0 must be at least 1"),
         ({"n_read_threads": 0}, "n_read_threads=0 must be at least 1"),
         ({"masters": "x"}, "unknown key 'masters'"),
@@ -96,7 +96,7 @@ def test_a_server_that_knows_the_elected_master_is_looked_for_among_all() -> Non
 
 
 def test_presence_is_believed_for_as_long_as_is_said() -> None:
-    assert make_mooncake(ADDRESS, presence_s=2.5).traits.presence_s == 2.5
+    assert make_mooncake(ADDRESS, presence_ttl_s=2.5).traits.presence_ttl_s == 2.5
     assert make_mooncake(ADDRESS).traits.capacity_blocks is None
 
 

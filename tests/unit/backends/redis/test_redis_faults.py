@@ -261,9 +261,9 @@ async def test_a_block_expires(server: RedisServer) -> None:
     async with open_redis(server.url, ttl_s=3600) as tier:
         assert await tier.store(1) == [Outcome.DONE]
         assert 3000 <= server.ask("TTL", tier.name(1)) <= 3600
-        assert tier.backend.traits.presence_s == 60
+        assert tier.backend.traits.presence_ttl_s == 60
     async with open_redis(server.url, ttl_s=30) as tier:
-        assert tier.backend.traits.presence_s == 30  # no longer than it is there
+        assert tier.backend.traits.presence_ttl_s == 30  # no longer than it is there
 
 
 RECORD_BYTES = Records(CONTEXT).record_bytes(key_of(1))

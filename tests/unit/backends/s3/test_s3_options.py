@@ -133,9 +133,9 @@ def test_the_bucket_is_named_once_in_each_style(virtual: bool, endpoint: str) ->
 
 
 def test_options_reach_the_traits() -> None:
-    traits = make_s3(ENDPOINT, "p", requests_max=8, presence_s=30.0).traits
+    traits = make_s3(ENDPOINT, "p", requests_max=8, presence_ttl_s=30.0).traits
     assert (traits.load_batches_max, traits.store_batches_max) == (8, 8)
-    assert (traits.presence_s, traits.capacity_blocks) == (30.0, None)
+    assert (traits.presence_ttl_s, traits.capacity_blocks) == (30.0, None)
 
 
 @pytest.mark.anyio
