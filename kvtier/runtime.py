@@ -157,7 +157,7 @@ def wait_for_servers(
     *,
     also_open: bool = False,
 ) -> list[str]:
-    """Wait until tiers that need a server have reached it, for ``startup_connect_timeout_s`` at most.
+    """Wait for tiers that connect to a server, for ``startup_connect_timeout_s`` at most.
 
     Without, the first requests would find nothing there, and what they compute would not be
     stored: to connect takes longer than an engine that is ready takes to be asked. Returns

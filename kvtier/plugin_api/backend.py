@@ -203,7 +203,8 @@ class BackendTraits:
     or ``on_lost`` tells. Not with a capacity."""
     connects: bool = False
     """It needs a server, and reports how it stands with it (``on_connection``). Until it has, it
-    counts as ``CONNECTING``, and the engine's start waits for it: ``startup_connect_timeout_s`` at most."""
+    counts as ``CONNECTING``, and the engine's start waits for it, for ``startup_connect_timeout_s``
+    at most."""
     levels: frozenset[str] = frozenset()
     """Names in ``counters`` of what goes up and down, such as what is there now. All others
     only grow, from 0 at each ``open``."""

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _Any = TypeVar("_Any")
 _Int = TypeVar("_Int", bound="int | None")
 _Float = TypeVar("_Float", bound="float | None")
+_Flag = TypeVar("_Flag", bound="bool | None")
 _Text = TypeVar("_Text", bound="str | None")
 
 _OPTION: Final = "kvtier option"
@@ -89,8 +90,8 @@ def text(default: _Text, about: str, *, choices: Sequence[str] = ()) -> _Text:
     return _field(about, default, Options.text, choices=choices)
 
 
-def flag(about: str, *, default: bool) -> bool:
-    """Make a field for true or false."""
+def flag(about: str, *, default: _Flag) -> _Flag:
+    """Make a field for true or false. ``default`` may be None: what is meant depends on others."""
     return _field(about, default, Options.flag)
 
 

@@ -28,7 +28,7 @@ _SOURCE_BYTES_MAX: Final = 1 << 22
 
 _OURS_TOO: Final = {
     "fs": frozenset(
-        {"root_dir", "n_read_threads", "n_write_threads", "layout", "unchecked", "direct"}
+        {"root_dir", "n_read_threads", "n_write_threads", "layout", "allow_unchecksummed", "direct"}
     )
 }
 """Options of our tiers of the same type: these are never ignored."""

@@ -155,7 +155,7 @@ async def test_what_vllm_wrote_is_loaded(tmp_path: Path, vllm: Vllm) -> None:
 async def test_what_vllm_wrote_is_a_miss_where_it_is_refused(tmp_path: Path, vllm: Vllm) -> None:
     vllm.fill(3)
     assert vllm.run(load=False)
-    backend = fs(tmp_path, vllm, unchecked="refuse")
+    backend = fs(tmp_path, vllm, allow_unchecksummed=False)
     await backend.open()
     assert await backend.probe(KEYS) == [False] * len(KEYS)
     wanted = [LoadBlock(key, memoryview(bytearray(BLOCK_BYTES))) for key in KEYS]

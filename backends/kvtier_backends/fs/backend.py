@@ -81,7 +81,7 @@ class FsBackend(Backend):
     """Keeps each block in a file of its own below ``root_dir``.
 
     Options: ``root_dir`` (a folder, made if missing), ``layout`` (``kvtier`` or
-    ``vllm``), ``unchecked`` (``accept`` or ``refuse`` files without a trailer;
+    ``vllm``), ``allow_unchecksummed`` (serve files without a trailer;
     by default only layout ``vllm`` accepts), ``capacity_bytes`` (what the folder may hold;
     ``bound/`` keeps to it), ``n_read_threads``, ``n_write_threads`` (16 each), ``direct``
     (O_DIRECT where it works; true), ``allow_world_writable`` (false), and those of
@@ -388,11 +388,9 @@ class FsOptions:
     layout: Literal["kvtier", "vllm"] = option.text(
         "kvtier", '`"vllm"`: the folder of vLLM\'s own `fs` tier', choices=("kvtier", "vllm")
     )
-    unchecked: Literal["accept", "refuse"] | None = option.text(
-        None,
-        '`"accept"` serves a file without a checksum (default with layout `vllm`), `"refuse"` '
-        "treats it as a miss (default otherwise)",
-        choices=("accept", "refuse"),
+    allow_unchecksummed: bool | None = option.flag(
+        "serve a file without a checksum (default with layout `vllm`); otherwise it is a miss",
+        default=None,
     )
     capacity_bytes: int | None = option.size(
         None,
@@ -426,7 +424,8 @@ class FsOptions:
     @property
     def accept_unchecked(self) -> bool:
         """Whether a file without a checksum is served."""
-        return self.unchecked == "accept" if self.unchecked else self.layout == "vllm"
+        allowed = self.allow_unchecksummed
+        return self.layout == "vllm" if allowed is None else allowed
 
 
 def _read(options: Mapping[str, Any], context: BackendContext) -> tuple[FsOptions, Records]:
@@ -453,8 +452,8 @@ def _refuse_beside(reader: Options, given: FsOptions, what: str, stored: str) ->
         )
     if given.accept_unchecked:
         raise reader.error(
-            "unchecked",
-            given.unchecked,
+            "allow_unchecksummed",
+            given.allow_unchecksummed,
             f"would serve files that are not {stored}. Remove it, or the {what}",
         )
 

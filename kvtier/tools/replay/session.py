@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 CONNECT_WAIT_S_MIN: Final = 10.0
-"""A replay has the time that an engine's start lacks: ``startup_connect_timeout_s`` of each tier is this, or
-more. Without its server a tier's figures say nothing of the tier."""
+"""A replay has the time that an engine's start lacks: each tier's ``startup_connect_timeout_s`` is
+this, or more. Without its server a tier's figures say nothing of the tier."""
 
 
 class Progress(Protocol):

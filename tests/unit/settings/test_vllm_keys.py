@@ -98,7 +98,7 @@ def test_an_option_of_our_own_tier_is_never_ignored(newer_vllm: str) -> None:
         "n_read_threads",
         "n_write_threads",
         "layout",
-        "unchecked",
+        "allow_unchecksummed",
         "direct",
     ):
         assert not keys(option, "fs")

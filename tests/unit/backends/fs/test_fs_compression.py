@@ -104,7 +104,8 @@ async def test_fsck_finds_compressed_files_that_are_unsound(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("options", "named"), [({"layout": "vllm"}, "layout"), ({"unchecked": "accept"}, "unchecked")]
+    ("options", "named"),
+    [({"layout": "vllm"}, "layout"), ({"allow_unchecksummed": True}, "allow_unchecksummed")],
 )
 async def test_options_with_no_place_for_compressed_blocks_are_refused(
     options: dict[str, str], named: str, tmp_path: Path

@@ -89,7 +89,7 @@ async def test_a_file_without_a_trailer_is_a_miss_that_stays(tmp_path: Path) -> 
 
 
 async def test_a_file_without_a_trailer_is_served_if_accepted(tmp_path: Path) -> None:
-    async with open_fs(tmp_path / "kv", unchecked="accept") as fs:
+    async with open_fs(tmp_path / "kv", allow_unchecksummed=True) as fs:
         await fs.store(1)
         os.truncate(fs.path(1), BLOCK_BYTES)
         assert await fs.probe(1)

@@ -83,7 +83,7 @@ def test_a_world_writable_namespace_is_refused(tmp_path: Path) -> None:
     ("options", "words"),
     [
         ({"layout": "flat"}, "layout='flat' must be one of kvtier, vllm"),
-        ({"unchecked": "yes"}, "unchecked='yes'"),
+        ({"allow_unchecksummed": "yes"}, "allow_unchecksummed='yes'"),
         ({"n_read_threads": 0}, "n_read_threads=0"),
         ({"direct": "true"}, "direct='true'"),
         ({"n_reed_threads": 1}, "did you mean 'n_read_threads'"),

@@ -167,7 +167,7 @@ async def test_encrypted_files_tell_nothing_of_the_blocks(tmp_path: Path) -> Non
     ("options", "names"),
     [
         ({"layout": "vllm"}, r"layout='vllm'.*Set layout to .kvtier., or remove the keys"),
-        ({"unchecked": "accept"}, r"unchecked='accept'.*Remove it, or the keys"),
+        ({"allow_unchecksummed": True}, r"allow_unchecksummed=True.*Remove it, or the keys"),
     ],
 )
 async def test_keys_are_refused_where_blocks_would_be_served_that_nobody_vouches_for(

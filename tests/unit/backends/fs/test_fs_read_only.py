@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import Outcome
-from kvtier_backends.fs import FsBackend, place
+from kvtier_backends.fs import FsBackend, open_root
 from tests.support.needs import needs
 from tests.unit.backends._media import mount, unmount
 from tests.unit.backends.fs._fs import CONTEXT, make_fs, open_fs
@@ -28,7 +28,7 @@ LAYOUTS = pytest.mark.parametrize("layout", ["kvtier", "vllm"])
 
 @pytest.fixture(autouse=True)
 def _look_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "CHECK_PAUSE_S", 0.0)
+    monkeypatch.setattr(open_root, "CHECK_PAUSE_S", 0.0)
 
 
 def state_of(root: Path) -> dict[str, tuple[int, int, int]]:
