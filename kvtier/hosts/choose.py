@@ -85,17 +85,19 @@ def _maker(tier: TierConfig, context: BackendContext) -> Callable[[], Backend]:
 
 def runs_in_process(tier: TierConfig, memory: SlotMemory) -> bool:
     """Tell whether the tier gets a process of its own. Raises ``ConfigError`` if it can't."""
-    if memory.descriptor is None and tier.cell == "process":
+    if memory.descriptor is None and tier.isolation == "process":
         raise ConfigError(
-            f"secondary tier {tier.name}: cell={tier.cell!r} needs memory that another process "
-            "can map, and this is not. Remove the key, or give SlotMemory its file's descriptor."
+            f"secondary tier {tier.name}: isolation={tier.isolation!r} needs memory that another "
+            "process can map, and this is not. Remove the key, or give SlotMemory its file's "
+            "descriptor."
         )
     backend = backend_class(tier.type)
-    wanted = tier.cell or backend.cell
+    wanted = tier.isolation or backend.isolation
     if backend.needs_engine and wanted == "process":
         raise ConfigError(
-            f"secondary tier {tier.name}: cell={tier.cell!r} is not for type={tier.type!r}, which "
-            "uses what only the engine's own process has. Remove the key."
+            f"secondary tier {tier.name}: isolation={tier.isolation!r} is not for "
+            f"type={tier.type!r}, which uses what only the engine's own process has. Remove the "
+            "key."
         )
     return wanted == "process" and memory.descriptor is not None
 

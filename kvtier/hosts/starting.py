@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from kvtier.core.actor import Mailbox
     from kvtier.hosts.life import Life
-    from kvtier.plugin_api.backend import BackendTraits, CellKind
+    from kvtier.plugin_api.backend import BackendTraits, Isolation
     from kvtier.settings.runtime_config import TierConfig
 
 
@@ -24,10 +24,10 @@ class Opening:
     The link hears of the start too. Its owner lets one thread at a time call it.
     """
 
-    def __init__(self, name: str, cell: CellKind, link: Mailbox) -> None:
+    def __init__(self, name: str, isolation: Isolation, link: Mailbox) -> None:
         self._began_s = time.monotonic()  # when the tier was begun, or broke
         self._name = name
-        self._cell = cell
+        self._isolation = isolation
         self._link = link
         self.is_open = False
         self._was_away = False
@@ -57,7 +57,7 @@ class Opening:
         if self.is_open:
             return
         self.is_open = True
-        fields: dict[str, object] = {"tier": self._name, "cell": self._cell}
+        fields: dict[str, object] = {"tier": self._name, "isolation": self._isolation}
         if place is not None:
             fields["place"] = place
         if traits is not None and traits.capacity_blocks is not None:

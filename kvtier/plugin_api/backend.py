@@ -217,7 +217,7 @@ class BackendTraits:
     """For how many keys one ``probe`` may ask. A short probe waits for a call like that to end."""
 
 
-CellKind: TypeAlias = Literal["thread", "process"]
+Isolation: TypeAlias = Literal["thread", "process"]
 """What a tier's cell runs in: a thread of the engine's process, or a process of its own."""
 
 
@@ -293,7 +293,7 @@ class Backend(ABC):
 
     type_name: ClassVar[str]  #: the ``type`` in ``secondary_tiers``
     medium: ClassVar[str] = "STORAGE"  #: vLLM's word for KV events: CPU or STORAGE
-    cell: ClassVar[CellKind] = "thread"
+    isolation: ClassVar[Isolation] = "thread"
     """Where it runs best, unless the tier's configuration says otherwise."""
     needs_engine: ClassVar[bool] = False
     """It is part of an engine (``BackendContext.engine``), and runs in that process alone."""

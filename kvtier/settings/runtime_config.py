@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 from kvtier.errors import ConfigError
 from kvtier.plugin_api import option_fields as option
-from kvtier.plugin_api.backend import CellKind
+from kvtier.plugin_api.backend import Isolation
 from kvtier.plugin_api.options import Options, refusal
 
 if TYPE_CHECKING:
@@ -71,11 +71,11 @@ class TierConfig:
     )
     admission: str = option.read_apart(ADMIT_ALL, "which blocks are written to the tier")
     admission_options: Mapping[str, Any] = field(default_factory=dict)
-    cell: CellKind | None = option.text(
+    isolation: Isolation | None = option.text(
         None,
         "where the tier runs: in a process of its own (default of all types but `memory` and "
         "`vllm`), or in the engine's process",
-        choices=get_args(CellKind),
+        choices=get_args(Isolation),
     )
     probe_timeout_s: float = option.seconds(
         1.0,

@@ -192,7 +192,7 @@ def row_of(kind: str | None, key: str) -> str:
 def test_every_option_has_a_row_with_its_bounds(kind: str | None) -> None:
     """The keys and the bounds are those that refusals name."""
     known = refusal(kind, no_such_key=1).partition("Known keys: ")[2].rstrip(".").split(", ")
-    common = ["type", "cell", "on_unusable", "start_timeout_s"] if kind else []
+    common = ["type", "isolation", "on_unusable", "start_timeout_s"] if kind else []
     for key in [*known, *common]:
         row = row_of(kind, key)
         assert len(row.rpartition(" | ")[2].split()) > 1, f"{key}: no meaning"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from tests.rig.engine import Engine
 
-TIER: dict[str, Any] = {"type": "fs", "cell": "thread", "direct": False}
+TIER: dict[str, Any] = {"type": "fs", "isolation": "thread", "direct": False}
 PATIENCE = dict.fromkeys(("probe_timeout_s", "promote_timeout_s", "store_timeout_s"), 3600.0)
 
 

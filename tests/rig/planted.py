@@ -334,7 +334,7 @@ _LIVES = {
     "checkpoints": False,
     "sessions": 0.0,
     "events": False,
-    "tiers": ({"type": "fs", "cell": "thread", "direct": False},),
+    "tiers": ({"type": "fs", "isolation": "thread", "direct": False},),
 }
 _STATES = {
     "kinds": ("full", "mamba"),

@@ -241,10 +241,10 @@ def draw_tier(rng: random.Random) -> dict[str, Any]:
     """Draw a tier, whose storage may fail."""
     kind = rng.choice(["memory"] * 6 + ["fs", "disk"])
     if kind == "fs":
-        return {"type": "fs", "cell": "thread", "direct": False}
+        return {"type": "fs", "isolation": "thread", "direct": False}
     if kind == "disk":
         sizes = {"capacity_bytes": 4096 * rng.choice([100, 1000]), "region_bytes": 4096 * 8}
-        return {"type": "disk", "cell": "thread", "direct": False, **sizes}
+        return {"type": "disk", "isolation": "thread", "direct": False, **sizes}
     tier: dict[str, Any] = {
         "type": "memory",
         "capacity_bytes": 4096 * rng.choice([4, 20, 1000]),

@@ -445,7 +445,7 @@ def test_a_tier_that_hangs_in_any_method_holds_up_no_call_and_no_request(method:
         (hosted({"type": "fs", "root_dir": "/proc/nowhere"}), "vLLM can't build its tier 'fs'"),
         (hosted({"type": "example", "backpressure": {}}), "backpressure"),
         (hosted({"type": "example", "enable_kv_events": True}), "Set it beside tier"),
-        (hosted({"type": "example"}, cell="process"), "cell"),
+        (hosted({"type": "example"}, isolation="process"), "isolation"),
         (hosted({"type": "example"}, nosuch=1), "nosuch"),
     ],
 )

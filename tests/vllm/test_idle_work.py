@@ -17,7 +17,7 @@ from tests.vllm.support.connector import BLOCK_BYTES, connector
 if TYPE_CHECKING:
     from tests.vllm.support.connector import Connector
 
-TIER = {"type": "memory", "capacity_bytes": 1 << 20, "cell": "process"}
+TIER = {"type": "memory", "capacity_bytes": 1 << 20, "isolation": "process"}
 
 
 def comes_to_rest(engine: Connector) -> bool:

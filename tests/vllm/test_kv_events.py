@@ -108,7 +108,7 @@ def test_what_a_tier_had_when_its_process_was_killed_is_found_nowhere(
     chunk_blocks: int, tmp_path: Path, wire: Wire
 ) -> None:
     subscriber = Subscriber(chunk_blocks, wire)
-    with open_engine(chunk_blocks, [disk(tmp_path, chunk_blocks, cell="process")]) as engine:
+    with open_engine(chunk_blocks, [disk(tmp_path, chunk_blocks, isolation="process")]) as engine:
         play = Play(engine, subscriber, 1)
         play.serve(AROUND)
         assert any(medium == "STORAGE" for medium, _ in subscriber.found())
@@ -186,7 +186,7 @@ def test_after_a_reset_nothing_is_found_of_two_tiers_of_one_medium(
 @pytest.mark.one_release
 def test_what_a_killed_tier_had_is_found_where_another_of_its_medium_has_it(wire: Wire) -> None:
     subscriber = Subscriber(1, wire)
-    with open_engine(1, [memory(1, cell="process")]) as engine:
+    with open_engine(1, [memory(1, isolation="process")]) as engine:
         play = Play(engine, subscriber, 1)
         play.serve(AROUND)
         before = known_to(engine.manager.facade)[0]
@@ -297,7 +297,7 @@ def test_through_kills_resets_and_restarts_routers_have_what_is_resident(
     """Two groups; so many blocks come and go as ``KVTIER_EVENTS`` says. In the end all are gone."""
     subscriber = Subscriber(chunk_blocks, wire, shares_hashes=shares_hashes)
     for number, on_reset in enumerate(("keep", "keep", "new_generation")):
-        tiers = [disk(tmp_path, chunk_blocks, cell="process")]
+        tiers = [disk(tmp_path, chunk_blocks, isolation="process")]
         with open_engine(chunk_blocks, tiers, windows=(None, WINDOW), on_reset=on_reset) as engine:
             play = Play(engine, subscriber, number)
             play.serve(LEG)

@@ -53,8 +53,8 @@ def pushed_out(running: Tiering, keys: list[bytes] = KEYS) -> Tiering:
 def tiers(folder: Path) -> dict[str, dict[str, Any]]:
     return {
         "disk": disk(folder / "disk"),
-        "disk in a process": disk(folder / "process", cell="process"),
-        "fs": {"type": "fs", "root_dir": str(folder / "fs"), "cell": "thread"},
+        "disk in a process": disk(folder / "process", isolation="process"),
+        "fs": {"type": "fs", "root_dir": str(folder / "fs"), "isolation": "thread"},
         "memory": memory(),
     }
 

@@ -16,7 +16,7 @@ from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import (
     Backend,
     BackendContext,
-    CellKind,
+    Isolation,
     LoadBlock,
     Loaded,
     Outcome,
@@ -101,7 +101,7 @@ class DiskBackend(Backend):
 
     type_name: ClassVar[str] = "disk"
     medium: ClassVar[str] = "STORAGE"
-    cell: ClassVar[CellKind] = "process"
+    isolation: ClassVar[Isolation] = "process"
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from kvtier.plugin_api.backend import (
     Backend,
     BackendContext,
     BackendTraits,
-    CellKind,
+    Isolation,
     LoadBlock,
     Loaded,
     Outcome,
@@ -94,7 +94,7 @@ class FsBackend(Backend):
 
     type_name: ClassVar[str] = "fs"
     medium: ClassVar[str] = "STORAGE"
-    cell: ClassVar[CellKind] = "process"
+    isolation: ClassVar[Isolation] = "process"
     """A network filesystem's call may hang for good: its process can't end, the engine's can."""
 
     def __init__(  # noqa: PLR0913 - the options, by name

@@ -18,7 +18,7 @@ from kvtier.plugin_api.backend import (
     Backend,
     BackendContext,
     BackendTraits,
-    CellKind,
+    Isolation,
     LoadBlock,
     Loaded,
     Outcome,
@@ -62,7 +62,7 @@ class MooncakeBackend(Backend):
     """
 
     type_name: ClassVar[str] = "mooncake"
-    cell: ClassVar[CellKind] = "process"
+    isolation: ClassVar[Isolation] = "process"
     """The library is native code that may end its process, and its setup holds the GIL."""
 
     def __init__(

@@ -16,7 +16,7 @@ from kvtier.plugin_api.backend import (
     Backend,
     BackendContext,
     BackendTraits,
-    CellKind,
+    Isolation,
     LoadBlock,
     Loaded,
     Outcome,
@@ -64,7 +64,7 @@ class RedisBackend(Backend):
 
     type_name: ClassVar[str] = "redis"
     medium: ClassVar[str] = "STORAGE"
-    cell: ClassVar[CellKind] = "process"
+    isolation: ClassVar[Isolation] = "process"
     """A block takes many turns of the event loop, and for each of them a busy scheduler in the
     same process would keep Python's lock for up to 5 ms."""
 

@@ -15,8 +15,8 @@ from kvtier.plugin_api.backend import (
     Backend,
     BackendContext,
     BackendTraits,
-    CellKind,
     Connection,
+    Isolation,
     LoadBlock,
     Loaded,
     Outcome,
@@ -77,7 +77,7 @@ class S3Backend(Backend):
 
     type_name: ClassVar[str] = "s3"
     medium: ClassVar[str] = "STORAGE"
-    cell: ClassVar[CellKind] = "process"
+    isolation: ClassVar[Isolation] = "process"
     """A request costs tenths of a millisecond of Python, for which no scheduler should wait;
     and the library is native code with threads of its own."""
 

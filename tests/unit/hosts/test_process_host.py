@@ -47,7 +47,7 @@ CONTEXT = BackendContext(BLOCK, Namespace({"model": "m"}), "1:x")
 
 
 def memory_tier(**options: Any) -> dict[str, Any]:
-    return {"type": "memory", "capacity_bytes": 1 << 20, "cell": "process", **options}
+    return {"type": "memory", "capacity_bytes": 1 << 20, "isolation": "process", **options}
 
 
 def disk_tier(path: Path, **options: Any) -> dict[str, Any]:
@@ -232,14 +232,16 @@ def test_a_bad_setting_is_refused_in_the_backend_s_own_words() -> None:
         Bench(memory_tier(capacity_bytes=1))
     with pytest.raises(ConfigError, match="eviction_policy='nonesuch' is not installed"):
         Bench(memory_tier(eviction_policy="nonesuch"))
-    with pytest.raises(ConfigError, match=r"cell='somewhere' must be one of thread, process"):
-        Bench(memory_tier(cell="somewhere"))
+    with pytest.raises(ConfigError, match=r"isolation='somewhere' must be one of thread, process"):
+        Bench(memory_tier(isolation="somewhere"))
 
 
 def test_memory_that_no_process_can_map_gets_a_thread_or_a_refusal(tmp_path: Path) -> None:
     """A backend only prefers a process; a user who asks for one is told why there is none."""
     memory = SlotMemory(memoryview(bytearray(BLOCK)), 1, BLOCK)
-    with pytest.raises(ConfigError, match=r"1:memory: cell='process' needs memory that another"):
+    with pytest.raises(
+        ConfigError, match=r"1:memory: isolation='process' needs memory that another"
+    ):
         make_host(
             TierConfig.from_mapping(1, memory_tier()),
             CONTEXT,

@@ -52,7 +52,7 @@ def host_of(
     monkeypatch.setattr(plugins, "_find", find)
     link = KeptMessages()
     tier = TierConfig.from_mapping(
-        1, {"type": "theirs", "cell": "thread", "eviction_policy": "lru", **options}
+        1, {"type": "theirs", "isolation": "thread", "eviction_policy": "lru", **options}
     )
     host = make_host(tier, CONTEXT, SlotMemory.anonymous(8, 8), link, messages_max=4)
     assert isinstance(host, TierThread)

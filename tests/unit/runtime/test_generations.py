@@ -166,14 +166,14 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, A
     if kind == "memory":
         yield {"type": "memory", "capacity_bytes": 64 * BLOCK_BYTES}
     elif kind == "fs":
-        yield {"type": "fs", "root_dir": str(tmp_path / "kv"), "cell": "thread"}
+        yield {"type": "fs", "root_dir": str(tmp_path / "kv"), "isolation": "thread"}
     else:
         cell = "thread" if "thread" in request.param else "process"
         yield {
             "type": "disk",
             "path": str(tmp_path / "kv"),
             "capacity_bytes": 4 << 20,
-            "cell": cell,
+            "isolation": cell,
         }
 
 
@@ -249,7 +249,7 @@ def test_what_nobody_finds_any_more_is_removed_and_what_has_a_name_stays(tmp_pat
     Once the weights change again, or the engine ends, what had no name is gone.
     """
     folder = tmp_path / "kv"
-    engine = Engine({"type": "fs", "root_dir": str(folder), "cell": "thread"}, weights=1)
+    engine = Engine({"type": "fs", "root_dir": str(folder), "isolation": "thread"}, weights=1)
 
     def there() -> set[Path]:
         return set(folder.rglob("*.kv"))

@@ -98,7 +98,7 @@ def hanging(kind: str, cell: str, folder: FuseFolder) -> dict[str, Any]:
 def options_of(kind: str, cell: str, folder: FuseFolder, **others: Any) -> dict[str, Any]:
     place = str(folder.path / "kv")
     own = {"path": place, "capacity_bytes": 4 << 20} if kind == "disk" else {"root_dir": place}
-    return {"type": kind, "cell": cell, **own, **others}
+    return {"type": kind, "isolation": cell, **own, **others}
 
 
 class Bench:

@@ -240,7 +240,7 @@ def test_a_backend_that_hangs_with_its_lock_holds_up_no_facade_call(
         "hangs_in": method,
         "marker": str(marker),
         "capacity_bytes": 12 * BLOCK,
-        "cell": cell,
+        "isolation": cell,
         "probe_timeout_s": LIMIT_S,
         "promote_timeout_s": LIMIT_S,
         "store_timeout_s": LIMIT_S,

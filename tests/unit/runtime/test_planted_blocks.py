@@ -22,7 +22,7 @@ PLANTED = memoryview(b"!" * BLOCK_BYTES)
 
 
 def run(root: Path, **options: str) -> Runtime:
-    fs = {"type": "fs", "root_dir": str(root), "cell": "thread", **PATIENT, **options}
+    fs = {"type": "fs", "root_dir": str(root), "isolation": "thread", **PATIENT, **options}
     return Runtime(root, secondary_tiers=[fs])
 
 

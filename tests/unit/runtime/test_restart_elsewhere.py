@@ -111,7 +111,7 @@ def test_a_tier_that_is_restarted_writes_nothing_to_a_bare_mount_point(
     """
     place = str(folder.path / "kv")
     own = {"path": place, "capacity_bytes": 4 << 20} if kind == "disk" else {"root_dir": place}
-    bench = Bench({"type": kind, "cell": cell, **own})
+    bench = Bench({"type": kind, "isolation": cell, **own})
     try:
         assert bench.store() == (Outcome.DONE,) * 2
         folder.vanish()

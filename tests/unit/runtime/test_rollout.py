@@ -69,10 +69,10 @@ def test_the_new_engine_starts_without_the_folder_and_takes_it_over(
     cell: str, tmp_path: Path
 ) -> None:
     """Kubernetes keeps the old pod until the new one is ready: refused, it never would be."""
-    old = Engine(tmp_path / "kv", cell=cell)
+    old = Engine(tmp_path / "kv", isolation=cell)
     old.store()
     with capture_logs() as lines:
-        new = Engine(tmp_path / "kv", cell=cell, on_unusable="skip")
+        new = Engine(tmp_path / "kv", isolation=cell, on_unusable="skip")
     assert any("is in use by" in str(line) for line in lines), "it says who has it"
     assert new.facade.statistics().tiers[0].breaker == "DISABLED"
     assert not new.serves()
@@ -84,7 +84,7 @@ def test_the_new_engine_starts_without_the_folder_and_takes_it_over(
 
 
 def test_a_refusal_of_a_folder_in_use_names_the_way_out(tmp_path: Path) -> None:
-    old = Engine(tmp_path / "kv", cell="thread")
+    old = Engine(tmp_path / "kv", isolation="thread")
     with pytest.raises(ConfigError, match=r"is in use by .* set on_unusable='skip'"):
-        Engine(tmp_path / "kv", cell="thread")
+        Engine(tmp_path / "kv", isolation="thread")
     old.facade.close()

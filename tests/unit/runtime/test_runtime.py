@@ -36,7 +36,7 @@ class Runtime:
                     {
                         "type": "fs",
                         "root_dir": str(root),
-                        "cell": "thread",  # where patches hold
+                        "isolation": "thread",  # where patches hold
                         "n_read_threads": 2,
                         **PATIENT,
                     }

@@ -26,7 +26,12 @@ class Engine:
     """A runtime, and what a router that folds its events finds in the shared folder."""
 
     def __init__(self, root: Path, name: str) -> None:
-        tier = {"type": "fs", "root_dir": str(root), "capacity_bytes": CAPACITY, "cell": "thread"}
+        tier = {
+            "type": "fs",
+            "root_dir": str(root),
+            "capacity_bytes": CAPACITY,
+            "isolation": "thread",
+        }
         tier["enable_kv_events"] = True
         self.runtime = Runtime(
             root, collect_events=True, secondary_tiers=[{**tier, **PATIENT}], breaker_pause_s=0.01

@@ -65,7 +65,7 @@ def disk(path: Path, cell: str, **others: Any) -> dict[str, Any]:
         "type": "disk",
         "path": str(path),
         "capacity_bytes": CAPACITY_BYTES,
-        "cell": cell,
+        "isolation": cell,
         "promote_timeout_s": PATIENCE_S,
         "store_timeout_s": PATIENCE_S,
         **others,
@@ -102,7 +102,7 @@ def test_a_tier_says_what_it_is_where_what_is_in_it_and_how_long_it_took(
             (line,) = wait_for(lines, "tier is open")
             assert line["log_level"] == "info"
             assert line["tier"] == "1:disk"
-            assert line["cell"] == cell
+            assert line["isolation"] == cell
             assert line["place"] == str(tmp_path / "kv")
             assert line["blocks"] == blocks
             assert line["capacity_blocks"] >= 5
@@ -160,7 +160,7 @@ def test_a_backend_that_hangs_when_it_is_asked_what_it_has_serves_all_the_same(
 
     monkeypatch.setattr(MemoryBackend, "counters", counters)
     monkeypatch.setattr(backend_counts, "FIRST_WAIT_S", 0.01)
-    facade = start({"type": "memory", "capacity_bytes": 4 * BLOCK, "cell": "thread"})
+    facade = start({"type": "memory", "capacity_bytes": 4 * BLOCK, "isolation": "thread"})
     try:
         (line,) = wait_for(lines, "tier is open")
         assert "blocks" not in line

@@ -89,7 +89,7 @@ def sound_tier(kind: str, tmp_path: Path) -> dict[str, Any]:
         "fs": {"root_dir": folder, "direct": False},
         "disk": {"path": folder, "capacity_bytes": TIER_BYTES, "direct": False},
     }
-    return {"type": kind, "cell": "thread", **needed[kind]}
+    return {"type": kind, "isolation": "thread", **needed[kind]}
 
 
 def open_and_close(config: dict[str, Any], tmp_path: Path) -> None:

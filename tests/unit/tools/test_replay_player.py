@@ -67,7 +67,7 @@ def settings_of(
 
 def disk(folder: Path, cell: str = "thread") -> dict[str, Any]:
     threads = {"n_read_threads": 2, "n_write_threads": 2}
-    return {"type": "fs", "root_dir": str(folder), "cell": cell, **threads}
+    return {"type": "fs", "root_dir": str(folder), "isolation": cell, **threads}
 
 
 def report_of(replayed: Replayed) -> dict[str, Any]:

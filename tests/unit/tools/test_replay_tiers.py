@@ -92,7 +92,7 @@ def test_a_replay_hits_and_stores_the_same_over_each_type_of_tier(
     kind: str, cell: str, tmp_path: Path
 ) -> None:
     with OPTIONS[kind](tmp_path) as options:
-        tier = {"type": kind.rpartition(" ")[2], "cell": cell, **options}
+        tier = {"type": kind.rpartition(" ")[2], "isolation": cell, **options}
         report = report_of(replay(trace_of(PROMPTS), settings_of(tier, slots=SLOTS)))
     primary, secondary = report["tiers"]
     assert report["warnings"] == problems_in(report) == []

@@ -63,7 +63,7 @@ def first_engine(model: str, path: str, notes: str) -> None:
 
     Its tier runs in a thread, where a write can be torn; the second one's in a process.
     """
-    with engine(model, config_of(path, cell="thread")) as running:
+    with engine(model, config_of(path, isolation="thread")) as running:
         rounds = [play_round(running, prompts_of(LENGTHS)) for _ in range(2)]
         empty_dram(running)
         rounds.append(play_round(running, prompts_of(LENGTHS)))

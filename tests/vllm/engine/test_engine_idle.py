@@ -29,7 +29,7 @@ def published(model: str, folder: str, port: int) -> dict[str, Any]:
         "type": "disk",
         "path": folder,
         "capacity_bytes": 16 << 20,
-        "cell": "process",
+        "isolation": "process",
         "enable_kv_events": True,
     }
     config = kvtier_config(secondary_tiers=[tier], self_describing_kv_events=True)

@@ -31,7 +31,7 @@ def refusal(**extra_config: Any) -> str:
 
 def tier(root: Path | str, **options: Any) -> dict[str, Any]:
     """In a thread: whoever opens it refuses, and a process of its own starts for a second."""
-    return {"type": "fs", "root_dir": str(root), "cell": "thread", **options}
+    return {"type": "fs", "root_dir": str(root), "isolation": "thread", **options}
 
 
 def test_good_configuration_is_taken(tmp_path: Path) -> None:
@@ -185,12 +185,12 @@ def refused_by_an_engine(model: str, root: str) -> dict[str, Any]:
     from pathlib import Path
 
     told: dict[str, Any] = {"refusals": [], "mapped": []}
-    good = kvtier_config(secondary_tiers=[tier(root, cell="process")])
+    good = kvtier_config(secondary_tiers=[tier(root, isolation="process")])
     told["cold"] = play(model, good, [300], rounds=1)
     (config,) = Path(root).glob("*/config.json")
     description = config.read_text()
     config.write_text("garbage")
-    mistyped = kvtier_config(secondary_tiers=[tier(root, cell="process", n_read_thread=2)])
+    mistyped = kvtier_config(secondary_tiers=[tier(root, isolation="process", n_read_thread=2)])
     unknown, small = {**good, "store_treshold": 2}, {**good, "cpu_bytes_to_use": 1}
     for bad in (good, unknown, small, mistyped):
         try:

@@ -88,7 +88,7 @@ def hanging(model: str, root: str, hung: list[str]) -> dict[str, Any]:
     hang_reads(hung)
     config = kvtier_config(
         # Where the patch holds.
-        secondary_tiers=[fs(root, cell="thread", promote_timeout_s=TIMEOUT_S)],
+        secondary_tiers=[fs(root, isolation="thread", promote_timeout_s=TIMEOUT_S)],
         close_timeout_s=CLOSE_TIMEOUT_S,
         breaker_failures_max=2,
         breaker_pause_s=PATIENCE_S,  # for good
@@ -140,7 +140,7 @@ def stalled(model: str, root: str) -> dict[str, Any]:
 
     for name in ("exists", "load", "store"):
         patch.object(BlockFiles, name, hang).start()
-    tier = fs(root, cell="thread", **IMPATIENT)  # where the patch holds
+    tier = fs(root, isolation="thread", **IMPATIENT)  # where the patch holds
     config = kvtier_config(secondary_tiers=[tier], close_timeout_s=CLOSE_TIMEOUT_S)
     with engine(model, config, engine_id=own_id("stalled")) as running:
         return {"rounds": [play_round(running, prompts_of(LENGTHS)) for _ in range(2)]}
@@ -200,7 +200,7 @@ def lying(model: str, root: str, full: str, *, pretend_full: bool) -> dict[str, 
     """Read damaged blocks, mend them, then lose the whole folder, while another tier is full."""
     if pretend_full:
         pretend_no_room(full)
-    tiers = [fs(root), fs(full, cell="thread")]  # where the patch holds
+    tiers = [fs(root), fs(full, isolation="thread")]  # where the patch holds
     config = kvtier_config(secondary_tiers=tiers, on_reset="keep")
     prompts = prompts_of(LENGTHS)
     told: dict[str, Any] = {}

@@ -224,7 +224,7 @@ def connector(
     ``chunk_blocks``: vLLM blocks in a block of ours. Tiers run in a thread unless they say
     otherwise: a process takes a second to start, and is nothing to a connector.
     """
-    tiers = [{"cell": "thread", **tier} for tier in extra_config.pop("secondary_tiers", [])]
+    tiers = [{"isolation": "thread", **tier} for tier in extra_config.pop("secondary_tiers", [])]
     config = replace(
         CONFIG,
         enable_kv_cache_events=kv_events,

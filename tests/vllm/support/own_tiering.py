@@ -33,7 +33,7 @@ def disk(path: Path, blocks: int = 512, **options: Any) -> dict[str, Any]:
         "type": "disk",
         "path": str(path),
         "capacity_bytes": 2 * blocks * BLOCK,
-        "cell": "thread",
+        "isolation": "thread",
         **options,
     }
 

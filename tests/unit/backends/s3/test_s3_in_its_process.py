@@ -66,7 +66,7 @@ def test_blocks_go_there_and_come_back_and_it_ends_in_time(
     moto: MotoServer, cell: str | None
 ) -> None:
     own = options_for(moto.endpoint, f"in-a-{cell}")
-    bench = Bench({"type": "s3", **own, **({"cell": cell} if cell else {})})
+    bench = Bench({"type": "s3", **own, **({"isolation": cell} if cell else {})})
     try:
         assert isinstance(bench.host, TierProcess) is (cell is None)
         data = [os.urandom(BLOCK_BYTES) for _ in KEYS]
