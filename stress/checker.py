@@ -102,6 +102,6 @@ class Checker:
             raise Failure(f"{statistics.faults} handlers of the engine raised, see the log")
         # Without memory, which is one of the faults, any policy may raise: that is no wrong of it.
         if self._noticed.broken_threads:
-            raise Failure(f"a thread of kvtier raised: {self._noticed.broken_threads}")
+            raise Failure(f"unhandled exception in kvtier thread: {self._noticed.broken_threads}")
         if self._noticed.broken_policies:
             raise Failure(f"an eviction policy raised: {self._noticed.broken_policies}")

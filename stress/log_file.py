@@ -29,7 +29,7 @@ class Noticed:
         event = str(entry["event"])
         if event.startswith("eviction policy broke"):
             _add_unless_without_memory(self.broken_policies, str(entry.get("detail")))
-        elif event == "a thread of kvtier raised":
+        elif event == "unhandled exception in kvtier thread":
             _add_unless_without_memory(self.broken_threads, str(entry.get("error")))
         return entry
 

@@ -457,7 +457,7 @@ class SchedulerFacade:
         quiet = close_tiers(self._tiers, self._close_timeout_s)
         for tier, is_quiet in zip(self._tiers, quiet, strict=True):
             if not is_quiet:
-                log.warning("tier hangs at close", tier=tier.name)
+                log.warning("tier did not stop within close_timeout_s; its slots stay mapped", tier=tier.name)
         self._is_quiet = all(quiet)
         return self._is_quiet
 

@@ -62,8 +62,8 @@ def make_backend(config: TierConfig, context: BackendContext) -> Backend:
         raise
     except (OSError, StoreFault) as trouble:
         raise StorageUnusable(
-            f"secondary tier {config.name}: its storage can't be used "
-            f"({type(trouble).__name__}: {trouble}). Mend it, or name another."
+            f"secondary tier {config.name}: its storage is not usable "
+            f"({type(trouble).__name__}: {trouble}): fix it or configure another path."
         ) from trouble
     return backend
 

@@ -79,17 +79,18 @@ class TierConfig:
     )
     probe_timeout_s: float = option.seconds(
         1.0,
-        "how long the tier may answer no probe (whether it has blocks) before it counts as hung",
+        "hang timeout for lookups (probes): the tier counts as hung if none completes within this "
+        "time",
     )
     promote_timeout_s: float = option.seconds(
         10.0,
-        "how long the tier may end none of its loads before it counts as hung; waiting in a queue "
-        "is no failure",
+        "hang timeout for loads: the tier counts as hung if none completes within this time; "
+        "time in a queue does not count",
     )
     store_timeout_s: float = option.seconds(
         60.0,
-        "how long the tier may end none of its stores before it counts as hung; their blocks stay "
-        "pinned until the tier releases them",
+        "hang timeout for stores: the tier counts as hung if none completes within this time; "
+        "their blocks stay pinned until the tier releases them",
     )
     start_timeout_s: float = option.seconds(
         60.0,

@@ -58,7 +58,7 @@ class GuardedObserver:
             self.dropped[what] += 1
             if self._is_news(what, type(error).__name__):
                 log.error(
-                    "observing failed; this sample is dropped, and so is each like it",
+                    "observing failed, dropping this sample (logged once per kind)",
                     exc_info=True,
                     what=what,
                 )
@@ -69,7 +69,7 @@ class GuardedObserver:
         self.dropped[what] += 1
         if self._is_news(what, metric):
             log.error(
-                "a metric's value is dropped, and so is each like it",
+                "dropping an invalid metric value (logged once per metric)",
                 what=what,
                 metric=metric,
                 value=printable(repr(value)),

@@ -1,4 +1,4 @@
-"""Wakes an idle engine every few seconds, so that what happens in its tiers reaches people.
+"""Wakes an idle engine every few seconds, so that tier events, metrics and logs are published.
 
 With no request left, vLLM's engine waits for the next one: what a tier lost or broke meanwhile
 would be told with that, by an event, a gauge or a line in the log. vLLM has a message that only

@@ -1,4 +1,4 @@
-"""What an engine without requests has to step for.
+"""Reasons for an idle engine to keep stepping.
 
 Events; tiers that are not as they were; blocks that a tier could not take yet: time passes for a
 tier in steps only, so that nothing would be offered to it again before the next request.

@@ -59,7 +59,7 @@ OWN_TIER_COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
     "kvtier:tier_stores_rejected": ("full", "Blocks that a tier had no room for."),
     "kvtier:tier_stores_deferred": (
         "stores_deferred",
-        "Blocks that a tier could not take when they came: it is sick, full or has much to do.",
+        "Blocks whose write was deferred because the tier was failing, full or backlogged.",
     ),
     "kvtier:tier_cascades_dropped": (
         "cascades_dropped",
@@ -165,7 +165,7 @@ OWN_PRIMARY_COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
 """Counts of the primary tier that only kvtier has, and what they are."""
 
 _SPEED_GAUGES: Final[Mapping[str, str]] = {
-    LATENCY: "Time until a tier begins with what it is given last, as it was lately.",
+    LATENCY: "Recent queueing delay: time before the tier starts the latest job.",
     SPREAD: "How far off what was expected of the tier was lately, as a share of it.",
     WINDOW: "Blocks that the tier is given at once; keys for probes. The rest waits before it.",
 }

@@ -14,7 +14,7 @@ A peer of which nothing is known keeps them. How many there may be is bounded
 (``abandoned_slots_fraction_max``): beyond, the tier gets no more loads. So that this ends without
 a request, too, a peer that listens and has no connection is called.
 
-A peer is told of slots only once it has answered. Until then no load is given to the tier, which
+Slot addresses go only to peers that have responded. Until then no load is given to the tier, which
 would keep the slots for as long as it hopes for an answer.
 """
 

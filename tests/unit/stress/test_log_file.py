@@ -23,7 +23,7 @@ def test_a_policy_that_raised_is_noticed_but_not_one_without_memory(tmp_path: Pa
             detail="ReusePolicy: it raised OSError: [Errno 12] Cannot allocate memory",
         )
         log.warning("tier bypassed", tier="1:disk", detail="failed a store")
-        log.error("a thread of kvtier raised", thread="1:fs-look", error="KeyError('k')")
+        log.error("unhandled exception in kvtier thread", thread="1:fs-look", error="KeyError('k')")
     assert noticed.broken_threads == ["KeyError('k')"]
     assert noticed.broken_policies == ["ReusePolicy: it raised KeyError: b'k'"]
     assert len((tmp_path / "log").read_text().splitlines()) == 5

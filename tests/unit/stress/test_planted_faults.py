@@ -30,7 +30,7 @@ FOUND_BY = {
     ),
     "no_sweep": (
         "--seed 71 --minutes 0.1 --faults none",
-        "temporary files are left|a thread of kvtier raised",
+        "temporary files are left|unhandled exception in kvtier thread",
     ),
     "old_weights": ("--seed 5 --minutes 1", "wrong bytes for"),
     "other_number": ("--seed 71 --minutes 0.5 --faults fs_vanish", "3:stress_disk"),

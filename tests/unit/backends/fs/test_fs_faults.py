@@ -292,7 +292,7 @@ async def test_what_a_sweep_raises_is_counted_and_logged(
     with capture_logs() as lines:
         async with open_fs(tmp_path / "kv") as fs:
             await until_true(lambda: fs.count("upkeep_failed") == 1)
-    assert "a thread of kvtier raised" in {line["event"] for line in lines}
+    assert "unhandled exception in kvtier thread" in {line["event"] for line in lines}
 
 
 @needs("fuse")
