@@ -121,11 +121,11 @@ def open_staged_tier(
         cell.inbox(),
     )
     (tier,) = _make_tiers(config, staging, namespace, [from_tier], engine, clock)
-    if tier.traits is not None and tier.traits.by_request:
+    if tier.traits is not None and tier.traits.request_scoped:
         tier.close(0.0)
         raise ConfigError(
-            f"secondary tier {tier.name}: it goes by request, which no tier of vLLM's own tiering "
-            "can. Choose another type, or use kvtier's spec."
+            f"secondary tier {tier.name}: it is request-scoped, which vLLM's own tiering does not "
+            "support. Choose another type, or use kvtier's spec."
         )
     copier = BlockCopier(tier.name, slots, staging, from_copier)
     built = build_staged_tier(

@@ -22,7 +22,7 @@ class ProbeBatch(Message, frozen=True, gc=False):
 
 
 class LoadBatch(Message, frozen=True, gc=False):
-    """Have the backend read these. ``request``: of the first, of all where it goes by request."""
+    """Have the backend read these. ``request``: of the first, of all where it is request-scoped."""
 
     batch: int
     keys: tuple[Key, ...]

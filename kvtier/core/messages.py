@@ -79,13 +79,13 @@ from kvtier.core.promotion_messages import SlotsReleased as SlotsReleased
 from kvtier.core.promotion_messages import Withdraw as Withdraw
 from kvtier.core.request_messages import BlocksMissing as BlocksMissing
 from kvtier.core.request_messages import BlocksWanted as BlocksWanted
-from kvtier.core.request_messages import GoesByRequest as GoesByRequest
 from kvtier.core.request_messages import PrefixHits as PrefixHits
 from kvtier.core.request_messages import RequestClosed as RequestClosed
 from kvtier.core.request_messages import RequestFinished as RequestFinished
 from kvtier.core.request_messages import RequestOpened as RequestOpened
 from kvtier.core.request_messages import RequestsScheduled as RequestsScheduled
 from kvtier.core.request_messages import RequestStarted as RequestStarted
+from kvtier.core.request_messages import TierIsRequestScoped as TierIsRequestScoped
 from kvtier.plugin_api.backend import Outcome  # noqa: TC001 - msgspec decodes by it
 from kvtier.plugin_api.deadlines import NEVER
 from kvtier.plugin_api.keys import Key, RequestId  # noqa: TC001 - as above

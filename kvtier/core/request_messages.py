@@ -1,7 +1,7 @@
-"""Messages about requests: from the facade, and to tiers that go by request.
+"""Messages about requests: from the facade, and to request-scoped tiers.
 
-Such a tier (``BackendTraits.by_request``) is asked for what one request may have, and given what
-that request stores. It hears of requests that come with parameters for it, and of no others.
+Such a tier (``BackendTraits.request_scoped``) is asked for what one request may have, and
+given what that request stores. It is notified of requests with parameters for it, and no others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvtier.plugin_api.keys import Key, RequestId, TierSet  # noqa: TC001 - msgs
 class RequestStarted(Message, frozen=True, gc=False):
     """A request begins; only ``tiers`` may be asked for its blocks.
 
-    ``params``: for tiers that go by request, as MessagePack; empty: those don't hear of it.
+    ``params``: for request-scoped tiers, as MessagePack; empty: those don't hear of it.
     ``peer``: the address of the engine that it loads from, if it names one.
     """
 
@@ -42,7 +42,7 @@ class RequestsScheduled(Message, frozen=True, gc=False):
 
 
 class RequestOpened(Message, frozen=True, gc=False):
-    """A request runs that has ``params`` (MessagePack) for tiers that go by request.
+    """A request runs that has ``params`` (MessagePack) for request-scoped tiers.
 
     Before all else of the request. ``peer``: as RequestStarted.
     """
@@ -58,7 +58,7 @@ class RequestClosed(Message, frozen=True, gc=False):
     request: RequestId
 
 
-class GoesByRequest(Message, frozen=True, gc=False):
+class TierIsRequestScoped(Message, frozen=True, gc=False):
     """The tier serves requests that have parameters for it, and no others. Link → primary tier."""
 
     tier: int

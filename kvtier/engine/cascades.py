@@ -201,7 +201,7 @@ class Cascades:
         self.parked.pop(key, None)
 
     def leave_to_requests(self, tier: int) -> None:
-        """Offer the tier nothing of every request: it goes by request."""
+        """Offer the tier nothing of every request: it is request-scoped."""
         self._whole_requests &= ~(1 << tier)
         self.holes.pop(tier, None)  # what one request brings is of use to that one
 

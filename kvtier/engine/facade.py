@@ -108,9 +108,9 @@ class SchedulerFacade:
         self._cell.ask(self._primary, m.RequestStarted(request, tiers, params, peer))
 
     @property
-    def goes_by_request(self) -> bool:
+    def has_request_scoped_tiers(self) -> bool:
         """Whether there is a tier that serves requests with parameters for it, and no others."""
-        return self._primary.by_request.tiers != 0
+        return self._primary.request_tiers.tiers != 0
 
     def on_request_finished(self, request: RequestId, order: Iterable[Key] | None = None) -> None:
         """End a request: it looks up, loads and stores nothing more.
@@ -457,7 +457,10 @@ class SchedulerFacade:
         quiet = close_tiers(self._tiers, self._close_timeout_s)
         for tier, is_quiet in zip(self._tiers, quiet, strict=True):
             if not is_quiet:
-                log.warning("tier did not stop within close_timeout_s; its slots stay mapped", tier=tier.name)
+                log.warning(
+                    "tier did not stop within close_timeout_s; its slots stay mapped",
+                    tier=tier.name,
+                )
         self._is_quiet = all(quiet)
         return self._is_quiet
 

@@ -60,7 +60,7 @@ class PresenceFeed:
         self._events = EventLog(number, collects=collects)
         self._presence = FadingPresence(keys_max)
         self._tells_by_itself = False  # what it gains and loses
-        self._by_request = False
+        self._request_scoped = False
         self.since = 0  #: the epoch in which the generation began
         self._now = 0.0
         self._untold: deque[_Change] = deque()  # oldest first
@@ -69,7 +69,7 @@ class PresenceFeed:
     def set_traits(self, traits: BackendTraits) -> None:
         """Learn what the tier's backend is like."""
         self._tells_by_itself = traits.capacity_blocks is not None
-        self._by_request = traits.by_request
+        self._request_scoped = traits.request_scoped
         if not self._tells_by_itself:
             self._events.tell_once()
         self._presence.last(traits.presence_ttl_s)
@@ -101,12 +101,12 @@ class PresenceFeed:
 
     def stored(self, keys: tuple[Key, ...], epoch: int) -> None:
         """Note what the tier has stored, of blocks that were sent in that epoch."""
-        if keys and epoch >= self.since and not self._by_request:
+        if keys and epoch >= self.since and not self._request_scoped:
             self._learned(keys, ())
 
     def answered(self, probe: Probe, present: Sequence[bool]) -> None:
         """Take an answer for what the tier has now, whoever still waits for it."""
-        if probe.since != self.since or self._tells_by_itself or self._by_request:
+        if probe.since != self.since or self._tells_by_itself or self._request_scoped:
             return
         answers = list(zip(probe.keys, present, strict=True))
         there = tuple(key for key, is_there in answers if is_there)

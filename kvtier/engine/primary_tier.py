@@ -101,7 +101,7 @@ class PrimaryTier(Actor):
         self._gpu_loads = GpuLoads()
         takers = [gates.get(tier, link) for tier, link in enumerate(links)]
         self._cascades = Cascades(self.slots, config.tiers, takers, self._prefixes, self._directory)
-        self.by_request = RequestTiers(self.slots, self._cascades, links, policy)
+        self.request_tiers = RequestTiers(self.slots, self._cascades, links, policy)
         books = (self.slots, self.promotions, self._lookups, self._eviction)
         self._arrivals = LoadCompletions(*books, self._became_ready, self._not_filled)
         self.epoch = 0  #: how many resets there were
@@ -131,12 +131,12 @@ class PrimaryTier(Actor):
             m.Victims: self._victims,
             m.PolicyBroke: self._new_policy,
             m.PolicyReturned: self._new_policy,
-            m.GoesByRequest: self.by_request.mark_request_scoped,
+            m.TierIsRequestScoped: self.request_tiers.mark_request_scoped,
             m.CascadeWanted: self._cascade_wanted,
             m.CascadeEnded: self._cascade_ended,
             m.CascadeDeferred: self._cascade_deferred,
             m.StoresWanted: self._stores_wanted,
-            m.BlocksWanted: self.by_request.pin_wanted,
+            m.BlocksWanted: self.request_tiers.pin_wanted,
             m.PresenceLearned: self._presence_learned,
             m.LinkFailed: self._link_failed,
         }
@@ -275,7 +275,7 @@ class PrimaryTier(Actor):
             self._cascades.lose(wanted[room:])
             wanted = wanted[:room]
         granted = self.slots.allocate_for_gpu(wanted, request)
-        self.by_request.store(request, len(granted))
+        self.request_tiers.store(request, len(granted))
         self._directory.stop_probing(wanted)
         self.policy.post(m.Admitted(tuple(wanted), request, held=True))
         self.reply(m.StoreGrant(wanted, granted, evicted, self.epoch))
@@ -292,7 +292,9 @@ class PrimaryTier(Actor):
         """Note the use of blocks that are here already; some tiers want them too."""
         here = tuple(key for key in message.keys if key in self._slot_of)
         self.policy.post(m.Touched(keys=here, request=message.request))
-        whole = self._cascades.of_offered(here) | self.by_request.of_offered(here, message.request)
+        whole = self._cascades.of_offered(here) | self.request_tiers.of_offered(
+            here, message.request
+        )
         self._hold_and_cascade(whole, message.request)
 
     def _complete_store(self, message: m.CompleteStore) -> None:
@@ -309,11 +311,11 @@ class PrimaryTier(Actor):
         if message.success:
             self.slots.fill(slots, fills)
             self._cascades.keep(message.kept)
-            self._became_ready(keys, slots, request, self.by_request.takers(request))
+            self._became_ready(keys, slots, request, self.request_tiers.takers(request))
         else:
             self._fill_failed(keys, slots)
             self._cascades.lose(keys)
-        self.by_request.stored(request, len(keys))
+        self.request_tiers.stored(request, len(keys))
 
     def _touch(self, message: m.Touch) -> None:
         self._prefixes.use(message.request, message.keys)
@@ -333,7 +335,7 @@ class PrimaryTier(Actor):
         if self.links:
             batches = self._cascades.of_ready(keys, slots, cascade_to)
             self._cascades.send(batches, request, self.epoch)
-            self.by_request.became_ready(keys, slots)
+            self.request_tiers.became_ready(keys, slots)
         self._unhold(keys, slots)
 
     def _hold_and_cascade(self, batches: Mapping[int, Batch], request: RequestId) -> None:
@@ -379,7 +381,7 @@ class PrimaryTier(Actor):
         for key in keys:
             self.slots.unbind(key)
             self._cascades.forget(key)
-            self.by_request.forget(key)
+            self.request_tiers.forget(key)
         if keys:
             self._events.add(EventKind.LAPSED, keys)
             self.policy.post(m.Gone(keys=tuple(keys)))
@@ -403,8 +405,8 @@ class PrimaryTier(Actor):
     # --- requests ---
 
     def _request_started(self, message: m.RequestStarted) -> None:
-        tiers = self.by_request.start(message) & self._cascades.all_tiers
-        apart = tiers & self.by_request.tiers != 0
+        tiers = self.request_tiers.start(message) & self._cascades.all_tiers
+        apart = tiers & self.request_tiers.tiers != 0
         search = self._directory.start(message.request, tiers, apart=apart)
         self._requests[message.request] = Request(search)
         self._prefixes.start(message.request)
@@ -419,7 +421,7 @@ class PrimaryTier(Actor):
             ended = m.RequestEnded(request=message.request, order=message.order)
             for listener in (*self._policies, *self.links):
                 listener.post(ended)
-            self.by_request.end(message.request)
+            self.request_tiers.end(message.request)
 
     def _requests_scheduled(self, message: m.RequestsScheduled) -> None:
         for name in message.requests:
@@ -471,7 +473,7 @@ class PrimaryTier(Actor):
         for link in self.links:
             link.post(m.Withdraw(None))
         self.epoch += 1
-        self.by_request.reset(self.epoch)
+        self.request_tiers.reset(self.epoch)
         self._arrivals.begin_epoch(self.epoch)
         if message.mark is not None:
             self._since = self.epoch

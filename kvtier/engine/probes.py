@@ -133,7 +133,7 @@ class Probes:
                 self._end_waiting()
                 return
             share = max(PART_KEYS_MIN, self._times.window // len(self._waiting))
-            # A tier that goes by request is asked for all at once.
+            # A request-scoped tier is asked for all at once.
             size = None if question.is_apart else min(room, share)
             self._send(self._waiting.pop_part(question, size), peer)
 

@@ -1,4 +1,4 @@
-"""What tiers that go by request are told, and given.
+"""What request-scoped tiers are told, and given.
 
 Such a tier hears of requests that come with parameters for it, and of no others. It is asked for
 what one request may have, and takes what that request stores: all its blocks, those too that were
@@ -45,7 +45,7 @@ class RequestTiers:
     def __init__(
         self, slots: SlotTable, cascades: Cascades, links: Sequence[Mailbox], policy: Mailbox
     ) -> None:
-        self.tiers: TierSet = 0  #: those that go by request
+        self.tiers: TierSet = 0  #: request-scoped tiers
         self._slots = slots
         self._cascades = cascades
         self._links = links
@@ -54,7 +54,7 @@ class RequestTiers:
         self._open: dict[RequestId, _Open] = {}
         self._awaited: dict[Key, list[RequestId]] = {}  # offered by these, filled for another
 
-    def mark_request_scoped(self, message: m.GoesByRequest) -> None:
+    def mark_request_scoped(self, message: m.TierIsRequestScoped) -> None:
         """Tell this tier of requests from now on, and give it nothing but theirs."""
         self.tiers |= 1 << message.tier
         self._cascades.leave_to_requests(message.tier)

@@ -227,7 +227,10 @@ class StagedFacade:
         self._copier.stop()
         is_quiet = self._tier.close(self._close_timeout_s)
         if not is_quiet:
-            log.warning("tier did not stop within close_timeout_s; its slots stay mapped", tier=self._tier.name)
+            log.warning(
+                "tier did not stop within close_timeout_s; its slots stay mapped",
+                tier=self._tier.name,
+            )
         return is_quiet
 
     def _let_time_pass(self) -> None:

@@ -1,6 +1,6 @@
 """What a step asks of the secondary tiers: probes and promotions, sent together when it ends.
 
-A tier is then asked once for all that a request needs of it. For one that goes by request that
+A tier is then asked once for all that a request needs of it. For a request-scoped one that
 may be the only time: vLLM's ``p2p`` brings a request what it asks for first, and nothing after.
 """
 

@@ -5,7 +5,7 @@ Three sources, in this order: what a running request was told when it asked
 for twice by one request); what tiers said of their own accord (*known*); and
 asking them (*probes*, collected during a step and sent at its end).
 
-A probe is for all requests that want the key. Where a tier goes by request, what it
+A probe is for all requests that want the key. Where a tier is request-scoped, what it
 says to one is no answer to another: a request with parameters for such a tier has
 probes of its own.
 

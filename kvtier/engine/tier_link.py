@@ -74,7 +74,7 @@ class TierLink(Actor):
         self.backend_counts = BackendCounts()
         self.promotion_seconds: Observed[tuple[float, bool]] = Observed()  #: and its success
         self.tells_uses = False  #: whether the tier evicts, and so wants to know what is used
-        self.by_request = False  #: whether what it has depends on the request
+        self.request_scoped = False  #: whether what it has depends on the request
         self.serves_others = False  #: whether it asks for blocks by itself
         self.room = WriteBacklog(number, config, self.counts, relay, primary)
         self._number = number
@@ -148,10 +148,10 @@ class TierLink(Actor):
         self._loads.times.set_calls_max(traits.load_batches_max)
         self._stores.times.set_calls_max(traits.store_batches_max)
         self.room.set_traits(traits)
-        self.by_request = traits.by_request
+        self.request_scoped = traits.request_scoped
         self.serves_others = traits.serves_others
-        if traits.by_request:
-            self.primary.post(m.GoesByRequest(tier=self._number))
+        if traits.request_scoped:
+            self.primary.post(m.TierIsRequestScoped(tier=self._number))
         self._health.tell_usable()
 
     # --- what the primary tier asks for ---
@@ -171,8 +171,8 @@ class TierLink(Actor):
         # A hit is counted here and not with the probe: most are known without one.
         self.counts.queries += len(message.keys)
         self.counts.hits += len(message.keys)
-        # What goes by request may never come, from a tier that serves others meanwhile.
-        limit_s = self._tier_config.promote_timeout_s if self.by_request else None
+        # A request-scoped load may never come, from a tier that serves others meanwhile.
+        limit_s = self._tier_config.promote_timeout_s if self.request_scoped else None
         self._loads.add_load(message, self.time.now, limit_s)
         self._send_waiting(self._loads)
 
@@ -212,7 +212,7 @@ class TierLink(Actor):
             self._refuse(transfers.waiting.pop_all())
         while len(self._loads.jobs) + len(self._stores.jobs) < self._config.jobs_in_flight_max:
             # A request may be brought no more than this; and what is behind a trial is refused.
-            whole = self.by_request or self._health.tries(transfers.work)
+            whole = self.request_scoped or self._health.tries(transfers.work)
             if (job := transfers.pop_next(whole=whole)) is None:
                 return
             if not self._health.trusts(transfers.work, job.peer):
@@ -285,7 +285,7 @@ class TierLink(Actor):
     def _arrived_late(self, job: Job, outcomes: tuple[Outcome, ...]) -> None:
         """Release the slots of a job that nobody waits for; keep what has arrived in them."""
         self._abandoned_slots -= len(job.slots)
-        if self.by_request:  # that is of no use to others
+        if self.request_scoped:  # that is of no use to others
             self.primary.post(m.SlotsReleased(slots=job.slots))
         else:
             self.primary.post(m.PromotionLate(job.keys, job.slots, outcomes, job.epoch))

@@ -41,7 +41,9 @@ class WriteBacklog:
     ) -> None:
         """``number``: the tier's."""
         self.slots = 0  #: pinned for what waits to be stored, or is being stored
-        self._by_request = False  # the tier wants blocks for the request that brings them, or never
+        self._request_scoped = (
+            False  # the tier wants blocks for the request that brings them, or never
+        )
         self._number = number
         self._slots_max = config.cascade_slots_max
         self._full_pause_s = config.breaker_pause_s
@@ -54,7 +56,7 @@ class WriteBacklog:
 
     def set_traits(self, traits: BackendTraits) -> None:
         """Learn what the tier's backend is."""
-        self._by_request = traits.by_request
+        self._request_scoped = traits.request_scoped
 
     def is_full(self, now: float) -> bool:
         """Tell whether the tier had no room lately. ``now``: in seconds of the link's clock."""
@@ -69,7 +71,7 @@ class WriteBacklog:
 
     def defer(self, blocks: Job | m.Cascade) -> None:
         """Release blocks that are to be stored later; what one request brings, for good."""
-        if self._by_request:
+        if self._request_scoped:
             self.drop(blocks)
         elif blocks.keys:
             self._counts.stores_deferred += len(blocks.keys)
@@ -85,7 +87,7 @@ class WriteBacklog:
         if blocks.keys:
             self._counts.cascades_dropped += len(blocks.keys)
             self._end(blocks)
-            if self._by_request:
+            if self._request_scoped:
                 self._relay.send(m.BlocksMissing(blocks.request, blocks.keys))
 
     def refused(self, message: m.CascadeRefused) -> None:
@@ -103,7 +105,7 @@ class WriteBacklog:
     def stored(self, job: Job, outcomes: Sequence[Outcome], now: float) -> bool:
         """Release what a job has stored, defer what it has not; tell whether it is whole."""
         self.slots -= len(job.slots)
-        is_done = [outcome is Outcome.DONE or self._by_request for outcome in outcomes]
+        is_done = [outcome is Outcome.DONE or self._request_scoped for outcome in outcomes]
         if Outcome.FULL in outcomes:
             # No room now: trying each block would only cost its pin. Loads go on.
             self._full_until = self._again_from = now + self._full_pause_s

@@ -190,7 +190,7 @@ class BackendTraits:
     hand-over to a thread, few enough that others need not wait for it."""
     store_batch_blocks_max: int = 16
     """The same for stores."""
-    by_request: bool = False
+    request_scoped: bool = False
     """What it has depends on the request: it is asked for those that come with parameters for it
     (vLLM's ``kv_transfer_params``), and given their blocks, through ``begin_request``. No other
     request hears of it, and nothing of what it has is remembered. Not with a capacity."""
@@ -222,7 +222,7 @@ Isolation: TypeAlias = Literal["thread", "process"]
 
 
 class ServedRequest(ABC):
-    """One running request, at a backend that goes by request. All runs on the loop's thread.
+    """One running request, at a request-scoped backend. All runs on the loop's thread.
 
     Calls overlap as those of ``Backend`` do, which says what each of them means.
     """
@@ -279,7 +279,7 @@ class Backend(ABC):
 
     #: Call it on the loop's thread to have blocks of the engine's memory, for a request of another
     #: engine, say. Those that are there come to ``ServedRequest.store``, and stay until it returns;
-    #: of the others ``missing`` tells. Set before ``open``, where ``traits.by_request``.
+    #: of the others ``missing`` tells. Set before ``open``, where ``traits.request_scoped``.
     on_wanted: Callable[[RequestId, Sequence[bytes], ServedRequest], None] = staticmethod(
         lambda _request, _keys, _served: None
     )
@@ -369,7 +369,7 @@ class Backend(ABC):
         return
 
     def begin_request(self, request: RequestId, params: Mapping[str, Any]) -> ServedRequest:
-        """Return what serves a request with these parameters, where ``traits.by_request`` says so.
+        """Return what serves a request with these parameters, if ``traits.request_scoped``.
 
         Called on the loop's thread, before anything else of the request.
         """

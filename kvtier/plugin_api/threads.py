@@ -54,7 +54,12 @@ def daemon_thread(
             work()
         except BaseException as error:  # noqa: BLE001 - a thread has nobody else to hand it to
             thread = threading.current_thread().name
-            log.error("unhandled exception in kvtier thread", thread=thread, error=repr(error), exc_info=True)
+            log.error(
+                "unhandled exception in kvtier thread",
+                thread=thread,
+                error=repr(error),
+                exc_info=True,
+            )
             if on_error is not None:
                 on_error(error)
 

@@ -26,7 +26,7 @@ class HostedOptions:
         )
     )
 
-    by_request: bool = option.flag(
+    request_scoped: bool = option.flag(
         "`true`: what the tier has depends on the request. It sees the engine's own requests and "
         "their `kv_transfer_params`, and none of those that have none. `p2p` does in any case",
         default=False,

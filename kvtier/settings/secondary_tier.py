@@ -104,8 +104,8 @@ def refuse_behind_vllm(tier: TierConfig) -> None:
     options = Options({}, WHERE)
     if tier.admission != ADMIT_ALL:
         raise options.error("admission", tier.admission, NOT_BEHIND_VLLM)
-    if tier.type == "vllm" and tier.options.get("by_request"):
-        raise options.error("by_request", tier.options["by_request"], NOT_BEHIND_VLLM)
+    if tier.type == "vllm" and tier.options.get("request_scoped"):
+        raise options.error("request_scoped", tier.options["request_scoped"], NOT_BEHIND_VLLM)
 
 
 def _staging_slots(

@@ -218,7 +218,7 @@ class BackendDriver:
                 for key, view in zip(message.keys, views, strict=True)
             ]
 
-        if self._backend.traits.by_request:
+        if self._backend.traits.request_scoped:
             self._memory.clear_rests(message.keys, message.slots)
             both = zip(message.keys, views, strict=True)
             blocks = [StoreBlock(key, view.toreadonly(), b"") for key, view in both]

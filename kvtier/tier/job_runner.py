@@ -39,7 +39,7 @@ class JobRunner:
 
     def __init__(self, traits: BackendTraits, driver: Mailbox) -> None:
         self._driver = driver
-        apart = traits.by_request
+        apart = traits.request_scoped
         self._loads = BatchQueue(
             traits.load_batches_max,
             traits.load_batch_blocks_min,
@@ -55,7 +55,7 @@ class JobRunner:
         self._stores_beside_loads = max(
             1, int(traits.store_batches_max * STORES_BESIDE_LOADS_FRACTION)
         )
-        self._by_request = traits.by_request
+        self._request_scoped = traits.request_scoped
         self._probes = ProbeQueue(traits)
         self._batches: dict[int, BlockBatch | ProbeSlice] = {}
         self._next_batch = 0
@@ -88,7 +88,7 @@ class JobRunner:
 
         Not where each request has calls of its own: what one loads may be what another stores.
         """
-        if self._by_request or not self._loads.is_busy():
+        if self._request_scoped or not self._loads.is_busy():
             return False
         return self._stores.running >= self._stores_beside_loads
 

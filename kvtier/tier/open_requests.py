@@ -1,4 +1,4 @@
-"""The running requests that a backend goes by, if it does (``BackendTraits.by_request``)."""
+"""The running requests that a backend goes by, if it does (``BackendTraits.request_scoped``)."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class OpenRequests:
         self._open: dict[RequestId, ServedRequest] = {}
 
     def serving(self, request: RequestId) -> Serving:
-        """Return what a request's calls go to: the backend itself, if it doesn't go by request."""
-        if not self._backend.traits.by_request:
+        """Return what a request's calls go to: the backend itself, if it is not request-scoped."""
+        if not self._backend.traits.request_scoped:
             return self._backend
         return self._open.get(request, self._nobody)
 

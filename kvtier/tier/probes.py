@@ -72,10 +72,10 @@ class ProbeQueue:
     """The probes with keys that are in no batch yet, in the order of their turns."""
 
     def __init__(self, traits: BackendTraits) -> None:
-        """A tier that goes by request is asked for all of a probe at once, whatever else runs."""
+        """A request-scoped tier is asked for all of a probe at once, whatever else runs."""
         self._running = 0  # batches under way
         self._asked = 0  # keys in them
-        if traits.by_request:
+        if traits.request_scoped:
             self._batches_max = self._blocks_min = self._blocks_max = _UNLIMITED
         else:
             self._batches_max = traits.probe_batches_max or traits.load_batches_max

@@ -166,7 +166,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
                 tiers |= 1 << number
         self.live.begin(req_context.req_id)
         params = req_context.kv_transfer_params
-        if params and self.facade.goes_by_request:
+        if params and self.facade.has_request_scoped_tiers:
             name, packed, peer = req_context.req_id, packed_params(params), peer_of(params)
             self.facade.on_request_started(name, tiers=tiers, params=packed, peer=peer)
             return _WHOLE  # a tier may want all of it, and says so too late for vLLM

@@ -1,4 +1,4 @@
-"""What a request brings along for tiers that go by request: its ``kv_transfer_params``."""
+"""What a request brings along for request-scoped tiers: its ``kv_transfer_params``."""
 
 from __future__ import annotations
 

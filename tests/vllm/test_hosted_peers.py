@@ -24,7 +24,7 @@ from kvtier.vllm.request_params import peer_of
 from tests.support.patience import PATIENCE_S, pause, until
 from tests.support.server_program import free_port
 from tests.vllm.support.nixl import let_nixl_rest
-from tests.vllm.test_hosted_by_request import complete, write
+from tests.vllm.test_hosted_request_scoped import complete, write
 from tests.vllm.test_hosted_tiers import BLOCK, SLOTS, Engine, block_of, engine, key_of
 
 if TYPE_CHECKING:

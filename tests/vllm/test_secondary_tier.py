@@ -288,8 +288,11 @@ def test_a_request_level_tier_asks_for_whole_requests() -> None:
         ({"staging_bytes": 1}, "staging_bytes"),
         ({"tier": {"type": "memory"}}, "capacity_bytes"),
         ({"tier": {**memory(), "admission": "second_touch"}}, "admission"),
-        ({"tier": {"type": "vllm", "tier": {"type": "example"}, "by_request": True}}, "by_request"),
-        ({"tier": {"type": "vllm", "tier": {"type": "p2p"}}}, "other engines|goes by request"),
+        (
+            {"tier": {"type": "vllm", "tier": {"type": "example"}, "request_scoped": True}},
+            "request_scoped",
+        ),
+        ({"tier": {"type": "vllm", "tier": {"type": "p2p"}}}, "other engines|request-scoped"),
         ({"secondary_tiers": []}, "secondary_tiers"),
     ],
 )
@@ -305,23 +308,23 @@ def test_a_backend_that_goes_by_request_is_refused(monkeypatch: pytest.MonkeyPat
 
     def goes_by_request(*arguments: Any) -> MemoryBackend:
         backend = build(*arguments)
-        backend.traits = replace(backend.traits, by_request=True)
+        backend.traits = replace(backend.traits, request_scoped=True)
         return backend
 
     monkeypatch.setattr(MemoryBackend, "from_options", goes_by_request)
-    with pytest.raises(ConfigError, match="goes by request"), tiering(memory()):
+    with pytest.raises(ConfigError, match="is request-scoped"), tiering(memory()):
         pass
 
 
 def test_kvtier_check_refuses_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Here, for the type ``vllm`` imports vLLM."""
-    tier = {"type": "vllm", "tier": {"type": "x"}, "by_request": True}
+    tier = {"type": "vllm", "tier": {"type": "x"}, "request_scoped": True}
     extra = {"cpu_bytes_to_use": 1 << 20, "secondary_tiers": [entry(tier)]}
     file = tmp_path / "kv.json"
     file.write_text(json.dumps({"spec_name": "TieringOffloadingSpec", **extra}))
     assert main(["check", str(file)]) == 1
     said = capsys.readouterr().out
-    assert "by_request=True" in said
+    assert "request_scoped=True" in said
     assert "vLLM's own tiering" in said
 
 

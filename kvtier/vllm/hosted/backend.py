@@ -51,7 +51,7 @@ DIGESTS_MAX: Final = 1 << 18
 _BATCHES_MAX: Final = 16  # vLLM's tiers run one job in one thread
 
 ALL: Final = 1 << 20
-"""Of a tier that goes by request: its jobs wait for one another, so all are handed to it, whole."""
+"""Of a request-scoped tier: its jobs wait for one another, so all are handed to it, whole."""
 
 _BATCH_BLOCKS_MAX: Final = 64
 
@@ -86,19 +86,19 @@ class HostedBackend(Backend):
         view: memoryview,
         name: str,
         *,
-        by_request: bool = False,
+        request_scoped: bool = False,
         stats: HostedStats | None = None,
     ) -> None:
         """``view``: what the tier was built with. It ends with the tier."""
-        batches_max = ALL if by_request else _BATCHES_MAX
+        batches_max = ALL if request_scoped else _BATCHES_MAX
         self.traits = BackendTraits(
             load_batches_max=batches_max,
             store_batches_max=batches_max,
-            load_batch_blocks_min=ALL if by_request else 1,
-            load_batch_blocks_max=ALL if by_request else _BATCH_BLOCKS_MAX,
+            load_batch_blocks_min=ALL if request_scoped else 1,
+            load_batch_blocks_max=ALL if request_scoped else _BATCH_BLOCKS_MAX,
             store_batch_blocks_max=_BATCH_BLOCKS_MAX,
             accepts_unchecked=True,
-            by_request=by_request,
+            request_scoped=request_scoped,
             serves_others=serves_peers(type(tier)),
             levels=frozenset(["jobs"]),
         )
@@ -146,8 +146,10 @@ class HostedBackend(Backend):
                 f"{error}). Mend what is in tier, install what it needs, or remove the tier."
             ) from error
         engine.labels_of[context.tier_name] = info_of(built, context.tier_name)
-        by_request = given.by_request or serves_peers(found)
-        return cls(built, view, context.tier_name, by_request=by_request, stats=engine.stats)
+        request_scoped = given.request_scoped or serves_peers(found)
+        return cls(
+            built, view, context.tier_name, request_scoped=request_scoped, stats=engine.stats
+        )
 
     @classmethod
     def check_keys(cls, options: Mapping[str, Any], context: BackendContext) -> None:

@@ -1,4 +1,4 @@
-"""One of the engine's requests, at a tier of vLLM's that goes by request.
+"""One of the engine's requests, at a request-scoped tier of vLLM's.
 
 The tier sees the request as vLLM's manager would show it: its id and its
 ``kv_transfer_params``. No digests are kept: what one request is brought is no other's.

@@ -21,7 +21,7 @@ PARAMS = b"\x80"
 
 
 def story_of_peers() -> Story:
-    traits = BackendTraits(1 << 20, 1 << 20, by_request=True)
+    traits = BackendTraits(1 << 20, 1 << 20, request_scoped=True)
     return Story(slots=64, backend_traits=traits, breaker_pause_s=PAUSE_S)
 
 

@@ -87,7 +87,7 @@ class Hung(MemoryBackend):
         if hangs_in == "probe":  # asked only where others may change what is there
             made.traits = replace(made.traits, capacity_blocks=None)
         if "request" in hangs_in:
-            made.traits = replace(made.traits, capacity_blocks=None, by_request=True)
+            made.traits = replace(made.traits, capacity_blocks=None, request_scoped=True)
         return made
 
     def begin_request(self, request, params):

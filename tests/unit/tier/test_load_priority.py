@@ -80,7 +80,7 @@ def test_the_share_of_stores_is_one_at_least() -> None:
 
 def test_requests_that_have_calls_of_their_own_do_not_wait_for_one_another() -> None:
     """What one of them loads may be what another engine waits for in a store of this one."""
-    bench = Bench(batches_max=4, by_request=True)
+    bench = Bench(batches_max=4, request_scoped=True)
     bench.load(*keys(1, "l"))
     for number in range(4):
         bench.store(*keys(1, f"{number}:"))

@@ -177,7 +177,7 @@ def test_what_was_gone_before_a_probe_came_to_it_may_be_there_again() -> None:
 
 def test_a_tier_that_goes_by_request_is_asked_for_a_probe_in_one_call() -> None:
     """It may have to ask another engine for all of them together, and that may take its time."""
-    bench = bench_of(calls=1, by_request=True)
+    bench = bench_of(calls=1, request_scoped=True)
     ask(bench, LONG, 100)
     ask(bench, SHORT, 3)
     assert sizes(bench.tier.batches) == [100, 3]

@@ -36,23 +36,23 @@ class Handed(MemoryBackend):
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("by_request", [False, True])
+@pytest.mark.parametrize("request_scoped", [False, True])
 async def test_a_backend_is_handed_zeros_where_a_block_of_a_smaller_group_ends(
-    by_request: bool,
+    request_scoped: bool,
 ) -> None:
     slots = bytearray((OWN + LEFT) * 2)
     memory = SlotMemory(memoryview(slots), 2, BLOCK, rests={KEY[-4:]: [(len(OWN), BLOCK)]})
     context = BackendContext(BLOCK, Namespace({}), "1:memory")
     backend = Handed.from_options({"capacity_bytes": 64 * BLOCK}, context)
     assert isinstance(backend, Handed)
-    if by_request:
-        backend.traits = BackendTraits(1, 1, by_request=True)
+    if request_scoped:
+        backend.traits = BackendTraits(1, 1, request_scoped=True)
     await backend.open()
     told: list[Any] = []
     driver = BackendDriver("1:memory", backend, memory, told.append)
     driver.requests.want("r", (KEY,), cast("Any", backend))
     batches = [m.StoreBatch(batch=1, request="r", keys=(KEY,), slots=(0,), remove=())]
-    if not by_request:
+    if not request_scoped:
         batches.append(m.LoadBatch(batch=2, keys=(KEY,), slots=(1,)))
     for batch in batches:
         async with asyncio.TaskGroup() as tasks:

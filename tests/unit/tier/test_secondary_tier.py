@@ -111,7 +111,7 @@ def test_both_kinds_of_tier_understand_what_any_tier_is_sent() -> None:
     shared, own = Bench().tier.actor.handlers, Bench(capacity=2).tier.actor.handlers
     contents = {m.ContentsFound, m.ContentsAnnounced}
     assert own.keys() - shared.keys() == {m.Victims, m.PolicyBroke, m.PolicyReturned, *contents}
-    # A tier that goes by requests has no capacity.
+    # A request-scoped tier has no capacity.
     of_requests = {m.RequestOpened, m.RequestClosed, m.PrefixHits}
     of_requests |= {m.BlocksWanted, m.BlocksMissing}
     assert shared.keys() - of_requests <= own.keys()

@@ -141,7 +141,12 @@ def test_another_engine_serves_what_the_first_has_stored(
     (log,) = log_folder.glob("*.log")
     text = log.read_text(errors="replace")
     assert not re.search(r"^I\d{4} ", text, re.MULTILINE), "Mooncake's client logs errors only"
-    for trouble in ("backend raised", "tier lost its server", "tier did not stop within close_timeout_s; its slots stay mapped", "tier broke"):
+    for trouble in (
+        "backend raised",
+        "tier lost its server",
+        "tier did not stop within close_timeout_s; its slots stay mapped",
+        "tier broke",
+    ):
         assert trouble not in text
 
 

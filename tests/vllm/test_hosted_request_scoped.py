@@ -19,7 +19,7 @@ ANN, BOB = {"tenant": "ann"}, {"tenant": "bob"}
 
 def tenants(**settings: Any) -> AbstractContextManager[Engine]:
     tier = {"type": "TenantTier", "module_path": "tests.vllm.support.tenant_tier"}
-    return engine({"type": "vllm", "tier": tier, "by_request": True, **settings})
+    return engine({"type": "vllm", "tier": tier, "request_scoped": True, **settings})
 
 
 def write(played: Engine, numbers: list[int], context: ReqContext) -> list[int]:
