@@ -1,1 +1,1 @@
-"""What the engine's cell and the tiers' cells share."""
+"""Types and actors shared by the engine's cell and the tiers' cells."""

@@ -1,4 +1,4 @@
-"""What an actor is: a name, and a handler for each message type it understands.
+"""Defines actors: a name, and a handler for each message type the actor understands.
 
 An actor is a plain state machine. Its handlers change its state and send
 messages; they never wait, lock, read a clock or do I/O. Which thread runs
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class Mailbox(Protocol):
-    """Where messages for one actor go."""
+    """Destination of the messages for one actor."""
 
     def post(self, message: Message) -> bool:
-        """Take the message for later delivery. False: full, and the message is not taken."""
+        """Take the message for later delivery. Return False if full: the message is not taken."""
         ...
 
 

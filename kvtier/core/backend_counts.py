@@ -1,11 +1,11 @@
-"""Counters of a tier's backends, told now and then: who asks for them, and who adds them up.
+"""Polls a backend's counters in its tier's cell, and sums them up at the link.
 
-A backend is anybody's code, and ``counters`` may hang or wait for a lock that a
-hung call holds. So it is asked in a thread of its own, in the tier's cell, and
-what it says goes to the link as a message: nobody waits for it.
+A backend may be third-party code, and ``counters`` may hang or wait for a lock that
+a hung call holds. So it is called in a thread of its own, in the tier's cell, and
+the result is posted to the link: no caller blocks on it.
 
 A new life of the cell has a new backend, which counts from 0 again. The link
-adds up the lives, so that counters only grow. Levels (what goes up and down,
+adds up the lives, so that counters only grow. Levels (values that go up and down,
 named in ``BackendTraits.levels``) are shown as they are.
 """
 
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from kvtier.core.actor import Mailbox
 
 COUNT_PAUSE_S: Final = 0.1
-"""A backend is asked at most so often while its tier works ..."""
+"""Shortest interval between two polls, while the tier works ..."""
 
 COUNT_PAUSE_S_MAX: Final = 1.0
-"""... and so often while it doesn't."""
+"""... and the interval while it doesn't."""
 
 FIRST_WAIT_S: Final = 5.0
-"""A life that begins waits so long for the first counts: only what hangs takes that long ..."""
+"""How long a new life waits for its first counts: only a hung call takes that long ..."""
 
 LAST_WAIT_S: Final = 0.2
-"""... and one that ends so long for the last ones."""
+"""... and how long an ending life waits for its last ones."""
 
 
 class Counting:
-    """Tells the link what a backend counts. Loop thread only."""
+    """Reports a backend's counters to the link. Loop thread only."""
 
     def __init__(self, name: str, counters: Callable[[], dict[str, int]], link: Mailbox) -> None:
         self._counters = counters
@@ -53,7 +53,7 @@ class Counting:
         self._wanted.set()
 
     async def go_on(self) -> None:
-        """Ask and tell, until cancelled."""
+        """Poll and report, until cancelled."""
         while True:
             await self._tell()
             await anyio.sleep(COUNT_PAUSE_S)
@@ -62,20 +62,20 @@ class Counting:
             self._wanted.clear()
 
     async def levels(self, names: Container[str]) -> dict[str, int]:
-        """Return those of the counters that have these names; none if that takes too long."""
+        """Return the counters that have these names; none if that takes too long."""
         with suppress(OSError), anyio.move_on_after(FIRST_WAIT_S):
             counted = await self._threads.run(self._counters)
             return {name: count for name, count in counted.items() if name in names}
         return {}
 
     async def end(self) -> None:
-        """Ask for the last time, and don't insist."""
+        """Poll and report a last time, if that takes no longer than ``LAST_WAIT_S``."""
         with anyio.move_on_after(LAST_WAIT_S):
             await self._tell()
         self._threads.stop()
 
     async def _tell(self) -> None:
-        with suppress(OSError):  # no thread can be started: the next time, maybe
+        with suppress(OSError):  # no thread can be started: perhaps the next time
             counted = await self._threads.run(self._counters)
             if counted != self._reported:
                 self._reported = counted
@@ -83,29 +83,29 @@ class Counting:
 
 
 class BackendCounts:
-    """Adds up what the backends of one tier have counted, one life after the other."""
+    """Adds up the counters of one tier's backends, one life after the other."""
 
     def __init__(self) -> None:
         self.levels: frozenset[str] = frozenset()
         self.total: Mapping[str, int] = {}  #: replaced, never changed
         self._ended: dict[str, int] = {}  # counted in lives that are over
-        self._reported: Mapping[str, int] = {}  # in this one
+        self._reported: Mapping[str, int] = {}  # in this life
 
     def learn_levels(self, names: frozenset[str]) -> None:
-        """Learn the names of what goes up and down."""
+        """Learn the names of the levels: values that go up and down."""
         self.levels = names
 
     def add(self, reported: Mapping[str, int]) -> None:
-        """Take in what the backend of this life has counted so far."""
+        """Take in the counts of this life's backend so far."""
         for name, count in self._reported.items():
-            # A count that fell begins anew, as if with another life.
+            # A count that fell restarts, as if in another life.
             if name not in self.levels and reported.get(name, count) < count:
                 self._ended[name] = self._ended.get(name, 0) + count
         self._reported = {**self._reported, **reported}
         self._add_up()
 
     def restart(self) -> None:
-        """Note that another life begins: what goes up and down is not known of it."""
+        """Note that another life begins, whose levels are not known yet."""
         for name, count in self._reported.items():
             if name not in self.levels:
                 self._ended[name] = self._ended.get(name, 0) + count

@@ -1,8 +1,8 @@
-"""What ``lookup()`` knows of one key. It is worked out when it is asked for, and kept nowhere.
+"""Defines the state that ``lookup()`` sees of one key: computed at each lookup, never stored.
 
 A key has a slot or it has none, and a slot has a state (``kvtier/engine/slot_table.py``).
-Of a key without one, the tier directory says where it may be
-(``kvtier/engine/tier_directory.py``). So nothing can disagree with either. The
+For a key without one, the tier directory has the tiers it may be in
+(``kvtier/engine/tier_directory.py``). So the state can contradict neither. The
 model checker asserts in which order a key's states may follow one another.
 """
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class BlockState(IntEnum):
-    """What the primary tier knows of one key."""
+    """State of one key in the primary tier."""
 
     ABSENT = 0  #: no slot, and no tier has it
-    PROBING = 1  #: no slot; tiers are being asked, or one has it and no slot is free
+    PROBING = 1  #: no slot; tiers are being probed, or one has it and no slot is free
     FILLING = 2  #: its slot is being written
     READY = 3  #: its slot is readable
 
@@ -30,4 +30,4 @@ ANSWERS: Final[Mapping[BlockState, bool | None]] = {
     BlockState.FILLING: None,
     BlockState.READY: True,
 }
-"""What ``lookup()`` says for a key in each state."""
+"""Result of ``lookup()`` for a key in each state."""

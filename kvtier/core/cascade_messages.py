@@ -1,6 +1,6 @@
-"""The messages about cascades, between the primary tier, admission gates and a tier's link.
+"""Defines the messages about cascades between primary tier, admission gates and a tier's link.
 
-As those in ``kvtier/core/messages.py``; they never leave the engine cell.
+Like those in ``kvtier/core/messages.py``, but they never leave the engine cell.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kvtier.plugin_api.keys import Key, RequestId  # noqa: TC001 - msgspec decod
 class Cascade(Message, frozen=True, gc=False):
     """Store these blocks, which are pinned once for this tier, from these slots.
 
-    ``is_admitted``: the tier's admission policy has had its say.
+    ``is_admitted``: the tier's admission policy has already decided.
     """
 
     request: RequestId
@@ -38,7 +38,7 @@ class CascadeRefused(Message, frozen=True, gc=False):
 
 
 class CascadeWanted(Message, frozen=True, gc=False):
-    """The tier's admission policy wants these now, which ``request`` used, if they are here."""
+    """The tier's admission policy wants these now; ``request`` used them. They may be gone."""
 
     tier: int
     keys: tuple[Key, ...]
@@ -46,7 +46,7 @@ class CascadeWanted(Message, frozen=True, gc=False):
 
 
 class CascadeEnded(Message, frozen=True, gc=False):
-    """The tier reads these slots no longer."""
+    """The tier no longer reads these slots."""
 
     tier: int
     keys: tuple[Key, ...]
@@ -55,7 +55,7 @@ class CascadeEnded(Message, frozen=True, gc=False):
 
 
 class CascadeDeferred(Message, frozen=True, gc=False):
-    """The tier does not have these blocks, and reads the slots no longer: offer them again."""
+    """The tier does not have these blocks, and no longer reads the slots: offer them again."""
 
     tier: int
     request: RequestId
@@ -65,16 +65,16 @@ class CascadeDeferred(Message, frozen=True, gc=False):
 
 
 class StoresWanted(Message, frozen=True, gc=False):
-    """The tier has room for so many blocks of those deferred. Answered with StoresOffered."""
+    """The tier has room for so many deferred blocks. Answered with StoresOffered."""
 
     tier: int
     blocks: int
 
 
 class StoresOffered(Message, frozen=True, gc=False):
-    """What was deferred is on its way, as Cascades; ``is_all``: asking for more is of no use.
+    """The deferred blocks are on their way, as Cascades; ``is_all``: there are no more to request.
 
-    ``lost``: deferred blocks that are not here any more, or follow on one that is not.
+    ``lost``: deferred blocks that are no longer here, or that follow one that is not.
     """
 
     is_all: bool

@@ -1,7 +1,7 @@
-"""The messages between a secondary tier and the driver of its backend.
+"""Defines the messages between a secondary tier and the driver of its backend.
 
-Keys are the backend's here: they have the mark of their generation in them
-(``kvtier/core/generations.py``). ``deadline``: from when on nobody waits for any of these.
+Keys are the backend's here: they contain the mark of their generation
+(``kvtier/core/generations.py``). ``deadline``: when no request waits for the batch any more.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from kvtier.plugin_api.keys import Key, RequestId  # noqa: TC001 - msgspec decod
 
 
 class ProbeBatch(Message, frozen=True, gc=False):
-    """Ask the backend for these keys."""
+    """Look these keys up in the backend."""
 
     batch: int
     keys: tuple[Key, ...]
-    request: RequestId = ""  #: whose, where tiers answer it apart from others
+    request: RequestId = ""  #: the one it is for, if lookups are request-scoped
     deadline: float = NEVER
 
 
 class LoadBatch(Message, frozen=True, gc=False):
-    """Have the backend read these. ``request``: of the first, of all where it is request-scoped."""
+    """Have the backend read these. ``request``: of the first key; of all if request-scoped."""
 
     batch: int
     keys: tuple[Key, ...]
@@ -32,7 +32,7 @@ class LoadBatch(Message, frozen=True, gc=False):
 
 
 class StoreBatch(Message, frozen=True, gc=False):
-    """Have the backend keep these, after it has forgotten ``remove``. ``request``: as above."""
+    """Have the backend store these, after it has removed ``remove``. ``request``: as above."""
 
     batch: int
     keys: tuple[Key, ...]
@@ -43,16 +43,16 @@ class StoreBatch(Message, frozen=True, gc=False):
 
 
 class RemoveBatch(Message, frozen=True, gc=False):
-    """Have the backend forget these, whether it has them or not."""
+    """Have the backend remove these, whether it has them or not."""
 
     batch: int
     keys: tuple[Key, ...]
 
 
 class AnnounceContents(Message, frozen=True, gc=False):
-    """Pass on ``keys``, or if there are none what the backend had when it was opened.
+    """Pass on ``keys``, or if there are none the blocks that the backend had when it was opened.
 
-    Slowly, with ContentsFound: the engine takes it in besides its work.
+    Slowly, with ContentsFound: the engine takes them in besides its work.
     """
 
     keys: tuple[Key, ...]
@@ -61,7 +61,7 @@ class AnnounceContents(Message, frozen=True, gc=False):
 class ContentsFound(Message, frozen=True, gc=False):
     """The backend had these when it was opened: blocks once stored together, head to tail.
 
-    ``again``: the tier knew of them before, as blocks of another generation.
+    ``again``: the tier tracked them before, as blocks of another generation.
     """
 
     keys: tuple[Key, ...]
@@ -69,7 +69,7 @@ class ContentsFound(Message, frozen=True, gc=False):
 
 
 class ContentsAnnounced(Message, frozen=True, gc=False):
-    """The tier knows now of all that the backend had when it was opened."""
+    """The tier now tracks all blocks that the backend had when it was opened."""
 
 
 class ContentsLost(Message, frozen=True, gc=False):
@@ -79,9 +79,9 @@ class ContentsLost(Message, frozen=True, gc=False):
 
 
 class BatchEnded(Message, frozen=True, gc=False):
-    """One outcome a key. For a probe DONE means present, for a removal gone.
+    """One outcome per key. For a probe DONE means present, for a removal gone.
 
-    ``at``: when, by the monotonic clock of the machine; 0.0: not known.
+    ``at``: when it ended, by the monotonic clock of the machine; 0.0: not known.
     """
 
     batch: int

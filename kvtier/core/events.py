@@ -1,7 +1,7 @@
-"""The event stream: what became resident where, and what went.
+"""Collects the event stream: blocks that became resident in a tier, and blocks that left it.
 
-Folding the stream of one tier gives the set of keys resident in it. What lapsed
-was never in that set.
+Folding the stream of one tier gives the set of keys resident in it. Keys that lapsed
+were never in that set.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key
 
 PRIMARY: Final = -1
-"""The number that stands for the primary tier where secondary tiers count from 0."""
+"""The number of the primary tier; secondary tiers count from 0."""
 
 
 class EventKind(IntEnum):
@@ -24,7 +24,7 @@ class EventKind(IntEnum):
     STORED = 0
     REMOVED = 1
     CLEARED = 2  #: all keys of the tier are gone; ``keys`` is empty
-    LAPSED = 3  #: what was to fill the keys came to nothing, and nothing else fills them now
+    LAPSED = 3  #: the store or load that was to fill the keys failed, and none fills them now
 
 
 class Event(NamedTuple):
@@ -36,7 +36,7 @@ class Event(NamedTuple):
 
 
 class EventLog:
-    """The events of one tier that nobody has taken yet. None if they are not collected."""
+    """The events of one tier not drained yet. None if they are not collected."""
 
     def __init__(self, tier: int, *, collects: bool) -> None:
         self.collects = collects
@@ -45,9 +45,9 @@ class EventLog:
         self._told: set[Key] | None = None
 
     def tell_once(self) -> None:
-        """Tell only what changes what was told: of a tier that is asked the same again and again.
+        """Report only changes from now on: for a tier that is asked the same again and again.
 
-        What it has is remembered for that, some 100 bytes a key.
+        The keys it has are remembered for that, some 100 bytes a key.
         """
         if self.collects and self._told is None:
             self._told = set()
@@ -74,6 +74,6 @@ class EventLog:
         return keys
 
     def drain(self) -> list[Event]:
-        """Return the events since the last time."""
+        """Return the events since the last call."""
         events, self._events = self._events, []
         return events

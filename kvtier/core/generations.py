@@ -1,19 +1,19 @@
-"""Whose weights a block of KV data belongs to: generations, and what tells them apart in tiers.
+"""Tracks generations: which weights a block of KV data belongs to, and its mark in tiers.
 
-KV data is of use with the weights that it was computed with, and with no
-others. An engine begins in generation 0: the weights that it has loaded. A
-reset of the whole connector says that the weights may be others from now on,
+KV data is only valid with the weights that it was computed with. An engine
+begins in generation 0: the weights that it has loaded. A
+reset of the whole connector signals that the weights may have changed,
 and begins a new generation. Nothing of an older one is served again.
 
 To a backend a generation is a *mark* in each key, just before the index of
-the KV-cache group. So it works for every backend, and for what others keep on
+the KV-cache group. So it works for every backend, and for data that others keep on
 the same storage:
 
 - generation 0 has no mark: every engine with the same weights finds it;
-- a generation without a name has a random mark, which is never made again: no
-  other engine, and none after a restart, can find what has it;
-- a named one (``weights_version``) has a mark made from the name: engines and
-  restarts that give the same name share what it has.
+- a generation without a name has a random mark, which is never generated again: no
+  other engine, and none after a restart, can find its blocks;
+- a named one (``weights_version``) has a mark derived from the name: engines and
+  restarts that give the same name share its blocks.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ def mark_of_name(name: str) -> bytes:
 
 
 def is_found_again(mark: bytes) -> bool:
-    """Tell whether a later engine may be in that generation: it has a name, or is the first."""
+    """Return whether a later engine may be in that generation: it has a name, or is the first."""
     return not mark.startswith(UNNAMED_MARK)
 
 
 def marked(keys: tuple[Key, ...], mark: bytes) -> tuple[Key, ...]:
-    """Return what a backend calls these keys in the generation with that mark."""
+    """Return the backend's form of these keys in the generation with that mark."""
     if not mark:
         return keys
     return tuple(key[:-GROUP_BYTES] + mark + key[-GROUP_BYTES:] for key in keys)
 
 
 def unmarked(keys: Iterable[Key], mark: bytes) -> tuple[Key, ...]:
-    """Return what the engine calls a backend's keys, which must all have that mark."""
+    """Return the engine's form of a backend's keys, which must all have that mark."""
     if not mark:
         return tuple(keys)
     return tuple(key[: mark_start(key)] + key[mark_start(key) + MARK_BYTES :] for key in keys)
@@ -74,7 +74,7 @@ def mark_of(key: Key) -> bytes:
 
 
 class Generations:
-    """Makes the mark for each reset, and knows that of the generation that this engine is in."""
+    """Makes the mark for each reset, and holds that of this engine's generation."""
 
     def __init__(
         self,
@@ -83,15 +83,15 @@ class Generations:
         keep: bool = False,
         random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
-        """``keep``: a reset without a name says nothing about the weights, unless they changed."""
+        """``keep``: a reset without a name keeps the generation, unless the weights changed."""
         self.mark = mark_of_name(weights_version)
         self._keep = keep
         self._random_bytes = random_bytes
 
     def begin(self, weights_version: str | None, *, has_changed: bool = False) -> bytes | None:
-        """Return the mark of the generation that a reset begins; None: it begins none.
+        """Return the mark of the generation that a reset begins; None if it begins none.
 
-        ``has_changed``: the weights are known to be others, whatever a reset usually says.
+        ``has_changed``: the weights are known to have changed, whatever a reset usually means.
         """
         if weights_version == "":
             raise Misuse(

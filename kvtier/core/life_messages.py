@@ -1,4 +1,4 @@
-"""The messages about the life of a tier: what its cell and its host report to its link."""
+"""Defines the messages about a tier's life that its cell and its host send to its link."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from kvtier.plugin_api.backend import (  # noqa: TC001 - msgspec decodes by them
 
 
 class Counted(Message, frozen=True):
-    """What the tier's backend has counted so far in this life of its cell."""
+    """Counters of the tier's backend so far, in this life of its cell."""
 
     counters: dict[str, int]
 
 
 class ConnectionChanged(Message, frozen=True, gc=False):
-    """How the tier's backend stands with its server from now on."""
+    """The connection of the tier's backend to its server has a new state."""
 
     state: Connection
 
 
 class TierOpened(Message, frozen=True, gc=False):
-    """The tier's backend is open, for the first time: what was sent until now waited for that."""
+    """The tier's backend is open for the first time: messages sent until now waited for that."""
 
 
 class TierBroke(Message, frozen=True, gc=False):
@@ -32,19 +32,19 @@ class TierBroke(Message, frozen=True, gc=False):
 
 
 class TierNotRun(Message, frozen=True, gc=False):
-    """For so long, of late, the tier's process was ready to run and the machine ran others."""
+    """For so long, recently, the tier's process was runnable but the machine ran others."""
 
     seconds: float
 
 
 class TierFenced(Message, frozen=True, gc=False):
-    """The tier's cell is gone, threads and all: no slot is touched by it any more."""
+    """The tier's cell is gone, with all its threads: it touches no slot any more."""
 
 
 class TierRestarted(Message, frozen=True, gc=False):
-    """A fresh cell serves the tier; what it knew is forgotten.
+    """A fresh cell serves the tier; the old one's knowledge is lost.
 
-    ``traits``: its backend's; None if they are as they were.
+    ``traits``: its backend's; None if they are unchanged.
     """
 
     traits: BackendTraits | None = None

@@ -1,4 +1,4 @@
-"""What every message is, and a value that several of them carry."""
+"""Defines the base of every message, and a value that several of them carry."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 class RequestOrder(NamedTuple):
-    """A request's keys by token position, from number ``first`` on; those before are known."""
+    """A request's keys by token position, from number ``first`` on; earlier ones are known."""
 
     first: int
     keys: tuple[Key, ...]
 
 
 class Message(msgspec.Struct, frozen=True, gc=False, tag=True, array_like=True):
-    """What all messages are. Their class's name is sent along where they go to another process."""
+    """Base of all messages. The class name is sent along when one goes to another process."""

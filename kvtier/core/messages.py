@@ -1,15 +1,15 @@
-"""Every message that one actor sends another, on one page.
+"""Lists every message that one actor sends another, on one page.
 
-(But those between a tier and its backend's driver: ``kvtier/core/driver_messages.py``; about
+(Except those between a tier and its backend's driver: ``kvtier/core/driver_messages.py``; about
 requests: ``kvtier/core/request_messages.py``; about promotions:
 ``kvtier/core/promotion_messages.py``; about cascades: ``kvtier/core/cascade_messages.py``; about
-what loads cost: ``kvtier/core/load_messages.py``; about a tier's life:
+the cost of loads: ``kvtier/core/load_messages.py``; about a tier's life:
 ``kvtier/core/life_messages.py``; those that the primary tier leaves for itself while it waits for
 victims: ``kvtier/engine/eviction.py``.)
 
 Messages are values: keys, slot numbers, ids, outcomes, times. Never a buffer,
 a callback or an object of the sender's, so an actor can move to another process.
-They are frozen msgspec structs: cheap to build, no business of the garbage collector's.
+They are frozen msgspec structs: cheap to build, and not tracked by the garbage collector.
 Units: seconds of the runtime's monotonic clock; slots count from 0; tiers too, in
 the order of ``secondary_tiers``; a set of tiers is an int, one bit a tier.
 
@@ -103,9 +103,9 @@ class Lookup(Message, frozen=True, gc=False):
 class LookupPrefix(Message, frozen=True, gc=False):
     """Where are these blocks? Answered with their BlockStates, from the first on.
 
-    Maybe fewer: the first ABSENT is the last; what needs an eviction is to be asked for alone.
-    Given ``place``, it is decided how much of what tiers have is loaded; the rest is ABSENT.
-    ``now`` is told with it: the last Tick may be as old as a step of the engine.
+    Maybe fewer: the first ABSENT is the last; a key that needs an eviction must be looked up alone.
+    With ``place``, the lookup decides how many of the tiers' blocks to load; the rest are ABSENT.
+    ``now`` is set with it: the last Tick may be as old as a step of the engine.
     """
 
     keys: tuple[Key, ...]
@@ -123,7 +123,7 @@ class PrepareLoad(Message, frozen=True, gc=False):
 
 
 class CompleteLoad(Message, frozen=True, gc=False):
-    """The GPU has read these blocks, as it began to in that epoch."""
+    """The GPU has read these blocks, prepared in that epoch."""
 
     keys: tuple[Key, ...]
     request: RequestId
@@ -136,7 +136,7 @@ class PrepareStore(Message, frozen=True, gc=False):
     keys: tuple[Key, ...]
     request: RequestId
     cuts: tuple[int, ...] | None = None  #: how many keys may be stored without the rest; None: any,
-    #: and each is of use only with all before it
+    #: and each is only useful with all before it
     order: RequestOrder | None = None
 
 
@@ -156,7 +156,7 @@ class CompleteStore(Message, frozen=True, gc=False):
     request: RequestId
     success: bool
     epoch: int
-    kept: tuple[Key, ...] = ()  #: those of ``keys`` that no tier may be given
+    kept: tuple[Key, ...] = ()  #: those of ``keys`` that must not go to any tier
 
 
 class Touch(Message, frozen=True, gc=False):
@@ -167,13 +167,13 @@ class Touch(Message, frozen=True, gc=False):
 
 
 class StepEnd(Message, frozen=True, gc=False):
-    """The scheduler's step is over: send what was collected."""
+    """The scheduler's step is over: send the collected messages."""
 
     now: float
 
 
 class Tick(Message, frozen=True, gc=False):
-    """Time has come to ``now``."""
+    """The time is now ``now``."""
 
     now: float
 
@@ -187,7 +187,7 @@ class LoadSources(Message, frozen=True, gc=False):
 class Reset(Message, frozen=True, gc=False):
     """Forget every block of the primary tier, and begin a new epoch.
 
-    ``mark``: of the generation that begins with it; None: the weights are the same.
+    ``mark``: of the generation that begins with it; None: the weights are unchanged.
     """
 
     mark: bytes | None = None
@@ -201,7 +201,7 @@ class ResetFlushed(Message, frozen=True, gc=False):
 
 
 class Admitted(Message, frozen=True, gc=False):
-    """These keys are resident now, written by ``request``; ``held``: not yet evictable."""
+    """These keys are resident now, written by ``request``; ``held``: not evictable yet."""
 
     keys: tuple[Key, ...]
     request: RequestId
@@ -211,7 +211,7 @@ class Admitted(Message, frozen=True, gc=False):
 class Touched(Message, frozen=True, gc=False):
     """These resident keys were used by ``request``, given from head to tail.
 
-    ``held``: they must not be chosen until Unheld either.
+    ``held``: they also must not be chosen until Unheld.
     """
 
     keys: tuple[Key, ...]
@@ -238,7 +238,7 @@ class Gone(Message, frozen=True, gc=False):
 
 
 class RequestEnded(Message, frozen=True, gc=False):
-    """``request`` is over, and has used ``order``: all its keys, head to tail, if known."""
+    """``request`` is over; ``order``: all keys that it used, head to tail, if known."""
 
     request: RequestId
     order: tuple[Key, ...] | None
@@ -252,19 +252,19 @@ class ChooseVictims(Message, frozen=True, gc=False):
 
 
 class Victims(Message, frozen=True, gc=False):
-    """The policy has forgotten these keys, tails before heads. Fewer than asked: no more."""
+    """The policy has forgotten these keys, tails before heads. Fewer than asked: it has no more."""
 
     keys: tuple[Key, ...]
 
 
 class Restored(Message, frozen=True, gc=False):
-    """These victims were not evicted after all: restore them, as the next to go."""
+    """These victims were not evicted after all: restore them, first in line for eviction."""
 
     keys: tuple[Key, ...]
 
 
 class PolicyBroke(Message, frozen=True, gc=False):
-    """The eviction policy did ``error``. Answered with Residents, for the one in its place."""
+    """The eviction policy failed with ``error``. Answered with Residents, for its replacement."""
 
     error: str
 
@@ -274,13 +274,13 @@ class PolicyReturned(Message, frozen=True, gc=False):
 
 
 class ReplacePolicy(Message, frozen=True, gc=False):
-    """What the eviction policy names is of no use. Answered with PolicyBroke."""
+    """The victims that the eviction policy names are unusable. Answered with PolicyBroke."""
 
     error: str
 
 
 class Residents(Message, frozen=True, gc=False):
-    """All keys that are resident, and those of them that are held."""
+    """All resident keys, and those of them that are held."""
 
     keys: tuple[Key, ...]
     held: tuple[Key, ...]
@@ -294,7 +294,7 @@ class Cleared(Message, frozen=True, gc=False):
 
 
 class GenerationBegan(Message, frozen=True, gc=False):
-    """The weights are others from this epoch on: nothing from before is to be found again.
+    """The weights have changed as of this epoch: no block from before may be found again.
 
     Primary tier → links, and each link → its tier. ``mark``: see ``kvtier/core/generations.py``.
     """
@@ -304,10 +304,10 @@ class GenerationBegan(Message, frozen=True, gc=False):
 
 
 class ProbeKeys(Message, frozen=True, gc=False):
-    """Ask whether the tier has these, head to tail. Answered with ProbeEnded, in parts.
+    """Look up whether the tier has these, head to tail. Answered with ProbeEnded, in batches.
 
-    ``request``: the one that it is asked for, if tiers answer it apart from others. ``asker``: the
-    one that asked first. ``in_order``: no key is of use to it behind one that is not there.
+    ``request``: the one it is for, if lookups are request-scoped. ``asker``: the
+    one that asked first. ``in_order``: no key is of use to it behind a missing one.
     """
 
     keys: tuple[Key, ...]
@@ -317,14 +317,14 @@ class ProbeKeys(Message, frozen=True, gc=False):
 
 
 class ProbesWithdrawn(Message, frozen=True, gc=False):
-    """The tier was not asked for these: nobody waited for an answer any more."""
+    """The tier was not probed for these: no request waited for the answer any more."""
 
     tier: int
     keys: tuple[Key, ...]
 
 
 class ProbeEnded(Message, frozen=True, gc=False):
-    """The tier's answer, or what stands in for it at the deadline. One bool a key."""
+    """The tier's answer, or its substitute at the deadline. One bool per key."""
 
     tier: int
     keys: tuple[Key, ...]
@@ -333,7 +333,7 @@ class ProbeEnded(Message, frozen=True, gc=False):
 
 
 class TierUsable(Message, frozen=True, gc=False):
-    """Whether the tier is to be asked for blocks now, and whether it ``answers`` if it has one."""
+    """Whether to probe the tier for blocks now, and whether it ``answers`` if it has one."""
 
     tier: int
     usable: bool
@@ -343,7 +343,7 @@ class TierUsable(Message, frozen=True, gc=False):
 class PresenceLearned(Message, frozen=True, gc=False):
     """The tier is now known to have ``added`` and no longer to have ``removed``.
 
-    ``since``: the epoch in which the generation began that this is about.
+    ``since``: the epoch in which the generation concerned began.
     """
 
     tier: int
@@ -353,23 +353,23 @@ class PresenceLearned(Message, frozen=True, gc=False):
 
 
 class TierForgotten(Message, frozen=True, gc=False):
-    """Nothing is known of the tier's contents any more: it was restarted."""
+    """The tier's contents are unknown from now on: it was restarted."""
 
     tier: int
 
 
 class LinkFailed(Message, frozen=True, gc=False):
-    """The tier's link broke: what the tier is filling will never be reported."""
+    """The tier's link broke: the slots the tier is filling will never be reported."""
 
     tier: int
 
 
 NoticeLevel: TypeAlias = Literal["info", "warning"]
-"""Of the log: a warning is of a fault that kvtier copes with, or of its end."""
+"""Log level: a warning reports a fault that kvtier copes with, or the end of one."""
 
 
 class Notice(Message, frozen=True, gc=False):
-    """Something a person should read, once. Any actor → its cell's log."""
+    """Something an operator should read, once. Any actor → its cell's log."""
 
     event: str
     tier: str
@@ -379,15 +379,15 @@ class Notice(Message, frozen=True, gc=False):
 
 # --- tier link ↔ secondary tier, from cell to cell ---
 #
-# Whatever names blocks has the mark of their generation with it, so that no order of
+# Whatever names blocks carries the mark of their generation, so that no order of
 # messages, and no restart, can make the blocks of one generation those of another; and the
 # epoch in which that generation began (``since``): an engine may go back to one that has a name.
-# ``deadline``: when nobody waits for the answer any more. It and ``at`` are converted where the
+# ``deadline``: when no request waits for the answer any more. It and ``at`` are converted if the
 # engine's clock is not the machine's (``kvtier/hosts/machine_time.py``).
 
 
 class Probe(Message, frozen=True, gc=False):
-    """Ask whether the tier has these. Answered with ProbeAnswer."""
+    """Look up whether the tier has these. Answered with ProbeAnswer."""
 
     probe: int
     keys: tuple[Key, ...]
@@ -398,7 +398,7 @@ class Probe(Message, frozen=True, gc=False):
 
 
 class ProbeAnswer(Message, frozen=True, gc=False):
-    """One bool a key, in the order asked."""
+    """One bool per key, in the order asked."""
 
     probe: int
     present: tuple[bool, ...]
@@ -417,7 +417,7 @@ class LoadJob(Message, frozen=True, gc=False):
 
 
 class StoreJob(Message, frozen=True, gc=False):
-    """Keep these blocks of one request, read from these slots. Answered with JobEnded."""
+    """Store these blocks of one request, read from these slots. Answered with JobEnded."""
 
     job: int
     request: RequestId
@@ -429,7 +429,7 @@ class StoreJob(Message, frozen=True, gc=False):
 
 
 class JobEnded(Message, frozen=True, gc=False):
-    """One outcome a block, in the order of the job. ``seconds``: time at the backend.
+    """One outcome per block, in the order of the job. ``seconds``: time at the backend.
 
     ``at``: when the last block ended, by the monotonic clock of the machine; 0.0: not known.
     """
@@ -448,9 +448,9 @@ class TouchKeys(Message, frozen=True, gc=False):
 
 
 class PresenceChanged(Message, frozen=True, gc=False):
-    """What a tier that knows its contents has gained and lost, in that order.
+    """Blocks that a tier tracking its contents has gained and lost, in that order.
 
-    Another one tells of what it found to be gone.
+    Other tiers report blocks that they found to be gone.
     """
 
     added: tuple[Key, ...]

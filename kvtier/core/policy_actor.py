@@ -1,17 +1,17 @@
 """The actor that hosts an eviction policy.
 
-Its host is whoever owns the blocks: the primary tier in the engine cell, or a
+Its host is the owner of the blocks: the primary tier in the engine cell, or a
 secondary tier in its own. Only ``ChooseVictims`` is answered.
 
-A policy may be a third party's. One that raises, or whose victims are of no use to
+A policy may be third-party code. One that raises, or whose victims are unusable for
 the host, is replaced by a fallback, ``lru``: a tier that can't evict any more would store
 nothing for as long as its engine lives.
-The host is asked what is resident. Until it says so, whatever it had sent before
-is passed over, since that is part of what it will say; only those who wait for
-victims are remembered.
+The host is asked for the resident keys. Until it answers, its earlier messages
+are ignored, since the answer includes their effect; only requests for
+victims are kept.
 
 A policy that raised for lack of memory is not at fault: after a while another of its kind
-takes the fallback's place, and learns what is resident in the same way.
+replaces the fallback, and learns the resident keys in the same way.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 
 POLICY_TIME_S: Final = 1.0
-"""How often a policy is told the time, at most."""
+"""Shortest interval between two reports of the time to a policy."""
 
 RUN_KEYS: Final = 64
-"""A policy that takes over is told of so many keys as if they were one request's."""
+"""A policy that takes over is given runs of so many keys, each as if of one request."""
 
 
 TICKS_WITHOUT_MEMORY: Final = 60
@@ -45,7 +45,7 @@ TICKS_WITHOUT_MEMORY: Final = 60
 
 
 def new_policy(tier: str, message: m.PolicyBroke | m.PolicyReturned) -> m.Notice:
-    """Return what a person should read of an eviction policy that took another's place."""
+    """Return the notice about an eviction policy that replaced another."""
     if isinstance(message, m.PolicyBroke):
         event, detail = "eviction policy broke, lru takes its place", message.error
     else:
@@ -63,20 +63,20 @@ class PolicyActor(Actor):
         fallback: Callable[[int], EvictionPolicy],
         host: Mailbox,
     ) -> None:
-        """``fallback`` makes what takes the place of a policy that broke, from its capacity.
+        """``fallback`` makes the replacement of a policy that broke, from its capacity.
 
-        ``host``: who owns the blocks.
+        ``host``: the owner of the blocks.
         """
         self.policy = policy
         self._fallback = fallback
         self.host = host
         self._kind = type(policy)
-        self._ticks_left = 0  # until another of that kind is tried; 0: none is to be
+        self._ticks_left = 0  # until another of that kind is tried; 0: not planned
         self._waiting: list[m.ChooseVictims] = []  # for Residents
         super().__init__(name, self._guarded(self._calls()))
 
     def _calls(self) -> _Calls:
-        """Return what each message comes to, for the policy that is here now."""
+        """Return the handler of each message, for the current policy."""
         policy = self.policy
         return {
             m.Admitted: lambda x: policy.admit(x.keys, x.request, held=x.held),
@@ -126,7 +126,7 @@ class PolicyActor(Actor):
     # --- a policy that raised, or can't be used ---
 
     def _replace(self, error: str, message: Message) -> None:
-        """Put the fallback in the policy's place; it knows nothing until the host has answered."""
+        """Replace the policy with the fallback; it knows nothing until the host has answered."""
         broken = type(self.policy).__name__
         if isinstance(message, m.ChooseVictims):
             self._waiting.append(message)
@@ -135,7 +135,7 @@ class PolicyActor(Actor):
         self.host.post(m.PolicyBroke(error=printable(f"{broken}: {error}")))
 
     def _return(self) -> None:
-        """Put another of the policy's own kind in the place of the fallback, or try it later."""
+        """Replace the fallback with a policy of the original kind, or retry later."""
         try:
             policy = self._kind(self.policy.capacity)
         except Exception:  # noqa: BLE001 - a policy may be anybody's
@@ -145,14 +145,14 @@ class PolicyActor(Actor):
         self.host.post(m.PolicyReturned())
 
     def _restart(self, policy: EvictionPolicy, guarded: Callable[[_Calls], _Calls]) -> None:
-        """Have a policy that knows nothing. The host is to be asked what is resident."""
+        """Install a policy that knows nothing. The host must then be asked for its residents."""
         self.policy = policy
         self._restore_handlers(dict.fromkeys(self._calls(), lambda _: None))
         self.handlers[m.ChooseVictims] = self._waiting.append
         self.handlers.update(guarded({m.Residents: lambda x: self._residents(x, guarded)}))
 
     def _residents(self, message: m.Residents, guarded: Callable[[_Calls], _Calls]) -> None:
-        # Nobody knows any more whose they were. What came together stands together mostly.
+        # Their requests are no longer known. Keys that came together mostly stand together.
         for start in range(0, len(message.keys), RUN_KEYS):
             self.policy.admit(message.keys[start : start + RUN_KEYS], "", held=False)
             self.policy.end_request("", None)

@@ -1,6 +1,6 @@
-"""The messages about promotions, between the primary tier and a tier's link.
+"""Defines the messages about promotions, between the primary tier and a tier's link.
 
-As those in ``kvtier/core/messages.py``; they never leave the engine cell.
+Like those in ``kvtier/core/messages.py``, but they never leave the engine cell.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from kvtier.plugin_api.keys import Key, RequestId  # noqa: TC001 - as above
 class Promote(Message, frozen=True, gc=False):
     """Load these blocks, all for one request, into these slots.
 
-    ``patience_s``: after so long the request computes them instead, or as long as the load should
-    take by what else the tier has to do, if that is no longer than ``patience_max_s``.
+    ``patience_s``: the request computes them instead after so long, or as long as the load should
+    take given the tier's other work, if that is no longer than ``patience_max_s``.
     """
 
     keys: tuple[Key, ...]
@@ -27,7 +27,7 @@ class Promote(Message, frozen=True, gc=False):
 
 
 class PromotionEnded(Message, frozen=True, gc=False):
-    """What became of each block. The tier has released all the slots."""
+    """The outcome of each block. The tier has released all the slots."""
 
     tier: int
     keys: tuple[Key, ...]
@@ -37,10 +37,10 @@ class PromotionEnded(Message, frozen=True, gc=False):
 
 
 class Withdraw(Message, frozen=True, gc=False):
-    """What this request, or any (None), wanted of tiers is of no use to it any more.
+    """This request, or any (None), needs nothing more from tiers.
 
-    What is not sent yet is not sent: answered with PromotionWithdrawn and ProbesWithdrawn.
-    ``unwanted``: keys that it asked tiers for, and that nobody else waits to hear of.
+    Anything not sent yet is not sent: answered with PromotionWithdrawn and ProbesWithdrawn.
+    ``unwanted``: keys that it asked tiers for, and that no other request waits for.
     """
 
     request: RequestId | None
@@ -48,7 +48,7 @@ class Withdraw(Message, frozen=True, gc=False):
 
 
 class PromotionWithdrawn(Message, frozen=True, gc=False):
-    """These blocks were not asked of the tier. Nothing touches the slots."""
+    """These blocks were not requested from the tier. Nothing touches the slots."""
 
     tier: int
     keys: tuple[Key, ...]
@@ -66,7 +66,7 @@ class PromotionAbandoned(Message, frozen=True, gc=False):
 
 
 class PromotionLate(Message, frozen=True, gc=False):
-    """What became of blocks that were abandoned. The tier has released all the slots."""
+    """The outcome of abandoned blocks. The tier has released all the slots."""
 
     keys: tuple[Key, ...]
     slots: tuple[int, ...]

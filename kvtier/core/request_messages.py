@@ -1,7 +1,7 @@
-"""Messages about requests: from the facade, and to request-scoped tiers.
+"""Defines messages about requests: from the facade, and to request-scoped tiers.
 
-Such a tier (``BackendTraits.request_scoped``) is asked for what one request may have, and
-given what that request stores. It is notified of requests with parameters for it, and no others.
+Such a tier (``BackendTraits.request_scoped``) is asked for the blocks that one request may have,
+and given those it stores. It is notified of requests with parameters for it, and no others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvtier.plugin_api.keys import Key, RequestId, TierSet  # noqa: TC001 - msgs
 class RequestStarted(Message, frozen=True, gc=False):
     """A request begins; only ``tiers`` may be asked for its blocks.
 
-    ``params``: for request-scoped tiers, as MessagePack; empty: those don't hear of it.
+    ``params``: for request-scoped tiers, as MessagePack; if empty, those are not notified.
     ``peer``: the address of the engine that it loads from, if it names one.
     """
 
@@ -33,7 +33,7 @@ class RequestFinished(Message, frozen=True, gc=False):
 
 
 class RequestsScheduled(Message, frozen=True, gc=False):
-    """It is decided what these requests load: they wait for nothing any more."""
+    """The loads of these requests are decided: they wait for nothing any more."""
 
     requests: tuple[RequestId, ...]
 
@@ -44,7 +44,7 @@ class RequestsScheduled(Message, frozen=True, gc=False):
 class RequestOpened(Message, frozen=True, gc=False):
     """A request runs that has ``params`` (MessagePack) for request-scoped tiers.
 
-    Before all else of the request. ``peer``: as RequestStarted.
+    Sent before all else of the request. ``peer``: as in RequestStarted.
     """
 
     request: RequestId
@@ -53,7 +53,7 @@ class RequestOpened(Message, frozen=True, gc=False):
 
 
 class RequestClosed(Message, frozen=True, gc=False):
-    """Nothing more comes of a request that was opened."""
+    """A request that was opened sends nothing more."""
 
     request: RequestId
 
@@ -65,33 +65,33 @@ class TierIsRequestScoped(Message, frozen=True, gc=False):
 
 
 class PrefixHits(Message, frozen=True, gc=False):
-    """These blocks of the request were in host memory before it. Before the StoreJob with them.
+    """These blocks of the request were in host memory before it. Sent before their StoreJob.
 
-    Only a tier that wants all blocks of the request has any use for them.
+    Only for a tier that wants all blocks of the request.
     """
 
     request: RequestId
     keys: tuple[Key, ...]
 
 
-# --- blocks that a backend wants, for a request of another engine's ---
+# --- blocks that a backend wants, for another engine's request ---
 
 
 class BlocksWanted(Message, frozen=True, gc=False):
-    """A backend wants these for ``request``, which is of its own. Tier → link → primary tier.
+    """A backend wants these for ``request``, one of its own. Tier → link → primary tier.
 
-    What is READY comes as a StoreJob of that request, so that it stays while it is read; of the
-    others BlocksMissing tells. ``since``: the epoch in which the generation of the keys began.
+    READY blocks come as a StoreJob of that request, so that they stay while they are read; the
+    others come as BlocksMissing. ``since``: the epoch in which the keys' generation began.
     """
 
     request: RequestId
     keys: tuple[Key, ...]
     since: int = 0
-    tier: int = -1  #: which, from its link on
+    tier: int = -1  #: the tier's number, set by its link
 
 
 class BlocksMissing(Message, frozen=True, gc=False):
-    """These will not come for ``request``. By the way back, to the backend."""
+    """These will not come for ``request``. Goes the way back, to the backend."""
 
     request: RequestId
     keys: tuple[Key, ...]

@@ -1,8 +1,8 @@
-"""The messages of a tier that stands behind another program's primary tier.
+"""Defines the messages of a tier that stands behind another program's primary tier.
 
 That program moves blocks by jobs of its own, between its own slots and the tier. In between lie
 kvtier's staging slots (``kvtier/engine/staged_tier.py``): ``slots`` here are the program's,
-``staging`` kvtier's own. None of these messages leaves the engine cell, but ``CopyBlocks`` and
+``staging`` kvtier's own. None of these messages leaves the engine cell, except ``CopyBlocks`` and
 ``BlocksCopied``: to the thread that copies (``kvtier/hosts/copier.py``), and back.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SubmitLoad(Message, frozen=True, gc=False):
-    """Bring these blocks from the tier into these slots."""
+    """Load these blocks from the tier into these slots."""
 
     job: int
     request: RequestId
@@ -45,25 +45,25 @@ class CopyBlocks(Message, frozen=True, gc=False):
 
 
 class BlocksCopied(Message, frozen=True, gc=False):
-    """The copy has ended: nobody touches its slots any more."""
+    """The copy has ended: its slots are not touched any more."""
 
     copy: int
     success: bool
 
 
 class GiveUp(Message, frozen=True, gc=False):
-    """Finish every job now. Only copies that have begun go on; they end soon."""
+    """Finish every job now. Only copies that have begun continue; they end soon."""
 
 
 class TakeFinished(Message, frozen=True, gc=False):
-    """Answered with the list of Finished jobs since the last one."""
+    """Answered with the list of jobs Finished since the last one."""
 
 
 class Finished(NamedTuple):
-    """How a job ended. Its slots are touched no more."""
+    """Outcome of a job. Its slots are no longer touched."""
 
     job: int
     is_load: bool
-    failed: Sequence[Key]  #: the blocks that did not get where they were to go
+    failed: Sequence[Key]  #: the blocks that did not reach their destination
     succeeded: Sequence[Key]
     moved: int  #: how many blocks were read or written

@@ -1,8 +1,8 @@
-"""What kvtier counts, and the frozen snapshot that ``statistics()`` returns.
+"""Defines kvtier's counters, and the frozen snapshot that ``statistics()`` returns.
 
 Actors count in the plain mutable classes, whose attributes are the counters;
-nobody else writes them. Counters only grow; observations are taken by whoever
-exports them.
+no other code writes them. Counters only grow; observations are drained by
+their exporter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OBSERVATIONS_MAX: Final = 10_000
-"""Observations that nobody takes are dropped beyond this many, the oldest first."""
+"""Observations not drained are dropped beyond this many, the oldest first."""
 
 
 class Counts(msgspec.Struct):
@@ -40,18 +40,18 @@ class PrimaryCounts(Counts):
     queries: int = 0
     hits: int = 0  # of these, READY at once
     evictions: int = 0
-    promotions_refused: int = 0  # lookups answered ABSENT for want of a slot
+    promotions_refused: int = 0  # lookups that returned ABSENT for want of a slot
     stores_skipped: int = 0  # below store_threshold
     stores_dropped: int = 0  # no room
-    late_blocks_kept: int = 0  # that tiers delivered when nobody waited for them any more
+    late_blocks_kept: int = 0  # that tiers delivered when no request waited for them any more
     unknown_completions: int = 0
-    policies_replaced: int = 0  # eviction policies that raised, or were of no use
-    # Decisions whether a request loads or recomputes, one a request and wait.
+    policies_replaced: int = 0  # eviction policies that raised, or whose victims were unusable
+    # Decisions whether a request loads or recomputes, one per request and wait.
     loads_decided: int = 0  # all that tiers have
     cuts_decided: int = 0  # the head from tiers, the tail recomputed
     recomputes_decided: int = 0  # nothing from tiers
-    explorations_decided: int = 0  # a few blocks, to learn how fast a tier is now
-    blocks_declined: int = 0  # that tiers have, as far as known, and that were recomputed
+    explorations_decided: int = 0  # a few blocks, to measure how fast a tier is now
+    blocks_declined: int = 0  # that tiers have, as far as known, but that were recomputed
     requests_waited: int = 0  # until others release the slots that their loads need
     prefill_expected_seconds: float = 0.0  # of steps that computed prompts, one by one
     prefill_seconds: float = 0.0  # of the same steps
@@ -84,9 +84,9 @@ class TierCounts(Counts):
     load_seconds: float = 0.0  # of the same jobs, from when they were sent
     jobs_timed_out: int = 0  # jobs
     probes_timed_out: int = 0  # probes
-    late_completions: int = 0  # jobs and probes that ended when nobody waited for them any more
-    unknown_completions: int = 0  # doubled, or never asked for
-    policies_replaced: int = 0  # eviction policies that raised, in cells one after the other
+    late_completions: int = 0  # jobs and probes that ended when no request waited any more
+    unknown_completions: int = 0  # duplicate, or never requested
+    policies_replaced: int = 0  # eviction policies that raised, over all cells so far
     breaker_opened: int = 0
     connections_lost: int = 0
     broke: int = 0
@@ -94,7 +94,7 @@ class TierCounts(Counts):
     def count_job(
         self, outcomes: Sequence[Outcome], block_bytes: int, seconds: float, *, is_load: bool
     ) -> bool:
-        """Count a job that was at the backend for so long; tell whether all of it is DONE."""
+        """Count a job that spent ``seconds`` at the backend; return whether all of it is DONE."""
         done = outcomes.count(Outcome.DONE)
         complete = done == len(outcomes)
         if is_load:
@@ -113,14 +113,14 @@ class TierCounts(Counts):
 
 
 class Observed(Generic[T]):
-    """Single measurements that wait to be taken."""
+    """Single measurements that wait to be drained."""
 
     def __init__(self) -> None:
         self._waiting: deque[T] = deque(maxlen=OBSERVATIONS_MAX)
         self.add = self._waiting.append
 
     def drain(self) -> list[T]:
-        """Return what was added since the last time."""
+        """Return the measurements added since the last call."""
         taken = list(self._waiting)
         self._waiting.clear()
         return taken
@@ -142,13 +142,13 @@ class PrimaryStatistics(msgspec.Struct, frozen=True):
 
 
 class TierSpeed(msgspec.Struct, frozen=True):
-    """How fast a tier is at one kind of work, from what ended lately."""
+    """Speed of a tier at one kind of work, from recently completed work."""
 
-    latency_s: float  #: 0 as well while it is not told from the time that each block takes
+    latency_s: float  #: also 0 while it can't be separated from the time per block
     bytes_per_s: float  #: 0 for probes, and if only the latency shows
     answers_per_s: float  #: of probes, in blocks; 0 for others
-    spread: float  #: how far off what was expected was, as a share of it
-    window: int  #: how many blocks it is given at once, or keys
+    spread: float  #: how far off the estimate was, as a share of it
+    window: int  #: how many blocks, or keys, it is given at once
 
 
 class TierStatistics(msgspec.Struct, frozen=True):
@@ -165,37 +165,37 @@ class TierStatistics(msgspec.Struct, frozen=True):
     promotion_slots: int
     cascade_slots: int
     counts: TierCounts  #: as they were then
-    #: Of ``"probes"``, ``"loads"`` and ``"stores"`` those of which something is known.
+    #: Of ``"probes"``, ``"loads"`` and ``"stores"`` those with a known speed.
     speeds: Mapping[str, TierSpeed] = msgspec.field(default_factory=dict)
-    #: The backend's own counters, as they were told last; and which of them go up and down.
+    #: The backend's own counters, as last reported; and which of them go up and down.
     backend: Mapping[str, int] = msgspec.field(default_factory=dict)
     backend_levels: frozenset[str] = frozenset()
 
 
 class TierObservations(msgspec.Struct, frozen=True):
-    """Single measurements of one tier since they were last taken."""
+    """Single measurements of one tier since they were last drained."""
 
-    probe_seconds: list[float]  #: one a probe: from asking until the answer was taken in
-    promotion_seconds: list[tuple[float, bool]]  #: one a job: its length, and its success
+    probe_seconds: list[float]  #: one per probe: from sending it until the answer was taken in
+    promotion_seconds: list[tuple[float, bool]]  #: one per job: its length, and its success
 
 
 class Observations(msgspec.Struct, frozen=True):
-    """Single measurements since they were last taken, for histograms."""
+    """Single measurements since they were last drained, for histograms."""
 
-    allocation_sizes: list[int]  #: one a store: blocks that wanted a slot
+    allocation_sizes: list[int]  #: one per store: blocks that wanted a slot
     lookup_seconds: list[float]  #: a sample: time inside ``lookup``
     tiers: tuple[TierObservations, ...]
 
 
 class Statistics(msgspec.Struct, frozen=True):
-    """What ``SchedulerFacade.statistics()`` returns."""
+    """Result of ``SchedulerFacade.statistics()``."""
 
     primary: PrimaryStatistics
     tiers: tuple[TierStatistics, ...]
     faults: int  #: handlers that raised
 
     def counters(self) -> dict[str, int | float]:
-        """Return all that only grows, by name: what one snapshot has, no later one has less of."""
+        """Return all counters that only grow, by name: later snapshots never have less of any."""
         counters: dict[str, int | float] = {"faults": self.faults}
         counters.update((f"primary {name}", n) for name, n in asdict(self.primary.counts).items())
         for tier in self.tiers:

@@ -1,4 +1,4 @@
-"""What runs a tier's cell, as the engine's side sees it: ``kvtier/hosts`` has two kinds."""
+"""Defines the host of a tier's cell, as the engine's side sees it: ``kvtier/hosts`` has two."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.backend import BackendTraits
 
 ABANDON_S: Final = 1.0
-"""Of the time for closing: what is left when what still runs is given up."""
+"""Time reserved at the end of closing, once running work is given up."""
 
 
 class TierHost(Protocol):
-    """What runs a tier's cell, as the engine's side sees it. It is the cell's mailbox too.
+    """Runs a tier's cell, as the engine's side sees it. It is the cell's mailbox too.
 
-    All methods belong to the thread that calls the facade, but ``post``, which
+    All methods belong to the thread that calls the facade, except ``post``, which
     a host may allow to others.
     """
 
@@ -26,51 +26,51 @@ class TierHost(Protocol):
 
     @property
     def traits(self) -> BackendTraits | None:
-        """The backend's; None while there is none yet."""
+        """The backend's traits; None while there is no backend yet."""
 
     @property
     def place(self) -> str | None:
-        """The backend's."""
+        """The backend's place."""
 
     def start(self) -> None:
-        """Have the backend opened and messages delivered. Nothing here waits for that.
+        """Have the backend opened and messages delivered. Does not wait for that.
 
-        Without a backend: tell the link so, and try to make one until that works.
+        Without a backend: notify the link, and try to make one until that works.
         """
 
     def post(self, message: Message) -> bool:
         """Take a message for the tier's actor; it is delivered after the next ``wake``.
 
-        False: too many wait, or the cell is ending or disabled.
+        Return False if too many wait, or the cell is ending or disabled.
         """
 
     def wake(self) -> None:
-        """Have what was posted delivered. Never waits; done once a step."""
+        """Have the posted messages delivered. Never waits; done once a step."""
 
     def poll(self) -> None:
-        """Hand the link what the tier has sent, if that doesn't come by itself. Never waits."""
+        """Give the link the tier's messages, if they don't arrive by themselves. Never waits."""
 
     def ask_to_end(self) -> None:
-        """Take nothing more, end what was begun, then end. Returns at once."""
+        """Take nothing more, end the running work, then end. Returns at once."""
 
     def wait_until_ended(self, timeout_s: float) -> bool:
-        """Wait so long, at most, for a tier that was asked to end.
+        """Wait at most so long for a tier that was asked to end.
 
-        False: a thread of the tier may still touch the slots, whose memory must stay mapped.
+        Return False if a thread of the tier may still touch the slots: they must stay mapped.
         """
 
     def give_up(self) -> None:
         """Release what was begun, ended or not. Returns at once."""
 
     def close(self, timeout_s: float) -> bool:
-        """Do ``close_tiers`` for this one."""
+        """Close this tier as ``close_tiers`` does."""
         return close_tiers((self,), timeout_s)[0]
 
 
 def close_tiers(tiers: Sequence[TierHost], timeout_s: float) -> list[bool]:
-    """End tiers side by side, within ``timeout_s``. Returns whether each of them has ended.
+    """End tiers side by side, within ``timeout_s``. Return whether each of them has ended.
 
-    What was begun may take all of the time but the last ``ABANDON_S``, or the last half of it,
+    Running work may take all of the time except the last ``ABANDON_S``, or the last half of it,
     which no tier can take from another; then it is given up.
     """
     deadline_s = time.monotonic() + timeout_s

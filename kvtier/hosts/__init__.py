@@ -1,1 +1,1 @@
-"""What carries a tier's cell: a thread of the engine's process, or a process of its own."""
+"""Carriers of a tier's cell: a thread of the engine's process, or a process of its own."""

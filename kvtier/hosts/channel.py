@@ -1,12 +1,12 @@
-"""Messages between the engine's process and a tier's, over a socket pair.
+"""Carries messages between the engine's process and a tier's, over a socket pair.
 
-What is posted goes out with the next ``flush``, as one frame: its length in
-four bytes, then the messages in MessagePack. Nothing here ever waits but
-``wait``: what the socket doesn't take stays until the next flush.
+Posted messages go out with the next ``flush``, as one frame: its length in
+four bytes, then the messages in MessagePack. Nothing here ever waits except
+``wait``: bytes that the socket doesn't take stay until the next flush.
 
-The scheduler looks several times a step whether something has come, and mostly
-nothing has. To ask the kernel takes 3 to 15 us, so the tier's end counts what it
-sends in a word of memory that both processes map, and the engine's reads it.
+The scheduler checks several times a step whether something has come, and mostly
+nothing has. Asking the kernel takes 3 to 15 us, so the tier's end counts its
+sends in a word of memory that both processes map, and the engine's end reads it.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ DRAIN_BYTES_MAX: Final = 1 << 18
 """``drain`` reads at most so much: about 6,000 keys, a millisecond."""
 
 FRAME_MESSAGES_MAX: Final = 16
-"""More in a frame saves nothing, and a frame is decoded as a whole."""
+"""More messages in a frame save nothing, and a frame is decoded as a whole."""
 
 
 class Setup(NamedTuple):
-    """What the process is given at its start, pickled."""
+    """Input of the process at its start, pickled."""
 
     tier: TierConfig
     context: BackendContext
@@ -58,7 +58,7 @@ class Begin(m.Message, frozen=True, gc=False):
 
 
 class End(m.Message, frozen=True, gc=False):
-    """End what was begun, then end."""
+    """End the running work, then end."""
 
 
 class Ready(m.Message, frozen=True, gc=False):
@@ -72,7 +72,7 @@ class Ready(m.Message, frozen=True, gc=False):
 class Refused(m.Message, frozen=True, gc=False):
     """The backend could not be made. ``is_setting``: because of a bad setting.
 
-    ``is_trouble``: the storage that it names is in trouble, which may pass.
+    ``is_trouble``: the storage that it names has a fault, which may pass.
     """
 
     reason: str
@@ -81,7 +81,7 @@ class Refused(m.Message, frozen=True, gc=False):
 
 
 class Opened(m.Message, frozen=True):
-    """The backend is open. ``levels``: of what it counts, what goes up and down."""
+    """The backend is open. ``levels``: those of its counters that go up and down."""
 
     levels: dict[str, int]
 
@@ -127,30 +127,30 @@ ToEngine = (
 
 
 class NoMessage(KVTierError):
-    """Raised when the other end sent what is no message: it is damaged, or of another version."""
+    """Raised when the other end sent something else: it is damaged, or of another version."""
 
 
 class SendCount:
-    """How often the tier's end has sent: a word that both processes map."""
+    """Number of sends by the tier's end: a word that both processes map."""
 
     def __init__(self, descriptor: int) -> None:
-        """Map the word. The descriptor stays the caller's."""
+        """Map the word. The caller keeps the descriptor."""
         self._word = memoryview(mmap.mmap(descriptor, mmap.PAGESIZE)).cast("Q")
         self._seen = 0
 
     @staticmethod
     def new_file() -> int:
-        """Return a descriptor of a fresh one, for both processes."""
+        """Return a descriptor of a fresh word, for both processes."""
         descriptor = os.memfd_create("kvtier-sent")
         os.ftruncate(descriptor, mmap.PAGESIZE)
         return descriptor
 
     def add(self) -> None:
-        """Count what was just sent. The tier's end only."""
+        """Count a send. The tier's end only."""
         self._word[0] += 1
 
     def has_grown(self) -> bool:
-        """Tell whether more was sent since the last True. The engine's end only."""
+        """Return whether more was sent since the last True. The engine's end only."""
         count = self._word[0]
         if count == self._seen:
             return False
@@ -159,9 +159,9 @@ class SendCount:
 
 
 class Channel(Generic[T]):
-    """One end of the pair. ``receives``: the union of what it is sent. One thread at a time.
+    """One end of the pair. ``receives``: the union of its message types. One thread at a time.
 
-    ``counted`` counts what this end sends; ``watched`` is the other end's count, if it keeps one.
+    ``counted`` counts this end's sends; ``watched`` is the other end's count, if it keeps one.
     """
 
     def __init__(
@@ -180,9 +180,9 @@ class Channel(Generic[T]):
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[list[T]] = msgspec.msgpack.Decoder(list[receives])
         self._posted: list[m.Message] = []
-        self._going = memoryview(b"")  # what the socket has not accepted yet of the last frame
+        self._going = memoryview(b"")  # the rest of the last frame that the socket has not accepted
         self._came = bytearray()
-        self.is_ended = False  #: the other end is gone, and all that came from it was drained
+        self.is_ended = False  #: the other end is gone, and all its messages were drained
 
     def fileno(self) -> int:
         """Return the socket's descriptor, to be waited for."""
@@ -194,21 +194,21 @@ class Channel(Generic[T]):
 
     @property
     def is_flushed(self) -> bool:
-        """Whether all that was posted has been sent."""
+        """Whether all posted messages have been sent."""
         return not (self._posted or self._going)
 
     @property
     def has_news(self) -> bool:
-        """Whether something may have come: no system call tells, where the other end counts."""
+        """Whether something may have come: without a system call, if the other end counts."""
         return self._is_cut_short or self._watched is None or self._watched.has_grown()
 
     @property
     def posted(self) -> int:
-        """How many messages wait to be sent."""
+        """Number of messages that wait to be sent."""
         return len(self._posted)
 
     def flush(self) -> bool:
-        """Send what was posted, as far as the socket accepts it. True: nothing is left."""
+        """Send posted messages, as far as the socket accepts them. True: nothing is left."""
         while True:
             if not self._going:
                 if not self._posted:
@@ -220,7 +220,7 @@ class Channel(Generic[T]):
                 sent = self._end.send(self._going)
             except BlockingIOError:
                 return False
-            except OSError:  # the other end is gone: nobody is left to read it
+            except OSError:  # the other end is gone: there is no reader left
                 self._posted.clear()
                 self._going = memoryview(b"")
                 return True
@@ -229,7 +229,7 @@ class Channel(Generic[T]):
                 self._counted.add()
 
     def drain(self) -> list[T]:
-        """Return what has come, in order. Raises ``NoMessage`` for what is none."""
+        """Return the received messages, in order. Raises ``NoMessage`` for an invalid one."""
         came = self._came
         enough = len(came) + DRAIN_BYTES_MAX
         self._is_cut_short = False
@@ -260,18 +260,18 @@ class Channel(Generic[T]):
                     break
                 try:
                     messages += self._decoder.decode(whole[start:end])
-                except (ValueError, RecursionError) as error:  # no UTF-8 is no DecodeError
+                except (ValueError, RecursionError) as error:  # invalid UTF-8 is not a DecodeError
                     raise NoMessage(str(error)) from error
                 at = end
         del came[:at]
         return messages
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until something has come. False: nothing has, in all that time."""
+        """Wait until something has come. Return False if nothing came in that time."""
         poll = select.poll()  # unlike select, it takes any descriptor
         poll.register(self._end, select.POLLIN)
         return bool(poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000))
 
     def close(self) -> None:
-        """Release the socket. What was not sent is lost."""
+        """Release the socket. Messages not sent are lost."""
         self._end.close()

@@ -1,7 +1,7 @@
-"""Chooses what a tier's cell runs in, and makes it: a thread, or a process of its own.
+"""Chooses the host of a tier's cell, and makes it: a thread, or a process of its own.
 
-What may touch storage runs elsewhere, with a deadline: an engine starts, or says
-why not, whatever its storage does.
+Code that may touch storage runs elsewhere, with a deadline: an engine starts, or reports
+why it can't, whatever its storage does.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ def make_host(
     *,
     messages_max: int,
 ) -> TierHost:
-    """Make a tier's backend, and what runs it. Raises ``ConfigError``; nothing runs then.
+    """Make a tier's backend and its host. Raises ``ConfigError``; nothing runs then.
 
     Waits for the backend for ``start_timeout_s`` at most. If its storage can't be
     used, and ``on_unusable`` is ``skip``, the host has no backend: once
     started, it disables the tier, and enables it as soon as its storage can be used.
 
     A cell runs where the configuration says, else where its backend prefers;
-    in a thread in any case if no other process can map the memory.
+    always in a thread if no other process can map the memory.
     """
     host: TierProcess | TierThread
     if runs_in_process(tier, memory):
-        context = replace(context, engine=None)  # it can't go there
+        context = replace(context, engine=None)  # it can't cross to a process
         host = TierProcess(tier, context, memory, link, messages_max=messages_max)
     else:
         host = TierThread(
@@ -72,7 +72,7 @@ def make_host(
 
 
 def _maker(tier: TierConfig, context: BackendContext) -> Callable[[], Backend]:
-    """Return what makes one backend after the other: later ones make no folder elsewhere."""
+    """Return a factory of successive backends: later ones make no folder elsewhere."""
 
     def make() -> Backend:
         nonlocal context
@@ -84,7 +84,7 @@ def _maker(tier: TierConfig, context: BackendContext) -> Callable[[], Backend]:
 
 
 def runs_in_process(tier: TierConfig, memory: SlotMemory) -> bool:
-    """Tell whether the tier gets a process of its own. Raises ``ConfigError`` if it can't."""
+    """Return whether the tier gets a process of its own. Raises ``ConfigError`` if it can't."""
     if memory.descriptor is None and tier.isolation == "process":
         raise ConfigError(
             f"secondary tier {tier.name}: isolation={tier.isolation!r} needs memory that another "
@@ -103,7 +103,7 @@ def runs_in_process(tier: TierConfig, memory: SlotMemory) -> bool:
 
 
 def _check_policy(tier: TierConfig, host: TierHost) -> None:
-    """Refuse an unknown policy here, at the door."""
+    """Refuse an unknown policy here, before anything runs."""
     assert host.traits is not None
     make_policy = policy_maker(tier, host.traits)
     if make_policy is not None:

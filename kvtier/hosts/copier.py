@@ -1,6 +1,6 @@
 """Copies blocks between another program's slots and staging slots, on a thread of its own.
 
-Memory is all that it touches: a copy ends soon, whatever storage does. NumPy releases
+It touches only memory: a copy ends soon, whatever storage does. NumPy releases
 the GIL for each block.
 """
 
@@ -43,7 +43,7 @@ class BlockCopier:
         self._thread.start()
 
     def post(self, message: Message) -> bool:
-        """Take a copy. Never full: there are as many at most as staging slots."""
+        """Take a copy. Never full: there are at most as many as staging slots."""
         if not isinstance(message, CopyBlocks):
             raise InternalError(f"a copier does not understand {type(message).__name__}")
         self._posted_blocks += len(message.slots)
@@ -51,18 +51,18 @@ class BlockCopier:
         return True
 
     def backlog_bytes(self) -> int:
-        """Return how much there is still to copy."""
+        """Return the number of bytes still to copy."""
         return (self._posted_blocks - self._ended_blocks) * self._slots.block_bytes
 
     def wait_idle(self) -> None:
-        """Wait until what was posted has been copied."""
+        """Wait until all posted copies have ended."""
         if self._thread.is_alive():
             reached = threading.Event()
             self._queue.put(reached)
             reached.wait()
 
     def stop(self) -> None:
-        """Copy what was posted, end the thread, and release the program's slots."""
+        """Finish the posted copies, end the thread, and release the program's slots."""
         self._queue.put(_STOP)
         self._thread.join()
         self._program = None
@@ -77,7 +77,7 @@ class BlockCopier:
                 self._ended_blocks += len(work.slots)
 
     def _copied(self, work: CopyBlocks) -> bool:
-        """Copy. False: something is wrong with the numbers, and the blocks are not to be used."""
+        """Copy. Return False if the numbers are wrong: the blocks must not be used then."""
         program, staging = self._program, self._staging
         assert program is not None
         try:
@@ -94,12 +94,12 @@ class BlockCopier:
 
 
 def _check(work: CopyBlocks) -> None:
-    """Refuse what NumPy would take from the end. It refuses itself what is too large."""
+    """Refuse numbers that NumPy would count from the end. It refuses too large ones itself."""
     if min((*work.slots, *work.staging), default=0) < 0:
         raise IndexError(work)
 
 
 def _rows(memory: SlotMemory) -> NDArray[np.uint8]:
-    """See the slots as rows of bytes."""
+    """Return the slots as rows of bytes."""
     flat = np.frombuffer(memory.buffer, dtype=np.uint8)
     return flat.reshape(memory.slot_count, memory.block_bytes)

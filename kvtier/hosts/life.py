@@ -1,13 +1,13 @@
-"""The life of a tier's host, as a table that both kinds of host move by.
+"""Defines the life of a tier's host, as a table that both kinds of host move by.
 
 A host carries one cell after the other. While one serves, messages are accepted for
-it. When it broke, the tier is disabled, and the next cell must wait: threads of the
+it. When it breaks, the tier is disabled, and the next cell must wait: threads of the
 broken one may still read or write slots. Once none can (the tier is *fenced*), a
 backend is made, and a new cell opens it.
 
-What is no row: a host moves on ``FENCED`` when nothing of the broken cell can touch
-a slot, and never because time has passed. An attempt at a new cell that fails is a
-cell that broke. Whoever asks the host to end does so in any state.
+Not in the table: a host moves on ``FENCED`` when no thread of the broken cell can touch
+a slot, and never because time has passed. A failed attempt at a new cell counts as a
+cell that broke. A host that is asked to end does so in any state.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 
 class LifeState(IntEnum):
-    """What becomes of a tier's cells."""
+    """State of a tier's cells."""
 
     SERVING = 0  #: a cell runs, or is about to; its messages are accepted
-    BROKEN = 1  #: the cell broke, and something of it may still touch a slot
+    BROKEN = 1  #: the cell broke, but may still touch a slot
     AWAY = 2  #: nothing of the tier can touch a slot; a backend is made, or will be
     REOPENING = 3  #: a new cell opens its backend
-    ENDING = 4  #: what was begun is ended, and no cell will follow
+    ENDING = 4  #: running work is ended, and no cell will follow
     ENDED = 5  #: nothing of the tier can touch a slot any more
 
 
 class LifeEvent(IntEnum):
-    """What moves a host."""
+    """Event that moves a host."""
 
     BROKE = 0  #: the cell, or an attempt at the next one
     FENCED = 1
@@ -70,14 +70,14 @@ LIFE_TABLE: Final[Mapping[tuple[LifeState, LifeEvent], LifeState]] = {
 
 
 class Life:
-    """Where one host is in its life. Any thread; what must not move meanwhile is its owner's care.
+    """State of one host's life. Any thread; its owner guards what must not move meanwhile.
 
     It begins SERVING, or AWAY if there is no backend yet.
     """
 
     def __init__(self, *, has_backend: bool) -> None:
         self.state = LifeState.SERVING if has_backend else LifeState.AWAY
-        self.ending = threading.Event()  #: set for good once the host was asked to end
+        self.ending = threading.Event()  #: set permanently once the host was asked to end
         self.reason: str | None = None  #: why the tier is disabled; None while it serves
         self._moving = threading.Lock()
 
@@ -99,7 +99,7 @@ class Life:
         self.reason = reason
 
     def broke(self, reason: str) -> bool:
-        """Move, and tell whether the reason is news: it is logged once if it stays the same."""
+        """Move, and return whether the reason is new: an unchanged one is not logged again."""
         self.move(LifeEvent.BROKE)
         is_news = reason != self.reason
         self.reason = reason
@@ -107,10 +107,10 @@ class Life:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing of the tier can touch a slot any more, and nothing will."""
+        """Whether nothing of the tier can touch a slot any more, permanently."""
         return self.state is LifeState.ENDED
 
     @property
     def accepts_messages(self) -> bool:
-        """Whether the tier's actor is there for messages."""
+        """Whether the tier's actor accepts messages."""
         return self.state is LifeState.SERVING

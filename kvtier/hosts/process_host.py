@@ -2,11 +2,11 @@
 
 The scheduler's process then shares no interpreter lock with the tier, whose
 threads can't keep it from its work; a tier that crashes, or eats all memory,
-takes down itself only. The other end is ``kvtier/hosts/process_main.py``.
+takes down only itself. The other end is ``kvtier/hosts/process_main.py``.
 
 The process is the fence: when it ends, whatever the reason, nothing of the
 tier can touch a slot any more. Another one is started after a pause, and
-claims the tier's place anew.
+claims the tier's place again.
 """
 
 from __future__ import annotations
@@ -60,20 +60,20 @@ if TYPE_CHECKING:
 
 OPEN_TIMEOUT_S: Final = 600.0
 KILL_S: Final = 0.5
-"""A process that was killed and is not gone by then sits in a call that can't be interrupted."""
+"""A killed process that is not gone by then is in a call that can't be interrupted."""
 
 LOOK_S: Final = 0.25
 """How long a process owes an answer before the kernel is asked whether it is run, and how often.
 
-The scheduler's thread asks, which takes a while for each thread (``RunDelays``): so it asks of no
-process that answers.
+The scheduler's thread asks, which takes a while for each thread (``RunDelays``): so it skips
+processes that respond.
 """
 
 _CLOSE_POLL_S: Final = 0.01
 _START_POLL_S: Final = 0.1
 
 OWED_FOR: Final = (m.Probe, m.LoadJob, m.StoreJob)
-"""What a tier answers, once each."""
+"""The messages that a tier answers, once each."""
 
 _PROGRAM: Final = (
     "import sys; sys.path[:] = sys.argv[6:]; "
@@ -82,14 +82,14 @@ _PROGRAM: Final = (
 
 
 class Silence:
-    """A time for which a process owes an answer, and gives none."""
+    """A period in which a process owes an answer, and gives none."""
 
     def __init__(self) -> None:
         self._since_s = time.monotonic()
         self._delays: RunDelays | None = None
 
     def not_run_s(self, process: int) -> float:
-        """Return for how long the machine did not run the process, as far as it was not told."""
+        """Return how long the machine did not run the process, as far as not reported yet."""
         if self._delays is None:
             if time.monotonic() - self._since_s < LOOK_S:
                 return 0.0
@@ -98,7 +98,7 @@ class Silence:
 
 
 class TierProcess(TierHost):
-    """Runs one tier's cell in a process, and another one when it is gone.
+    """Runs one tier's cell in a process, and starts another one when it is gone.
 
     ``make`` it first. ``close`` it, also if it was not started.
     """
@@ -121,10 +121,10 @@ class TierProcess(TierHost):
         self._link = link
         self._messages_max = messages_max
         self._life = Life(has_backend=True)
-        # The scheduler and the watcher use the channel in turns; neither keeps it for long.
+        # The scheduler and the watcher use the channel alternately; neither keeps it for long.
         self._using = threading.Lock()
         self._owed = 0  # answers
-        self._silence = Silence()  # since the last one, or since one is owed
+        self._silence = Silence()  # since the last answer, or since one is owed
         self._child: _Child | None = None  # the last one whose backend was made
         self._channel: Channel[Any] | None = None  # of the child that runs
         self._stuck: subprocess.Popen[bytes] | None = None  # killed, and not gone yet
@@ -138,37 +138,37 @@ class TierProcess(TierHost):
         """Start the first process, and wait until its backend is made.
 
         Raises ``ConfigError`` for a bad setting; ``StorageUnusable`` also if that
-        takes longer than ``start_timeout_s``. Then nothing runs, or is known to.
+        takes longer than ``start_timeout_s``. Then nothing runs, as far as known.
         """
         self._child = self._new_child()
         self._channel = self._child.channel
 
     def start_without(self, reason: str) -> None:
-        """Begin with no process, which could not be made. Before ``start``."""
+        """Begin without a process, since none could be made. Call before ``start``."""
         self._life = Life(has_backend=False)
         self._unusable_for = reason
-        # A process waits for its place more cheaply, and sooner, than one is started after another.
+        # One process that waits for its place is cheaper, and faster, than a series of them.
         wait_s = self._tier.start_timeout_s * WAIT_FRACTION
         self._context = replace(self._context, wait_s=wait_s)
 
     def cpu_seconds(self) -> float:
-        """Return the processor time that the process has taken so far. For benchmarks."""
+        """Return the processor time of the process so far. For benchmarks."""
         # Linux makes a process's clock out of its number (clock_getcpuclockid, which Python lacks).
         assert self._child is not None, "no process"
         return time.clock_gettime(~self._child.process.pid << 3 | 2)
 
     @property
     def traits(self) -> BackendTraits | None:
-        """The backend's; None while there is none yet."""
+        """The backend's traits; None while there is no backend yet."""
         return None if self._child is None else self._child.ready.traits
 
     @property
     def place(self) -> str | None:
-        """The backend's."""
+        """The backend's place."""
         return None if self._child is None else self._child.ready.place
 
     def start(self) -> None:
-        """Have the backend opened. Nothing here waits for that."""
+        """Have the backend opened. Does not wait for that."""
         if self._life.state is LifeState.AWAY:
             self._opening.begin_away(self._unusable_for, self._life)
         self.post(Begin())
@@ -178,7 +178,7 @@ class TierProcess(TierHost):
     def post(self, message: Message) -> bool:
         """Take a message for the tier's actor.
 
-        It is sent with the next ``wake``. False: ``messages_max`` messages wait
+        It is sent with the next ``wake``. Return False if ``messages_max`` messages wait
         to be sent, or the tier is ending or disabled.
         """
         with self._using:
@@ -195,7 +195,7 @@ class TierProcess(TierHost):
         return True
 
     def wake(self) -> None:
-        """Send what was posted, as far as the socket accepts it."""
+        """Send posted messages, as far as the socket accepts them."""
         channel = self._channel
         if channel is not None and not channel.is_flushed:
             with self._using:
@@ -203,7 +203,7 @@ class TierProcess(TierHost):
                     self._channel.flush()
 
     def poll(self) -> None:
-        """Hand the link what the tier has sent."""
+        """Pass the tier's messages to the link."""
         channel = self._channel
         if channel is not None and channel.has_news:
             with self._using:
@@ -215,7 +215,7 @@ class TierProcess(TierHost):
                 self._link.post(m.TierNotRun(waited_s))
 
     def ask_to_end(self) -> None:
-        """Take nothing more, end what was begun, then end. Returns at once."""
+        """Take nothing more, end the running work, then end. Returns at once."""
         if not self._life.ending.is_set():
             with self._using:
                 self._life.move(LifeEvent.ASKED_TO_END)
@@ -224,13 +224,13 @@ class TierProcess(TierHost):
         self.wake()
 
     def wait_until_ended(self, timeout_s: float) -> bool:
-        """Wait so long, at most, for a process that was asked to end. False: it still runs."""
+        """Wait at most so long for a process that was asked to end. False: it still runs."""
         if self._watcher.ident is None:  # it was never started
             self._watcher.start()
         deadline_s = time.monotonic() + timeout_s
         while self._watcher.is_alive() and time.monotonic() < deadline_s:
             self._watcher.join(_CLOSE_POLL_S)
-            self.wake()  # it may not have had room for the last messages
+            self.wake()  # the socket may not have had room for the last messages
         return not self._watcher.is_alive()
 
     def give_up(self) -> None:
@@ -238,14 +238,14 @@ class TierProcess(TierHost):
         if self._child is not None:
             self._child.process.kill()
 
-    # --- what comes from the process ---
+    # --- messages from the process ---
 
     def _deliver(self, channel: Channel[Any]) -> None:
-        """Take in what has come. With the channel in use."""
+        """Take in new messages. The caller holds ``_using``."""
         try:
             for message in channel.drain():
                 self._handle(message)
-        except NoMessage as error:  # its memory is damaged, or its code is another's
+        except NoMessage as error:  # its memory is damaged, or its code is of another version
             self._say_broke(f"sent what is no message: {error}")
             assert self._child is not None, "a message of no process"
             self._child.process.kill()
@@ -268,7 +268,7 @@ class TierProcess(TierHost):
         self._link.post(m.TierBroke(reason=reason))
 
     def _log_broke(self, reason: str) -> None:
-        """Write why the tier is disabled, once for each reason in a row."""
+        """Log why the tier is disabled, once for each reason in a row."""
         self._opening.broke()
         if self._life.broke(reason) and not self._life.ending.is_set():
             log.error("tier broke", tier=self.name, error=reason)
@@ -291,7 +291,7 @@ class TierProcess(TierHost):
                 return
 
     def _see_open(self) -> None:
-        """Wait until the tier says that it is open: an idle engine polls nothing from it."""
+        """Wait until the tier reports that it is open: an idle engine polls nothing from it."""
         channel = self._channel
         assert channel is not None, "a process without its channel"
         while not (self._opening.is_open or channel.is_ended or self._life.ending.is_set()):
@@ -300,7 +300,7 @@ class TierProcess(TierHost):
                     self._deliver(channel)
 
     def _see_out(self, child: _Child) -> None:
-        """Wait for the process to end; then nothing of the tier is left that could touch a slot."""
+        """Wait for the process to end; then nothing of the tier can touch a slot any more."""
         child.process.wait()
         with self._using:
             channel, self._channel = self._channel, None
@@ -315,26 +315,26 @@ class TierProcess(TierHost):
         channel.close()
 
     def _new_child(self) -> _Child:
-        """Start a process, and wait until its backend is made. Raises what kept it from that."""
+        """Start a process, and wait until its backend is made. Raises the cause of a failure."""
         child = _Child(self._tier, self._context, self._memory)
         try:
             child.wait_until_ready(self._life.ending)
         except BaseException:
             self._kill(child)
             raise
-        # Those that follow make no folder elsewhere.
+        # Later backends make no folder elsewhere.
         self._context = replace(self._context, filesystem=child.ready.filesystem)
         return child
 
     def _kill(self, child: _Child) -> None:
-        """End a process that was given no job. One that sits in a call that hangs ends later."""
+        """End a process that was given no job. If it hangs in a call, it ends later."""
         if not child.kill():
             self._stuck = child.process
 
     def _restart(self) -> bool:
         """Start another process. False: its backend can't be made or opened."""
         if self._stuck is not None and self._stuck.poll() is None:
-            return False  # another would hang as this one does: one is enough to tell
+            return False  # another would hang as this one does: one is enough to find out
         try:
             child = self._new_child()
         except Exception as error:  # noqa: BLE001 - another version's process may say anything
@@ -355,7 +355,7 @@ class TierProcess(TierHost):
             self._owed = 0
             self._life.move(LifeEvent.OPENED)
             for message in early:
-                if isinstance(message, Opened):  # logged before anybody acts on it
+                if isinstance(message, Opened):  # logged before the link acts on it
                     self._handle(message)
             self._link.post(m.TierRestarted(traits=child.ready.traits))
             for message in early:
@@ -366,7 +366,7 @@ class TierProcess(TierHost):
         return True
 
     def _open(self, child: _Child) -> list[Message]:
-        """Have a new process open its backend; returns what it has sent by then.
+        """Have a new process open its backend; return the messages it has sent by then.
 
         Raises ``StoreFault`` if it can't, or if the tier is to end meanwhile.
         """
@@ -389,7 +389,7 @@ class TierProcess(TierHost):
 class _Child:
     """A process that makes the tier's backend, and then waits for ``Begin``."""
 
-    ready: Ready  #: once it has
+    ready: Ready  #: once the backend is made
 
     def __init__(self, tier: TierConfig, context: BackendContext, memory: SlotMemory) -> None:
         assert memory.descriptor is not None, "memory that no other process can map"
@@ -404,7 +404,7 @@ class _Child:
                     sys.executable,
                     "-c",
                     _PROGRAM,
-                    f"kvtier-{tier.name}",  # for people who look at the processes
+                    f"kvtier-{tier.name}",  # shown in process listings
                     str(os.getpid()),
                     *map(str, descriptors),
                     *sys.path,
@@ -425,7 +425,7 @@ class _Child:
             pipe.write(pickle.dumps(setup))
 
     def wait_until_ready(self, ending: threading.Event) -> None:
-        """Return once the backend is made. Raises what kept it from that, or an end of the tier."""
+        """Return once the backend is made. Raises the cause of a failure, or if the tier ends."""
         deadline_s = time.monotonic() + self._tier.start_timeout_s
         while not ending.is_set():
             left_s = deadline_s - time.monotonic()
@@ -454,7 +454,7 @@ class _Child:
 
 
 def _refusal(answer: Refused) -> Exception:
-    """Return what kept the process from making its backend."""
+    """Return the error that kept the process from making its backend."""
     if answer.is_trouble:
         return StorageUnusable(answer.reason)
     return (ConfigError if answer.is_setting else InternalError)(answer.reason)

@@ -1,4 +1,4 @@
-"""Sends all that a tier's process logs to the engine's log, whichever library it is logged with."""
+"""Sends all log lines of a tier's process to the engine's log, whichever library logs them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def send_log_to(say: Say) -> None:
 
 
 class _Handler(logging.Handler):
-    """Passes on what backends log with the standard library."""
+    """Passes on lines that backends log with the standard library."""
 
     def __init__(self, say: Say) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def _level(name: str) -> Level:
 
 
 def _plain(value: object) -> str | int | float | bool | None:
-    """Return what can be sent as it is, or a text of it."""
+    """Return the value if it can be sent as it is, else its text."""
     if isinstance(value, float | bool | None):
         return value
     if isinstance(value, int) and abs(value) < 1 << 63:

@@ -1,9 +1,9 @@
-"""What runs in a tier's own process: one life of its cell.
+"""Runs in a tier's own process: one life of its cell.
 
 The engine's side is ``kvtier/hosts/process_host.py``. The process makes the backend,
-says so, and waits for ``Begin``. It ends when it is asked to, when its
+reports that, and waits for ``Begin``. It ends when it is asked to, when its
 cell breaks, or when the engine's process is gone: it never outlives that, and
-never begins anew; its engine starts another process instead. So a cell that
+never restarts; its engine starts another process instead. So a cell that
 broke takes everything with it that might still touch a slot.
 """
 
@@ -55,19 +55,19 @@ if TYPE_CHECKING:
 LAST_WORDS_S: Final = 1.0
 
 SWITCH_INTERVAL_S: Final = 1e-4
-"""For so long the event loop may keep the I/O threads from a call that it has given them.
+"""How long the event loop may keep the I/O threads from a call that it has given them.
 
-Python's own 5 ms are longer than a disk takes for what it is given: it would stand idle.
+Python's own 5 ms are longer than a disk takes for one call's work: the disk would be idle.
 """
 
 
 class Outbox:
-    """The link's mailbox, as the tier's actors see it. Loop thread only, but for ``say``."""
+    """The link's mailbox, as the tier's actors see it. Loop thread only, except ``say``."""
 
     def __init__(self, channel: Channel[Any]) -> None:
         self._channel = channel
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_flushing = False  # a flush is to come
+        self._is_flushing = False  # a flush is scheduled
 
     @contextmanager
     def on_this_loop(self) -> Iterator[None]:
@@ -87,7 +87,7 @@ class Outbox:
         return True
 
     def say_opened(self, levels: Mapping[str, int]) -> None:
-        """Send word that the backend is open, and what is in it."""
+        """Report that the backend is open, with the levels among its counters."""
         self.post(Opened(levels=dict(levels)))
 
     def say(self, level: Level, event: str, fields: Fields) -> None:
@@ -101,7 +101,7 @@ class Outbox:
                 loop.call_soon_threadsafe(self.post, line)
 
     def close(self) -> None:
-        """Send what is left, waiting a moment if need be. The loop is over."""
+        """Send the remaining messages, waiting a moment if need be. The loop is over."""
         deadline_s = time.monotonic() + LAST_WORDS_S
         while not self._channel.flush() and time.monotonic() < deadline_s:
             time.sleep(0.001)
@@ -117,7 +117,7 @@ class Outbox:
 
 
 class Inbox:
-    """The cell's waker: brings in what the engine has sent."""
+    """The cell's waker: takes in the engine's messages."""
 
     def __init__(self, channel: Channel[Any], cell: TierCell) -> None:
         self.cell = cell
@@ -130,14 +130,14 @@ class Inbox:
         return self._channel.fileno()
 
     def clear(self) -> None:
-        """Hand the cell what has come."""
+        """Pass new messages to the cell."""
         self.hand_in(self._channel.drain())
         if self._channel.is_ended:
-            # Nobody is left to serve, and the next engine may want the tier's place.
+            # There is no engine left to serve, and the next one may want the tier's place.
             os._exit(1)
 
     def hand_in(self, messages: Iterable[Message]) -> None:
-        """Hand the cell these messages."""
+        """Pass these messages to the cell."""
         for message in messages:
             if isinstance(message, End):
                 self.is_ending = True
@@ -151,12 +151,12 @@ def main(
     """Serve one tier until the process is to end. Called by the program that the engine starts."""
     end_with_parent(parent_pid)
     for number in (signal.SIGINT, signal.SIGTERM):
-        # They are sent to whole groups of processes: the engine has them too, and decides.
+        # They are sent to whole process groups: the engine gets them too, and decides.
         signal.signal(number, signal.SIG_IGN)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # a disk tier holds some a gigabyte
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # a disk tier holds some per gigabyte
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     end = socket.socket(fileno=channel_descriptor)
-    end.set_inheritable(False)  # else a process of the backend's could keep it open
+    end.set_inheritable(False)  # else a process that the backend starts could keep it open
     channel: Channel[Any] = Channel(end, ToTier, counted=SendCount(sent_descriptor))
     os.close(sent_descriptor)
     setup: Setup = pickle.loads(sys.stdin.buffer.read())  # noqa: S301 - the engine's own process wrote it
@@ -188,7 +188,7 @@ def main(
         )
         inbox = Inbox(channel, cell)
         inbox.hand_in(others)
-        # What was imported stays: a collection that walked it would hold up a load by 15 ms.
+        # Imported objects stay: a collection that walked them would hold up a load by 15 ms.
         gc.collect()
         gc.freeze()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -197,7 +197,7 @@ def main(
         except BaseException as error:  # noqa: BLE001 - a bug in a tier ends its process, no other
             outbox.post(m.TierBroke(reason=reason_of(error)))
     outbox.close()
-    # A call that hangs in a thread is not waited for.
+    # Do not wait for a call that hangs in a thread.
     os._exit(0)
 
 
@@ -213,15 +213,15 @@ async def _live(inbox: Inbox, outbox: Outbox, engine_pid: int) -> None:
 
 
 def _end_with(engine_pid: int) -> None:
-    """End when that process does, though a process forked from it may hold the channel open.
+    """End when that process does, even if a process forked from it holds the channel open.
 
-    The kernel kills this one then (``end_with_parent``), unless that isn't allowed here.
+    The kernel then kills this one (``end_with_parent``), unless that isn't allowed here.
     """
     try:
         engine = os.pidfd_open(engine_pid)
     except ProcessLookupError:
         os._exit(1)
-    except OSError:  # not allowed here: the channel tells in all other cases
+    except OSError:  # not allowed here: the channel's end shows it in all other cases
         return
     asyncio.get_running_loop().add_reader(engine, os._exit, 1)
 
@@ -236,7 +236,7 @@ def _answer(channel: Channel[Any], message: Message) -> None:
 
 
 def _next(channel: Channel[Message]) -> list[Message]:
-    """Wait for the engine's next messages. End, if it is gone."""
+    """Wait for the engine's next messages. Return ``End`` if the engine is gone."""
     while True:
         channel.wait(None)
         messages = channel.drain()

@@ -1,10 +1,10 @@
-"""How long a host waits after a life of its tier that broke, before it begins the next.
+"""Decides how long a host waits after a broken life of its tier, before it begins the next.
 
 The first pause is short, since most lives break for a reason that is over: a
 process that was killed, a filesystem that was away for a moment. Each further
 life that breaks soon doubles the pause, so that a tier that can't live costs
-little; the longest is still one that people wait out. A life that was well for
-a while begins at the first pause again, however many broke before it.
+little; the longest is still short enough to wait out. A life that was well for
+a while resets to the first pause, however many broke before it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ RESTART_PAUSE_S: Final = 1.0
 """The first pause."""
 
 RESTART_PAUSE_S_MAX: Final = 10.0
-"""The longest. To start a process takes half a second of one core: 5 % of it at this pace."""
+"""The longest pause. Starting a process takes half a second of one core: 5 % of it at this pace."""
 
 WAIT_FRACTION: Final = 0.75
-"""Of ``start_timeout_s``: so long a process may wait for a place that another engine uses."""
+"""Share of ``start_timeout_s`` that a process may wait for a place that another engine uses."""
 
 WELL_S: Final = 10.0
 """A life was well if its backend was open for so long."""

@@ -1,10 +1,10 @@
 """Starts processes that end with the engine's process, in whatever state they are.
 
-A tier's process watches the engine's and ends with it. One that is stopped can
-watch nothing; so the kernel is asked to kill it then (``PR_SET_PDEATHSIG``).
-What the kernel calls a parent is a thread: it sends the signal when the thread
-ends that started the process, though its other threads live on. So one thread
-starts them all, and ends with its process only.
+A tier's process watches the engine's and ends with it. A stopped process can't
+watch anything; so the kernel is asked to kill it then (``PR_SET_PDEATHSIG``).
+To the kernel, the parent is a thread: it sends the signal when the thread that started
+the process ends, even if its other threads live on. So one thread
+starts them all, and ends only with its process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     _Order: TypeAlias = tuple[_Started, Sequence[str], Sequence[int]]
 
 THREAD_NAME: Final = "kvtier-spawner"
-"""Of the thread that starts all processes. It lives as long as this process."""
+"""Name of the thread that starts all processes. It lives as long as this process."""
 
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 
@@ -43,7 +43,7 @@ def spawn(arguments: Sequence[str], descriptors: Sequence[int]) -> subprocess.Po
     _orders_of_this_process().put((started, arguments, descriptors))
     try:
         return started.result()
-    except BaseException:  # an interrupted caller never learns of a process that starts after that
+    except BaseException:  # an interrupted caller never gets a process that starts after that
         started.add_done_callback(_kill)
         raise
 
@@ -87,7 +87,7 @@ def _carry_out(orders: queue.SimpleQueue[_Order]) -> None:
         else:
             started.set_result(process)
             del process
-        del started, arguments, descriptors  # an idle thread holds on to nothing
+        del started, arguments, descriptors  # an idle thread keeps no reference
 
 
 def _begin_anew_in_a_fork() -> None:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class Opening:
-    """Writes the line that says that a tier can be used: once at the start, once at each return.
+    """Logs that a tier can be used: once at the start, once at each return.
 
-    The link hears of the start too. Its owner lets one thread at a time call it.
+    The link is notified of the start too. Its owner lets one thread at a time call it.
     """
 
     def __init__(self, name: str, isolation: Isolation, link: Mailbox) -> None:
@@ -49,9 +49,9 @@ class Opening:
     def opened(
         self, place: str | None, traits: BackendTraits | None, levels: Mapping[str, int]
     ) -> None:
-        """Say that the tier is open: where it is, what its backend has, and how long it took.
+        """Log that the tier is open, with its place, its backend's contents and the duration.
 
-        ``levels``: of what the backend counts, what goes up and down. Does nothing
+        ``levels``: those of the backend's counters that go up and down. Does nothing
         if it has been logged since the tier last broke.
         """
         if self.is_open:
@@ -71,7 +71,7 @@ class Opening:
 
 
 def hangs(tier: TierConfig) -> StorageUnusable:
-    """Return the refusal of a tier whose storage doesn't answer."""
+    """Return the refusal of a tier whose storage doesn't respond."""
     places = [
         f" {key}={value!r}"
         for key, value in tier.options.items()
@@ -85,7 +85,7 @@ def hangs(tier: TierConfig) -> StorageUnusable:
 
 
 def with_the_way_out(trouble: StorageUnusable) -> StorageUnusable:
-    """Return the refusal, with what the user may choose instead."""
+    """Return the refusal, with the user's alternative."""
     return StorageUnusable(
         f"{trouble} Or set on_unusable='skip' for this tier: the engine then starts "
         "with the tier disabled, and enables it as soon as its storage can be used."

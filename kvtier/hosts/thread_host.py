@@ -36,7 +36,7 @@ QUIET_POLL_S: Final = 0.1
 
 
 def _no_policy(_traits: BackendTraits) -> None:
-    """Say that nothing is ever evicted."""
+    """Return None: nothing is ever evicted."""
 
 
 class TierThread(TierHost):
@@ -55,9 +55,9 @@ class TierThread(TierHost):
         make_backend: Callable[[], Backend],
         policy_of: Callable[[BackendTraits], Callable[[], EvictionPolicy] | None] = _no_policy,
     ) -> None:
-        """``make_backend`` makes another backend for each new beginning.
+        """``make_backend`` makes another backend for each restart.
 
-        ``policy_of`` tells how to make the eviction policy of a backend with these traits.
+        ``policy_of`` returns the factory of the eviction policy of a backend with these traits.
         """
         self.name = tier.name
         self._unusable_for: str | None = None
@@ -108,16 +108,16 @@ class TierThread(TierHost):
 
     @property
     def traits(self) -> BackendTraits | None:
-        """The backend's; None while there is none yet."""
+        """The backend's traits; None while there is no backend yet."""
         return None if self._backend is None else self._backend.traits
 
     @property
     def place(self) -> str | None:
-        """The backend's, as it was at the start."""
+        """The backend's place, as it was at the start."""
         return self._place
 
     def start(self) -> None:
-        """Start the thread. The backend is opened on it; nothing here waits for that."""
+        """Start the thread. The backend is opened on it; does not wait for that."""
         if self._life.state is LifeState.AWAY:
             self._opening.begin_away(self._unusable_for, self._life)
         self._thread.start()
@@ -125,11 +125,11 @@ class TierThread(TierHost):
     def post(self, message: Message) -> bool:
         """Take a message for the tier's actor, from any thread.
 
-        It is delivered after the next ``wake``. False: ``messages_max``
+        It is delivered after the next ``wake``. Return False if ``messages_max``
         messages wait, or the cell is ending or disabled.
         """
         # Under the lock: a message must not slip in behind the clearing of a cell
-        # that broke, and be carried out by the next one for slots long given away.
+        # that broke, and be carried out by the next one for slots long reassigned.
         with self._lock:
             if not self._life.accepts_messages or self._cell is None:
                 return False
@@ -139,7 +139,7 @@ class TierThread(TierHost):
         return True
 
     def wake(self) -> None:
-        """Have what was posted delivered. Any thread; the scheduler does it once a step."""
+        """Have the posted messages delivered. Any thread; the scheduler does it once a step."""
         cell = self._cell
         if cell is not None and cell.wants_waking():
             self._waker.wake()
@@ -149,17 +149,17 @@ class TierThread(TierHost):
         return
 
     def ask_to_end(self) -> None:
-        """Take nothing more, end what was begun, then end. Returns at once."""
+        """Take nothing more, end the running work, then end. Returns at once."""
         with self._lock:
             self._life.move(LifeEvent.ASKED_TO_END)
         self._waker.wake()
 
     def wait_until_ended(self, timeout_s: float) -> bool:
-        """Wait so long, at most, for a tier that was asked to end. False: something still runs."""
+        """Wait at most so long for a tier that was asked to end. False: something still runs."""
         if self._thread.ident is None:
             self._discard()
             return True
-        # Its thread may hang in what makes a backend: that knows no slot.
+        # Its thread may hang while making a backend, which touches no slot.
         if self._life.has_ended:
             return True
         self._thread.join(timeout_s)
@@ -175,13 +175,13 @@ class TierThread(TierHost):
         backend, self._backend = self._backend, None
         if backend is not None:
             discarding = BoundedCall(backend.discard, f"kvtier-{self.name}-discard")
-            discarding.wait(ABANDON_S)  # it knows no slot
+            discarding.wait(ABANDON_S)  # it touches no slot
 
     # --- the thread ---
 
     def _run(self) -> None:
         self._live_on()
-        # A call may end a little after its cell: on a slow storage that is no hanging tier.
+        # A call may end a little after its cell: on slow storage that does not mean a hung tier.
         while not (self._cell is None or self._cell.driver.is_quiet()):
             if self._abandoned:
                 return
@@ -200,12 +200,12 @@ class TierThread(TierHost):
                     return
 
     def _make_anew(self) -> bool:
-        """Make a backend, for a closed one isn't opened again. False: the tier has ended.
+        """Make a backend, since a closed one isn't reopened. False: the tier has ended.
 
-        May hang. ``close`` doesn't wait for that: no slot is known here.
+        May hang. ``close`` doesn't wait for that: no slot is in use here.
         """
         hanging, self._hanging = self._hanging, None
-        # No second call is to hang beside the first.
+        # A second call must not hang beside the first.
         backend = self._make_backend() if hanging is None else hanging.result()[0]
         cell = self._new_cell(backend)
         place = self._place or backend.place
@@ -245,7 +245,7 @@ class TierThread(TierHost):
         self._link.post(m.TierFenced())
 
     def _opened(self, levels: Mapping[str, int]) -> None:
-        """Take messages again, if this follows a cell that broke."""
+        """Accept messages again, if this follows a cell that broke."""
         self._pause.opened()
         self._opening.opened(self.place, self.traits, levels)
         if self._life.state is LifeState.REOPENING:

@@ -1,1 +1,1 @@
-"""What a third party's backend or policy may import."""
+"""Modules that a third party's backend or policy may import."""

@@ -1,7 +1,7 @@
-"""What an admission policy decides, as plain calls.
+"""Defines the interface of an admission policy, as plain calls.
 
 Every block that the GPU stores is offered to every tier. Most blocks are
-never used again, so a tier whose writes are dear (an SSD wears out, an object
+never used again, so a tier with expensive writes (an SSD wears out, an object
 store charges for each) may be given an admission policy, which lets only some
 of them through. It never waits and does no I/O; ``kvtier/engine/admission_gate.py``
 gives it a mailbox. A third party registers a class under the entry-point
@@ -31,7 +31,7 @@ REMEMBERED_BLOCKS_MAX: Final = 1 << 26
 
 @dataclass(frozen=True)
 class AdmissionContext:
-    """What a policy is told of the runtime that it serves."""
+    """Facts about the runtime that a policy serves."""
 
     block_bytes: int
     slot_count: int  #: of the primary tier
@@ -53,7 +53,7 @@ class AdmissionPolicy(ABC):
 
     @abstractmethod
     def admit(self, keys: Sequence[Key], request: RequestId) -> list[bool]:
-        """Tell which of ``keys``, blocks of ``request`` from head to tail, are worth writing."""
+        """Return for each of ``keys``, head to tail of ``request``, whether it is worth writing."""
 
     def touch(self, keys: Sequence[Key], request: RequestId) -> None:  # noqa: B027 - as pass_time
         """Learn that ``request`` goes on from ``keys``, which it found in the primary tier."""
@@ -63,8 +63,8 @@ class AdmissionPolicy(ABC):
         """Learn that ``request`` is over, and has used ``order``: all its keys, head to tail.
 
         Return the keys that were refused earlier and are worth writing now:
-        those that are still in the primary tier will be offered again.
+        those still in the primary tier will be offered again.
         """
 
     def pass_time(self, now: float) -> None:  # noqa: B027 - most policies need no clock
-        """Learn that it is ``now``: seconds of the runtime's clock, about once a second."""
+        """Learn the time, ``now``: seconds of the runtime's clock, about once a second."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def write_whole(path: str | Path, write: Callable[[Path], object]) -> None:
-    """Have ``write`` fill a file beside ``path``, then put it there. Leaves nothing else behind.
+    """Have ``write`` fill a file beside ``path``, then move it there. Leaves nothing else behind.
 
     Raises ``Misuse`` if the place can't be written to.
     """
@@ -30,10 +30,10 @@ def write_whole(path: str | Path, write: Callable[[Path], object]) -> None:
 
 
 def write_named(path: str | Path, write: Callable[[Path], object]) -> None:
-    """Write to what a person has named: ``write_whole`` where it is a file, or none yet.
+    """Write to a path that the user named: by ``write_whole`` if it is a file, or none yet.
 
-    Links are followed. What is no plain file, such as ``/dev/null`` or a pipe, is written to
-    as it is: it must not be replaced. Raises ``Misuse`` as ``write_whole`` does.
+    Links are followed. Anything but a plain file, such as ``/dev/null`` or a pipe, is written to
+    directly: it must not be replaced. Raises ``Misuse`` as ``write_whole`` does.
     """
     if is_special(path):
         with _refusing(path):
@@ -43,7 +43,7 @@ def write_named(path: str | Path, write: Callable[[Path], object]) -> None:
 
 
 def is_special(path: str | Path) -> bool:
-    """Tell whether something is there that is neither a file nor a folder: a device, a pipe."""
+    """Return whether something is there that is neither a file nor a folder: a device, a pipe."""
     there = Path(path)
     return there.exists() and not (there.is_file() or there.is_dir())
 

@@ -3,7 +3,7 @@
 A backend moves bytes and knows nothing of policy: it is given keys and
 memoryviews, and reports one outcome per block. It may raise anything, hang
 for ever or return wrong bytes; the layers above cope (``kvtier/tier/backend_driver.py``
-checks every block it gets back against the digest that it stored).
+checks every loaded block against the digest that it stored).
 
 A third party registers a class under the entry-point group
 ``kvtier.backends`` and runs ``kvtier.testing.check_backend`` over it.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.keys import RequestId
 
 DIGEST_BYTES = 16
-"""Length of what ``block_digest`` returns."""
+"""Length of a ``block_digest``."""
 
 DIGEST_STEP_BYTES: Final = 1 << 16
 """xxhash releases the GIL for 100 KB and more, and a thread that wants it back waits for
@@ -53,21 +53,21 @@ def block_digest(key: bytes, buffer: memoryview, step_bytes: int = DIGEST_STEP_B
 
 
 class Outcome(IntEnum):
-    """What became of one block."""
+    """Outcome of one block."""
 
     DONE = 0  #: store: the tier has it. load: the bytes are in the buffer.
     ABSENT = 1  #: load: the tier does not have it. store: it was of no use (``ServedRequest``).
     DAMAGED = 2  #: load: the copy is torn, foreign or fails its check.
-    FAILED = 3  #: the medium failed; nothing is known of the copy.
+    FAILED = 3  #: the medium failed; the state of the copy is unknown.
     FULL = 4  #: store: no room. Nothing was kept.
 
 
 class Connection(IntEnum):
-    """How a backend stands with the server that it needs."""
+    """State of a backend's connection to the server that it needs."""
 
     UP = 0
     CONNECTING = 1  #: not reached yet
-    GONE = 2  #: was reached, and is not any more; the backend tries again
+    GONE = 2  #: was reached, and is no longer; the backend retries
 
 
 class StoreBlock(NamedTuple):
@@ -86,7 +86,7 @@ class LoadBlock(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What a load brought. ``digest`` is the one given to ``store``, None if unknown."""
+    """Result of a load. ``digest`` is the one given to ``store``, None if unknown."""
 
     outcome: Outcome
     digest: bytes | None = None
@@ -98,10 +98,10 @@ class Namespace:
 
     ``facts`` must be JSON values (str, int, float, bool, None, lists and
     mappings of them). Two engines may share blocks only if all facts agree.
-    ``vllm_fields`` holds what vLLM itself puts into its folder name, for the
-    backends that can speak vLLM's layout; ``vllm_rank`` is the rank in it.
-    ``local_facts``, JSON values too, hold on this machine only, where they tell
-    more: for tiers that no other machine reads (``on_this_machine``).
+    ``vllm_fields`` holds the values that vLLM itself puts into its folder name, for the
+    backends that support vLLM's layout; ``vllm_rank`` is the rank in it.
+    ``local_facts``, JSON values too, are valid on this machine only, and more
+    specific: for tiers that no other machine reads (``on_this_machine``).
     """
 
     facts: Mapping[str, Any]
@@ -120,25 +120,25 @@ class Namespace:
 
 @dataclass(frozen=True)
 class BackendContext:
-    """What a backend is told about its surroundings, besides its own options."""
+    """Facts about a backend's surroundings, besides its own options."""
 
     block_bytes: int
     namespace: Namespace
     tier_name: str  #: for log lines and thread names, e.g. ``"1:fs"``
     engine_pid: int = field(default_factory=os.getpid)
-    """The process to name to people: a tier may run in another one, which they don't know."""
+    """The process to name to users: a tier may run in another one, which they don't know."""
     filesystem: int | None = None
     """The number of the filesystem that the tier's folder was on before the tier was restarted.
 
-    A backend makes no folder on another one: the filesystem may be unmounted just now."""
+    A backend makes no folder on another one: the filesystem may currently be unmounted."""
     wait_s: float = 0.0
-    """So long ``from_options`` may wait for a place that another engine uses, in seconds.
+    """How long ``from_options`` may wait for a place that another engine uses, in seconds.
 
-    0 at the engine's start. Later nobody waits: the engine runs without the tier until then."""
+    0 at the engine's start. Later nothing blocks: the engine runs without the tier until then."""
     engine: object = None
-    """What the engine gives to a backend that ``needs_engine``; None in a tier's own process."""
+    """The engine's object for a backend that ``needs_engine``; None in a tier's own process."""
     read_only: bool = False
-    """Nothing may be written, of blocks or beside them. No block is offered to ``store`` then."""
+    """No blocks, nor anything beside them, may be written. ``store`` is offered no block then."""
 
 
 _RENAMED: Final = {
@@ -152,7 +152,7 @@ _RENAMED: Final = {
 
 
 def _accept_old_names(traits: type[BackendTraits]) -> type[BackendTraits]:
-    """Let a backend that was written with the names of before go on, and log what to write."""
+    """Let a backend written with the former names keep working, and log the new names."""
     init = traits.__init__
 
     @wraps(init)
@@ -170,92 +170,92 @@ def _accept_old_names(traits: type[BackendTraits]) -> type[BackendTraits]:
 @_accept_old_names
 @dataclass(frozen=True)
 class BackendTraits:
-    """What the tier above needs to know to feed a backend well."""
+    """Facts that the tier above needs to feed a backend well."""
 
     load_batches_max: int  #: how many ``load`` calls may run at once
     store_batches_max: int  #: how many ``store`` calls may run at once
     capacity_blocks: int | None = None
     """How many blocks fit, if the tier is this engine's alone: the tier above
-    then knows what is stored, needs no probe, and evicts by calling ``remove``.
+    then tracks the stored blocks, needs no probe, and evicts by calling ``remove``.
     None for a tier that others may change."""
     accepts_unchecked: bool = False
     """Serve blocks for which ``load`` has no digest. Off: they count as damaged."""
     load_batch_blocks_min: int = 1
-    """Loads are not cut into calls of fewer blocks than this: where a call costs more
+    """Loads are not cut into calls of fewer blocks than this: if a call costs more
     than its blocks, they are better moved together."""
     store_batch_blocks_min: int = 1
-    """The same for stores. Nobody waits for one, so this may be as many as keep a call busy."""
+    """The same for stores. No request waits for one, so it may be as many as keep a call busy."""
     load_batch_blocks_max: int = 16
     """How many blocks one call may be given. Enough that a call is worth its
     hand-over to a thread, few enough that others need not wait for it."""
     store_batch_blocks_max: int = 16
     """The same for stores."""
     request_scoped: bool = False
-    """What it has depends on the request: it is asked for those that come with parameters for it
-    (vLLM's ``kv_transfer_params``), and given their blocks, through ``begin_request``. No other
-    request hears of it, and nothing of what it has is remembered. Not with a capacity."""
+    """Its contents depend on the request: it serves requests that come with parameters for it
+    (vLLM's ``kv_transfer_params``), and given their blocks, through ``begin_request``. It is not
+    notified of other requests, and its contents are not remembered. Not with a capacity."""
     serves_others: bool = False
-    """It asks for blocks by itself (``on_wanted``): the engine goes on stepping when it has nothing
-    to do, or nobody would hear of it."""
+    """It requests blocks by itself (``on_wanted``): the engine keeps stepping when it has nothing
+    to do, since such a request would otherwise go unnoticed."""
     presence_ttl_s: float | None = None
-    """For how long to believe, in seconds, that a block is there once it has been stored: after
-    that the tier is asked again. For storage where others evict. None: until a load finds it gone,
-    or ``on_lost`` tells. Not with a capacity."""
+    """How long to believe, in seconds, that a block is there once it has been stored: after
+    that the tier is probed again. For storage where others evict. None: until a load finds it gone,
+    or ``on_lost`` reports it. Not with a capacity."""
     connects: bool = False
-    """It needs a server, and reports how it stands with it (``on_connection``). Until it has, it
+    """It needs a server, and reports its connection's state (``on_connection``). Until it has, it
     counts as ``CONNECTING``, and the engine's start waits for it, for ``startup_connect_timeout_s``
     at most."""
     levels: frozenset[str] = frozenset()
-    """Names in ``counters`` of what goes up and down, such as what is there now. All others
+    """Names in ``counters`` of values that go up and down, such as the blocks there now. All others
     only grow, from 0 at each ``open``."""
     probe_batches_max: int | None = None
     """How many ``probe`` calls may run at once. None: as many as ``load`` calls."""
     probe_batch_blocks_min: int = 16
-    """Probes are not cut into calls for fewer keys than this: more, where a call costs much and
+    """Probes are not cut into calls for fewer keys than this: set more if a call costs much and
     a key little."""
     probe_batch_blocks_max: int = 64
-    """For how many keys one ``probe`` may ask. A short probe waits for a call like that to end."""
+    """How many keys one ``probe`` may look up. A short probe waits for a call like that to end."""
 
 
 Isolation: TypeAlias = Literal["thread", "process"]
-"""What a tier's cell runs in: a thread of the engine's process, or a process of its own."""
+"""The host of a tier's cell: a thread of the engine's process, or a process of its own."""
 
 
 class ServedRequest(ABC):
-    """One running request, at a request-scoped backend. All runs on the loop's thread.
+    """One running request, at a request-scoped backend. All methods run on the loop's thread.
 
-    Calls overlap as those of ``Backend`` do, which says what each of them means.
+    Calls overlap as those of ``Backend`` do, which documents what each of them means.
     """
 
     @abstractmethod
     async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """Tell for each key whether a load is likely to find it for this request."""
+        """Return for each key whether a load is likely to find it for this request."""
 
     @abstractmethod
     async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
-        """Read each block into its buffer; one answer a block, in order."""
+        """Read each block into its buffer; return one result per block, in order."""
 
     @abstractmethod
     async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
-        """Take each block of the request; one outcome a block, in order.
+        """Take each block of the request; return one outcome per block, in order.
 
-        Digests are empty: nothing is checked against them. ABSENT is no failure of the tier: there
-        was no use for the block.
+        Digests are empty: nothing is checked against them. ABSENT does not mean that the tier
+        failed: it had no use for the block.
         """
 
     @abstractmethod
     def end(self) -> None:
-        """Note that the request asks for nothing more; its calls may still be under way."""
+        """Note that the request asks for nothing more; its calls may still be in flight."""
 
     def prefix_hits(self, keys: Sequence[bytes]) -> None:  # noqa: B027 - those who want all need it not
-        """Note that these blocks, of those that ``store`` is given, were here before the request.
+        """Note that these of the blocks that ``store`` is given were here before the request.
 
-        Called before the ``store`` with them. One that wants only what the request itself computes
-        answers ABSENT to them.
+        Called before the ``store`` with them. A request that wants only blocks it computes itself
+        returns ABSENT for them.
         """
 
     def missing(self, keys: Sequence[bytes]) -> None:  # noqa: B027 - those who want none need none
-        """Note that these blocks, which the backend wanted, are not to be had."""
+        """Note that these blocks, which the backend wanted, are not available."""
 
 
 class Backend(ABC):
@@ -263,38 +263,38 @@ class Backend(ABC):
 
     All coroutines run on the tier cell's event loop; work that blocks belongs
     in threads (``kvtier.plugin_api.threads.DaemonThreads``). Calls overlap, up to the
-    limits in ``traits``, and may meet on one key (after a reset, or from another engine).
-    ``kvtier.plugin_api.deadlines.time_left_s`` tells a call how long anybody waits for it.
+    limits in ``traits``, and may use the same key (after a reset, or from another engine).
+    ``kvtier.plugin_api.deadlines.time_left_s`` returns how long a call is still waited for.
     """
 
     #: Call it on the loop's thread when blocks are gone for reasons of the backend's own, or of
-    #: others who use the storage. Where there is a capacity it must be called. Set before ``open``.
+    #: others who use the storage. It must be called if there is a capacity. Set before ``open``.
     on_lost: Callable[[Sequence[bytes]], None] = staticmethod(lambda _keys: None)
 
     #: Call it on the loop's thread when the state of the connection to a server changes. While
     #: that is not ``UP``, the tier is asked for nothing and given nothing, and no request waits for
-    #: it: ``open`` need not wait for the server. Whoever never calls it counts as ``UP``, unless
-    #: ``traits.connects``. Set before ``open``.
+    #: it: ``open`` need not wait for the server. A backend that never calls it counts as ``UP``,
+    #: unless ``traits.connects``. Set before ``open``.
     on_connection: Callable[[Connection], None] = staticmethod(lambda _state: None)
 
-    #: Call it on the loop's thread to have blocks of the engine's memory, for a request of another
-    #: engine, say. Those that are there come to ``ServedRequest.store``, and stay until it returns;
-    #: of the others ``missing`` tells. Set before ``open``, where ``traits.request_scoped``.
+    #: Call it on the loop's thread to get blocks of the engine's memory, for example for a request
+    #: of another engine. Blocks that are there come to ``ServedRequest.store``, and stay until it
+    #: returns; the others come to ``missing``. Set before ``open``, if ``traits.request_scoped``.
     on_wanted: Callable[[RequestId, Sequence[bytes], ServedRequest], None] = staticmethod(
         lambda _request, _keys, _served: None
     )
 
-    #: Call it when the request is over: nothing that comes for it is of use any more.
+    #: Call it when the request is over: blocks that come for it are no longer of use.
     on_wanted_no_more: Callable[[RequestId], None] = staticmethod(lambda _request: None)
 
-    #: Lets loads go before stores that have begun: a thread that stores block after block waits for
-    #: its turn before each. Set before ``open``; without a tier, nobody waits.
+    #: Gives loads priority over stores that have begun: a thread that stores block after block
+    #: waits for its turn before each. Set before ``open``; without a tier, nothing waits.
     store_turns: StoreTurns = StoreTurns()
 
     type_name: ClassVar[str]  #: the ``type`` in ``secondary_tiers``
     medium: ClassVar[str] = "STORAGE"  #: vLLM's word for KV events: CPU or STORAGE
     isolation: ClassVar[Isolation] = "thread"
-    """Where it runs best, unless the tier's configuration says otherwise."""
+    """Its preferred host, unless the tier's configuration says otherwise."""
     needs_engine: ClassVar[bool] = False
     """It is part of an engine (``BackendContext.engine``), and runs in that process alone."""
     traits: BackendTraits
@@ -305,29 +305,29 @@ class Backend(ABC):
         """Build from the tier's own configuration keys.
 
         Runs before any cell, in a thread of its own or in the tier's process, and
-        may wait for storage: the engine stops to wait after ``start_timeout_s``.
+        may wait for storage: the engine stops waiting after ``start_timeout_s``.
         Raises ``ConfigError`` for an unknown key, a wrong type or an unusable
-        place. One that is raised ``from`` an ``OSError`` or a ``StoreFault``, or
-        these themselves, say that the storage fails, which may pass:
+        place. If that is raised ``from`` an ``OSError`` or a ``StoreFault``, or
+        if these themselves are raised, the storage fails, which may pass:
         with ``on_unusable`` the engine then starts without the tier.
         """
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> str | None:  # noqa: ARG003 - for those that check
-        """Refuse what ``from_options`` would refuse, as far as that shows without a change.
+        """Refuse options that ``from_options`` would, as far as possible without changing anything.
 
         For ``kvtier check``: makes and claims nothing. ``context.block_bytes`` is 0 and the
-        namespace empty where they are not known. Returns ``place``, if that can be told. Raises
+        namespace empty if they are not known. Returns ``place``, if it can be determined. Raises
         ``ConfigError``. The default has nothing to refuse.
         """
         return None
 
     @classmethod
     def check_keys(cls, options: Mapping[str, Any], context: BackendContext) -> None:  # noqa: ARG003 - as above
-        """Refuse what ``from_options`` would refuse of the keys themselves: a mistyped one, say.
+        """Refuse bad keys as ``from_options`` would: a mistyped one, for example.
 
         Called in each worker before a model is loaded, with ``context`` as in ``check_options``.
-        Touches no storage of the tier's, and connects to nothing. Raises ``ConfigError``. The
+        Does not touch the tier's storage, and connects to nothing. Raises ``ConfigError``. The
         default has nothing to refuse.
         """
         return
@@ -338,14 +338,14 @@ class Backend(ABC):
 
         For ``kvtier check --connect``, after ``check_options`` and in a thread of its own. Leaves
         nothing behind, and claims nothing. Returns in a few words what worked. Raises
-        ``ConfigError`` for the step that fails, with the right that is missing and the remedy. The
+        ``ConfigError`` for the step that fails, with the missing permission and the remedy. The
         default tries nothing, and returns None.
         """
         return None
 
     @classmethod
     def medium_of(cls, options: Mapping[str, Any]) -> str | None:  # noqa: ARG003 - for those whose medium depends on them
-        """Return the medium of a tier with these options; None where vLLM has no word for it."""
+        """Return the medium of a tier with these options; None if vLLM has no word for it."""
         return cls.medium
 
     @property
@@ -357,84 +357,84 @@ class Backend(ABC):
     def filesystem(self) -> int | None:
         """The number of the filesystem that the folder is on (``st_dev``), if there is a folder.
 
-        Touches no storage. A later life of the tier is told it, in its context.
+        Touches no storage. A later life of the tier gets it in its context.
         """
         return None
 
     def discard(self) -> None:
-        """Release what ``from_options`` took. Called instead of ``open``. May hang.
+        """Release everything that ``from_options`` took. Called instead of ``open``. May hang.
 
-        That is where the engine does not start after all, or ends meanwhile.
+        Called if the engine does not start after all, or ends meanwhile.
         """
         return
 
     def begin_request(self, request: RequestId, params: Mapping[str, Any]) -> ServedRequest:
-        """Return what serves a request with these parameters, if ``traits.request_scoped``.
+        """Return the object serving a request with these parameters, if ``traits.request_scoped``.
 
         Called on the loop's thread, before anything else of the request.
         """
         raise NotImplementedError
 
     async def open(self) -> None:
-        """Get ready. Called once, first. Raising disables the tier; the engine goes on."""
+        """Get ready. Called once, first. Raising disables the tier; the engine continues."""
         return
 
     async def register_memory(self, slots: memoryview) -> None:  # noqa: B027 - most need none
-        """Get ready to transfer from and to this memory, of which all buffers are part.
+        """Get ready to transfer from and to this memory, which all buffers are part of.
 
-        Called once, after ``open`` and before the first transfer, for what has to register
-        memory (RDMA). ``slots``: all of them, writable. It stays mapped until ``close`` has
-        returned and ``busy_threads`` is 0. Raising disables the tier, as in ``open``.
+        Called once, after ``open`` and before the first transfer, for backends that have to
+        register memory (RDMA). ``slots``: all of them, writable. It stays mapped until ``close``
+        has returned and ``busy_threads`` is 0. Raising disables the tier, as in ``open``.
         """
 
     def contents(self) -> Iterable[Sequence[bytes]]:
-        """Return what a backend with a capacity has kept from before, once it is open.
+        """Return the blocks that a backend with a capacity has kept from before, once it is open.
 
-        In batches that were stored together, from head to tail; the batch that
-        was stored longest ago first. All that takes room must be among it: nothing
-        else is ever evicted. Stores and removals go on meanwhile; what is stored or
-        removed since may be named or not. What no longer fits is removed.
+        In batches that were stored together, from head to tail; the batch
+        stored longest ago first. Everything that takes room must be included: nothing
+        else is ever evicted. Stores and removals continue meanwhile; blocks stored or
+        removed since may be named or not. Blocks that no longer fit are removed.
         """
         return ()
 
     @abstractmethod
     async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """Tell for each key whether a load is likely to find it. No promise."""
+        """Return for each key whether a load is likely to find it. Not a guarantee."""
 
     @abstractmethod
     async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
-        """Read each block into its buffer; one answer a block, in order."""
+        """Read each block into its buffer; return one result per block, in order."""
 
     @abstractmethod
     async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
-        """Keep each block; one outcome a block, in order. A key that exists is DONE.
+        """Keep each block; return one outcome per block, in order. A key that exists is DONE.
 
         The blocks may be of several requests.
         """
 
     @abstractmethod
     async def remove(self, keys: Sequence[bytes]) -> None:
-        """Forget these keys. Unknown keys are no error. Raise if any may still be there.
+        """Forget these keys. Unknown keys are not an error. Raise if any may still be there.
 
-        Where there is a capacity, it is called for victims, for damaged blocks, and for
-        what a ``store`` that failed may have kept. If it raises, it is called again.
+        With a capacity, it is called for victims, for damaged blocks, and for
+        blocks that a failed ``store`` may have kept. If it raises, it is called again.
         """
 
     async def close(self) -> None:
-        """Release what ``open`` took. Called once, last; may be skipped after a hang."""
+        """Release everything that ``open`` took. Called once, last; may be skipped after a hang."""
         return
 
     def busy_threads(self) -> int:
-        """How many threads may still touch a buffer they were given. Any thread may call it.
+        """Return how many threads may still touch a buffer they were given. Any thread.
 
         After ``close`` the slots' memory stays mapped until this is 0.
         """
         return 0
 
     def counters(self) -> Mapping[str, int]:
-        """Counts of things only this backend knows, by name: what it has done, met or lost.
+        """Return counts that only this backend knows, by name: what it has done, met or lost.
 
-        Any thread may call it, also while calls run. Those that go up and down
-        belong into ``traits.levels``.
+        Any thread may call it, also while calls run. Counters that go up and down
+        belong in ``traits.levels``.
         """
         return {}

@@ -1,8 +1,8 @@
-"""How long the call of a backend that runs here may take.
+"""Holds the time limit of the backend call that runs here.
 
-What waits for a probe, a load or a store gives it up at a deadline. A driver of remote
-storage hands on what is left of that time, so that no connection, retry or thread is kept
-for what nobody waits for any more.
+A request waiting for a probe, a load or a store gives it up at a deadline. A driver of remote
+storage passes on the rest of that time, so that no connection, retry or thread is kept
+for a result that is no longer waited for.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NEVER: Final = math.inf
-"""The deadline of what has none."""
+"""The deadline of a call without one."""
 
 _deadline: ContextVar[float] = ContextVar("kvtier_deadline", default=NEVER)
 
 
 def time_left_s() -> float:
-    """Return in how many seconds nobody waits for this call any more.
+    """Return the seconds for which this call is still waited for.
 
     Infinite for a call without a deadline, such as ``remove``; at least 0. To be called in the
     task that runs the call: a thread that the task hands work to has no deadline of its own.
@@ -38,7 +38,7 @@ def set_deadline(monotonic_s: float) -> None:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Give what runs in here so many seconds: for tests, and for calls within a call."""
+    """Limit the code in this block to so many seconds: for tests, and for calls within a call."""
     token = _deadline.set(min(_deadline.get(), time.monotonic() + seconds))
     try:
         yield

@@ -1,6 +1,6 @@
-"""What an eviction policy decides, as plain calls.
+"""Defines the interface of an eviction policy, as plain calls.
 
-A policy knows which keys are resident and in what order they were used. It
+A policy tracks which keys are resident and in what order they were used. It
 never waits and does no I/O; ``kvtier/core/policy_actor.py`` gives it a mailbox.
 A third party registers a class under the entry-point group
 ``kvtier.eviction_policies``.
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class EvictionPolicy(ABC):
-    """Chooses which blocks go. ``capacity`` is in blocks."""
+    """Chooses the blocks to evict. ``capacity`` is in blocks."""
 
     def __init_subclass__(cls) -> None:
-        """Accept a policy that calls ``restore`` by its name of before, and log what to write."""
+        """Accept a policy that has ``restore`` under its former name, and log the new one."""
         super().__init_subclass__()
         if "take_back" in vars(cls) and "restore" not in vars(cls):
             log.warning("an eviction policy's take_back is called restore now", policy=cls.__name__)
@@ -38,13 +38,13 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def touch(self, keys: Sequence[Key], request: RequestId) -> None:
-        """Learn that ``request`` used ``keys``, given from head to tail. Unknown: ignored."""
+        """Learn that ``request`` used ``keys``, given from head to tail. Unknown ones: ignore."""
 
     @abstractmethod
     def hold(self, keys: Sequence[Key]) -> None:
         """Never choose ``keys`` until ``unhold``, resident already or not.
 
-        A key is held once, however often asked.
+        A key is held once, however often this is called.
         """
 
     @abstractmethod
@@ -60,7 +60,7 @@ class EvictionPolicy(ABC):
         """Learn that ``request`` is over.
 
         ``order``, if known: all its keys from head to tail, resident or not,
-        read from here or found in the GPU. It has used them all.
+        read from here or found on the GPU. It has used them all.
         """
 
     @abstractmethod
@@ -69,10 +69,10 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def restore(self, keys: Sequence[Key]) -> None:
-        """Have keys back that were just chosen and not evicted; they are the next to go."""
+        """Take back keys that were just chosen but not evicted; they are the next to go."""
 
     def pass_time(self, now: float) -> None:  # noqa: B027 - most policies need no clock
-        """Learn that it is ``now``: seconds of the runtime's clock, about once a second."""
+        """Learn the time, ``now``: seconds of the runtime's clock, about once a second."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -80,4 +80,4 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many keys are resident."""
+        """Return how many keys are resident."""

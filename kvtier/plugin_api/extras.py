@@ -1,4 +1,4 @@
-"""Tells how to install what an extra brings: libraries that only some tiers or keys need.
+"""Builds the command that installs an extra: libraries that only some tiers or keys need.
 
 The command names the libraries themselves: it needs no clone, no wheel, and no index with the
 package that has the extra.
@@ -13,7 +13,7 @@ _EXTRA: Final = re.compile(r"extra\s*==\s*[\"']([\w-]+)[\"']")
 
 
 def install(extra: str, package: str = "kvtier") -> str:
-    """Return the command that installs what an extra of a package needs."""
+    """Return the command that installs the libraries of a package's extra."""
     from importlib.metadata import (  # noqa: PLC0415 - only where something is missing
         PackageNotFoundError,
         requires,

@@ -1,6 +1,6 @@
-"""How much memory there is for this process, and how much of it is free.
+"""Measures how much memory there is for this process, and how much of it is free.
 
-That of the machine, or what its control group and those above it allow, if that is less: a
+The machine's memory, or the limit of its control group and those above it, if that is less: a
 container's limit, or a service's.
 """
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT: Final = Path("/")
-"""Where ``proc`` and ``sys`` are, unless a test has its own."""
+"""The folder with ``proc`` and ``sys``, unless a test has its own."""
 
 
 class _Files(NamedTuple):
-    """What a version of control groups calls what it tells."""
+    """File names of one version of control groups."""
 
     limit: str
     used: str
-    cached: tuple[str, ...]  #: lines of memory.stat: pages that the kernel takes back when asked
+    cached: tuple[str, ...]  #: lines of memory.stat: pages that the kernel reclaims on demand
 
 
 _V1: Final = _Files(
@@ -34,16 +34,16 @@ _V2: Final = _Files("memory.max", "memory.current", ("inactive_file", "active_fi
 
 
 def machine_memory_bytes(root: Path = ROOT) -> int | None:
-    """Return how much memory this process could have at most; None if nothing tells.
+    """Return how much memory this process could have at most; None if that is not known.
 
-    ``root``: where ``proc`` and ``sys`` are.
+    ``root``: the folder with ``proc`` and ``sys``.
     """
     limits = [limit for limit, _, _ in _limits(root)]
     return min([*_meminfo(root, "MemTotal"), *limits], default=None)
 
 
 def free_memory_bytes(root: Path = ROOT) -> int | None:
-    """Return how much memory this process could take now; None if nothing tells."""
+    """Return how much memory this process could take now; None if that is not known."""
     free = [_left(*limited) for limited in _limits(root)]
     return min([*_meminfo(root, "MemAvailable"), *free], default=None)
 
@@ -58,12 +58,12 @@ def _limits(root: Path) -> Iterator[tuple[int, Path, _Files]]:
 
 
 def _left(limit: int, folder: Path, files: _Files) -> int:
-    """Return what is left of a limit: what the group has, but for what it can do without."""
+    """Return the rest of a limit: not counting pages that the group can do without."""
     try:
         used = int(_text(folder / files.used))
         lines = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
         cached = sum(int(lines[name]) for name in files.cached)
-    except (OSError, ValueError, KeyError):  # another kernel's, or it is just removed
+    except (OSError, ValueError, KeyError):  # another kernel's format, or just removed
         return limit
     return max(0, limit - max(0, used - cached))
 
@@ -91,7 +91,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
 
 
 def _meminfo(root: Path, name: str) -> list[int]:
-    """Return a line of the kernel's count of memory, in bytes, if there is such a line."""
+    """Return a line of the kernel's memory count, in bytes, if there is such a line."""
     try:
         lines = dict(line.split(":", 1) for line in _text(root / "proc/meminfo").splitlines())
         return [int(lines[name].split()[0]) * 1024]

@@ -1,4 +1,4 @@
-"""Options as the fields of a dataclass: default, bounds and meaning are written once.
+"""Defines options as fields of a dataclass: default, bounds and meaning are written once.
 
 ``read`` reads them from a configuration, and the tables of the configuration's reference
 are made from them::
@@ -14,7 +14,7 @@ are made from them::
     given = ShelfOptions(**read(ShelfOptions, reader))
     reader.finish()
 
-A default of None means that the option may be left out: then the field is None.
+A default of None means that the option may be omitted: then the field is None.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _OPTION: Final = "kvtier option"
 
 @dataclass(frozen=True)
 class OptionField:
-    """What a field says about its option."""
+    """The option that a field describes."""
 
     about: str  #: for the reference: one line of Markdown
     default: Any
     method: Callable[..., Any] | None = None  #: of ``Options``; None: its class reads it itself
-    bounds: Mapping[str, Any] = field(default_factory=dict)  #: what ``method`` is given
+    bounds: Mapping[str, Any] = field(default_factory=dict)  #: arguments of ``method``
 
     def value(self, options: Options, key: str) -> Any:  # noqa: ANN401 - the field's type
-        """Return what is given, else the default. Raises ``ConfigError``."""
+        """Return the given value, else the default. Raises ``ConfigError``."""
         if self.method is None or not (options.has(key) or self.default is REQUIRED):
             return self.default
         return self.method(options, key, **self.bounds)
@@ -91,7 +91,7 @@ def text(default: _Text, about: str, *, choices: Sequence[str] = ()) -> _Text:
 
 
 def flag(about: str, *, default: _Flag) -> _Flag:
-    """Make a field for true or false. ``default`` may be None: what is meant depends on others."""
+    """Make a field for true or false. ``default`` may be None: it then depends on other options."""
     return _field(about, default, Options.flag)
 
 
@@ -106,14 +106,14 @@ def required(method: Callable[..., Any], about: str, **bounds: object) -> dict[s
 
 
 def options_of(kind: type[DataclassInstance]) -> dict[str, OptionField]:
-    """Return what the fields of a dataclass say that are options."""
+    """Return the options among the fields of a dataclass, by name."""
     return {f.name: f.metadata[_OPTION] for f in fields(kind) if _OPTION in f.metadata}
 
 
 def read(
     kind: type[DataclassInstance], options: Options, *, given_only: bool = False
 ) -> dict[str, Any]:
-    """Return what to make a ``kind`` of: what is given, and unless ``given_only``, the defaults.
+    """Return a ``kind``'s arguments: the given values and, unless ``given_only``, the defaults.
 
     Raises ``ConfigError`` for the first bad value.
     """

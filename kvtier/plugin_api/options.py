@@ -1,4 +1,4 @@
-"""Reads one mapping of configuration keys, and refuses what it does not know.
+"""Reads one mapping of configuration keys, and refuses unknown ones.
 
 Used for ``kv_connector_extra_config`` and for each entry of
 ``secondary_tiers``. Every refusal is a ``ConfigError`` that names the key, the
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 REQUIRED: Any = object()
-"""The default of an option that has none: it must be given."""
+"""The default of an option without one: it must be given."""
 
 INTEGER_MAX: Final = (1 << 63) - 1
-"""What every file format and system call can hold."""
+"""The most that every file format and system call can hold."""
 
 SECONDS_MAX: Final = 1e6
 """Eleven days. Some system calls take a time in milliseconds, and no more than 2 to the 31st."""
 
 TEXT_CHARACTERS_MAX: Final = 4096
-"""As long as the path of a file may be."""
+"""The limit of a file's path."""
 
 SHOWN_CHARACTERS_MAX: Final = 300
-"""Of a value in a refusal."""
+"""How many characters of a value a refusal shows."""
 
 _SECRET: Final = re.compile("password|secret|token|credential", re.IGNORECASE)
 _PART_CHARACTERS_MIN: Final = 4
@@ -40,7 +40,7 @@ _VARIABLE: Final = re.compile(r"\$(?:\{(\w+)\}|(\w+))", re.ASCII)
 
 
 class Options:
-    """Typed access to ``values``; ``finish`` refuses the keys that nobody asked for."""
+    """Typed access to ``values``; ``finish`` refuses the keys that were not read."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self._values = dict(values)
@@ -67,7 +67,7 @@ class Options:
     ) -> int:
         """Return bytes: a whole number, a whole float, or a text with a unit such as ``"8GiB"``.
 
-        ``rounds_down``: take a float that is not whole, too.
+        ``rounds_down``: accept a float that is not whole, too.
         """
         value = self._get(key, default)
         size = None
@@ -150,7 +150,7 @@ class Options:
     def path(self, key: str) -> str:
         """Return an absolute path, in which ``~``, ``$NAME`` and ``${NAME}`` are replaced.
 
-        A relative one begins in the folder that the process was started in.
+        A relative one begins in the process's initial working folder.
         """
         given = self.text(key)
         path = _VARIABLE.sub(lambda found: self._variable(key, given, found[1] or found[2]), given)
@@ -184,19 +184,19 @@ class Options:
         return value
 
     def has(self, key: str) -> bool:
-        """Tell whether the key was given (None counts as not given)."""
+        """Return whether the key was given (None counts as not given)."""
         return self._values.get(key) is not None
 
     def is_mapping(self, key: str) -> bool:
-        """Tell whether the key was given as a mapping."""
+        """Return whether the key was given as a mapping."""
         return isinstance(self._values.get(key), dict)
 
     def allow(self, *keys: str) -> None:
-        """Accept keys that somebody else reads."""
+        """Accept keys that are read elsewhere."""
         self._known.update(keys)
 
     def refuse(self, key: str, remedy: str) -> None:
-        """Refuse a key of vLLM's that has no meaning here, with what to do instead."""
+        """Refuse a key of vLLM's that has no meaning here, with the remedy."""
         if self.has(key):
             raise self.error(key, self._values[key], remedy)
         self._values.pop(key, None)
@@ -240,12 +240,12 @@ class Options:
         return seconds
 
     def _unknown(self, key: str) -> str:
-        """Return a key that nobody reads with its value, unless that may be a secret."""
+        """Return an unread key with its value, unless that may be a secret."""
         value = "not shown" if _SECRET.search(str(key)) else f"value {shown(self._values[key])}"
         return f"{shown(key)} ({value})"
 
     def _missing(self, key: str) -> ConfigError:
-        """Build the refusal of a key that is missing, with the one that was meant to be it."""
+        """Build the refusal of a missing key, with the misspelt one that was probably meant."""
         unread = (given for given in self._values if given not in self._known)
         meant = next((given for given in unread if nearest_name(str(given), (key,))), None)
         if meant is None:
@@ -287,7 +287,7 @@ class Options:
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """Return the name that was meant by one that is not known; None if none is like it."""
+    """Return the known name that an unknown one probably meant; None if none is similar."""
     by_lower = {each.lower(): each for each in known}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1)
     if not near and len(name) >= _PART_CHARACTERS_MIN:
@@ -296,14 +296,14 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
 
 
 def refusal(key: str, text: str) -> ConfigError:
-    """Build a refusal that knows which key is at fault."""
+    """Build a refusal that carries the key at fault."""
     error = ConfigError(text)
     error.key = key
     return error
 
 
 def shown(value: object) -> str:
-    """Return a value as a refusal shows it: what Python writes for it, if that is not too long."""
+    """Return a value as a refusal shows it: its Python form, if that is not too long."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # a number of thousands of digits; a nest

@@ -1,10 +1,10 @@
-"""Runs: the order that the classic policies keep their keys in.
+"""Keeps keys in runs: the order that the classic policies evict in.
 
 A block is useless without its ancestors, so within one request tails go
-before heads: for prefix trees that comes to evicting leaves only.
+before heads: for prefix trees that amounts to evicting leaves only.
 
-Keys stand in *runs*. A run holds, from head to tail, what one request put
-there; runs stand in the order of their stamps. The next to go is the tail of
+Keys stand in *runs*. A run holds, from head to tail, the keys that one request
+put there; runs stand in the order of their stamps. The next to go is the tail of
 the oldest run.
 
 Held keys are met once. One that stands on the way to a victim is set aside
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def hold(held: dict[Key, None], keys: Collection[Key]) -> None:
-    """Add keys to those that are held: in a dict, since a set is walked through too."""
+    """Add keys to the held ones: in a dict, since the collector walks through a set too."""
     if len(held) < len(keys):
         held.update(dict.fromkeys(keys))  # makes room in one go
         return
@@ -40,7 +40,7 @@ def hold(held: dict[Key, None], keys: Collection[Key]) -> None:
 
 
 def unhold(held: dict[Key, None], keys: Collection[Key]) -> None:
-    """Remove keys, if they are there, from those that are held."""
+    """Remove keys, if they are there, from the held ones."""
     for key in keys:
         held.pop(key, None)
 
@@ -49,7 +49,7 @@ class Run(Struct, gc=False, eq=False):
     """Keys from head to tail; ``aside``: those met while held, from tail to head."""
 
     stamp: int
-    request: RequestId | None  #: None: it is over, or the run is nobody's
+    request: RequestId | None  #: None: it is over, or the run belongs to none
     keys: dict[Key, None]
     aside: dict[Key, None] | None = None
 
@@ -70,15 +70,15 @@ class Runs:
         self._aside_count = 0
 
     def __len__(self) -> int:
-        """How many keys there are."""
+        """Return how many keys there are."""
         return len(self.run_of)
 
     def __contains__(self, key: object) -> bool:
-        """Tell whether the key is here."""
+        """Return whether the key is here."""
         return key in self.run_of
 
     def isdisjoint(self, keys: Collection[Key]) -> bool:
-        """Tell whether none of the keys is here."""
+        """Return whether none of the keys is here."""
         return self.run_of.keys().isdisjoint(keys)
 
     def open(self, request: RequestId) -> Run | None:
@@ -96,7 +96,7 @@ class Runs:
         self._put(keys, self._make_newest(request))
 
     def put_at(self, keys: Collection[Key], stamp: int) -> None:
-        """Put keys at the tail of the run with this stamp, which is nobody's."""
+        """Put keys at the tail of the run with this stamp, which belongs to no request."""
         run = self._at.get(stamp)
         if run is None:
             run = self._at[stamp] = Run(stamp, None, {})
@@ -115,7 +115,7 @@ class Runs:
         """Put those of the keys that are here into the request's run, as ``put`` does."""
         if not self._take_over(keys, request):
             run = self._make_newest(request)
-            # A load follows a touch of the same keys: then all are where they belong.
+            # A load follows a touch of the same keys: then all are in their places.
             if not all(map(run.keys.__contains__, keys)):
                 self._move(keys, run)
             self._drop_if_empty(run)
@@ -123,7 +123,7 @@ class Runs:
     def end(self, request: RequestId, order: Sequence[Key] | None) -> None:
         """Close the request's run, after it has used ``order``.
 
-        It ends in the keys of ``order`` that are here, as they stand there.
+        It ends in the keys of ``order`` that are here, in that order.
         """
         if order is None and request not in self._open:
             return
@@ -144,7 +144,7 @@ class Runs:
                 run.keys.update(new)
             else:
                 run.keys = new
-            for key in keys:  # update() wants a dict of them first, which takes longer
+            for key in keys:  # update() needs a dict of them first, which takes longer
                 run_of[key] = run
         else:
             self._move(keys, run, new=True)
@@ -155,7 +155,7 @@ class Runs:
     ) -> None:
         """Move keys to the tail of ``run``.
 
-        ``new``: also those that are nowhere. ``reorder``: also those of this very run.
+        ``new``: also keys in no run. ``reorder``: also keys of this very run.
         """
         run_of = self.run_of
         own = run.keys
@@ -191,9 +191,9 @@ class Runs:
         return run
 
     def _take_over(self, keys: Sequence[Key], request: RequestId) -> bool:
-        """Give a run of just these keys to a request without one. The next turn of a chat does so.
+        """Give a run of just these keys to a request without one, as in a chat's next turn.
 
-        The outcome is that of ``_move``, in a tenth of the time.
+        The result is that of ``_move``, in a tenth of the time.
         """
         if not keys or request in self._open:
             return False
@@ -208,7 +208,7 @@ class Runs:
         return True
 
     def _renew(self, run: Run) -> None:
-        """Make the run the newest, and what was set aside of it a part of it again."""
+        """Make the run the newest, and return its set-aside keys to it."""
         if run.aside:
             run.keys.update(dict.fromkeys(reversed(run.aside)))
             self._aside_count -= len(run.aside)
@@ -325,7 +325,7 @@ class Runs:
     # --- held keys ---
 
     def unheld(self, keys: Collection[Key]) -> None:
-        """Learn that these keys are held no longer."""
+        """Learn that these keys are no longer held."""
         if not self._aside_count:
             return
         for key in keys:

@@ -21,13 +21,13 @@ _DURATION: Final = re.compile(
 
 
 def parse_duration(text: str) -> float | None:
-    """Return the duration in seconds; None if the text is none, or has no unit."""
+    """Return the duration in seconds; None if the text is not one, or has no unit."""
     found = _DURATION.fullmatch(text)
     return None if found is None else float(found[1]) * _SECONDS[found[2].lower()]
 
 
 def parse_size(text: str) -> int | None:
-    """Return the size in bytes, rounded down; None if the text is no size."""
+    """Return the size in bytes, rounded down; None if the text is not a size."""
     found = _SIZE.fullmatch(text)
     unit = None if found is None else _UNITS.get(found[3].lower())
     if found is None or unit is None:
@@ -39,7 +39,7 @@ def parse_size(text: str) -> int | None:
 
 
 def read_bytes(text: str, name: str) -> int:
-    """Return the size in bytes. Raises ``ConfigError``, in which it is called ``name``."""
+    """Return the size in bytes. Raises ``ConfigError``, which calls it ``name``."""
     size = parse_size(text)
     if size is None:
         raise ConfigError(f"{name}={text!r} is not a size. Write one such as 16KiB, 2GiB or 4096.")

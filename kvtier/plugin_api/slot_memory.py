@@ -1,8 +1,8 @@
-"""The primary tier's bytes: one region, cut into equal slots.
+"""Maps the primary tier's bytes: one region, cut into equal slots.
 
 Both cells map the region; messages carry slot numbers, and only a tier's
-driver turns a number into memory. Who may touch a slot is the primary tier's
-business (``kvtier/engine/primary_tier.py``), not this module's.
+driver turns a number into memory. Access to slots is governed by the primary tier
+(``kvtier/engine/primary_tier.py``), not by this module.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 MADV_POPULATE_WRITE: Final = 23
-"""Of ``madvise``: fault pages in, writable. Linux 5.14; Python has no name for it."""
+"""Advice to ``madvise``: fault pages in, writable. Linux 5.14; Python has no name for it."""
 
-_ZEROS: Final = memoryview(bytes(64 << 10))  # so much at a time: between, other threads may run
+_ZEROS: Final = memoryview(bytes(64 << 10))  # so much at a time: in between, other threads may run
 
 _POPULATE_STEP_BYTES: Final = 64 << 20  # a millisecond or two, in which no other thread runs
 
@@ -34,7 +34,7 @@ _POPULATE_STEP_BYTES: Final = 64 << 20  # a millisecond or two, in which no othe
 class SlotMemory:
     """``slot_count`` slots of ``block_bytes`` bytes each.
 
-    Slots start at multiples of ``block_bytes`` from the region's start. Where
+    Slots start at multiples of ``block_bytes`` from the region's start. If
     ``block_bytes`` is a multiple of the page size, slots are page aligned and
     a backend may read into them with O_DIRECT.
     """
@@ -50,8 +50,8 @@ class SlotMemory:
     ) -> None:
         """``descriptor``: the open file whose first bytes these are, for a process to map too.
 
-        It stays the caller's, and open for as long as tiers may be started. ``rests``: by the
-        KV-cache group at a key's end, begin and end of what its blocks leave of their slots.
+        The caller keeps it open for as long as tiers may be started. ``rests``: by the KV-cache
+        group at a key's end, begin and end of each part of a slot that its blocks leave unused.
         """
         if slot_count < 1 or block_bytes < 1:
             raise ConfigError(
@@ -72,7 +72,7 @@ class SlotMemory:
 
     @classmethod
     def anonymous(cls, slot_count: int, block_bytes: int) -> SlotMemory:
-        """Memory without a name, for use without vLLM and for tests."""
+        """Make unnamed memory, for use without vLLM and for tests."""
         size = max(1, slot_count * block_bytes)
         descriptor = os.memfd_create("kvtier-slots")
         try:
@@ -82,7 +82,7 @@ class SlotMemory:
         except BaseException:
             os.close(descriptor)
             raise
-        # Not at the process's exit, where tiers may still be started: it ends with the process.
+        # Not at the process's exit, when tiers may still be started: it ends with the process.
         finalizer = weakref.finalize(memory, os.close, descriptor)
         finalizer.atexit = False
         return memory
@@ -95,9 +95,9 @@ class SlotMemory:
         block_bytes: int,
         rests: Mapping[bytes, Sequence[tuple[int, int]]] | None = None,
     ) -> SlotMemory:
-        """Map the memory that another process's ``descriptor`` stands for, and close that.
+        """Map the memory of another process's ``descriptor``, and close the descriptor.
 
-        A thread fills this process's page table, lest the first transfers pay for it.
+        A thread fills this process's page table, so that the first transfers need not.
         """
         try:
             mapping = mmap.mmap(descriptor, slot_count * block_bytes)
@@ -124,9 +124,9 @@ class SlotMemory:
         return [self.view(slot) for slot in slots]
 
     def clear_rests(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Zero what blocks of these keys leave of their slots: it is of other requests.
+        """Zero the parts of their slots that blocks of these keys leave unused: data of others.
 
-        Nobody reads it as part of a block, so a slot may be read meanwhile, and cleared by several.
+        They are not read as part of a block: a slot may be read meanwhile, and cleared by several.
         """
         if not self.rests:
             return
@@ -138,14 +138,14 @@ class SlotMemory:
                     piece[:] = _ZEROS[: len(piece)]
 
     def release(self) -> None:
-        """Drop this object's hold on the buffer, so that the owner can unmap it."""
+        """Release the buffer, so that its owner can unmap it."""
         self._flat.release()
 
 
 def _populate(mapping: mmap.mmap, descriptor: int) -> None:
-    """Fault in what the memory has pages for. What nobody has touched yet stays without."""
+    """Fault in the pages that the memory has. Pages not touched yet stay without."""
     end = 0
-    with suppress(OSError):  # no more pages; or a kernel that doesn't know how: a little slower
+    with suppress(OSError):  # no more pages; or a kernel without support: a little slower
         while end < len(mapping):
             start = os.lseek(descriptor, end, os.SEEK_DATA)
             end = min(os.lseek(descriptor, start, os.SEEK_HOLE), len(mapping))

@@ -2,12 +2,12 @@
 
 A tier holds back the stores that its backend does not have yet. Those that it has are large
 batches, several for each thread that writes: such a thread waits for its turn here before each
-block. What is being written when a load comes is not waited for here, so that few batches go on
+block. A write in progress when a load comes is not waited for here, so few batches go on
 for a while after a load: another one often follows.
 
 A request waits for a load, and none for a store. But loads that never pause would leave stores no
 time, and then blocks leave DRAM before they are stored. So stores are held back for
-``HELD_S_MAX``, and then for as long not at all: for half of the time at most, and a load that hangs
+``HELD_S_MAX``, and then not at all for as long: for half of the time at most, and a hung load
 costs them no more than that. Not by a share of the threads alone: on a filesystem that serves many
 threads at once, a quarter of them stores a quarter.
 """
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 HELD_S_MAX: Final = 1.0
-"""So long loads may hold stores back at a stretch. It comes back as fast as it is used up."""
+"""How long loads may hold stores back at a stretch. It is regained as fast as it is used up."""
 
 LINGER_S: Final = 0.5
-"""For so long after a load few batches go on."""
+"""How long after a load only few batches go on."""
 
 LOADING_BATCHES: Final = 1
-"""So many go on during a load: the oldest ones."""
+"""How many batches go on during a load: the oldest ones."""
 
 LINGERING_BATCHES: Final = 4
-"""So many go on after a load."""
+"""How many batches go on after a load."""
 
 
 class StoreTurns:
@@ -42,7 +42,7 @@ class StoreTurns:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._numbers = count()
-        self._batches: dict[int, None] = {}  # under way in threads, oldest first
+        self._batches: dict[int, None] = {}  # in flight in threads, oldest first
         self._loads = 0
         self._linger_until = 0.0
         self._held_s = 0.0  # up to ``_counted_at``
@@ -51,7 +51,7 @@ class StoreTurns:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Hold stores back for as long as this takes. Never waits."""
+        """Hold stores back for as long as this block takes. Never waits."""
         with self._changed:
             self._count(time.monotonic())
             self._loads += 1
@@ -68,13 +68,13 @@ class StoreTurns:
 
     @contextmanager
     def storing(self) -> Iterator[Callable[[], None]]:
-        """Count a batch as under way in this thread. Gives what waits for the next block's turn."""
+        """Count a batch as in flight in this thread. Yields the wait for the next block's turn."""
         with self._changed:
             batch = next(self._numbers)
             self._batches[batch] = None
 
         def wait_for_turn() -> None:
-            # Without the lock: what begins to load just now may be seen a block later.
+            # Without the lock: a load that begins just now may be seen a block later.
             if self._loads or time.monotonic() < self._linger_until:
                 self._wait(batch)
 
@@ -102,7 +102,7 @@ class StoreTurns:
         return pause_s
 
     def _count(self, now: float) -> None:
-        """Count for how long stores have been held back, and for how long not."""
+        """Count how long stores have been held back, and how long not."""
         if not self._is_free:
             end = now if self._loads else min(now, self._linger_until)
             self._held_s += max(0.0, end - self._counted_at)

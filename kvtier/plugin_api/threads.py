@@ -1,4 +1,4 @@
-"""Threads for calls that block, and that may never return; and how to wake a loop in one.
+"""Runs calls that block, and may never return, in threads; and wakes a loop in another thread.
 
 anyio's own worker threads are joined when the process ends, so one hung read
 would keep the engine from exiting. These are daemons: a call that hangs costs
@@ -45,8 +45,8 @@ def daemon_thread(
 ) -> threading.Thread:
     """Make a thread, not started yet, that logs what ``work`` raises, and does not outlive Python.
 
-    ``on_error`` is given what it raised, to count it. Python itself would write that to the
-    standard error stream, which nobody reads, and the work would be missing without a word.
+    ``on_error`` is called with the exception, to count it. Python itself would write it to the
+    standard error stream, which is rarely read, and the missing work would go unnoticed.
     """
 
     def run() -> None:
@@ -71,13 +71,13 @@ class ThreadWaker:
 
     ``call_soon_threadsafe`` writes to a socket and releases the GIL for it:
     the woken thread takes the GIL, and may keep it for Python's switch interval
-    of 5 ms. Woken like this, it waits until the caller has nothing to do.
+    of 5 ms. Woken this way, it waits until the caller has nothing to do.
     """
 
     def __init__(self) -> None:
         self.descriptor: Final = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  #: for add_reader
-        # Only when nobody can wake it any more: the number might be another file's by then. So not
-        # at the process's exit, where daemon threads run on: it ends with the process.
+        # Only when it can't be woken any more: the number might be another file's by then. So not
+        # at the process's exit, when daemon threads run on: it ends with the process.
         finalizer = weakref.finalize(self, os.close, self.descriptor)
         finalizer.atexit = False
 
@@ -92,14 +92,14 @@ class ThreadWaker:
 
 
 class _Answers:
-    """What calls returned, on its way from any thread to one event loop.
+    """Results of calls, on their way from any thread to one event loop.
 
-    One wake-up does for all calls that end before the loop looks.
+    One wake-up serves all calls that end before the loop looks.
     """
 
     @classmethod
     def to(cls, loop: asyncio.AbstractEventLoop) -> _Answers:
-        """Return the one of this loop."""
+        """Return this loop's instance."""
         answers = _answers.get(loop)
         if answers is None:
             answers = _answers[loop] = cls(loop)
@@ -112,14 +112,14 @@ class _Answers:
         loop.add_reader(self._waker.descriptor, self._hand_over)
 
     def post(self, answer: _Answer) -> None:
-        """Have a future settled. Any thread; if the loop is closed, nobody is left to tell."""
+        """Have a future settled. Any thread; if the loop is closed, the answer is dropped."""
         self._waiting.append(answer)
         if not self._is_woken:
             self._is_woken = True
             self._waker.wake()
 
     def _hand_over(self) -> None:
-        # In this order: an answer that comes in between either is taken now or wakes again.
+        # In this order: an answer that comes in between is either taken now or wakes again.
         self._waker.clear()
         self._is_woken = False
         waiting = self._waiting
@@ -139,9 +139,9 @@ _answers: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, _Answers]] = WeakKe
 
 
 class BoundedCall(Generic[T]):
-    """One call, in a daemon thread of its own: whoever waits for it can stop to.
+    """One call, in a daemon thread of its own: a caller may stop waiting for it.
 
-    The caller's context variables hold in it. Any thread may wait.
+    The caller's context variables apply in it. Any thread may wait.
     """
 
     def __init__(self, call: Callable[[], T], name: str) -> None:
@@ -153,11 +153,11 @@ class BoundedCall(Generic[T]):
         daemon_thread(partial(self._run, partial(context.run, call)), name).start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the call is over, or the time. False: it still runs, and may for ever."""
+        """Wait until the call is over, or the time. False: it still runs, perhaps for ever."""
         return self._ended.wait(timeout_s)
 
     def result(self) -> T:
-        """Return what the call returned, or raise what it raised. Waits for that, if need be."""
+        """Return the call's result, or raise its exception. Waits for it, if need be."""
         self._ended.wait()
         if self._error is not None:
             raise self._error
@@ -174,8 +174,8 @@ class BoundedCall(Generic[T]):
 class DaemonThreads:
     """A fixed number of daemon threads that run blocking calls for an event loop.
 
-    Threads start with the first call. ``run`` may be cancelled: the caller goes
-    on; a call that runs by then runs to its end, and its result is dropped.
+    Threads start with the first call. ``run`` may be cancelled: the caller continues;
+    a call that runs by then runs to its end, and its result is dropped.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -186,7 +186,7 @@ class DaemonThreads:
         self._unended: set[asyncio.Future[Any]] = set()
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Run ``call()`` in one of the threads and return what it returns or raises.
+        """Run ``call()`` in one of the threads and return its result or raise its exception.
 
         Raises ``OSError`` if there is no thread, and none can be started.
         """
@@ -199,12 +199,12 @@ class DaemonThreads:
         return await future
 
     def stop(self) -> None:
-        """Let each thread end after what it runs now. Never waits."""
+        """Let each thread end after its current call. Never waits."""
         for _ in self._threads:
             self._queue.put(None)
 
     def busy(self) -> int:
-        """How many calls run or wait, hung and cancelled ones included. Any thread."""
+        """Return how many calls run or wait, hung and cancelled ones included. Any thread."""
         return len(self._unended)
 
     def _start_one(self) -> None:
@@ -213,7 +213,7 @@ class DaemonThreads:
             thread.start()
         except RuntimeError as no_thread:
             if self._threads:
-                return  # the others do it, and the next call tries again
+                return  # the others do the work, and the next call tries again
             raise OSError(errno.EAGAIN, "no thread can be started") from no_thread
         self._threads.append(thread)
 
@@ -228,8 +228,8 @@ class DaemonThreads:
                 result = call()
             except BaseException as raised:  # noqa: BLE001 - handed to the caller, not swallowed
                 error = raised
-            # Before the report: whoever has it may count on the call being over.
+            # Before the report: its receiver may count on the call being over.
             self._unended.discard(future)
             answers.post((future, result, error))
-            # An idle thread holds on to nothing: not to a buffer, nor to a loop that is gone.
+            # An idle thread keeps no reference: not to a buffer, nor to a loop that is gone.
             del work, answers, future, call, result, error

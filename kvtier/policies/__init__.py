@@ -1,1 +1,1 @@
-"""Eviction policies, one file each, and the actor that hosts one."""
+"""Eviction and admission policies, one file each."""

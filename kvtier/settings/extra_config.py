@@ -1,8 +1,8 @@
 """Reads ``kv_connector_extra_config``: vLLM's keys and kvtier's, all checked.
 
-vLLM itself reads some of the keys, and takes what it can't use silently
+vLLM itself reads some of the keys, and silently accepts values it can't use
 (``bool("false")`` is true), or breaks on ``null``. They are checked here too, so that a bad value
-is refused at start instead of meaning something else; and vLLM is given what it can use.
+is refused at start instead of meaning something else; and vLLM gets values that it can use.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from kvtier.settings.runtime_config import Ignores
 
 RANK: Final = "{dp_rank}"
-"""In a text of a tier: here goes the number of the engine, for what no two engines may share."""
+"""Replaced in a tier's texts by the engine's number, for places that no two engines may share."""
 
 WHERE: Final = "kv_connector_extra_config"
 
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMOptions:
-    """What vLLM reads, and kvtier only checks. None is ever made."""
+    """Keys that vLLM reads, and kvtier only checks. Never instantiated."""
 
     spec_name: str = field(
         metadata=option.required(Options.text, 'for kvtier: `"KVTierOffloadingSpec"`')
@@ -84,8 +84,8 @@ def read_settings(
 ) -> RuntimeConfig:
     """Return the runtime's configuration. Raises ``ConfigError`` for the first bad key.
 
-    ``dp_rank``: which of vLLM's data-parallel engines this is. All have one configuration.
-    ``ignores``: tells which unknown keys to pass over; without it, all are refused.
+    ``dp_rank``: the number of this one of vLLM's data-parallel engines. All have one configuration.
+    ``ignores``: returns whether to ignore an unknown key; without it, all are refused.
     """
     extra_config = _of_rank(extra_config, dp_rank)
     options = Options(extra_config, WHERE)
@@ -122,7 +122,7 @@ def cpu_bytes_to_use(extra_config: Mapping[str, Any]) -> int:
 
 
 def for_vllm(extra_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what vLLM can use: sizes in whole bytes, and no ``null``, which means not given.
+    """Return the keys in a form vLLM can use: sizes in whole bytes, and no ``null`` (not given).
 
     Raises ``ConfigError`` for a bad value.
     """
@@ -131,7 +131,7 @@ def for_vllm(extra_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def for_rank(tier: Mapping[str, Any], dp_rank: int) -> dict[str, Any]:
-    """Return a tier's keys with the number of the engine in the place of ``{dp_rank}``."""
+    """Return a tier's keys with ``{dp_rank}`` replaced by the number of the engine."""
     number = str(dp_rank)
     return {
         key: value.replace(RANK, number) if isinstance(value, str) else value
@@ -142,5 +142,5 @@ def for_rank(tier: Mapping[str, Any], dp_rank: int) -> dict[str, Any]:
 def _of_rank(extra_config: Mapping[str, Any], dp_rank: int) -> Mapping[str, Any]:
     tiers = extra_config.get("secondary_tiers")
     if not isinstance(tiers, list) or not all(isinstance(tier, dict) for tier in tiers):
-        return extra_config  # whoever reads them refuses them
+        return extra_config  # the code that reads them refuses them
     return {**extra_config, "secondary_tiers": [for_rank(tier, dp_rank) for tier in tiers]}

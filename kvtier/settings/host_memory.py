@@ -1,4 +1,4 @@
-"""Refuses a primary tier for which there is no memory: the machine's, a container's, or shared."""
+"""Refuses a primary tier without enough memory: the machine's, a container's, or shared."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SHARED_MEMORY_FOLDER: Final = "/dev/shm"  # noqa: S108 - files are made O_EXCL, 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """What a configuration asks for: ``total_bytes``, by ``value`` of ``cpu_bytes_to_use``.
+    """Memory that a configuration asks for: ``total_bytes``, by ``value`` of ``cpu_bytes_to_use``.
 
-    ``of``: whose it is where ``value`` is the size of each, in words that follow it.
+    ``of``: the owner, if ``value`` is the size of each one's memory, in words that follow it.
     """
 
     value: object
@@ -43,7 +43,7 @@ class HostMemory:
 
     def require_shared(self, folder: str) -> None:
         """Raise ``ConfigError`` if it is more than is free in a folder of shared memory."""
-        with suppress(OSError):  # it is not there: who opens it says so
+        with suppress(OSError):  # it is not there: opening it reports that
             usage = os.statvfs(folder)
             free = usage.f_bavail * usage.f_frsize
             if free < self.total_bytes:

@@ -1,4 +1,4 @@
-"""The options of a tier of type ``vllm``, as far as they show without vLLM."""
+"""Defines the options of a tier of type ``vllm``, as far as they show without vLLM."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _MISTAKES: Final = frozenset(
         errno.ENOTDIR,
     }
 )
-"""These don't pass by themselves: a path is wrong."""
+"""These errors don't pass by themselves: a path is wrong."""
 
 BACKENDS: Final = "kvtier.backends"
 POLICIES: Final = "kvtier.eviction_policies"
@@ -51,7 +51,7 @@ def make_backend(config: TierConfig, context: BackendContext) -> Backend:
     """Build the backend of one tier; may wait for its storage without end.
 
     Raises ``ConfigError`` for an unknown type or a bad setting, and
-    ``StorageUnusable`` where it is the storage that is in trouble.
+    ``StorageUnusable`` if the storage has a fault.
     """
     found = _find(BACKENDS, config.type, f"secondary tier {config.name}: type", Backend)
     try:
@@ -71,8 +71,8 @@ def make_backend(config: TierConfig, context: BackendContext) -> Backend:
 def check_keys(tiers: Iterable[TierConfig], block_bytes: int) -> None:
     """Refuse the keys of tiers that their backends would refuse, before anything is made.
 
-    Raises ``ConfigError``. What only storage can tell, and storage that hangs, is left to
-    whoever makes the tier.
+    Raises ``ConfigError``. Faults that only the storage shows, and storage that hangs, are left
+    to the code that makes the tier.
     """
     for tier in tiers:
         found = _find(BACKENDS, tier.type, f"secondary tier {tier.name}: type", Backend)
@@ -94,7 +94,7 @@ def check_keys(tiers: Iterable[TierConfig], block_bytes: int) -> None:
 
 
 def is_storage_trouble(cause: BaseException | None) -> bool:
-    """Tell whether this is what storage says that is in trouble, and not of a wrong setting."""
+    """Return whether the cause is a fault of the storage, and not a wrong setting."""
     if isinstance(cause, OSError):
         return cause.errno not in _MISTAKES
     return isinstance(cause, StoreFault)
@@ -120,7 +120,7 @@ def make_policy(name: str, capacity: int) -> EvictionPolicy:
 
 @cache
 def fallback_policy() -> Callable[[int], EvictionPolicy]:
-    """Return what makes the policy that takes the place of one that broke."""
+    """Return the factory of the policy that replaces one that broke."""
     return _policy_class(FALLBACK_POLICY)
 
 
@@ -130,7 +130,7 @@ def _policy_class(name: str) -> type[EvictionPolicy]:
 
 
 def policy_maker(config: TierConfig, traits: BackendTraits) -> Callable[[], EvictionPolicy] | None:
-    """Return what makes a tier's own policy; None if it has no capacity to keep to."""
+    """Return the factory of a tier's own policy; None if it has no capacity to keep to."""
     if traits.capacity_blocks is None:
         _policy_class(config.eviction_policy)
         return None
@@ -140,7 +140,7 @@ def policy_maker(config: TierConfig, traits: BackendTraits) -> Callable[[], Evic
 def make_admission(config: TierConfig, context: AdmissionContext) -> AdmissionPolicy:
     """Build a tier's admission policy. Raises ``ConfigError`` for an unknown one, or bad options.
 
-    Not for ``ADMIT_ALL``, which is none.
+    Not for ``ADMIT_ALL``, which stands for no policy.
     """
     where = f"secondary tier {config.name}: admission"
     found = _find(ADMISSIONS, config.admission, where, AdmissionPolicy, also=(ADMIT_ALL,))
@@ -149,9 +149,9 @@ def make_admission(config: TierConfig, context: AdmissionContext) -> AdmissionPo
 
 
 def _find(group: str, name: str, key: str, base: type, also: Sequence[str] = ()) -> Any:  # noqa: ANN401 - a class of ``base``
-    """Load the class registered as ``name``. ``also``: names to be shown as known besides."""
+    """Load the class registered as ``name``. ``also``: names to list as known besides."""
     known = _installed(group)
-    if name not in known:  # installed since this process looked, perhaps
+    if name not in known:  # perhaps installed since this process looked
         _installed.cache_clear()
         known = _installed(group)
     entry = known.get(name)
@@ -189,7 +189,7 @@ def _find(group: str, name: str, key: str, base: type, also: Sequence[str] = ())
     return found
 
 
-@cache  # to look through all that is installed takes 8 ms
+@cache  # looking through all installed packages takes 8 ms
 def _installed(group: str) -> dict[str, EntryPoint]:
     """Return the entry points of a group by name."""
     from importlib.metadata import entry_points  # noqa: PLC0415 - a fifth of the import time

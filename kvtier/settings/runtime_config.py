@@ -1,7 +1,7 @@
-"""Every setting of the runtime, checked at the door.
+"""Holds every setting of the runtime, checked before anything starts.
 
-The keys are those of vLLM's ``kv_connector_extra_config`` where vLLM has
-them, and keep their meaning; the others are kvtier's own. A bad value raises
+Keys that vLLM's ``kv_connector_extra_config`` has too keep vLLM's names and
+meaning; the others are kvtier's own. A bad value raises
 ``ConfigError`` with key, value and remedy before anything is started.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     Ignores: TypeAlias = Callable[[str, str | None], bool]
-    """Tells whether to pass over an unknown key, of a tier's type or (None) of the whole."""
+    """Returns whether to ignore an unknown key, of a tier's type or (None) of the whole."""
 
 DEFAULT_POLICY: Final = "reuse"
 
@@ -41,7 +41,7 @@ OnUnusable: TypeAlias = Literal["refuse", "skip"]
 
 @dataclass(frozen=True)
 class TierConfig:
-    """One entry of ``secondary_tiers``: what the layers above the backend read."""
+    """One entry of ``secondary_tiers``: the part that the layers above the backend read."""
 
     name: str  #: its number from 1 and its type, e.g. ``"1:fs"``, as in vLLM's metric labels
     type: str = field(
@@ -275,12 +275,12 @@ class RuntimeConfig:
 
     @property
     def keeps_on_reset(self) -> bool:
-        """Whether tiers serve what they have after a reset that names no weights."""
+        """Whether tiers serve their earlier blocks after a reset that names no weights."""
         return self.on_reset == "keep"
 
     @property
     def store_reserve_slots(self) -> int:
-        """Slots that promotions never hold; 0 only where there is a single slot."""
+        """Slots that promotions never hold; 0 only if there is a single slot."""
         wanted = max(1, int(self.slot_count * self.store_reserve_fraction))
         return min(wanted, self.slot_count - 1)
 
@@ -296,7 +296,7 @@ class RuntimeConfig:
 
     @property
     def evict_batch_slots(self) -> int:
-        """How many victims are asked for when a promotion finds no free slot."""
+        """How many victims are requested when a promotion finds no free slot."""
         return max(1, min(64, self.slot_count // 32))
 
     @classmethod
@@ -311,7 +311,7 @@ class RuntimeConfig:
     ) -> RuntimeConfig:
         """Read ``kv_connector_extra_config``.
 
-        ``read_elsewhere``: keys that vLLM itself reads. ``ignores``: asked of unknown ones.
+        ``read_elsewhere``: keys that vLLM itself reads. ``ignores``: called for unknown ones.
         """
         where = "kv_connector_extra_config"
         options = Options(values, where)

@@ -5,9 +5,9 @@
     {"type": "KVTierSecondaryTier", "module_path": "kvtier.vllm",
      "tier": {"type": "disk", "path": "/nvme/kvtier", "capacity_bytes": "200GB"}}
 
-``tier`` is what would stand in ``secondary_tiers`` of kvtier itself. Beside it stand those keys
+``tier`` is an entry as in ``secondary_tiers`` of kvtier itself. Beside it stand those keys
 of ``kv_connector_extra_config`` that are about tiers and not about a primary tier, which is
-vLLM's here. vLLM's factory takes ``type``, ``module_path`` and ``backpressure`` out.
+vLLM's here. vLLM's factory removes ``type``, ``module_path`` and ``backpressure``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _OF_A_PRIMARY_TIER: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class SecondaryTierOptions:
-    """What an entry has beside the keys of ``kv_connector_extra_config``. None is ever made."""
+    """Keys of an entry besides those of ``kv_connector_extra_config``. Never instantiated."""
 
     tier: Mapping[str, Any] = field(
         metadata=option.required(
@@ -75,7 +75,7 @@ def read_secondary_tier(
     """Return the configuration of one tier; its slots are the staging slots.
 
     ``slot_count``: of the primary tier. ``number``: the tier's place in the list, from 1 on.
-    ``dp_rank``: the engine's, which takes the place of ``{dp_rank}``. Raises ``ConfigError``.
+    ``dp_rank``: the engine's, which replaces ``{dp_rank}``. Raises ``ConfigError``.
     """
     options = Options(values, WHERE)
     given = option.read(SecondaryTierOptions, options)
@@ -100,7 +100,7 @@ def read_secondary_tier(
 
 
 def refuse_behind_vllm(tier: TierConfig) -> None:
-    """Raise ``ConfigError`` for what only a tier behind kvtier's own primary tier can have."""
+    """Raise ``ConfigError`` for options that only work behind kvtier's own primary tier."""
     options = Options({}, WHERE)
     if tier.admission != ADMIT_ALL:
         raise options.error("admission", tier.admission, NOT_BEHIND_VLLM)

@@ -1,9 +1,9 @@
-"""Which configuration keys the installed vLLM knows: read from its source, without importing it.
+"""Finds the configuration keys that the installed vLLM knows, from its source, not by import.
 
-kvtier refuses keys that nobody knows, because most of them are misspelt. A vLLM that is newer than
+kvtier refuses unknown keys, because most of them are misspelt. A vLLM that is newer than
 this kvtier may have new keys, and a configuration that uses them must not keep an engine from
 starting. So an unknown key is looked for in vLLM's own code: where it reads
-``kv_connector_extra_config``, and in what the constructor of its tier takes. One that is found
+``kv_connector_extra_config``, and in the parameters of its tier's constructor. One that is found
 there is ignored, with a warning.
 
 The source is read at the first unknown key, which no ordinary start has.
@@ -31,16 +31,16 @@ _OURS_TOO: Final = {
         {"root_dir", "n_read_threads", "n_write_threads", "layout", "allow_unchecksummed", "direct"}
     )
 }
-"""Options of our tiers of the same type: these are never ignored."""
+"""Options of kvtier's tiers of the same type: these are never ignored."""
 
 _NOT_OPTIONS: Final = frozenset(
     {"self", "offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector"}
 )
-"""What vLLM itself hands to a tier's constructor."""
+"""Arguments that vLLM itself passes to a tier's constructor."""
 
 
 class VLLMKeys:
-    """Tells whether to ignore an unknown key, and warns of each that it ignores, once."""
+    """Returns whether to ignore an unknown key, and warns of each ignored one, once."""
 
     def __init__(self, package: str | None = None) -> None:
         """``package``: vLLM's folder; by default that of the one that an import would find."""
@@ -48,7 +48,7 @@ class VLLMKeys:
         self._warned: set[tuple[str, str]] = set()
 
     def __call__(self, key: str, tier_type: str | None = None) -> bool:
-        """Tell whether vLLM knows a key, of a tier or of the whole. Raises nothing."""
+        """Return whether vLLM knows a key, of a tier or of the whole. Raises nothing."""
         package = self._package or _vllm_folder()
         if package is None:
             return False
@@ -74,7 +74,7 @@ class VLLMKeys:
 def keys_of_connector(package: str) -> frozenset[str]:
     """Return the keys that vLLM's offloading code reads from ``kv_connector_extra_config``."""
     paths = [path for part in _READERS for path in sorted(Path(package, part).rglob("*.py"))]
-    # Below this folder lie the tiers, which call their own options the same.
+    # Below this folder lie the tiers, which use the same name for their own options.
     tiers = Path(package, _FACTORY).parent
     paths = [path for path in paths if tiers not in path.parents or path.parent == tiers]
     return frozenset(key for path in paths for key in _keys_read(_tree(path)))
@@ -119,14 +119,14 @@ def _parameters(tree: ast.AST, class_name: str) -> frozenset[str]:
 
 
 def _name(node: ast.AST) -> str:
-    """Return the last part of a dotted name; nothing for what is none."""
+    """Return the last part of a dotted name; "" for another expression."""
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def _tree(path: Path) -> ast.AST:
-    """Parse a file; one that can't be read or parsed has nothing in it."""
+    """Parse a file; return an empty module if it can't be read or parsed."""
     try:
         with path.open("rb") as file:
             return ast.parse(file.read(_SOURCE_BYTES_MAX))

@@ -1,7 +1,7 @@
-"""Whether an engine's settings say where its weights are: only then can their content be seen.
+"""Decides whether an engine's settings show where its weights are, so that they can be checked.
 
-KV data is of use with the weights that it was computed with. What nothing tells from other weights
-is shared with no other engine and over no restart (``kvtier/vllm/weights.py``).
+KV data is only valid with the weights that it was computed with. Data of weights that can't be
+identified is shared with no other engine and over no restart (``kvtier/vllm/weights.py``).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ READ_FILES: Final = frozenset(
 """Values of vLLM's ``load_format`` whose loaders read the model's folder or file."""
 
 NO_WEIGHTS: Final = "dummy"
-"""The ``load_format`` of random numbers. Engines that are pushed their weights start with it, so
-the seed names nothing: all runs of one architecture start with the same numbers."""
+"""The ``load_format`` of random numbers. Engines that get their weights pushed start with it, so
+the seed identifies nothing: all runs of one architecture start with the same numbers."""
 
 SUFFIXES: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors"})
-"""Of all that vLLM's loaders read, and some more: a file too many costs a cold start at worst."""
+"""Suffixes that vLLM's loaders read, and some more: an extra file costs a cold start at worst."""
 
 
 def why_out_of_sight(load_format: str, source: str) -> str | None:
-    """Return why the content of these weights can't be seen; None where nothing speaks against.
+    """Return why the content of these weights can't be seen; None if no reason is known.
 
     ``source``: a path, a name of the hub, or an address. Looks at no file.
     """
@@ -42,10 +42,10 @@ def why_out_of_sight(load_format: str, source: str) -> str | None:
 
 
 def no_weight_files(path: Path) -> str:
-    """Return what to say of a folder without any."""
+    """Return the message about a folder without any."""
     return f"{path} has no weight files"
 
 
 def is_weight_file(path: Path) -> bool:
-    """Tell whether this is, by its name, a file that a loader of vLLM's may read."""
+    """Return whether this is, by its name, a file that a loader of vLLM's may read."""
     return path.suffix in SUFFIXES and path.is_file()

@@ -1,4 +1,4 @@
-"""What kvtier ships for the authors of backends and of eviction policies.
+"""Tools for the authors of backends and of eviction policies.
 
 The conformance suites of both are here. The test cell, in which a test picks
 the order of deliveries, is ``tests.support.cell``.

@@ -1,7 +1,7 @@
-"""A clock that stands still while this process is ready to run and the machine runs others.
+"""Provides a clock that stops while this process is runnable and the machine runs others.
 
 A call that blocks its event loop computes or waits for something. On a busy machine the loop of a
-sound backend stands still as well: its thread, or one that has the interpreter's lock, is ready to
+sound backend stops as well: its thread, or one that has the interpreter's lock, is ready to
 run, and is not run.
 """
 
@@ -13,7 +13,7 @@ from typing import Final
 from kvtier.plugin_api.run_delays import RunDelays
 
 LOOK_S: Final = 0.01
-"""How seldom the kernel is asked: as exact as the clock has to be, for what it measures."""
+"""Shortest interval between looks at the kernel's counts: the precision that this clock needs."""
 
 
 class RunClock:
@@ -27,6 +27,6 @@ class RunClock:
         self._delays = RunDelays(every_s=LOOK_S)
 
     def __call__(self) -> float:
-        """Return the time. To be called often: what passes between two calls is told apart."""
+        """Return the time. Call it often: the time between two calls is split by cause."""
         self._waited_s += self._delays.look()
         return time.monotonic() - self._waited_s

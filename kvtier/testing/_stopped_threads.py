@@ -1,6 +1,6 @@
-"""Stops a backend's threads in the midst of a call, at a place of the check's choosing.
+"""Stops a backend's threads in the midst of a call, at a place that the check chooses.
 
-So a check needs no storage that hangs, and what it finds does not depend on how
+So a check needs no storage that hangs, and its result does not depend on how
 fast threads are: storage that hangs is a thread that does not go on.
 """
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from types import FrameType
 
 STOPPED_S_MAX: Final = 5.0
-"""A thread may have been stopped with a lock that the event loop wants. Then it goes on by itself,
+"""A thread may have been stopped with a lock that the event loop needs. Then it goes on by itself,
 and the check looks no further."""
 
 ALONE_LOOKS_MAX: Final = 1000
 ALONE_LOOK_S: Final = 0.001
-"""So often, and so long each time, is looked for what a thread does by itself."""
+"""How often, and how long each time, to wait while a thread runs by itself."""
 
 WAITING_CALLS: Final = frozenset({"get", "acquire", "wait", "select", "poll", "recv", "accept"})
 """Functions in C in which a thread waits for work."""
@@ -28,8 +28,8 @@ WAITING_CALLS: Final = frozenset({"get", "acquire", "wait", "select", "poll", "r
 class StoppedThreads:
     """Stops the threads that are started while this is entered.
 
-    A thread is stopped where it calls a function or returns from one, by a profile
-    function. Threads that no Python code runs in are not seen, and never stopped.
+    A thread is stopped when it calls a function or returns from one, by a profile
+    function. Threads that run no Python code are not seen, and never stopped.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class StoppedThreads:
         self.go_on()
 
     def stop_after(self, events: int) -> None:
-        """Stop each thread at its next call or return, once there were so many of all threads."""
+        """Stop each thread at its next call or return, after so many of all threads together."""
         with self._lock:
             self._waiting_in.clear()
             self._events_left = events
@@ -63,9 +63,9 @@ class StoppedThreads:
             self._may_go_on.set()
 
     def go_on_alone(self, until: Callable[[], bool]) -> None:
-        """Let all threads run while the caller waits, until this is so or they wait for work.
+        """Let all threads run while the caller waits, until ``until()`` or they wait for work.
 
-        The caller is the event loop: nothing goes on that needs it.
+        The caller is the event loop: work that needs it does not go on.
         """
         self.go_on()
         for _ in range(ALONE_LOOKS_MAX):
@@ -80,7 +80,7 @@ class StoppedThreads:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether a thread went on by itself: nothing can be said of what was meanwhile."""
+        """Whether a thread went on by itself: its state meanwhile is then unknown."""
         return self._has_given_up
 
     def _idle(self) -> set[int]:

@@ -1,4 +1,4 @@
-"""What the conformance checks work with: a backend opened on slots, and blocks in them."""
+"""Provides the tools of the conformance checks: a backend opened on slots, and blocks in them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MakeBackend = Callable[[BackendContext], Backend]
 """Builds a backend, not yet opened, for the context it is given.
 
 Every call must reach the same storage: two backends for equal contexts are
-what one engine sees before and after a restart. There must be room for
+the ones of an engine before and after a restart. There must be room for
 ``BLOCKS_MIN`` blocks, and, if ``traits.capacity_blocks`` is set, for no more
 than ``BLOCKS_MAX``. Raising ``ConfigError`` refuses a block size.
 """
@@ -40,16 +40,16 @@ BLOCK_BYTES: Final = 16 * 1024
 BLOCKS_MIN: Final = 64
 BLOCKS_MAX: Final = 512
 GROUP: Final = (0).to_bytes(4, "big")
-clock: Callable[[], float] = RunClock()  #: in seconds; tests of the suite have one of their own
+clock: Callable[[], float] = RunClock()  #: in seconds; tests of the suite replace it
 random_data: Callable[[int], bytes] = os.urandom  #: of a block; some tests have data that shrink
 CLOSE_TIMEOUT_S_MAX = 5.0
-"""Of a backend that hangs in ``close``; a busy disk needs a second or two to let its folder go."""
+"""For a backend that hangs in ``close``; a busy disk needs a second or two to free its folder."""
 
 CHECK_TIMEOUT_S_MAX = 60.0  # of one check; a module variable so that a slow store can raise it
 
 
 class NotConforming(AssertionError):
-    """Raised by a check when a backend or policy breaks its contract. The text says which part."""
+    """Raised by a check when a backend or policy breaks its contract. The text names the part."""
 
 
 class Bench(NamedTuple):
@@ -58,11 +58,11 @@ class Bench(NamedTuple):
     backend: Backend
     slots: SlotMemory
     lost: set[bytes]  #: the keys that it has called ``on_lost`` for
-    lost_elsewhere: set[int]  #: the threads that it did so on, but the event loop's
-    states: list[Connection]  #: of its connection, as it has told of them
+    lost_elsewhere: set[int]  #: the threads that it did so on, except the event loop's
+    states: list[Connection]  #: of its connection, as it has reported them
 
     async def store(self, blocks: Sequence[Block], *, slot: int = 0) -> list[Outcome]:
-        """Store the blocks from slots on from ``slot``; refuses a wrong number of answers."""
+        """Store the blocks from the slots from ``slot`` on; refuses a wrong number of outcomes."""
         views = [self.slots.view(slot + index) for index in range(len(blocks))]
         for view, block in zip(views, blocks, strict=True):
             view[:] = block.data
@@ -75,7 +75,7 @@ class Bench(NamedTuple):
         expect(len(outcomes) == len(blocks), "store must give one outcome a block")
         for view, block in zip(views, blocks, strict=True):
             expect(view == block.data, "store must not change the block it is given")
-            view[:] = bytes(len(view))  # What is stored must not depend on the slot any more.
+            view[:] = bytes(len(view))  # The stored copy must not depend on the slot any more.
         return list(outcomes)
 
     async def keep(self, blocks: Sequence[Block]) -> None:
@@ -85,7 +85,7 @@ class Bench(NamedTuple):
         expect(done, f"storing with room to spare must be DONE, got {outcomes}")
 
     async def load(self, blocks: Sequence[Block], *, slot: int = 0) -> list[Loaded]:
-        """Load the blocks into slots on from ``slot``, prefilled so that nothing fits by chance."""
+        """Load the blocks into the slots from ``slot`` on, prefilled so that no match is chance."""
         views = [self.slots.view(slot + index) for index in range(len(blocks))]
         for view, block in zip(views, blocks, strict=True):
             view[:] = bytes(byte ^ 0xFF for byte in block.data[:1]) * len(view)
@@ -101,7 +101,7 @@ class Bench(NamedTuple):
             self.expect_block(blocks[index], answer, slot + index)
 
     def expect_block(self, block: Block, answer: Loaded, slot: int) -> None:
-        """Compare one answer and its slot with what was stored."""
+        """Compare one result and its slot with the stored block."""
         name = block.key.hex()
         expect(answer.outcome is Outcome.DONE, f"load of {name} must be DONE, got {answer}")
         expect(self.slots.view(slot) == block.data, f"load of {name} brought other bytes")
@@ -123,7 +123,7 @@ class Block(NamedTuple):
 
 
 def new_block(size: int = BLOCK_BYTES, *, key: bytes | None = None) -> Block:
-    """Return random bytes under a key that nothing has used, unless one is given."""
+    """Return random bytes under a new key, unless one is given."""
     key = os.urandom(32) + GROUP if key is None else key
     data = random_data(size)
     return Block(key, data, block_digest(key, memoryview(data)))
@@ -153,8 +153,8 @@ async def opened(
 ) -> AsyncIterator[Bench]:
     """Open a backend on ``BLOCKS_MIN`` slots, bounded in time, and close it at the end.
 
-    One that tells of a connection is used once that is up.
-    Unless it is opened ``again``, a bounded one is emptied of what other checks have left.
+    A backend that reports a connection is used once that is up.
+    Unless it is opened ``again``, a bounded one is emptied of other checks' blocks.
     """
     where = context() if where is None else where
     try:

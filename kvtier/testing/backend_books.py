@@ -1,6 +1,6 @@
-"""Checks of a backend's books: what it loses it tells, what it keeps it lists and names.
+"""Checks a backend's books: it reports the blocks it loses, and lists and names those it keeps.
 
-The tier above evicts what it knows of, and nothing else.
+The tier above evicts only blocks that it tracks.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from kvtier.testing._workbench import Bench, Block, MakeBackend, expect, new_blo
 
 BATCH_BLOCKS: Final = 16
 ROUNDS: Final = 6
-"""So often blocks are removed and others stored: enough that a log begins to reclaim."""
+"""How often blocks are removed and others stored: enough that a log begins to reclaim."""
 
 
 async def storage_that_outlives_it_has_a_place(make: MakeBackend) -> None:
-    """If blocks are there after a restart, ``place`` says where, each time the same.
+    """If blocks are there after a restart, ``place`` names their place, each time the same.
 
     Two tiers with one place are refused. Without one, both would write there.
     """
@@ -40,7 +40,7 @@ async def storage_that_outlives_it_has_a_place(make: MakeBackend) -> None:
 
 
 async def what_is_left_after_a_restart_is_listed(make: MakeBackend) -> None:
-    """``contents`` names all that is there. What it leaves out takes room that nobody frees."""
+    """``contents`` names all blocks there. A block that it omits takes room that is never freed."""
     async with opened(make) as bench:
         capacity = bench.backend.traits.capacity_blocks
         if capacity is None:
@@ -69,8 +69,8 @@ async def what_is_left_after_a_restart_is_listed(make: MakeBackend) -> None:
 async def what_is_lost_is_told(make: MakeBackend) -> None:
     """A backend with a capacity calls ``on_lost`` for blocks that go for reasons of its own.
 
-    Blocks are stored up to the capacity, removed at random and stored again. What is
-    neither there nor told makes the tier above promise what it cannot deliver.
+    Blocks are stored up to the capacity, removed at random and stored again. A block that
+    is gone but not reported makes the tier above promise data that it cannot deliver.
     """
     async with opened(make) as bench:
         capacity = bench.backend.traits.capacity_blocks

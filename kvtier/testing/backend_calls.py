@@ -1,7 +1,7 @@
-"""Checks of a backend's calls: they can be cancelled, block nobody, and touch no buffer later.
+"""Checks a backend's calls: they can be cancelled, block no other, and touch no buffer later.
 
-Storage that hangs is played by ``_stopped_threads``: a call is cancelled while its thread
-stands still, at each place where the thread calls a function or returns from one.
+Hanging storage is simulated by ``_stopped_threads``: a call is cancelled while its thread
+is stopped, at each place where the thread calls a function or returns from one.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     StartCall = Callable[[], Coroutine[Any, Any, None]]
 
 PASSES_MAX: Final = 1000
-"""So often the event loop goes round until a cancelled call must have ended. It needs a few."""
+"""How many passes of the event loop until a cancelled call must have ended. It needs a few."""
 CANCELLED_AFTER: Final = (*range(100), *range(100, PASSES_MAX, 10))
-"""A call is cancelled after so many. One that is under way for longer waits for something."""
+"""A call is cancelled after so many passes. A call that runs longer waits for something."""
 STOPS_MAX: Final = 400
-"""At so many places a thread is stopped, at most, one after the other."""
+"""At most so many places at which a thread is stopped, one after the other."""
 STALL_S_MAX: Final = 0.1
 STALLS_MAX: Final = 10
-"""What the suite's clock can't tell from a call that blocks, as a collection of garbage or a host
-that runs other machines, may stop a process in the midst of a call, but not in each of so many."""
+"""Pauses that the suite's clock can't distinguish from a blocking call (garbage collection, a host
+that runs other machines) may stop a process in the midst of a call, but not in each of so many."""
 _GUARD: Final = b"\xa5"
 
 
 async def a_cancelled_call_ends(make: MakeBackend) -> None:
-    """Whoever cancels a call is not kept waiting, neither by its answer nor by its storage.
+    """The canceller of a call is not kept waiting, neither by its result nor by its storage.
 
     A tier that is closed cancels its calls, and its engine waits for them to end.
     """
@@ -64,9 +64,9 @@ async def a_cancelled_call_ends(make: MakeBackend) -> None:
 
 
 async def busy_threads_counts_who_may_touch_a_buffer(make: MakeBackend) -> None:
-    """Once ``busy_threads`` says 0, no buffer of a call that has ended is written any more.
+    """Once ``busy_threads`` is 0, no buffer of a call that has ended is written any more.
 
-    The memory of the slots is given back then: a write would hit what has come to lie there.
+    The memory of the slots is then released: a write would corrupt data allocated there since.
     """
     with StoppedThreads() as threads:
         async with opened(make) as bench:
@@ -92,14 +92,14 @@ async def busy_threads_counts_who_may_touch_a_buffer(make: MakeBackend) -> None:
                     def is_touched(guard: bytes = guard) -> bool:
                         return any(view != guard for view in views)
 
-                    # Alone: what the loop would go on with ends with the loop.
+                    # Alone: work that the loop would continue ends with the loop.
                     threads.go_on_alone(is_touched)
                     expect(
                         said > 0 or threads.has_given_up or not is_touched(),
                         "busy_threads said 0, and then a thread wrote to the buffer of a load that "
                         "was cancelled: it must count each thread that may still touch a buffer",
                     )
-                await bench.expect_kept(blocks)  # whatever stood still has gone on by now
+                await bench.expect_kept(blocks)  # all stopped threads run again by now
             while bench.backend.busy_threads():  # bounded by the time that a check may take
                 await anyio.lowlevel.checkpoint()
 
@@ -120,7 +120,7 @@ async def no_call_blocks_the_event_loop(make: MakeBackend) -> None:
 
 
 def _calls_of(bench: Bench) -> dict[str, StartCall]:
-    """Return calls of each kind. A store brings blocks that were never stored."""
+    """Return calls of each kind. A store uses blocks that were never stored."""
     backend, slots = bench.backend, bench.slots
     known = new_blocks(2)
 
@@ -147,7 +147,7 @@ def _calls_of(bench: Bench) -> dict[str, StartCall]:
 
 
 async def _ends_if_cancelled_after(passes: int, name: str, call: StartCall) -> bool:
-    """Cancel a call once the loop has gone round so often. False: it had ended by then."""
+    """Cancel a call after so many passes of the loop. Return False if it had ended by then."""
     task = asyncio.create_task(call())
     for _ in range(passes + 1):
         await anyio.lowlevel.checkpoint()
@@ -170,8 +170,8 @@ async def _in_a_stopped_call(
 ) -> AsyncIterator[asyncio.Task[Any] | None]:
     """Begin a call and stop its threads; they go on at the end.
 
-    ``stop``: how many calls and returns of functions they get to. None: the call has ended
-    before, or a thread cannot stand still.
+    ``stop``: how many calls and returns of functions they get to. Yields None if the call has
+    ended before, or a thread cannot be stopped.
     """
     threads.stop_after(stop)
     task = asyncio.create_task(call())

@@ -1,4 +1,4 @@
-"""The conformance suite: what every backend must do, as checks that can fail.
+"""The conformance suite: every backend's obligations, as checks that can fail.
 
 For the author of a backend::
 
@@ -14,7 +14,7 @@ For the author of a backend::
 or, all at once, ``await check_backend(make)``. Each check opens and closes
 backends of its own, under keys that nothing else uses, so they share storage
 and run in any order. They need asyncio, as a tier cell does. See
-``MakeBackend`` for what the maker owes.
+``MakeBackend`` for the maker's obligations.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from kvtier.testing.backend_calls import (
 async def check_backend(make: MakeBackend, *, persistent: bool = False) -> None:
     """Run every check; ``persistent`` adds that blocks outlive the backend.
 
-    Raises ``NotConforming`` at the first broken promise, with the check's name; what a
-    backend raises where it may not comes through as it is.
+    Raises ``NotConforming`` at the first broken promise, with the check's name; an exception
+    that a backend may not raise is passed on unchanged.
     """
     for check in (*BACKEND_CHECKS, *(PERSISTENCE_CHECKS if persistent else ())):
         try:
@@ -71,7 +71,7 @@ async def blocks_come_back_byte_exact(make: MakeBackend) -> None:
 
 
 async def a_load_of_a_missing_key_is_absent(make: MakeBackend) -> None:
-    """A miss is a value, alone and between hits, and takes no answer's place."""
+    """A miss is a value, alone and between hits, and does not shift other results."""
     async with opened(make) as bench:
         blocks = new_blocks(9)
         await bench.expect_absent(blocks)
@@ -95,7 +95,7 @@ async def it_may_be_made_in_any_thread(make: MakeBackend) -> None:
 
 
 async def a_probe_tells_what_is_there(make: MakeBackend) -> None:
-    """Probe answers in order; a key never stored is not there."""
+    """Probe returns results in order; a key never stored is not there."""
     async with opened(make) as bench:
         blocks = new_blocks(9)
         await bench.keep(blocks[::2])
@@ -120,7 +120,7 @@ async def storing_twice_is_done(make: MakeBackend) -> None:
 
 
 async def a_removed_key_is_absent(make: MakeBackend) -> None:
-    """Remove forgets the named keys and no others; unknown keys are no error."""
+    """Remove forgets the named keys and no others; unknown keys are not an error."""
     async with opened(make) as bench:
         blocks = new_blocks(6)
         await bench.keep(blocks)
@@ -138,7 +138,7 @@ async def a_removed_key_is_absent(make: MakeBackend) -> None:
 async def the_digest_is_kept_not_made_up(make: MakeBackend) -> None:
     """A digest that does not fit the bytes comes back as it was, or not as DONE.
 
-    A backend that computes the digest from what it read would hide all damage.
+    A backend that computes the digest from the bytes it read would hide all damage.
     """
     async with opened(make) as bench:
         blocks = [new_block()._replace(digest=digest) for digest in (bytes(16), os.urandom(16))]
@@ -241,7 +241,7 @@ async def keys_are_distinguished_byte_by_byte(make: MakeBackend) -> None:
 
 
 async def a_load_stays_in_its_buffer(make: MakeBackend) -> None:
-    """Hits and misses alike leave the neighbouring slots as they were."""
+    """Hits and misses alike leave the neighbouring slots unchanged."""
     async with opened(make) as bench:
         blocks = new_blocks(8)
         await bench.keep(blocks[::2])
@@ -259,7 +259,7 @@ async def a_load_stays_in_its_buffer(make: MakeBackend) -> None:
 
 
 async def a_full_store_says_so(make: MakeBackend) -> None:
-    """A bounded backend says FULL at its bound, keeps what it has, and takes more after remove."""
+    """A bounded backend is FULL at its bound, keeps its blocks, and takes more after remove."""
     async with opened(make) as bench:
         capacity = bench.backend.traits.capacity_blocks
         if capacity is None:
@@ -312,7 +312,7 @@ async def a_cancelled_call_harms_no_other(make: MakeBackend) -> None:
 
 
 async def reopening_serves_nothing_wrong(make: MakeBackend) -> None:
-    """After close and open, each block is whole or absent; closing twice is no error."""
+    """After close and open, each block is whole or absent; closing twice is not an error."""
     await _reopen(make, kept_wanted=False)
 
 
@@ -322,9 +322,9 @@ async def blocks_outlive_the_backend(make: MakeBackend) -> None:
 
 
 async def all_that_takes_room_is_listed(make: MakeBackend) -> None:
-    """A full backend lists what it has once it is open again; without that, it is empty.
+    """A full backend lists its blocks once it is open again; with those removed, it is empty.
 
-    What is not listed can never be evicted. Stores and removals go on meanwhile.
+    Unlisted blocks can never be evicted. Stores and removals continue meanwhile.
     """
     async with opened(make) as bench:
         capacity = bench.backend.traits.capacity_blocks
@@ -349,7 +349,7 @@ async def all_that_takes_room_is_listed(make: MakeBackend) -> None:
 
 
 async def what_is_read_only_is_served(make: MakeBackend) -> None:
-    """A backend that may write nothing serves what another one has stored, or is refused."""
+    """A backend that may write nothing serves blocks stored by another one, or is refused."""
     blocks = new_blocks(4)
     async with opened(make) as bench:
         await bench.keep(blocks)
@@ -375,7 +375,7 @@ async def namespaces_do_not_mix(make: MakeBackend) -> None:
 
 
 async def odd_block_sizes_work_or_are_refused(make: MakeBackend) -> None:
-    """Blocks that are no whole number of pages come back too, unless refused at start."""
+    """Blocks that are not a whole number of pages come back too, unless refused at start."""
     for size in (4096 + 512, 5001, 100):
         try:
             async with opened(make, context(size)) as bench:
@@ -388,7 +388,7 @@ async def odd_block_sizes_work_or_are_refused(make: MakeBackend) -> None:
 
 
 async def counters_are_counts(make: MakeBackend) -> None:
-    """``counters`` maps names to whole numbers that only grow, but those in ``traits.levels``."""
+    """``counters`` maps names to whole numbers that only grow, unless in ``traits.levels``."""
     async with opened(make) as bench:
         blocks = new_blocks(2)
         await bench.keep(blocks)
@@ -458,11 +458,11 @@ BACKEND_CHECKS: Final[tuple[BackendCheck, ...]] = (
     storage_that_outlives_it_has_a_place,
     what_is_lost_is_told,
 )
-"""What every backend must pass."""
+"""The checks that every backend must pass."""
 
 PERSISTENCE_CHECKS: Final[tuple[BackendCheck, ...]] = (
     blocks_outlive_the_backend,
     all_that_takes_room_is_listed,
     what_is_read_only_is_served,
 )
-"""What a backend must pass besides, if its blocks are to outlive the engine."""
+"""Further checks for a backend whose blocks are to outlive the engine."""

@@ -1,4 +1,4 @@
-"""What every eviction policy must do, as checks that can fail.
+"""The conformance suite of eviction policies, as checks that can fail.
 
 For the author of a policy::
 
@@ -7,7 +7,7 @@ For the author of a policy::
         check(MyPolicy)
 
 or, all at once, ``check_policy(MyPolicy)``. Each check builds policies of its
-own. They say nothing about which block is the right one to drop: any policy
+own. They don't judge which block is the right one to drop: any policy
 that keeps its books passes. They need Hypothesis.
 """
 
@@ -39,7 +39,7 @@ EXAMPLES: Final = 300
 
 
 class Books:
-    """A policy, and the obvious record of what it must know. Each call is checked."""
+    """A policy, and a simple record of what it must know. Each call is checked."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.policy = policy
@@ -72,7 +72,7 @@ class Books:
         self._expect_length("unhold")
 
     def forget(self, keys: Sequence[Key]) -> None:
-        """Say that keys are gone, known or not."""
+        """Report keys as gone, known or not."""
         self.policy.forget(keys)
         self.resident.difference_update(keys)
         self.held.difference_update(keys)
@@ -84,7 +84,7 @@ class Books:
         self._expect_length("end_request")
 
     def restore(self, keys: Sequence[Key]) -> None:
-        """Give back keys that were chosen."""
+        """Restore keys that were chosen."""
         self.policy.restore(keys)
         self.resident.update(keys)
         self._expect_length("restore")
@@ -97,7 +97,7 @@ class Books:
         self._expect_length("clear")
 
     def choose(self, count: int, exclude: Collection[Key] = frozenset()) -> list[Key]:
-        """Have victims chosen; refuse them if they are not those of a policy."""
+        """Have victims chosen; refuse invalid ones."""
         victims = self.policy.choose_victims(count, exclude)
         expect(len(set(victims)) == len(victims), f"a victim must be chosen once, got {victims}")
         chosen = set(victims)
@@ -135,7 +135,7 @@ def check_policy(make: MakePolicy) -> None:
 
 
 def held_keys_are_never_chosen(make: MakePolicy) -> None:
-    """Held at admission or later; held twice is held once; what is released may be chosen."""
+    """Held at admission or later; held twice is held once; released keys may be chosen."""
     books = Books(make(8))
     keys = new_keys(8)
     books.admit(keys[:3], held=True)
@@ -152,7 +152,7 @@ def held_keys_are_never_chosen(make: MakePolicy) -> None:
 
 
 def excluded_keys_are_never_chosen(make: MakePolicy) -> None:
-    """A key is excluded for one call, and may be one that nobody knows."""
+    """A key is excluded for one call, and may be an unknown one."""
     books = Books(make(8))
     keys = new_keys(8)
     books.admit(keys)
@@ -164,7 +164,7 @@ def excluded_keys_are_never_chosen(make: MakePolicy) -> None:
 
 
 def no_key_is_chosen_twice(make: MakePolicy) -> None:
-    """Neither in one answer nor in two; unless it was admitted again."""
+    """Neither in one result nor in two, unless it was admitted again."""
     books = Books(make(8))
     keys = new_keys(8)
     for number in range(4):
@@ -205,7 +205,7 @@ def what_was_chosen_is_forgotten(make: MakePolicy) -> None:
 
 
 def what_is_restored_goes_next(make: MakePolicy) -> None:
-    """All of it or a part; not while it is held; not twice when it was admitted again."""
+    """All of it or a part; not while it is held; not twice if it was admitted again."""
     keys = new_keys(12)
     books = Books(make(12))
     books.admit(keys[:6], "r")
@@ -229,7 +229,7 @@ def what_is_restored_goes_next(make: MakePolicy) -> None:
 
 
 def another_may_go_instead(make: MakePolicy) -> None:
-    """A running request's tail goes, and the head that was chosen is restored, ever again."""
+    """A running request's tail goes, and the chosen head is restored, again and again."""
     books = Books(make(8))
     keys = new_keys(8)
     books.admit(keys[:1], "r")
@@ -246,7 +246,7 @@ def another_may_go_instead(make: MakePolicy) -> None:
     books.choose(2)
 
 
-# --- what is known ---
+# --- known keys ---
 
 
 def what_is_forgotten_is_gone(make: MakePolicy) -> None:
@@ -277,7 +277,7 @@ def clear_forgets_everything(make: MakePolicy) -> None:
 
 
 def unknown_keys_are_ignored(make: MakePolicy) -> None:
-    """The host tells of what may be gone by now; nothing of it is an error."""
+    """The host reports keys that may be gone by now; none of that is an error."""
     books = Books(make(8))
     known, unknown = new_keys(4), new_keys(4, 100)
     for verb in (books.touch, books.unhold, books.forget, books.hold):
@@ -292,7 +292,7 @@ def unknown_keys_are_ignored(make: MakePolicy) -> None:
 
 
 def keys_may_be_held_before_they_are_resident(make: MakePolicy) -> None:
-    """A tier holds what it is about to store."""
+    """A tier holds the keys that it is about to store."""
     books = Books(make(8))
     keys = new_keys(8)
     books.hold(keys[:4])
@@ -303,7 +303,7 @@ def keys_may_be_held_before_they_are_resident(make: MakePolicy) -> None:
 
 
 def length_is_how_many_are_resident(make: MakePolicy) -> None:
-    """Not how many calls, and not with what is remembered of evicted keys."""
+    """Not the number of calls, and without remembered keys that were evicted."""
     books = Books(make(8))
     keys = new_keys(8)
     for _ in range(3):
@@ -319,7 +319,7 @@ def length_is_how_many_are_resident(make: MakePolicy) -> None:
 
 
 def requests_may_end_in_any_way(make: MakePolicy) -> None:
-    """Unknown, twice, with no order, and with keys of others, of nobody, or repeated in it."""
+    """Unknown, twice, without an order, and with others' keys, unknown or repeated keys in it."""
     books = Books(make(16))
     keys = new_keys(16)
     for number, order in enumerate(
@@ -337,7 +337,7 @@ def requests_may_end_in_any_way(make: MakePolicy) -> None:
 
 
 def an_ended_request_leaves_nothing_behind(make: MakePolicy) -> None:
-    """What is kept for a request goes at its end, though its blocks stay resident for ever."""
+    """Data kept for a request goes at its end, even if its blocks stay resident for ever."""
     policy = make(CAPACITY)
     keys = new_keys(CAPACITY)
     policy.admit(keys, "first", held=False)
@@ -352,7 +352,7 @@ def an_ended_request_leaves_nothing_behind(make: MakePolicy) -> None:
 
 
 def memory_is_bounded_by_the_capacity(make: MakePolicy) -> None:
-    """Blocks come and go for ever; what is remembered of them is at most ``KEYS_KEPT_MAX``."""
+    """Blocks come and go for ever; at most ``KEYS_KEPT_MAX`` of their keys are remembered."""
     policy = make(CAPACITY)
     came: set[Key] = set()
 
@@ -408,7 +408,7 @@ def _reachable(root: object) -> Iterable[Any]:
         seen.add(id(each))
         yield each
         waiting += gc.get_referents(each)
-        # Structs that the garbage collector is not told of have no referents.
+        # Structs that the garbage collector does not track have no referents.
         waiting += [getattr(each, name) for name in getattr(each, "__struct_fields__", ())]
 
 
@@ -486,4 +486,4 @@ POLICY_CHECKS: Final[tuple[PolicyCheck, ...]] = (
     memory_is_bounded_by_the_capacity,
     books_are_kept_through_any_calls,
 )
-"""What every eviction policy must pass."""
+"""The checks that every eviction policy must pass."""

@@ -1,4 +1,4 @@
-"""What a backend of remote storage does when its server fails: misses, and recovery by itself.
+"""Checks a remote-storage backend whose server fails: misses, and recovery by itself.
 
 For the author of a backend, with a server that the test starts and owns::
 
@@ -7,7 +7,7 @@ For the author of a backend, with a server that the test starts and owns::
     async def test_my_backend_survives_its_server(fault: ServerFault, server: MyServer) -> None:
         await check_server_fault(make, server, fault)
 
-It looks at outcomes and at bytes, never at how long something takes: a call that has a deadline
+It checks outcomes and bytes, never how long something takes: a call that has a deadline
 must end, a block must come back whole or not at all, and nothing may reach a buffer late.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvtier.testing._workbench import Block
 
 CALL_S: Final = 0.5
-"""So much time a call has while the server fails: it must run out."""
+"""Time limit of a call while the server fails: it must run out."""
 
 _POLL_S: Final = 0.01
 _BLOCKS: Final = 4
@@ -46,17 +46,17 @@ class FaultyServer(Protocol):
         """End it at once, as a power cut would."""
 
     def start(self) -> None:
-        """Start it again at the same address, and return once it answers."""
+        """Start it again at the same address, and return once it responds."""
 
     def stop(self) -> None:
         """Let it hang (``SIGSTOP``): connections to it stay open, and nothing is answered."""
 
     def go_on(self) -> None:
-        """Let it answer again (``SIGCONT``), what it was asked meanwhile too."""
+        """Let it respond again (``SIGCONT``), also to requests sent meanwhile."""
 
 
 class ServerFault(Enum):
-    """What becomes of the server."""
+    """Fault of the server."""
 
     KILLED = "killed"  #: and started again, with the blocks that it has kept, if any
     EMPTIED = "restarted empty"  #: killed, and started again without a block
@@ -119,7 +119,7 @@ async def _stop(bench: Bench, server: FaultyServer, blocks: Sequence[Block]) -> 
 
 
 async def _expect_misses(bench: Bench, blocks: Sequence[Block]) -> None:
-    """Load and store while the server does not answer. Each call must end by its deadline."""
+    """Load and store while the server does not respond. Each call must end by its deadline."""
     with time_limit(CALL_S):
         loaded = await _load(bench, blocks, slot=_LATE_SLOT)
     done = any(answer is not None and answer.outcome is Outcome.DONE for answer in loaded)
@@ -142,7 +142,7 @@ async def _expect_whole_or_missing(
 
 
 async def _until(done: Callable[[], bool], bench: Bench, blocks: Sequence[Block]) -> None:
-    """Go on asking, as an engine might, until the backend has told of it."""
+    """Keep loading, as an engine might, until the backend has reported the change."""
     while not done():
         with time_limit(CALL_S):
             await _load(bench, blocks, slot=_LATE_SLOT)
@@ -150,7 +150,7 @@ async def _until(done: Callable[[], bool], bench: Bench, blocks: Sequence[Block]
 
 
 async def _until_done(bench: Bench, blocks: Sequence[Block]) -> None:
-    """Store the blocks, which must be possible again at some time."""
+    """Store the blocks, which must be possible again eventually."""
     outcomes: list[Outcome] = []
     while outcomes != [Outcome.DONE] * len(blocks):
         with suppress(StoreFault):
@@ -159,7 +159,7 @@ async def _until_done(bench: Bench, blocks: Sequence[Block]) -> None:
 
 
 async def _load(bench: Bench, blocks: Sequence[Block], *, slot: int) -> Sequence[Loaded | None]:
-    """Load as the layer above does: a call that raises has brought nothing."""
+    """Load as the layer above does: a call that raises has loaded nothing."""
     try:
         return await bench.load(blocks, slot=slot)
     except StoreFault:
@@ -167,5 +167,5 @@ async def _load(bench: Bench, blocks: Sequence[Block], *, slot: int) -> Sequence
 
 
 async def _pause() -> None:
-    """Let the server and the backend do what nothing tells of."""
+    """Give the server and the backend time for work that they don't report."""
     await anyio.sleep(_POLL_S)

@@ -1,1 +1,1 @@
-"""What runs on a tier's own thread, or in its process."""
+"""Code that runs on a tier's own thread, or in its process."""

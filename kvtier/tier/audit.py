@@ -1,4 +1,4 @@
-"""What a tier with a capacity keeps, as frozen, plain data: for tests and for diagnosis."""
+"""Defines a frozen snapshot of a tier with a capacity: for tests and for diagnosis."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TierAudit:
-    """A secondary tier with a capacity. Keys are the backend's."""
+    """Snapshot of a secondary tier with a capacity. Keys are the backend's."""
 
     capacity: int
     mark: bytes

@@ -1,7 +1,7 @@
-"""Runs a backend's coroutines for its tier, and checks what they bring.
+"""Runs a backend's coroutines for its tier, and checks their results.
 
 The driver is the only place where a slot number becomes memory. It computes
-the digest of what is stored and checks the digest of what was loaded, so a
+the digest of each stored block and checks the digest of each loaded one, so a
 backend can't serve wrong bytes, only lose right ones.
 """
 
@@ -42,28 +42,28 @@ T = TypeVar("T")
 
 DIGEST_THREADS: Final = 2
 """Beside a scheduler, digests hold the GIL: a second thread only keeps one job from waiting for
-another. In a process of the tier's own they don't, and two keep up with several disks."""
+another. In the tier's own process they don't, and two keep up with several disks."""
 
 FREE_DIGEST_BYTES_MIN: Final = 256 << 10
-"""From this size of blocks on, a digest takes longer than to hand the GIL on."""
+"""From this block size on, a digest takes longer than handing over the GIL."""
 
 CONTENTS_A_PAUSE: Final = 512
 CONTENTS_PAUSE_S: Final = 0.002
-"""So many blocks found at the start are passed on at a time: a million in some seconds. What is
-lost is passed on in messages of as many."""
+"""So many blocks found at the start are announced at a time: a million in some seconds. Lost
+blocks are announced in messages of as many."""
 
 COUNTERS_MAX: Final = 500
 COUNT_MAX: Final = 2**63
-"""A backend's counters go to Prometheus as a series each, and get there as MessagePack."""
+"""Each backend counter becomes a Prometheus series, and is sent there as MessagePack."""
 
 DIGEST_INLINE_BYTES_MAX: Final = 4 << 20
-"""Up to here (under half a millisecond) a hand-over to a thread costs more than the digest."""
+"""Up to this size (under half a millisecond) a thread hand-over costs more than the digest."""
 
 
 class BackendDriver:
-    """Runs the backend's coroutines, with a task for each batch, and checks what they bring.
+    """Runs the backend's coroutines, with a task for each batch, and checks their results.
 
-    Whatever the backend raises or answers, each batch ends with one outcome a
+    Whatever the backend raises or returns, each batch ends with one outcome per
     block; a batch whose call hangs doesn't end.
     """
 
@@ -77,9 +77,9 @@ class BackendDriver:
         *,
         beside_scheduler: bool = True,
     ) -> None:
-        """``report``: sends to the tier's actor. ``may_announce``: the link keeps up.
+        """``report``: sends to the tier's actor. ``may_announce``: whether the link keeps up.
 
-        ``beside_scheduler``: the engine's scheduler runs in this process, and wants its GIL.
+        ``beside_scheduler``: the engine's scheduler runs in this process, and needs its GIL.
         """
         self._tasks: asyncio.TaskGroup
         self._may_announce = may_announce
@@ -90,14 +90,14 @@ class BackendDriver:
         self._frees_gil = not beside_scheduler and memory.block_bytes >= FREE_DIGEST_BYTES_MIN
         self._step_bytes = memory.block_bytes if self._frees_gil else DIGEST_STEP_BYTES
         self._digests = DaemonThreads(DIGEST_THREADS, f"kvtier-{name}-digest")
-        # Of their own, or a load would wait for the digests of all stores that came before.
+        # Threads of their own, or a load would wait for the digests of all earlier stores.
         self._checks = DaemonThreads(DIGEST_THREADS, f"kvtier-{name}-check")
         self._turns = backend.store_turns = StoreTurns()
         self._unannounced = Unannounced()
         if backend.traits.capacity_blocks is None:
             self._unannounced.end()  # its tier keeps no index to announce anything to
         self.requests = OpenRequests(backend, report, self._log_once)
-        self._raised: set[str] = set()  # kinds of exception that are in the log already
+        self._raised: set[str] = set()  # kinds of exception already logged
 
     def begin(self, tasks: asyncio.TaskGroup) -> None:
         """Run batches as tasks of this group from now on."""
@@ -117,7 +117,7 @@ class BackendDriver:
         self._tasks.create_task(self._run(message))
 
     def report_lost(self, keys: Sequence[bytes]) -> None:
-        """Pass on that blocks are gone: no message is so long that it holds up a step.
+        """Report that blocks are gone, in messages too short to hold up a step.
 
         Loop thread only.
         """
@@ -126,9 +126,9 @@ class BackendDriver:
             self._report(m.ContentsLost(keys=some))
 
     async def announce_contents(self, again: tuple[bytes, ...] = ()) -> None:
-        """Pass on what the backend has from before, slowly enough for the scheduler's steps.
+        """Announce the blocks that the backend has from before, at a pace the scheduler can take.
 
-        Meanwhile the tier asks the backend for what it is asked for and does not know.
+        Meanwhile the tier looks up keys that it does not know in the backend.
         """
         announced = 0
         for keys in _batches(again) if again else self._backend.contents():
@@ -138,7 +138,7 @@ class BackendDriver:
             if announced >= CONTENTS_A_PAUSE:
                 announced = 0
                 await anyio.sleep(CONTENTS_PAUSE_S)
-                # Else answers would have to queue up behind. Nobody says when it has gone.
+                # Otherwise answers would queue up behind. No event signals that it has drained.
                 while not self._may_announce():  # noqa: ASYNC110
                     await anyio.sleep(CONTENTS_PAUSE_S)
         if not again:
@@ -146,9 +146,9 @@ class BackendDriver:
             self._report(m.ContentsAnnounced())
 
     def is_quiet(self) -> bool:
-        """Tell whether no thread of the driver or the backend may touch a slot any more.
+        """Return whether no thread of the driver or the backend may touch a slot any more.
 
-        A backend that cannot say may touch them all. Any thread.
+        A backend whose ``busy_threads`` raises counts as touching them. Any thread.
         """
         try:
             ours = self._digests.busy() + self._checks.busy()
@@ -158,9 +158,9 @@ class BackendDriver:
             return False
 
     def counters(self) -> dict[str, int]:
-        """Return the backend's own counts, none if it cannot say. Any thread; it may hang.
+        """Return the backend's own counts, none if it raises. Any thread; it may hang.
 
-        Only what can be sent and shown: whole numbers under names that are text.
+        Only values that can be sent and shown: whole numbers under names that are text.
         """
         try:
             counted = islice(self._backend.counters().items(), COUNTERS_MAX)
@@ -171,7 +171,7 @@ class BackendDriver:
             return {}
 
     def stop(self) -> None:
-        """Let the threads that digest end."""
+        """Stop the digest threads."""
         self._digests.stop()
         self._checks.stop()
 
@@ -180,7 +180,7 @@ class BackendDriver:
     ) -> None:
         started = time.perf_counter()
         if not isinstance(message, m.RemoveBatch) and message.deadline != NEVER:
-            set_deadline(message.deadline)  # this task's alone
+            set_deadline(message.deadline)  # of this task alone
         try:
             if isinstance(message, m.LoadBatch):
                 outcomes = await self._load(message)
@@ -247,7 +247,7 @@ class BackendDriver:
                 for block, answer in zip(blocks, loaded, strict=True)
             )
 
-        # Not while what is damaged is removed: that may wait for a thread that stores.
+        # Not while damaged blocks are removed: that may wait for a thread that stores.
         with self._turns.loading():
             loaded = await self.requests.serving(message.request).load(blocks)
             _expect(len(loaded), len(blocks))
@@ -265,7 +265,7 @@ class BackendDriver:
         return await threads.run(work)
 
     async def _remove_damaged(self, keys: list[bytes]) -> None:
-        """Delete bad copies. That this fails too takes nothing from the other blocks."""
+        """Delete bad copies. If this fails too, the other blocks are unaffected."""
         try:
             await self._remove(keys)
         except Exception as error:  # noqa: BLE001 - a backend may raise anything
@@ -284,7 +284,7 @@ def _batches(keys: tuple[bytes, ...]) -> Iterator[tuple[bytes, ...]]:
 
 
 def _is_for_us(error: BaseException) -> bool:
-    """Tell whether it ends this task, and is not a backend's own."""
+    """Return whether the error ends this task, and is not the backend's own."""
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is None or task.cancelling() > 0
@@ -297,7 +297,7 @@ def _expect(answers: int, blocks: int) -> None:
 
 
 def _outcomes(answers: Sequence[Outcome]) -> tuple[Outcome, ...]:
-    """Return what a backend answered. Raises ``ValueError`` for what is no outcome."""
+    """Return the backend's outcomes. Raises ``ValueError`` for a value that is not an outcome."""
     if answers.count(Outcome.DONE) == len(answers):
         return (Outcome.DONE,) * len(answers)
     return tuple(map(Outcome, answers))
@@ -306,7 +306,7 @@ def _outcomes(answers: Sequence[Outcome]) -> tuple[Outcome, ...]:
 def _checked(
     block: LoadBlock, loaded: Loaded, step_bytes: int, *, accepts_unchecked: bool
 ) -> Outcome:
-    """Return what the load is worth once the bytes have been compared with their digest."""
+    """Return the load's outcome after comparing the bytes with their digest."""
     outcome, digest = loaded.outcome, loaded.digest
     if outcome is not Outcome.DONE and Outcome(outcome) is not Outcome.DONE:
         return Outcome(outcome)

@@ -1,7 +1,7 @@
-"""Cuts the jobs of a tier into batches: each is what one call of the backend handles.
+"""Cuts the jobs of a tier into batches: one batch for each call of the backend.
 
-What waits is shared out among all calls that there may be at once, as evenly as
-can be: a large job is cut up, and small ones go together, whole.
+Waiting blocks are shared out among all calls that may run at once, as evenly as
+possible: a large job is cut up, and small ones go together, whole.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key, RequestId
 
 BATCH_BLOCKS_MIN: Final = 8
-"""A smaller batch costs more than what it could save by running beside others."""
+"""A smaller batch costs more than it could save by running beside others."""
 
 
 class Job:
-    """One job; slices of it may wait, run or have ended."""
+    """One job; slices of it may be waiting, running or ended."""
 
     __slots__ = (
         "deadline",
@@ -46,7 +46,7 @@ class Job:
         self.is_load = isinstance(message, m.LoadJob)
         self.mark = message.mark
         self.since = message.since
-        self.keys = marked(message.keys, message.mark)  #: as the backend knows them
+        self.keys = marked(message.keys, message.mark)  #: the backend's form of them
         self.slots = message.slots
         self.request = message.request
         self.deadline = message.deadline
@@ -56,13 +56,13 @@ class Job:
         self.ended_at = 0.0
 
     def claimed(self) -> tuple[Key, ...]:
-        """Return the keys that its end may say are there."""
+        """Return the keys that its end may report present."""
         return self.keys
 
     def end(
         self, job_slice: JobSlice, outcomes: tuple[Outcome, ...], seconds: float, at: float
     ) -> None:
-        """Note how one of its slices ended, how long the backend had it, and when it ended."""
+        """Note a slice's outcomes, how long the backend had it, and when it ended."""
         self.outcomes[job_slice.start : job_slice.stop] = outcomes
         assert self.unended >= len(outcomes), "a block of a job ended twice"
         self.unended -= len(outcomes)
@@ -70,7 +70,7 @@ class Job:
         self.ended_at = at
 
     def ended(self) -> m.JobEnded:
-        """Return the answer, once each block has an outcome."""
+        """Return the result, once each block has an outcome."""
         assert not self.unended, "a job is answered before each of its blocks has ended"
         return m.JobEnded(self.id, tuple(self.outcomes), self.seconds, self.ended_at)
 
@@ -89,7 +89,7 @@ class JobSlice(NamedTuple):
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Where the blocks are, or are to be."""
+        """The slots that the blocks are in, or are to be in."""
         return self.job.slots[self.start : self.stop]
 
 
@@ -105,7 +105,7 @@ class BlockBatch:
 
     @classmethod
     def of(cls, slices: list[JobSlice]) -> BlockBatch:
-        """Return the batch that these make up, one behind the other."""
+        """Return the batch that these slices make up, one after the other."""
         batch = cls(sum([job_slice.keys for job_slice in slices], ()))
         batch.slices = slices
         return batch
@@ -116,32 +116,32 @@ class BlockBatch:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Where the blocks are, or are to be."""
+        """The slots that the blocks are in, or are to be in."""
         return sum([job_slice.slots for job_slice in self.slices], ())
 
     @property
     def request(self) -> RequestId:
-        """The request of the first job; of all, if jobs go apart."""
+        """The request of the first job; of all, if jobs are not combined."""
         return self.slices[0].job.request
 
     @property
     def deadline(self) -> float:
-        """When the first of the jobs is given up."""
+        """The earliest deadline of its jobs."""
         return min(job_slice.job.deadline for job_slice in self.slices)
 
 
 class BatchQueue:
-    """Jobs of one kind: those with blocks that are in no batch yet, in the order they came."""
+    """Jobs of one kind with blocks that are in no batch yet, in the order they came."""
 
     def __init__(
         self, batches_max: int, blocks_min: int, blocks_max: int, *, apart: bool = False
     ) -> None:
         """At most ``batches_max`` batches run at once, of ``blocks_min`` to ``blocks_max`` blocks.
 
-        A batch is smaller where the jobs are: those that go together go whole. ``apart``: none go
-        together.
+        A batch may be smaller if the jobs are: jobs that go together go whole. ``apart``: never
+        combine jobs.
         """
-        self.running = 0  #: batches under way
+        self.running = 0  #: batches in flight
         self._batches_max = batches_max
         self._blocks_min = blocks_min
         self._blocks_max = blocks_max
@@ -151,15 +151,15 @@ class BatchQueue:
         self._waiting = 0  # blocks
 
     def __bool__(self) -> bool:
-        """Tell whether any block waits."""
+        """Return whether any block waits."""
         return bool(self._jobs)
 
     def is_busy(self) -> bool:
-        """Tell whether any block waits, or is moved."""
+        """Return whether any block waits, or is moved."""
         return bool(self._jobs) or self.running > 0
 
     def add(self, job: Job) -> None:
-        """Have the job's blocks wait. It has some: of none, no batch could be made."""
+        """Queue the job's blocks. It must have some: no batch can be made of none."""
         assert job.keys, "a job without blocks"
         self._jobs.append(job)
         self._waiting += len(job.keys)
@@ -172,13 +172,13 @@ class BatchQueue:
         return self._jobs[0].keys[self._next]
 
     def start_batch(self, avoid: AbstractSet[Key] = frozenset()) -> BlockBatch:
-        """Cut off the next batch, which is under way then. There must be a ``next_key``.
+        """Cut off the next batch, which is then in flight. There must be a ``next_key``.
 
-        It ends before a key that is to be avoided; the ``next_key`` must be none.
+        It ends before a key to avoid; the ``next_key`` must not be one.
         """
         share = min(self._share(), self._blocks_max)
         left = len(self._jobs[0].keys) - self._next
-        # In equal batches, none of them smaller than its share: the last one would be too small.
+        # In equal batches, none smaller than its share: otherwise the last would be too small.
         size = -(-left // max(left // share, -(-left // self._blocks_max)))
         slices = [self._pop_slice(size, avoid)]
         blocks = slices[0].stop - slices[0].start
@@ -195,15 +195,15 @@ class BatchQueue:
         return BlockBatch.of(slices)
 
     def end_batch(self) -> None:
-        """Note that one batch less is under way."""
+        """Note that one batch is no longer in flight."""
         assert self.running > 0, "a batch ended that had not begun"
         self.running -= 1
 
     def _share(self) -> int:
-        """Return how many blocks are one batch's share of what waits.
+        """Return one batch's share of the waiting blocks.
 
-        Towards the end, where that is less than ``BATCH_BLOCKS_MIN``, it is shared out among
-        those that may begin now.
+        Towards the end, when that is less than ``BATCH_BLOCKS_MIN``, they are shared out among
+        the batches that may begin now.
         """
         share = -(-self._waiting // self._batches_max)
         if share < BATCH_BLOCKS_MIN:

@@ -1,13 +1,13 @@
-"""A secondary tier with a capacity: it belongs to this engine alone, and evicts.
+"""Runs a secondary tier with a capacity: it belongs to this engine alone, and evicts.
 
 It runs in the tier cell, next to the driver of its backend
-(``kvtier/tier/job_runner.py``). This actor knows what is stored, answers probes
-itself, and makes room by asking its eviction policy. What it has of generations that
-the engine is not in is not served, and makes room first
+(``kvtier/tier/job_runner.py``). This actor tracks the stored blocks, answers probes
+itself, and makes room by asking its eviction policy. Blocks of generations that
+the engine is not in are not served, and make room first
 (``kvtier/tier/old_generations.py``).
 
-Keys have the mark of their generation in them on this side of the link
-(``kvtier/core/generations.py``), and not on the other.
+Keys carry the mark of their generation on this side of the link
+(``kvtier/core/generations.py``), but not on the other.
 
 # Invariant: a key that is resident has the mark of the engine's own generation. Checked: _add,
 #            p14_a_tier_serves_its_engine_nothing_of_another_generation.
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from kvtier.tier.batching import BlockBatch
 
 ENDED_REQUESTS_MAX: Final = 1024
-"""So many requests that are over are remembered: their last blocks may be stored afterwards."""
+"""So many ended requests are remembered: their last blocks may be stored afterwards."""
 
 
 class BoundedTier(Actor):
@@ -83,7 +83,7 @@ class BoundedTier(Actor):
         self.policy = policy
         self._mark = ORIGINAL  # of the generation that the engine is in
         self._since = 0  # the epoch in which it began
-        self._knows_generation = False  # whether the engine has announced which one that is
+        self._knows_generation = False  # whether the engine has announced its generation
         self._jobs = JobRunner(traits, driver)
         assert traits.capacity_blocks is not None
         self._capacity = traits.capacity_blocks
@@ -97,15 +97,15 @@ class BoundedTier(Actor):
         self._making_room: deque[tuple[BlockBatch, int]] = deque()  # waiting for n victims
         self._victims_asked = 0
         self._batches_found = 0
-        self._knows_all = False  # that the backend had when it was opened
-        self._ended: dict[RequestId, None] = {}  # the last of them, oldest first
+        self._knows_all = False  # about the backend's blocks when it was opened
+        self._ended: dict[RequestId, None] = {}  # the latest, oldest first
 
     def is_idle(self) -> bool:
-        """Tell whether nothing waits and nothing is at the backend."""
+        """Return whether nothing waits and nothing is at the backend."""
         return self._jobs.is_idle() and not self._making_room
 
     def audit(self) -> TierAudit:
-        """Return what is known of the contents, frozen. For tests and diagnosis: it costs O(n)."""
+        """Return the known contents, frozen. For tests and diagnosis: it costs O(n)."""
         return TierAudit(
             capacity=self._capacity,
             mark=self._mark,
@@ -121,13 +121,13 @@ class BoundedTier(Actor):
             leftovers_are_deferred=self._leftovers.is_deferred,
         )
 
-    # --- what the link asks for ---
+    # --- messages from the link ---
 
     def _enter(self, mark: bytes, since: int) -> None:
         """Serve the generation with that mark from now on, and no other.
 
-        It may be the same one, which the engine has left and come back to: the link
-        has forgotten what there is of it.
+        It may be the same one, left and entered again by the engine: the link
+        has forgotten its blocks.
         """
         if since == self._since and self._knows_generation:
             return
@@ -144,7 +144,7 @@ class BoundedTier(Actor):
             if known:
                 self.driver.post(m.AnnounceContents(known))
         if is_first:
-            # Not before: what is of use, and what is in the way, depends on the generation.
+            # Not earlier: the generation decides which blocks are useful and which are in the way.
             self.driver.post(m.AnnounceContents(()))
 
     def _probe(self, message: m.Probe) -> None:
@@ -201,7 +201,7 @@ class BoundedTier(Actor):
             return
         batch, outcomes = ended
         if isinstance(batch, ProbeSlice):
-            if not batch.probe.unended:  # what it found was reported before
+            if not batch.probe.unended:  # the found blocks have been reported already
                 self._answer_probe(batch.probe.id, batch.probe.keys)
             return
         if not batch.slices:
@@ -225,7 +225,7 @@ class BoundedTier(Actor):
         self._start_batches()
 
     def _answer(self, job: Job) -> None:
-        """Answer a job, now that each of its blocks has an outcome."""
+        """Report a job's end, now that each of its blocks has an outcome."""
         self.link.post(job.ended())
         if job.is_load:
             self._release(job.keys)
@@ -233,16 +233,16 @@ class BoundedTier(Actor):
         done, _ = _split(job.keys, job.outcomes)
         self._release(done)
         if job.since == self._since and not self._resident.issuperset(done):
-            # What a load found damaged meanwhile was lost before it was announced.
+            # Blocks that a load found damaged meanwhile were lost before they were announced.
             self._announce(removed=tuple(key for key in done if key not in self._resident))
         if job.request in self._ended:
-            # Its end was reported to the policy before, and so once more.
+            # The policy was notified of its end before these blocks, so notify it again.
             self.policy.post(m.RequestEnded(request=job.request, order=None))
 
     # --- contents ---
 
     def _make_room(self, batch: BlockBatch) -> None:
-        """Have victims chosen for what doesn't fit; the batch goes on in ``_victims``."""
+        """Have victims chosen for blocks that don't fit; the batch continues in ``_victims``."""
         self._leftovers.wanted(batch.keys)
         self._storing.update(batch.keys)
         self._coming.update(set(batch.keys) - self._resident)
@@ -257,12 +257,12 @@ class BoundedTier(Actor):
         self.policy.post(m.ChooseVictims(count=missing, excluded=frozenset()))
 
     def _victims(self, message: m.Victims) -> None:
-        # Answers come in the order of the questions: both mailboxes are queues.
+        # Answers come in the order of the requests: both mailboxes are queues.
         batch, asked = self._making_room.popleft()
         self._victims_asked -= asked
         victims = message.keys
         if not self._in_use.keys().isdisjoint(victims):
-            # The policy may have chosen before it knew what is in use now.
+            # The policy may have chosen before it knew which blocks are in use now.
             in_use = [key for key in victims if key in self._in_use]
             in_use_here = tuple(key for key in in_use if key in self._resident)
             if in_use_here:
@@ -272,20 +272,20 @@ class BoundedTier(Actor):
             announced = tuple(key for key in victims if key in self._resident)
             self._forget(victims)
             self._announce(removed=announced)
-        # They may have been chosen before a generation ended, whose blocks all go first now.
+        # They may have been chosen before a generation ended, whose blocks now all go first.
         victims += self._old.pop(self._used() - self._capacity, self._in_use)
         batch.also_remove(victims + self._leftovers.pop_deferred())
         self._removing.update(batch.remove)
         self._jobs.send_store(batch)
 
     def _used(self) -> int:
-        """Return how many blocks there are, or will be, once those asked for are gone."""
+        """Return how many blocks there are, or will be, once the requested victims are gone."""
         assert len(self._coming) <= len(self._storing)
         stored = len(self._resident) + len(self._old) + len(self._coming)
         return stored - self._victims_asked
 
     def _announce(self, added: tuple[Key, ...] = (), removed: tuple[Key, ...] = ()) -> None:
-        """Tell the link what there is now of the engine's generation, or no longer."""
+        """Report gained and lost blocks of the engine's generation to the link."""
         if added or removed:
             added, removed = unmarked(added, self._mark), unmarked(removed, self._mark)
             self.link.post(m.PresenceChanged(added, removed, self._since))
@@ -320,13 +320,13 @@ class BoundedTier(Actor):
         gone = (Outcome.ABSENT, Outcome.DAMAGED)
         ends = list(zip(keys, outcomes, strict=True))
         self._lose(tuple(key for key, end in ends if end in gone))
-        # The driver has had them removed; whether that went well, it can't say.
+        # The driver has removed them, but does not report whether that worked.
         self._leave(key for key, end in ends if end is Outcome.DAMAGED)
 
     def _contents_found(self, message: m.ContentsFound) -> None:
-        """Admit blocks from before. Nobody knows whose they were: each batch is a run.
+        """Admit blocks from before. Their requests are unknown: each batch counts as a run.
 
-        What no longer fits, since stores go on meanwhile, is removed: nobody would count it.
+        Blocks that no longer fit, since stores continue meanwhile, are removed: else uncounted.
         """
         if message.again:  # They count already; some may have gone since.
             known = (key for key in message.keys if key in self._old)
@@ -343,7 +343,7 @@ class BoundedTier(Actor):
     def _found(self, keys: Sequence[Key]) -> list[Key]:
         """Count blocks from before; return those of the engine's generation that there is room for.
 
-        Others, which nobody can be served, make room for them.
+        Blocks of other generations, which can't be served, make room for them.
         """
         fresh: list[Key] = []
         room = self._capacity - self._used()
@@ -377,7 +377,7 @@ class BoundedTier(Actor):
         self._announce(added=keys)
 
     def _leave(self, keys: Iterable[Key]) -> None:
-        """Have these removed later, unless they count, or a store of them is under way."""
+        """Have these removed later, unless they count, or are being stored."""
         self._leftovers.defer(
             key
             for key in keys
@@ -437,13 +437,13 @@ def _split(
 
 
 def _count_down(counter: Counter[Key], keys: tuple[Key, ...]) -> list[Key]:
-    """Count one less of each key. Returns those for which that was the last one."""
+    """Decrement the count of each key. Return the keys whose count fell to zero."""
     ended = []
     for key in keys:
         left = counter[key] - 1
         if left > 0:
             counter[key] = left
         else:
-            counter.pop(key, None)  # in half the time of ``del``, which Counter has its own of
+            counter.pop(key, None)  # in half the time of ``del``, which Counter overrides
             ended.append(key)
     return ended

@@ -1,10 +1,10 @@
-"""The cell of one secondary tier: its actors, and the event loop that runs them.
+"""Runs the cell of one secondary tier: its actors, and the event loop that drives them.
 
 A cell lives once, on the loop of its host: a thread (``kvtier/hosts/thread_host.py``)
 or a process of its own (``kvtier/hosts/process_host.py``). It delivers messages to
 the tier's actors, and lets their driver run the backend's coroutines. When an
 actor raises, or the backend can't be opened, the life ends with that error;
-what follows is the host's business.
+the host decides what follows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CLOSE_BACKEND_S: Final = 2.0
 
 
 class _LifeEnds(Exception):
-    """No error: the cell is to end, and what it still runs is cancelled."""
+    """Not an error: the cell is to end, and its running tasks are cancelled."""
 
 
 class LoopWaker(Protocol):
@@ -44,10 +44,10 @@ class LoopWaker(Protocol):
 
     @property
     def descriptor(self) -> int:
-        """A file that is readable once somebody has woken the loop."""
+        """A file that is readable once the loop has been woken."""
 
     def clear(self) -> None:
-        """Note that the loop is awake; bring in what came, if that is its way. Loop thread only."""
+        """Clear the wake-up; take in new messages, if it carries them. Loop thread only."""
 
 
 class TierCell:
@@ -70,7 +70,7 @@ class TierCell:
         ``beside_scheduler``: the engine's scheduler runs in this process.
         """
         self.arrived: deque[tuple[Actor | BackendDriver, Message]] = deque()
-        self._is_woken = False  # and has not looked yet
+        self._is_woken = False  # since the last delivery
         self._backend = backend
         self._memory = memory
         self._link = link
@@ -99,7 +99,7 @@ class TierCell:
         self.arrived.append((self._tier, message))
 
     def wants_waking(self) -> bool:
-        """Tell whether to wake the loop for what has arrived: once until it is awake."""
+        """Return whether to wake the loop for new messages: once until it is awake."""
         if not self.arrived or self._is_woken:
             return False
         self._is_woken = True
@@ -115,9 +115,9 @@ class TierCell:
     ) -> None:
         """Open the backend and deliver messages until the cell is to end.
 
-        ``opened`` is called once the backend is, with the levels among its counters.
-        ``is_ending``: end when
-        nothing is at the backend; ``is_abandoned``: end now.
+        ``opened`` is called once the backend is open, with the levels among its counters.
+        ``is_ending``: end when nothing is at the backend;
+        ``is_abandoned``: end now.
         """
         loop = asyncio.get_running_loop()
 
@@ -147,7 +147,7 @@ class TierCell:
                 await self._backend.close()
 
     def _has_finished(self) -> bool:
-        """Tell whether nothing is at the backend any more, now that nothing new comes."""
+        """Return whether nothing is at the backend any more, now that nothing new comes."""
         if isinstance(self._tier, UnboundedTier):
             self._tier.finish()
         return self._tier.is_idle()
@@ -156,8 +156,8 @@ class TierCell:
         self._link.post(m.ConnectionChanged(state))
 
     async def _serve(self, is_over: Callable[[], bool]) -> None:
-        """Deliver messages and run batches. Ends with ``_LifeEnds``, or with what broke."""
-        # asyncio's own: a task of anyio's takes four times as long to start, once a batch.
+        """Deliver messages and run batches. Ends with ``_LifeEnds``, or with the error."""
+        # asyncio's own group: anyio's takes four times as long to start a task, one per batch.
         async with asyncio.TaskGroup() as tasks:
             self.driver.begin(tasks)
             tasks.create_task(self._counting.go_on())
@@ -176,7 +176,7 @@ class TierCell:
             self._waking.set()
 
     def _deliver(self) -> None:
-        """Deliver what has arrived, and what follows from it."""
+        """Deliver the messages that have arrived, and those that they cause."""
         self._is_delivering = True
         self._counting.want()
         try:

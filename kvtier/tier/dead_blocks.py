@@ -1,9 +1,9 @@
-"""What a tier that evicts nothing has of weights without a name, until this engine removes it.
+"""Tracks the blocks of unnamed weights in a tier without eviction, to remove them later.
 
-Nobody else finds such blocks. Once this engine's weights change again, or it ends, they are dead,
-and take room that nobody would ever free. So the engine that stored them removes them then, some
-at a time. What it can't, since it was killed or the storage did not answer, is for
-``kvtier purge --dead``.
+No other engine finds such blocks. Once this engine's weights change again, or it ends, they are
+dead, and take room that is never freed. So the engine that stored them then removes them, some
+at a time. Those that it can't remove, because it was killed or the storage did not respond, are
+left to ``kvtier purge --dead``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key
 
 KEYS_MAX: Final = 200_000
-"""40 MB. What was stored first is left to ``kvtier purge``."""
+"""40 MB. The earliest stored beyond that are left to ``kvtier purge``."""
 
 
 class DeadBlocks:
-    """The blocks of weights without a name that this engine has stored, and those to remove."""
+    """The blocks of unnamed weights that this engine has stored, and those to remove."""
 
     def __init__(self) -> None:
         self._held: dict[Key, None] = {}  # of the generation that the engine is in
@@ -32,7 +32,7 @@ class DeadBlocks:
         self._is_removing = False
 
     def stored(self, keys: Iterable[Key], mark: bytes, current: bytes) -> None:
-        """Note what was stored. ``mark``: theirs; ``current``: of the engine's generation."""
+        """Note stored blocks. ``mark``: theirs; ``current``: of the engine's generation."""
         if is_found_again(mark):
             return
         held = self._held if mark == current else self._dead
@@ -41,13 +41,13 @@ class DeadBlocks:
             del held[key]
 
     def leave(self) -> None:
-        """Note that the engine leaves its generation: all that it stored in it is dead."""
+        """Note that the engine leaves its generation: all blocks that it stored in it are dead."""
         if self._held:
             self._dead.update(self._held)
             self._held.clear()
 
     def begin_removal(self) -> tuple[Key, ...]:
-        """Return what to remove now: one batch at a time, none if there is nothing."""
+        """Return the keys to remove now: one batch at a time, none if there is nothing."""
         if self._is_removing or not self._dead:
             return ()
         self._is_removing = True
@@ -57,5 +57,5 @@ class DeadBlocks:
         return keys
 
     def end_removal(self) -> None:
-        """Note that a batch has ended. What failed is not tried again."""
+        """Note that a batch has ended. Failed removals are not retried."""
         self._is_removing = False

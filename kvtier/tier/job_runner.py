@@ -1,13 +1,13 @@
-"""Has a tier's jobs cut into batches, and the batches run by the driver of its backend.
+"""Has a tier's jobs cut into batches, and the batches run by its backend's driver.
 
 Loads, stores and probes wait in queues of their own (``kvtier/tier/batching.py``,
 ``kvtier/tier/probes.py``), with their own limits, so none starves another; as many batches run
 at once as the backend has threads, so one big job uses them all.
 
-Somebody waits for a load, and nobody for a store, and both take the same storage. So while
-anything is loaded, few stores run: under loads without end they go on, that many at a time, in
-the order they came. Which store may begin, and what is removed first, is for the tier's actor to
-say.
+A request is blocked on every load, and none on a store, and both use the same storage. So while
+anything is loaded, few stores run: under continuous loads they go on, that many at a time, in
+the order they came. The tier's actor decides which store may begin, and which blocks are
+removed first.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 STORES_BESIDE_LOADS_FRACTION: Final = 0.25
-"""Of the stores that may run at once: what they keep of the storage while something is loaded."""
+"""Share of the concurrent stores that may run while something is loaded."""
 
 
 class JobRunner:
-    """The jobs that wait, and the batches that are at the backend, by their numbers."""
+    """The waiting jobs, and the batches that are at the backend, by their numbers."""
 
     def __init__(self, traits: BackendTraits, driver: Mailbox) -> None:
         self._driver = driver
@@ -61,11 +61,11 @@ class JobRunner:
         self._next_batch = 0
 
     def is_idle(self) -> bool:
-        """Tell whether no job waits and no batch is at the backend."""
+        """Return whether no job waits and no batch is at the backend."""
         return not (self._batches or self._loads or self._stores or self._probes)
 
     def add(self, job: Job) -> None:
-        """Queue a job, which has blocks."""
+        """Queue a job, which must have blocks."""
         (self._loads if job.is_load else self._stores).add(job)
 
     def start_loads(self) -> None:
@@ -77,23 +77,23 @@ class JobRunner:
             self._driver.post(load)
 
     def next_store(self, avoid: AbstractSet[Key] = frozenset()) -> BlockBatch | None:
-        """Begin a store, which ``send_store`` sends; None if none may, or it is one to avoid."""
+        """Begin a store, which ``send_store`` sends; None if none may begin, or it is to avoid."""
         key = self._stores.next_key
         if key is None or key in avoid or self._must_wait_for_loads():
             return None
         return self._stores.start_batch(avoid)
 
     def _must_wait_for_loads(self) -> bool:
-        """Tell whether stores have their share already, while something is loaded.
+        """Return whether stores have used up their share, while something is loaded.
 
-        Not where each request has calls of its own: what one loads may be what another stores.
+        Never if each request has its own calls: one request may load what another stores.
         """
         if self._request_scoped or not self._loads.is_busy():
             return False
         return self._stores.running >= self._stores_beside_loads
 
     def send_store(self, batch: BlockBatch) -> None:
-        """Send the driver a store, with what it is to remove first."""
+        """Send the driver a store, with the keys it is to remove first."""
         number = self._number(batch)
         store = m.StoreBatch(
             number, batch.keys, batch.slots, batch.remove, batch.request, batch.deadline
@@ -101,7 +101,7 @@ class JobRunner:
         self._driver.post(store)
 
     def probe(self, probe: RunningProbe) -> None:
-        """Have the backend asked which of the probe's keys it has, in turn with other probes."""
+        """Have the probe's keys looked up in the backend, in turn with other probes."""
         self._probes.add(probe)
         self._start_probes()
 
@@ -118,7 +118,7 @@ class JobRunner:
     def end(
         self, message: m.BatchEnded
     ) -> tuple[BlockBatch | ProbeSlice, tuple[Outcome, ...]] | None:
-        """Return a batch that ended, with one outcome a block; None if it had ended before."""
+        """Return an ended batch, with one outcome per block; None if it had ended before."""
         batch = self._batches.pop(message.batch, None)
         if batch is None:
             return None
@@ -143,7 +143,7 @@ class JobRunner:
 def end_slices(
     batch: BlockBatch, outcomes: tuple[Outcome, ...], message: m.BatchEnded
 ) -> Iterator[tuple[JobSlice, tuple[Outcome, ...]]]:
-    """Yield the slices of a batch, each once its job knows how and when it ended."""
+    """Yield the slices of a batch, each once its job has its outcomes and end time."""
     end = 0
     for job_slice in batch.slices:
         start, end = end, end + job_slice.stop - job_slice.start

@@ -1,9 +1,9 @@
-"""What a backend with a capacity may have, and its tier doesn't count.
+"""Tracks blocks that a backend with a capacity may have, but its tier doesn't count.
 
-Each such block takes room that nobody would ever free: victims are chosen among
-what is counted only. So it is removed. There are four kinds: what was found
-from before and no longer fits, what a failed store may have kept all the same,
-victims whose removal failed, and damaged blocks, of which that is not known.
+Each such block takes room that is never freed: victims are chosen among
+counted blocks only. So it is removed. There are four kinds: blocks found
+from before that no longer fit, blocks that a failed store may have kept all the same,
+victims whose removal failed, and damaged blocks, whose removal may have failed.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key
 
 REMOVE_BLOCKS_MAX: Final = 512
-"""So many keys are removed in one call, and one call runs at once: stores go beside it."""
+"""So many keys are removed in one call, with one call at a time: stores run beside it."""
 
 
 class Leftovers:
-    """Keys to remove, of which one batch at a time is under way."""
+    """Keys to remove, with one batch in flight at a time."""
 
     def __init__(self) -> None:
         self._keys: dict[Key, None] = {}
         self._under_way: tuple[Key, ...] = ()
-        self._doubtful: set[Key] = set()  # being stored, and there already perhaps
-        self.is_deferred = False  #: until the next store, as a medium that fails has enough to do
+        self._doubtful: set[Key] = set()  # being stored, and perhaps already there
+        self.is_deferred = False  #: until the next store, because a failing medium is busy enough
 
     def __contains__(self, key: Key) -> bool:
-        """Tell whether the key waits for its removal."""
+        """Return whether the key waits for its removal."""
         return key in self._keys
 
     def __iter__(self) -> Iterator[Key]:
-        """Return what waits, and what is under way."""
+        """Return the keys in flight, then the waiting ones."""
         yield from self._under_way
         yield from self._keys
 
@@ -51,7 +51,7 @@ class Leftovers:
         self.is_deferred = self.is_deferred or len(self._keys) > before
 
     def wanted(self, keys: Sequence[Key]) -> None:
-        """Note that these are stored now: a copy that is there may stay, if that ends well."""
+        """Note that these are stored now: an existing copy may stay, if that ends well."""
         if self._keys:
             again = [key for key in keys if key in self._keys]
             self._doubtful.update(again)
@@ -63,7 +63,7 @@ class Leftovers:
         self._doubtful.update(keys)
 
     def settle(self, keys: Iterable[Key]) -> list[Key]:
-        """Return which of these may be there, now that no store of them is under way."""
+        """Return which of these may be there, now that no store of them is in flight."""
         if not self._doubtful:
             return []
         found = [key for key in keys if key in self._doubtful]
@@ -78,14 +78,14 @@ class Leftovers:
         return self._pop_batch()
 
     def begin_removal(self) -> tuple[Key, ...]:
-        """Return the next batch to remove, none if it is not the time."""
+        """Return the next batch to remove, none if none may be removed now."""
         if self._under_way or self.is_deferred or not self._keys:
             return ()
         self._under_way = self._pop_batch()
         return self._under_way
 
     def end_removal(self, outcomes: Sequence[Outcome]) -> None:
-        """Note how the batch ended. What failed is tried again later."""
+        """Note the batch's outcomes. Failed removals are retried later."""
         keys, self._under_way = self._under_way, ()
         failed = [k for k, end in zip(keys, outcomes, strict=True) if end is not Outcome.DONE]
         self.defer(failed)
@@ -98,10 +98,10 @@ class Leftovers:
 
 
 class Unannounced:
-    """Which blocks from before are gone before they were announced to the tier.
+    """Tracks earlier blocks that are gone before they were announced to the tier.
 
-    A backend may have listed what it had when it was opened. What was
-    removed since would count as there, for ever if nobody loads it.
+    A backend may have listed its blocks when it was opened. Blocks
+    removed since would count as there, for ever if no request loads them.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class Unannounced:
             self._gone.difference_update(key for key, end in ends if end is Outcome.DONE)
 
     def still_there(self, keys: Sequence[Key]) -> tuple[Key, ...]:
-        """Return those that may be announced."""
+        """Return the keys that may be announced."""
         if not self._gone:
             return tuple(keys)
         return tuple(key for key in keys if key not in self._gone)
@@ -129,5 +129,5 @@ class Unannounced:
         self._gone = None
 
     def is_over(self) -> bool:
-        """Tell whether everything has been announced."""
+        """Return whether everything has been announced."""
         return self._gone is None

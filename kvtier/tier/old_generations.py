@@ -1,8 +1,8 @@
-"""What a tier with a capacity has of generations that its engine is not in.
+"""Tracks the blocks that a tier with a capacity has of generations its engine is not in.
 
-Nothing of it is served. It takes room until something is stored in its place:
-it goes before anything that the eviction policy would choose, and what no
-engine can find again goes first of all.
+They are not served. They take room until something is stored in their place:
+they go before any block that the eviction policy would choose, and blocks that no
+engine can find again go first of all.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 
 class OldGenerations:
-    """Blocks by the generation that they belong to. Keys are the backend's."""
+    """Blocks by generation. Keys are the backend's."""
 
     def __init__(self) -> None:
         self._keys_of: dict[bytes, set[Key]] = {}  # by mark; the one left longest ago first
         self._count = 0
 
     def __len__(self) -> int:
-        """How many blocks there are."""
+        """Return the number of blocks."""
         return self._count
 
     def __contains__(self, key: Key) -> bool:
-        """Tell whether the block is one of them."""
+        """Return whether the block is one of them."""
         return self._count > 0 and key in self._keys_of.get(mark_of(key), ())
 
     def __iter__(self) -> Iterator[Key]:
@@ -38,7 +38,7 @@ class OldGenerations:
         return chain.from_iterable(self._keys_of.values())
 
     def leave(self, mark: bytes, keys: set[Key]) -> None:
-        """Take over all blocks of a generation that ends. The set is not the caller's any more."""
+        """Take over all blocks of a generation that ends. The caller must not use the set again."""
         held = self._keys_of.pop(mark, None)
         if held:
             self._count -= len(held)

@@ -1,4 +1,4 @@
-"""The running requests that a backend goes by, if it does (``BackendTraits.request_scoped``)."""
+"""Tracks the running requests of a request-scoped backend (``BackendTraits.request_scoped``)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 OF_REQUESTS: Final = (m.RequestOpened, m.RequestClosed, m.PrefixHits, m.BlocksMissing)
-"""What a backend hears of requests."""
+"""The messages about requests that go to a backend."""
 
 
 class Serving(Protocol):
-    """What a driver needs of a backend, or of one request at it."""
+    """The methods that a driver needs of a backend, or of one request at it."""
 
     async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
         """As ``Backend.probe``."""
@@ -38,7 +38,7 @@ class Serving(Protocol):
 
 
 class _Nobody:
-    """Serves a request that the backend has not heard of, or that is over: with nothing."""
+    """Serves a request that the backend does not know, or that is over: with nothing."""
 
     async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
         return [False] * len(keys)
@@ -51,7 +51,7 @@ class _Nobody:
 
 
 class OpenRequests:
-    """Has the backend begin and end requests. Loop thread only."""
+    """Begins and ends requests at the backend. Loop thread only."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class OpenRequests:
         report: Callable[[Message], object],
         raised: Callable[[BaseException, str], None],
     ) -> None:
-        """``report``: sends to the tier's actor. ``raised``: told of what the backend raises."""
+        """``report``: sends to the tier's actor. ``raised``: called with the backend's errors."""
         self._backend = backend
         self._report = report
         self._raised = raised
@@ -67,24 +67,24 @@ class OpenRequests:
         self._open: dict[RequestId, ServedRequest] = {}
 
     def serving(self, request: RequestId) -> Serving:
-        """Return what a request's calls go to: the backend itself, if it is not request-scoped."""
+        """Return the target of a request's calls: the backend itself, if not request-scoped."""
         if not self._backend.traits.request_scoped:
             return self._backend
         return self._open.get(request, self._nobody)
 
     def want(self, request: RequestId, keys: Sequence[bytes], served: ServedRequest) -> None:
-        """Have blocks of the engine's memory come to ``served``."""
+        """Have blocks of the engine's memory sent to ``served``."""
         self._open[request] = served
         self._report(m.BlocksWanted(request, tuple(keys)))
 
     def want_no_more(self, request: RequestId) -> None:
-        """Let what still comes for this request go at once."""
+        """Discard any blocks that still come for this request, as soon as they come."""
         self._open.pop(request, None)
 
     async def receive(
         self, message: m.RequestOpened | m.RequestClosed | m.PrefixHits | m.BlocksMissing
     ) -> None:
-        """Begin a request, or end it, or tell it of its blocks."""
+        """Begin or end a request, or notify it about its blocks."""
         try:
             if isinstance(message, m.RequestOpened):
                 params = msgspec.msgpack.decode(message.params, type=dict[str, Any])

@@ -1,8 +1,8 @@
-"""Cuts a tier's probes into batches: each is what one call of the backend looks up.
+"""Cuts a tier's probes into batches: one batch for each call of the backend.
 
 Storage may take half a millisecond to look up one key, and a probe may ask for thousands. So a
 probe is spread over as many calls as may run at once, and probes take turns, one batch each
-(round-robin): a short one behind a long one waits for one batch of it, and not for all of it.
+(round-robin): a short one behind a long one waits for one batch of it, not for all of it.
 
 # Invariant: a probe is answered once, when each of its keys has been looked up. Checked: end,
 #            answer, p8_late_doubled_and_unknown_completions_are_counted_and_otherwise_ignored.
@@ -28,13 +28,13 @@ _UNLIMITED: Final = sys.maxsize
 
 
 class RunningProbe:
-    """One probe; keys of it may wait, be looked up or have been."""
+    """One probe; keys of it may be waiting, in a lookup or looked up."""
 
     __slots__ = ("begun", "deadline", "found", "id", "keys", "request", "unended")
 
     def __init__(self, message: m.Probe) -> None:
         self.id = message.probe
-        self.keys = marked(message.keys, message.mark)  #: as the backend knows them
+        self.keys = marked(message.keys, message.mark)  #: the backend's form of them
         self.request = message.request
         self.deadline = message.deadline
         self.begun = 0  #: so many of the first keys are in a batch
@@ -42,7 +42,7 @@ class RunningProbe:
         self.unended = len(message.keys)
 
     def end(self, batch: ProbeSlice, outcomes: tuple[Outcome, ...]) -> None:
-        """Note what one of its batches found."""
+        """Note the result of one of its batches."""
         assert batch.probe is self, "a batch of another probe"
         stop = batch.start + len(outcomes)
         self.found[batch.start : stop] = [outcome is Outcome.DONE for outcome in outcomes]
@@ -50,11 +50,11 @@ class RunningProbe:
         assert self.unended >= 0, "a key of a probe was looked up twice"
 
     def claimed(self) -> tuple[Key, ...]:
-        """Return the keys that it may say are there: those that the backend was asked for."""
+        """Return the keys that it may report present: those looked up in the backend."""
         return self.keys[: self.begun]
 
     def answer(self, gone: AbstractSet[Key] = frozenset()) -> m.ProbeAnswer:
-        """Return the answer, once each key was looked up; what is ``gone`` since is not there."""
+        """Return the answer, once each key was looked up; ``gone`` keys count as absent."""
         assert not self.unended, "a probe is answered before each of its keys was looked up"
         both = zip(self.keys, self.found, strict=True)
         return m.ProbeAnswer(self.id, tuple(found and key not in gone for key, found in both))
@@ -69,11 +69,11 @@ class ProbeSlice(NamedTuple):
 
 
 class ProbeQueue:
-    """The probes with keys that are in no batch yet, in the order of their turns."""
+    """The probes with keys that are in no batch yet, in round-robin order."""
 
     def __init__(self, traits: BackendTraits) -> None:
-        """A request-scoped tier is asked for all of a probe at once, whatever else runs."""
-        self._running = 0  # batches under way
+        """A request-scoped tier is asked for a whole probe at once, whatever else runs."""
+        self._running = 0  # batches in flight
         self._asked = 0  # keys in them
         if traits.request_scoped:
             self._batches_max = self._blocks_min = self._blocks_max = _UNLIMITED
@@ -85,17 +85,17 @@ class ProbeQueue:
         self._waiting = 0  # keys
 
     def __bool__(self) -> bool:
-        """Tell whether any key waits."""
+        """Return whether any key waits."""
         return bool(self._probes)
 
     def add(self, probe: RunningProbe) -> None:
-        """Have the probe's keys wait. It has some: of none, no batch could be made."""
+        """Queue the probe's keys. It must have some: no batch can be made of none."""
         assert probe.keys, "a probe of no keys"
         self._probes.append(probe)
         self._waiting += len(probe.keys)
 
     def start_batch(self) -> ProbeSlice | None:
-        """Cut off the next batch, which is under way then; None if none may begin."""
+        """Cut off the next batch, which is then in flight; None if none may begin."""
         if not self._probes or self._running >= self._batches_max:
             return None
         probe = self._probes.popleft()
@@ -110,14 +110,14 @@ class ProbeQueue:
         return batch
 
     def end_batch(self, batch: ProbeSlice) -> None:
-        """Note that this batch is not under way any more."""
+        """Note that this batch is no longer in flight."""
         assert self._running > 0, "a batch of a probe ended that had not begun"
         self._running -= 1
         self._asked -= len(batch.keys)
 
     def _size_of_batch(self, left: int) -> int:
-        """Return how many of the keys that are left of a probe are looked up by one call."""
-        # What is under way counts as well: calls that begin one after the other get equal shares.
+        """Return how many of a probe's remaining keys one call looks up."""
+        # Keys in flight count as well: calls that begin one after the other get equal shares.
         share = max(1, -(-(self._waiting + self._asked) // self._batches_max))
         # In equal batches; one more of them would be too small, one fewer too large.
         batches = min(-(-left // share), left // self._blocks_min)

@@ -1,15 +1,15 @@
-"""A secondary tier without a capacity of its own: its backend says what there is.
+"""Runs a secondary tier without a capacity of its own: only its backend knows the contents.
 
 Others may write to its storage and delete from it, so nothing is remembered here:
 each probe goes to the backend, and nothing is evicted. The actor runs in the tier cell,
 next to the driver of its backend (``kvtier/tier/job_runner.py``).
 
-A load that finds a block gone or damaged says so: a damaged one is removed. A store or a
-probe that is under way meanwhile may have seen the block before, and knows nothing of it.
+A load that finds a block gone or damaged reports it: a damaged one is removed. A store or a
+probe in flight meanwhile may have seen the block before, and does not know that it is gone.
 
-Keys have the mark of their generation in them on this side of the link
-(``kvtier/core/generations.py``), and not on the other. What this engine stored with weights that
-have no name is removed once nobody finds it (``kvtier/tier/dead_blocks.py``).
+Keys carry the mark of their generation on this side of the link
+(``kvtier/core/generations.py``), but not on the other. Blocks that this engine stored with
+unnamed weights are removed once no engine finds them (``kvtier/tier/dead_blocks.py``).
 
 # Invariant: every job that came in is answered once, whatever the backend does, unless the
 #            backend never returns. Checked: end, ended,
@@ -38,31 +38,31 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key
 
     Claim: TypeAlias = Job | RunningProbe
-    """A store or a probe: its answer says which blocks are there."""
+    """A store or a probe: its answer lists blocks that are there."""
 
 
 FINISH_S: Final = 2.0
-"""How long an engine that ends goes on removing, once its storage has answered. What is left is for
+"""How long an ending engine keeps removing, once its storage has responded. The rest is left to
 ``kvtier purge --dead``."""
 
 
 class Claims:
-    """The claims under way, and what was found to be gone since each of them began."""
+    """The claims in flight, and the blocks found to be gone since each of them began."""
 
     def __init__(self) -> None:
         self._gone: dict[Claim, set[Key]] = {}
 
     def begin(self, claim: Claim) -> None:
-        """Look for what goes from now on."""
+        """Track blocks found to be gone from now on."""
         self._gone[claim] = set()
 
     def note(self, gone: frozenset[Key]) -> None:
-        """Take these for gone, whatever the claims under way may say of them."""
+        """Count these as gone, even if claims in flight report them present."""
         for claim, keys in self._gone.items():
             keys.update(gone.intersection(claim.claimed()))
 
     def end(self, claim: Claim) -> AbstractSet[Key]:
-        """Return what is not there though the claim may say so."""
+        """Return the blocks that are gone though the claim may report them present."""
         return self._gone.pop(claim)
 
 
@@ -99,11 +99,11 @@ class UnboundedTier(Actor):
         self._since = 0  # the epoch in which it began
 
     def is_idle(self) -> bool:
-        """Tell whether nothing waits and nothing is at the backend."""
+        """Return whether nothing waits and nothing is at the backend."""
         return self._jobs.is_idle()
 
     def finish(self) -> None:
-        """Begin to remove what nobody finds once the engine has ended. Any number of times."""
+        """Begin to remove blocks that no engine finds once this one has ended. Idempotent."""
         if not self._is_finishing:
             self._is_finishing = True
             self._dead.leave()
@@ -115,17 +115,17 @@ class UnboundedTier(Actor):
             self._jobs.remove(keys)
 
     def _pass_over(self, _message: Message) -> None:
-        """Do nothing: it is for an eviction policy."""
+        """Do nothing: the message is for an eviction policy."""
 
     def _tell_driver(self, message: Message) -> None:
-        """Pass on what the backend is to hear of requests."""
+        """Pass on a message about requests to the backend."""
         self._driver.post(message)
 
     def _prefix_hits(self, message: m.PrefixHits) -> None:
         self._driver.post(m.PrefixHits(message.request, marked(message.keys, self._mark)))
 
     def _blocks_wanted(self, message: m.BlocksWanted) -> None:
-        """Ask for those of the engine's generation; it has no others."""
+        """Request the blocks of the engine's generation; it has no others."""
         ours = tuple(key for key in message.keys if mark_of(key) == self._mark)
         if ours:
             keys = unmarked(ours, self._mark)
@@ -135,19 +135,19 @@ class UnboundedTier(Actor):
             self._driver.post(m.BlocksMissing(message.request, others))
 
     def _blocks_missing(self, message: m.BlocksMissing) -> None:
-        """Pass on what does not come. Who asked in an older generation gives up by himself."""
+        """Pass on the missing blocks. Requests of an older generation give up by themselves."""
         if message.keys:
             self._driver.post(m.BlocksMissing(message.request, marked(message.keys, self._mark)))
 
     def _enter(self, mark: bytes, since: int) -> None:
-        """Note the generation that the engine is in. Each job and probe says so again."""
+        """Note the engine's generation. Each job and probe repeats it."""
         if mark != self._mark:
             self._dead.leave()
         self._mark, self._since = mark, since
         self._remove_dead()
 
     def _probe(self, message: m.Probe) -> None:
-        """Have the backend asked. Asked of no block, the tier answers at once."""
+        """Have the backend probed. A probe of no block is answered at once."""
         self._enter(message.mark, message.since)
         if message.keys:
             probe = RunningProbe(message)
@@ -203,7 +203,7 @@ class UnboundedTier(Actor):
             self._remove_dead()
 
     def _answer(self, job: Job) -> None:
-        """Answer a job, now that each of its blocks has an outcome."""
+        """Report a job's end, now that each of its blocks has an outcome."""
         self.link.post(job.ended())
         if not job.is_load:
             self._tell_gone(self._claims.end(job))
@@ -214,14 +214,14 @@ class UnboundedTier(Actor):
             self._tell_gone(gone)
 
     def _tell_gone(self, gone: AbstractSet[Key]) -> None:
-        """Tell the link, if they are of the engine's generation: it knows of no other's."""
+        """Report the lost blocks of the engine's generation: the link tracks no other's."""
         ours = tuple(sorted(key for key in gone if mark_of(key) == self._mark))
         if ours:
             self.link.post(m.PresenceChanged((), unmarked(ours, self._mark), self._since))
 
 
 def _gone(keys: tuple[Key, ...], outcomes: tuple[Outcome, ...]) -> frozenset[Key]:
-    """Return what a load did not find, or found damaged, so that it was removed."""
+    """Return the blocks that a load did not find, or found damaged and so removed."""
     if outcomes.count(Outcome.DONE) == len(outcomes):
         return frozenset()
     both = zip(keys, outcomes, strict=True)

@@ -1,1 +1,1 @@
-"""Which blocks are worth writing to a tier."""
+"""Policies that decide which blocks are worth writing to a tier."""

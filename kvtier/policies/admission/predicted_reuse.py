@@ -1,13 +1,13 @@
 """Writes the blocks that are likely to be used again.
 
-The chance comes from what the eviction policy ``reuse`` learns: a conversation
+The chance comes from the statistics of the eviction policy ``reuse``: a conversation
 that went on for eight turns mostly goes on, a first prompt mostly doesn't. The
 predictor here is such a policy of its own, over the blocks that were offered
 to the tier, whether they were written or not.
 
-Where bytes are what is scarce (an SSD lasts for so many), give a budget
-instead of a threshold: the threshold then follows what is offered, so that the
-likeliest blocks use the budget up.
+If written bytes are the scarce resource (an SSD lasts for so many), give a budget
+instead of a threshold: the threshold then follows the offered blocks, so that the
+likeliest ones use up the budget.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.options import Options
 
 THRESHOLD: Final = 0.35
-"""By default. On a trace of conversations it saves a quarter of the writes for 3 points of hits."""
+"""The default. On a trace of conversations it saves a quarter of the writes at 3 points of hits."""
 
 DAY_S: Final = 86_400.0
 
 BUDGET_MEMORY_S: Final = 3_600.0
-"""What was offered an hour ago counts a third as much as now, in finding the threshold."""
+"""Blocks offered an hour ago count a third as much as now, in finding the threshold."""
 
 BURST_S: Final = 3_600.0
-"""So long may the budget be saved up."""
+"""How long the budget may be saved up."""
 
 CHANCE_STEPS: Final = 100
 
 
 class _Budget:
-    """Finds the threshold at which what is offered uses up a budget of blocks a second."""
+    """Finds the threshold at which the offered blocks use up a budget of blocks per second."""
 
     def __init__(self, blocks_a_second: float) -> None:
         self._rate = blocks_a_second
@@ -49,7 +49,7 @@ class _Budget:
         self._now = 0.0
 
     def pass_time(self, now: float) -> None:
-        """Save up, and forget."""
+        """Add to the savings, and let older offers count less."""
         if self._since is None:
             self._since = self._now = now
         passed = max(0.0, now - self._now)
@@ -71,7 +71,7 @@ class _Budget:
         return True
 
     def threshold(self) -> float:
-        """Return the chance from which on the budget has room for what is offered."""
+        """Return the lowest chance at which the budget has room for the offered blocks."""
         since = self._now if self._since is None else self._since
         seconds = min(max(self._now - since, 1.0), BUDGET_MEMORY_S)
         room = self._rate * seconds
@@ -126,11 +126,11 @@ class PredictedReuseAdmission(AdmissionPolicy):
         return admitted
 
     def touch(self, keys: Sequence[Key], request: RequestId) -> None:
-        """See ``AdmissionPolicy.touch``: what a request goes on from is what tells its chance."""
+        """See ``AdmissionPolicy.touch``: the blocks a request goes on from determine its chance."""
         self._offered.touch(keys, request)
 
     def end_request(self, request: RequestId, order: Sequence[Key] | None) -> list[Key]:
-        """See ``AdmissionPolicy.end_request``. What was refused may have become likelier."""
+        """See ``AdmissionPolicy.end_request``. Refused blocks may have become likelier."""
         refused = [key for key in order or () if key in self._refused]
         wanted: list[Key] = []
         if refused:

@@ -1,8 +1,8 @@
 """Writes a block once a second request has used it.
 
-The usual advice for the life of an SSD, and dear in hits: what is used a
+The usual advice for the life of an SSD, but it costs hits: a block used a
 second time was not there for that second time. ``predicted_reuse`` trades
-hits for writes better where the trace has structure.
+hits for writes better if the trace has structure.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.options import Options
 
 ADMITTED: Final = ""
-"""In the place of the first user: a second one has come. No request has this name."""
+"""Replaces the first user once a second one has come. No request has this name."""
 
 
 class SecondTouchAdmission(AdmissionPolicy):
-    """Option: ``remembered_blocks_max``, the least recently used of which are forgotten first."""
+    """Option: ``remembered_blocks_max``; the least recently used are forgotten first."""
 
     def __init__(self, options: Options, context: AdmissionContext) -> None:
         self._remembered_blocks_max = context.remembered_blocks_max(options)

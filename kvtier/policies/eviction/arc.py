@@ -3,7 +3,7 @@
 Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache",
 FAST 2003. Blocks used by one request stand in a *recent* list, blocks that a
 second request used too in a *frequent* one. Keys that left either are
-remembered as ghosts; one that comes back says that its list was too short, and
+remembered as ghosts; one that comes back shows that its list was too short, and
 moves the target between the two.
 
 Both lists are ``Runs``, so within a request tails go before heads. A block
@@ -50,7 +50,7 @@ class ARCPolicy(QueuePolicy):
         self._use(keys, request)
 
     def _use(self, keys: Sequence[Key], request: RequestId) -> None:
-        """Make frequent what is recent and was brought by another request."""
+        """Make frequent the recent blocks that another request brought."""
         recent = self._recent.run_of
         frequent = self._frequent.run_of
         own = self._recent.open(request)
@@ -77,7 +77,7 @@ class ARCPolicy(QueuePolicy):
     def choose_victims(self, count: int, exclude: Collection[Key]) -> list[Key]:
         """See ``EvictionPolicy.choose_victims``. Recent blocks down to the target, then frequent.
 
-        Where a list has nothing to give, the other one does.
+        If a list has nothing to give, the other one does.
         """
         too_many = len(self._recent) + count - 1 - int(self._recent_target)
         recent = self._recent.pop(min(count, too_many), exclude)

@@ -1,6 +1,6 @@
 """Least recently used, aware of requests.
 
-Keys stand in runs (``kvtier/plugin_api/runs.py``): each holds what one request
+Keys stand in runs (``kvtier/plugin_api/runs.py``): each holds the keys that one request
 was the last to use, from head to tail, and the request that last used anything
 has the newest. The victim is the tail of the oldest run.
 """

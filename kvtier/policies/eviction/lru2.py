@@ -3,13 +3,13 @@
 O'Neil, O'Neil and Weikum, "The LRU-K Page Replacement Algorithm For Database
 Disk Buffering", SIGMOD 1993, with K = 2: the victim is the block whose second
 last use is longest ago. Blocks used once have none, so they go first, by
-their last use. When an evicted block was last used is kept for a while: once
+their last use. The last use of an evicted block is kept for a while: once
 it is back, it has been used twice.
 
 Deviations from the paper:
 
 - Time is counted in requests, and all uses of a block by one request are one
-  use (the paper's correlated references). It is that of the first of them.
+  use (the paper's correlated references), at the time of the first of them.
 - Both orders are ``Runs``, so within a request tails go before heads.
 - The history is bounded in blocks, not in time.
 """
@@ -42,12 +42,12 @@ class LRU2Policy(QueuePolicy):
         # In the order of the last use; by the second last use, whose time is the run's stamp.
         self._once, self._twice = self._queues
         (self._gone,) = self._ghost_queues
-        self._last_use: dict[Key, int] = {}  # also of what is gone
+        self._last_use: dict[Key, int] = {}  # also of evicted blocks
         self._now = 0  # requests that used anything
         self._time_of: dict[RequestId, int] = {}  # of requests that are not over
 
     def admit(self, keys: Sequence[Key], request: RequestId, *, held: bool) -> None:
-        """See ``EvictionPolicy.admit``. What is remembered has been used twice."""
+        """See ``EvictionPolicy.admit``. Remembered blocks have been used twice."""
         if held:
             hold(self._held, keys)
         now = self._time(request)
@@ -75,7 +75,7 @@ class LRU2Policy(QueuePolicy):
         return now
 
     def _use(self, keys: Sequence[Key], now: int) -> None:
-        """Move keys that were used before to where their last use, now the second last, says."""
+        """Move keys used before to the position of their last use, now the second last."""
         last_use = self._last_use
         by_last_use: dict[int, list[Key]] = {}
         for key in keys:
@@ -88,7 +88,7 @@ class LRU2Policy(QueuePolicy):
             self._twice.put_at(used, last)
 
     def forget(self, keys: Sequence[Key]) -> None:
-        """See ``EvictionPolicy.forget``. Nobody chose them, so they are not remembered."""
+        """See ``EvictionPolicy.forget``. They were not chosen, so they are not remembered."""
         for key in keys:
             if key in self:
                 del self._last_use[key]
@@ -111,7 +111,7 @@ class LRU2Policy(QueuePolicy):
         return victims
 
     def restore(self, keys: Sequence[Key]) -> None:
-        """See ``EvictionPolicy.restore``. Next to go is what was used once and longest ago."""
+        """See ``EvictionPolicy.restore``. The next to go is the block used once, longest ago."""
         back = [key for key in reversed(keys) if key not in self]
         self._gone.drop(back)
         self._once.put_first(back)

@@ -1,4 +1,4 @@
-"""What the classic policies have in common: resident keys in queues of runs, and ghosts."""
+"""Implements the common part of the classic policies: queues of runs, and ghosts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class QueuePolicy(EvictionPolicy):
     """Each resident key is in one of ``_queues``; those in ``_ghost_queues`` are remembered."""
 
     requests_max: ClassVar[int] = 4096
-    """So many requests may be taken for running; the oldest end then. A tier may store blocks so
-    long after their request's end that it does not know of that any more, and reports no other."""
+    """How many requests may count as running; beyond that the oldest ends. A tier may store blocks
+    so long after their request's end that it no longer knows of it, and never reports another."""
 
     def __init__(self, capacity: int, *, queues: int, ghost_queues: int) -> None:
         super().__init__(capacity)
@@ -37,7 +37,7 @@ class QueuePolicy(EvictionPolicy):
             queue.unheld(keys)
 
     def forget(self, keys: Sequence[Key]) -> None:
-        """See ``EvictionPolicy.forget``. Nobody chose them, so they leave no ghost."""
+        """See ``EvictionPolicy.forget``. They were not chosen, so they leave no ghost."""
         for queue in self._queues:
             queue.drop(keys)
         unhold(self._held, keys)
@@ -53,7 +53,7 @@ class QueuePolicy(EvictionPolicy):
         return sum(map(len, self._queues))
 
     def __contains__(self, key: object) -> bool:
-        """Tell whether the key is resident."""
+        """Return whether the key is resident."""
         for queue in self._queues:  # noqa: SIM110 - a generator takes twice as long
             if key in queue.run_of:
                 return True

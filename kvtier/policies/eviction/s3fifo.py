@@ -1,19 +1,19 @@
 """S3-FIFO, aware of requests.
 
 Yang et al., "FIFO Queues are All You Need for Cache Eviction", SOSP 2023. New
-blocks enter a *small* queue. What two more requests used before it gets out
-moves on to the *main* queue; the rest is evicted and remembered as a ghost. A
-ghost that comes back enters the main queue. What gets out of that goes round
-again, once for each of its uses.
+blocks enter a *small* queue. Blocks that two more requests used before they get out
+move on to the *main* queue; the rest is evicted and remembered as a ghost. A
+ghost that comes back enters the main queue. Blocks that get out of that go round
+again, once for each of their uses.
 
 Deviations from the paper:
 
 - Both queues are ``Runs``, so within a request tails go before heads. A run
   stands where its request last put something in, or ended.
-- All that one request does to a block is one use, and none if it brought it.
+- All uses of a block by one request count as one, and as none if it brought the block.
 - A call gives up looking for blocks that were not used after
   ``LOOKED_AT_MAX``, instead of going round the whole main queue up to three
-  times; then the next go, used or not.
+  times; then the next ones go, used or not.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class S3FIFOPolicy(QueuePolicy):
         self._forget_uses(keys)
 
     def end_request(self, request: RequestId, order: Sequence[Key] | None) -> None:
-        """See ``EvictionPolicy.end_request``. What it put into a queue gets its order there."""
+        """See ``EvictionPolicy.end_request``. Its blocks in a queue get its order there."""
         if order is not None:
             self.touch(order, request)
         for queue in self._queues:
@@ -124,7 +124,7 @@ class S3FIFOPolicy(QueuePolicy):
         return victims
 
     def _leave_small(self, popped: list[Key], stay: list[Key]) -> list[Key]:
-        """Return those that go, now ghosts. What was used moves on to the main queue."""
+        """Return those that go, now ghosts. Used blocks move on to the main queue."""
         uses = self._uses
         stay += [key for key in popped if uses.get(key, 0) >= USES_TO_STAY]
         going = [key for key in popped if uses.get(key, 0) < USES_TO_STAY]
@@ -132,7 +132,7 @@ class S3FIFOPolicy(QueuePolicy):
         return going
 
     def _leave_main(self, popped: list[Key], stay: list[Key]) -> list[Key]:
-        """Return those that go. What was used goes round again, for one use less."""
+        """Return those that go. Used blocks go round again, for one use less."""
         uses = self._uses
         going = []
         for key in popped:

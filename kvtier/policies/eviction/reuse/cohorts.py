@@ -1,11 +1,11 @@
-"""Cohorts: the kinds of use that the ``reuse`` policy keeps apart.
+"""Defines cohorts: the kinds of use that the ``reuse`` policy keeps apart.
 
 Blocks that a request used in the same way, with the same history, are expected
 to be used again alike. Each such kind is a *cohort*: it has a number, and
-*traits*, over which ``reuse_model`` shares what few observations it has.
+*traits*, over which ``reuse_model`` shares its few observations.
 
-Sizes, counts and gaps are told apart by octaves: their logarithm says most of
-what they say, whatever a block holds and however fast the clock runs.
+Sizes, counts and gaps are distinguished by octaves: their logarithm carries most of
+the information, whatever a block holds and however fast the clock runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 TURNS_MAX: Final = 6  #: later turns of a conversation count as this one
 USES_MAX: Final = 9  #: levels: one for each of the first uses, then one an octave
 GAPS_MAX: Final = 6  #: levels of one octave each
-GAP_OCTAVE_FIRST: Final = 4  #: gaps below 2 ** 4 units are alike: nobody types that fast
+GAP_OCTAVE_FIRST: Final = 4  #: gaps below 2 ** 4 units are alike: no user types that fast
 NEW_MAX: Final = 6  #: octaves of the number of new blocks
 OLD_NEW_MAX: Final = 3  #: the same in steps of two, for blocks that are not new themselves
 SIZE_MAX: Final = 12  #: octaves of the number of blocks of a first request
@@ -38,7 +38,7 @@ def use_level(uses: int) -> int:
 
 
 class Cohorts:
-    """The table of all cohorts: what each stands for, and its number.
+    """The table of all cohorts: the meaning of each, and its number.
 
     ``kind_of`` and each row of ``traits_of`` are indexed by cohort. Traits are
     numbered over all kinds; 0 is no trait.
@@ -48,8 +48,8 @@ class Cohorts:
         self.kinds: list[str] = []
         self.kind_of: list[int] = []
         self.traits_of: list[list[int]] = []
-        self.turn_of: list[int] = []  #: 0: says nothing of a conversation
-        self.uses_of: list[int] = []  #: how many uses, where the number is to be guessed
+        self.turn_of: list[int] = []  #: 0: carries no information about a conversation
+        self.uses_of: list[int] = []  #: how many uses, if the number must be guessed
         self.traits = 1
         self.restored = self._add("restored", ())[0]
         self.unordered = self._add("unordered", ())[0]
@@ -76,11 +76,11 @@ class Cohorts:
         return self._last[min(turn, TURNS_MAX)]
 
     def is_last(self, cohort: int) -> bool:
-        """Tell whether ``cohort`` is one of last blocks."""
+        """Return whether ``cohort`` is one of last blocks."""
         return self._last[0] <= cohort <= self._last[-1]
 
     def first(self, size: int) -> int:
-        """Return the cohort of new blocks of a request that goes on from nothing known."""
+        """Return the cohort of new blocks of a request that goes on from no known block."""
         return self._first[octave(size, SIZE_MAX)]
 
     def branch(self, gap: float, new: int) -> int:

@@ -1,13 +1,13 @@
-"""Watches what LRU would have kept, so that the ``reuse`` policy does not stay far behind it.
+"""Tracks which blocks LRU would have kept, so that ``reuse`` does not fall far behind it.
 
 A sample of the keys, chosen by a byte of each, also goes through an ``LRUPolicy`` whose
-capacity is as much smaller (spatial sampling: Waldspurger et al., "Efficient MRC
+capacity is reduced in proportion (spatial sampling: Waldspurger et al., "Efficient MRC
 Construction with SHARDS", FAST 2015). LRU keeps whole prefixes, so a key that it keeps is a
 hit, and the sample hits as often as the whole would.
 
-Only differences are counted: what is used again and is resident, but would not be under LRU,
-against the contrary. If LRU is ahead by more than chance explains, ``follows_lru``
-says so: the policy then evicts in LRU's order. After a while the prediction is tried again,
+Only differences are counted: blocks used again that are resident, but would not be under LRU,
+against the opposite. If LRU is ahead by more than chance explains, ``follows_lru``
+is set: the policy then evicts in LRU's order. After a while the prediction is tried again,
 and each time that it loses, the while is twice as long.
 
 A while is measured in turnovers: the time in which as many blocks are admitted as fit.
@@ -36,7 +36,7 @@ MEMORY_TURNOVERS: Final = 6.0
 """A difference this old counts a third as much as a new one."""
 
 SURE: Final = 3.0
-"""So many standard deviations LRU must be ahead: below, it is chance."""
+"""How many standard deviations LRU must be ahead: below that, it is chance."""
 
 TURNOVERS_OF_LRU: Final = 4.0
 """How long LRU is followed first, and how long a trial must last to be a success."""
@@ -45,7 +45,7 @@ TURNOVERS_OF_LRU_MAX: Final = 64.0
 
 
 class Floor:
-    """Tells whether LRU is the better choice at present."""
+    """Decides whether LRU is the better choice at present."""
 
     def __init__(self, capacity: int) -> None:
         share = min(SHARE_MAX, max(1, SAMPLE_BLOCKS * 256 // max(1, capacity)))
@@ -83,7 +83,7 @@ class Floor:
         lru.end_request(request, sampled)
 
     def store(self, keys: Sequence[Key], request: RequestId) -> None:
-        """Learn that keys are resident which no order told of, or none that was told then."""
+        """Learn of resident keys that were in no order, or not resident at that time."""
         sampled = self._sample(keys)
         if sampled:
             self._store(sampled, request)
@@ -102,7 +102,7 @@ class Floor:
         place = length - GROUP_BYTES - 1
         if place >= 0 and len(joined) == length * len(keys):
             # A column of the joined keys: looking at each takes many times as long. Keys of
-            # unequal length may pass for equal ones here, and are then sampled otherwise.
+            # unequal length may pass for equal ones here, and are then sampled differently.
             return list(compress(keys, joined[place::length].translate(self._chosen)))
         return [
             key for key in keys if key and self._chosen[key[max(0, len(key) - GROUP_BYTES - 1)]]

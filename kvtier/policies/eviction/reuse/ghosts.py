@@ -1,11 +1,11 @@
-"""What the ``reuse`` policy remembers of blocks that it evicted.
+"""Remembers the blocks that the ``reuse`` policy evicted.
 
 A lossy table of fixed size: no key is kept, only a tag of it, and a new record
 may push out an old one. One record stands for a stretch of blocks, under the
-key of the one nearest to the head; it tells the length, so a request that
+key of the one nearest to the head; it contains the length, so a request that
 comes back walks from record to record.
 
-    bits   what
+    bits   meaning
     14     tag of the key
     10     cohort
     6      share of the vote (see ``reuse_model``), in 63rds
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key
 
 RECORDS_PER_BLOCK: Final = 4
-"""Records for each block of capacity: what comes back later counts as new."""
+"""Records for each block of capacity: a block that comes back later counts as new."""
 
 RECORDS_MIN: Final = 1 << 15
 """A quarter of a MiB, so that a small tier, which evicts most before it returns, learns as well."""
@@ -48,7 +48,7 @@ class Ghost(NamedTuple):
 def _zeros(pairs: int) -> memoryview:
     """Return so many pairs of empty records. They take memory once they are written to.
 
-    Private: what is only read then stays one page of zeros. Not reserved: a large tier
+    Private: pages that are only read then stay one page of zeros. Not reserved: a large tier
     may have more records than there is memory, as long as it has not evicted so much.
     """
     unreserved: int = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named from Python 3.13 on
@@ -65,7 +65,7 @@ class Ghosts:
         self._records = _zeros(self._pairs)
 
     def __deepcopy__(self, _: object) -> Ghosts:
-        """Return one that remembers the same."""
+        """Return a copy that remembers the same."""
         twin = Ghosts(0)
         twin._pairs = self._pairs
         twin._records = _zeros(self._pairs)

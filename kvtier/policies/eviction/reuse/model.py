@@ -1,18 +1,18 @@
-"""How soon is a block used again? Counts, hazards, and Gittins' index.
+"""Estimates how soon a block is used again: counts, hazards, and Gittins' index.
 
-Of each cohort (``reuse_cohorts``) is counted how many votes *entered* it, and
+For each cohort (``reuse_cohorts``) the model counts how many votes *entered* it, and
 how many *returned* after which gap. A vote is one stretch of blocks placed
-together; where a part of it returns, that part of the vote does.
+together; if a part of it returns, that part of the vote does.
 
 A *hazard* is the chance that a vote returns while its age is in one bin, given
 that it had not before. Few cohorts have seen enough to know theirs, so a hazard
 is first guessed as a product: of the kind's hazard at that age, and of one
 factor for each trait of the cohort, all estimated from everything that shares
-them. What the cohort has seen itself then outweighs the guess in proportion.
+them. The cohort's own observations then outweigh the guess in proportion.
 
 The *index* is Gittins': the best ratio, over all horizons, of the chance to
-return within it to the time spent in the cache until then. Evicting what has
-the lowest index makes the most hits of the room there is.
+return within it to the time spent in the cache until then. Evicting the block with
+the lowest index gets the most hits out of the available room.
 
 Ages stand in bins of half an octave.
 """
@@ -40,13 +40,13 @@ GUESS_VOTES: Final = 8.0
 """A guess weighs as much as this many votes at risk: enough to tame a bin's noise."""
 
 HAZARD_GUESS: Final = 0.05
-"""Before anything is known: alike in each half octave, so the index falls with age as in LRU."""
+"""Used before any observation: alike in each half octave, so the index falls with age as in LRU."""
 
 RETURNS_MIN: Final = 100.0
-"""Until so many votes have returned, a chance takes the first guess for what is not known."""
+"""Until so many votes have returned, a chance takes the first guess for unknown ages."""
 
 AGES_AHEAD: Final = 4
-"""Bins past the oldest age seen that a chance takes the first guess for: four times that age."""
+"""Bins past the oldest age seen for which a chance takes the first guess: four times that age."""
 
 HAZARD_MAX: Final = 0.9
 """A product of factors may exceed a chance."""
@@ -58,7 +58,7 @@ VOTES_MAX: Final = 200_000.0
 """Older votes count half whenever there are so many: slow forgetting."""
 
 SNAPSHOTS_MAX: Final = 96
-"""Of the entered votes; every second of the older ones goes, so their spacing grows with age."""
+"""Snapshots of the entered votes; every second of the older ones goes, so gaps grow with age."""
 
 _STARTS: Final = np.concatenate([[0.0], 2.0 ** (np.arange(AGE_BINS - 1) / 2)])
 _WIDTHS: Final = np.diff(np.append(_STARTS, 2.0 ** ((AGE_BINS - 1) / 2)))
@@ -75,7 +75,7 @@ def age_bin(age: float) -> int:
 
 
 class ReuseModel:
-    """Counts what returned when; tells each cohort's index at each age."""
+    """Counts which blocks returned when; computes each cohort's index at each age."""
 
     def __init__(self) -> None:
         self.cohorts = Cohorts()
@@ -127,9 +127,9 @@ class ReuseModel:
         return float(index[low] + (at - low) * (index[low + 1] - index[low]))
 
     def refresh(self, now: float) -> None:
-        """Work out hazards and chances from the counts as they are ``now``.
+        """Compute hazards and chances from the counts as they are ``now``.
 
-        The indices follow in parts, by ``work``, so that no call takes long.
+        The indices follow in steps, by ``work``, so that no call takes long.
         """
         entered = np.frombuffer(self._entered)
         returned = np.frombuffer(self._returned).reshape(-1, AGE_BINS)
@@ -142,8 +142,8 @@ class ReuseModel:
         hazards = self._hazards(returned, at_risk)
         alive = np.cumprod(1.0 - hazards, axis=1) / (1.0 - hazards)
         returns = alive * hazards
-        # Ages that hardly anything has reached yet have only the first guess to tell of them:
-        # it counts for the next ages to be reached, and for all while there is little else.
+        # For ages that hardly any vote has reached yet there is only the first guess: it counts
+        # for the next ages to be reached, and for all while there is little else.
         seen = int((at_risk.sum(axis=0) >= GUESS_VOTES).sum())
         if returned.sum() < RETURNS_MIN:
             seen = AGE_BINS
@@ -153,7 +153,7 @@ class ReuseModel:
         self._done = 0
 
     def work(self) -> bool:
-        """Do a part of what ``refresh`` left to do; return True if there was any."""
+        """Do a part of the work that ``refresh`` left; return True if there was any."""
         part = slice(self._done, self._done + COHORTS_AT_A_TIME)
         gains = self._gains[part]
         if not len(gains):
@@ -201,7 +201,7 @@ class ReuseModel:
                 more = np.bincount(trait.label_of, seen, trait.labels) + GUESS_VOTES
                 more /= np.bincount(trait.label_of, expected, trait.labels) + GUESS_VOTES
                 guess *= more[trait.label_of][:, np.newaxis]
-        # The first trait is the gap before, where there is one: it moves the gap after.
+        # The first trait is the gap before, if there is one: it moves the gap after.
         gap_before = self._traits[0]
         more = gap_before.sum(returned) + GUESS_VOTES
         more /= gap_before.sum(at_risk * guess) + GUESS_VOTES
@@ -212,7 +212,7 @@ class ReuseModel:
 
 
 class _Groups:
-    """Sums rows of a table by a label that each has."""
+    """Sums rows of a table by their labels."""
 
     def __init__(self, label_of: list[int], labels: int) -> None:
         self.label_of: Ints = np.array(label_of)

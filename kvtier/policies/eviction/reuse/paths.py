@@ -1,8 +1,8 @@
-"""What a request did to the prefix tree, and so what is expected of its blocks.
+"""Finds a request's path through the prefix tree, and places its blocks in cohorts.
 
 A request uses a chain of blocks, from head to tail. Walking it gives its *path*:
 nodes that were resident, cut where the chain leaves them; stretches that were
-evicted and came back, as their ghosts tell; and below them what is new. Each
+evicted and came back, as their ghosts show; and below them the new blocks. Each
 part is then placed in its cohort.
 """
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 
 class _Use:
-    """What is known of a request's chain, as it is walked from head to tail."""
+    """Facts about a request's chain, as it is walked from head to tail."""
 
     __slots__ = ("absent", "blocks", "branches", "fresh", "gap", "nodes", "turn")
 
     def __init__(self) -> None:
-        self.nodes: list[int] = []  #: its path through what was known
+        self.nodes: list[int] = []  #: its path through the known blocks
         self.fresh: list[int] = []  #: nodes of the new blocks below its path
         self.absent = False  #: some of its blocks are not resident
         self.blocks = 0  #: how many blocks were known, from the head on
-        self.turn = 0  #: of the conversation that it takes on; 0: of none
+        self.turn = 0  #: of the conversation that it continues; 0: of none
         self.gap = 0.0  #: since the deepest known block was used
         self.branches = False  #: leaves an earlier request in the middle
 
 
 class Paths:
-    """Places the blocks of requests in cohorts, and counts what came back."""
+    """Places the blocks of requests in cohorts, and counts the returning ones."""
 
     def __init__(self, tree: PrefixTree, model: ReuseModel, ghosts: Ghosts) -> None:
         self._now = 0.0
@@ -46,11 +46,11 @@ class Paths:
         self._ghosts = ghosts
 
     def set_now(self, now: float) -> None:
-        """Have what follows happen at this time."""
+        """Set the time at which the following calls happen."""
         self._now = now
 
     def use(self, chain: tuple[Key, ...]) -> tuple[int, bool]:
-        """Give the blocks of a request that ends their places.
+        """Place the blocks of a request that ends.
 
         Return the cohort of the new ones, and whether some are not resident.
         """
@@ -76,7 +76,7 @@ class Paths:
         self._model.enter(cohort)
 
     def complete(self, chain: tuple[Key, ...], cohort: int) -> None:
-        """Give places to blocks that were stored after their request had ended."""
+        """Place blocks that were stored after their request had ended."""
         tree = self._tree
         parent, end = NO_NODE, 0
         while end < len(chain):
@@ -125,7 +125,7 @@ class Paths:
         return cohort
 
     def _walk(self, chain: tuple[Key, ...]) -> _Use:
-        """Find the nodes of a chain, count what came back, and split off what it did not use."""
+        """Find the nodes of a chain, count returns, and split off the blocks it did not use."""
         tree, use = self._tree, _Use()
         end = 0
         while end < len(chain):
@@ -172,7 +172,7 @@ class Paths:
         self._model.come_back(cohort, use.gap, share)
 
     def _place_path(self, use: _Use, new: int) -> None:
-        """Put what was used again, with ``new`` blocks below it, in its cohorts."""
+        """Put the blocks used again, with ``new`` blocks below them, in their cohorts."""
         tree, cohorts, nodes = self._tree, self._cohorts, use.nodes
         parent = NO_NODE
         for node in nodes:
@@ -194,7 +194,7 @@ class Paths:
             self.place(node, cohort)
 
     def _merge(self, nodes: list[int], shared: int) -> list[int]:
-        """Merge what is alike below the ``shared`` nodes of a path; return the path that is left.
+        """Merge like nodes below the ``shared`` ones of a path; return the remaining path.
 
         So a conversation has as many nodes as there are levels of uses, not one for each turn.
         """
@@ -214,7 +214,7 @@ class Paths:
         return left
 
     def _supersede(self, node: int, on_path: set[int]) -> int:
-        """Return 1 if the last block of an earlier request hung here that this one left out."""
+        """Return 1 if an earlier request's last block, which this one left out, hung here."""
         tree, cohorts = self._tree, self._cohorts
         last = tree.last[node]
         if last == NO_NODE or last in on_path or tree.parent[last] != node:

@@ -1,10 +1,10 @@
-"""Keeps what is most likely to be used again soonest, for the room it takes.
+"""Keeps the blocks most likely to be used again soonest, for the room they take.
 
 Blocks form a prefix tree (``reuse_tree``): a block is useless without its
 ancestors, so leaves go first. When a request ends, its path through the tree is
-cut into nodes, and each node is put into a *cohort* (``reuse_cohorts``) by what
-the request did to it: new blocks that begin, branch off, or take a conversation
-on; blocks used again, and how often, and after which gap; the last block, which
+cut into nodes, and each node is put into a *cohort* (``reuse_cohorts``) by the
+request's use of it: new blocks that begin, branch off, or continue a conversation;
+blocks used again, and how often, and after which gap; the last block, which
 is rarely full. ``reuse_model`` learns how soon each cohort is used again, and
 ``reuse_ghosts`` remembers evicted stretches, so that it learns from misses too.
 
@@ -13,10 +13,10 @@ cohorts it is the one with the lowest Gittins index at its age. So a victim
 costs no search: one lookup in an array of a few hundred cohorts for each node,
 and nodes are stretches of many blocks.
 
-A prediction can be wrong: ``floor`` watches what LRU would have hit, and where that is
+A prediction can be wrong: ``floor`` counts the hits that LRU would have had. If those are
 more, the oldest of those nodes goes, whatever its index.
 
-Time is the runtime's clock where there is one. Otherwise it is the number of
+Time is the runtime's clock if there is one. Otherwise it is the number of
 admitted blocks, in 1024ths of the capacity.
 """
 
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key, RequestId
 
 LEARN_REQUESTS: Final = 64
-"""The model is worked out anew after this many requests, or half as many as it has seen."""
+"""The model is recomputed after this many requests, or half as many as it has seen."""
 
 LEARN_SHARE: Final = 32
-"""Later it is after one request for so many that it has seen: what is well known stays."""
+"""Later it is after one request for so many that it has seen: well-known values stay."""
 
 LEARN_REQUESTS_MIN: Final = 8
 
 LEARN_REQUESTS_MAX: Final = 512
 
 TICK_WEIGHT: Final = 0.1
-"""Of the last tick in the mean of requests a tick."""
+"""Weight of the last tick in the mean of requests per tick."""
 
 LOOK_UNITS: Final = 0.25
 """Ages of the oldest nodes are looked at again after this time."""
@@ -66,7 +66,7 @@ RESTORED_INDEX: Final = -1.0  #: below all others
 
 
 class _Running:
-    """What a request that has not ended has used and brought."""
+    """The nodes that a running request has used and brought."""
 
     __slots__ = ("began", "brought", "nodes")
 
@@ -87,7 +87,7 @@ class _Ended:
 
 
 class ReusePolicy(EvictionPolicy):
-    """Gittins' index over cohorts that are learnt; tails before heads."""
+    """Gittins' index over learnt cohorts; tails before heads."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -107,7 +107,7 @@ class ReusePolicy(EvictionPolicy):
         self._has_clock = False
         self._now = 0.0
         self._requests = 0
-        self._tick = 0.0  # when the clock was last told
+        self._tick = 0.0  # when the time was last passed in
         self._ended_since = 0  # requests
         self._ended_per_tick = 1.0  # a running mean
         self._learn_at = 16
@@ -115,7 +115,7 @@ class ReusePolicy(EvictionPolicy):
         self._follows_lru = False
         self._index = np.full(self._cohorts.count, np.inf)
 
-    # --- what the policy learns of ---
+    # --- calls that report events ---
 
     def admit(self, keys: Sequence[Key], request: RequestId, *, held: bool) -> None:
         """See ``EvictionPolicy.admit``. New blocks stay aside until their request ends."""
@@ -128,7 +128,7 @@ class ReusePolicy(EvictionPolicy):
             running = self._run(request)
             group = chain[0][-GROUP_BYTES:]
             node = running.brought.get(group, NO_NODE)
-            if node == NO_NODE or not tree.is_open(node):  # another request took it on
+            if node == NO_NODE or not tree.is_open(node):  # another request continued it
                 node = running.brought[group] = tree.open(self._cohorts.unordered, self._now)
                 running.nodes.add(node)
             tree.bring(node, chain)
@@ -159,7 +159,7 @@ class ReusePolicy(EvictionPolicy):
         self._held.difference_update(keys)
 
     def forget(self, keys: Sequence[Key]) -> None:
-        """See ``EvictionPolicy.forget``. Nobody chose them, so they leave no ghosts."""
+        """See ``EvictionPolicy.forget``. They were not chosen, so they leave no ghosts."""
         self._tree.remove(keys)
         self._floor.forget(keys)
         self._held.difference_update(keys)
@@ -207,7 +207,7 @@ class ReusePolicy(EvictionPolicy):
         self._learn()
 
     def clear(self) -> None:
-        """See ``EvictionPolicy.clear``. What was learnt of gaps and chances stays."""
+        """See ``EvictionPolicy.clear``. Learnt gaps and chances stay."""
         has_clock, now = self._has_clock, self._now
         self._ghosts.clear()
         self._floor.clear()
@@ -221,10 +221,10 @@ class ReusePolicy(EvictionPolicy):
         return len(self._tree.node_of)
 
     def __contains__(self, key: object) -> bool:
-        """Tell whether the key is resident."""
+        """Return whether the key is resident."""
         return key in self._tree.node_of
 
-    # --- what it is asked ---
+    # --- queries ---
 
     def choose_victims(self, count: int, exclude: Collection[Key]) -> list[Key]:
         """See ``EvictionPolicy.choose_victims``."""
@@ -266,8 +266,8 @@ class ReusePolicy(EvictionPolicy):
     def chance_of_reuse(self, keys: Sequence[Key], request: RequestId) -> list[float]:
         """Return the chance that each key, about to be stored, is ever used again.
 
-        ``keys`` are the new blocks of a running request. What it took on is
-        known by what it has touched.
+        ``keys`` are the new blocks of a running request. The blocks that it has touched
+        show which conversation it continues.
         """
         tree, cohorts = self._tree, self._cohorts
         turn, gap = 0, 0.0
@@ -298,9 +298,9 @@ class ReusePolicy(EvictionPolicy):
         self._paths.set_now(now)
 
     def _learn(self) -> None:
-        """Work the model out anew now and then, and its indices a part at a time.
+        """Recompute the model now and then, and its indices a part at a time.
 
-        Where there is a clock it is done about once a second, not on a request's time.
+        With a clock it is done about once a second, not on a request's time.
         """
         if self._requests >= self._learn_at:
             seen = self._requests
@@ -311,7 +311,7 @@ class ReusePolicy(EvictionPolicy):
             self._looked_at = -1.0
 
     def _was_here(self, key: Key) -> bool:
-        """Tell whether a request that uses the key found it resident, and did not bring it."""
+        """Return whether a request that uses the key found it resident, and did not bring it."""
         node = self._tree.node_of.get(key)
         return node is not None and not self._tree.is_open(node)
 
@@ -338,7 +338,7 @@ class ReusePolicy(EvictionPolicy):
     # --- victims ---
 
     def _look(self) -> None:
-        """Work out the index of the oldest node of each cohort, if time has passed."""
+        """Compute the index of the oldest node of each cohort, if time has passed."""
         step = LOOK_UNITS if self._has_clock else LOOK_BLOCKS * 1024.0 / self.capacity
         if self._follows_lru != self._floor.follows_lru:
             self._follows_lru = self._floor.follows_lru
@@ -360,7 +360,7 @@ class ReusePolicy(EvictionPolicy):
     def _most_dispensable(self) -> int:
         """Return the node with the lowest index, of those that are the oldest of a cohort.
 
-        Where LRU is followed the index is the last use: queues stand in that order.
+        If LRU is followed the index is the last use: queues stand in that order.
         """
         tree, index = self._tree, self._index
         for cohort in tree.changed:
@@ -377,7 +377,7 @@ class ReusePolicy(EvictionPolicy):
         return tree.first_of[int(index.argmin())]
 
     def _remember(self, node: int) -> None:
-        """Leave a ghost of all that ``node`` has lost from its tail."""
+        """Leave a ghost of all blocks that ``node`` has lost from its tail."""
         tree = self._tree
         end, keys = tree.end[node], tree.keys[node]
         length = len(keys) - end
@@ -385,7 +385,7 @@ class ReusePolicy(EvictionPolicy):
         self._ghosts.remember(keys[end], tree.cohort[node], share, length, tree.used[node])
 
     def _pop_anywhere(self, count: int, exclude: Collection[Key]) -> list[Key]:
-        """Return up to ``count`` keys that may go, out of turn: room matters more than order."""
+        """Return up to ``count`` keys that may go, out of order: room matters more than order."""
         tree, held = self._tree, self._held
         gone: list[Key] = []
         nodes = [(tree.busy[n] > 0, tree.used[n], -tree.depth(n), n) for n in tree.nodes()]
@@ -411,7 +411,7 @@ def _chains(keys: Sequence[Key]) -> list[tuple[Key, ...]]:
 
 
 def _are_of_one_group(keys: Sequence[Key]) -> bool:
-    """Tell whether all keys end in the same group, if they are of equal length; else, maybe not."""
+    """Return whether all keys end in the same group; may be False if their lengths differ."""
     joined = b"".join(keys)
     length = len(keys[0])
     if len(joined) != length * len(keys):

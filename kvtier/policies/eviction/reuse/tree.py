@@ -1,4 +1,4 @@
-"""The resident blocks of the ``reuse`` policy, as a prefix tree.
+"""Keeps the resident blocks of the ``reuse`` policy, as a prefix tree.
 
 A *node* is a stretch of blocks, from head to tail, that were used alike: they
 have one cohort and one last use. A node's parent holds the block before its
@@ -8,9 +8,9 @@ the order of their last use.
 A node that has children, or that a running request uses, need not be looked
 at: when its turn comes it is put *aside*, out of its queue, and it goes back to
 the front once its last child has gone and the last request has ended. It was
-the oldest when it left, and all that came since is younger.
+the oldest when it left, and all nodes that came since are younger.
 
-Everything about nodes is in arrays, keys too, and the dict of keys holds plain
+All data about nodes is in arrays, keys too, and the dict of keys holds plain
 numbers: the garbage collector has nothing to look through.
 """
 
@@ -33,8 +33,8 @@ ASIDE: Final = -1  #: the queue of nodes that stand in none
 FREE: Final = -2  #: the queue of numbers that belong to no node
 
 SHORT: Final = 32
-"""As many keys stand in a tuple. The collector looks through each new tuple once, which
-takes milliseconds for hundreds of long ones; it knows nothing of NumPy's arrays."""
+"""So many keys stand in a tuple. The collector looks through each new tuple once, which
+takes milliseconds for hundreds of long ones; it does not track NumPy's arrays."""
 
 
 class PrefixTree:
@@ -66,7 +66,7 @@ class PrefixTree:
         )
 
     def add(self, keys: tuple[Key, ...], cohort: int, used: float) -> int:
-        """Return a new node that stands aside. It takes the keys from where they are."""
+        """Return a new node that stands aside. It takes the keys from their current nodes."""
         if self._free:
             node = self._free.pop()
             self.keys[node] = _stored(keys)
@@ -86,7 +86,7 @@ class PrefixTree:
         return node
 
     def open(self, cohort: int, used: float) -> int:
-        """Return a new node of no known use, which one running request uses. See ``bring``."""
+        """Return a new node of unknown use, which one running request uses. See ``bring``."""
         node = self.add((), cohort, used)
         self.keys[node] = []
         self.uses[node] = 0
@@ -99,13 +99,13 @@ class PrefixTree:
             node_of[key] = node
 
     def is_open(self, node: int) -> bool:
-        """Tell whether the node's use is not known yet."""
+        """Return whether the node's use is not known yet."""
         return self.uses[node] == 0 and self.size[node] > 0
 
     def bring(self, node: int, keys: Sequence[Key]) -> None:
-        """Let an open node take ``keys``, which are nowhere yet."""
+        """Let an open node take ``keys``, which are in no node yet."""
         mine = self.keys[node]
-        if self.size[node] < len(mine):  # what has left could come again
+        if self.size[node] < len(mine):  # keys that have left could come again
             mine = self.keys[node] = list(self.keys_of(node))
         assert isinstance(mine, list)
         mine += keys
@@ -146,14 +146,14 @@ class PrefixTree:
         return node, end
 
     def split(self, node: int, keys: tuple[Key, ...]) -> int:
-        """Move ``keys`` of ``node`` to a new node above it, and return that."""
+        """Move ``keys`` of ``node`` to a new node above it, and return the new node."""
         upper = self.split_off(node, keys)
         self.set_parent(upper, self.parent[node])
         self.set_parent(node, upper)
         return upper
 
     def split_off(self, node: int, keys: tuple[Key, ...]) -> int:
-        """Move ``keys`` of ``node`` to a new node that has no parent, and return that."""
+        """Move ``keys`` of ``node`` to a new node without a parent, and return the new node."""
         moved = set(keys)
         rest = tuple([key for key in self.keys_of(node) if key not in moved])
         new = self.add(keys, self.cohort[node], self.used[node])
@@ -165,7 +165,7 @@ class PrefixTree:
         return new
 
     def join(self, nodes: list[int]) -> int:
-        """Return the first of the open ``nodes``, which has the keys of all others now."""
+        """Return the first of the open ``nodes``, which now has the keys of all others."""
         first, *others = nodes
         self.keys[first] = _stored(self.keys_of(first))
         self.size[first] = self.end[first] = len(self.keys[first])
@@ -176,7 +176,7 @@ class PrefixTree:
         return first
 
     def cut_last(self, node: int) -> int:
-        """Move the last block of an open node to one of its own; return it. End both's being open.
+        """Move the last block of an open node to a node of its own; return it. Close both.
 
         It is the node itself if that has one block.
         """
@@ -212,7 +212,7 @@ class PrefixTree:
         self.busy[node] += 1
 
     def release(self, node: int) -> None:
-        """Note that one running request less uses ``node``."""
+        """Note that one running request fewer uses ``node``."""
         self.busy[node] -= 1
         self._settle(node)
 
@@ -258,7 +258,7 @@ class PrefixTree:
     ) -> list[Key]:
         """Remove and return up to ``count`` keys, from the tail on to one that must stay.
 
-        The node may be empty then: ``discard_empty`` is the caller's to call.
+        The node may be empty then: the caller must call ``discard_empty``.
         """
         node_of = self.node_of
         keys = self.keys[node]
@@ -287,7 +287,7 @@ class PrefixTree:
         return gone
 
     def remove(self, keys: Iterable[Key]) -> None:
-        """Remove ``keys``, wherever they stand."""
+        """Remove ``keys`` from whatever nodes they are in."""
         node_of = self.node_of
         for key in keys:
             node = node_of.pop(key, None)
@@ -309,7 +309,7 @@ class PrefixTree:
             self._settle(node)
 
     def _settle(self, node: int) -> None:
-        """Put back what may go again. A number is free once nothing points to its node."""
+        """Requeue the node if it may go again. A number is free once nothing points to its node."""
         if self.size[node]:
             self.come_back(node)
         elif not (self.children[node] or self.busy[node]) and self._queue[node] != FREE:
@@ -317,7 +317,7 @@ class PrefixTree:
             self._free.append(node)
 
     def count_use(self, node: int) -> None:
-        """Count a use of ``node``. One that was open has its first, and is open no longer."""
+        """Count a use of ``node``. For an open node it is the first, and closes the node."""
         self.uses[node] += 1
 
     def restore(self, node: int, cohort: int, used: float, uses: int) -> None:
@@ -331,7 +331,7 @@ class PrefixTree:
         self.last[node] = child
 
     def set_used(self, used: float) -> None:
-        """Let all nodes have been used at the same time."""
+        """Set the last use of all nodes to the same time."""
         self.used = array("d", [used]) * len(self.used)
 
     def depth(self, node: int) -> int:
@@ -363,7 +363,7 @@ class PrefixTree:
 
 
 def _stored(keys: tuple[Key, ...]) -> _Keys:
-    """Return the keys as a node keeps them."""
+    """Return the keys in a node's storage form."""
     if len(keys) <= SHORT:
         return keys
     return np.array(keys, dtype=object)
