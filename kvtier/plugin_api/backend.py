@@ -15,12 +15,10 @@ import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, TypeAlias
 
 import xxhash
 
-from kvtier.plugin_api.log import log
 from kvtier.plugin_api.store_turns import StoreTurns
 
 if TYPE_CHECKING:
@@ -141,33 +139,6 @@ class BackendContext:
     """No blocks, nor anything beside them, may be written. ``store`` is offered no block then."""
 
 
-_RENAMED: Final = {
-    "load_parts_max": "load_batches_max",
-    "store_parts_max": "store_batches_max",
-    "load_part_blocks_min": "load_batch_blocks_min",
-    "load_part_blocks_max": "load_batch_blocks_max",
-    "store_part_blocks_min": "store_batch_blocks_min",
-    "store_part_blocks_max": "store_batch_blocks_max",
-}
-
-
-def _accept_old_names(traits: type[BackendTraits]) -> type[BackendTraits]:
-    """Let a backend written with the former names keep working, and log the new names."""
-    init = traits.__init__
-
-    @wraps(init)
-    def accepting(self: BackendTraits, *values: Any, **named: Any) -> None:  # noqa: ANN401
-        write = {old: _RENAMED[old] for old in named if old in _RENAMED}
-        if write:
-            log.warning("BackendTraits: these fields have other names now", write=write)
-            named = {write.get(name, name): value for name, value in named.items()}
-        init(self, *values, **named)
-
-    traits.__init__ = accepting  # type: ignore[method-assign]
-    return traits
-
-
-@_accept_old_names
 @dataclass(frozen=True)
 class BackendTraits:
     """Facts that the tier above needs to feed a backend well."""

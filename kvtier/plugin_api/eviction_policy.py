@@ -11,8 +11,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from kvtier.plugin_api.log import log
-
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
@@ -21,13 +19,6 @@ if TYPE_CHECKING:
 
 class EvictionPolicy(ABC):
     """Chooses the blocks to evict. ``capacity`` is in blocks."""
-
-    def __init_subclass__(cls) -> None:
-        """Accept a policy that has ``restore`` under its former name, and log the new one."""
-        super().__init_subclass__()
-        if "take_back" in vars(cls) and "restore" not in vars(cls):
-            log.warning("an eviction policy's take_back is called restore now", policy=cls.__name__)
-            cls.restore = vars(cls)["take_back"]  # type: ignore[method-assign]
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
