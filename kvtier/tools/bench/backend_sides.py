@@ -47,7 +47,7 @@ class CallShape(NamedTuple):
     at_once: int  #: calls
 
 
-class Side(ABC):
+class CallSide(ABC):
     """One way to move blocks to a server and back."""
 
     name: str
@@ -68,7 +68,7 @@ class Side(ABC):
         """Get ready for a leg of loads. Not timed."""
 
 
-class TierSide(Side):
+class BackendSide(CallSide):
     """A backend, driven as the layer above it does: with a digest for each block.
 
     Stores are given digests that are made for them, loads are checked against theirs.
@@ -179,11 +179,11 @@ class TierSide(Side):
         return _hash(self._token, leg, number) + _GROUP
 
 
-class ClientSide(Side):
+class ClientSide(CallSide):
     """A plain client, in one of its ways, with so many calls at once."""
 
     def __init__(
-        self, client: PlainClient, way: str, at_once: int, memory: SlotMemory, tier: TierSide
+        self, client: PlainClient, way: str, at_once: int, memory: SlotMemory, tier: BackendSide
     ) -> None:
         """``tier``: whose calls have as many blocks."""
         way_shown = f", {way}" if way else ""

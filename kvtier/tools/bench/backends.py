@@ -21,8 +21,8 @@ from kvtier.plugin_api.machine import free_memory_bytes
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.settings.plugins import make_backend
 from kvtier.settings.runtime_config import TierConfig
-from kvtier.tools.bench.backend_sides import ClientSide, TierSide, storage_faults
-from kvtier.tools.bench.call_legs import KINDS, STORE, Leg, batches_of, play
+from kvtier.tools.bench.backend_sides import BackendSide, ClientSide, storage_faults
+from kvtier.tools.bench.call_legs import KINDS, STORE, CallLeg, batches_of, play
 from kvtier.tools.bench.kv_like import kv_like
 from kvtier.tools.bench.plain_client_types import plain_client_class
 from kvtier.tools.bench.plain_clients import CALLS_AT_ONCE
@@ -33,7 +33,7 @@ from kvtier_backends.shared.compression import BITPLANE_ZSTD, COMPRESSION
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvtier.tools.bench.backend_sides import CallShape, Side
+    from kvtier.tools.bench.backend_sides import CallShape, CallSide
     from kvtier.tools.bench.plain_clients import PlainClient
 
 PLAIN: Final = "kvtier"
@@ -45,7 +45,7 @@ _KEY_OPTION_OF: Final = {SIGNED: "auth_key_file", ENCRYPTED: "encryption_key_fil
 
 
 @dataclass(frozen=True)
-class Options:
+class BackendsOptions:
     """What is to be measured."""
 
     leg_bytes: int
@@ -66,13 +66,13 @@ class Options:
 
 
 @dataclass
-class Measured:
+class BackendsMeasured:
     """All legs of one tier with one size of blocks."""
 
     block_bytes: int
     blocks: int  #: in each leg
     shapes: dict[str, dict[str, CallShape]]  #: by kind and side
-    rounds: list[dict[str, dict[str, Leg]]] = field(default_factory=list)  #: by kind and side
+    rounds: list[dict[str, dict[str, CallLeg]]] = field(default_factory=list)  #: by kind and side
     prompt_requests: PromptRequests = field(default_factory=dict)
 
     @property
@@ -81,14 +81,14 @@ class Measured:
         return self.block_bytes * self.blocks
 
 
-def sides_count(kind: str, options: Options) -> int:
+def sides_count(kind: str, options: BackendsOptions) -> int:
     """Return how many sides a type of tier has, for a bar of progress."""
     return len(options.tier_sides) + len(plain_client_class(kind).ways) * len(CALLS_AT_ONCE)
 
 
 async def measure(
-    config: TierConfig, block_bytes: int, options: Options, advance: Callable[[], None]
-) -> Measured:
+    config: TierConfig, block_bytes: int, options: BackendsOptions, advance: Callable[[], None]
+) -> BackendsMeasured:
     """Run all rounds. Calls ``advance`` after each turn of a side.
 
     Raises ``Misuse`` for what can't be measured, and ``StoreFault`` if the server fails.
@@ -167,14 +167,14 @@ async def _open_tier(
     config: TierConfig,
     context: BackendContext,
     memory: SlotMemory,
-) -> TierSide:
+) -> BackendSide:
     part = name.partition(", ")[2] or "tier"
     given = client.options_of_tier(part)
     if name == COMPRESSED:
         given = {**given, COMPRESSION: BITPLANE_ZSTD}
     with _with_key(_KEY_OPTION_OF.get(name), given) as options:
         backend = make_backend(TierConfig(config.name, config.type, options), context)
-    side = TierSide(name, backend, memory, client.token)
+    side = BackendSide(name, backend, memory, client.token)
     stack.push_async_callback(side.close)
     await side.open()
     return side
@@ -195,17 +195,17 @@ def _with_key(option: str | None, options: dict[str, Any]) -> Iterator[dict[str,
 async def _run(
     block_bytes: int,
     count: int,
-    sides: list[Side],
-    options: Options,
+    sides: list[CallSide],
+    options: BackendsOptions,
     advance: Callable[[], None],
-) -> Measured:
-    measured = Measured(block_bytes, count, _shapes_of(sides, block_bytes, count))
+) -> BackendsMeasured:
+    measured = BackendsMeasured(block_bytes, count, _shapes_of(sides, block_bytes, count))
     leg = 0
     for side in sides:
         leg += 1
         await _warm_up(side, leg, count)
     for round_ in range(options.rounds):
-        legs: dict[str, dict[str, Leg]] = {kind: {} for kind in KINDS}
+        legs: dict[str, dict[str, CallLeg]] = {kind: {} for kind in KINDS}
         for side in sides if round_ % 2 == 0 else sides[::-1]:
             leg += 1
             side.prepare_load()
@@ -221,7 +221,9 @@ async def _run(
     return measured
 
 
-def _shapes_of(sides: list[Side], block_bytes: int, count: int) -> dict[str, dict[str, CallShape]]:
+def _shapes_of(
+    sides: list[CallSide], block_bytes: int, count: int
+) -> dict[str, dict[str, CallShape]]:
     """Return how each side moves a leg. Raises ``Misuse`` if a leg does not keep it busy."""
     shapes = {kind: {side.name: side.shape(kind) for side in sides} for kind in KINDS}
     needed = max(
@@ -235,7 +237,7 @@ def _shapes_of(sides: list[Side], block_bytes: int, count: int) -> dict[str, dic
     return shapes
 
 
-async def _warm_up(side: Side, leg: int, count: int) -> None:
+async def _warm_up(side: CallSide, leg: int, count: int) -> None:
     """Make each connection once, lest the first round pays for them."""
     at_once = max(side.shape(kind).at_once for kind in KINDS)
     numbers = range(min(at_once, count))

@@ -13,8 +13,8 @@ from kvtier.plugin_api.sizes import read_bytes
 from kvtier.settings.runtime_config import TierConfig
 from kvtier.tools.bench.about import about_machine
 from kvtier.tools.bench.asked import check_pages
-from kvtier.tools.bench.backends import Options, measure, sides_count
-from kvtier.tools.bench.backends_figures import BESIDE_CLIENT_MIN, Figures, figures
+from kvtier.tools.bench.backends import BackendsOptions, measure, sides_count
+from kvtier.tools.bench.backends_figures import BESIDE_CLIENT_MIN, CallFigures, figures
 from kvtier.tools.bench.plain_client_types import plain_client_class
 from kvtier.tools.bench.prompt_requests import PROMPT_BLOCKS, requests_shown
 from kvtier.tools.cli.terminal import progress, table, write_json
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from kvtier.tools.bench.backends import Measured
+    from kvtier.tools.bench.backends import BackendsMeasured
 
 _OPTIONS_OF_KEYS: Final = tuple(
     f"{kind}_{place}" for kind in ("auth_key", "encryption_key") for place in ("env", "file")
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure one tier after the other, print a table for each, write the file."""
     tiers = [_tier(text, number) for number, text in enumerate(arguments.tier, start=1)]
     sizes = _sizes(arguments)
-    options = Options(
+    options = BackendsOptions(
         leg_bytes=read_bytes(arguments.bytes, "--bytes"),
         rounds=arguments.rounds,
         protection=arguments.protection,
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     report: dict[str, Any] = {**about_machine(), "options": asdict(options), "tiers": []}
     for tier in tiers:
-        found: list[tuple[Measured, Sequence[Figures]]] = []
+        found: list[tuple[BackendsMeasured, Sequence[CallFigures]]] = []
         try:
             for size in sizes:
                 measured = _measure(tier, size, options)
@@ -93,7 +93,7 @@ def _sizes(arguments: argparse.Namespace) -> list[int]:
     return sizes
 
 
-def _measure(tier: TierConfig, block_bytes: int, options: Options) -> Measured:
+def _measure(tier: TierConfig, block_bytes: int, options: BackendsOptions) -> BackendsMeasured:
     turns = options.rounds * sides_count(tier.type, options)
     with progress(f"{tier.type}, blocks of {_size(block_bytes)}", turns) as shown:
         try:
@@ -106,7 +106,9 @@ def _measure(tier: TierConfig, block_bytes: int, options: Options) -> Measured:
 
 
 def _print_figures(
-    tier: TierConfig, found: Sequence[tuple[Measured, Sequence[Figures]]], options: Options
+    tier: TierConfig,
+    found: Sequence[tuple[BackendsMeasured, Sequence[CallFigures]]],
+    options: BackendsOptions,
 ) -> None:
     rows = [
         _row(measured.block_bytes, each)
@@ -130,7 +132,7 @@ def _print_figures(
     table("", ["", ""], notes)
 
 
-def _row(size: int, each: Figures) -> list[str]:
+def _row(size: int, each: CallFigures) -> list[str]:
     side = each.side if not each.is_client else each.side.rpartition(",")[0]
     return [
         f"{_size(size)} {each.kind}: {side}",
@@ -147,7 +149,7 @@ def _row(size: int, each: Figures) -> list[str]:
 
 
 def _to_json(
-    tier: TierConfig, found: Sequence[tuple[Measured, Sequence[Figures]]]
+    tier: TierConfig, found: Sequence[tuple[BackendsMeasured, Sequence[CallFigures]]]
 ) -> dict[str, Any]:
     sizes = [
         {

@@ -13,14 +13,14 @@ from kvtier.tools.bench.percentile import percentile
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtier.tools.bench.backends import Measured
+    from kvtier.tools.bench.backends import BackendsMeasured
 
 BESIDE_CLIENT_MIN: Final = 0.9
 """The share of the client's best MB/s that is promised for blocks that no key protects."""
 
 
 @dataclass(frozen=True)
-class Figures:
+class CallFigures:
     """What one side has done with one kind of calls."""
 
     kind: str
@@ -60,7 +60,7 @@ class Figures:
         return {**asdict(self), **medians, "holds": self.holds}
 
 
-def figures(measured: Measured) -> list[Figures]:
+def figures(measured: BackendsMeasured) -> list[CallFigures]:
     """Return the figures of all sides, kvtier's before the clients'."""
     return [
         _of_side(measured, kind, side, _best_client(measured, kind))
@@ -69,13 +69,13 @@ def figures(measured: Measured) -> list[Figures]:
     ]
 
 
-def _of_side(measured: Measured, kind: str, side: str, best: str) -> Figures:
+def _of_side(measured: BackendsMeasured, kind: str, side: str, best: str) -> CallFigures:
     legs = [each[kind][side] for each in measured.rounds]
     calls = [seconds * 1e3 for leg in legs for seconds in leg.call_seconds]
     shape = measured.shapes[kind][side]
     throughput = _mb_per_s(measured, kind, side)
     beside = _mb_per_s(measured, kind, best)
-    return Figures(
+    return CallFigures(
         kind=kind,
         side=side,
         blocks_a_call=shape.blocks,
@@ -90,11 +90,11 @@ def _of_side(measured: Measured, kind: str, side: str, best: str) -> Figures:
     )
 
 
-def _best_client(measured: Measured, kind: str) -> str:
+def _best_client(measured: BackendsMeasured, kind: str) -> str:
     """Return the client's side with the best median."""
     clients = [side for side in measured.shapes[kind] if side not in TIER_SIDES]
     return max(clients, key=lambda side: statistics.median(_mb_per_s(measured, kind, side)))
 
 
-def _mb_per_s(measured: Measured, kind: str, side: str) -> list[float]:
+def _mb_per_s(measured: BackendsMeasured, kind: str, side: str) -> list[float]:
     return [measured.leg_bytes / each[kind][side].seconds / 1e6 for each in measured.rounds]

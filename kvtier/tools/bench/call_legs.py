@@ -18,7 +18,7 @@ LOAD: Final = "load"
 KINDS: Final = (STORE, LOAD)
 
 
-class Leg(NamedTuple):
+class CallLeg(NamedTuple):
     """What it took to move all blocks once."""
 
     seconds: float
@@ -30,7 +30,7 @@ async def play(
     call: Callable[[Sequence[int]], Awaitable[None]],
     batches: Sequence[Sequence[int]],
     calls_at_once: int,
-) -> Leg:
+) -> CallLeg:
     """Make a call for each batch of block numbers. Raises what a call raises.
 
     Raises ``StoreFault``, too, for a call that does not end.
@@ -56,7 +56,7 @@ async def play(
             raise StoreFault(f"a call took more than {CALL_S_MAX:g} s") from None
         raise first from None
     seconds = time.perf_counter() - began_s
-    return Leg(seconds, time.process_time() - cpu_s, call_seconds)
+    return CallLeg(seconds, time.process_time() - cpu_s, call_seconds)
 
 
 def batches_of(count: int, size: int) -> list[range]:

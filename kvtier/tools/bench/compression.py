@@ -45,7 +45,7 @@ class Way(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Figures:
+class CompressionFigures:
     """What one way has done. Speeds are of uncompressed bytes, for one thread."""
 
     way: str
@@ -117,7 +117,7 @@ def _plain_blocks(folder: FsFolder) -> Iterator[memoryview]:
 
 def measure(
     blocks: Sequence[memoryview], rounds: int, advance: Callable[[], None]
-) -> list[Figures]:
+) -> list[CompressionFigures]:
     """Compress and decompress all blocks by each way. Raises ``Misuse`` without zstandard."""
     found = []
     for way in _ways(blocks[0].nbytes):
@@ -133,7 +133,7 @@ def measure(
             )
             advance()
         stores, loads = zip(*speeds, strict=True)
-        found.append(Figures(way.name, raw / size, stores, loads))
+        found.append(CompressionFigures(way.name, raw / size, stores, loads))
     return found
 
 

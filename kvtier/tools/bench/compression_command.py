@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from kvtier.tools.bench.compression import Figures
+    from kvtier.tools.bench.compression import CompressionFigures
 
 _MADE_UP: Final = "made-up keys and values in bfloat16"
 
@@ -53,7 +53,7 @@ def _blocks(arguments: argparse.Namespace) -> tuple[list[memoryview], str]:
     return [memoryview(kv_like(size, seed)) for seed in range(arguments.blocks)], _MADE_UP
 
 
-def _print_figures(found: Sequence[Figures]) -> None:
+def _print_figures(found: Sequence[CompressionFigures]) -> None:
     columns = ["", "ratio", "compress, MB/s", "CPU s a GB", "decompress, MB/s", "CPU s a GB"]
     rows = [
         [

@@ -28,7 +28,7 @@ from vllm.utils.gc_utils import freeze_gc_heap
 from kvtier.errors import StoreFault
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.tools.bench.disk_fio import FIO, Fio, FioFailed
-from kvtier.tools.bench.disk_legs import Leg, longest_pause_without_io_s, play
+from kvtier.tools.bench.disk_legs import DiskLeg, longest_pause_without_io_s, play
 from kvtier.tools.bench.disk_lmcache import LMCACHE, LMCacheSide
 from kvtier.tools.bench.disk_page_cache import drop, resident_bytes
 from kvtier.tools.bench.disk_raw import RAW, RawSide
@@ -61,11 +61,11 @@ WITHOUT_IO_S: Final = 1.0
 JOBS_PER_THREAD: Final = 2  #: under way at once, so that no thread waits for the scheduler
 _SEED: Final = 2026
 
-Legs = dict[str, Leg]  #: by side
+Legs = dict[str, DiskLeg]  #: by side
 
 
 @dataclass(frozen=True)
-class Options:
+class DiskBenchOptions:
     """What is to be measured. ``leg_bytes`` is rounded down to whole jobs, one at least."""
 
     folder: Path  #: what the sides write goes into a new folder in it, and is emptied at the end
@@ -98,7 +98,7 @@ class Round(NamedTuple):
     pause_without_io_s: float
 
 
-class Measured(NamedTuple):
+class DiskMeasured(NamedTuple):
     """All that one block size gave."""
 
     block_bytes: int
@@ -118,7 +118,9 @@ def blocks_of_a_job(block_bytes: int) -> int:
     return 32 if block_bytes < 1 << 20 else 16
 
 
-def measure(options: Options, block_bytes: int, on_leg: Callable[[], object]) -> Measured:
+def measure(
+    options: DiskBenchOptions, block_bytes: int, on_leg: Callable[[], object]
+) -> DiskMeasured:
     """Measure one block size. ``on_leg`` is called after each leg."""
     with _open_bed(options, block_bytes) as bed:
         for _ in range(WARM_UP_ROUNDS):
@@ -133,7 +135,7 @@ def measure(options: Options, block_bytes: int, on_leg: Callable[[], object]) ->
             for _ in range(options.rounds)
         ]
         sides = bed.sides
-        return Measured(
+        return DiskMeasured(
             block_bytes=block_bytes,
             leg_bytes=bed.setup.leg_bytes,
             job_blocks=bed.job_blocks,
@@ -148,7 +150,7 @@ def measure(options: Options, block_bytes: int, on_leg: Callable[[], object]) ->
 
 
 @contextmanager
-def _open_bed(options: Options, block_bytes: int) -> Iterator[_Bed]:
+def _open_bed(options: DiskBenchOptions, block_bytes: int) -> Iterator[_Bed]:
     """Set all sides up on fresh slots; at the end nothing takes room any more, but files stay."""
     job_blocks = blocks_of_a_job(block_bytes)
     slots = max(1, options.leg_bytes // (job_blocks * block_bytes)) * job_blocks
@@ -199,7 +201,11 @@ class _Bed:
     """The slots, and all sides on them."""
 
     def __init__(
-        self, options: Options, setup: DiskSetup, sides: Sequence[DiskSide], job_blocks: int
+        self,
+        options: DiskBenchOptions,
+        setup: DiskSetup,
+        sides: Sequence[DiskSide],
+        job_blocks: int,
     ) -> None:
         self.setup = setup
         self.job_blocks = job_blocks
@@ -243,7 +249,7 @@ class _Bed:
             side.forget()
         return legs
 
-    def _run_leg(self, name: str, kind: str, jobs: Sequence[Job], *, busy: bool) -> Leg:
+    def _run_leg(self, name: str, kind: str, jobs: Sequence[Job], *, busy: bool) -> DiskLeg:
         if name == FIO:
             assert self._fio is not None
             return self._fio.run(is_write=kind == STORE)
@@ -279,7 +285,7 @@ class _Bed:
         memory = self.setup.memory
         return [xxhash.xxh3_64_intdigest(memory.view(slot)) for slot in range(memory.slot_count)]
 
-    def _open_fio(self, options: Options) -> str:
+    def _open_fio(self, options: DiskBenchOptions) -> str:
         """Start with fio if it works here, and return what is to be reported of it."""
         setup = self.setup
         try:

@@ -13,7 +13,7 @@ from kvtier.errors import Misuse
 from kvtier.plugin_api.sizes import read_bytes
 from kvtier.tools.bench.about import about
 from kvtier.tools.bench.asked import asked_folder, check_pages
-from kvtier.tools.bench.disk import KINDS, Measured, Options, blocks_of_a_job, measure
+from kvtier.tools.bench.disk import KINDS, DiskBenchOptions, DiskMeasured, blocks_of_a_job, measure
 from kvtier.tools.bench.disk_figures import cpu_s_per_gb, gb_per_s, job_ms, pauses_ms, ratios
 from kvtier.tools.bench.disk_lmcache import LMCACHE, lmcache_version
 from kvtier.tools.bench.disk_sides import CAPACITY_LEGS
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.beside == LMCACHE:
         report["beside"] = lmcache_version()
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=place) as folder:
-        options = Options(
+        options = DiskBenchOptions(
             folder=Path(folder),
             leg_bytes=leg_bytes,
             rounds=arguments.rounds,
@@ -77,7 +77,7 @@ def _sizes(arguments: argparse.Namespace) -> tuple[list[int], int]:
     return sizes, leg_bytes
 
 
-def _check_room(options: Options) -> None:
+def _check_room(options: DiskBenchOptions) -> None:
     tiers = 1 + options.encrypted
     others = 4 + options.beside_lmcache  # both fs tiers, raw and fio
     needed = int((tiers * CAPACITY_LEGS + others) * options.leg_bytes)
@@ -89,7 +89,7 @@ def _check_room(options: Options) -> None:
         )
 
 
-def _to_json(measured: Measured) -> dict[str, Any]:
+def _to_json(measured: DiskMeasured) -> dict[str, Any]:
     """Return all figures of one block size, round by round where there are rounds."""
 
     def each(figure: Callable[[str, str], Any], sides: list[str]) -> dict[str, dict[str, Any]]:
@@ -116,7 +116,7 @@ def _to_json(measured: Measured) -> dict[str, Any]:
     }
 
 
-def _print_figures(figures: dict[str, Any], options: Options) -> None:
+def _print_figures(figures: dict[str, Any], options: DiskBenchOptions) -> None:
     sides = list(figures["gb_per_s"][KINDS[0]])
     rows = []
     for kind in KINDS:
@@ -179,7 +179,7 @@ def _direct(direct: dict[str, bool]) -> str:
     return "all" if not buffered else f"all but {', '.join(buffered)}"
 
 
-def _cached(figures: dict[str, Any], options: Options) -> str:
+def _cached(figures: dict[str, Any], options: DiskBenchOptions) -> str:
     """Say how much of a leg's bytes each side could have had without the disk."""
     shares = {
         side: min(1.0, count / figures["leg_bytes"])  # a folder may have more than a leg's

@@ -17,7 +17,7 @@ from kvtier.tools.bench.sides import KVTIER, VLLM
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtier.tools.bench.disk import Legs, Measured, Round
+    from kvtier.tools.bench.disk import DiskMeasured, Legs, Round
 
 BESIDE_VLLM_MIN: Final = {
     (64 << 10, STORE): 4.0,
@@ -68,19 +68,19 @@ class Ratio:
         }
 
 
-def gb_per_s(measured: Measured, kind: str, side: str, *, busy: bool) -> list[float]:
+def gb_per_s(measured: DiskMeasured, kind: str, side: str, *, busy: bool) -> list[float]:
     """Return what each round's leg moved in a second, in GB (10^9 bytes)."""
     legs = [_legs(each, busy=busy)[kind][side] for each in measured.rounds]
     return [measured.leg_bytes / leg.seconds / 1e9 for leg in legs]
 
 
-def job_ms(measured: Measured, kind: str, side: str, percent: float) -> float | None:
+def job_ms(measured: DiskMeasured, kind: str, side: str, percent: float) -> float | None:
     """Return a percentile over all jobs of all rounds, the thread idle. None: it has no jobs."""
     seconds = [s for each in measured.rounds for s in each.idle[kind][side].job_seconds]
     return percentile(seconds, percent) * 1e3 if seconds else None
 
 
-def cpu_s_per_gb(measured: Measured, kind: str, side: str) -> list[float] | None:
+def cpu_s_per_gb(measured: DiskMeasured, kind: str, side: str) -> list[float] | None:
     """Return how long each round's leg has kept cores busy, for each GB. None: not known."""
     if side == FIO:
         return None
@@ -88,12 +88,12 @@ def cpu_s_per_gb(measured: Measured, kind: str, side: str) -> list[float] | None
     return [leg.cpu_seconds / measured.leg_bytes * 1e9 for leg in legs]
 
 
-def pauses_ms(measured: Measured, kind: str, side: str) -> list[float]:
+def pauses_ms(measured: DiskMeasured, kind: str, side: str) -> list[float]:
     """Return each round's longest pause of the busy thread."""
     return [each.busy[kind][side].longest_pause_s * 1e3 for each in measured.rounds]
 
 
-def ratios(measured: Measured) -> list[Ratio]:
+def ratios(measured: DiskMeasured) -> list[Ratio]:
     """Return all that is promised of a block size, and what belongs beside it."""
     has_fio = FIO in measured.sides
     found = []
@@ -153,20 +153,20 @@ def ratios(measured: Measured) -> list[Ratio]:
 
 
 def _times_faster(
-    measured: Measured, kind: str, other: str, *, side: str = KVTIER, busy: bool = False
+    measured: DiskMeasured, kind: str, other: str, *, side: str = KVTIER, busy: bool = False
 ) -> list[float]:
     """Return how many times as fast as ``other`` a side was in each round: all move as much."""
     legs = [_legs(each, busy=busy)[kind] for each in measured.rounds]
     return [leg[other].seconds / leg[side].seconds for leg in legs]
 
 
-def _of_best(measured: Measured, kind: str, others: Sequence[str]) -> list[float]:
+def _of_best(measured: DiskMeasured, kind: str, others: Sequence[str]) -> list[float]:
     """Return how many times as fast as the fastest of the others kvtier was in each round."""
     legs = [each.idle[kind] for each in measured.rounds]
     return [min(leg[other].seconds for other in others) / leg[KVTIER].seconds for leg in legs]
 
 
-def _pause(measured: Measured, kind: str) -> Ratio:
+def _pause(measured: DiskMeasured, kind: str) -> Ratio:
     legs = [each.busy[kind] for each in measured.rounds]
     shares = [leg[KVTIER].longest_pause_s / leg[VLLM].longest_pause_s for leg in legs]
     return Ratio(f"{kind}, longest pause, share of vLLM's", shares, at_most=PAUSE_BESIDE_VLLM_MAX)

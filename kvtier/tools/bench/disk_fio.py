@@ -8,7 +8,7 @@ import subprocess
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import KVTierError
-from kvtier.tools.bench.disk_legs import Leg
+from kvtier.tools.bench.disk_legs import DiskLeg
 from kvtier.tools.process_group import process_group
 
 if TYPE_CHECKING:
@@ -45,11 +45,11 @@ class Fio:
         self._depth = depth
         self.engine = self._find_engine()
 
-    def run(self, *, is_write: bool) -> Leg:
+    def run(self, *, is_write: bool) -> DiskLeg:
         """Write or read the file once. It has no jobs to be timed."""
         direction = "write" if is_write else "read"
         found = self._run(self.engine, direction, self._bytes, "file")[direction]
-        return Leg(found["io_bytes"] / found["bw_bytes"], [], 0.0, 0.0)
+        return DiskLeg(found["io_bytes"] / found["bw_bytes"], [], 0.0, 0.0)
 
     def version(self) -> str:
         """Return what it calls itself."""

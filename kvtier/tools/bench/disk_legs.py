@@ -25,7 +25,7 @@ BUSY_ADDITIONS: Final = 2_000  #: in one iteration: about 50 us
 LEG_TIMEOUT_S: Final = 600.0
 
 
-class Leg(NamedTuple):
+class DiskLeg(NamedTuple):
     """What one leg took. Times in seconds."""
 
     seconds: float
@@ -41,7 +41,7 @@ def play(
     *,
     in_flight: int,
     busy: bool,
-) -> Leg:
+) -> DiskLeg:
     """Give ``submit``, one of the side's, all jobs, and keep ``in_flight`` of them under way.
 
     Ctrl-C interrupts it between two calls of the side, which takes locks inside.
@@ -74,7 +74,7 @@ def play(
             last = now
             if now - begin > LEG_TIMEOUT_S:
                 raise InternalError(f"{side.name}: a leg took over {LEG_TIMEOUT_S:.0f} s")
-    return Leg(last - begin, job_seconds, longest, side.cpu_seconds() - cpu)
+    return DiskLeg(last - begin, job_seconds, longest, side.cpu_seconds() - cpu)
 
 
 def longest_pause_without_io_s(seconds: float) -> float:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
 
-    from kvtier.tools.cli.terminal import Progress
+    from kvtier.tools.progress import Progress
 
 SPEC_OF: Final = {
     KVTIER: {

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.tools.bench.percentile import percentile
-from kvtier.tools.bench.sides import KVTIER, SIDES, VLLM, Setup, Side, vllm_policy_beside
+from kvtier.tools.bench.sides import KVTIER, SIDES, VLLM, ManagerSide, Setup, vllm_policy_beside
 from kvtier.tools.bench.turns import (
     BOUND_OF,
     LOOKUP_ASKED,
     LOOKUP_PROBING,
     PER_CALL,
-    Player,
+    RequestPlayer,
     Stopwatch,
 )
 from kvtier.tools.held_signals import HeldSignals
@@ -43,7 +43,7 @@ _PROBED_REQUESTS: Final = 12
 
 
 @dataclass(frozen=True)
-class Options:
+class OpsOptions:
     """What is to be measured. Blocks are rounded down to whole requests, one at least."""
 
     blocks: int
@@ -62,7 +62,7 @@ class Options:
 Watches = dict[str, Stopwatch]
 
 
-def measure(options: Options, policy: str, on_run: Callable[[], object]) -> dict[str, Any]:
+def measure(options: OpsOptions, policy: str, on_run: Callable[[], object]) -> dict[str, Any]:
     """Return all figures of one policy. ``on_run`` is called after each run and the warm-up."""
     play(replace(options, blocks=_WARM_UP_REQUESTS * options.request_blocks), policy)
     on_run()
@@ -78,7 +78,7 @@ def measure(options: Options, policy: str, on_run: Callable[[], object]) -> dict
     }
 
 
-def play(options: Options, policy: str) -> Watches:
+def play(options: OpsOptions, policy: str) -> Watches:
     """Play one run on fresh managers and return what each side's calls took.
 
     Ctrl-C interrupts it between two requests: managers take locks inside.
@@ -97,9 +97,9 @@ def play(options: Options, policy: str) -> Watches:
 
 
 def _play_requests(
-    options: Options, sides: Sequence[Side], watches: Watches, signals: HeldSignals
+    options: OpsOptions, sides: Sequence[ManagerSide], watches: Watches, signals: HeldSignals
 ) -> None:
-    players = [Player(side, watches[side.name]) for side in sides]
+    players = [RequestPlayer(side, watches[side.name]) for side in sides]
     count = options.request_blocks
     stored = options.requests
     samples = options.samples or stored
@@ -120,14 +120,14 @@ def _play_requests(
 
 
 def _play_probes(
-    options: Options, policy: str, folder: Path, watches: Watches, signals: HeldSignals
+    options: OpsOptions, policy: str, folder: Path, watches: Watches, signals: HeldSignals
 ) -> None:
     """Add lookups that ask a tier: a run without tiers has none. Nothing is stored."""
     few = replace(options, blocks=options.request_blocks)
     sides = _build(few, policy, folder)
     try:
         probes = {side.name: Stopwatch() for side in sides}
-        players = [Player(side, probes[side.name]) for side in sides]
+        players = [RequestPlayer(side, probes[side.name]) for side in sides]
         for number in range(_PROBED_REQUESTS):
             for player in _alternating(players, number, signals):
                 player.ask(number * options.request_blocks, options.request_blocks)
@@ -138,14 +138,16 @@ def _play_probes(
             watches[name].take_over(call, watch)
 
 
-def _alternating(players: Sequence[Player], number: int, signals: HeldSignals) -> Iterator[Player]:
+def _alternating(
+    players: Sequence[RequestPlayer], number: int, signals: HeldSignals
+) -> Iterator[RequestPlayer]:
     """Yield the players for one request each, and let a signal through after each."""
     for player in players if number % 2 else players[::-1]:
         yield player
         signals.check()
 
 
-def _build(options: Options, policy: str, tier_folder: Path | None) -> list[Side]:
+def _build(options: OpsOptions, policy: str, tier_folder: Path | None) -> list[ManagerSide]:
     setup = Setup(
         options.requests * options.request_blocks,
         BLOCK_BYTES,
@@ -153,9 +155,9 @@ def _build(options: Options, policy: str, tier_folder: Path | None) -> list[Side
         tier_folder,
         self_describing=options.self_describing,
     )
-    sides: list[Side] = []
+    sides: list[ManagerSide] = []
     try:
-        sides += [Side(name, setup) for name in SIDES]
+        sides += [ManagerSide(name, setup) for name in SIDES]
     except BaseException:
         _close(sides)
         raise
@@ -163,7 +165,7 @@ def _build(options: Options, policy: str, tier_folder: Path | None) -> list[Side
     return sides
 
 
-def _close(sides: list[Side]) -> None:
+def _close(sides: list[ManagerSide]) -> None:
     for side in sides:
         side.close()
     sides.clear()

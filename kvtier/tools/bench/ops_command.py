@@ -9,7 +9,7 @@ from kvtier.errors import Misuse
 from kvtier.settings.plugins import make_policy
 from kvtier.tools.bench.about import about
 from kvtier.tools.bench.children import run_child
-from kvtier.tools.bench.ops import LRU_FACTOR_MAX, Options, measure
+from kvtier.tools.bench.ops import LRU_FACTOR_MAX, OpsOptions, measure
 from kvtier.tools.bench.sides import KVTIER, SIDES, VLLM
 from kvtier.tools.bench.turns import BOUND_OF
 from kvtier.tools.cli.terminal import progress, table, write_json
@@ -27,7 +27,7 @@ GC_PAUSE_MS_MAX: Final = 5.0
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print tables, write files."""
     policies = _policies(arguments.policies)
-    options = Options(
+    options = OpsOptions(
         blocks=arguments.blocks,
         request_blocks=min(arguments.request_blocks, arguments.blocks),
         runs=arguments.runs,
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
         report["policies"].append(figures)
         _print_calls(figures, report["policies"][0], options.runs)
     for size in sizes:
-        at_size = Options(
+        at_size = OpsOptions(
             size, min(SCALE_REQUEST_BLOCKS, size), options.runs, samples=SCALE_SAMPLES
         )
         for policy in policies:

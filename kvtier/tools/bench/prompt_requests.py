@@ -10,7 +10,7 @@ from kvtier.tools.bench.call_legs import LOAD, STORE, batches_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from kvtier.tools.bench.backend_sides import TierSide
+    from kvtier.tools.bench.backend_sides import BackendSide
 
 PROMPT_BLOCKS: Final = 500
 LOOKUP: Final = "lookup"
@@ -21,7 +21,7 @@ PromptRequests = dict[str, dict[str, int]]
 """How many requests of each kind each step took; empty if the backend counts none."""
 
 
-async def count_requests(side: TierSide, blocks: int) -> PromptRequests:
+async def count_requests(side: BackendSide, blocks: int) -> PromptRequests:
     """Look a new prompt up, store it, load it, and remove it. ``blocks``: of a leg.
 
     Raises ``StoreFault``.
@@ -44,7 +44,7 @@ async def count_requests(side: TierSide, blocks: int) -> PromptRequests:
     return found
 
 
-def _requests(side: TierSide) -> Mapping[str, int]:
+def _requests(side: BackendSide) -> Mapping[str, int]:
     counts = side.counters().items()
     return {n.removeprefix(_REQUESTS): count for n, count in counts if n.startswith(_REQUESTS)}
 

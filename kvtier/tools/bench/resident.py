@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Final
 from vllm.utils.gc_utils import freeze_gc_heap
 
 from kvtier.tools.bench.ops import BLOCK_BYTES
-from kvtier.tools.bench.sides import Setup, Side
-from kvtier.tools.bench.turns import PauseWatch, Player, Stopwatch
+from kvtier.tools.bench.sides import ManagerSide, Setup
+from kvtier.tools.bench.turns import PauseWatch, RequestPlayer, Stopwatch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -72,11 +72,11 @@ class Collections:
 
 def _pauses(name: str, setup: Setup, requests: int, count: int) -> dict[str, Any]:
     before = _resident_bytes()
-    side = Side(name, setup)
+    side = ManagerSide(name, setup)
     freeze_gc_heap()  # as vLLM's engine core does when it has started
     watch, collections = PauseWatch(), Collections()
     gc.callbacks.append(collections)
-    player = Player(side, watch)
+    player = RequestPlayer(side, watch)
     for number in range(requests):
         player.store(number * count, count)
     slots_bytes = setup.slot_count * setup.block_bytes  # all touched, and no manager's cost
@@ -102,8 +102,8 @@ def _traced_bytes(name: str, setup: Setup, requests: int, count: int) -> int:
     tracemalloc.start()
     gc.collect()
     before, _ = tracemalloc.get_traced_memory()
-    side = Side(name, setup)
-    player = Player(side, Stopwatch())
+    side = ManagerSide(name, setup)
+    player = RequestPlayer(side, Stopwatch())
     for number in range(requests):
         player.fill(number * count, count)
     del player
@@ -114,7 +114,7 @@ def _traced_bytes(name: str, setup: Setup, requests: int, count: int) -> int:
     return after - before
 
 
-def _close(side: Side) -> None:
+def _close(side: ManagerSide) -> None:
     side.close()
     gc.unfreeze()
     gc.collect()

@@ -86,7 +86,7 @@ def kvtier_tier(tier_type: str, folder: Path) -> dict[str, Any]:
     return disk | PATIENT
 
 
-class Side:
+class ManagerSide:
     """One manager, ready for calls. ``close`` gives everything back."""
 
     def __init__(self, name: str, setup: Setup) -> None:

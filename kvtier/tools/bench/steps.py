@@ -19,8 +19,8 @@ from typing import Final
 from vllm.v1.kv_offload.base import LookupResult
 
 from kvtier.errors import InternalError
-from kvtier.tools.bench.sides import SIDES, Setup, Side, make_context, make_keys
-from kvtier.tools.bench.turns import Player, Stopwatch
+from kvtier.tools.bench.sides import SIDES, ManagerSide, Setup, make_context, make_keys
+from kvtier.tools.bench.turns import RequestPlayer, Stopwatch
 from kvtier.tools.held_signals import HeldSignals
 
 BLOCKS: Final = 256
@@ -42,14 +42,14 @@ def measure_steps(
         setup = Setup(2 * blocks, block_bytes, "lru", Path(folder), tier_type)
         for name in SIDES:
             signals.check()  # not within a manager, which takes locks
-            side = Side(name, setup)
+            side = ManagerSide(name, setup)
             try:
-                Player(side, Stopwatch()).fill(0, blocks)
+                RequestPlayer(side, Stopwatch()).fill(0, blocks)
                 side.reset()
                 found[KNOWN][name] = _steps_to_hit(side, blocks)
             finally:
                 side.close()
-            side = Side(name, setup)
+            side = ManagerSide(name, setup)
             try:
                 time.sleep(START_S)
                 found[RESTARTED][name] = _steps_to_hit(side, blocks)
@@ -58,7 +58,7 @@ def measure_steps(
     return found
 
 
-def _steps_to_hit(side: Side, blocks: int) -> int:
+def _steps_to_hit(side: ManagerSide, blocks: int) -> int:
     keys = make_keys(0, blocks)
     context = make_context("reader", keys)
     side.manager.on_new_request(context)
@@ -71,7 +71,7 @@ def _steps_to_hit(side: Side, blocks: int) -> int:
     raise InternalError(f"{side.name}: no HIT within {STEPS_MAX} steps")
 
 
-def _is_hit(side: Side, keys: list[bytes], context: object) -> bool:
+def _is_hit(side: ManagerSide, keys: list[bytes], context: object) -> bool:
     """Look a prefix up as vLLM's connector does; a miss would end the comparison."""
     is_hit = True
     for key in keys:

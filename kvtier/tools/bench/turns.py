@@ -21,7 +21,7 @@ from kvtier.tools.bench.sides import NOTHING_NEW, make_context, make_keys
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvtier.tools.bench.sides import Side
+    from kvtier.tools.bench.sides import ManagerSide
 
 LOOKUP_HIT: Final = "lookup, hit"
 LOOKUP_MISS: Final = "lookup, miss"
@@ -157,10 +157,10 @@ class PauseWatch(Stopwatch):
         """Nothing: a whole turn is no single call."""
 
 
-class Player:
+class RequestPlayer:
     """Plays requests on one side. Block numbers stand for keys, see ``make_keys``."""
 
-    def __init__(self, side: Side, watch: Stopwatch) -> None:
+    def __init__(self, side: ManagerSide, watch: Stopwatch) -> None:
         self.side = side
         self.watch = watch
         self._manager = side.manager

@@ -13,7 +13,7 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import Misuse
 from kvtier.plugin_api.atomic_file import is_special, write_named
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
+
+    from kvtier.tools.progress import Progress
 
 PLAIN_WIDTH_COLUMNS: Final = 200  #: of a table in a file or a pipe; it is as narrow as it can be
 PLAIN_LINE_EVERY_S: Final = 10.0
@@ -37,13 +39,6 @@ class ToolMissing(Misuse):
         self, text: str = "this shows tables by rich. Install it with: pip install rich"
     ) -> None:
         super().__init__(text)
-
-
-class Progress(Protocol):
-    """How far something has come."""
-
-    def advance(self, count: int = 1) -> None:
-        """Note that ``count`` more of the total are done."""
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -84,7 +84,7 @@ class TierMeasured:
         self.evicted_blocks = 0
 
 
-class Measured:
+class ReplayMeasured:
     """What one run measured. ``sources``: the primary tier, then the secondary ones."""
 
     def __init__(self, sources: Sequence[str], interval_s: float, statistics: Statistics) -> None:

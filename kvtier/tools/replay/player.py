@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from kvtier.core.events import PRIMARY, EventKind
 from kvtier.tools.replay.content import key_of
-from kvtier.tools.replay.measurements import Measured, Misread
+from kvtier.tools.replay.measurements import Misread, ReplayMeasured
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -97,7 +97,7 @@ class Player:
         self._clock = clock
         last_s = model.arrival_s(trace.requests[-1]) if trace.requests else 0.0
         interval_s = max(last_s, 1.0) / INTERVALS
-        self.measured = Measured(("0:primary", *tier_names), interval_s, facade.statistics())
+        self.measured = ReplayMeasured(("0:primary", *tier_names), interval_s, facade.statistics())
         self._to_come = deque(trace.requests)
         self._entered = 0
         self._in_flight = 0

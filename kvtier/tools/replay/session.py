@@ -7,7 +7,7 @@ import sys
 from array import array
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import xxhash
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from kvtier.core.statistics import TierStatistics
-    from kvtier.tools.replay.measurements import Measured
+    from kvtier.tools.progress import Progress
+    from kvtier.tools.replay.measurements import ReplayMeasured
     from kvtier.tools.replay.settings import ReplaySettings
     from kvtier.tools.replay.traces import Trace
 
@@ -33,13 +34,6 @@ if TYPE_CHECKING:
 CONNECT_WAIT_S_MIN: Final = 10.0
 """A replay has the time that an engine's start lacks: each tier's ``startup_connect_timeout_s`` is
 this, or more. Without its server a tier's figures say nothing of the tier."""
-
-
-class Progress(Protocol):
-    """How far something has come."""
-
-    def advance(self, count: int = 1) -> None:
-        """Note that ``count`` more of the total are done."""
 
 
 ShowProgress: TypeAlias = "Callable[[str, int], AbstractContextManager[Progress]]"
@@ -62,7 +56,7 @@ class Replayed:
 
     trace: Trace
     settings: ReplaySettings
-    measured: Measured
+    measured: ReplayMeasured
     played: bool  #: to the trace's end
     real_s: float
     replayed_s: float  #: real seconds and skipped ones

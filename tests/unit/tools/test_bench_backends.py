@@ -15,18 +15,18 @@ from kvtier.plugin_api.backend import BackendContext, LoadBlock, Loaded, Namespa
 from kvtier.plugin_api.slot_memory import SlotMemory
 from kvtier.settings.runtime_config import TierConfig
 from kvtier.tools.bench import backend_sides
-from kvtier.tools.bench.backend_sides import CallShape, TierSide
+from kvtier.tools.bench.backend_sides import BackendSide, CallShape
 from kvtier.tools.bench.backends import (
     COMPRESSED,
     ENCRYPTED,
     PLAIN,
     SIGNED,
-    Measured,
-    Options,
+    BackendsMeasured,
+    BackendsOptions,
     measure,
 )
 from kvtier.tools.bench.backends_figures import figures
-from kvtier.tools.bench.call_legs import KINDS, LOAD, STORE, Leg
+from kvtier.tools.bench.call_legs import KINDS, LOAD, STORE, CallLeg
 from kvtier.tools.cli.exit_status import BAD_INPUT
 from kvtier.tools.cli.main import main
 from kvtier_backends.memory import MemoryBackend
@@ -215,9 +215,11 @@ def test_a_server_that_is_not_reached_is_named(
     assert "Start the server" in message
 
 
-def measure_redis(server: redis_servers.RedisServer, advance: Callable[[], None]) -> Measured:
+def measure_redis(
+    server: redis_servers.RedisServer, advance: Callable[[], None]
+) -> BackendsMeasured:
     config = TierConfig.from_mapping(1, {"type": "redis", "url": server.url})
-    options = Options(leg_bytes=REDIS_BLOCKS * BLOCK_BYTES, rounds=2, protection=False)
+    options = BackendsOptions(leg_bytes=REDIS_BLOCKS * BLOCK_BYTES, rounds=2, protection=False)
     return asyncio.run(measure(config, BLOCK_BYTES, options, advance))
 
 
@@ -254,7 +256,7 @@ def test_a_load_that_brings_other_bytes_counts_as_damaged() -> None:
     async def store_and_load() -> None:
         context = BackendContext(BLOCK_BYTES, Namespace({}), "1:memory")
         backend = _Liar.from_options({"capacity_bytes": 16 * BLOCK_BYTES}, context)
-        side = TierSide("liar", backend, SlotMemory.anonymous(2, BLOCK_BYTES), "token")
+        side = BackendSide("liar", backend, SlotMemory.anonymous(2, BLOCK_BYTES), "token")
         await side.open()
         await side.call(STORE, 1, [0])
         side.prepare_load()
@@ -269,9 +271,9 @@ def test_the_ratio_is_to_the_client_with_the_best_median_in_the_same_round() -> 
     seconds = {PLAIN: (2.0, 4.0, 1.0), "slow, 1 at once": (1.0, 9.0, 9.0)}
     seconds["best, 4 at once"] = (1.0, 2.0, 2.0)
     shapes = {kind: dict.fromkeys(seconds, CallShape(16, 4)) for kind in KINDS}
-    measured = Measured(BLOCK_BYTES, 16, shapes)
+    measured = BackendsMeasured(BLOCK_BYTES, 16, shapes)
     for round_ in range(3):
-        legs = {side: Leg(each[round_], 0.5, [each[round_]]) for side, each in seconds.items()}
+        legs = {side: CallLeg(each[round_], 0.5, [each[round_]]) for side, each in seconds.items()}
         measured.rounds.append(dict.fromkeys(KINDS, legs))
     found = {each.side: each for each in figures(measured) if each.kind == LOAD}
     assert [side for side, each in found.items() if each.is_best_client] == ["best, 4 at once"]

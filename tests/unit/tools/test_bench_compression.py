@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtier.plugin_api.backend import Outcome
-from kvtier.tools.bench.compression import Figures
+from kvtier.tools.bench.compression import CompressionFigures
 from kvtier.tools.cli.exit_status import BAD_INPUT
 from kvtier.tools.cli.main import main
 from tests.unit.backends.fs._fs import BLOCK_BYTES, open_fs
@@ -77,7 +77,7 @@ def test_what_cannot_be_measured_is_refused_by_name(
 
 
 def test_a_link_gains_what_is_slower_of_its_bytes_and_the_threads() -> None:
-    found = Figures("any", 1.5, [800.0], [2000.0])
+    found = CompressionFigures("any", 1.5, [800.0], [2000.0])
     assert found.gain(found.store_mb_per_s, 100, 1) == 1.5
     assert found.gain(found.store_mb_per_s, 1000, 1) == 0.8
     assert found.gain(found.store_mb_per_s, 1000, 4) == 1.5

@@ -23,10 +23,18 @@ from tests.vllm.bench.bench_process import Bench, start_bench
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # as in conftest.py
     from kvtier.tools.bench import disk_page_cache, disk_raw
-    from kvtier.tools.bench.disk import KINDS, LOAD, STORE, Measured, Options, Round, measure
+    from kvtier.tools.bench.disk import (
+        KINDS,
+        LOAD,
+        STORE,
+        DiskBenchOptions,
+        DiskMeasured,
+        Round,
+        measure,
+    )
     from kvtier.tools.bench.disk_figures import gb_per_s, job_ms, ratios
     from kvtier.tools.bench.disk_fio import FIO, Fio, FioFailed
-    from kvtier.tools.bench.disk_legs import Leg, play
+    from kvtier.tools.bench.disk_legs import DiskLeg, play
     from kvtier.tools.bench.disk_lmcache import LMCACHE, LMCacheSide
     from kvtier.tools.bench.disk_raw import RAW, RawSide
     from kvtier.tools.bench.disk_sides import (
@@ -230,22 +238,22 @@ def test_ctrl_c_does_not_strike_within_a_side(setup: DiskSetup) -> None:
 
 def measured(
     rounds: Sequence[dict[str, float]], *, block_bytes: int = BLOCK_BYTES, pause: float = 1.0
-) -> Measured:
+) -> DiskMeasured:
     """Return figures in which a side took so many seconds for everything in each round.
 
     kvtier's longest pause is ``pause``, all others' are 10.
     """
 
-    def legs(seconds: dict[str, float]) -> dict[str, dict[str, Leg]]:
+    def legs(seconds: dict[str, float]) -> dict[str, dict[str, DiskLeg]]:
         return {
             kind: {
-                side: Leg(each, [each], pause if side == KVTIER else 10.0, 0.0)
+                side: DiskLeg(each, [each], pause if side == KVTIER else 10.0, 0.0)
                 for side, each in seconds.items()
             }
             for kind in KINDS
         }
 
-    return Measured(
+    return DiskMeasured(
         block_bytes=block_bytes,
         leg_bytes=10**9,
         job_blocks=32,
@@ -396,7 +404,7 @@ def test_all_sides_run_every_leg_and_leave_no_byte(
     monkeypatch.setenv("PATH", str(tmp_path))  # fio's own run is the command's test
     threads = ending_threads()
     advanced: list[int] = []
-    options = Options(tmp_path, 4 << 20, rounds=2, threads=4, encrypted=True)
+    options = DiskBenchOptions(tmp_path, 4 << 20, rounds=2, threads=4, encrypted=True)
     found = measure(options, BLOCK_BYTES, lambda: advanced.append(1))
     assert found.sides == options.sides == [VLLM, KVTIER_FS, KVTIER, ENCRYPTED, RAW]
     assert len(advanced) == options.legs

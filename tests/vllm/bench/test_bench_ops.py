@@ -19,9 +19,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # as in conftest.py
     from vllm.v1.kv_offload.base import LookupResult
 
-    from kvtier.tools.bench.ops import BLOCK_BYTES, Options, figures, measure
+    from kvtier.tools.bench.ops import BLOCK_BYTES, OpsOptions, figures, measure
     from kvtier.tools.bench.percentile import percentile
-    from kvtier.tools.bench.sides import KVTIER, SIDES, VLLM, Setup, Side, make_keys
+    from kvtier.tools.bench.sides import KVTIER, SIDES, VLLM, ManagerSide, Setup, make_keys
     from kvtier.tools.bench.turns import (
         BOUND_OF,
         COMPLETE_STORE,
@@ -32,7 +32,7 @@ with warnings.catch_warnings():
         LOOKUP_PROBING,
         PREPARE_STORE_EVICTING,
         PauseWatch,
-        Player,
+        RequestPlayer,
         Stopwatch,
     )
 
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(params=SIDES)
-def side(request: pytest.FixtureRequest) -> Iterator[Side]:
+def side(request: pytest.FixtureRequest) -> Iterator[ManagerSide]:
     """Either side, with room for two requests of eight blocks."""
-    built = Side(request.param, Setup(slot_count=16, block_bytes=64, policy="lru"))
+    built = ManagerSide(request.param, Setup(slot_count=16, block_bytes=64, policy="lru"))
     yield built
     built.close()
 
 
-def spy(side: Side, name: str) -> list[tuple[Any, ...]]:
+def spy(side: ManagerSide, name: str) -> list[tuple[Any, ...]]:
     """Note the arguments of all calls of one of the manager's methods."""
     calls: list[tuple[Any, ...]] = []
     method: Callable[..., Any] = getattr(side.manager, name)
@@ -72,16 +72,16 @@ def watches(kvtier_ns: list[float], vllm_ns: list[float], call: str) -> dict[str
 def test_ctrl_c_does_not_strike_within_a_manager(monkeypatch: pytest.MonkeyPatch) -> None:
     """There it could keep a lock of vLLM's tier taken for ever."""
     filled: list[str] = []
-    fill = Player.fill
+    fill = RequestPlayer.fill
 
-    def interrupted(player: Player, first: int, count: int) -> None:
+    def interrupted(player: RequestPlayer, first: int, count: int) -> None:
         signal.raise_signal(signal.SIGINT)
         fill(player, first, count)
         filled.append(player.side.name)
 
-    monkeypatch.setattr(Player, "fill", interrupted)
+    monkeypatch.setattr(RequestPlayer, "fill", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        measure(Options(blocks=16, request_blocks=8, runs=1, samples=1), "lru", lambda: None)
+        measure(OpsOptions(blocks=16, request_blocks=8, runs=1, samples=1), "lru", lambda: None)
     assert len(filled) == 1
 
 
@@ -129,10 +129,10 @@ def test_a_pause_is_that_of_the_longest_single_call() -> None:
     assert watch.wall_ns["sum"] > 0
 
 
-def test_each_request_has_key_objects_of_its_own(side: Side) -> None:
+def test_each_request_has_key_objects_of_its_own(side: ManagerSide) -> None:
     """vLLM makes keys anew for each request, so a hit must not profit from a key it knows."""
     stored, looked_up = spy(side, "prepare_store"), spy(side, "lookup")
-    player = Player(side, Stopwatch())
+    player = RequestPlayer(side, Stopwatch())
     player.store(0, 8)
     player.load(0, 8)
     keys = stored[0][0]
@@ -141,10 +141,10 @@ def test_each_request_has_key_objects_of_its_own(side: Side) -> None:
     assert not any(ours is theirs for ours, theirs in zip(again, keys, strict=True))
 
 
-def test_completions_come_as_sets_and_positions_are_known(side: Side) -> None:
+def test_completions_come_as_sets_and_positions_are_known(side: ManagerSide) -> None:
     """That is how vLLM's connector calls."""
     completed, loaded = spy(side, "complete_store"), spy(side, "complete_load")
-    player = Player(side, Stopwatch())
+    player = RequestPlayer(side, Stopwatch())
     player.store(0, 8)
     player.load(0, 8)
     assert type(completed[0][0]) is type(loaded[0][0]) is set
@@ -152,9 +152,9 @@ def test_completions_come_as_sets_and_positions_are_known(side: Side) -> None:
     assert sorted(map(context.get_offload_key_position, keys)) == [16 * n for n in range(1, 9)]
 
 
-def test_lookups_of_another_kind_than_the_row_says_are_no_figures(side: Side) -> None:
+def test_lookups_of_another_kind_than_the_row_says_are_no_figures(side: ManagerSide) -> None:
     with pytest.raises(InternalError, match="MISS instead of HIT"):
-        Player(side, Stopwatch()).load(0, 8)
+        RequestPlayer(side, Stopwatch()).load(0, 8)
 
 
 @pytest.mark.parametrize("last", [0, 7], ids=["first-key", "last-key"])
@@ -163,22 +163,22 @@ def test_it_waits_until_the_tier_has_answered_for_each_key(
     name: str, last: int, tmp_path: Path
 ) -> None:
     """A busy machine asks for them in several probes, which may be answered in any order."""
-    side = Side(name, Setup(16, BLOCK_BYTES, "lru", tmp_path))
+    side = ManagerSide(name, Setup(16, BLOCK_BYTES, "lru", tmp_path))
     key, lookup = make_keys(0, 8)[last], side.manager.lookup
     late = [LookupResult.RETRY] * 12
     side.manager.lookup = lambda asked, context: (
         late.pop() if late and asked == key else lookup(asked, context)
     )
     try:
-        Player(side, Stopwatch()).ask(0, 8)
+        RequestPlayer(side, Stopwatch()).ask(0, 8)
     finally:
         side.close()
     assert not late
 
 
-def test_storing_into_a_full_tier_evicts(side: Side) -> None:
+def test_storing_into_a_full_tier_evicts(side: ManagerSide) -> None:
     watch = Stopwatch()
-    player = Player(side, watch)
+    player = RequestPlayer(side, watch)
     player.fill(0, 8)
     player.store(8, 8)
     player.store(16, 8, evicting=True)
@@ -195,7 +195,7 @@ def test_every_call_is_measured_on_both_sides_and_nothing_is_left(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     threads = ending_threads()
     advanced: list[int] = []
-    options = Options(blocks=70, request_blocks=8, runs=1, with_tier=with_tier)
+    options = OpsOptions(blocks=70, request_blocks=8, runs=1, with_tier=with_tier)
     found = measure(options, "arc", lambda: advanced.append(1))
     assert len(advanced) == 1 + options.runs
     assert (found["policy"], found["vllm_policy"], found["blocks"]) == ("arc", "arc", 64)

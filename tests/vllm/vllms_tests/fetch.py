@@ -2,8 +2,8 @@
 
     python -m tests.vllm.vllms_tests.fetch requirements/engine-cpu.txt FOLDER
 
-``FOLDER`` gets them as their own package, ``v1/kv_offload`` of its tests. Nothing of them is part of
-this repository. The release is that of the list of requirements. Options for pip are taken
+``FOLDER`` gets them as their own package, ``v1/kv_offload`` of its tests. Nothing of them is part
+of this repository. The release is that of the list of requirements. Options for pip are taken
 from ``PIP_ARGS``.
 """
 
