@@ -1,10 +1,10 @@
-"""Tells cleaners of others which files are in use: a hit sets the file's access time.
+"""Shows third-party cleaners which files are in use: a hit sets the file's access time.
 
-Mounts rarely keep it by themselves: ``noatime`` never does, ``relatime``, which is usual, once
-a day. A cleaner that goes by it would remove what is read most, and keep what nobody wants.
+Mounts rarely keep it themselves: ``noatime`` never does, and ``relatime``, the usual setting,
+once a day. A cleaner that relies on it would remove the most-read files and keep unused ones.
 
 The time is the server's: cleaners compare it with when other files were written. By the clock of a
-host that is hours behind, a block that was just read would be older than what was stored since.
+host that is hours behind, a block just read would look older than blocks stored since.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 PAUSE_S: Final = 60.0
-"""A file's time is set so often at most: it costs a call, and cleaners reckon in hours."""
+"""Minimum pause between two updates of a file: each costs a call; cleaners count in hours."""
 
 _UTIME_NOW: Final = (1 << 30) - 1  # sys/stat.h
 _UTIME_OMIT: Final = (1 << 30) - 2
@@ -31,7 +31,7 @@ class _TimeSpec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-# os.utime can't leave the time at which a file was written, and set the other one to "now".
+# os.utime can't keep the modification time and set the access time to "now".
 _futimens: Final = ctypes.CDLL(None).futimens
 _futimens.argtypes = (ctypes.c_int, ctypes.POINTER(_TimeSpec))
 _READ_NOW: Final = (_TimeSpec * 2)(_TimeSpec(0, _UTIME_NOW), _TimeSpec(0, _UTIME_OMIT))
@@ -43,13 +43,13 @@ class AccessTimes:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._last_set: dict[int, float] = {}  # by the hash of a file's name, the oldest first
+        self._last_set: dict[int, float] = {}  # by the hash of a file's name, oldest first
 
     def note_hit(self, name: str, descriptor: int) -> None:
-        """Set the time of an open file, if that is not a minute ago. Raises nothing.
+        """Set the time of an open file, unless it was set within a minute. Raises nothing.
 
-        Another user's file, or one on a read-only mount, keeps the time that it has. With
-        ``relatime`` the kernel has set it at the first read since a write.
+        Another user's file, or one on a read-only mount, keeps its time. With ``relatime`` the
+        kernel has set it at the first read since a write.
         """
         if not self._is_due(hash(name)):
             return
@@ -57,7 +57,7 @@ class AccessTimes:
             read_ns = os.fstat(descriptor).st_atime_ns
         except OSError:
             return
-        # By a clock that is not the server's, one that was set a moment ago is set once more.
+        # If the local clock is not the server's, a time set a moment ago is set once more.
         if abs(time.time_ns() - read_ns) >= PAUSE_S * 1e9:
             _futimens(descriptor, _READ_NOW)
 

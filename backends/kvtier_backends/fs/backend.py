@@ -1,8 +1,8 @@
 """The ``fs`` tier's driver: options in, block files out, threads in between.
 
-Loads, stores and probes have threads of their own, so that what hangs in one
-keeps nobody from the others. A call runs in one thread, block after block; for
-each of them the thread releases the GIL while it is in the kernel.
+Loads, stores and probes have separate threads, so that a hang in one does not
+block the others. A call runs in one thread, block after block; for each block
+the thread releases the GIL while it is in the kernel.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ if TYPE_CHECKING:
     from kvtier_backends.shared.records import Records
 
 CAPACITY_BLOCKS_MIN = 64
-"""A bound of fewer blocks is refused: grants would be of single blocks, and few."""
+"""A bound of fewer blocks is refused: there would be few grants, of single blocks."""
 
 PROBE_BATCH_BLOCKS_MIN = 8
-"""Each key is a system call, which a network filesystem takes half a millisecond for: as many as
-pay for a hand-over to a thread."""
+"""Each key is a system call, half a millisecond on a network filesystem: this many blocks are
+worth the hand-over to a thread."""
 
 _CLOSE_TIMEOUT_S_MAX = 1.0
 
@@ -80,22 +80,22 @@ Answer = TypeVar("Answer")
 class FsBackend(Backend):
     """Keeps each block in a file of its own below ``root_dir``.
 
-    Options: ``root_dir`` (a folder, made if missing), ``layout`` (``kvtier`` or
+    Options: ``root_dir`` (a folder, created if missing), ``layout`` (``kvtier`` or
     ``vllm``), ``allow_unchecksummed`` (serve files without a trailer;
-    by default only layout ``vllm`` accepts), ``capacity_bytes`` (what the folder may hold;
-    ``bound/`` keeps to it), ``n_read_threads``, ``n_write_threads`` (16 each), ``direct``
+    by default only layout ``vllm`` does), ``capacity_bytes`` (the folder's capacity, enforced
+    by ``bound/``), ``n_read_threads``, ``n_write_threads`` (16 each), ``direct``
     (O_DIRECT where it works; true), ``allow_world_writable`` (false), and those of
     ``kvtier_backends/shared/records.py``: compression, and keys that sign or encrypt.
 
-    A cancelled call leaves its thread at work until it ends by itself: the
-    buffers of a cancelled load may still be written to, by a hung medium much
-    later. ``close`` waits a second at most.
+    A cancelled call keeps its thread until the system call returns: the buffers of
+    a cancelled load may still be written to, much later if the medium hangs.
+    ``close`` waits a second at most.
     """
 
     type_name: ClassVar[str] = "fs"
     medium: ClassVar[str] = "STORAGE"
     isolation: ClassVar[Isolation] = "process"
-    """A network filesystem's call may hang for good: its process can't end, the engine's can."""
+    """A call on a network filesystem may never return: its process can't end, the engine's can."""
 
     def __init__(  # noqa: PLR0913 - the options, by name
         self,
@@ -154,7 +154,7 @@ class FsBackend(Backend):
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], context: BackendContext) -> FsBackend:
-        """Check the options and get the folders ready, or refuse them with a ``ConfigError``."""
+        """Check the options and prepare the folders, or refuse them with a ``ConfigError``."""
         given, records = _read(options, context)
         root = given.root_dir
         layout = make_layout(given.layout, root, records.context)
@@ -189,14 +189,14 @@ class FsBackend(Backend):
 
     @classmethod
     def check_keys(cls, options: Mapping[str, Any], context: BackendContext) -> None:
-        """Check the options, and the files of keys that they name."""
+        """Check the options and the key files that they name."""
         given, _ = _read(options, context)
         if context.block_bytes:
             _check_capacity(given, options, context)
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> str:
-        """Check the options, and look at the folder as it is."""
+        """Check the options, and the folder in its current state."""
         given, _ = _read(options, context)
         _check_capacity(given, options, context)
         root = given.root_dir
@@ -211,7 +211,7 @@ class FsBackend(Backend):
 
     @classmethod
     def check_connection(cls, options: Mapping[str, Any], context: BackendContext) -> str:
-        """Write, read and remove a file in the folder, where that is allowed."""
+        """Write, read and remove a file in the folder, if that is allowed."""
         if context.read_only:
             return "its folder is there, and may be read"
         try:
@@ -227,11 +227,11 @@ class FsBackend(Backend):
 
     @property
     def filesystem(self) -> int:
-        """The one that the folder was on when it was opened."""
+        """Device number of the folder's filesystem when it was opened."""
         return self._filesystem
 
     async def open(self) -> None:
-        """Leave a marker, and start to sweep what dead engines left unfinished, if any did."""
+        """Leave a marker, and start to sweep the unfinished files of dead engines, if any."""
         if not self._read_only:
             await self._writers.run(self._announce)
         if self._keeper is not None:
@@ -244,7 +244,7 @@ class FsBackend(Backend):
             return await self._probers.run(look)
         with self._announced.asked(keys):
             there = await self._probers.run(look)
-            both = list(zip(keys, there, strict=True))  # the tier above announces the answers
+            both = list(zip(keys, there, strict=True))  # the tier above announces the results
             self._announced.add(key for key, is_there in both if is_there)
             self._announced.forget(key for key, is_there in both if not is_there)
         return there
@@ -254,7 +254,7 @@ class FsBackend(Backend):
         answers = await self._readers.run(partial(_each, self._files.load, blocks))
         if self._keeper is not None:
             gone = (block.key for block, one in zip(blocks, answers, strict=True) if _is_gone(one))
-            self._announced.forget(gone)  # the tier above says so itself
+            self._announced.forget(gone)  # the tier above reports that itself
         return answers
 
     async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
@@ -278,14 +278,14 @@ class FsBackend(Backend):
         await self._writers.run(partial(_each, self._files.remove, keys))
 
     async def close(self) -> None:
-        """Let the threads end after what they run now. Waits a second at most."""
+        """Let each thread end after its current call. Waits a second at most."""
         if self._closed:
             return
         self._closed = True
         with self._stores_lock:
             idle = self._stores_running == 0
         if idle:
-            # Otherwise a thread may hang in a store; the marker has its leavings swept later.
+            # Otherwise a thread may hang in a store; a later engine sweeps its files by the marker.
             with move_on_after(_CLOSE_TIMEOUT_S_MAX):
                 if self._keeper is not None:
                     await self._keeper.stop()
@@ -296,14 +296,14 @@ class FsBackend(Backend):
             threads.stop()
 
     def busy_threads(self) -> int:
-        """Count the calls that may still touch a block's buffer, cancelled and hung ones too."""
+        """Count the calls that may still touch a block's buffer, also cancelled and hung ones."""
         return self._readers.busy() + self._writers.busy()
 
     def counters(self) -> Mapping[str, int]:
-        """Return counts of what went wrong, by kind; kinds that never did are left out.
+        """Return error counts by kind, without those that are zero.
 
-        With a capacity also how many blocks were evicted, and on the engine that cleans what the
-        folder holds.
+        With a capacity also the number of evicted blocks, and on the engine that cleans the
+        folder's contents.
         """
         counts = {**self._counters.counts(), **self._records.counts()}
         if self._keeper is not None:
@@ -327,7 +327,7 @@ class FsBackend(Backend):
         return keeper
 
     async def _removed(self, names: Sequence[str]) -> None:
-        """Report those as lost that this engine has announced and that are gone indeed."""
+        """Report blocks as lost that this engine has announced and that are really gone."""
         keys = self._announced.of(names)
         if keys:
             there = await self._probers.run(partial(_each, self._files.exists, keys))
@@ -346,7 +346,7 @@ class FsBackend(Backend):
             report_older(self._root, self._layout, others, self._tier_name, self._is_open)
 
         if dead or others:
-            # A walk over folders: not in the way of anything, and not waited for.
+            # Walks folders: it must delay nothing, and nothing waits for it.
             name = f"{self._tier_name}-look"
             daemon_thread(look_around, name, self._report_raised).start()
 
@@ -367,7 +367,7 @@ class FsBackend(Backend):
                     wait_for_turn()
                     outcomes.append(self._files.store(block))
         except NoGrant:
-            pass  # no room for the others, yet
+            pass  # no room for the other blocks yet
         finally:
             with self._stores_lock:
                 self._stores_running -= 1
@@ -376,7 +376,7 @@ class FsBackend(Backend):
 
 @dataclass(frozen=True)
 class FsOptions:
-    """The options, read."""
+    """The parsed options."""
 
     root_dir: str = field(
         metadata=option.required(
@@ -423,13 +423,13 @@ class FsOptions:
 
     @property
     def accept_unchecked(self) -> bool:
-        """Whether a file without a checksum is served."""
+        """Whether files without a checksum are served."""
         allowed = self.allow_unchecksummed
         return self.layout == "vllm" if allowed is None else allowed
 
 
 def _read(options: Mapping[str, Any], context: BackendContext) -> tuple[FsOptions, Records]:
-    """Read the options, and the keys that they name. Raises ``ConfigError``."""
+    """Parse the options and load the keys that they name. Raises ``ConfigError``."""
     reader = Options(options, f"secondary tier {context.tier_name}")
     given = FsOptions(**option.read(FsOptions, reader))
     records = make_records(reader, context)
@@ -442,7 +442,7 @@ def _read(options: Mapping[str, Any], context: BackendContext) -> tuple[FsOption
 
 
 def _refuse_beside(reader: Options, given: FsOptions, what: str, stored: str) -> None:
-    """Refuse layouts and files that keys or compression have no place in."""
+    """Refuse layouts and files that have no room for keys or compression."""
     if given.layout == "vllm":
         raise reader.error(
             "layout",
@@ -459,7 +459,7 @@ def _refuse_beside(reader: Options, given: FsOptions, what: str, stored: str) ->
 
 
 def _check_capacity(given: FsOptions, options: Mapping[str, Any], context: BackendContext) -> None:
-    """Refuse a capacity of so few blocks that engines would take turns. Raises ``ConfigError``."""
+    """Refuse a capacity so small that engines would wait for each other. Raises ``ConfigError``."""
     if given.capacity_bytes is not None and context.read_only:
         raise Options(options, f"secondary tier {context.tier_name}").error(
             "capacity_bytes",

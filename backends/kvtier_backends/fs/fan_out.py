@@ -1,4 +1,4 @@
-"""Opens and makes the two folders that a block lies in, ``hhh/hh``, below an open one."""
+"""Opens and creates the two nested folders of a block, ``hhh/hh``, below an open folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvtier_backends.fs.open_root import FOLDER_FLAGS
 
 
 def open_both(blocks: int, first: str, second: str) -> int:
-    """Open one folder in another. Raises ``OSError``, for a link as well."""
+    """Open one folder in another. Raises ``OSError``, also for a symbolic link."""
     outer = os.open(first, FOLDER_FLAGS, dir_fd=blocks)
     try:
         return os.open(second, FOLDER_FLAGS, dir_fd=outer)
@@ -18,7 +18,7 @@ def open_both(blocks: int, first: str, second: str) -> int:
 
 
 def make_both(blocks: int, first: str, second: str, mode: int) -> int:
-    """Make one folder in another, if they are not there, and open it as ``open_both`` does."""
+    """Create one folder in another if missing, and open it as ``open_both`` does."""
     with suppress(FileExistsError):
         os.mkdir(first, mode, dir_fd=blocks)
     outer = os.open(first, FOLDER_FLAGS, dir_fd=blocks)

@@ -1,9 +1,9 @@
-"""Reads and writes one block file at a time, and never raises for a sick medium.
+"""Reads and writes one block file at a time, and never raises when the medium fails.
 
-Everything here blocks and is meant for a tier's threads. A block that is not
+All calls block and are meant for a tier's threads. A block that is not
 encrypted goes to and from the slot itself: one ``pwritev`` or ``preadv`` moves the slot and the
 trailer page together, so there is no copy in between. Nothing is synced: a
-cache may forget on a crash, and a torn file is told by its size or trailer.
+cache may forget on a crash, and a torn file is recognized by its size or trailer.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from kvtier_backends.fs.open_root import OpenRoot
     from kvtier_backends.incidents import IncidentLog, TierCounters
 
-# What opening or reading says of a folder, a FIFO, a socket, a device or a link in a block's
-# place. O_DIRECT gives EINVAL for what is no file, before its kind is even looked at.
+# Errors of opening or reading a folder, a FIFO, a socket, a device or a link in a block's
+# place. O_DIRECT gives EINVAL for anything but a file, before its kind is even checked.
 _ODD_FILE: Final = frozenset(
     {
         errno.EAGAIN,
@@ -60,14 +60,14 @@ _ODD_FILE: Final = frozenset(
         errno.ESPIPE,
     }
 )
-# O_NONBLOCK: a FIFO or a device in a block's place must not be waited for. Files take no notice.
-# What it is, is asked only when something is wrong with what was read.
+# O_NONBLOCK: never wait for a FIFO or a device in a block's place. Regular files ignore it.
+# The file's kind is checked only if something is wrong with the data read.
 _READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _WRITE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class _Pages(threading.local):
-    """The page-aligned padding and trailer of one thread; O_DIRECT needs the alignment."""
+    """One thread's page-aligned padding and trailer; O_DIRECT needs the alignment."""
 
     def __init__(self, padding_bytes: int) -> None:
         self._memory = mmap.mmap(-1, padding_bytes + TRAILER_BYTES)
@@ -77,7 +77,7 @@ class _Pages(threading.local):
 
 
 class _Batch(threading.local):
-    """What one thread is storing: the folders of its blocks."""
+    """The folders of the blocks that one thread is storing."""
 
     folders: frozenset[str] = frozenset()
 
@@ -85,8 +85,8 @@ class _Batch(threading.local):
 class BlockFiles:
     """The block files of one namespace. Any thread may call any method.
 
-    ``direct`` asks for O_DIRECT; a single transfer that the filesystem will
-    not take that way is done again through the page cache.
+    ``direct`` requests O_DIRECT; a single transfer that the filesystem refuses
+    that way is repeated through the page cache.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class BlockFiles:
         direct: bool,
         accept_unchecked: bool,
     ) -> None:
-        """``place``: the layout's folders, opened."""
+        """``place``: the layout's opened folders."""
         self._keeper: FolderBound | None = None
         self._anchor = RootHandle(layout, place, self._settle, self._report_returned)
         self._layout = layout
@@ -112,7 +112,7 @@ class BlockFiles:
         self._incidents = incidents
         self._writer = this_writer()
         self._signature = str(self._writer)
-        # O_DIRECT moves whole disk blocks; with padding the slot's own part is none.
+        # O_DIRECT moves whole disk blocks; with padding the slot itself is not a whole number.
         self._direct = O_DIRECT if direct and self._trailer_at == block_bytes else 0
         self._accept_unchecked = accept_unchecked
         self._read_only = place.read_only
@@ -122,36 +122,36 @@ class BlockFiles:
         self._marking = threading.Lock()
 
     def keep_within_bound(self, keeper: FolderBound) -> None:
-        """Store only what the keeper has room for, and tell it of uses. Called before all else."""
+        """Store only what the keeper has room for, and report uses to it. Call before all else."""
         self._keeper = keeper
 
     def current_place(self) -> OpenRoot:
-        """Return the place, to be kept while it is used. Raises ``PlaceLost``. Touches storage."""
+        """Return the place; keep it while in use. Raises ``PlaceLost``. Touches storage."""
         return self._anchor.current()
 
     def announce(self) -> list[str]:
         """Leave this process's marker; return the names of dead writers' markers."""
-        self._writer = this_writer()  # not before: the tier may run in a fork
+        self._writer = this_writer()  # not earlier: the tier may run in a fork
         self._signature = str(self._writer)
         place = self._anchor.make_again()
         self._settle(place)
         return dead_markers(place.base, self._writer)
 
     def neighbours(self) -> list[str]:
-        """Return the names of the model's other namespaces; none where they can't be listed."""
-        with suppress(OSError):  # one may use a folder that one may not list
+        """Return the names of the model's other namespaces; none if they can't be listed."""
+        with suppress(OSError):  # a folder may be usable but not listable
             return neighbours(self._anchor.current().root, self._layout)
         return []
 
     def sign_off(self) -> None:
-        """Remove the marker: nothing unfinished is left behind. Release the folders."""
+        """Remove the marker, since nothing unfinished is left behind. Release the folders."""
         with suppress(OSError):
             if not self._read_only:
                 remove_markers(self._anchor.current().base, [self._signature])
         self._anchor.close()
 
     def sweep(self, keep_on: Callable[[], bool], dead: list[str]) -> None:
-        """Remove what these dead writers have left, and their markers."""
+        """Remove the unfinished files of these dead writers, and their markers."""
         with suppress(PlaceLost):
             place = self._anchor.current()
             for _ in sweep_after(dead, place.base, place.blocks, self._writer, keep_on):
@@ -159,11 +159,11 @@ class BlockFiles:
 
     @property
     def file_bytes(self) -> int:
-        """How large a block's file is: at most, where blocks are compressed."""
+        """Size of a block's file; the maximum if blocks are compressed."""
         return self._file_bytes
 
     def exists(self, key: bytes) -> bool:
-        """Tell whether a load is likely to bring the block."""
+        """Return whether a load is likely to find the block."""
         name = self._layout.name(key)
         try:
             place = self._anchor.current()
@@ -172,11 +172,11 @@ class BlockFiles:
             if not self._note_if_gone(problem):
                 self._report("load", "probe_failed", problem, key)
             return False
-        # What is no file, a load counts as damaged.
+        # A load counts anything that is not a file as damaged.
         return self._is_whole(status.st_size) or not stat.S_ISREG(status.st_mode)
 
     def load(self, block: LoadBlock) -> Loaded:
-        """Read one block into its buffer. What the buffer holds unless DONE is undefined."""
+        """Read one block into its buffer, whose contents are undefined unless DONE."""
         if block.buffer.nbytes != self._block_bytes:
             raise Misuse(
                 f"a buffer of {block.buffer.nbytes} bytes cannot take a block of "
@@ -202,14 +202,14 @@ class BlockFiles:
         return loaded
 
     def begin_stores(self, keys: Iterable[bytes]) -> None:
-        """Name all that this thread is going to store, so that one note does for all of it."""
+        """Name all blocks that this thread is going to store, so that one note covers them."""
         names = map(self._layout.name, keys)
         self._batch.folders = frozenset([name.rpartition("/")[0] for name in names])
 
     def store(self, block: StoreBlock) -> Outcome:
-        """Write one block, unless a whole file is there already.
+        """Write one block, unless its whole file is already there.
 
-        Raises ``NoGrant`` where the folder has a bound, and there is no room just now.
+        Raises ``NoGrant`` if the folder has a bound and there is no room right now.
         """
         if block.buffer.nbytes != self._block_bytes:
             raise Misuse(
@@ -224,7 +224,7 @@ class BlockFiles:
                 return Outcome.DONE
             try:
                 self._put_in_place(place, name, block)
-            except FileNotFoundError:  # a cleaner took the empty folder before it was used
+            except FileNotFoundError:  # a cleaner removed the empty folder before it was used
                 self._put_in_place(place, name, block)
         except NoGrant:
             raise
@@ -251,14 +251,14 @@ class BlockFiles:
                 self._report("store", "removes_failed", problem, key)
 
     def _note_if_gone(self, problem: OSError) -> bool:
-        """Return whether a file is not there any more. On NFS another host may have removed it."""
+        """Return whether a file is gone. On NFS another host may have removed it."""
         if problem.errno == errno.ESTALE and not isinstance(problem, PlaceLost):
-            self._anchor.doubt()  # or the folder, whose handle is stale then
+            self._anchor.doubt()  # or the folder was removed: then its handle is stale
             return True
         return problem.errno in GONE
 
     def _note_full(self, problem: OSError) -> OSError:
-        """Have the cleaner make room, if there is one. Returns what the log says of it."""
+        """Have the cleaner make room, if there is one. Return the error to log."""
         if self._keeper is not None:
             self._keeper.note_no_room()
         with suppress(PlaceLost):
@@ -266,13 +266,13 @@ class BlockFiles:
         return problem
 
     def _report(self, side: str, kind: str, problem: Exception, key: bytes) -> None:
-        if isinstance(problem, PlaceLost):  # reported once for both sides, and of no single file
+        if isinstance(problem, PlaceLost):  # reported once for both sides, not per file
             self._incidents.report("store", "folder_lost", problem.strerror)
         else:
             self._incidents.report(side, kind, problem, path=self._layout.path(key))
 
     def _settle(self, place: OpenRoot) -> None:
-        """Put into a place what belongs there, when it has just been taken."""
+        """Set up a place that was just opened."""
         if self._read_only:
             refuse_other_config(place, self._layout)
             return
@@ -281,7 +281,7 @@ class BlockFiles:
         self._leave_marker(place)
 
     def _leave_marker(self, place: OpenRoot) -> None:
-        """Name this writer in a place. One without room gets it with the first store."""
+        """Leave this writer's marker in a place. Without room, the first store leaves it."""
         layout = self._layout
         try:
             marker = add_marker(place.base, self._writer, layout.folder_mode, layout.file_mode)
@@ -302,7 +302,7 @@ class BlockFiles:
         )
 
     def _is_compressed(self, size: int) -> bool:
-        """Tell whether a file of this size may hold a compressed block and its trailer."""
+        """Return whether a file of this size may hold a compressed block and its trailer."""
         payload_bytes = size - TRAILER_BYTES
         return size <= self._block_bytes and self._form.is_payload_length(payload_bytes)
 
@@ -333,7 +333,7 @@ class BlockFiles:
         return Loaded(Outcome.DONE, digest)
 
     def _read_short(self, descriptor: int, path: str, count: int) -> Loaded:
-        """Judge a file that ended before its trailer did."""
+        """Classify a file that ended before its trailer did."""
         refuse_special_file(descriptor, path)
         status = os.fstat(descriptor)
         if status.st_size != count:
@@ -344,7 +344,7 @@ class BlockFiles:
             self._access_times.note_hit(path, descriptor)
             self._counters.add("loads_unchecked")
             return Loaded(Outcome.DONE)
-        # Sound for vLLM perhaps, so it is not ours to delete; a store will replace it.
+        # It may be sound for vLLM, so it is not ours to delete; a store will replace it.
         self._counters.add("loads_unchecked_refused")
         return Loaded(Outcome.ABSENT)
 
@@ -360,7 +360,7 @@ class BlockFiles:
         return Loaded(Outcome.FAILED)
 
     def _what_is_odd(self, name: str) -> SpecialFile | None:
-        """Return what lies in a file's place, if it is no file."""
+        """Return the error for whatever lies in a file's place, if it is not a file."""
         with suppress(OSError):
             place = self._anchor.current()
             mode = os.stat(name, dir_fd=place.blocks, follow_symlinks=False).st_mode
@@ -373,7 +373,7 @@ class BlockFiles:
             self._keeper.note_use(name)
 
     def _stage(self, folder: int, name: str) -> AbstractContextManager[Stage]:
-        """Give where a block is written first: beside its place, or where the bound counts it."""
+        """Return where a block is written first: beside its place, or where the bound counts it."""
         return nullcontext(Stage(folder)) if self._keeper is None else self._keeper.stage(name)
 
     def _put_in_place(self, place: OpenRoot, name: str, block: StoreBlock) -> None:
@@ -387,7 +387,7 @@ class BlockFiles:
             os.close(folder)
 
     def _put(self, folder: int, name: str, block: StoreBlock, stage: Stage) -> None:
-        """Write a block where the stage is, and put it into the open folder in one step."""
+        """Write a block in the stage's folder, and rename it into the open folder in one step."""
         temporary = temporary_path(name, self._signature)
         try:
             size = self._write(stage.folder, temporary, block)
@@ -404,7 +404,7 @@ class BlockFiles:
     def _write(self, folder: int, temporary: str, block: StoreBlock) -> int:
         """Write a block's file, and return its size."""
         payload = self._form.encode(block, self._pages.trailer)
-        is_whole = payload.nbytes == self._block_bytes  # a compressed one needs no padding
+        is_whole = payload.nbytes == self._block_bytes  # a compressed block needs no padding
         buffers = [payload, *(self._pages.views if is_whole else [self._pages.trailer])]
         size = sum(buffer.nbytes for buffer in buffers)
         mode = self._layout.file_mode
@@ -415,12 +415,12 @@ class BlockFiles:
             os.close(descriptor)
         self._form.give_back(payload)
         if count != size:
-            # A write stops short when the room does, and says nothing.
+            # Without room a write stops short and reports no error.
             raise OSError(errno.ENOSPC, f"wrote {count} of {size} bytes", temporary)
         return size
 
     def _open_fan_out(self, place: OpenRoot, first: str, second: str) -> int:
-        """Open the folder of a block, and make it if it is missing. No link is followed."""
+        """Open the folder of a block, and create it if missing. Follows no links."""
         try:
             return open_both(place.blocks, first, second)
         except FileNotFoundError:
@@ -428,13 +428,13 @@ class BlockFiles:
         mode = self._layout.folder_mode
         try:
             return make_both(place.blocks, first, second, mode)
-        except FileNotFoundError:  # all folders were removed under us
+        except FileNotFoundError:  # all folders were removed meanwhile
             place = self._anchor.make_again()
             self._note_unfinished(place, f"{first}/{second}")
             return make_both(place.blocks, first, second, mode)
 
     def _note_unfinished(self, place: OpenRoot, folder: str) -> None:
-        """Have the marker in this place name the folder. With a bound, the stage is elsewhere."""
+        """Name the folder in this place's marker. With a bound, the stage is elsewhere."""
         if self._keeper is not None:
             return
         seen = place.unfinished
@@ -463,7 +463,7 @@ class BlockFiles:
         descriptor: int,
         buffers: list[memoryview],
     ) -> int:
-        """Do one ``preadv`` or ``pwritev``, again without O_DIRECT if that was in the way."""
+        """Do one ``preadv`` or ``pwritev``; repeat it without O_DIRECT if that was refused."""
         try:
             return move(descriptor, buffers, 0)
         except OSError as problem:

@@ -1,4 +1,4 @@
-"""Gets the folders of a namespace ready, or refuses them while the engine starts."""
+"""Prepares the folders of a namespace, or refuses them while the engine starts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FolderRefusal:
         return ConfigError(f"{self._text()} {remedy}")
 
     def mismatch(self, remedy: str) -> NamespaceMismatch:
-        """Return the refusal of a folder with other blocks in it."""
+        """Return the refusal of a folder that holds other blocks."""
         return NamespaceMismatch(f"{self._text()} {remedy}")
 
     def _text(self) -> str:
@@ -58,9 +58,9 @@ class FolderRefusal:
 
 
 def refuse_bare_mount_point(layout: Layout, filesystem: int | None, refusal: FolderRefusal) -> None:
-    """Refuse what a tier that is restarted finds on another filesystem, if it is not its own.
+    """Refuse a folder that a restarted tier finds on another filesystem, unless it is its own.
 
-    ``filesystem``: the number of the one that it has used; None at an engine's start.
+    ``filesystem``: the device number that the tier has used; None at an engine's start.
     """
     try:
         if is_elsewhere(layout.base, filesystem) and not os.path.lexists(layout.config_path):
@@ -76,7 +76,7 @@ def prepare_root(
     allow_world_writable: bool = False,
     read_only: bool = False,
 ) -> OpenRoot:
-    """Create ``root`` for this user alone, or check that it is fit for use; and open it."""
+    """Create ``root`` for this user alone, or check that it is usable; and open it."""
     try:
         if not read_only:
             make_folders(root)
@@ -95,18 +95,18 @@ def prepare_root(
 
 
 def prepare_namespace(place: OpenRoot, layout: Layout, refusal: FolderRefusal) -> None:
-    """Create the namespace's folders and ``config.json``, or compare with what is there."""
+    """Create the namespace's folders and ``config.json``, or compare them with existing ones."""
     try:
         try:
             place.open_below(layout, make=not place.read_only)
         except FileNotFoundError:
             if place.read_only:
-                return  # others are to make it: each check looks for it
+                return  # others will create it: each check looks for it
             raise
         for folder, path in ((place.base, layout.base), (place.blocks, layout.blocks)):
             _refuse_unfit(place, folder, path, refusal)
         if not place.read_only:
-            with suppress(FileNotFoundError):  # nobody has written here yet
+            with suppress(FileNotFoundError):  # no writes here yet
                 _refuse_foreign_markers(place, layout, refusal)
             if place.written_ns() is None:
                 write_config(place.base, layout)
@@ -121,12 +121,12 @@ def prepare_namespace(place: OpenRoot, layout: Layout, refusal: FolderRefusal) -
 
 
 def compare_config(place: OpenRoot, layout: Layout, refusal: FolderRefusal) -> None:
-    """Refuse a namespace whose ``config.json`` is another's. Raises ``ConfigError``."""
+    """Refuse a namespace whose ``config.json`` differs. Raises ``ConfigError``."""
     _compare(_read_config_untrusted(place.base, layout.config_path, refusal), layout, refusal)
 
 
 def refuse_other_config(place: OpenRoot, layout: Layout) -> None:
-    """Compare a namespace that others have made meanwhile. Raises ``OSError``."""
+    """Compare with a namespace that others have created meanwhile. Raises ``OSError``."""
     try:
         compare_config(place, layout, FolderRefusal("", layout.base))
     except ConfigError as refused:
@@ -134,7 +134,7 @@ def refuse_other_config(place: OpenRoot, layout: Layout) -> None:
 
 
 def write_config(base: int, layout: Layout) -> None:
-    """Write ``config.json`` in one step, in the form vLLM gives its own. Raises ``OSError``."""
+    """Write ``config.json`` in one step, in the same format as vLLM's. Raises ``OSError``."""
     temporary = temporary_path(CONFIG_NAME, this_writer())
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(temporary, flags, layout.file_mode, dir_fd=base)
@@ -149,10 +149,10 @@ def write_config(base: int, layout: Layout) -> None:
 
 
 def probe_direct(place: OpenRoot, refusal: FolderRefusal, *, wanted: bool) -> bool:
-    """Prove that files can be written, and tell whether O_DIRECT works there.
+    """Check that files can be written, and return whether O_DIRECT works there.
 
-    A full disk is no refusal: what it holds can still be served. A place that is read only is
-    asked with ``config.json``, as far as it is there.
+    A full disk is not refused: its blocks can still be served. A read-only place is probed with
+    ``config.json``, if that exists.
     """
     if place.read_only:
         return wanted and _reads_direct(place)
@@ -207,7 +207,7 @@ def _refuse_unfit(place: OpenRoot, folder: int, path: str, refusal: FolderRefusa
 
 
 def _refuse_foreign_markers(place: OpenRoot, layout: Layout, refusal: FolderRefusal) -> None:
-    """Refuse a namespace whose writers' folder is another user's alone. Raises ``OSError``."""
+    """Refuse a namespace whose markers' folder is another user's alone. Raises ``OSError``."""
     markers = os.open(MARKERS_NAME, FOLDER_FLAGS, dir_fd=place.base)
     try:
         _refuse_unfit(place, markers, f"{layout.base}/{MARKERS_NAME}", refusal)
@@ -218,7 +218,7 @@ def _refuse_foreign_markers(place: OpenRoot, layout: Layout, refusal: FolderRefu
 def _read_config_untrusted(base: int, path: str, refusal: FolderRefusal) -> dict[str, Any]:
     """Return the mapping in ``config.json``. Raises ``ConfigError`` and nothing else."""
     try:
-        # O_NONBLOCK: a FIFO here must not keep the engine from starting.
+        # O_NONBLOCK: a FIFO here must not block the engine's start.
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(CONFIG_NAME, flags, dir_fd=base)
         try:

@@ -1,9 +1,9 @@
-"""In which form a block and the page behind it lie in a file: plain, or as a record.
+"""Encodes a block and its trailer page for a file: plain, or as a record.
 
-A plain block has the trailer of ``kvtier_backends/fs/trailer.py``, which the
-files of vLLM's layout have too. One that is compressed, signed or encrypted has the
-trailer of all shared storage, and zeros up to the end of the page. A compressed one is some whole
-pages long.
+A plain block has the trailer of ``kvtier_backends/fs/trailer.py``, as do the
+files of vLLM's layout. A block that is compressed, signed or encrypted has the
+trailer of all shared storage, and zeros up to the end of the page. A compressed block takes
+whole pages.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class BlockRefused(StoreFault):
-    """Raised where a block and its trailer don't go together. Don't drop the file for that alone.
+    """Raised if a block and its trailer don't match. Don't drop the file for that alone.
 
-    What lies in a buffer is no longer the call's own once that was cancelled: the tier, which
-    knows, has the block removed.
+    Once a call is cancelled, its buffer may no longer belong to it: the tier, which knows
+    that, has the block removed.
     """
 
 
@@ -40,23 +40,23 @@ class PlainForm:
         self.block_bytes = block_bytes
 
     def is_payload_length(self, size: int) -> bool:
-        """Tell whether what lies before the trailer's page may be so long, without padding."""
+        """Return whether the data before the trailer page may have this size, without padding."""
         return size == self.block_bytes
 
     def room_for(self, buffer: memoryview) -> memoryview:
-        """Return where to read what lies in the file to."""
+        """Return the memory to read the file's data into."""
         return buffer
 
     def give_back(self, payload: memoryview) -> None:
-        """Note that nobody reads or writes a payload any more."""
+        """Note that a payload is no longer read or written."""
 
     def encode(self, block: StoreBlock, page: memoryview) -> memoryview:
-        """Write the trailer page, and return what to write before it. Raises ``Misuse``."""
+        """Write the trailer page, and return the data to write before it. Raises ``Misuse``."""
         page[:] = encode_trailer(block.key, self.block_bytes, block.digest)
         return block.buffer
 
     def decode_untrusted(self, block: LoadBlock, payload: memoryview, page: memoryview) -> bytes:
-        """Bring what was read into the block's buffer; returns its digest.
+        """Decode a payload into the block's buffer; return its digest.
 
         Raises ``TrailerDamaged`` and nothing else.
         """
@@ -75,7 +75,7 @@ class RecordForm:
         self.give_back = records.give_back
 
     def encode(self, block: StoreBlock, page: memoryview) -> memoryview:
-        """Write the trailer page, and return what to write before it. Raises ``Misuse``."""
+        """Write the trailer page, and return the data to write before it. Raises ``Misuse``."""
         size = self._records.trailer_bytes(block.key)
         if size > TRAILER_BYTES:
             raise Misuse(f"a key of {len(block.key)} bytes has no room in a page. Shorten the key.")
@@ -84,7 +84,7 @@ class RecordForm:
         return payload
 
     def decode_untrusted(self, block: LoadBlock, payload: memoryview, page: memoryview) -> bytes:
-        """Bring what was read into the block's buffer; returns its digest.
+        """Decode a payload into the block's buffer; return its digest.
 
         Raises ``TrailerDamaged`` and ``BlockRefused``, and nothing else.
         """

@@ -1,10 +1,10 @@
-"""Where each block lies: kvtier's own folders, or exactly those of vLLM 0.32.
+"""Defines the file of each block: in kvtier's own folders, or exactly those of vLLM 0.32.
 
 kvtier:  ``<root>/<model>_<digest of the facts>/<hhh>/<hh>/<key>.kv``
 vLLM:    ``<root>/<model>_<digest of its fields>_r<rank>/<hhh>/<hh>_g<group>/<hash>.bin``
 
-In both, ``<root>/<model>_<digest>/config.json`` says in plain words what the
-digest stands for, so that a clash or a mix-up is seen and not served.
+In both, ``<root>/<model>_<digest>/config.json`` spells out the facts behind the
+digest, so that a clash or a mix-up is detected and not served.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ FORMAT_VERSION: Final = 1
 KVTIER_SUFFIX: Final = ".kv"
 VLLM_SUFFIX: Final = ".bin"
 _GROUP_BYTES: Final = 4
-_KEY_IN_NAME_BYTES_MAX: Final = 64  # file names end at 255 characters, temporary suffix included
+_KEY_IN_NAME_BYTES_MAX: Final = 64  # file names have at most 255 characters, with temporary suffix
 
 
 class Layout(ABC):
-    """Names of the folders and files of one namespace. Touches no file."""
+    """The folder and file names of one namespace. Touches no file."""
 
     folder_mode: int
     file_mode: int
@@ -40,10 +40,10 @@ class Layout(ABC):
         self.blocks_name = blocks  #: the folder under which the blocks lie, in the root
         self.base = f"{root}/{base}"
         self.blocks = f"{root}/{blocks}"
-        self.config = config  #: what ``config.json`` holds, as JSON values
+        self.config = config  #: the contents of ``config.json``, as JSON values
 
     def share_as(self, root_mode: int) -> None:
-        """Let the root's group do with what is made here what it may do in the root."""
+        """Give the root's group the same rights on new files and folders as in the root."""
         self.folder_mode = shared_mode(self.folder_mode, root_mode)
         self.file_mode = shared_mode(self.file_mode, root_mode)
 
@@ -53,23 +53,23 @@ class Layout(ABC):
         return f"{self.base}/config.json"
 
     def path(self, key: bytes) -> str:
-        """Return the file of ``key``. Raises ``Misuse`` for a key that has no place."""
+        """Return the file of ``key``. Raises ``Misuse`` for a key that cannot be stored."""
         return f"{self.blocks}/{self.name(key)}"
 
     @abstractmethod
     def name(self, key: bytes) -> str:
         """Return the file of ``key`` below ``blocks``: two folders and its own name.
 
-        Raises ``Misuse`` for a key that has no place.
+        Raises ``Misuse`` for a key that cannot be stored.
         """
 
     @abstractmethod
     def key_of_untrusted(self, name: str) -> bytes | None:
-        """Return the key of a file, named as ``name`` does; None if the name does not tell."""
+        """Return the key of a file named as by ``name``; None if it can't be derived."""
 
 
 class KvtierLayout(Layout):
-    """kvtier's own folders, for this user alone, or for whoever the root is for."""
+    """kvtier's own folders, for this user alone, or for those who may use the root."""
 
     folder_mode = 0o700
     file_mode = 0o600
@@ -83,13 +83,13 @@ class KvtierLayout(Layout):
         if len(key) <= _KEY_IN_NAME_BYTES_MAX:
             name = key.hex()
         else:
-            # The trailer holds the whole key, so this need not be told apart from a short one.
+            # The trailer holds the whole key, so the name need not differ from a short key's.
             name = hashlib.blake2b(key, digest_size=_KEY_IN_NAME_BYTES_MAX).hexdigest()
         fan = name.ljust(5, "_")
         return f"{fan[:3]}/{fan[3:5]}/{name}.kv"
 
     def key_of_untrusted(self, name: str) -> bytes | None:
-        """Return the key of a file; None for one that may be filed under its hash."""
+        """Return the key of a file; None if it may be filed under the key's hash."""
         return key_of_file_untrusted(name) if name.endswith(KVTIER_SUFFIX) else None
 
 
@@ -130,7 +130,7 @@ class VllmLayout(Layout):
 def key_of_file_untrusted(name: str) -> bytes | None:
     """Return the key of a file of either layout, named below its namespace's folder.
 
-    None if the name does not tell it: it is a long key's hash, or none of these.
+    None if the key can't be derived: the name is a long key's hash, or of neither layout.
     """
     folder, _, last = name.rpartition("/")
     if last.endswith(KVTIER_SUFFIX):

@@ -1,6 +1,6 @@
-"""Says at a tier's start which folders hold blocks that an older kvtier named by fewer facts.
+"""Reports at a tier's start the folders of blocks that an older kvtier named by fewer facts.
 
-Nothing there is served any more, and nothing overwrites it: somebody has to remove it.
+They are neither served nor overwritten any more: an operator has to remove them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from kvtier_backends.fs.layout import Layout
 
 FILES_MAX: Final = 100_000
-"""So many files are counted. What there is besides makes nobody decide otherwise."""
+"""At most this many files are counted: more would not change anyone's decision."""
 
 NAMING: Final = "format"
-"""The fact that grows whenever blocks are named by more, or their bytes mean something else."""
+"""The fact that grows when block names cover more facts, or the blocks' bytes change meaning."""
 
 
 def neighbours(root: int, layout: Layout) -> list[str]:
-    """Return the other namespaces of this model in an open root, by name. Raises ``OSError``.
+    """Return the names of this model's other namespaces in an open root. Raises ``OSError``.
 
-    Lists one folder, and reads nothing: few engines have any, and a thread that reads may hang.
+    Lists one folder and reads nothing: few engines have any, and a thread that reads may hang.
     """
     descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root)
     try:
@@ -48,10 +48,10 @@ def report_older(
 ) -> None:
     """Log a warning for each of these namespaces that an older kvtier has left in ``root``.
 
-    Walks its folders: call it where nobody waits. Ends early once ``keep_on()`` is false.
+    Walks its folders: call it where nothing waits. Ends early once ``keep_on()`` is false.
     """
     own = facts_of(layout.config)
-    # The folder may be going, or be no better than the storage below it: there is nothing to say.
+    # The folder may be disappearing, or its storage failing: then there is nothing to report.
     with suppress(ConfigError, OSError), FsFolder(root) as folder:
         for name in names:
             if _is_older(facts_of(folder.namespaces.get(name, {})), own):

@@ -1,11 +1,11 @@
-"""The folder that a tier opened at its start: everything is read and written below it, or nowhere.
+"""Holds the folder that a tier opened at its start: all reads and writes go below it, or nowhere.
 
 A path may come to name something else while an engine runs: its filesystem is
-unmounted, and what is written goes to the disk below; it is replaced by a link;
-it is deleted and made again. So folders are kept open, and files are named
-relative to them. Once in a while the path is checked: if it names another
+unmounted, and writes go to the disk below; it is replaced by a link; it is
+deleted and created again. So folders are kept open, and files are named
+relative to them. The path is checked periodically: if it names another
 folder, that one is opened only if it is known to be the same place. Otherwise
-the tier has none, releases what it had, and checks again later.
+the tier has no folder: it releases the old one, and checks again later.
 
 # Invariant: a folder is known by ``config.json``, to the nanosecond in which it was written:
 #            that stays through a remount or a copy, and two folders don't share it. A new
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvtier_backends.fs.layout import Layout
 
 CHECK_PAUSE_S: Final = 1.0
-"""The path is checked so often, as long as there is something to do."""
+"""Interval between checks of the path, while the tier has work."""
 
 CONFIG_NAME: Final = "config.json"
 FOLDER_FLAGS: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -40,18 +40,18 @@ _GONE: Final = (FileNotFoundError, NotADirectoryError)
 
 
 class PlaceLost(OSError):
-    """Raised where the path doesn't name the tier's folder any more. It may again, later."""
+    """Raised if the path no longer names the tier's folder. It may do so again later."""
 
 
 class OpenRoot:
-    """The open folders of a namespace. They are closed with the last who uses them."""
+    """The open folders of a namespace. They are closed when the last user releases them."""
 
     def __init__(
         self, path: str, *, allow_world_writable: bool = False, read_only: bool = False
     ) -> None:
-        """Open the root, wherever links lead. Raises ``OSError``."""
+        """Open the root, following links. Raises ``OSError``."""
         self.allow_world_writable = allow_world_writable
-        self.read_only = read_only  #: nothing is made there
+        self.read_only = read_only  #: nothing is created there
         self.unfinished: Unfinished | None = None  #: this writer's marker, once there is one
         self.base = self.blocks = self.root = -1
         self.is_open_below = False
@@ -64,22 +64,22 @@ class OpenRoot:
                 os.close(descriptor)
 
     def is_open_to_all(self, folder: int) -> bool:
-        """Tell whether anyone may write to one of its folders, where that is not allowed."""
+        """Return whether anyone may write to one of its folders although that is not allowed."""
         return not self.allow_world_writable and bool(os.fstat(folder).st_mode & stat.S_IWOTH)
 
     def take_marker(self, descriptor: int) -> None:
-        """Keep this writer's marker open, as long as the folders are."""
+        """Keep this writer's marker open as long as the folders are."""
         self.unfinished = Unfinished(descriptor)
 
     def open_below(self, layout: Layout, *, make: bool) -> None:
-        """Open the namespace's folders, and make those that are missing. Raises ``OSError``.
+        """Open the namespace's folders, and create missing ones. Raises ``OSError``.
 
-        ``base`` is that of ``config.json``, ``blocks`` that of the blocks: the same one, or not.
+        ``base`` holds ``config.json``, ``blocks`` the blocks; both may be the same folder.
         """
         self.base = _open_folder(layout.base_name, self.root, layout.folder_mode, make=make)
         self.blocks = self.base
         if layout.blocks_name != layout.base_name:
-            # A namespace that is there may lack a rank's own folder: that is no other place.
+            # An existing namespace may lack a rank's own folder: it is still the same place.
             make = not self.read_only
             self.blocks = _open_folder(layout.blocks_name, self.root, layout.folder_mode, make=make)
         if self.read_only and self.written_ns() is None:
@@ -87,13 +87,13 @@ class OpenRoot:
         self.is_open_below = True
 
     def stands_below(self, layout: Layout) -> bool:
-        """Tell whether its folders are still the namespace's. Raises ``OSError``."""
+        """Return whether its folders are still the namespace's. Raises ``OSError``."""
         for name, descriptor in ((layout.base_name, self.base), (layout.blocks_name, self.blocks)):
             there = os.stat(name, dir_fd=self.root, follow_symlinks=False)
             try:
                 held = os.fstat(descriptor)
             except OSError as problem:
-                if problem.errno == errno.ESTALE:  # NFS: another machine has made it anew
+                if problem.errno == errno.ESTALE:  # NFS: another machine has recreated it
                     return False
                 raise
             if not os.path.samestat(there, held):
@@ -108,14 +108,14 @@ class OpenRoot:
             return None
 
     def is_named_by(self, there: os.stat_result) -> bool:
-        """Tell whether this is what a path leads to. What can't be asked any more is not."""
+        """Return whether this is where a path leads. False if it can no longer be queried."""
         try:
             return os.path.samestat(there, os.fstat(self.root))
         except OSError:
             return False
 
     def is_deleted(self) -> bool:
-        """Tell whether the root itself was removed, and not only its name from this path."""
+        """Return whether the root itself was removed, and not only its name from this path."""
         try:
             return os.fstat(self.root).st_nlink == 0
         except OSError as problem:
@@ -139,10 +139,10 @@ class RootHandle:
         settle: Callable[[OpenRoot], None],
         on_return: Callable[[], None],
     ) -> None:
-        """``settle`` puts into a place what belongs there, when it has just been opened.
+        """``settle`` sets up a place that was just opened.
 
-        ``on_return`` is called when a place that was lost is there again. A place that is read
-        only may have no folders below its root yet: they are opened once others have made them.
+        ``on_return`` is called when a lost place is back. A read-only place may have
+        no folders below its root yet: they are opened once others have created them.
         """
         self._path = place.path
         self._real_path = os.path.realpath(place.path)
@@ -154,16 +154,16 @@ class RootHandle:
         self._read_only = place.read_only
         self._device = os.fstat(place.root).st_dev
         self._written_ns = place.written_ns() if self._place else None
-        self._is_deleted = False  # the last one was
+        self._is_deleted = False  # the last root was deleted
         self._why = _NOTHING_YET
         self._next_check_s = time.monotonic() + CHECK_PAUSE_S
         self._checking = threading.Lock()
         self._is_closed = False
 
     def current(self) -> OpenRoot:
-        """Return the place, to be kept while it is used. Raises ``PlaceLost``."""
+        """Return the place; keep it while in use. Raises ``PlaceLost``."""
         now_s = time.monotonic()
-        # One thread checks: on storage that hangs, the others must not wait for that.
+        # One thread checks: on storage that hangs, the others must not wait for it.
         if now_s >= self._next_check_s and self._checking.acquire(blocking=False):
             try:
                 self._next_check_s = now_s + CHECK_PAUSE_S
@@ -176,17 +176,17 @@ class RootHandle:
         return place
 
     def doubt(self) -> None:
-        """Have the next call check what is there: a handle of it was stale."""
+        """Have the next call check the path: one of the handles was stale."""
         self._next_check_s = 0.0
 
     def make_again(self) -> OpenRoot:
-        """Make the folders anew if they were deleted. Raises ``OSError`` if they can't be."""
+        """Recreate the folders if they were deleted. Raises ``OSError`` if that fails."""
         with self._checking:
             self._check(make=True)
         return self.current()
 
     def close(self) -> None:
-        """Release it for good. Calls under way may go on."""
+        """Release it permanently. Calls in progress may go on."""
         self._is_closed = True
         self._why = "it was closed"
         self._place = None
@@ -225,23 +225,23 @@ class RootHandle:
             self._reopen(make=True)
 
     def _may_begin_anew(self, device: int) -> bool:
-        """Tell whether an empty folder there is the tier's: the old one was deleted."""
+        """Return whether an empty folder there is the tier's: the old one was deleted."""
         return (
             self._is_deleted
             and not self._read_only
             and device == self._device
-            and os.path.realpath(self._path) == self._real_path  # no link has come into its place
+            and os.path.realpath(self._path) == self._real_path  # no link has replaced it
         )
 
     def _check_below(self, place: OpenRoot, *, make: bool) -> None:
-        """See to the folders below a root that is the right one: they may be made anew there."""
+        """Check the folders below the right root: they may have been recreated there."""
         try:
             stands = place.stands_below(self._layout)
             written_ns = place.written_ns()
         except _GONE:
             if make:
                 self._reopen(make=True)
-            return  # until then nothing is found there
+            return  # until then no block is found there
         except OSError:
             return  # as above
         if stands and written_ns is not None:
@@ -250,7 +250,7 @@ class RootHandle:
             self._reopen(make=not self._read_only)
 
     def _reopen(self, *, make: bool) -> None:
-        """Open what the path names now, if it is the place, or may become it."""
+        """Open the folder that the path names now, if it is the place or may become it."""
         try:
             place = OpenRoot(
                 self._path,

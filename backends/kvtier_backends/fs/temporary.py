@@ -1,15 +1,15 @@
-"""Names for files being written, and the removal of those whose writer died.
+"""Names files being written, and removes those of dead writers.
 
 A block is written under a temporary name beside its place and then renamed.
-The name carries who writes: a host id, the process and when that process
-started, so that a later engine can tell a dead writer from a live one. Each
-writer also keeps a marker in ``<namespace>/writers/``, which names the folders that
-it writes in (``unfinished.py``): only for a dead one's are folders listed, and those alone.
+The name identifies the writer: a host id, the process and when that process
+started, so that a later engine can distinguish a dead writer from a live one. Each
+writer also keeps a marker in ``<namespace>/writers/`` that names the folders it
+writes in (``unfinished.py``): only the folders in a dead writer's marker are listed.
 
-The host id covers the boot and the process namespace too: two containers of
-one host name do not know each other's process numbers. A writer elsewhere
-cannot be asked, so its files go when they are a day old, by the clock that gives files their
-times: the server's. A marker is younger than what its writer has begun last; one whose writer was
+The host id covers the boot and the process namespace too: two containers with
+one host name do not share process numbers. A writer elsewhere cannot be checked,
+so its files go when they are a day old, by the clock that sets files' times:
+the server's. A marker is younger than its writer's latest file; one whose writer was
 idle for a day goes too, and is made again (``Unfinished.is_removed``).
 """
 
@@ -34,22 +34,22 @@ MARKERS_NAME: Final = "writers"
 FOREIGN_AGE_S_MAX: Final = 24 * 3600.0
 _WRITER = re.compile(r"([0-9a-f]{12})-([0-9]{1,10})-([0-9]{1,20})")
 _TEMPORARY = re.compile(r".+\.([0-9a-f]{12}-[0-9]{1,10}-[0-9]{1,20})-[0-9]+\.tmp")
-_STAT_START_FIELD: Final = 19  # of those after the command's name, see proc(5)
-_counter = itertools.count()  # of the whole process: two tiers never share a name
+_STAT_START_FIELD: Final = 19  # among the fields after the command's name, see proc(5)
+_counter = itertools.count()  # process-wide: two tiers never share a name
 
 
 class Writer(NamedTuple):
-    """One process that writes blocks, as told by a file's name."""
+    """One process that writes blocks, as parsed from a file's name."""
 
     host: str
     pid: int
-    started: int  #: in clock ticks after the boot; 0 if the system does not tell
+    started: int  #: in clock ticks after the boot; 0 if the system does not report it
 
     def __str__(self) -> str:
         return f"{self.host}-{self.pid}-{self.started}"
 
     def is_dead(self, me: Writer, age_s: float) -> bool:
-        """Tell whether it writes no more, given the age of a file of its in seconds."""
+        """Return whether it has stopped writing, given the age of one of its files in seconds."""
         if self.host != me.host:
             return age_s > FOREIGN_AGE_S_MAX
         return _started(self.pid) != self.started
@@ -68,18 +68,18 @@ def parse_writer_untrusted(name: str) -> Writer | None:
 
 
 def parse_temporary_untrusted(name: str) -> Writer | None:
-    """Return the writer of the temporary file ``name``, or None if it is none of ours."""
+    """Return the writer of the temporary file ``name``, or None if it is not ours."""
     found = _TEMPORARY.fullmatch(name)
     return parse_writer_untrusted(found[1]) if found else None
 
 
 def temporary_path(path: str, writer: Writer | str) -> str:
-    """Return a name beside ``path`` that nobody has used. ``writer``: or its text."""
+    """Return an unused name beside ``path``. ``writer``: itself or its text."""
     return f"{path}.{writer}-{next(_counter)}.tmp"
 
 
 def add_marker(base: int, writer: Writer, folder_mode: int, mode: int) -> int:
-    """Announce ``writer`` in the markers' folder, below the open folder. Idempotent.
+    """Create the marker of ``writer`` in the markers' folder, below the open folder. Idempotent.
 
     Returns the marker, open for writing.
     """
@@ -91,7 +91,7 @@ def add_marker(base: int, writer: Writer, folder_mode: int, mode: int) -> int:
 
 
 def remove_markers(base: int, names: Iterable[str]) -> None:
-    """Remove the markers of these names, if they are there."""
+    """Remove the markers of these names, if they exist."""
     with suppress(OSError), _markers(base) as folder:
         for name in names:
             with suppress(OSError):
@@ -99,9 +99,9 @@ def remove_markers(base: int, names: Iterable[str]) -> None:
 
 
 def folder_time_s(base: int, me: Writer) -> float:
-    """Return what time it is for whoever gives files their times: touches this writer's marker.
+    """Return the time by the clock that sets files' times: touches this writer's marker.
 
-    This host's clock may be hours off. Where there is no marker, no file has an age.
+    This host's clock may be hours off. Without a marker, no file has an age.
     """
     try:
         with _markers(base) as folder:
@@ -112,7 +112,7 @@ def folder_time_s(base: int, me: Writer) -> float:
 
 
 def dead_markers(base: int, me: Writer) -> list[str]:
-    """Return the names of the markers of writers that write no more."""
+    """Return the names of the markers of writers that have stopped writing."""
     dead = []
     now_s = folder_time_s(base, me)
     with suppress(OSError), _markers(base) as folder:
@@ -124,7 +124,7 @@ def dead_markers(base: int, me: Writer) -> list[str]:
 
 
 def folders_of_dead(base: int, names: Iterable[str]) -> set[str] | None:
-    """Return the folders that these markers name; None if one of them does not tell."""
+    """Return the folders that these markers name; None if one of them is unreadable."""
     found: set[str] = set()
     for name in names:
         try:
@@ -146,21 +146,21 @@ def sweep_after(
 ) -> Iterator[str]:
     """Remove the temporary files of writers with these markers, and yield their names.
 
-    Then the markers go, if it got to the end: otherwise the next engine sees them, and goes on.
+    Then remove the markers, if the sweep was completed: otherwise the next engine continues.
     """
     folders, now_s = folders_of_dead(base, dead), folder_time_s(base, me)
     if folders is None:
         yield from sweep(blocks, me, now_s, keep_on)
     else:
         yield from sweep_only(blocks, folders, me, now_s, keep_on)
-    if keep_on():  # it may have taken long: who was idle for a day may write again
+    if keep_on():  # it may have taken long: a writer that was idle for a day may write again
         remove_markers(base, {*dead} & {*dead_markers(base, me)})
 
 
 def sweep_only(
     folder: int, names: Iterable[str], me: Writer, now_s: float, keep_on: Callable[[], bool]
 ) -> Iterator[str]:
-    """Remove as ``sweep`` does, but in the open folder itself and in these below it alone."""
+    """Remove as ``sweep`` does, but only in the open folder itself and in these below it."""
     yield from _sweep_files(folder, _names(folder), me, now_s)
     for name in sorted(names):
         if not keep_on():
@@ -173,9 +173,9 @@ def sweep_only(
 def sweep(folder: int, me: Writer, now_s: float, keep_on: Callable[[], bool]) -> Iterator[str]:
     """Remove the temporary files of dead writers below the open folder, and yield their names.
 
-    ``now_s``: as ``folder_time_s`` has it.
-    Walks all fan-out folders, so it belongs in a thread of its own; ends early
-    once ``keep_on()`` is false. What cannot be listed or removed is left, and no link followed.
+    ``now_s``: as returned by ``folder_time_s``.
+    Walks all fan-out folders, so it belongs in a thread of its own; ends early once
+    ``keep_on()`` is false. Skips what cannot be listed or removed, and follows no links.
     """
     names = _names(folder)
     for name, is_folder in names.items():
@@ -210,10 +210,10 @@ def _markers(base: int) -> AbstractContextManager[int]:
 
 
 def _names(folder: int) -> dict[str, bool]:
-    """Return the names in an open folder, and of each whether it is a folder itself.
+    """Return the names in an open folder, each with whether it is a folder.
 
-    A filesystem that lists names alone (FUSE, some network filesystems) is asked for the type of
-    each, by the descriptor of the listing: so while that is open.
+    If a filesystem lists names alone (FUSE, some network filesystems), each type is queried
+    through the listing's descriptor, so while that is open.
     """
     try:
         with (
@@ -240,7 +240,7 @@ def _age_s(name: str, folder: int, now_s: float) -> float:
 
 
 def _started(pid: int) -> int | None:
-    """Return when the process started, None if there is none of that number."""
+    """Return when the process started, None if there is no such process."""
     try:
         return int(process_stat(pid)[_STAT_START_FIELD])
     except (FileNotFoundError, ProcessLookupError):

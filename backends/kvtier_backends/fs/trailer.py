@@ -1,12 +1,12 @@
-"""The page that follows a block in its file, and says what the block should be.
+"""The page that follows a block in its file and describes the block.
 
 Layout, little endian, ``TRAILER_BYTES`` long in all:
 
     magic(8) version(u32) key_length(u32) block_bytes(u64) digest(16) key zeros checksum(u64)
 
 The checksum is XXH3-64 over everything before it, zeros included, so that a
-flipped bit anywhere in the page is seen. vLLM reads only the block in front
-and never gets here.
+flipped bit anywhere in the page is detected. vLLM reads only the block before
+it, never this page.
 """
 
 from __future__ import annotations

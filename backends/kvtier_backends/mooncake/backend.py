@@ -1,7 +1,7 @@
 """The ``mooncake`` tier's driver: options in, objects of a Mooncake store out.
 
-Each call of the library runs in a thread, and can't be cancelled. A call that is given up
-leaves its thread at work, which ``busy_threads`` counts until it is done with the buffers.
+Each call of the library runs in a thread, and can't be cancelled. An abandoned call keeps its
+thread, which ``busy_threads`` counts until it is done with the buffers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 PROBE_THREADS: Final = 2
 
 PROBE_BATCH_BLOCKS: Final = 512
-"""The master answers for all keys of a call in one message."""
+"""The master answers all keys of a call in one message."""
 
 _CLOSE_TIMEOUT_S_MAX = 1.0
 
@@ -57,8 +57,8 @@ class MooncakeBackend(Backend):
     """Keeps each block, with its trailer, as one object of a Mooncake store.
 
     The slots are registered with the store's client, which moves blocks from and to them;
-    small ones go through memory of the tier's own.
-    While the master is away, calls fail at once, and the connection says ``GONE``.
+    small blocks go through the tier's own memory.
+    While the master is away, calls fail at once, and the connection reports ``GONE``.
     """
 
     type_name: ClassVar[str] = "mooncake"
@@ -112,7 +112,7 @@ class MooncakeBackend(Backend):
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], context: BackendContext) -> MooncakeBackend:
-        """Check the options, or refuse them with a ``ConfigError``. Connects to nothing."""
+        """Check the options, or refuse them with a ``ConfigError``. Does not connect."""
         reader, given, records = read_options(options, context)
         return cls(load_library(reader), given, records, context)
 
@@ -123,14 +123,14 @@ class MooncakeBackend(Backend):
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> str:
-        """Check the options, and that the library can be loaded. Connects to nothing."""
+        """Check the options, and that the library can be loaded. Does not connect."""
         reader, given, _ = read_options(options, context)
         load_library(reader)
         return given.place
 
     @classmethod
     def check_connection(cls, options: Mapping[str, Any], context: BackendContext) -> str:
-        """Set a client up, and store, load and remove an object where that is allowed."""
+        """Set up a client; store, load and remove an object if that is allowed."""
         reader, given, _ = read_options(options, context)
         return try_store(load_library(reader), given, reader, read_only=context.read_only)
 
@@ -144,12 +144,12 @@ class MooncakeBackend(Backend):
         self._connection.start(self.on_connection)
 
     async def register_memory(self, slots: memoryview) -> None:
-        """Make the slots known to the client, now or as soon as there is one."""
+        """Register the slots with the client, now or as soon as there is one."""
         self._memory.add_slots(slots)
         await self._connection.register()
 
     async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """Ask the master, which may not know yet that a block's owner has died."""
+        """Query the master, which may not have noticed yet that a block's owner has died."""
         return await self._asked(partial(self._transfers.probe, keys=keys))
 
     async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
@@ -173,7 +173,7 @@ class MooncakeBackend(Backend):
         await self._asked(partial(self._transfers.remove, keys=keys))
 
     async def close(self) -> None:
-        """Give up the client; a second at most is waited for it."""
+        """Release the client. Waits a second for it at most."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -183,11 +183,11 @@ class MooncakeBackend(Backend):
             threads.stop()
 
     def busy_threads(self) -> int:
-        """Count the calls that may still touch a block's buffer, cancelled ones too."""
+        """Count the calls that may still touch a block's buffer, including cancelled ones."""
         return self._readers.busy() + self._writers.busy()
 
     def counters(self) -> Mapping[str, int]:
-        """Return counts of what went wrong, by kind; kinds that never did are left out."""
+        """Return error counts by kind, without those that are zero."""
         return {**self._counters.counts(), **self._records.counts()}
 
     async def _asked(self, ask: Callable[[StoreClient], Answer]) -> Answer:
@@ -198,6 +198,6 @@ class MooncakeBackend(Backend):
 
 
 def _until_s() -> float:
-    """Return until when somebody waits for this call, by ``time.monotonic``."""
+    """Return this call's deadline, by ``time.monotonic``."""
     left_s = time_left_s()
     return math.inf if left_s == math.inf else time.monotonic() + left_s

@@ -1,10 +1,10 @@
-"""One client of a Mooncake store, from its setup to its end.
+"""Manages one client of a Mooncake store, from its setup to its end.
 
-Two faults of the library's are kept from harming anybody:
+It contains two faults of the library:
 
-- A call of a client that is being closed, or was, ends the process. So calls are counted:
-  a client takes no new one once it is ending, and whoever leaves the last one closes it.
-- A transfer that takes longer than ``TRANSFER_S_MAX`` is reported as failed, and goes on
+- A call of a closed or closing client ends the process. So calls are counted: an ending
+  client takes no new ones, and the thread that leaves the last one closes it.
+- A transfer that takes longer than ``TRANSFER_S_MAX`` is reported as failed, but goes on
   writing to the buffers. Such a load does not return before the client is closed, which
   ends all transfers; until then its buffers stay its own. With SSD offload, closing does
   not end them, and the load never returns.
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
     from kvtier_backends.mooncake.registered import Region
 
 _DOUBT_S: Final = TRANSFER_S_MAX - 1.0
-"""A load that failed after less was reported by the transport, which was done with it."""
+"""A load that failed sooner was reported by the transport, which was done with it."""
 
 _never: Final = threading.Event()
-"""What is waited for when nothing but the end of the process ends a transfer."""
+"""Waited for when nothing but the end of the process ends a transfer."""
 
-clock = time.monotonic  #: in seconds; tests have one of their own
+clock = time.monotonic  #: in seconds; tests have their own
 
 
 class Parts(list[tuple[str, list[int], list[int]]]):
-    """What one call moves: of each object its name, and addresses and sizes of its parts."""
+    """The objects of one call: each one's name, and the addresses and sizes of its parts."""
 
     @property
     def names(self) -> list[str]:
@@ -55,12 +55,12 @@ class Parts(list[tuple[str, list[int], list[int]]]):
 
     @property
     def addresses(self) -> list[list[int]]:
-        """Of each object: where its parts are in memory."""
+        """Memory addresses of each object's parts."""
         return [addresses for _, addresses, _ in self]
 
     @property
     def sizes(self) -> list[list[int]]:
-        """Of each object: how long its parts are."""
+        """Sizes of each object's parts."""
         return [sizes for _, _, sizes in self]
 
 
@@ -107,16 +107,16 @@ class StoreClient:
         return self._is_ending
 
     def is_healthy(self) -> bool:
-        """Tell whether the last heartbeat reached the master. Never waits."""
+        """Return whether the last heartbeat reached the master. Never waits."""
         native = self._native_if_open  # once: another thread may close it
         return not self._is_ending and native is not None and native.health_check() == 0
 
     def knows(self, regions: Sequence[Region]) -> bool:
-        """Tell whether all of this memory is registered. Never waits."""
+        """Return whether all of this memory is registered. Never waits."""
         return self._known.issuperset(regions)
 
     def register(self, region: Region) -> None:
-        """Make memory known to the transport, once. Raises ``StoreFault``."""
+        """Register memory with the transport, once. Raises ``StoreFault``."""
         if region in self._known:
             return
         with self._calling():
@@ -129,7 +129,7 @@ class StoreClient:
         self._known.add(region)
 
     def put(self, parts: Parts, *, is_pinned: bool = False) -> list[int]:
-        """Store objects; one code for each, 0 if it is there now. ``is_pinned``: never evicted."""
+        """Store objects; return a code for each, 0 if it is there. ``is_pinned``: never evicted."""
         placement = self._pinned if is_pinned else self._placement
         with self._calling():
             codes = self._native.batch_put_from_multi_buffers(
@@ -138,13 +138,13 @@ class StoreClient:
         return _one_for_each(codes, len(parts))
 
     def get(self, parts: Parts, *, are_shorter: bool = False) -> list[int]:
-        """Load objects; of each its length, or a code below 0.
+        """Load objects; return each one's length, or a code below 0.
 
-        ``are_shorter``: they may be shorter than their rooms, of which each has one part. When it
+        ``are_shorter``: they may be shorter than their rooms, each of which has one part. When it
         returns, nothing writes to the buffers any more.
 
-        What fails before its timeout was answered: an owner that is gone, or has come back without
-        the object, refuses the connection or ends it. ``OWNER_IS_SILENT``: nobody has answered.
+        A transfer that fails before its timeout got an answer: an owner that is gone, or is back
+        without the object, refuses the connection or ends it. ``OWNER_IS_SILENT``: no answer came.
         """
         began = clock()
         with self._calling():
@@ -152,7 +152,7 @@ class StoreClient:
             took_s = clock() - began
             is_in_doubt = Code.TRANSFER_FAILED in codes and took_s >= _DOUBT_S
             if is_in_doubt:
-                self._is_ending = True  # in here: nobody must begin a call from now on
+                self._is_ending = True  # within the call: no new call may begin from now on
         if is_in_doubt:
             (self._has_ended if self._close_ends_transfers else _never).wait()
         if took_s >= self._silence_s:
@@ -162,14 +162,14 @@ class StoreClient:
         return _one_for_each(codes, len(parts))
 
     def exist(self, names: Sequence[str]) -> list[int]:
-        """Tell of each object whether it is there: 1, 0, or a code below 0."""
+        """Return for each object whether it exists: 1, 0, or a code below 0."""
         with self._calling():
             return _one_for_each(self._native.batch_is_exist(names), len(names))
 
     def remove(self, names: Sequence[str]) -> list[int]:
-        """Remove objects, even while a lease lasts; one code for each.
+        """Remove objects, even while a lease lasts; return a code for each.
 
-        Whoever reads one meanwhile may get bytes of another, which its trailer and digest tell.
+        A concurrent reader may get bytes of another object, which trailer and digest reveal.
         """
         with self._calling():
             return _one_for_each(self._native.batch_remove(names, True), len(names))  # noqa: FBT003 - forced
@@ -188,7 +188,7 @@ class StoreClient:
             self._close()
 
     def wait_until_ended(self) -> None:
-        """Return once it is closed. For ever, if a call never returns."""
+        """Wait until it is closed: forever, if a call never returns."""
         self._has_ended.wait()
 
     @contextmanager
@@ -220,7 +220,7 @@ class StoreClient:
             native, self._native_if_open = self._native_if_open, None
         if native is not None:
             native.close()
-            # Its destructor asks the master, too, with SSD offload: now, not when it may be gone.
+            # With SSD offload its destructor calls the master: now, not when that may be gone.
             del native
             self._has_ended.set()
 

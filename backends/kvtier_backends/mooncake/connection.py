@@ -1,15 +1,15 @@
-"""The way to the master: a client is set up, watched, and kept for as long as its tier lives.
+"""Connects to the master: sets up a client, watches it, and keeps it as long as its tier lives.
 
 ``UP``: the client's last heartbeat and the last call reached the master. After that the client
-reconnects by itself, and is asked until it has.
+reconnects by itself, and is polled until it has.
 
-``setup`` holds the GIL while it waits, so the master is knocked at first, which does not. So it is
-in all releases up to 0.3.13.post1, which is the lowest that kvtier takes, and the last one so far
+``setup`` holds the GIL while it waits, so ``knock`` tries the master first, which does not. This
+holds for all releases up to 0.3.13.post1, the lowest that kvtier accepts, and the latest so far
 (measured: 9 s in which no other thread ran). The one that has Mooncake#3947 releases it. Once
-that is the lowest, the knock is of use only for the address that it is made from.
+that is the lowest, ``knock`` is needed only for the address that it returns.
 
-Of masters that elect one, those servers are knocked at where it is noted. Where these answer, and
-the elected one does not, ``setup`` waits for it all the same: the tier has a process of its own.
+If masters elect one, ``knock`` tries the servers that record the elected one. If these answer,
+and the elected one does not, ``setup`` waits for it all the same: the tier has its own process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvtier_backends.mooncake.registered import RegisteredMemory
 
 WATCH_S: Final = 1.0
-"""As often as the client's heartbeats, which this looks at."""
+"""Same interval as the client's heartbeats, which are checked here."""
 
 _UNANSWERED: Final = "the master does not answer"
 
@@ -43,7 +43,7 @@ _UNANSWERED: Final = "the master does not answer"
 class MasterConnection(KeptConnection):
     """The client of one store, as long as its tier lives.
 
-    Loop thread only, but for ``note_unanswered``.
+    Loop thread only, except for ``note_unanswered``.
     """
 
     def __init__(
@@ -84,15 +84,15 @@ class MasterConnection(KeptConnection):
             self._loop.call_soon_threadsafe(self.lose, StoreFault(_UNANSWERED))
 
     async def register(self) -> None:
-        """Tell the client of memory that is new, if it is up. Raises ``StoreFault``.
+        """Register new memory with the client, if it is up. Raises ``StoreFault``.
 
-        Otherwise it is told before it is up.
+        Otherwise the memory is registered before the client is up.
         """
         if self.client is not None:
             await self._threads.run(partial(self._register, self.client))
 
     async def stop(self) -> None:
-        """Stop, and close the client once its calls have returned; don't wait for those."""
+        """Stop, and close the client once its calls have returned, without waiting for them."""
         self._is_closed = True
         await super().stop()
         if self._client is not None:
@@ -108,13 +108,13 @@ class MasterConnection(KeptConnection):
     async def _check(self) -> None:
         if self._client is None or not self._client.is_healthy():
             raise StoreFault(_UNANSWERED)
-        if not self._namespace.is_settled:  # the store had no room for it, say
+        if not self._namespace.is_settled:  # for example, the store had no room for it
             await self._threads.run(partial(self._namespace.compare, self._client))
 
     # --- in the thread ---
 
     def _reach(self) -> None:
-        """Bring a client to the master: the one that there is, or a new one.
+        """Connect a client to the master: the existing one, or a new one.
 
         Raises ``StoreFault`` while that fails.
         """
@@ -128,7 +128,7 @@ class MasterConnection(KeptConnection):
                 self._library, self._options, self._options.local_hostname or local_address
             )
             self._client = client
-            if self._is_closed:  # meanwhile: nobody else would end it
+            if self._is_closed:  # meanwhile: nothing else would end it
                 client.end()
         elif not client.is_healthy():
             raise StoreFault("the client has not reconnected to the master yet")
@@ -141,9 +141,9 @@ class MasterConnection(KeptConnection):
 
 
 def knock(options: MooncakeOptions) -> str:
-    """Return the address that the master is reached from. Raises ``StoreFault``.
+    """Return the local address that reaches the master. Raises ``StoreFault``.
 
-    Or of those that know which one is elected the first that answers.
+    If masters elect one, the first answering server that knows the elected one is used.
     """
     problems = []
     for address in options.knock_addresses:

@@ -1,7 +1,7 @@
-"""Mooncake's own client library: how it is loaded, what of it is used, and what it answers.
+"""Loads Mooncake's own client library, and defines the functions and codes that are used of it.
 
-The library is native code. A call of a client that was closed, or is being closed,
-ends the process; ``client.py`` rules that out.
+The library is native code. A call of a closed or closing client ends the process;
+``client.py`` rules that out.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 DEBIAN_PACKAGES: Final = "libibverbs1 libcurl4 libnuma1"
 
 TRANSFER_S_MAX: Final = 60.0
-"""So long the library waits for a transfer. Then it reports a failure, and the transfer goes on."""
+"""The library's limit for a transfer. Then it reports a failure, and the transfer goes on."""
 
-_SETUP_TRIES: Final = "2"  # each takes seconds where the master does not answer, 20 by default
+_SETUP_TRIES: Final = "2"  # each takes seconds if the master does not answer, 20 by default
 
 _TCP_WAITS: Final = ("MC_TCP_STATUS_TIMEOUT_SEC", "MC_TCP_PROGRESS_TIMEOUT_SEC")
 
 
 class Code(IntEnum):
-    """What the library answers for one object; 0 and above is success."""
+    """The library's result for one object; 0 and above is success."""
 
     NO_SEGMENT = -101
     NO_ROOM = -200
     BAD_PARAMETERS = -600  #: also: the object is longer than the buffers
-    NOT_READY = -703  #: somebody is still storing it
+    NOT_READY = -703  #: it is still being stored
     NOT_FOUND = -704
     EXISTS = -705
     LEASE_EXPIRED = -707  #: it was loaded, but the store may have replaced it meanwhile
@@ -55,7 +55,7 @@ MASTER_CODES: Final = frozenset({Code.RPC_FAILED, Code.RPC_TIMED_OUT})
 
 
 class NativeStore(Protocol):
-    """What is used of the library's ``MooncakeDistributedStore``. All but two release the GIL."""
+    """The part of ``MooncakeDistributedStore`` in use. All methods but two release the GIL."""
 
     def setup(self, local_hostname: str, *args: object, **named: object) -> int:
         """Connect to the master. Holds the GIL, for seconds if the master does not answer."""
@@ -64,10 +64,10 @@ class NativeStore(Protocol):
         """End all that runs. Holds the GIL, for about a second."""
 
     def health_check(self) -> int:
-        """Return 0 if the last heartbeat reached the master. Asks nobody; safe after ``close``."""
+        """Return 0 if the last heartbeat reached the master. Sends nothing; safe once closed."""
 
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
-        """Make memory known to the transport."""
+        """Register memory with the transport."""
 
     def batch_put_from_multi_buffers(
         self,
@@ -92,7 +92,7 @@ class NativeStore(Protocol):
         """Load objects, each into a buffer that may be longer. Returns lengths."""
 
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
-        """Tell of each object whether it is there: 1, 0, or an error."""
+        """Return for each object whether it exists: 1, 0, or an error."""
 
     def batch_remove(self, keys: Sequence[str], force: bool) -> list[int]:  # noqa: FBT001 - the library's
         """Remove objects; forced, even while a lease on them lasts."""
@@ -102,7 +102,7 @@ class NativeStore(Protocol):
 
 
 def load_library(reader: Options) -> Any:  # noqa: ANN401 - a module without types
-    """Return the library. Raises ``ConfigError`` if it, or what it is linked to, is missing."""
+    """Return the library. Raises ``ConfigError`` if it, or a library it links to, is missing."""
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # it reads this once, while it is imported
     try:
         return importlib.import_module("mooncake.store")
@@ -120,7 +120,7 @@ def load_library(reader: Options) -> Any:  # noqa: ANN401 - a module without typ
 
 
 def set_environment(timeout_s: float) -> None:
-    """Set how long the library waits, where nobody has set it."""
+    """Set the library's timeouts that are not set yet."""
     milliseconds = str(max(1, int(timeout_s * 1000)))
     for name, value in (
         ("MC_RPC_TIMEOUT_MS", milliseconds),
@@ -132,15 +132,15 @@ def set_environment(timeout_s: float) -> None:
 
 
 def silence_s() -> float:
-    """Return how long the library waits for a byte of an owner at least, before it gives up."""
+    """Return the shortest time the library waits for a byte of an owner before it gives up."""
     try:
         return min(float(os.environ[name]) for name in _TCP_WAITS)
-    except ValueError:  # somebody's own, which the library does not take either
+    except ValueError:  # a user's value, which the library does not accept either
         return 1.0
 
 
 def told(code: int) -> str:
-    """Return what a code means, for people."""
+    """Return the meaning of a code, for people."""
     try:
         return f"{Code(code).name.lower().replace('_', ' ')} ({code})"
     except ValueError:

@@ -1,4 +1,4 @@
-"""The options of the ``mooncake`` tier, read. Nothing is touched."""
+"""Parses the options of the ``mooncake`` tier. Touches nothing."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _PREFIX: Final = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*", re.ASCII)
 _ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/\s]+):([0-9]{1,5})", re.ASCII)
 SCHEME: Final = "://"
 SERVERS_MAX: Final = {"etcd": 16, "redis": 1}
-"""Where masters note the one that they elect, and how many servers may be named of each."""
+"""Services in which masters record the elected one, and the most servers named of each."""
 
 
 @dataclass(frozen=True)
 class MooncakeOptions:
-    """The options, read."""
+    """The parsed options."""
 
     master: str = field(
         metadata=option.required(
@@ -111,14 +111,14 @@ class MooncakeOptions:
 
     @property
     def place(self) -> str:
-        """What no other tier of the engine may use, too."""
+        """Identity of the tier's storage, which no other tier of the engine may share."""
         return f"mooncake://{self.master}/{self.key_prefix}"
 
 
 def read_options(
     options: Mapping[str, Any], context: BackendContext
 ) -> tuple[Options, MooncakeOptions, Records]:
-    """Read the options, and how blocks are protected. Raises ``ConfigError``."""
+    """Parse the options, and those of block protection. Raises ``ConfigError``."""
     reader = Options(options, f"secondary tier {context.tier_name}")
     given = MooncakeOptions(**option.read(MooncakeOptions, reader))
     records = make_records(reader, context)
@@ -155,7 +155,7 @@ def read_options(
 
 
 def _is_master(text: str) -> bool:
-    """Tell whether it is the address of a master, or where an elected one is noted."""
+    """Return whether it is the address of a master, or of servers that record an elected one."""
     kind, scheme, listed = text.rpartition(SCHEME)
     servers = listed.split(";")
     addresses = [_ADDRESS.fullmatch(server) for server in servers]

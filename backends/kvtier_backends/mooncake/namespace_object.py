@@ -1,4 +1,4 @@
-"""The description of a namespace, as an object beside its blocks: written once, then compared."""
+"""Stores a namespace's description as an object beside its blocks: written once, then compared."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NamespaceObject:
     """The description of one engine's namespace in a store."""
 
     def __init__(self, prefix: str, context: BackendContext, memory: RegisteredMemory) -> None:
-        """``prefix``: what the names of all its objects begin with."""
+        """``prefix``: the start of the names of all its objects."""
         self._name = prefix + OBJECT_NAME
         self._own = OwnDescription(
             self._name, FORMAT_NAME, FORMAT_VERSION, context, option="key_prefix"
@@ -34,15 +34,15 @@ class NamespaceObject:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the last comparison found it there, or wrote it."""
+        """Whether the last comparison found it, or wrote it."""
         return self._is_settled
 
     def compare(self, client: StoreClient) -> None:
-        """Write it if it is not there, and compare it if it is.
+        """Write it if it is missing, and compare it otherwise.
 
         Raises ``OtherNamespace`` if the two differ, and ``StoreFault`` if the master does not
-        answer. One that can't be read, because its owner has died, say, is no reason against
-        the store: the name of each block has the facts in it, too.
+        answer. An unreadable one, for example because its owner has died, does not rule out
+        the store: the name of each block includes the facts, too.
         """
         self._is_settled = False
         found = self._read(client)
@@ -66,7 +66,7 @@ class NamespaceObject:
 
     def _write(self, client: StoreClient) -> bool:
         if self._own.is_read_only or len(self._own.text) > DESCRIPTION_ROOM_BYTES:
-            return True  # for people only: the names of blocks tell namespaces apart
+            return True  # for people only: block names distinguish namespaces
         room = self._room[: len(self._own.text)]
         room[:] = self._own.text
         part = (self._name, [address_of(room)], [len(room)])

@@ -1,4 +1,4 @@
-"""The memory that the client may transfer from and to: the slots, and trays beside them.
+"""Manages the memory that the client may transfer from and to: the slots, and trays beside them.
 
 A record is a block and its trailer, and is one object in the store. There are two ways:
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 CALL_BYTES: Final = 8 << 20
 CALL_BLOCKS_MIN: Final = 16
 CALL_BLOCKS_MAX: Final = 128
-"""A call of the library moves so much: the hand-over to a thread and back, and the master's
-answer, should take little of its time, and no other call should wait for long."""
+"""Most blocks that a call of the library moves: the hand-over to a thread and back, and the
+master's answer, should take little of its time, and no other call should wait for long."""
 
 STAGED_BLOCK_BYTES_MAX: Final = 128 << 10
-"""Measured over TCP, in batches of 32 blocks: of 64 KiB, staged ones are loaded at 1.9 times the
+"""Measured over TCP, in batches of 32 blocks: staged ones of 64 KiB are loaded at 1.9 times the
 speed of direct ones, for half the processor time; of 256 KiB at 1.07 times; of 1 MiB at .94."""
 
 TRAILER_ROOM_BYTES: Final = 512
@@ -43,7 +43,7 @@ class Region(NamedTuple):
     size: int
 
     def holds(self, address: int, size: int) -> bool:
-        """Tell whether all of these bytes are in it."""
+        """Return whether all of these bytes are in it."""
         return self.address <= address and address + size <= self.address + self.size
 
 
@@ -54,12 +54,12 @@ class Room(NamedTuple):
     address: int
 
     def fill(self, data: bytes | memoryview) -> None:
-        """Copy so many bytes into it."""
+        """Copy data of its size into it."""
         self.view[:] = data
 
 
 class Tray:
-    """The room of one call for trailers, and before each, where blocks are staged, its payload."""
+    """One call's room for trailers and, if blocks are staged, for the payload before each."""
 
     def __init__(self, memory: memoryview, payload_bytes: int) -> None:
         """``payload_bytes``: room for one payload; 0 if payloads lie in slots."""
@@ -91,7 +91,7 @@ class Tray:
 
 
 class RegisteredMemory:
-    """All memory that a client has to know. Any thread may borrow a tray."""
+    """All memory that a client must register. Any thread may borrow a tray."""
 
     def __init__(self, trays: int, block_bytes: int, *, are_plain: bool) -> None:
         """``are_plain``: payloads are the blocks themselves."""
@@ -100,8 +100,8 @@ class RegisteredMemory:
         self.call_blocks: Final = blocks_of_a_call(block_bytes)
         tray_bytes = self.call_blocks * stride_of(payload_bytes)
         self._own = memoryview(mmap.mmap(-1, DESCRIPTION_ROOM_BYTES + trays * tray_bytes))
-        # Last in, first out: its memory is in the cache still, and what is never needed is never
-        # touched, which would take as long as a transfer.
+        # Last in, first out: its memory is still in the cache, and unneeded trays are never
+        # touched: to touch one takes as long as a transfer.
         self._trays: queue.LifoQueue[Tray] = queue.LifoQueue()
         for start in range(DESCRIPTION_ROOM_BYTES, len(self._own), tray_bytes):
             self._trays.put(Tray(self._own[start : start + tray_bytes], payload_bytes))
@@ -115,18 +115,18 @@ class RegisteredMemory:
     def add_slots(self, slots: memoryview) -> None:
         """Note where the slots are. Their owner keeps them mapped: nothing here holds them.
 
-        No client is told of them where blocks are staged.
+        No client registers them if blocks are staged.
         """
         if self._is_direct:
             self._slots = Region(address_of(slots), slots.nbytes)
 
     def regions(self) -> list[Region]:
-        """Return all that a new client has to be told."""
+        """Return all memory that a new client must register."""
         own = Region(address_of(self._own), self._own.nbytes)
         return [own] if self._slots is None else [own, self._slots]
 
     def room_in_slots(self, buffer: memoryview) -> Room | None:
-        """Return a buffer with its address, if it lies in the slots that clients know."""
+        """Return a buffer with its address, if it lies in the slots that clients register."""
         if self._slots is None:
             return None
         address = address_of(buffer)
@@ -134,7 +134,7 @@ class RegisteredMemory:
 
     @contextmanager
     def tray(self) -> Iterator[Tray]:
-        """Borrow a tray. There are as many as threads that move blocks."""
+        """Borrow a tray. There is one for each thread that moves blocks."""
         tray = self._trays.get()
         try:
             yield tray
@@ -143,7 +143,7 @@ class RegisteredMemory:
 
 
 def blocks_of_a_call(block_bytes: int) -> int:
-    """Return how many blocks one call of the library moves, which a tray has room for."""
+    """Return how many blocks one call of the library moves: a tray has room for them."""
     return max(CALL_BLOCKS_MIN, min(CALL_BLOCKS_MAX, CALL_BYTES // block_bytes))
 
 
@@ -153,6 +153,6 @@ def stride_of(payload_bytes: int) -> int:
 
 
 def address_of(buffer: memoryview) -> int:
-    """Return where a buffer begins, which may be read-only."""
+    """Return the start address of a buffer, which may be read-only."""
     address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
     return address

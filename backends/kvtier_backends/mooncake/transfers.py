@@ -1,6 +1,6 @@
-"""Moves blocks between slots and a client, and says what became of each.
+"""Moves blocks between slots and a client, and returns each block's outcome.
 
-All methods block, and are for threads. A call is cut into trays: what nobody waits for
+All methods block, and are for threads. A call is cut into trays: one that nothing waits for
 any more by the time its turn comes is not begun.
 """
 
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
 Block = TypeVar("Block", "StoreBlock", "LoadBlock")
 
 _STORED: Final = frozenset({0, Code.EXISTS})
-"""An object that exists keeps what it has. That is the same block: keys name contents."""
+"""An existing object keeps its contents. They are the same block: keys name contents."""
 
 _LOST: Final[Mapping[int, str]] = {
-    Code.LEASE_EXPIRED: "leases_expired",  # of a compressed block nobody says how long it is
-    Code.TRANSFER_FAILED: "owners_gone",  # the master names them until --client_ttl has passed
+    Code.LEASE_EXPIRED: "leases_expired",  # a compressed block's length is not reported
+    Code.TRANSFER_FAILED: "owners_gone",  # the master lists them until --client_ttl has passed
 }
-"""What is a miss, whatever a lookup said, and its counter. None of these is the tier's fault."""
+"""Codes that are a miss, whatever a lookup returned, and their counters: not tier faults."""
 
 _UNCLEAR_LENGTH: Final = frozenset({Code.BAD_PARAMETERS, Code.TRANSFER_FAILED})
-"""What the library says of an object that is longer or shorter than the buffers, among others."""
+"""Codes for an object that is longer or shorter than the buffers, among others."""
 
 
 _REMOVE_WAITS_S: Final = (0.005, 0.02, 0.08, 0.3)
-"""An object that is being stored can't be removed: it is tried again after these."""
+"""An object that is being stored can't be removed: it is tried again after these pauses."""
 
 
 class Moved(NamedTuple):
-    """Where one block's payload and trailer are in memory during a load."""
+    """The memory of one block's payload and trailer during a load."""
 
     payload: Room
     trailer: Room
@@ -68,7 +68,7 @@ class Moved(NamedTuple):
 
 
 class BlockTransfers:
-    """Blocks in and out of one namespace of a store. Any thread may call any method."""
+    """Moves blocks in and out of one namespace of a store. Any thread may call any method."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class BlockTransfers:
         *,
         on_no_master: Callable[[], None],
     ) -> None:
-        """``prefix``: what the names of all blocks begin with, up to the last slash.
+        """``prefix``: the start of all block names, up to the last slash.
 
         ``on_no_master``: called, in any thread, when the master did not answer.
         """
@@ -92,7 +92,7 @@ class BlockTransfers:
     def store(
         self, client: StoreClient, blocks: Sequence[StoreBlock], until_s: float
     ) -> list[Outcome]:
-        """Store blocks. ``until_s``: by ``time.monotonic``, when nobody waits any more."""
+        """Store blocks. ``until_s``: the deadline, by ``time.monotonic``."""
         outcomes: list[Outcome] = []
         for some in _calls_of(blocks, self._memory.call_blocks):
             if time.monotonic() >= until_s:
@@ -129,7 +129,7 @@ class BlockTransfers:
         return loaded
 
     def probe(self, client: StoreClient, keys: Sequence[bytes]) -> list[bool]:
-        """Tell which blocks the master knows of. Raises ``StoreFault`` if it does not answer."""
+        """Return which blocks the master has. Raises ``StoreFault`` if it does not answer."""
         if not keys:
             return []
         codes = client.exist([self.name_of(key) for key in keys])
@@ -146,7 +146,7 @@ class BlockTransfers:
             busy = [key for key, code in zip(keys, codes, strict=True) if code == Code.NOT_READY]
             if not busy:
                 break
-            time.sleep(wait_s)  # until whoever stores it has done so
+            time.sleep(wait_s)  # until the running store has ended
             again = iter(client.remove([self.name_of(key) for key in busy]))
             codes = [next(again) if code == Code.NOT_READY else code for code in codes]
         left = [code for code in codes if code not in {0, Code.NOT_FOUND}]
@@ -217,7 +217,7 @@ class BlockTransfers:
             payload, trailer = room.cut(length)
             answer = self._records.decode_untrusted(block.key, payload, trailer, block.buffer)
         is_sound = answer.outcome is Outcome.DONE
-        if code == Code.LEASE_EXPIRED and is_sound:  # or else it would be removed as damaged
+        if code == Code.LEASE_EXPIRED and is_sound:  # otherwise it would be removed as damaged
             is_sound = answer.digest == block_digest(block.key, block.buffer)
         if is_sound:
             self._incidents.success("load")
@@ -232,13 +232,13 @@ class BlockTransfers:
         return Loaded(Outcome.FAILED)
 
     def _length_brought(self, key: bytes, code: int) -> int | None:
-        """Return how long the record is that has been brought, None if none has."""
+        """Return the length of the loaded record, None if none was loaded."""
         if code == Code.LEASE_EXPIRED and not self._records.are_compressed:
-            return self._records.record_bytes(key)  # of a compressed one nobody says how long it is
+            return self._records.record_bytes(key)  # a compressed one's length is not reported
         return code if self._records.is_record_length(key, code) else None
 
     def _code_by_length(self, client: StoreClient, key: bytes, code: int) -> int:
-        """Return the object's length if no record of ours is so long, else the code."""
+        """Return the object's length if no record of ours has it, else the code."""
         try:
             there = client.size(self.name_of(key))
         except StoreFault:  # the client is ending
@@ -247,7 +247,7 @@ class BlockTransfers:
 
 
 def _calls_of(blocks: Sequence[Block], most: int) -> Iterator[list[Block]]:
-    """Cut a call into what the library is given at once: it mixes up a name that comes twice."""
+    """Cut a call into batches for the library without repeated names, which it mixes up."""
     some: dict[bytes, Block] = {}
     for block in blocks:
         if len(some) == most or block.key in some:

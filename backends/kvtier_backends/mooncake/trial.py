@@ -1,4 +1,4 @@
-"""Does with a store, once and step by step, what the tier does with it: for ``kvtier check``."""
+"""Tries the tier's operations with a store, once and step by step: for ``kvtier check``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 NAMESPACE: Final = "kvtier-check"
 BODY_BYTES: Final = 4096
 SEGMENT_BYTES_MAX: Final = 64 << 20
-"""Others may store there while the check runs, and lose that: the less, the better."""
+"""Others may store there while the check runs, and lose those objects: the less, the better."""
 
 
 def try_store(
@@ -30,7 +30,7 @@ def try_store(
     *,
     read_only: bool,
 ) -> str:
-    """Return what worked, in words. Raises ``ConfigError`` for the step that did not."""
+    """Return a summary of the successful steps. Raises ``ConfigError`` for a failed one."""
     lent = min(given.segment_bytes, SEGMENT_BYTES_MAX)
     step = "reaching the master"
     remedy = "Start the master, or let this host reach it"

@@ -1,6 +1,6 @@
-"""The addresses in a ``url``: those of servers, of a cluster's nodes or of sentinels.
+"""Parses the addresses in a ``url``: of servers, of a cluster's nodes or of sentinels.
 
-A url has no room for a user and a password: it is shown in logs and refusals.
+A url must not hold a user and a password, because it is shown in logs and refusals.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TLS_SCHEMES: Final = ("rediss", "valkeys")
 
 
 class Address(NamedTuple):
-    """Where one server listens: a host and a port, or a Unix socket."""
+    """Address of one server: a host and a port, or a Unix socket."""
 
     host: str
     port: int
@@ -32,9 +32,9 @@ class Address(NamedTuple):
 
 
 class Servers(NamedTuple):
-    """What a ``url`` says."""
+    """The parsed ``url``."""
 
-    addresses: tuple[Address, ...]  #: sorted, each one once
+    addresses: tuple[Address, ...]  #: sorted, without duplicates
     is_tls: bool
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Servers(NamedTuple):
 
 
 def parse_url(url: str, where: str, default_port: int) -> Servers:
-    """Read ``redis://host:port,host:port``. Raises ``ConfigError``, which shows no secret."""
+    """Parse ``redis://host:port,host:port``. Raises ``ConfigError``, which shows no secret."""
     scheme, mark, rest = url.partition("://")
     if not mark or scheme not in SCHEMES:
         raise _refused(url, where, f"must begin with one of {', '.join(SCHEMES)} and ://")

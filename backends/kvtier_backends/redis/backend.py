@@ -1,8 +1,8 @@
 """The ``redis`` tier's driver: blocks in the memory of Redis or Valkey servers.
 
-Everything runs on the event loop: a call is one batch of commands at each server that has a part
+Everything runs on the event loop: a call is one batch of commands for each server that has some
 of its blocks. Blocks go from the slot to the socket, and from the socket to the slot. The layers
-are ``backend``, ``batches``, ``pool`` and ``resp``; ``watch`` keeps the connection, beside them.
+are ``backend``, ``batches``, ``pool`` and ``resp``; ``watch``, beside them, keeps the connection.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
     from kvtier_backends.shared.records import Record, Records
 
 VALUE_BYTES_MAX: Final = 512 << 20
-"""What a server takes as one value, unless it is told otherwise (``proto-max-bulk-len``)."""
+"""A server's default limit for one value (``proto-max-bulk-len``)."""
 
 PROBE_BATCH_BLOCKS: Final = 512
-"""A server answers for all keys of a call in one go."""
+"""A server answers all keys of a call at once."""
 
 MSET_BLOCK_BYTES_MAX: Final = 1 << 18
-"""Larger blocks are stored one by one: a server holds all of a command before it runs it."""
+"""Larger blocks are stored one by one: a server buffers a whole command before it runs it."""
 
 _KEY_BYTES_MAX: Final = 92
 _SOUND: Final = (Outcome.DONE, Outcome.ABSENT)
@@ -58,15 +58,15 @@ _SOUND: Final = (Outcome.DONE, Outcome.ABSENT)
 class RedisBackend(Backend):
     """Keeps each block as one value, ``<key_prefix>:<namespace>:<key in hex>``.
 
-    The servers evict by themselves (``maxmemory``), so that a block which was stored may be gone.
+    The servers evict by themselves (``maxmemory``), so a stored block may be gone.
     A call that is cancelled, or that runs out of time, closes its connection at once.
     """
 
     type_name: ClassVar[str] = "redis"
     medium: ClassVar[str] = "STORAGE"
     isolation: ClassVar[Isolation] = "process"
-    """A block takes many turns of the event loop, and for each of them a busy scheduler in the
-    same process would keep Python's lock for up to 5 ms."""
+    """A block takes many turns of the event loop, in each of which a busy scheduler in the same
+    process would hold Python's lock for up to 5 ms."""
 
     def __init__(self, given: RedisOptions, client: Client, records: Records) -> None:
         name = records.context.tier_name
@@ -83,7 +83,7 @@ class RedisBackend(Backend):
         )
         assert records.trailer_bytes(bytes(_KEY_BYTES_MAX)) <= TRAILER_BYTES_MAX
         self._given = given
-        # It knows neither a time to live nor the nodes of a cluster.
+        # MSET supports neither a time to live nor the nodes of a cluster.
         is_small = records.context.block_bytes <= MSET_BLOCK_BYTES_MAX
         self._has_mset = is_small and given.mode != "cluster" and not given.ttl_s
         self._records = records
@@ -109,7 +109,7 @@ class RedisBackend(Backend):
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> str:
-        """Check the options, the files that they name, and that the library is there."""
+        """Check the options, the files that they name, and that the library is installed."""
         return _read(options, context)[0].place
 
     @classmethod
@@ -129,7 +129,7 @@ class RedisBackend(Backend):
         self._watch.start(self.on_connection)
 
     async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """Ask for each key. Raises ``StoreFault`` if no server answers."""
+        """Look each key up. Raises ``StoreFault`` if no server answers."""
         commands = self._commands(b"EXISTS", keys)
         problem = await self._batches.run(commands)
         replies = [command.reply for _, command in commands]
@@ -186,11 +186,11 @@ class RedisBackend(Backend):
         self._record_threads.stop()
 
     def busy_threads(self) -> int:
-        """Count the threads that sign, verify, encrypt or decrypt blocks: nothing else has any."""
+        """Count the threads that sign, verify, encrypt or decrypt blocks: there are no others."""
         return self._record_threads.busy()
 
     def counters(self) -> Mapping[str, int]:
-        """Return counts of what went wrong, by kind; kinds that never did are left out."""
+        """Return error counts by kind, without those that are zero."""
         return {**self._counters.counts(), **self._records.counts()}
 
     def _connection_lost(self) -> None:
@@ -211,10 +211,10 @@ class RedisBackend(Backend):
         return _Fetch(name, block, payload, command)
 
     def _mset(self, blocks: Sequence[tuple[StoreBlock, Record]]) -> tuple[bytes, Command]:
-        """Return one command for all blocks, and a name of one of them.
+        """Return one command for all blocks, and the name of one of them.
 
-        A server answers each SET by itself, and wakes the tier for it: with one answer for all, 64
-        KiB blocks were stored 1.2 times as fast, in 0.84 of the processor time.
+        A server answers each SET separately, and wakes the tier each time: with one answer for all,
+        64 KiB blocks were stored 1.2 times as fast, in 0.84 of the processor time.
         """
         parts: list[bytes | memoryview] = []
         end = b"*%d\r\n$4\r\nMSET\r\n" % (1 + 2 * len(blocks))
@@ -230,13 +230,13 @@ class RedisBackend(Backend):
         payload, trailer = record
         size = len(payload) + len(trailer)
         ttl = (b"EX", b"%d" % self._given.ttl_s) if self._given.ttl_s else ()
-        # A value is the last but with a ttl: what is before and behind it is packed here.
+        # The value comes last unless there is a ttl: the bytes before and after it are packed here.
         head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (3 + len(ttl), len(name), name, size)
         tail = b"".join(b"\r\n$%d\r\n%s" % (len(word), word) for word in ttl)
         return name, Command((head, payload, trailer + tail + b"\r\n"))
 
     async def _loaded(self, fetches: Sequence[_Fetch], problem: StoreFault | None) -> list[Loaded]:
-        """Bring what has come into the buffers, and say what became of each block."""
+        """Decode the replies into the buffers, and return each block's outcome."""
         arrived = [
             StoredRecord(
                 fetch.block.key,
@@ -284,23 +284,23 @@ class RedisBackend(Backend):
 
 @dataclass(frozen=True, slots=True)
 class _Fetch:
-    """A block to load, what it is called, and what asks for it."""
+    """A block to load, its name, and the command that fetches it."""
 
     name: bytes
     block: LoadBlock
-    payload: memoryview  #: where it is read to
+    payload: memoryview  #: where it is read into
     command: Command
 
 
 def _is_denied(command: Command) -> bool:
-    """Tell whether an ACL keeps the tier from a command."""
+    """Return whether an ACL denies the tier a command."""
     return command.reply is not None and error_code(command.reply) == "NOPERM"
 
 
 def _read(
     options: Mapping[str, Any], context: BackendContext
 ) -> tuple[RedisOptions, Client, Records]:
-    """Read the options. Raises ``ConfigError``."""
+    """Parse the options. Raises ``ConfigError``."""
     reader, given = read_options(options, context)
     records = make_records(reader, context)
     reader.finish()

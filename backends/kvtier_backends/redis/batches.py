@@ -1,4 +1,4 @@
-"""Runs one call's commands: each at the server that has the block, all within the call's time."""
+"""Runs one call's commands, each at the server that has the block, within the call's time."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class BatchRunner:
         self._call_timeout_s = call_timeout_s
 
     async def run(self, commands: Sequence[tuple[bytes, Command]]) -> StoreFault | None:
-        """Run commands, each with its block's name; what has come is in ``Command.reply``.
+        """Run commands, each with its block's name; replies are stored in ``Command.reply``.
 
-        Returns why a reply is missing, if one is. When it has returned, or was cancelled, nothing
+        Returns the reason if a reply is missing. After it has returned, or was cancelled, nothing
         reads or writes a buffer of the commands any more.
         """
         problems: list[StoreFault] = []
@@ -107,6 +107,6 @@ def _route(reply: Reply | None, asked: Address) -> Route:
     if error is None or reply is None:
         return Route.KEPT
     onward = onward_untrusted(reply, asked)
-    # Who names himself is not the one that the name leads to by now.
+    # A node that redirects to itself is no longer the one that its name leads to.
     is_itself = onward is not None and not onward.is_asked and onward.address == asked
     return Route.LEFT if is_itself else error.route

@@ -1,4 +1,4 @@
-"""What the client library does: connecting, TLS, logging in, and the rare commands.
+"""Wraps the client library: connecting, TLS, logging in, and the rare commands.
 
 ``valkey`` is imported here and nowhere else. Once a connection is logged in, its socket is
 handed to ``resp.Connection``, which runs the batches.
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 
 class ServerRefused(StoreFault):
-    """Raised for what a server answers with an error, or with what it should not."""
+    """Raised for an error reply, or an unexpected reply, of a server."""
 
-    kind: str = ""  #: the library's class of the error; the server's word where it has no class
+    kind: str = ""  #: the library's class of the error; the server's error code if it has no class
 
 
 class Client:
@@ -53,7 +53,7 @@ class Client:
         self.key_slot: Callable[[bytes], int] = key_slot
         self._library = library
         self._fault = ValkeyError
-        self._refusal = ResponseError  # of one command; the connection goes on
+        self._refusal = ResponseError  # of one command; the connection stays usable
         self._given = given
         self._threads = DaemonThreads(1, "kvtier-redis-login")  # files and commands may hang
         self._tls = _Tls(library, given) if given.servers.is_tls else None
@@ -79,9 +79,9 @@ class Client:
     async def asking(
         self, address: Address, *, is_sentinel: bool = False
     ) -> AsyncIterator[Callable[..., Any]]:
-        """Give a coroutine that runs one command, over a connection of its own.
+        """Yield a coroutine function that runs one command, over a connection of its own.
 
-        Raises ``StoreFault`` for all that goes wrong.
+        Raises ``StoreFault`` for every failure.
         """
         given = self._given
         credentials = given.credentials if given.sentinel_auth or not is_sentinel else None
@@ -98,10 +98,10 @@ class Client:
 
     @asynccontextmanager
     async def commanding(self, address: Address) -> AsyncIterator[Commands]:
-        """Give a coroutine that runs commands in one go, for as long as it takes.
+        """Yield a coroutine function that runs batches of commands, for as long as it takes.
 
-        It returns their answers, ``ServerRefused`` among them. Raises ``StoreFault``, also for a
-        go that takes longer than ``call_timeout_s``.
+        It returns their replies, including ``ServerRefused``. Raises ``StoreFault``, also for a
+        batch that takes longer than ``call_timeout_s``.
         """
         given = self._given
         async with self._logged_in(address, given.credentials, given.db, is_long=True) as opened:
@@ -129,9 +129,9 @@ class Client:
         keep: bool = False,
         is_long: bool = False,
     ) -> AsyncIterator[Any]:
-        """``keep``: leave it open for whoever has taken it over, if nothing goes wrong.
+        """``keep``: leave it open for its new owner, unless something fails.
 
-        ``is_long``: only connecting has a limit.
+        ``is_long``: only connecting has a time limit.
         """
         made: Any = None
         is_done = False
@@ -157,14 +157,14 @@ class Client:
         """Return a connection that is not connected. Raises ``StoreFault`` without its secrets."""
         password, context = None, None
         if self._tls is not None or (credentials is not None and credentials.source):
-            # Not a part of the time to connect: a command may ask for a token far away.
+            # Not part of the connect timeout: a command may fetch a token from far away.
             async with asyncio.timeout(SECRETS_S_MAX):
                 password, context = await self._threads.run(partial(self._secrets, credentials))
         named: dict[str, Any] = {
             "db": db,
             "username": credentials and credentials.username,
             "password": password,
-            # Each call has one limit for all that it does.
+            # Each call has one overall time limit.
             "socket_timeout": None,
             "socket_connect_timeout": self._given.connect_timeout_s,
             "lib_name": None,
@@ -176,11 +176,11 @@ class Client:
         if context is None:
             return self._library.Connection(**named)
         made = self._library.SSLConnection(**named)
-        made.ssl_context = context  # one for all: to make it reads the system's certificates
+        made.ssl_context = context  # shared by all: creating it reads the system's certificates
         return made
 
     def _secrets(self, credentials: Credentials | None) -> tuple[str | None, Any]:
-        """Read the password, and the files of TLS if they have changed. It may block."""
+        """Read the password, and the TLS files if they have changed. May block."""
         password = None if credentials is None else credentials.password()
         try:
             return password, None if self._tls is None else self._tls.context()
@@ -188,7 +188,7 @@ class Client:
             raise StoreFault(f"{self._tls} can't be used ({problem})") from None
 
     def close(self) -> None:
-        """Let the thread end that reads secrets."""
+        """Let the thread that reads secrets end."""
         self._threads.stop()
 
 
@@ -206,7 +206,7 @@ def _refused(
 
 
 async def _drop(connection: AbstractConnection) -> None:
-    """Close what the library still holds. Does not wait."""
+    """Close the connection that the library still holds. Does not wait."""
     writer = connection._writer  # noqa: SLF001 - there is no other way to it
     if writer is not None:
         writer.transport.abort()
@@ -214,7 +214,7 @@ async def _drop(connection: AbstractConnection) -> None:
 
 
 class _Tls:
-    """The context of TLS, made anew once a file that it was made of has changed."""
+    """The TLS context, rebuilt once one of its files has changed."""
 
     def __init__(self, library: Any, given: RedisOptions) -> None:  # noqa: ANN401 - the library's
         self._library = library
@@ -228,7 +228,7 @@ class _Tls:
         self._context: Any = None
 
     def context(self) -> Any:  # noqa: ANN401 - the library's
-        """Return it. It may block. Raises ``OSError``, as for files that can't be used."""
+        """Return the context. May block. Raises ``OSError``, also for unusable files."""
         stamps = [_stamp(each) for each in self._files]
         if stamps != self._made_of:
             self._context = self._make()
@@ -236,7 +236,7 @@ class _Tls:
         return self._context
 
     def __str__(self) -> str:
-        """Name the files."""
+        """Return the files' names."""
         return ", ".join(self._files)
 
     def _make(self) -> Any:  # noqa: ANN401 - the library's

@@ -1,8 +1,8 @@
-"""User and password, which no log line, error or ``repr`` shows.
+"""Reads user and password, which no log line, error or ``repr`` shows.
 
 A password may change while the tier runs: tokens of managed servers last for minutes. So it is read
-again at each login, from the file or by the command that the options name, and what goes wrong then
-is a login that failed, as any other.
+again at each login, from the file or with the command in the options, and a failure to read it
+is a failed login like any other.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _OPTIONS: Final = ("password_file", "password_env", "password_command")
 
 @dataclass(frozen=True)
 class Credentials:
-    """Whom the server takes the tier for."""
+    """The user name and the source of the password."""
 
     username: str | None = None
-    source: str = ""  #: where the password comes from, in words for a log; empty: there is none
+    source: str = ""  #: where the password comes from, for logs; empty if there is none
     _read: Callable[[], str] | None = field(default=None, repr=False)
     _command: SecretCommand | None = field(default=None, repr=False)
 
@@ -42,7 +42,7 @@ class Credentials:
             self._command.forget()
 
     def password(self) -> str | None:
-        """Read the password; None if none is needed. It may block. Raises ``StoreFault``."""
+        """Read the password; None if none is needed. May block. Raises ``StoreFault``."""
         if self._read is None:
             return None
         try:
@@ -52,7 +52,7 @@ class Credentials:
 
 
 def read_credentials(reader: Options, username: str | None) -> Credentials:
-    """Read what the options name, once. Raises ``ConfigError``, which shows no password."""
+    """Read the named credentials once. Raises ``ConfigError``, which shows no password."""
     if reader.has("password"):
         raise refusal(
             "password",
@@ -71,7 +71,7 @@ def read_credentials(reader: Options, username: str | None) -> Credentials:
         return Credentials()
     (key,) = given
     named = reader.text(key)
-    # Whoever writes the password itself where its name belongs must not find it in a log.
+    # If users write the password itself where its name belongs, it must not reach a log.
     is_name = bool(_VARIABLE.fullmatch(named)) if key == "password_env" else "/" in named
     shown = named if is_name else "..."
     command = SecretCommand(named) if key == "password_command" else None

@@ -1,7 +1,7 @@
-"""The description of the namespace, which lies beside its blocks in plain words.
+"""Stores the readable description of the namespace beside its blocks.
 
-Names of blocks hold a digest of all that the description says. So a description that differs means
-that two namespaces have one digest, or that somebody else wrote there: nothing is served then.
+Block names hold a digest of the whole description. So a different description means that two
+namespaces share a digest, or that another program wrote there: nothing is served then.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FORMAT_VERSION: Final = 1
 
 
 class Description:
-    """The description of the engine's own namespace, and the names of all that it stores."""
+    """The description of the engine's own namespace, and the names of everything it stores."""
 
     def __init__(self, key_prefix: str, context: BackendContext) -> None:
         self._stem = f"{key_prefix}:{namespace_name(context)}:".encode()
@@ -35,13 +35,13 @@ class Description:
         )
 
     def name_of(self, key: bytes) -> bytes:
-        """Return what a block is called."""
+        """Return a block's name."""
         return self._stem + key.hex().encode()
 
     async def compare(self, client: Client, topology: Topology) -> Address:
-        """Write the description if there is none, and compare it. Returns where it is.
+        """Write the description if there is none, and compare it. Returns its server's address.
 
-        Raises ``OtherNamespace``, and ``StoreFault`` where the server can't be used.
+        Raises ``OtherNamespace``, and ``StoreFault`` if the server can't be used.
         """
         address = topology.server_of(self.name)
         if address is None:
@@ -49,8 +49,8 @@ class Description:
         try:
             await self._compare_at(client, address)
         except ServerRefused as refused:
-            # Its hash slot is moving. The next check will find it: the names of blocks tell
-            # namespaces apart, too.
+            # Its hash slot is moving. The next check will find it: block names distinguish
+            # namespaces, too.
             if not topology.is_cluster or refused.kind not in UNSETTLED:
                 raise
         return address
@@ -61,7 +61,7 @@ class Description:
                 try:
                     await ask("SET", self.name, self._own.text, "NX")
                 except ServerRefused as refused:
-                    if not refuses_writes(refused.kind):  # and serves what it has
+                    if not refuses_writes(refused.kind):  # and serves its data
                         raise
             found = await ask("GET", self.name)
         if found is not None:

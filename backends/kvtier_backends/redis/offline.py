@@ -1,7 +1,7 @@
-"""Says what a ``redis`` tier's servers hold, by namespace, and removes it, while engines use them.
+"""Lists the contents of a ``redis`` tier's servers by namespace, and purges them, while in use.
 
-``SCAN`` walks the names some at a time, ``STRLEN`` tells a block's size without reading it, and
-``UNLINK`` leaves the freeing to a thread of the server's: none of them keeps it from serving.
+``SCAN`` walks the names in batches, ``STRLEN`` returns a block's size without reading it, and
+``UNLINK`` leaves the freeing to a thread of the server: none of them keeps it from serving.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HEX: Final = re.compile(rb"(?:[0-9a-f]{2})+")
 async def list_servers(
     client: Client, given: RedisOptions, advance: Callable[[int], None]
 ) -> dict[str, Holding]:
-    """Return what there is, by namespace. ``advance`` is called with each number of new names.
+    """Return the contents by namespace. ``advance`` is called with each number of new names.
 
     Raises ``StoreFault``.
     """
@@ -55,9 +55,9 @@ async def purge_servers(
     *,
     dry: bool,
 ) -> tuple[dict[str, Holding], int]:
-    """Remove blocks. Returns what is gone, and how many could not be removed.
+    """Remove blocks. Returns the removed ones, and how many could not be removed.
 
-    Descriptions go with whole namespaces; an engine that runs writes its own again. ``dry``:
+    Descriptions go with whole namespaces; a running engine writes its own again. ``dry``:
     removes nothing. Raises ``StoreFault``.
     """
     gone: dict[str, Holding] = {}
@@ -82,15 +82,15 @@ def _key(rest: bytes) -> bytes:
 
 
 _Names = dict[bytes, tuple[str, bytes]]
-"""Names, and for each its namespace and what is behind that."""
+"""Names, each with its namespace and the rest of the name."""
 
 
 async def _walk(client: Client, given: RedisOptions) -> AsyncIterator[tuple[Commands, _Names]]:
-    """Yield the names that are ours, each once, and how to ask the server that has them."""
+    """Yield our names, each once, and the function that runs commands on their server."""
     topology = await discover(client, given)
     stem = f"{given.key_prefix}:".encode()
     for address in sorted(topology.addresses):
-        seen: set[int] = set()  # a server that makes its table larger may tell a name twice
+        seen: set[int] = set()  # a server that grows its table may return a name twice
         async with client.commanding(address) as run:
             cursor = b"0"
             while True:
@@ -107,7 +107,7 @@ async def _walk(client: Client, given: RedisOptions) -> AsyncIterator[tuple[Comm
 
 
 def _parts(name: bytes, stem: bytes) -> tuple[str, bytes] | None:
-    """Return a name's namespace and the rest; None if no tier with this prefix has made it."""
+    """Return a name's namespace and the rest; None if no tier with this prefix made it."""
     namespace, _, rest = name.removeprefix(stem).rpartition(b":")
     if not namespace or b":" in namespace or not (rest == DESCRIPTION or _HEX.fullmatch(rest)):
         return None

@@ -1,4 +1,4 @@
-"""Connections that are kept, so many to each server and no more."""
+"""Keeps connections, up to a limit for each server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ConnectionPool:
-    """Lends connections. Whoever waits for one has a limit of his own. Loop thread only."""
+    """Lends connections. Callers limit their own waiting time. Loop thread only."""
 
     def __init__(self, client: Client, connections_max: int, on_lost: Callable[[], None]) -> None:
         """``on_lost``: called when a server ends a connection."""
@@ -34,9 +34,9 @@ class ConnectionPool:
 
     @asynccontextmanager
     async def lend(self, address: Address) -> AsyncIterator[Connection]:
-        """Lend a connection. One whose batch did not end, for whatever reason, is closed at once.
+        """Lend a connection. If its batch does not end, for any reason, it is closed at once.
 
-        So are the idle ones beside it: a network that silently forgot this connection forgot those
+        So are the server's idle connections: a network that silently dropped this one dropped those
         too, and each of them would cost a call all its time. Raises ``StoreFault`` if the server
         can't be reached.
         """
@@ -61,9 +61,9 @@ class ConnectionPool:
                     connection.abort()
 
     def leave(self, address: Address) -> None:
-        """Use no connection again that leads there by now: what is at its end is the wrong server.
+        """Stop using the present connections to this address: they lead to the wrong server.
 
-        The name may lead to another one. Those that are lent are closed once they come back.
+        The name may lead to another one. Lent connections are closed when they come back.
         """
         self._times_left[address] += 1
         self._close_idle(address)
@@ -74,7 +74,7 @@ class ConnectionPool:
             self._close_idle(address)
 
     def close(self) -> None:
-        """Close all connections, and the client; calls end. Closing twice is no error."""
+        """Close all connections, and the client; calls end. May be called twice."""
         self._is_closed = True
         self.keep_only(())
         for connection in self._lent:

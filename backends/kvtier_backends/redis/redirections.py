@@ -1,8 +1,8 @@
-"""Where a cluster sends a command on to, while hash slots move from one node to another.
+"""Follows a cluster's redirections while hash slots move from one node to another.
 
-MOVED  the hash slot is another node's now: the map that the tier has is old
-ASK    it is being moved, and what is called so is not here: it may have arrived there already.
-       The other node answers only what comes behind an ``ASKING``
+MOVED  the hash slot is another node's now: the tier's map is old
+ASK    it is being moved, and the key is not here: it may already have arrived at the other
+       node, which answers only commands that follow an ``ASKING``
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from kvtier_backends.redis.resp import Reply
 
 HOPS_MAX: Final = 4
-"""So many nodes a command is sent to in turn: nodes that disagree would redirect it for ever."""
+"""Most nodes that a command is sent to in turn: nodes that disagree would redirect it forever."""
 
 UNSETTLED: Final = frozenset(["MOVED", "ASK", "TRYAGAIN"])
-"""Errors of a cluster in which hash slots move."""
+"""Errors of a cluster while hash slots move."""
 
 _ASKING: Final = packed(b"ASKING")
 
@@ -31,15 +31,15 @@ class Target(NamedTuple):
     """A node to send commands to."""
 
     address: Address
-    is_asked: bool = False  #: its hash slot has not arrived there altogether
+    is_asked: bool = False  #: its hash slot has not fully arrived there
 
     def framed(self, commands: Sequence[Command]) -> Sequence[Command]:
-        """Return what to send."""
+        """Return the commands to send."""
         return [*_each_asked(commands)] if self.is_asked else commands
 
 
 def redirected(sent: Mapping[Target, Sequence[Command]]) -> dict[Target, list[Command]]:
-    """Return the commands to be sent on. They have no reply any more."""
+    """Return the commands to be redirected. Their replies are cleared."""
     further: dict[Target, list[Command]] = defaultdict(list)
     for target, commands in sent.items():
         for command in commands:
@@ -51,7 +51,7 @@ def redirected(sent: Mapping[Target, Sequence[Command]]) -> dict[Target, list[Co
 
 
 def onward_untrusted(reply: Reply | None, asked: Address) -> Target | None:
-    """Read ``ASK <slot> <host>:<port>``. None for all else; raises nothing."""
+    """Parse ``ASK <slot> <host>:<port>``. None for anything else; raises nothing."""
     if reply is None or reply.kind is not Kind.ERROR:
         return None
     code, _, rest = reply.text.partition(" ")
@@ -61,7 +61,7 @@ def onward_untrusted(reply: Reply | None, asked: Address) -> Target | None:
     number = int(port[:6])
     if not 0 < number < 1 << 16:
         return None
-    # A node that does not know its own name leaves it empty: it is at the host that was asked.
+    # A node that does not know its own name leaves it empty: it is the host that was queried.
     return Target(Address(host.strip("[]") or asked.host, number), code == "ASK")
 
 

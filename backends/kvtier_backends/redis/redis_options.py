@@ -1,4 +1,4 @@
-"""The options of the ``redis`` tier, read. Nothing is touched but the files that they name."""
+"""Parses the options of the ``redis`` tier. Touches only the files that they name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FILES: Final = ("tls_ca_file", "tls_cert_file", "tls_key_file")
 
 @dataclass(frozen=True)
 class RedisOptions:
-    """The options, read."""
+    """The parsed options."""
 
     url: str = field(
         metadata=option.required(
@@ -114,12 +114,12 @@ class RedisOptions:
 
     @property
     def capped_presence_ttl_s(self) -> float:
-        """For how long to believe that a block is there."""
+        """Time for which a block's presence is trusted."""
         return min(self.presence_ttl_s, float(self.ttl_s)) if self.ttl_s else self.presence_ttl_s
 
     @property
     def place(self) -> str:
-        """What two tiers may not have in common."""
+        """Identity of the tier's storage, which two tiers must not share."""
         name = f"/{self.sentinel_master}" if self.sentinel_master else ""
         return f"{self.servers}{name}/{self.db}/{self.key_prefix}"
 
@@ -127,7 +127,7 @@ class RedisOptions:
 def read_options(
     options: Mapping[str, Any], context: BackendContext
 ) -> tuple[Options, RedisOptions]:
-    """Read the options and the password. Raises ``ConfigError``; others may read more of them."""
+    """Parse the options, read the password. Raises ``ConfigError``; others may read more."""
     reader = Options(options, f"secondary tier {context.tier_name}")
     values = option.read(RedisOptions, reader)
     values |= {key: reader.path(key) for key in _FILES if reader.has(key)}
@@ -142,7 +142,7 @@ def read_options(
 
 
 def _refuse_what_does_not_fit(reader: Options, given: RedisOptions) -> None:
-    """Raises ``ConfigError`` for options that are sound alone, but not together."""
+    """Raise ``ConfigError`` for options that are valid alone, but not together."""
     is_sentinel = given.mode == "sentinel"
     if is_sentinel and not given.sentinel_master:
         raise reader.error("mode", given.mode, "needs sentinel_master. Set it")

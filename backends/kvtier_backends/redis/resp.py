@@ -1,10 +1,10 @@
-"""Batches of commands over one connection, in the protocol of Redis (RESP 2).
+"""Runs batches of commands over one connection, in the protocol of Redis (RESP 2).
 
 A batch is written at once and its replies are read in order. A block is read from the
-socket into its slot: client libraries read it into a buffer, make ``bytes`` of it, and leave it
-to the caller to copy those.
+socket into its slot; client libraries read it into a buffer, convert it to ``bytes``, and
+leave the copy to the caller.
 
-A batch that does not end well leaves the connection in an unknown state: whoever ran it calls
+A batch that fails leaves the connection in an unknown state: its caller must call
 ``abort``, after which nothing reads or writes any buffer of the batch.
 """
 
@@ -24,32 +24,32 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 SCRATCH_BYTES: Final = 4096
-"""Where lines and trailers are read to. What of a block comes with them is copied."""
+"""Buffer for lines and trailers. Block bytes that arrive with them are copied."""
 
 TRAILER_BYTES_MAX: Final = SCRATCH_BYTES // 2
 READ_ON_BYTES_MAX: Final = 1 << 20
-"""So much of replies is read at a stretch; then other connections have a turn."""
+"""Most bytes of replies that are read at a stretch; then other connections have a turn."""
 
 _DISCARD_BYTES: Final = 1 << 16
 _LINE_END: Final = b"\r\n"
 
 
 class ConnectionLost(StoreFault):
-    """Raised when the connection ends, or brings what is no reply. The batch may have been done."""
+    """Raised when the connection ends, or delivers a non-reply. The batch may have been run."""
 
 
 class Kind(Enum):
-    """What a reply is."""
+    """The kind of a reply."""
 
-    DONE = auto()  #: ``text`` is what the server says, or the number that it gives
+    DONE = auto()  #: ``text`` is the server's text, or the number that it returns
     ERROR = auto()  #: ``text`` is the server's
     MISSING = auto()
-    BLOCK = auto()  #: its payload begins ``into``, and its trailer is in ``trailer``
-    OTHER_LENGTH = auto()  #: something else than a block of this length
+    BLOCK = auto()  #: its payload is at the start of ``into``, and its trailer is in ``trailer``
+    OTHER_LENGTH = auto()  #: something other than a block of this length
 
 
 class Reply(NamedTuple):
-    """What the server answered to one command."""
+    """The server's reply to one command."""
 
     kind: Kind
     text: str = ""
@@ -66,17 +66,17 @@ class Command:
     """One command, and its reply once it has come."""
 
     parts: tuple[bytes | memoryview, ...]
-    into: memoryview | None = None  #: where the payload of a block goes
-    trailer_bytes: int = 0  #: how much comes behind it
+    into: memoryview | None = None  #: destination of a block's payload
+    trailer_bytes: int = 0  #: length of the trailer behind it
     is_payload_length: Callable[[int], bool] | None = None  #: None: it is as long as ``into``
     reply: Reply | None = None
 
     def forget_reply(self) -> None:
-        """Get ready to be sent once more, to another server."""
+        """Prepare to be sent again, to another server."""
         self.reply = None
 
     def expects(self, size: int) -> bool:
-        """Tell whether a payload of this length may come."""
+        """Return whether a payload of this length may come."""
         if self.into is None or not 0 <= size <= len(self.into):
             return False
         if self.is_payload_length is None:
@@ -104,9 +104,9 @@ class Connection(asyncio.BufferedProtocol):
         self._writer: SocketWriter
         self._reader: SocketReader
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
-        self._start = self._end = 0  # what in ``_scratch`` is unread
+        self._start = self._end = 0  # the unread part of ``_scratch``
         self._reading = _Reading.LINE
-        self._left = memoryview(b"")  # of the payload, what has not come yet
+        self._left = memoryview(b"")  # the part of the payload that has not arrived yet
         self._payload_bytes = 0
         self._discard_bytes = 0
         self._waiting: deque[Command] = deque()
@@ -119,7 +119,7 @@ class Connection(asyncio.BufferedProtocol):
     def is_usable(self) -> bool:
         """Whether a batch may be run on it.
 
-        Not after one that was cancelled, even if all its replies have come: a server may have
+        False after a cancelled batch, even if all its replies have arrived: a server may have
         answered before it had the whole of a command, and would take the next for the rest.
         """
         return self._lost is None and not self._is_in_batch
@@ -167,16 +167,16 @@ class Connection(asyncio.BufferedProtocol):
         self._on_end()
 
     def pause_writing(self) -> None:
-        """Let the batch wait until the socket has taken what was written."""
+        """Pause the batch until the socket has taken the written data."""
         self._is_paused = True
 
     def resume_writing(self) -> None:
-        """Let the batch go on."""
+        """Resume the batch."""
         self._is_paused = False
         self._wake()
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's
-        """Return where the next bytes go: to the slot, if nothing else can come."""
+        """Return the buffer for the next bytes: the slot, if nothing else can arrive."""
         if self._reading is _Reading.PAYLOAD:
             return self._left
         if self._reading is _Reading.DISCARD and self._discard_bytes > SCRATCH_BYTES:
@@ -184,7 +184,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._scratch[self._end :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Take in what has come."""
+        """Process received bytes."""
         if self._lost is not None:
             return
         if self._reading is _Reading.PAYLOAD:
@@ -199,7 +199,7 @@ class Connection(asyncio.BufferedProtocol):
     # --- replies ---
 
     def _read_on(self, count: int) -> None:
-        """Read what else is there already: the rest of a block, and what is behind it."""
+        """Read data that is already there: the rest of a block, and the bytes behind it."""
         while self._waiting and count < READ_ON_BYTES_MAX:
             block, scratch = self._left, self._scratch[self._end :]
             read = self._reader.read_some((block, scratch) if block else (scratch,))
@@ -212,7 +212,7 @@ class Connection(asyncio.BufferedProtocol):
             self._take_in()
 
     def _take_in(self) -> None:
-        """Take in what has been read."""
+        """Process the bytes that were read."""
         try:
             while self._step():
                 pass
@@ -223,7 +223,7 @@ class Connection(asyncio.BufferedProtocol):
         self._tidy()
 
     def _step(self) -> bool:
-        """Take in a part of a reply. False: the rest has not come."""
+        """Process a part of a reply. Returns False if the rest has not arrived."""
         if self._reading is _Reading.LINE:
             return self._take_line()
         if self._reading is _Reading.PAYLOAD:
@@ -257,7 +257,7 @@ class Connection(asyncio.BufferedProtocol):
         return True
 
     def _take_stored(self, unread: bytes) -> None:
-        """Take in what most stores of a batch are answered with, all that have come at once."""
+        """Process the usual replies to stores, all that have arrived at once."""
         count = 0
         while unread.startswith(_STORED, count * len(_STORED)):
             if not self._waiting:
@@ -354,7 +354,7 @@ class Connection(asyncio.BufferedProtocol):
 
 
 def packed(*words: bytes) -> bytes:
-    """Return a command of short words, as it is sent."""
+    """Return a command of short words, in wire format."""
     return b"*%d\r\n" % len(words) + b"".join(
         b"$%d\r\n%s\r\n" % (len(each), each) for each in words
     )

@@ -1,7 +1,7 @@
-"""What a server's errors mean, by the word that they begin with: for a block, and for the tier.
+"""Maps a server's errors, by their first word, to their meaning for a block and for the tier.
 
-The words are those of Redis 7 and Valkey 8 that the commands of a tier can meet. An error that is
-not listed is one of the block's alone, as ``ERR`` is.
+The words are those of Redis 7 and Valkey 8 that the commands of a tier can meet. An unlisted
+error concerns only the block, as ``ERR`` does.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 
 class Meaning(Enum):
-    """What a block is after its command was answered with an error."""
+    """State of a block after an error reply to its command."""
 
     FAILED = auto()
     FULL = auto()
     DAMAGED = auto()  #: something else has the block's name
-    ABSENT = auto()  #: to whom loads it: its hash slot moves
+    ABSENT = auto()  #: for a load: its hash slot moves
 
 
 class Route(Enum):
-    """What the error says of the connection that it came over, and of the servers."""
+    """Consequence of an error for the connection that it came over, and for the servers."""
 
     KEPT = auto()  #: nothing
-    CHECKED = auto()  #: the servers may be others than the tier thinks
-    LEFT = auto()  #: the server at its end is not, or no more, the one to ask: nor at all idle ones
+    CHECKED = auto()  #: the servers may differ from the tier's map
+    LEFT = auto()  #: its server, as on all idle ones, is not, or no longer, the one to query
 
 
 class ServerError(NamedTuple):
@@ -37,7 +37,7 @@ class ServerError(NamedTuple):
 
     meaning: Meaning = Meaning.FAILED
     route: Route = Route.KEPT
-    refuses_writes: bool = False  #: and serves what it has
+    refuses_writes: bool = False  #: and serves its data
     remedy: str = ""  #: for the log
 
 
@@ -88,23 +88,23 @@ _CLASSES: Final = {
     "NoPermissionError": "NOPERM",
     "BusyLoadingError": "LOADING",
 }
-"""The client library's classes of errors, in whose text the word is missing."""
+"""The client library's error classes whose text lacks the word."""
 
 
 def error_code(reply: Reply) -> str:
-    """Return the word that an error begins with, such as ``OOM``."""
+    """Return the first word of an error, such as ``OOM``."""
     return reply.text.partition(" ")[0]
 
 
 def error_of(reply: Reply | None) -> ServerError | None:
-    """Return what an error means; None for what is none."""
+    """Return an error's meaning; None for a reply that is not an error."""
     if reply is None or reply.kind is not Kind.ERROR:
         return None
     return SERVER_ERRORS.get(error_code(reply), SERVER_ERRORS["ERR"])
 
 
 def refuses_writes(kind: str) -> bool:
-    """Tell whether a server that answers a write so serves what it has.
+    """Return whether a server that refuses a write with this error serves its data.
 
     ``kind``: of ``client.ServerRefused``.
     """
@@ -112,7 +112,7 @@ def refuses_writes(kind: str) -> bool:
 
 
 def remedy_of(kind: str) -> str:
-    """Return what a person may do, in words; empty if nothing is known. ``kind``: as above."""
+    """Return the remedy, in words; empty if none is known. ``kind``: as above."""
     return _row(kind).remedy
 
 
@@ -121,6 +121,6 @@ def _row(kind: str) -> ServerError:
 
 
 def in_words(reply: Reply) -> str:
-    """Return what a server says, and what to do about it."""
+    """Return a server's error text, and the remedy."""
     error = error_of(reply)
     return f"{reply.text} ({error.remedy})" if error is not None and error.remedy else reply.text

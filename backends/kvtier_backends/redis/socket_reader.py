@@ -1,7 +1,7 @@
-"""Reads what has come behind what asyncio has read, without a turn of the event loop for each part.
+"""Reads data that follows asyncio's own read, without a turn of the event loop for each part.
 
-asyncio reads into one buffer at a time, and goes round its loop after each. Here the rest of a
-block goes into its slot, and what is behind it into another buffer, by one system call: loads of
+asyncio reads into one buffer at a time, and runs its loop after each. Here the rest of a block
+goes into its slot, and the bytes behind it into another buffer, in one system call: loads of
 64 KiB blocks took 0.84 of the processor time; those of 1 MiB blocks as much as before.
 """
 
@@ -23,9 +23,9 @@ class SocketReader:
         self._socket = None if is_encrypted else transport.get_extra_info("socket")
 
     def read_some(self, buffers: Sequence[memoryview]) -> int:
-        """Fill these one after the other, with what is there.
+        """Fill these buffers in order with the available data.
 
-        0: nothing is, or the connection has ended, which the transport finds out by itself.
+        Returns 0 if there is none, or the connection has ended: the transport detects that itself.
         """
         if self._socket is None:
             return 0

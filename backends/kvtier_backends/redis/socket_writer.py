@@ -1,6 +1,6 @@
-"""Writes a batch: straight from where its parts are, many of them in one system call.
+"""Writes a batch straight from the memory of its parts, many of them in one system call.
 
-asyncio would send each part by itself, or join them first. A server that is woken by the head of a
+asyncio would send each part separately, or join them first. A server woken by the head of a
 command reads it before the block is there: with heads and blocks in one call, stores of 64 KiB
 blocks took 0.8 of the processor time, and 0.7 of the server's.
 
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
 Part: TypeAlias = bytes | memoryview
 
 _PARTS_MAX: Final = 1024
-"""As many the kernel takes in one call (``IOV_MAX``)."""
+"""The kernel's limit for one call (``IOV_MAX``)."""
 
 _HANDED_BYTES_MAX: Final = 1 << 14
-"""So much the transport gets, which copies it, to wait until the socket takes more."""
+"""Most bytes handed to the transport, which copies them, to wait until the socket takes more."""
 
 _JOIN_BYTES_MAX: Final = 1 << 14
 """Over TLS, smaller parts are joined: a copy costs less than a call."""
 
 
 class SocketWriter:
-    """Writes to the socket of a transport, which somebody else reads. Loop thread only."""
+    """Writes to the socket of a transport; another object reads from it. Loop thread only."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         is_encrypted = transport.get_extra_info("ssl_object") is not None
         self._socket = None if is_encrypted else transport.get_extra_info("socket")
-        # A write that the socket doesn't take is copied: so no more than one at a time is.
-        # With TLS not 0: asyncio takes that as full when it is empty.
+        # The transport copies a write that the socket doesn't take: so allow only one at a time.
+        # With TLS not 0: asyncio takes an empty buffer as full then.
         transport.set_write_buffer_limits(high=0 if self._socket else 1, low=0)
 
     def write_some(self, parts: deque[Part]) -> None:
-        """Write the first of these parts, and take out of them what was written.
+        """Write the first of these parts, and remove the written bytes from them.
 
         Call it again when the transport has not asked to pause, or has asked to resume. Raises
         ``OSError``.
@@ -57,7 +57,7 @@ class SocketWriter:
         except BlockingIOError:
             written = 0
         if len(some) == len(parts) and written == sum(map(len, some)):
-            parts.clear()  # as it mostly is; the other way takes them out one by one
+            parts.clear()  # the usual case; the other way removes them one by one
             return
         _skip(parts, written)
         if parts:
@@ -68,7 +68,7 @@ class SocketWriter:
 
 
 def _skip(parts: deque[Part], count: int) -> None:
-    """Take so many bytes out."""
+    """Remove this many bytes."""
     while parts and count >= len(parts[0]):
         count -= len(parts.popleft())
     if count:
@@ -76,7 +76,7 @@ def _skip(parts: deque[Part], count: int) -> None:
 
 
 def _next_chunk(parts: deque[Part]) -> Part:
-    """Take out what to write next: a large part as it is, small ones joined."""
+    """Remove and return the next bytes to write: a large part as it is, small ones joined."""
     if len(parts[0]) > _JOIN_BYTES_MAX:
         return parts.popleft()
     small: list[Part] = []

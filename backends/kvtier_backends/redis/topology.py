@@ -1,7 +1,7 @@
-"""Which server has which block: one server, the master that sentinels name, or a cluster's nodes.
+"""Finds the server of each block: one server, the master that sentinels name, or a cluster's node.
 
 A cluster divides its 16384 hash slots among its masters; a block's name has one slot. The map is
-asked for when the tier connects, at each check, and after an answer MOVED.
+queried when the tier connects, at each check, and after a MOVED reply.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Topology:
-    """Where each block's name belongs. Does not change."""
+    """Maps each block's name to its server. Does not change."""
 
     def __init__(
         self,
@@ -30,16 +30,16 @@ class Topology:
         *,
         is_cluster: bool = False,
     ) -> None:
-        """``ranges``: first and last hash slot, and whose they are."""
+        """``ranges``: first and last hash slot, and their server."""
         self._ranges = sorted(ranges)
         self._key_slot = key_slot
         self.is_cluster = is_cluster
         self.addresses = frozenset(address for _, _, address in ranges)
-        #: the server that has all blocks, whatever they are called; None if there are several
+        #: the server of all blocks, whatever their names; None if there are several
         self.only = None if is_cluster else ranges[0][2]
 
     def server_of(self, name: bytes) -> Address | None:
-        """Return the server that has what is called so; None if none is in charge of it."""
+        """Return the server in charge of this name; None if there is none."""
         slot = self._key_slot(name)
         for first, last, address in self._ranges:
             if first <= slot <= last:
@@ -48,7 +48,7 @@ class Topology:
 
 
 async def discover(client: Client, given: RedisOptions) -> Topology:
-    """Find out who has what. Raises ``StoreFault``."""
+    """Query which server has which blocks. Raises ``StoreFault``."""
     addresses = given.servers.addresses
     if given.mode == "cluster":
         ranges = await _first_answer(addresses, partial(_ask_node, client))
@@ -73,7 +73,7 @@ async def _ask_node(client: Client, address: Address) -> list[tuple[int, int, Ad
 
 def _range_untrusted(found: Any, asked: Address) -> tuple[int, int, Address]:  # noqa: ANN401 - checked here
     first, last, (host, port, *_), *_ = found
-    # A node that does not know its own name leaves it empty: it is the one that was asked.
+    # A node that does not know its own name leaves it empty: it is the one that was queried.
     name = _text_of(host or b"") or asked.host
     return int(first), int(last), Address(name, int(port))
 
@@ -91,14 +91,14 @@ async def _ask_sentinel(client: Client, master: str, address: Address) -> Addres
 
 
 def _text_of(reply: object) -> str:
-    """Return what a server says as text, printable."""
+    """Return a server's reply as printable text."""
     if isinstance(reply, bytes):
         return reply.decode("utf-8", "backslashreplace")
     return str(reply)
 
 
 async def _first_answer(addresses: Sequence[Address], ask: Callable[[Address], Any]) -> Any:  # noqa: ANN401 - what ``ask`` returns
-    """Ask one server after the other until one answers. Raises the last one's ``StoreFault``."""
+    """Query the servers in order until one answers. Raises the last one's ``StoreFault``."""
     problem = StoreFault("no server is known")
     for address in addresses:
         try:

@@ -1,4 +1,4 @@
-"""Does at each server, once and step by step, what the tier does there: for ``kvtier check``."""
+"""Tries the tier's operations at each server, once and step by step: for ``kvtier check``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvtier_backends.redis.topology import Topology
 
 NAMESPACE: Final = "kvtier-check"
-LEFT_S: Final = "60"  #: after that the server removes what a check that was killed has left
+LEFT_S: Final = "60"  #: then the server removes the leftovers of a killed check
 _NAMES_MAX: Final = 1 << 18
 _UNREACHED: Final = ("", "ConnectionError", "TimeoutError")
 _REMEDIES: Final = {
@@ -34,7 +34,7 @@ _RIGHTS: Final = "+get +set +mset +exists +unlink"
 
 
 class _Trial:
-    """One tier's servers, and which step is under way."""
+    """One tier's servers, and the current step."""
 
     def __init__(
         self, client: Client, given: RedisOptions, reader: Options, *, read_only: bool
@@ -46,7 +46,7 @@ class _Trial:
         self._step = "logging in"
 
     async def run(self) -> int:
-        """Try each server. Returns how many there are. Raises ``ConfigError``."""
+        """Try each server. Returns the number of servers. Raises ``ConfigError``."""
         try:
             topology = await discover(self._client, self._given)
             for address in sorted(topology.addresses):
@@ -108,7 +108,7 @@ def _kind_of(problem: StoreFault) -> str:
 async def try_servers(
     client: Client, given: RedisOptions, reader: Options, *, read_only: bool
 ) -> str:
-    """Return what worked, in words. Raises ``ConfigError`` for the step that did not."""
+    """Return a summary of the successful steps. Raises ``ConfigError`` for a failed one."""
     count = await _Trial(client, given, reader, read_only=read_only).run()
     servers = "its server was" if count == 1 else f"all {count} servers were"
     done = "looked up" if read_only else "stored, loaded and removed"

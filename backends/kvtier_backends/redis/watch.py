@@ -1,8 +1,7 @@
-"""Knows which servers have what, and finds out again when they may have changed.
+"""Tracks which servers have which blocks, and checks again when that may have changed.
 
-Each check asks who has what, logs in there, and compares the description of the namespace with the
-engine's own. One connection is kept for nothing else than to notice at once that its server has
-ended it.
+Each check queries the topology, logs in, and compares the description of the namespace with
+the engine's own. One connection is kept only to notice at once when its server ends it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ CHECK_S: Final = 10.0
 
 
 class ConnectionWatch(KeptConnection):
-    """Knows how the tier stands with its servers. Loop thread only."""
+    """Tracks the state of the tier's servers. Loop thread only."""
 
     def __init__(
         self,
@@ -41,7 +40,7 @@ class ConnectionWatch(KeptConnection):
         counters: TierCounters,
         on_servers: Callable[[Collection[Address]], None],
     ) -> None:
-        """``on_servers``: called with those in use; with none if the connection is gone."""
+        """``on_servers``: called with the servers in use; with none if the connection is gone."""
         super().__init__("redis", tier_name, given.place, counters)
         self._check_every_s = CHECK_S
         self._client = client
@@ -54,14 +53,14 @@ class ConnectionWatch(KeptConnection):
         self._kept_at: Address | None = None
 
     async def topology(self) -> Topology:
-        """Return who has what, once that was asked. Raises ``StoreFault`` if not connected."""
+        """Return the topology, after the first check. Raises ``StoreFault`` if not connected."""
         await self._has_tried.wait()
         if self.state is not Connection.UP or self._topology is None:
             raise StoreFault(f"not connected: {self._problem}")
         return self._topology
 
     def leave(self) -> None:
-        """Look anew for who is there: a server has said that it is the wrong one."""
+        """Check the servers again: one has reported that it is the wrong one."""
         self._drop_kept()
         self.doubt()
 

@@ -1,4 +1,4 @@
-"""The ``s3`` backend: one object per block, in S3, GCS, Azure, or what speaks S3."""
+"""The ``s3`` backend: one object per block, in S3, GCS, Azure, or a server that speaks S3."""
 
 from kvtier_backends.s3.backend import S3Backend as S3Backend
 

@@ -1,7 +1,7 @@
-"""Requests that are repeated as long as that may help and somebody waits.
+"""Repeats requests as long as that may help and a caller waits.
 
 Full jitter ("Exponential Backoff and Jitter", AWS Architecture Blog, 2015): clients that
-failed together do not come back together.
+failed together do not retry together.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BACKOFF_S_MAX: Final = 2.0
 
 
 def backoff_s(attempt: int) -> float:
-    """Return how long to wait after this attempt, the first of which is 0."""
+    """Return the pause after this attempt, the first of which is 0."""
     bound = min(BACKOFF_S_MAX, BACKOFF_S_FIRST * 2.0 ** min(attempt, 32))
     return random.uniform(0.0, bound)  # noqa: S311 - no secret
 
@@ -42,9 +42,9 @@ class Attempts:
         on_failure: Callable[[RequestFailed, Urgency], None],
         is_worthwhile: Callable[[], bool] = lambda: True,
     ) -> None:
-        """``on_failure``: told of each request that has failed, repeated or not.
+        """``on_failure``: called for each failed request, repeated or not.
 
-        ``is_worthwhile``: asked before a request is repeated; False: the server is known to be
+        ``is_worthwhile``: called before a request is repeated; False: the server is known to be
         gone.
         """
         self._limiter = limiter
@@ -53,9 +53,9 @@ class Attempts:
         self._is_worthwhile = is_worthwhile
 
     async def run(self, urgency: Urgency, send: Callable[[], Awaitable[T]]) -> T:
-        """Send until it succeeds, cannot, or nobody waits any more. Raises ``RequestFailed``.
+        """Send until it succeeds, cannot, or no caller waits any more. Raises ``RequestFailed``.
 
-        What is left of the time counts from here on, turns and pauses included.
+        The remaining time counts from here on, turns and pauses included.
         """
         last: RequestFailed | None = None
         try:

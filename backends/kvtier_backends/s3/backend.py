@@ -1,7 +1,7 @@
 """The ``s3`` tier's driver: one object for each block, one request for each object.
 
 Bytes go from the slot to the socket without a copy, and from the library's buffer into the
-slot by one copy, made on the loop's thread: a call that was cancelled writes nothing later.
+slot by one copy, made on the loop's thread: a cancelled call writes nothing later.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ if TYPE_CHECKING:
 FORMAT_NAME: Final = "kvtier s3"
 FORMAT_VERSION: Final = 1
 PROBE_BATCH_BLOCKS_MAX: Final = 4
-"""A request for each key, and all calls together make as many at once as may run: what waits for
-its turn here is in the way of a short probe."""
+"""Each key is a request, and all calls together run as many at once as allowed: requests that
+wait for their turn here delay a short probe."""
 
 _SHARD_DIGITS: Final = 3
-"""S3 spreads load by the beginning of names: 4,096 of them, below each namespace."""
+"""S3 spreads load by name prefixes: 4,096 of them, below each namespace."""
 
 _REMOVED_AT_ONCE_MAX: Final = 256
 
@@ -68,10 +68,10 @@ class S3Backend(Backend):
 
     The object is the block alone, of a round length; the trailer is in its metadata. Some 90 bytes
     behind the block halved the throughput of loads from Ceph: they were a packet of their own,
-    which was not sent before the one before had been acknowledged.
+    which was not sent before the previous one had been acknowledged.
 
     Options: see ``S3Options``. ``open`` does not wait for the server. A cancelled store may
-    have been kept, and the library may read its buffer for a moment longer, which
+    have succeeded, and the library may read its buffer for a moment longer, which
     ``busy_threads`` counts; a cancelled load writes to no buffer.
     """
 
@@ -139,13 +139,13 @@ class S3Backend(Backend):
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> str:
-        """Check the options, and that the library and the credentials are there."""
+        """Check the options, and that the library and the credentials are available."""
         _, address, _, _ = _read(options, context)
         return str(address)
 
     @classmethod
     def check_connection(cls, options: Mapping[str, Any], context: BackendContext) -> str:
-        """Store, load and remove an object, or look for one."""
+        """Store, load and remove an object, or look one up."""
         client, address, _, given = _read(options, context)
         reader = read_options(options, context)[1]
         trial = try_bucket(client, address, given, reader, read_only=context.read_only)
@@ -153,15 +153,15 @@ class S3Backend(Backend):
 
     @property
     def place(self) -> str:
-        """The URL, written in one way, and the server if it is not the provider's own."""
+        """The normalized URL, and the server if it is not the provider's own."""
         return str(self._address)
 
     async def open(self) -> None:
-        """Begin to connect, and wait for nothing."""
+        """Begin to connect. Does not wait."""
         self._connection.start(self.on_connection)
 
     async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """Ask for the length of each object. One of another length counts as missing.
+        """Query the length of each object. One of another length counts as missing.
 
         Raises ``StoreFault`` if no request is answered.
         """
@@ -171,11 +171,11 @@ class S3Backend(Backend):
         return [each is True for each in found]
 
     async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
-        """Get each object whole, and bring its block into the buffer."""
+        """Get each object whole, and decode its block into the buffer."""
         return await _each(self._load_one, blocks)
 
     async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
-        """Put an object for each block, unless there is one."""
+        """Put an object for each block, unless it exists."""
         return await _each(self._store_one, blocks)
 
     async def remove(self, keys: Sequence[bytes]) -> None:
@@ -190,7 +190,7 @@ class S3Backend(Backend):
                 raise
 
     async def close(self) -> None:
-        """Stop to look after the connection. Waits for nothing but that task's end."""
+        """Stop watching the connection. Waits only for that task to end."""
         await self._connection.stop()
         self._client.close()
         self._coding.stop()
@@ -200,7 +200,7 @@ class S3Backend(Backend):
         return self._coding.busy() + self._lent.count()
 
     def counters(self) -> Mapping[str, int]:
-        """Return counts of requests, bytes and faults, the limit of requests, and ``connected``."""
+        """Return counts of requests, bytes and faults, the request limit, and ``connected``."""
         levels = {
             "requests_limit": self._limiter.limit,
             "connected": int(self._is_connected()),
@@ -275,7 +275,7 @@ class S3Backend(Backend):
 
 
 def _in_words(failed: RequestFailed) -> StoreFault:
-    """Return what a request ended with, and what to do about it, for the log."""
+    """Return a request's failure, with the remedy, for the log."""
     remedy = failed.remedy
     if not remedy and failed.failure is Failure.DENIED:
         remedy = "the key may lack the right s3:PutObject, s3:GetObject or s3:DeleteObject"
@@ -285,7 +285,7 @@ def _in_words(failed: RequestFailed) -> StoreFault:
 def _read(
     options: Mapping[str, Any], context: BackendContext
 ) -> tuple[Client, Address, Records, S3Options]:
-    """Read the options of the tier and of its records. Raises ``ConfigError``."""
+    """Parse the options of the tier and of its records. Raises ``ConfigError``."""
     given, reader = read_options(options, context)
     address = address_of(given, reader)
     credentials = credentials_of(given, reader)
@@ -296,7 +296,7 @@ def _read(
 
 
 async def _each(call: Callable[[Item], Awaitable[Answer]], items: Sequence[Item]) -> list[Answer]:
-    """Call for all items at once, and return the answers in order."""
+    """Call for all items at once, and return the results in order."""
     if len(items) == 1:
         return [await call(items[0])]
     async with asyncio.TaskGroup() as group:

@@ -1,8 +1,8 @@
-"""The object store's client: the only file that knows ``obstore``.
+"""Wraps the object store's client library: the only file that uses ``obstore``.
 
 Its calls run in threads of its own. A tier has its retries off: ours know the deadline, and
-tell a server that is busy from one that is gone. Whatever it raises, a panic of its native
-code included, comes out as ``RequestFailed``.
+distinguish a busy server from one that is gone. Whatever it raises, including a panic of its
+native code, becomes ``RequestFailed``.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CONNECT_TIMEOUT_S_MAX: Final = 5.0
-LISTED_AT_ONCE: Final = 1000  # a request brings no more
+LISTED_AT_ONCE: Final = 1000  # the most that a request returns
 _NOT_IMPLEMENTED: Final = 501
 _TRAILER: Final = "kvtier"
-"""The name of the metadata with the trailer, ``x-amz-meta-kvtier`` on S3. Azure takes letters,
+"""Name of the metadata with the trailer, ``x-amz-meta-kvtier`` on S3. Azure takes letters,
 digits and underscores only."""
 
 
 class FoundObject(NamedTuple):
-    """An object as it was found."""
+    """An object that was read."""
 
     body: memoryview
-    trailer: bytes  #: empty if it has none, or none that could be one
+    trailer: bytes  #: empty if it has none, or an invalid one
 
 
 class ListedObject(NamedTuple):
-    """An object as a listing has it."""
+    """An object in a listing."""
 
     name: str
     size: int
@@ -61,7 +61,7 @@ class Client:
     def __init__(
         self, make_store: Callable[[Credentials | None], ObjectStore], source: Source
     ) -> None:
-        """``make_store``: raises ``ConfigError`` where it can't be made, as ``source`` does."""
+        """``make_store``: raises ``ConfigError`` if it can't be made, as ``source`` does."""
         self._make_store = make_store
         self._source = source
         self._credentials = source()
@@ -74,23 +74,23 @@ class Client:
         self._has_conditional_put = True
 
     def counts(self) -> Mapping[str, int]:
-        """Return the requests sent, by kind, failed ones too, and the bytes of bodies. No zeros.
+        """Return the requests sent, by kind, also failed ones, and the bytes of bodies. No zeros.
 
         Any thread.
         """
         return self._sent.counts()
 
     def forget_connections(self) -> None:
-        """Send what comes next over new connections; what is under way goes on over its own.
+        """Use new connections for further requests; running ones keep theirs.
 
         The library keeps idle connections. After one has brought no answer the others are no
         better, and each of them would cost a request all its time.
         """
-        with suppress(ConfigError):  # the environment is another by now: the old one goes on
+        with suppress(ConfigError):  # the environment has changed: the old store stays
             self._store = self._make_store(self._credentials)
 
     async def renew(self) -> None:
-        """Sign what comes next with the credentials that there are by now.
+        """Sign further requests with the current credentials.
 
         Raises ``RequestFailed`` if there are none: the old ones are kept.
         """
@@ -103,11 +103,11 @@ class Client:
         self.forget_connections()
 
     def close(self) -> None:
-        """Let the thread end that reads credentials."""
+        """Let the thread that reads credentials end."""
         self._threads.stop()
 
     async def get(self, name: str, is_length: Callable[[int], bool]) -> FoundObject:
-        """Return an object of such a length. Raises ``WrongLength``, too."""
+        """Return an object of an accepted length. Also raises ``WrongLength``."""
         self._sent.add("requests_get")
         result = await _call(lambda: self._library.get_async(self._store, name))
         length = result.meta["size"]
@@ -115,19 +115,19 @@ class Client:
             raise WrongLength(f"an object of {length} bytes")
         body = memoryview(await _call(result.bytes_async))
         self._sent.add("bytes_got", body.nbytes)
-        # Not what was announced: the library checks that, too, but has had gaps there.
+        # Not the announced length: the library checks that, too, but has had gaps there.
         if body.nbytes != length:
             raise WrongLength(f"{body.nbytes} of {length} bytes")
         return FoundObject(body, _trailer_untrusted(result.attributes))
 
     async def get_up_to(self, name: str, length_max: int) -> memoryview:
-        """Return an object of at most this length. Raises ``WrongLength``, too."""
+        """Return an object of at most this length. Also raises ``WrongLength``."""
         return (await self.get(name, lambda length: length <= length_max)).body
 
     async def put(self, name: str, body: memoryview | bytes, trailer: bytes | None = None) -> bool:
-        """Make an object, with the trailer in its metadata. False: there is one already.
+        """Create an object, with the trailer in its metadata. Returns False if it exists.
 
-        Where the server knows no conditional put, an object that is there is replaced.
+        If the server has no conditional put, an existing object is replaced.
         """
         attributes = {_TRAILER: b64encode(trailer).decode()} if trailer is not None else None
         try:
@@ -142,11 +142,11 @@ class Client:
         return True
 
     async def replace(self, name: str, body: bytes) -> None:
-        """Make an object, or replace it."""
+        """Create an object, or replace it."""
         await self._put(name, body, create=False)
 
     async def length(self, name: str) -> int | None:
-        """Return how long an object is, None if there is none."""
+        """Return an object's length, None if there is none."""
         self._sent.add("requests_head")
         try:
             meta = await _call(lambda: self._library.head_async(self._store, name))
@@ -157,7 +157,7 @@ class Client:
         return int(meta["size"])
 
     async def walk(self, prefix: str) -> AsyncIterator[Sequence[ListedObject]]:
-        """Yield the objects whose names begin with this and a slash, some at a time."""
+        """Yield the objects whose names begin with this and a slash, in pages."""
         pages = self._library.list(self._store, prefix or None, chunk_size=LISTED_AT_ONCE)
         while True:
             self._sent.add("requests_list")
@@ -171,14 +171,14 @@ class Client:
             ]
 
     async def remove(self, names: Sequence[str]) -> None:
-        """Remove these objects. Those that are not there are no error."""
+        """Remove these objects. Missing ones are not an error."""
         self._sent.add("requests_delete")
         try:
             await _call(lambda: self._library.delete_async(self._store, list(names)))
         except RequestFailed as failed:
             if failed.failure is not Failure.ABSENT:
                 raise
-            if len(names) > 1:  # GCS and Azure stop at the first that is not there
+            if len(names) > 1:  # GCS and Azure stop at the first missing one
                 for name in names:
                     await self.remove([name])
 
@@ -268,7 +268,7 @@ def _transport(given: S3Options, retries_max: int) -> dict[str, Any]:
 
 
 def _trailer_untrusted(attributes: Mapping[str, str]) -> bytes:
-    """Return the trailer from an object's metadata; none, if that could not be one."""
+    """Return the trailer from an object's metadata; empty if it is not valid."""
     try:
         return b64decode(attributes.get(_TRAILER, ""), validate=True)
     except ValueError:

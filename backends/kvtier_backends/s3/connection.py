@@ -1,8 +1,8 @@
-"""Whether the server serves this namespace: its description can be read and written there.
+"""Checks whether the server serves this namespace: its description can be read and written there.
 
 There is no connection to watch: each request has its own. So the tier is up once the description
-has been read and written; and it is gone once a request fails in a way that more requests would
-share, and asking for the description fails, too.
+has been read and written; it is gone once a request fails in a way that more requests would
+share, and the query for the description fails, too.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _REMEDIES: Final = {
     Failure.DENIED: "the server denies access. The key must be allowed to get, put and delete "
     "objects, and to list the bucket, without which it is denied where nothing is stored",
 }
-"""Where the server's word does not say more."""
+"""Used if the failure has no remedy of its own."""
 
 _FOR_ALL: Final = frozenset({Failure.DENIED, Failure.CREDENTIALS, Failure.CLOCK})
-"""What any other request would end with as well."""
+"""Failures that any other request would meet as well."""
 
 _OF_WRITES: Final = frozenset({Failure.DENIED, Failure.FULL})
-"""What a bucket may say to a write that serves what it has."""
+"""Failures of writes to a bucket that may still serve its objects."""
 
 
 class BucketConnection(KeptConnection):
-    """Finds out whether the server serves this namespace. Loop thread only."""
+    """Checks whether the server serves this namespace. Loop thread only."""
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class BucketConnection(KeptConnection):
         self._timeout_s = min(timeout_s, CHECK_TIMEOUT_S_MAX)
 
     def suspect(self, failed: RequestFailed, *, of_store: bool) -> None:
-        """Note that a request has failed. What that says of the server is found out soon."""
+        """Note that a request has failed. Its meaning for the server is checked soon."""
         if of_store and failed.failure is Failure.DENIED:
-            return  # who may not write may read: stores fail apart
+            return  # without write access, reads may work: stores fail separately
         if failed.failure in _FOR_ALL:
             # The description may be allowed and blocks not: more requests would be denied.
             self.lose(failed)
@@ -83,7 +83,7 @@ class BucketConnection(KeptConnection):
         return known or super()._remedy(problem)
 
     async def _agree(self, *, writes: bool) -> None:
-        """Have the description there, and compare it. ``writes``: see whether that works, too."""
+        """Ensure that the description exists, and compare it. ``writes``: try to write it, too."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._agree_some_time(writes=writes)
@@ -96,18 +96,18 @@ class BucketConnection(KeptConnection):
         if there is None and wanted.is_read_only:
             return
         if there is None:
-            # Where it may not be written nothing of ours is, and what others store may be read.
+            # If it can't be written, nothing of ours is there, and others' blocks may be read.
             if await _unless_refused(self._client.put(wanted.name, wanted.text)) is not False:
                 return
             there = await self._read()  # another engine has just written one
         if there is None:
             raise RequestFailed(Failure.BROKEN, f"{wanted.name} is there and is not")
         wanted.refuse_other_untrusted(there)
-        if writes and not wanted.is_read_only:  # again: a lifecycle rule counts anew
+        if writes and not wanted.is_read_only:  # again: this restarts a lifecycle rule's count
             await _unless_refused(self._client.replace(wanted.name, wanted.text))
 
     async def _read(self) -> memoryview | None:
-        """Return the description that is there, if there is one."""
+        """Return the stored description, if there is one."""
         try:
             return await self._client.get_up_to(self._description.name, DESCRIPTION_BYTES_MAX)
         except RequestFailed as failed:
@@ -119,7 +119,7 @@ class BucketConnection(KeptConnection):
 
 
 async def _unless_refused(write: Awaitable[T]) -> T | None:
-    """Write; None where a bucket refuses writes, and may serve what it has."""
+    """Write; return None if a bucket refuses writes but may serve its objects."""
     try:
         return await write
     except RequestFailed as failed:

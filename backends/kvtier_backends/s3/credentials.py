@@ -1,7 +1,7 @@
-"""The keys of a bucket, found anew whenever the tier connects: they may have changed since.
+"""Finds the keys of a bucket, again whenever the tier connects: they may have changed since.
 
 Without options the library finds them by itself: the usual variables, a web identity, the
-instance. It knows no profiles, and no commands.
+instance. It supports no profiles, and no commands.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvtier_backends.s3.s3_options import S3Options
 
     Source: TypeAlias = Callable[[], "Credentials | None"]
-    """Finds the keys; None: the library does. It may block. Raises ``ConfigError``."""
+    """Finds the keys; None: the library does. May block. Raises ``ConfigError``."""
 
 _FILES: Final = (
     ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials", ""),
@@ -44,7 +44,7 @@ class Credentials:
 
 
 def credentials_of(given: S3Options, reader: Options) -> Source:
-    """Return what finds the credentials that the options name.
+    """Return the source of the credentials that the options name.
 
     Raises ``ConfigError`` for options that exclude one another.
     """
@@ -102,14 +102,14 @@ def _variable(reader: Options, key: str, name: str) -> str:
 
 
 class _Command:
-    """Runs a command that prints what AWS's ``credential_process`` prints."""
+    """Runs a command whose output is that of AWS's ``credential_process``."""
 
     def __init__(self, command: str, what: str) -> None:
         self._run = SecretCommand(command)
         self._what = what
 
     def __call__(self) -> Credentials:
-        self._run.forget()  # one connection asks at a time, after pauses; it may have been refused
+        self._run.forget()  # asked one at a time, after pauses; the old key may have been refused
         try:
             printed = json.loads(self._run())
             keys = [printed["AccessKeyId"], printed["SecretAccessKey"]]
@@ -125,7 +125,7 @@ class _Command:
 
 
 class _Profile:
-    """Reads a profile from AWS's files, of which that of credentials goes first."""
+    """Reads a profile from AWS's files; the credentials file goes first."""
 
     def __init__(self, name: str, where: str, *, is_asked_for: bool = True) -> None:
         """``is_asked_for``: without keys, it is refused; else the library looks elsewhere."""
@@ -161,7 +161,7 @@ class _Profile:
             parser.read_string(path.read_text())
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, configparser.Error):  # whose text may show a line of it
+        except (OSError, ValueError, configparser.Error):  # the text may show a line of it
             raise self._refused(f"can't be read from {path}. See to the file") from None
         name = f"{prefix}{self._name}"
         return dict(parser[name]) if parser.has_section(name) else {}

@@ -1,7 +1,7 @@
-"""The error codes of S3, and those of other stores that answer as it does, and what each means.
+"""Maps the error codes of S3, and of other stores that answer as it does, to their meaning.
 
-A code that is not listed means what its status says (``failures.py``). What a failure means for a
-block and for the tier is told at ``Failure``. The codes are of the reference of S3's API ("List of
+The status gives the meaning of an unlisted code (``failures.py``). ``Failure`` documents its
+consequence for a block and for the tier. The codes are from the reference of S3's API ("List of
 error codes"), of MinIO, Ceph, Google and Azure: those that requests for single objects can meet.
 """
 
@@ -12,19 +12,19 @@ from typing import Final, NamedTuple
 
 
 class Failure(Enum):
-    """Why a request brought nothing."""
+    """Why a request brought no result."""
 
-    ABSENT = auto()  #: no such object, or none that can be read: a miss
-    EXISTS = auto()  #: there is one already
+    ABSENT = auto()  #: no such object, or no readable one: a miss
+    EXISTS = auto()  #: the object exists already
     NO_BUCKET = auto()  #: the tier is gone until there is one
-    BUSY = auto()  #: the server wants fewer requests; sent again, later
+    BUSY = auto()  #: the server wants fewer requests; repeated later
     DENIED = auto()  #: a load: the tier is gone; a store: stores fail
-    CREDENTIALS = auto()  #: of no use, or no more: the tier is gone until there are others
+    CREDENTIALS = auto()  #: invalid, or no longer valid: the tier is gone until there are others
     CLOCK = auto()  #: this host's clock is wrong: the tier is gone until it is right
     FULL = auto()  #: a quota, or the server's disks
-    UNREACHABLE = auto()  #: no answer, or half of one; sent again, and the tier is looked at
-    BROKEN = auto()  #: the server failed, and may not the next time; sent again
-    REFUSED = auto()  #: the server answers, and will say the same the next time: the block's fault
+    UNREACHABLE = auto()  #: no answer, or half of one; repeated, and the tier is checked
+    BROKEN = auto()  #: the server failed, perhaps only this time; repeated
+    REFUSED = auto()  #: the server answers, and would repeat the answer: the block's fault
 
 
 class ErrorCode(NamedTuple):
@@ -40,7 +40,7 @@ _KMS: Final = "see to the key by which the bucket is encrypted"
 _SCHEME: Final = "the server wants another way to sign: see to endpoint, region and its release"
 
 ERROR_CODES: Final[dict[str, ErrorCode]] = {
-    # no such thing
+    # missing
     "NoSuchKey": ErrorCode(Failure.ABSENT),
     "NoSuchVersion": ErrorCode(Failure.ABSENT),
     "BlobNotFound": ErrorCode(Failure.ABSENT),
@@ -50,10 +50,10 @@ ERROR_CODES: Final[dict[str, ErrorCode]] = {
     ),
     "ContainerNotFound": ErrorCode(Failure.NO_BUCKET, "create the container"),
     "ContainerBeingDeleted": ErrorCode(Failure.NO_BUCKET, "create the container"),
-    # there already
+    # exists already
     "PreconditionFailed": ErrorCode(Failure.EXISTS),
     "BlobAlreadyExists": ErrorCode(Failure.EXISTS),
-    # sent again
+    # repeated
     "SlowDown": ErrorCode(Failure.BUSY),
     "SlowDownRead": ErrorCode(Failure.BUSY),
     "SlowDownWrite": ErrorCode(Failure.BUSY),
@@ -69,7 +69,7 @@ ERROR_CODES: Final[dict[str, ErrorCode]] = {
     "BadDigest": ErrorCode(Failure.BROKEN),
     "XAmzContentSHA256Mismatch": ErrorCode(Failure.BROKEN),
     "TemporaryRedirect": ErrorCode(Failure.BROKEN),
-    "NotImplemented": ErrorCode(Failure.BROKEN),  # the client asks otherwise from then on
+    "NotImplemented": ErrorCode(Failure.BROKEN),  # the client uses other requests from then on
     # no room
     "QuotaExceeded": ErrorCode(Failure.FULL, "raise the quota, or remove blocks"),
     "TooManyObjects": ErrorCode(Failure.FULL, "raise the quota, or remove blocks"),
@@ -97,7 +97,7 @@ ERROR_CODES: Final[dict[str, ErrorCode]] = {
     "TokenRefreshRequired": ErrorCode(Failure.CREDENTIALS, "the session token has expired"),
     "RequestTimeTooSkewed": ErrorCode(Failure.CLOCK, "set this host's clock, or the server's"),
     "RequestExpired": ErrorCode(Failure.CLOCK, "set this host's clock, or the server's"),
-    # what will be said again
+    # permanent
     "AuthorizationHeaderMalformed": ErrorCode(Failure.REFUSED, _REGION),
     "PermanentRedirect": ErrorCode(Failure.REFUSED, _REGION),
     "IllegalLocationConstraintException": ErrorCode(Failure.REFUSED, _REGION),

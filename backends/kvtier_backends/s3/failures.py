@@ -1,7 +1,7 @@
-"""What a request to an object store can end with, told from what the library raises.
+"""Classifies the failures of requests to an object store by the library's exceptions.
 
-The library's texts hold URLs, which may hold credentials: nothing of them is passed on but the
-status and the server's own word for the error.
+The library's texts hold URLs, which may hold credentials: only the status and the server's own
+error code are passed on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAY_PASS: Final = frozenset({Failure.BUSY, Failure.UNREACHABLE, Failure.BROKEN})
 """Worth another attempt."""
 
 
-_CAUSES: Final = (  # what the library's account of an error has in it, without a server's text
+_CAUSES: Final = (  # substrings of the library's error texts, without a server's text
     ("InvalidCertificate", "the server's certificate is not trusted"),
     ("dns error", "the server's name is not known"),
     ("ConnectionRefused", "connection refused"),
@@ -43,7 +43,7 @@ _BY_STATUS: Final = {
     403: Failure.DENIED,
     404: Failure.ABSENT,
     408: Failure.BROKEN,  # the server has waited for the body
-    409: Failure.BROKEN,  # another store of the same key runs now
+    409: Failure.BROKEN,  # another store of the same key is running
     412: Failure.EXISTS,
     429: Failure.BUSY,
     503: Failure.BUSY,
@@ -52,7 +52,7 @@ _BY_STATUS: Final = {
 
 
 class RequestFailed(StoreFault):
-    """Raised when a request fails. The text has the status and the server's word, no URL."""
+    """Raised when a request fails. The text has the status and the server's code, no URL."""
 
     def __init__(
         self, failure: Failure, text: str, status: int | None = None, code: str = ""
@@ -64,16 +64,16 @@ class RequestFailed(StoreFault):
 
 
 class WrongLength(StoreFault):
-    """Raised when an object, or what came of it, is not as long as it should be. Drop it."""
+    """Raised when an object, or the data received of it, has the wrong length. Drop it."""
 
 
 def timed_out() -> RequestFailed:
-    """Return what a request without an answer in time ends with."""
+    """Return the failure of a request without an answer in time."""
     return RequestFailed(Failure.UNREACHABLE, "no answer in time")
 
 
 def failure_of(error: BaseException) -> RequestFailed:
-    """Tell what an exception of the library stands for."""
+    """Return the failure that an exception of the library stands for."""
     text = str(error)[:TEXT_CHARACTERS_MAX]
     found_status, found_code = _STATUS.search(text), _CODE.search(text)
     status = int(found_status[1]) if found_status else None
@@ -88,7 +88,7 @@ def failure_of(error: BaseException) -> RequestFailed:
 
 
 def _apart_untrusted(text: str) -> str:
-    """Return how far this host's clock is from the server's, if the server has told its time."""
+    """Return how far this host's clock is from the server's, if the server reported its time."""
     found = _SERVER_TIME.search(text)
     try:
         there = datetime.fromisoformat(found[1]) if found else None
@@ -102,12 +102,12 @@ def _apart_untrusted(text: str) -> str:
 
 
 def _cause(text: str) -> str:
-    """Return in plain words why there was no answer; none if that can't be told."""
+    """Return in plain words why there was no answer; empty if that is unknown."""
     return next((words for sign, words in _CAUSES if sign in text), "")
 
 
 def _failure(kind: str, status: int | None, code: str) -> Failure:
-    # By the server's word first: some say "no room" with a 403.
+    # By the server's error code first: some report "no room" with a 403.
     if code in ERROR_CODES:
         return ERROR_CODES[code].failure
     if kind in _BY_KIND:

@@ -1,7 +1,7 @@
-"""The views of slots that the library's threads may still read, after their call has ended too.
+"""Tracks the views of slots that the library's threads may still read after their call has ended.
 
-The library keeps a view exported for as long as it may read it, and a view that is exported
-can't be released: so trying to release it tells.
+The library keeps a view exported for as long as it may read it, and an exported view can't be
+released: so an attempt to release it shows whether it is still in use.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import threading
 
 
 class LentBuffers:
-    """Counts the views that are lent. Any thread may call ``count``."""
+    """Counts the lent views. Any thread may call ``count``."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -21,13 +21,13 @@ class LentBuffers:
         return buffer.toreadonly()
 
     def give_back(self, view: memoryview) -> None:
-        """Take a view back whose call has ended, however it has ended."""
+        """Take back a view after its call has ended in any way."""
         if not _is_released(view):
             with self._lock:
                 self._lent.append(view)
 
     def count(self) -> int:
-        """Return how many views may still be read though their call has ended."""
+        """Return how many views may still be read although their call has ended."""
         if not self._lent:
             return 0
         with self._lock:

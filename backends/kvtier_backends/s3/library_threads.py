@@ -1,11 +1,11 @@
-"""Has the library's threads release Python before the interpreter ends.
+"""Makes the library's threads release Python before the interpreter ends.
 
-obstore ends each call in a thread of its own, which asks the call's future whether it was cancelled
+obstore ends each call in a thread of its own, which checks whether the call's future was cancelled
 and otherwise has the event loop settle it; a moment later it releases the interpreter. Up to
-Python 3.13, a thread that wants the interpreter's lock while that ends is ended itself, and Rust
-aborts the process then. The library can't be told to stop (PyO3/pyo3-async-runtimes#40), and no
-time is long enough on a busy machine. But its question to the future shows that the thread is
-there; and a thread that may still want the lock is within a frame of Python.
+Python 3.13, a thread that wants the interpreter's lock during shutdown is ended itself, and then
+Rust aborts the process. The library can't be stopped (PyO3/pyo3-async-runtimes#40), and no wait
+is long enough on a busy machine. But its check of the future shows that the thread exists;
+and a thread that may still want the lock is within a frame of Python.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LET_GO_S_MAX: Final = 2.0
-"""Only a call that ends in a way which is not known here takes so long."""
+"""Only a call that ends in an unknown way takes this long."""
 
 _POLL_S: Final = 0.001
 
 
 class LibraryThreads:
-    """The calls whose thread is still to come, and the threads that have come."""
+    """Calls whose thread has not appeared yet, and the threads that have."""
 
     def __init__(self) -> None:
         self._calls: dict[int, ref[asyncio.Future[Any]]] = {}  # weakly: a result is a whole block
         self._came: set[int] = set()
-        self.is_ending = False  #: no call is to begin any more
+        self.is_ending = False  #: no call may begin any more
 
     def watch(self, call: asyncio.Future[T]) -> asyncio.Future[T]:
-        """Note a call that has just begun, and return it. Its loop's thread only."""
+        """Track a call that has just begun, and return it. Its loop's thread only."""
         number, loop_thread, is_cancelled = id(call), threading.get_ident(), type(call).cancelled
         calls, came = self._calls, self._came
         weakly = ref(call, lambda _: calls.pop(number, None))
@@ -56,7 +56,7 @@ class LibraryThreads:
         return call
 
     def release(self) -> None:
-        """Cancel what still runs, and wait until no thread of the library wants the lock."""
+        """Cancel running calls, and wait until no thread of the library wants the lock."""
         self.is_ending = True
         deadline_s = time.monotonic() + LET_GO_S_MAX
         while self._are_there() and time.monotonic() < deadline_s:
@@ -65,7 +65,7 @@ class LibraryThreads:
                 if call is not None and not call.done():
                     with suppress(RuntimeError):  # its loop is closed
                         call.get_loop().call_soon_threadsafe(call.cancel)
-            time.sleep(_POLL_S)  # which gives the lock away
+            time.sleep(_POLL_S)  # this releases the lock
 
     def _are_there(self) -> bool:
         frames = sys._current_frames()  # noqa: SLF001 - nothing else tells which threads have one

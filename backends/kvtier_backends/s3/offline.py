@@ -1,4 +1,4 @@
-"""Says what the bucket of an ``s3`` tier holds, by namespace, and removes it, while engines use it.
+"""Lists the contents of an ``s3`` tier's bucket by namespace, and purges them, while in use.
 
 A listing names up to a thousand objects a request, with their sizes and when they were stored, and
 ``DeleteObjects`` removes as many: no block is read.
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from kvtier_backends.s3.s3_options import Address
 
 RETRIES_MAX: Final = 8
-"""Nobody waits, and a bucket of a million blocks takes a thousand requests: the library repeats
-those that fail."""
+"""No engine waits, and a bucket of a million blocks takes a thousand requests: the library
+repeats failed ones."""
 
 DESCRIPTION: Final = "description.json"
 _NAMESPACE: Final = re.compile(r"[A-Za-z0-9._-]+_[0-9a-f]{12}")
@@ -36,7 +36,7 @@ _SERVER_SAYS_NO: Final = frozenset({Failure.DENIED, Failure.REFUSED})
 
 
 class _Found(NamedTuple):
-    """An object that a tier with this prefix has made."""
+    """An object that a tier with this prefix has created."""
 
     name: str
     namespace: str
@@ -48,7 +48,7 @@ class _Found(NamedTuple):
 async def list_bucket(
     client: Client, address: Address, advance: Callable[[int], None]
 ) -> dict[str, Holding]:
-    """Return what there is, by namespace. ``advance`` is called with each number of new names.
+    """Return the contents by namespace. ``advance`` is called with each number of new names.
 
     Raises ``StoreFault``.
     """
@@ -72,9 +72,9 @@ async def purge_bucket(
     *,
     dry: bool,
 ) -> tuple[dict[str, Holding], int]:
-    """Remove blocks. Returns what is gone, and how many objects could not be removed.
+    """Remove blocks. Returns the removed ones, and how many objects could not be removed.
 
-    Descriptions go with whole namespaces; an engine that runs writes its own again. ``dry``:
+    Descriptions go with whole namespaces; a running engine writes its own again. ``dry``:
     removes nothing. Raises ``StoreFault``.
     """
     gone: dict[str, Holding] = {}
@@ -104,7 +104,7 @@ def _is_going(wanted: Wanted, found: _Found) -> bool:
 
 
 async def _walk(client: Client, address: Address) -> AsyncIterator[Sequence[_Found]]:
-    """Yield the objects that are ours, some at a time."""
+    """Yield our objects, in batches."""
     below = address.below("")
     async for page in client.walk(address.prefix):
         known = ((each, _parts(each.name.removeprefix(below))) for each in page)
@@ -116,7 +116,7 @@ async def _walk(client: Client, address: Address) -> AsyncIterator[Sequence[_Fou
 
 
 def _parts(name: str) -> tuple[str, bytes | None] | None:
-    """Return an object's namespace, and a block's key; None if no tier has made it."""
+    """Return an object's namespace, and a block's key; None if no tier has created it."""
     namespace, *rest = name.split("/")
     if not _NAMESPACE.fullmatch(namespace):
         return None
@@ -133,6 +133,6 @@ async def _facts_untrusted(client: Client, name: str) -> dict[str, Any]:
     except (WrongLength, DescriptionDamaged):
         return {}
     except RequestFailed as failed:
-        if failed.failure is Failure.ABSENT:  # an engine or another purge was here meanwhile
+        if failed.failure is Failure.ABSENT:  # an engine or another purge removed it meanwhile
             return {}
         raise

@@ -1,9 +1,9 @@
-"""How many requests run at once: fewer once the server is busy, then more again, step by step.
+"""Limits concurrent requests: fewer once the server is busy, then more again, step by step.
 
 Additive increase, multiplicative decrease (AIMD), as in TCP's congestion control (Jacobson,
-"Congestion Avoidance and Control", 1988): each request that goes well raises the limit by its
-reciprocal, so a full round of them raises it by one; a server that asks for fewer halves it,
-once a round.
+"Congestion Avoidance and Control", 1988): each successful request raises the limit by its
+reciprocal, so a full round of them raises it by one; a server that requests a slowdown halves
+it, once a round.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class Urgency(IntEnum):
-    """Whose turn comes first."""
+    """Priority of a turn."""
 
     PROBE = 0  #: a scheduler waits for it
     LOAD = 1  #: a request waits for it
-    STORE = 2  #: nobody waits for it
+    STORE = 2  #: nothing waits for it
 
 
 class RequestLimiter:
@@ -39,12 +39,12 @@ class RequestLimiter:
 
     @property
     def limit(self) -> int:
-        """How many may run at once now."""
+        """Number of requests that may run at once now."""
         return int(self._limit)
 
     @asynccontextmanager
     async def turn(self, urgency: Urgency) -> AsyncIterator[int]:
-        """Wait until one more may run. Yields what ``slow_down`` wants to know."""
+        """Wait until one more may run. Yields the argument for ``slow_down``."""
         if self._running >= self.limit or self._waiting:
             await self._wait(urgency)
         else:

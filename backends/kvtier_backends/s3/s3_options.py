@@ -1,4 +1,4 @@
-"""The options of an ``s3`` tier, the address that they name, and the credentials that they find.
+"""Parses the options of an ``s3`` tier, and the address that they name.
 
 No refusal, log line or repr holds a credential: a URL that may hold one is refused unseen.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SCHEMES: Final = ("s3", "gs", "az")
 PREFIX_CHARACTERS_MAX: Final = 512
-"""A name in S3 may have 1,024 bytes; what kvtier puts behind the prefix has under 300."""
+"""Names in S3 have at most 1,024 bytes; kvtier appends under 300 to the prefix."""
 
 BUCKET_CHARACTERS_MIN: Final = 3
 
@@ -47,7 +47,7 @@ _OF_S3_ALONE: Final = (
 
 @dataclass(frozen=True)
 class S3Options:
-    """The options, read."""
+    """The parsed options."""
 
     url: str = field(
         metadata=option.required(
@@ -118,7 +118,7 @@ class S3Options:
 
 
 class Address(NamedTuple):
-    """Where the blocks of a tier are. Holds no credential."""
+    """Location of a tier's blocks. Holds no credential."""
 
     scheme: str
     bucket: str
@@ -126,7 +126,7 @@ class Address(NamedTuple):
     endpoint: str | None  #: ``scheme://host:port``, in lower case
 
     def __str__(self) -> str:
-        """Return the URL in the one way to write it, and the server if it is not the usual one."""
+        """Return the normalized URL, and the server if it is not the usual one."""
         url = f"{self.scheme}://{self.bucket}"
         if self.prefix:
             url += f"/{self.prefix}"
@@ -138,7 +138,7 @@ class Address(NamedTuple):
 
 
 def read_options(options: Mapping[str, Any], context: BackendContext) -> tuple[S3Options, Options]:
-    """Read the options, and return them with the reader for those of others.
+    """Parse the options; return them with the reader, for other options.
 
     Raises ``ConfigError``. The caller calls ``finish``.
     """
@@ -157,7 +157,7 @@ def read_options(options: Mapping[str, Any], context: BackendContext) -> tuple[S
 
 
 def address_of(given: S3Options, reader: Options) -> Address:
-    """Return where the blocks are. Raises ``ConfigError``."""
+    """Return the location of the blocks. Raises ``ConfigError``."""
     parts = _split(reader, "url", given.url)
     prefix = parts.path.strip("/")
     if parts.scheme not in SCHEMES:
@@ -178,7 +178,7 @@ def address_of(given: S3Options, reader: Options) -> Address:
 
 
 def _fault_of_bucket(name: str) -> str | None:
-    """Return why a bucket can't be called so; None if it can."""
+    """Return why this is not a valid bucket name; None if it is."""
     if not name:
         return "names no bucket"
     if ":" in name:
@@ -218,7 +218,7 @@ def _endpoint_of(given: S3Options, reader: Options) -> str | None:
 
 
 def _split(reader: Options, key: str, url: str) -> SplitResult:
-    """Split a URL. One that may hold a credential, or none at all, is refused without being shown.
+    """Split a URL. One that may hold a credential, or is invalid, is refused without being shown.
 
     Raises ``ConfigError``.
     """

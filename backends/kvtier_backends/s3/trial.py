@@ -1,4 +1,4 @@
-"""Does with a bucket, once and step by step, what the tier does with it: for ``kvtier check``."""
+"""Tries the tier's operations with a bucket, once and step by step: for ``kvtier check``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _REMEDIES: Final = {
 async def try_bucket(
     client: Client, address: Address, given: S3Options, reader: Options, *, read_only: bool
 ) -> str:
-    """Return what worked, in words. Raises ``ConfigError`` for the step that did not."""
+    """Return a summary of the successful steps. Raises ``ConfigError`` for a failed one."""
     digits = secrets.token_hex(16)
     name = address.below(NAMESPACE, digits[:3], digits)
     steps: list[tuple[str, str, Callable[[], Awaitable[Any]]]] = [

@@ -1,27 +1,27 @@
 """Keeps a folder that any number of engines share within ``capacity_bytes``: no server, no daemon.
 
 Every engine that has the option runs the same code, below ``<root_dir>/kvtier_space/``. One of
-them at a time is the cleaner; so may be a cron job (``kvtier evict``).
+them at a time is the cleaner; a cron job may clean too (``kvtier evict``).
 
-Terms. The cleaner leads a term, a folder ``terms/<number>``, which is made with ``mkdir``: exactly
-one makes each. Whoever makes a term fences all lower ones: it removes what is in them, and then
-them. A removed folder takes no file any more, whoever still has it open; so a cleaner that was
-stopped, and wakes up, can grant nothing. The lease is a count in ``terms/<number>/lease`` that the
-cleaner counts up; others watch it, and make the next term when it has stood still for
+Terms. The cleaner leads a term, a folder ``terms/<number>`` made with ``mkdir``: exactly one engine
+can make each. The maker of a term fences all lower ones: it removes their contents, and then the
+folders. A removed folder takes no more files, even from a process that has it open; so a cleaner
+that was stopped, and wakes up, can grant nothing. The lease in ``terms/<number>/lease`` is a count
+that the cleaner increments; others watch it, and make the next term when it has stood still for
 ``Timing.lease_s`` of their own monotonic clock, or when its process is known to have ended. No two
 clocks are compared.
 
 Grants. A writer stores only into a grant: a folder ``terms/<number>/grant-...`` that the cleaner
-makes for it, with the bytes that it is good for in its name. A block is written there, and renamed
-to its place. When a grant is used up, its writer writes a receipt into it: what was stored, the
-last thing that the writer does there. The cleaner takes the receipt, and removes the grant. It
-revokes the grants of writers that are dead (their process is gone, or their count in ``want-...``
-stands still): what lies in the folder is removed, then the folder, so what a writer that was only
-stopped does with it later fails. What such a grant was good for counts as lost until the next scan.
+makes for it, with the allowed bytes in its name. A block is written there, and renamed to its
+place. When a grant is used up, its writer writes a receipt into it: a list of the stored blocks,
+and the writer's last action there. The cleaner takes the receipt, and removes the grant. It
+revokes the grants of dead writers (their process is gone, or their count in ``want-...`` stands
+still): the contents of the folder are removed, then the folder, so that later attempts of a
+writer that was only stopped fail. The bytes of such a grant count as lost until the next scan.
 
-The account. ``bound = manifest + granted + lost + others``. The manifest has each block that is
-known, with its size and the epoch of its last use; a scan of the folders makes it anew once in a
-while. Granted: all grants without a receipt, in full. Others: files that are no blocks.
+The account. ``bound = manifest + granted + lost + others``. The manifest has each known block, with
+its size and the epoch of its last use; a scan of the folders rebuilds it periodically.
+Granted: all grants without a receipt, in full. Others: files that are not blocks.
 
 # Invariant: block files and unfinished ones take at most ``bound`` bytes. A grant is made only
 #            while bound + grant <= capacity. Checked: issue,
@@ -34,7 +34,7 @@ while. Granted: all grants without a receipt, in full. Others: files that are no
 #            bound. It begins at the capacity if the term before kept that, else without limit.
 #            Checked: removed, test_a_new_cleaner_grants_before_it_has_counted.
 
-Uses. A writer lists the blocks that it has loaded in ``uses-...``; the cleaner gives them its own
-epoch, a count of its own, and evicts those of the lowest. What was evicted is named in
+Uses. A writer lists the blocks that it has loaded in ``uses-...``; the cleaner assigns them its own
+epoch, a counter of its own, and evicts those of the lowest. Evicted blocks are named in
 ``removed/<term>-<number>``, which every engine reads, so that all of them forget the block.
 """

@@ -1,4 +1,4 @@
-"""What the folder may hold at most, as the cleaner knows it: see the package for the theory."""
+"""Accounts for the most that the folder may hold: see the package for the theory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Scanned:
-    """What a scan has found."""
+    """The results of a scan."""
 
     known: Array
-    others: int  #: bytes of files that are no blocks: unfinished ones, foreign ones
+    others: int  #: bytes of files that are not blocks: unfinished or foreign ones
 
 
 @dataclass
@@ -33,29 +33,29 @@ class Account:
     others: int = 0
     epoch: int = 1
     is_counted: bool = False  #: a scan has ended in this term
-    unknown: float = float("inf")  #: before that: what may be there beside the manifest
-    ghosts: int = 0  #: known blocks that were not there, since the last scan
-    unsaved: int = 0  #: blocks that were stored or removed, since the manifest was copied
+    unknown: float = float("inf")  #: before that: bytes that may be there beside the manifest
+    ghosts: int = 0  #: known blocks that were missing, since the last scan
+    unsaved: int = 0  #: blocks stored or removed since the manifest was copied
 
     def __post_init__(self) -> None:
         self._lost = 0  # since the last scan began, or before
         self._lost_before = 0
         self._changes: list[tuple[Array, int] | NDArray[np.uint64]] | None = None
-        self._stored_since: list[NDArray[np.uint64]] | None = None  # an eviction began
+        self._stored_since: list[NDArray[np.uint64]] | None = None  # since an eviction began
 
     @property
     def bound(self) -> float:
-        """What the folder holds at most, with all that is granted."""
+        """Most bytes that the folder holds, including all grants."""
         rest = self.others if self.is_counted else self.unknown
         return self.manifest.bytes + self.granted + self.lost + rest
 
     @property
     def lost(self) -> int:
-        """What grants that were revoked may have stored: the next scan finds it."""
+        """Bytes that revoked grants may have stored: the next scan finds them."""
         return self._lost + self._lost_before
 
     def begin_from(self, manifest: Manifest, epoch: int, *, holds: bool) -> None:
-        """Begin with an older term's manifest. ``holds``: and with its promise."""
+        """Begin with an older term's manifest. ``holds``: its capacity guarantee holds too."""
         self.manifest = manifest
         self.epoch = max(self.epoch, epoch + 1)
         if holds:
@@ -73,11 +73,11 @@ class Account:
         if self._stored_since is not None:
             self._stored_since.append(stored["block"])
         if not self.is_counted:
-            self.unknown += twice  # one that is known may be gone, and another one is there
+            self.unknown += twice  # a known block may be gone, and another one is there
         self._note((stored, self.epoch))
 
     def lose(self, size: int) -> None:
-        """Note that a grant was revoked, and removed."""
+        """Note that a grant was revoked and removed."""
         self.granted -= size
         self._lost += size
 
@@ -90,11 +90,11 @@ class Account:
         self.unsaved = 0
 
     def eviction_begins(self) -> None:
-        """Note what is stored from now on: that may be there, though the eviction removed it."""
+        """Record stores from now on: such a block may exist although the eviction removed it."""
         self._stored_since = []
 
     def removed(self, numbers: NDArray[np.uint64], removed_bytes: int) -> None:
-        """Forget what an eviction found to be gone. ``removed_bytes``: of files that it removed."""
+        """Forget blocks that an eviction found gone. ``removed_bytes``: of files it removed."""
         if self._stored_since:
             numbers = np.setdiff1d(numbers, np.concatenate(self._stored_since))
         self._stored_since = None
@@ -106,16 +106,16 @@ class Account:
         self._note(numbers)
 
     def scan_begins(self) -> None:
-        """Note all changes from now on: the scan may have seen what was before, or not."""
+        """Record all changes from now on: the scan may have seen the state before them, or not."""
         self._changes = []
         self._lost_before, self._lost = self.lost, 0
 
     def scan_failed(self) -> None:
-        """Go on with what is known."""
+        """Continue with the known blocks."""
         self._changes = None
 
     def scan_ended(self, scanned: Scanned) -> None:
-        """Begin anew with what was found, and with all changes since the scan began."""
+        """Restart with the scan's findings, and with all changes since the scan began."""
         fresh = Manifest(scanned.known)
         fresh.with_epochs_of(self.manifest)
         for change in self._changes or ():

@@ -1,4 +1,4 @@
-"""Which blocks this engine has said to be in the tier, so that it can say when they are gone."""
+"""Tracks the blocks that this engine has announced, so that it can report when they are gone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from kvtier_backends.fs.layout import Layout
 
 ANNOUNCED_MAX: Final = 1 << 20
-"""The oldest are forgotten first: of these, nobody hears."""
+"""The oldest are forgotten first: their loss is not reported."""
 
 
 class Announced:
@@ -19,11 +19,11 @@ class Announced:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._keys: dict[str, bytes | None] = {}  # by file; None: the name tells the key
-        self._asked: list[dict[str, bytes]] = []  # by file, of probes under way
+        self._keys: dict[str, bytes | None] = {}  # by file; None: the name yields the key
+        self._asked: list[dict[str, bytes]] = []  # by file, of probes in progress
 
     def add(self, keys: Iterable[bytes]) -> None:
-        """Note what was stored or found."""
+        """Note blocks that were stored or found."""
         for key in keys:
             name = self._layout.name(key)
             is_told = self._layout.key_of_untrusted(name) == key
@@ -33,7 +33,7 @@ class Announced:
 
     @contextmanager
     def asked(self, keys: Iterable[bytes]) -> Iterator[None]:
-        """Take these for announced while they are looked for: what is found may go meanwhile."""
+        """Treat these as announced during their lookup: blocks that are found may go meanwhile."""
         asked = {self._layout.name(key): key for key in keys}
         self._asked.append(asked)
         try:
@@ -42,12 +42,12 @@ class Announced:
             self._asked = [each for each in self._asked if each is not asked]
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Note what is said to be gone."""
+        """Note blocks that were reported gone."""
         for key in keys:
             self._keys.pop(self._layout.name(key), None)
 
     def of(self, names: Sequence[str]) -> list[bytes]:
-        """Return the keys of these files, as far as they were announced."""
+        """Return the keys of those of these files that were announced."""
         found = []
         for name in names:
             if name in self._keys:

@@ -1,4 +1,4 @@
-"""The cleaner's side of the protocol: it takes a term, keeps the account, grants and evicts."""
+"""Runs the cleaner's side of the protocol: takes a term, keeps the account, grants and evicts."""
 
 from __future__ import annotations
 
@@ -41,40 +41,40 @@ if TYPE_CHECKING:
     from kvtier_backends.fs.bound.timing import Timing
 
 VICTIMS_MAX = 8192
-"""Of one eviction. Slow storage ends it sooner: ``Timing.evict_s``."""
+"""Most blocks of one eviction. Slow storage ends it sooner: ``Timing.evict_s``."""
 
 FULL_SHARE = 1024
-"""One part in so many of the capacity is evicted at once while the filesystem is full."""
+"""While the filesystem is full, capacity / FULL_SHARE is evicted at a time."""
 
 LOOK_EPOCH = 1 << 30
-"""More than any file is old: a look that comes before all uses goes by the times of files alone."""
+"""More epochs than any file is old: a look before all uses relies on file times alone."""
 
 UNSAVED_SHARE = 64
-"""After one change for so many blocks the manifest is saved: whoever leads next goes on with that,
-and tries in vain to remove what has gone since."""
+"""The manifest is saved after one change per this many blocks: the next cleaner starts from it,
+and tries in vain to remove blocks that have gone since."""
 
 
 class Evictor(Protocol):
-    """What the cleaner has done to block files."""
+    """The cleaner's operations on block files."""
 
     def begin_evict(self, victims: Array, *, folders: bool) -> None:
-        """Begin to remove these blocks. Any eviction before is given up.
+        """Begin to remove these blocks. Abandons any earlier eviction.
 
-        ``folders``: and those of theirs that are empty then.
+        ``folders``: also their folders, if they are empty then.
         """
 
     def evicted(self) -> Evicted | None:
-        """Return what became of them when it has ended, once."""
+        """Return the eviction's result when it has ended, once."""
 
     def begin_scan(self, epoch: int, duty: float) -> None:
-        """Begin to look for all blocks, for this part of the time. Any scan before is given up."""
+        """Begin to scan for all blocks, for this share of the time. Abandons any earlier scan."""
 
     def scanned(self) -> Scanned | OSError | None:
-        """Return what the scan has found, once."""
+        """Return the result of the scan, once."""
 
 
 class Cleaner:
-    """One engine's tier, as one that may lead. ``round`` runs in one task."""
+    """One engine's tier as a candidate to lead. ``round`` runs in one task."""
 
     def __init__(
         self,
@@ -87,9 +87,9 @@ class Cleaner:
         *,
         others_store: bool = False,
     ) -> None:
-        """``is_gone``: tells of a writer whether its process is known to have ended.
+        """``is_gone``: returns whether a writer's process is known to have ended.
 
-        ``others_store``: who takes no grants, such as vLLM itself: the folder is scanned often.
+        ``others_store``: others store without grants, such as vLLM: the folder is scanned often.
         """
         self._name = name
         self._capacity = capacity
@@ -104,13 +104,13 @@ class Cleaner:
         self.evicted_blocks = 0
         self._evict_failed: OSError | None = None
         self._is_evicting = False
-        self._is_stuck = False  #: the last eviction found nothing that it could remove
-        self.leads_beside: int | None = None  #: the capacity of another one that leads, if not ours
+        self._is_stuck = False  #: the last eviction could not remove any block
+        self.leads_beside: int | None = None  #: the capacity of another leader, if not ours
         self._issuer = Issuer(self.account, timing, now, is_gone)
         self._removals = Removals()
         self._is_fenced = False
         self._is_next = True  #: it leads, or it would if it could make a term
-        self._looked: Manifest | None = None  #: what a look before that has found
+        self._looked: Manifest | None = None  #: the findings of an earlier look
         self._is_looking = False
         self._lease_count = 0
         self._watched: tuple[int, Lease | None] | None = None
@@ -122,16 +122,16 @@ class Cleaner:
 
     @property
     def leads(self) -> bool:
-        """Tell whether this is the cleaner, as far as it knows."""
+        """Return whether this is the cleaner, as far as it knows."""
         return self.term is not None
 
     def pop_failure(self) -> OSError | None:
-        """Return why a block could not be removed, once."""
+        """Return the reason why a block could not be removed, once."""
         failure, self._evict_failed = self._evict_failed, None
         return failure
 
     async def round(self, space: Folder) -> bool:
-        """Do what is due. Returns whether there is more to do at once. Raises ``OSError``."""
+        """Do all due work. Returns whether there is more to do at once. Raises ``OSError``."""
         try:
             return await self._round(space)
         except OSError as problem:
@@ -142,7 +142,7 @@ class Cleaner:
     async def _round(self, space: Folder) -> bool:
         terms = await ensure_folder(space, TERMS)
         if self.term is not None and self.number != await _newest(terms):
-            self.step_down()  # even if whoever made it died then: writers look there
+            self.step_down()  # even if the maker of that term died: writers look there
         if self.term is None:
             await self._watch(terms)
         if self.term is None:
@@ -151,7 +151,7 @@ class Cleaner:
             return await self._lead(space, terms, self.term)
         except FileNotFoundError:
             if self.number != await _newest(terms):
-                self.step_down()  # another one leads: what we held is void
+                self.step_down()  # another one leads: our term is void
                 return False
             raise
 
@@ -164,10 +164,10 @@ class Cleaner:
             await self._renew(self.term, released=True)
             self.step_down()
 
-    # --- who leads ---
+    # --- taking a term ---
 
     async def _watch(self, terms: Folder) -> None:
-        """Make a term if nobody leads: the lease has stood still long enough by our own clock."""
+        """Make a term if none leads: the lease has stood still long enough by our own clock."""
         number = await _newest(terms)
         lease = await _lease_untrusted(terms, number) if number else None
         if number and self._watched != (number, lease):
@@ -185,7 +185,7 @@ class Cleaner:
             term = await terms.make_folder(term_name(number))
         except FileExistsError:
             return
-        # Whoever was stopped before ``mkdir`` may have made a term that was over long ago.
+        # A process paused before ``mkdir`` may have made a term that was over long ago.
         if await _newest(terms) != number:
             await terms.remove_folder(term_name(number))
             return
@@ -200,7 +200,7 @@ class Cleaner:
         self._scan_ended_s = float("-inf")
 
     def step_down(self) -> None:
-        """Lead no more. What was granted is void with the next term."""
+        """Stop leading. Its grants become void with the next term."""
         self.term = None
         self._watched = None
         self._watched_s = self._now()
@@ -236,7 +236,7 @@ class Cleaner:
         return is_behind or is_wanting
 
     async def _fence(self, space: Folder, terms: Folder) -> None:
-        """End all terms before this one; go on with their manifest."""
+        """End all earlier terms; continue with their manifest."""
         for number in term_numbers(await terms.names()):
             if number < self.number:
                 await clear(terms, term_name(number))
@@ -275,7 +275,7 @@ class Cleaner:
                 await term.remove(name)
 
     def _scan(self) -> None:
-        """Take what a scan has found, or begin one if it is time."""
+        """Take the result of a scan, or begin one if it is due."""
         now = self._now()
         if self._scan_began_s is not None:
             found = self._hands.scanned()
@@ -287,7 +287,7 @@ class Cleaner:
                 self.account.scan_failed()
                 raise found
             self.account.scan_ended(found)
-            self._saved_s = float("-inf")  # at once: whoever comes after need not scan first
+            self._saved_s = float("-inf")  # at once: the next cleaner need not scan first
             return
         timing = self._timing
         since = now - self._scan_ended_s
@@ -301,18 +301,18 @@ class Cleaner:
             self._hands.begin_scan(account.epoch, self._duty())
 
     def _duty(self) -> float:
-        """Return for which part of the time to scan: engines store meanwhile, or wait for it."""
+        """Return the share of the time to scan: engines store meanwhile, or wait for it."""
         is_known = self.account.manifest.bytes * 2 > self._capacity
         return self._timing.scan_duty if is_known else 1.0
 
     def _evict(self) -> bool:
-        """Have removed what is over the capacity, what the next grants need, and as much ahead.
+        """Have blocks removed: the excess over capacity, the next grants' size, and as much ahead.
 
         Grants and the lease do not wait for it. Returns whether there is more to do.
         """
         needed = self._issuer.needed()
         over = self.account.bound + needed - self._capacity
-        if over <= 0 or over == float("inf"):  # nothing is known yet: the scan tells
+        if over <= 0 or over == float("inf"):  # nothing is known until the scan ends
             return False
         self._begin_evicting(int(over) + needed)
         return self._is_evicting and not self._is_stuck
@@ -321,10 +321,10 @@ class Cleaner:
         """Evict a little: the filesystem is full, though the folder may be within its bound.
 
         Not even the small files can be written, and nothing else would make room. ``space``:
-        theirs, if it could be made. Raises ``OSError``.
+        their folder, if it could be created. Raises ``OSError``.
         """
         if not self._is_next:
-            return  # whoever leads meets the same
+            return  # the leader meets the same
         await self._take_evicted(space)
         if self._is_fenced:
             self._scan()
@@ -333,7 +333,7 @@ class Cleaner:
         self._begin_making_room()
 
     def _look(self) -> None:
-        """Find victims before a term is this one's own: others may store, so it counts nothing."""
+        """Find victims before this engine leads a term: others may store, so it counts nothing."""
         if not self._looked and not self._is_looking:
             self._is_looking = True
             self._hands.begin_scan(LOOK_EPOCH, self._timing.scan_duty)
@@ -351,9 +351,9 @@ class Cleaner:
             self._issuer.forget_lacking()
 
     def _begin_evicting(self, size: int, *, folders: bool = False) -> bool:
-        """Begin to remove so many bytes of blocks, unless some are being removed.
+        """Begin to remove this many bytes of blocks, unless an eviction is running.
 
-        ``folders``: and their folders, each of which takes an inode, and often a page.
+        ``folders``: also their folders, each of which takes an inode, and often a page.
         """
         if self._is_evicting:
             return False
@@ -366,7 +366,7 @@ class Cleaner:
         return self._is_evicting
 
     async def _take_evicted(self, space: Folder | None) -> None:
-        """Take what an eviction has done that began in an earlier round."""
+        """Apply the result of an eviction that began in an earlier round."""
         evicted = self._hands.evicted() if self._is_evicting else None
         if evicted is None:
             return

@@ -1,4 +1,4 @@
-"""How much a writer stores: a cleaner that is slow to come round grants enough until it does."""
+"""Measures how much a writer stores, so that a slow cleaner grants enough until its next round."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections import deque
 
 
 class Demand:
-    """The bytes that were stored lately, and those that there was no room for. One task."""
+    """Bytes stored recently, and those that there was no room for. One task."""
 
     def __init__(self, window_s: float) -> None:
-        """``window_s``: what was stored longer ago than that does not count, in seconds."""
+        """``window_s``: stores longer ago than this do not count, in seconds."""
         self._window_s = window_s
         self._taken: deque[tuple[float, int]] = deque()
         self._refused = 0
 
     def note(self, now: float, taken: int, refused: int) -> bool:
-        """Note what was stored and refused since the last time. Returns whether any was."""
+        """Note bytes stored and refused since the last call. Returns whether there were any."""
         if taken:
             self._taken.append((now, taken))
         while self._taken and now - self._taken[0][0] >= self._window_s:
             self._taken.popleft()
         if taken or refused:
-            self._refused = refused  # whoever waits asks in each round: these are no sum
+            self._refused = refused  # a waiting store asks in each round: don't add them up
         return bool(taken or refused)
 
     def bytes(self) -> int:
-        """Return how much would be stored within the window, if there were room."""
+        """Return how many bytes would be stored within the window, if there were room."""
         return sum(size for _, size in self._taken) + self._refused

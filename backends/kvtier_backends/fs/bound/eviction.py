@@ -1,8 +1,8 @@
-"""Removes block files, and scans for them: the cleaner's hands, in a thread.
+"""Removes block files, and scans for them, in a thread for the cleaner.
 
-Everything here blocks, and works below the open root. A leaf is listed to find a file by its
-number, for the manifest has no names. Folders stay, unless the filesystem has no room: a writer
-may be about to use one.
+All calls block, and work below the open root. A leaf is listed to find a file by its number,
+because the manifest has no names. Folders stay unless the filesystem has no room: a writer may
+be about to use one.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _CLOSED: Final = "the scan was given up"
 
 
 class ScanGivenUp(OSError):
-    """Raised where a scan is of no use any more."""
+    """Raised when a scan is no longer needed."""
 
 
 @dataclass
 class Evicted:
-    """What became of the blocks that were to go."""
+    """The result of an eviction."""
 
-    numbers: list[int] = field(default_factory=list)  #: all that are gone, by us or before
-    names: list[str] = field(default_factory=list)  #: below the root, of what was removed
-    bytes: int = 0  #: that were removed
+    numbers: list[int] = field(default_factory=list)  #: all blocks that are gone, by us or before
+    names: list[str] = field(default_factory=list)  #: below the root, of the removed files
+    bytes: int = 0  #: of the removed files
     failed: OSError | None = None
 
 
@@ -58,10 +58,10 @@ def evict(
     *,
     folders: bool = False,
 ) -> Evicted:
-    """Remove these blocks. What cannot be removed is left, and ``failed`` says why.
+    """Remove these blocks. Those that cannot be removed are left, and ``failed`` has the reason.
 
-    Once ``keep_on()`` is false, the rest is left: storage may be slow. ``folders``: also those of
-    theirs that are empty then. A store that is about to use one fails.
+    Once ``keep_on()`` is false, the rest is left: storage may be slow. ``folders``: also their
+    folders, if they are empty then. A store that is about to use one fails.
     """
     evicted = Evicted()
     namespaces: dict[int, list[str]] = {}
@@ -101,17 +101,17 @@ def _evict_one(root: int, path: str, number: int, evicted: Evicted) -> None:
 
 
 def _remove_empty(root: int, path: str) -> None:
-    """Remove a leaf and the folder that it is in, unless something is in them."""
+    """Remove a leaf and its parent folder, if they are empty."""
     with suppress(OSError):
         os.rmdir(path, dir_fd=root)
         os.rmdir(os.path.dirname(path), dir_fd=root)
 
 
 def scan(root: int, epoch: int, epoch_s: float, keep_on: Callable[[], bool]) -> Scanned:
-    """Find all files below the root. Raises ``OSError``: a count that is not whole is none.
+    """Find all files below the root. Raises ``OSError``: an incomplete count is not used.
 
-    Blocks that nobody has said anything of yet get an epoch by the times of their files, compared
-    with one another only.
+    Blocks without reported uses get an epoch from their files' times, which are compared only
+    with one another.
     """
     found: list[tuple[int, int, int]] = []
     times: list[float] = []
@@ -154,7 +154,7 @@ def walk_files(
 
 
 def _is_ours(name: str, depth: int) -> bool:
-    """Tell whether a file is none of the blocks' bytes: a description, a marker."""
+    """Return whether a file is a description or a marker, and holds no block's bytes."""
     return depth < _DEPTH and not name.endswith((*BLOCK_SUFFIXES, ".tmp"))
 
 

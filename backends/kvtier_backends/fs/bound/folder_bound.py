@@ -1,6 +1,6 @@
 """Runs both sides of the protocol for one engine's tier, on its event loop.
 
-A folder that is full, fails or hangs costs stores: they get no room. Nothing else waits for it.
+A folder that is full, fails or hangs affects only stores: they get no room. Nothing else waits.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from kvtier_backends.incidents import IncidentLog, TierCounters
 
 ROOM_WAIT_S_MAX: Final = 1.0
-"""A store waits so long for a grant: it takes some rounds until the first one is there."""
+"""Longest wait of a store for a grant: the first one takes some rounds to arrive."""
 
 ROUND_ENDS_S_MAX: Final = 0.5
-"""A round under way gets so long to end when the tier is closed."""
+"""Time for a running round to end when the tier is closed."""
 
 _EVICTING_THREADS: Final = 8
 _THREADS: Final = 4 + _EVICTING_THREADS
@@ -73,7 +73,7 @@ class ThreadHands:
         self._eviction = 0
 
     def begin_evict(self, victims: Array, *, folders: bool) -> None:
-        """Begin to remove these blocks, in several threads: where nothing is cached, each waits."""
+        """Begin to remove these blocks, in several threads: each waits if nothing is cached."""
         root = self._root()
         loop = asyncio.get_running_loop()
         self._eviction += 1
@@ -90,7 +90,7 @@ class ThreadHands:
         self._evicting = asyncio.gather(*calls)
 
     def evicted(self) -> Evicted | None:
-        """Return what became of them when it has ended, once."""
+        """Return the eviction's result when it has ended, once."""
         if self._evicting is None or not self._evicting.done():
             return None
         done, self._evicting = self._evicting.result(), None
@@ -107,7 +107,7 @@ class ThreadHands:
             await asyncio.wait({self._evicting})
 
     def begin_scan(self, epoch: int, duty: float) -> None:
-        """Begin to look for all blocks, in a thread of its own."""
+        """Begin to scan for all blocks, in a thread of its own."""
         self._scan += 1
         self._found = None
         work = partial(self._run_scan, self._scan, self._root(), epoch, duty)
@@ -117,12 +117,12 @@ class ThreadHands:
             self._found = OSError(errno.EAGAIN, "no thread can be started")
 
     def scanned(self) -> Scanned | OSError | None:
-        """Return what the scan has found, once."""
+        """Return the result of the scan, once."""
         found, self._found = self._found, None
         return found
 
     def give_up(self) -> None:
-        """End a scan and an eviction under way: soon, what was removed by then is known."""
+        """Stop a running scan and eviction; the blocks removed by then are known soon."""
         self._scan += 1
         self._eviction += 1
 
@@ -150,9 +150,9 @@ class ThreadHands:
 
 
 class FolderBound:
-    """Keeps one tier's folder within its capacity, together with all others who use it.
+    """Keeps one tier's folder within its capacity, together with all its other users.
 
-    ``stage`` and the notes are for any thread, everything else for the loop's.
+    Any thread may call ``stage`` and the notes, only the loop's thread everything else.
     """
 
     def __init__(  # noqa: PLR0913 - what it stands between
@@ -168,7 +168,7 @@ class FolderBound:
         tier_name: str,
         timing: Timing | None = None,
     ) -> None:
-        """``on_removed``: hears names of block files that were evicted, as the layout has them."""
+        """``on_removed``: receives the names of evicted block files, as in the layout."""
         self._timing = timing or Timing()
         self._blocks_name = layout.blocks_name
         self._file_bytes = file_bytes
@@ -202,15 +202,15 @@ class FolderBound:
         self._is_stopping = False
         self._round_ended: asyncio.Condition | None = None
         self._warned_of: int | None = None
-        self._tidied = 0  #: the term that began with that
+        self._tidied = 0  #: the term that began with tidying
 
     # --- any thread ---
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Stage]:
-        """Give the open folder in which a block's file is to be written, before it is renamed.
+        """Yield the open folder in which a block's file is to be written, before it is renamed.
 
-        Raises ``NoGrant`` if nothing may be stored just now.
+        Raises ``NoGrant`` if nothing may be stored right now.
         """
         location = locate(self._blocks_name, name)
         if location is None:
@@ -234,7 +234,7 @@ class FolderBound:
         grants.end(grant, location, size, self._file_bytes - size)
 
     def note_no_room(self) -> None:
-        """Note that the filesystem, or a quota, had no room for a block that was granted some."""
+        """Note that the filesystem, or a quota, had no room for a block with a grant."""
         self._writer.grants.note_no_room()
 
     def note_use(self, name: str) -> None:
@@ -246,13 +246,13 @@ class FolderBound:
     # --- the loop's thread ---
 
     def start(self) -> None:
-        """Begin to take part."""
+        """Start taking part in the protocol."""
         self._wake = asyncio.Event()
         self._round_ended = asyncio.Condition()
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def wait_for_room(self, blocks: int) -> bool:
-        """Ask for room for so many blocks, and wait for that of one, as long as a store may."""
+        """Request room for this many blocks, and wait for one block's, as long as a store may."""
         grants = self._writer.grants
         if self._round_ended is None or self._wake is None:
             return False
@@ -262,17 +262,17 @@ class FolderBound:
                 self._round_ended,
             ):
                 while not grants.left(self._file_bytes):
-                    grants.ask(blocks * self._file_bytes)  # each round says it again
+                    grants.ask(blocks * self._file_bytes)  # each round repeats it
                     self._wake.set()
                     await self._round_ended.wait()
         return grants.left(self._file_bytes) > 0
 
     async def stop(self) -> None:
-        """Take part no more: hand back what was granted. The caller limits the time."""
+        """Stop taking part: hand back all grants. The caller limits the time."""
         self._is_stopping = True
         if self._task is not None and self._wake is not None:
             self._wake.set()
-            # A call that is cancelled may leave a file open: let the round end, if it does soon.
+            # A cancelled call may leave a file open: let the round end, if it does soon.
             await asyncio.wait({self._task}, timeout=ROUND_ENDS_S_MAX)
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -286,14 +286,14 @@ class FolderBound:
                 await self.cleaner.release(self._space)
 
     def discard(self) -> None:
-        """Take part no more, and let the threads end. Never waits."""
+        """Stop taking part, and let the threads end. Never waits."""
         if self._task is not None:
             self._task.cancel()
         self._hands.give_up()
         self._executor.shutdown()
 
     def levels(self) -> dict[str, int]:
-        """Return what goes up and down, and is known to the cleaner only."""
+        """Return the gauges, which only the cleaner knows."""
         account = self.cleaner.account
         if not self.cleaner.leads or not account.is_counted:
             return {}
@@ -324,7 +324,7 @@ class FolderBound:
             if self._is_stopping:
                 return
             pause_s = self._timing.busy_s if is_busy else self._timing.idle_s
-            await asyncio.sleep(self._timing.busy_s)  # no more rounds than that, whoever wakes it
+            await asyncio.sleep(self._timing.busy_s)  # limits the rate of rounds, whatever wakes it
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, pause_s - self._timing.busy_s)):
                     await self._wake.wait()
@@ -361,7 +361,7 @@ class FolderBound:
         self._warned_of = capacity
 
     async def _open_space(self) -> Folder:
-        """Open the protocol's folder, anew if the root is another one. Raises ``OSError``."""
+        """Open the protocol's folder; reopen it if the root has changed. Raises ``OSError``."""
         loop = asyncio.get_running_loop()
         place = await loop.run_in_executor(self._executor, self._current_place)
         is_gone = self._space is not None and not _is_there(self._space.descriptor)
@@ -392,13 +392,13 @@ class FolderBound:
             await self._on_removed(ours)
 
     def _is_gone(self, name: str) -> bool:
-        """Tell whether a writer's process is known to have ended: one of this machine."""
+        """Return whether a writer's process is known to have ended; it must be on this machine."""
         writer = parse_writer_untrusted(name.rpartition("-")[0])
         return writer is not None and writer.is_dead(self._me, 0.0)
 
 
 async def _tidy(space: Folder) -> None:
-    """Remove unfinished manifests: those of cleaners that were killed, or lead no more."""
+    """Remove unfinished manifests of cleaners that were killed or no longer lead."""
     for name in await space.names():
         if parse_temporary_untrusted(name) is not None:
             with suppress(FileNotFoundError):
@@ -406,7 +406,7 @@ async def _tidy(space: Folder) -> None:
 
 
 def _is_there(folder: int) -> bool:
-    """Tell whether an open folder has not been removed."""
+    """Return whether an open folder still exists."""
     try:
         return os.fstat(folder).st_nlink > 0
     except OSError:

@@ -1,4 +1,4 @@
-"""What the protocol needs of a folder for small files. Tests have one of their own."""
+"""Defines the folder of small files that the protocol uses. Tests have their own."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 
 
 class Folder(ABC):
-    """An open folder: once it is removed, every call fails, whatever has its name by then.
+    """An open folder: once it is removed, every call fails, even if its name is used again.
 
-    Calls raise ``OSError``: ``FileNotFoundError`` where the name, or the folder itself, is gone.
+    Calls raise ``OSError``: ``FileNotFoundError`` if the name, or the folder itself, is gone.
     """
 
     descriptor: int
@@ -23,11 +23,11 @@ class Folder(ABC):
 
     @abstractmethod
     async def write(self, name: str, data: bytes) -> None:
-        """Write a small file in one step: others see the one before, or this one."""
+        """Write a small file in one step: readers see the previous one, or this one."""
 
     @abstractmethod
     async def make_folder(self, name: str) -> Folder:
-        """Make a folder, and open it. Raises ``FileExistsError`` if it is there."""
+        """Create a folder, and open it. Raises ``FileExistsError`` if it exists."""
 
     @abstractmethod
     async def open_folder(self, name: str) -> Folder:
@@ -43,7 +43,7 @@ class Folder(ABC):
 
 
 async def ensure_folder(folder: Folder, name: str) -> Folder:
-    """Open a folder, and make it if it is missing."""
+    """Open a folder, and create it if missing."""
     try:
         return await folder.open_folder(name)
     except FileNotFoundError:
@@ -55,9 +55,9 @@ async def ensure_folder(folder: Folder, name: str) -> Folder:
 
 
 async def clear(parent: Folder, name: str) -> None:
-    """Remove a folder and what is in it, until nothing can be put there any more.
+    """Remove a folder and its contents, until nothing can be put there any more.
 
-    Raises ``OSError``, also if others put things there all the time.
+    Raises ``OSError``, also if others keep adding files.
     """
     try:
         folder = await parent.open_folder(name)

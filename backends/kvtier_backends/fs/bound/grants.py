@@ -1,4 +1,4 @@
-"""The grants that a writer holds: what each is good for, and what was stored with it.
+"""Holds a writer's grants: the bytes that each allows, and the blocks stored with it.
 
 # Invariant: a grant is never used for more bytes than it is good for: what is written into its
 #            folder counts before it is, and comes back only once it is removed. Checked: begin,
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class NoGrant(OSError):
-    """Raised where nothing may be stored just now. It passes by itself, or the log says why."""
+    """Raised if nothing may be stored right now. It passes by itself, or the log has the reason."""
 
     def __init__(self) -> None:
         super().__init__(errno.ENOSPC, "no room has been granted")
@@ -28,30 +28,30 @@ class NoGrant(OSError):
 
 @dataclass
 class Stage:
-    """Where a block's file is written before it is renamed, and how far that has come."""
+    """The folder where a block's file is written before it is renamed, and the progress."""
 
     folder: int  #: open
-    size: int | None = None  #: of the file that may be in its place, whatever the call has said
+    size: int | None = None  #: of the file that may be in its place, whatever the call returned
     is_left: bool = False  #: it could not be removed after a failure
 
     def begin_renaming(self, size: int) -> None:
-        """Note that it is put in its place now, and how large it is."""
+        """Note that the file is being renamed into its place, and its size."""
         self.size = size
 
     def note_left(self) -> None:
-        """Note that it failed, and could not be removed."""
+        """Note that the write failed, and that its file could not be removed."""
         self.is_left = True
 
 
 @dataclass(eq=False)
 class Grant:
-    """One grant of this writer's."""
+    """One grant of this writer."""
 
     name: GrantName
     folder: Folder
     left: int  #: bytes
     in_flight: int = 0  #: blocks
-    is_spent: bool = False  #: it takes no more
+    is_spent: bool = False  #: it takes no more blocks
     is_lost: bool = False  #: its folder is gone
     stored: list[tuple[Location, int]] = field(default_factory=list)
 
@@ -62,17 +62,17 @@ class Grants:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._grants: list[Grant] = []
-        self.taken_bytes = 0  #: since ``demand`` was asked last
+        self.taken_bytes = 0  #: since the last call of ``demand``
         self.refused_bytes = 0
-        self.no_room = 0  #: blocks that were granted room, and the filesystem had none
+        self.no_room = 0  #: blocks with a grant that the filesystem had no room for
 
     def add(self, grant: Grant) -> None:
-        """Take a new one."""
+        """Add a new grant."""
         with self._lock:
             self._grants.append(grant)
 
     def drop_all(self) -> None:
-        """Forget all: their term is over."""
+        """Forget all grants: their term is over."""
         with self._lock:
             for grant in self._grants:
                 grant.is_lost = True
@@ -84,7 +84,7 @@ class Grants:
             return sum(grant.left // size for grant in self._grants if not grant.is_spent)
 
     def begin(self, size: int) -> Grant:
-        """Take the room for a file out of a grant. Raises ``NoGrant``."""
+        """Reserve the room for a file in a grant. Raises ``NoGrant``."""
         with self._lock:
             for grant in self._grants:
                 if grant.is_spent:
@@ -99,14 +99,14 @@ class Grants:
         raise NoGrant
 
     def end(self, grant: Grant, location: Location, size: int, returned: int) -> None:
-        """Note that a file was stored, or may have been. ``returned``: what it did not need."""
+        """Note that a file was stored, or may have been. ``returned``: bytes it did not need."""
         with self._lock:
             grant.in_flight -= 1
             grant.left += returned
             grant.stored.append((location, size))
 
     def note_no_room(self) -> None:
-        """Note that the filesystem had no room for a block, whatever was granted."""
+        """Note that the filesystem had no room for a block, despite its grant."""
         with self._lock:
             self.no_room += 1
 
@@ -117,7 +117,7 @@ class Grants:
             grant.left += returned
 
     def lose(self, grant: Grant) -> None:
-        """Use a grant no more whose folder is gone."""
+        """Stop using a grant whose folder is gone."""
         with self._lock:
             grant.in_flight -= 1
             grant.is_lost = True
@@ -125,35 +125,35 @@ class Grants:
                 self._grants.remove(grant)
 
     def spend_all(self) -> None:
-        """Use none of them any more: they go back."""
+        """Stop using all grants: they are handed back."""
         with self._lock:
             for grant in self._grants:
                 grant.is_spent = True
 
     def finished(self) -> list[Grant]:
-        """Return those that nothing is done with any more, for a receipt."""
+        """Return the grants that are no longer in use, for a receipt."""
         with self._lock:
             return [each for each in self._grants if each.is_spent and not each.in_flight]
 
     def forget(self, grant: Grant) -> None:
-        """Forget one whose receipt is written."""
+        """Forget a grant whose receipt is written."""
         with self._lock:
             if grant in self._grants:
                 self._grants.remove(grant)
 
     def demand(self) -> tuple[int, int]:
-        """Return how many bytes were taken since it was asked last, and how many refused."""
+        """Return the bytes taken since the last call, and the bytes refused."""
         with self._lock:
             demand = self.taken_bytes, self.refused_bytes
             self.taken_bytes = self.refused_bytes = 0
         return demand
 
     def ask(self, size: int) -> None:
-        """Note that somebody waits for room."""
+        """Note that a store waits for room."""
         with self._lock:
             self.refused_bytes += size
 
     def numbers(self) -> set[int]:
-        """Return the numbers of those that are held."""
+        """Return the numbers of the grants that are held."""
         with self._lock:
             return {grant.name.number for grant in self._grants}

@@ -1,4 +1,4 @@
-"""Makes grants, takes their receipts, and revokes those of writers that are dead."""
+"""Makes grants, takes their receipts, and revokes the grants of dead writers."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
     from kvtier_backends.fs.bound.timing import Timing
 
 RESERVE_SHARE: Final = 16
-"""At most one part in so many of the capacity is granted, to all writers together."""
+"""At most capacity / RESERVE_SHARE is granted, to all writers together."""
 
 GRANTS_MAX: Final = 2
-"""Of one writer: one that it stores with, and the next one."""
+"""Most grants of one writer: the one that it stores with, and the next one."""
 
 
 @dataclass
 class Known:
-    """A writer, as the cleaner knows it."""
+    """The cleaner's record of a writer."""
 
     name: str
     want: Want
     changed_s: float
     grants: dict[int, GrantName] = field(default_factory=dict)
-    last: int = 0  #: the round in which it was granted something last
+    last: int = 0  #: the round of its latest grant
 
 
 class Issuer:
@@ -62,11 +62,11 @@ class Issuer:
         self.lacking_bytes = 0  #: of blocks that the filesystem had no room for
         self._number = 0
         self._round = 0
-        self._doubtful: list[tuple[Known, int]] = []  # whether it was made is not known
+        self._doubtful: list[tuple[Known, int]] = []  # it is not known whether it was made
         self._receipts: list[tuple[int, Array]] = []  # of grants that were removed: size, stored
 
     async def settle(self, term: Folder, names: list[str]) -> None:
-        """Hear all writers, take receipts, and revoke what dead writers hold."""
+        """Read all writers' requests, take receipts, and revoke the grants of dead writers."""
         try:
             await self._settle(term, names)
         finally:
@@ -91,7 +91,7 @@ class Issuer:
                 del self._writers[writer.name]
 
     def forget_lacking(self) -> None:
-        """Forget what there was no room for: as much is evicted now."""
+        """Forget the bytes that there was no room for: as many are evicted now."""
         self.lacking_bytes = 0
 
     def needed(self) -> int:
@@ -99,7 +99,7 @@ class Issuer:
         return sum(self._share(writer) for writer in self._waiting())
 
     async def issue(self, term: Folder) -> bool:
-        """Make the grants that there is room for. Returns whether someone waits for more."""
+        """Make the grants that there is room for. Returns whether a writer waits for more."""
         self._round += 1
         waiting = sorted(self._waiting(), key=lambda each: each.last)
         is_short = False
@@ -149,14 +149,14 @@ class Issuer:
         return sum(number in writer.grants for number in writer.want.finished)
 
     def _share(self, writer: Known) -> int:
-        """Return how large this writer's next grant should be: what it stores, or its share."""
+        """Return the size of this writer's next grant, by its demand and at most its share."""
         reserve = self._account.capacity // RESERVE_SHARE
         most = reserve // (GRANTS_MAX * max(1, len(self._writers)))
         file_bytes = writer.want.file_bytes
         return max(file_bytes, min(2 * writer.want.wanted_bytes, most) // file_bytes * file_bytes)
 
     async def _take_back(self, term: Folder, writer: Known, number: int) -> None:
-        """Remove a grant: by its receipt, or else what it was good for is lost."""
+        """Remove a grant and take its receipt; without one, the grant's bytes count as lost."""
         grant = writer.grants.get(number)
         if grant is None:
             return
@@ -183,6 +183,6 @@ class Issuer:
 
 
 def joined(receipts: list[tuple[int, Array]]) -> tuple[int, Array]:
-    """Return what grants were good for together, and all that was stored with them."""
+    """Return the total size of these grants, and all blocks that were stored with them."""
     sizes, stored = zip(*receipts, strict=True)
     return sum(sizes), np.concatenate(stored)

@@ -1,7 +1,7 @@
-"""Each block that the cleaner knows: where it lies, its size, and the epoch of its last use.
+"""Stores each block that the cleaner knows: its location, size, and the epoch of its last use.
 
-28 bytes a block, in one array that is sorted by the block's number. A change copies the array,
-which takes some milliseconds for a million blocks, so changes come in batches.
+28 bytes per block, in one array sorted by block number. A change copies the array, which takes
+some milliseconds for a million blocks, so changes come in batches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def empty() -> Array:
-    """Return a list of no blocks."""
+    """Return an empty list of blocks."""
     return np.empty(0, KNOWN)
 
 
@@ -25,7 +25,7 @@ class Manifest:
     """The known blocks. One thread at a time."""
 
     def __init__(self, known: Array | None = None) -> None:
-        """``known``: as ``entries`` of another one, or as a scan has found them."""
+        """``known``: like ``entries`` of another manifest, or as found by a scan."""
         found = empty() if known is None else known
         _, first = np.unique(found["block"], return_index=True)
         self.entries = found[first]
@@ -35,7 +35,7 @@ class Manifest:
         return len(self.entries)
 
     def add(self, blocks: Array, epoch: int) -> int:
-        """Add stored blocks, used in this epoch. Returns the bytes of those that were known."""
+        """Add stored blocks, used in this epoch. Returns the bytes of those already known."""
         if not len(blocks):
             return 0
         larger_first = np.lexsort((blocks["size"], blocks["block"]))[::-1]
@@ -59,13 +59,13 @@ class Manifest:
         return twice + int(blocks["size"][there].sum()) - grown
 
     def touch(self, numbers: NDArray[np.uint64], epoch: int) -> None:
-        """Note that these were used in this epoch, as far as they are known."""
+        """Note that these blocks, if known, were used in this epoch."""
         places, there = self._find(numbers)
         known = places[there]
         self.entries["epoch"][known] = np.maximum(self.entries["epoch"][known], epoch)
 
     def remove(self, numbers: NDArray[np.uint64]) -> int:
-        """Forget these. Returns how many bytes they had."""
+        """Forget these blocks. Returns their total bytes."""
         places, there = self._find(np.unique(numbers))
         known = places[there]
         size = int(self.entries["size"][known].sum())
@@ -74,7 +74,7 @@ class Manifest:
         return size
 
     def oldest(self, size: int, blocks_max: int) -> Array:
-        """Return those whose use is longest ago, of ``size`` bytes in all at least."""
+        """Return the least recently used blocks, of ``size`` bytes in total at least."""
         count = min(blocks_max, len(self.entries))
         if not count:
             return empty()
@@ -84,7 +84,7 @@ class Manifest:
         return self.entries[order[: int(np.searchsorted(sizes, size)) + 1]]
 
     def with_epochs_of(self, other: Manifest) -> None:
-        """Take the epochs over of blocks that the other one knows too."""
+        """Take over the epochs of blocks that the other manifest knows too."""
         places, there = other._find(self.entries["block"])
         self.entries["epoch"][there] = other.entries["epoch"][places[there]]
 

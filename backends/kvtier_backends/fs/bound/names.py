@@ -1,7 +1,7 @@
-"""Names of the small files, and of blocks as the manifest has them.
+"""Names the small files, and the blocks in the manifest.
 
-A block is known by two numbers: a hash of its path below the root, and its leaf, the folder that
-it is in. With these the file is found again: the leaf is listed, and each name hashed.
+A block is identified by two numbers: a hash of its path below the root, and its leaf, the folder
+that it is in. To find the file again, the leaf is listed, and each name hashed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-SPACE: Final = "kvtier_space"  #: in the root; no namespace has this name, which ends in a digest
+SPACE: Final = "kvtier_space"  #: in the root; not a namespace's name: those end in a digest
 TERMS: Final = "terms"
 REMOVED: Final = "removed"
 MANIFEST: Final = "manifest"
@@ -32,7 +32,7 @@ _FAN_DIGITS: Final = 5
 
 
 class GrantName(NamedTuple):
-    """What the name of a grant's folder says."""
+    """The parsed name of a grant's folder."""
 
     writer: str
     number: int
@@ -43,14 +43,14 @@ class GrantName(NamedTuple):
 
 
 class Location(NamedTuple):
-    """Where a block lies."""
+    """The location of a block."""
 
     block: int  #: hash of its path
     leaf: int
 
 
 def term_name(number: int) -> str:
-    """Return the folder of a term."""
+    """Return the folder name of a term."""
     return f"{number:010d}"
 
 
@@ -60,7 +60,7 @@ def term_numbers(names: list[str]) -> list[int]:
 
 
 def parse_grant_untrusted(name: str) -> GrantName | None:
-    """Return what a grant's folder says, None if it is none."""
+    """Return the parsed name of a grant's folder, None if it is not one."""
     found = _GRANT.fullmatch(name)
     return GrantName(found[1], int(found[2]), int(found[3])) if found else None
 
@@ -78,7 +78,7 @@ def namespace_number(blocks_name: str) -> int:
 
 
 def locate(blocks_name: str, name: str) -> Location | None:
-    """Return where a block lies, None if its folder's name is none of a layout's."""
+    """Return a block's location, None if no layout has a folder of this name."""
     folder, _, _last = name.rpartition("/")
     leaf = leaf_number(blocks_name, folder)
     return None if leaf is None else Location(block_number(blocks_name, name), leaf)
@@ -104,7 +104,7 @@ def leaf_number(blocks_name: str, folder: str) -> int | None:
 
 
 def leaf_folder(leaf: int) -> tuple[int, str]:
-    """Return a leaf's namespace number, and its folder below that: ``leaf_number`` undone."""
+    """Return a leaf's namespace number and its folder: the inverse of ``leaf_number``."""
     count = leaf >> _DIGITS_SHIFT & 7
     group = leaf >> _GROUP_SHIFT & (1 << 17) - 1
     fan = leaf & (1 << _GROUP_SHIFT) - 1

@@ -1,6 +1,6 @@
-"""The small files' contents: counts as JSON, lists of blocks as arrays with a checksum.
+"""Encodes the small files: counts as JSON, lists of blocks as arrays with a checksum.
 
-All of them are written by anyone who can write to the folder, so they are parsed with suspicion.
+Anyone who can write to the folder can write them, so they are parsed with suspicion.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from kvtier.errors import StoreFault
 
 BLOCKS: Final = np.dtype([("block", "<u8"), ("leaf", "<u8"), ("size", "<u8")])
-"""A block that was stored or used, as receipts and lists of uses have it."""
+"""A stored or used block, in receipts and lists of uses."""
 
 KNOWN: Final = np.dtype([*BLOCKS.descr, ("epoch", "<u4")])
-"""A block as the manifest has it."""
+"""A block in the manifest."""
 
 SMALL_FILE_BYTES_MAX: Final = 1 << 30
 _MAGIC: Final = b"kvtierS\n"
@@ -28,34 +28,34 @@ Array = NDArray[np.void]
 
 
 class RecordDamaged(StoreFault):
-    """Raised for a small file that is torn or foreign. Do without it."""
+    """Raised for a small file that is torn or foreign. Continue without it."""
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """What the cleaner says of its term."""
+    """The cleaner's lease of its term."""
 
-    count: int  #: goes up with each round
+    count: int  #: incremented with each round
     holder: str
     capacity: int
-    released: bool = False  #: the cleaner has gone: nobody need wait
+    released: bool = False  #: the cleaner has left: others need not wait
 
 
 class Want(msgspec.Struct, frozen=True):
-    """What a writer says of itself."""
+    """A writer's state and demand."""
 
-    count: int  #: goes up with each round
+    count: int  #: incremented with each round
     file_bytes: int  #: of one block
     wanted_bytes: int  #: that it would store in ``Timing.idle_s``
     finished: tuple[int, ...] = ()  #: numbers of grants with a receipt
-    no_room: int = 0  #: blocks, ever, that the filesystem had no room for
+    no_room: int = 0  #: total of blocks that the filesystem had no room for
 
 
 class ManifestHead(msgspec.Struct, frozen=True):
-    """What the manifest says of itself."""
+    """The head of the manifest."""
 
     capacity: int
     epoch: int
-    holds: bool  #: the folder held no more than ``capacity``, and all who stored took grants
+    holds: bool  #: the folder held no more than ``capacity``, and all writers took grants
 
 
 Small = TypeVar("Small", Lease, Want, ManifestHead)
@@ -67,7 +67,7 @@ def encode(small: Lease | Want | ManifestHead) -> bytes:
 
 
 def decode_untrusted(raw: bytes, kind: type[Small]) -> Small:
-    """Return what was encoded. Raises ``RecordDamaged`` and nothing else."""
+    """Return the decoded record. Raises ``RecordDamaged`` and nothing else."""
     try:
         return msgspec.json.decode(raw, type=kind)
     except (ValueError, RecursionError) as problem:
@@ -75,7 +75,7 @@ def decode_untrusted(raw: bytes, kind: type[Small]) -> Small:
 
 
 def encode_array(array: Array, head: bytes = b"") -> bytes:
-    """Return a list of blocks as a file's bytes. ``head``: what else is to be kept."""
+    """Return a list of blocks as a file's bytes. ``head``: further bytes to keep."""
     length = len(head).to_bytes(8, "little")
     body = b"".join((_MAGIC, length, head, array.tobytes()))
     return body + xxhash.xxh3_64_digest(body)

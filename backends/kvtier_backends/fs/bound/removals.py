@@ -1,6 +1,6 @@
-"""Tells all engines which blocks were evicted: the names of their files, in numbered files.
+"""Publishes evicted blocks to all engines: the names of their files, in numbered files.
 
-The cleaner writes them and removes old ones; every engine reads those that it has not seen yet.
+The cleaner writes them and removes old ones; every engine reads those that are new to it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from kvtier_backends.fs.bound.folders import Folder
 
 FILES_MAX: Final = 1024
-"""Kept for engines that are slow to read them: they read once a second."""
+"""Most files kept for engines that are slow to read them: they read once a second."""
 
 UNANNOUNCED_MAX: Final = 1 << 14
-"""Names kept while the folder takes no files. The oldest are forgotten."""
+"""Most names kept while the folder takes no files. The oldest are forgotten."""
 
 _NAME = re.compile(r"[0-9]{10}-[0-9]{10}")
 _UNFINISHED = re.compile(r"\.([0-9]{10})-[0-9]{10}\..+\.tmp")
@@ -45,16 +45,16 @@ class Removals:
         self._kept = sorted(filter(_NAME.fullmatch, names))
         for name in names:
             unfinished = _UNFINISHED.fullmatch(name)
-            if unfinished and 0 < int(unfinished[1]) < term:  # a cleaner's that leads no more
+            if unfinished and 0 < int(unfinished[1]) < term:  # of a cleaner that no longer leads
                 with suppress(FileNotFoundError):
                     await folder.remove(name)
 
     def note(self, names: Sequence[str]) -> None:
-        """Note what was removed, to be announced."""
+        """Note removed files, to be announced."""
         self._unannounced.extend(names)
 
     async def announce(self, space: Folder) -> None:
-        """Name what was removed. Raises ``OSError``: then it is named the next time."""
+        """Publish the removed names. Raises ``OSError``: then they are published the next time."""
         if not self._unannounced:
             return
         folder = await ensure_folder(space, REMOVED)
@@ -76,9 +76,9 @@ class RemovalsReader:
         self._seen: set[str] | None = None
 
     async def new(self, space: Folder) -> list[str]:
-        """Return the names of block files that were removed since the last time.
+        """Return the names of block files that were removed since the last call.
 
-        Raises ``OSError``. What was removed before the first time is of no interest.
+        Raises ``OSError``. Removals before the first call are ignored.
         """
         try:
             folder = await space.open_folder(REMOVED)

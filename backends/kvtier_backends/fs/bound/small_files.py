@@ -1,7 +1,7 @@
-"""Folders of small files on a real filesystem, by ``aiofiles`` on the tier's event loop.
+"""Implements folders of small files on a real filesystem, by ``aiofiles`` on the tier's event loop.
 
-``aiofiles`` hands each call to an executor; asyncio's own would keep the process from ending when
-a call hangs, so it is given one whose threads are daemons.
+``aiofiles`` passes each call to an executor. asyncio's own would keep the process from ending when
+a call hangs, so an executor with daemon threads is passed instead.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WRITE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.
 
 
 class DaemonExecutor(Executor):
-    """Runs calls in daemon threads: one that hangs keeps nobody from ending."""
+    """Runs calls in daemon threads: one that hangs does not keep the process from ending."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._names = (f"{name}-{number}" for number in itertools.count())
@@ -52,7 +52,7 @@ class DaemonExecutor(Executor):
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> Future[Answer]:
-        """Have a call run. Raises ``RuntimeError`` if no thread can be started."""
+        """Queue a call. Raises ``RuntimeError`` if no thread can be started."""
         future: Future[Answer] = Future()
         self._calls.put((future, partial(fn, *args, **kwargs)))
         with self._lock:
@@ -62,7 +62,7 @@ class DaemonExecutor(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 - as its base class has it
-        """Let the threads end after what they run now. Never waits."""
+        """Let each thread end after its current call. Never waits."""
         self._calls.put(None)
 
     def _work(self) -> None:
@@ -76,13 +76,13 @@ class DaemonExecutor(Executor):
                 answer = partial(future.set_exception, problem)
             else:
                 answer = partial(future.set_result, result)
-            with suppress(RuntimeError):  # its loop is closed: nobody is left to tell
+            with suppress(RuntimeError):  # its loop is closed: there is nothing left to notify
                 answer()
         self._calls.put(None)  # for the next thread
 
 
 class SmallFiles(Folder):
-    """An open folder. It is closed with the last who uses it."""
+    """An open folder. It is closed when the last user releases it."""
 
     def __init__(self, descriptor: int, executor: Executor, folder_mode: int) -> None:
         """Take over an open folder."""
@@ -100,7 +100,7 @@ class SmallFiles(Folder):
         return await self._run(_names, self.descriptor)
 
     async def read(self, name: str) -> bytes:
-        """Return a small file's bytes. What is no file is not waited for."""
+        """Return a small file's bytes. Never waits for anything that is not a file."""
         async with aiofiles.open(
             name, "rb", opener=self._open_for_reading, executor=self._executor
         ) as file:
@@ -125,13 +125,13 @@ class SmallFiles(Folder):
             raise
 
     async def make_folder(self, name: str) -> SmallFiles:
-        """Make a folder, and open it."""
+        """Create a folder, and open it."""
         mode = self._folder_mode
         await aiofiles.os.mkdir(name, mode, dir_fd=self.descriptor, executor=self._executor)
         return await self.open_folder(name)
 
     async def open_folder(self, name: str) -> SmallFiles:
-        """Open a folder. No link is followed."""
+        """Open a folder. Follows no links."""
         descriptor = await self._run(os.open, name, FOLDER_FLAGS, dir_fd=self.descriptor)
         return SmallFiles(descriptor, self._executor, self._folder_mode)
 

@@ -1,4 +1,4 @@
-"""Which blocks were used since it was told last. Coarse: no order, and not too many."""
+"""Collects the blocks used since the last report. Coarse: no order, and a limited number."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ USES_MAX: Final = 1 << 16
 
 
 class Uses:
-    """What this engine has loaded, or found to be stored. Any thread may call any method."""
+    """Blocks that this engine has loaded, or found to be stored. Any thread may call any method."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,12 +32,12 @@ class Uses:
                 del self._used[next(iter(self._used))]
 
     def drain(self) -> Array:
-        """Return them, and begin anew."""
+        """Return them, and start again."""
         with self._lock:
             used, self._used = self._used, {}
         return as_array((block, leaf, 0) for block, leaf in used.items())
 
 
 def as_array(blocks: Iterable[tuple[int, int, int]]) -> Array:
-    """Return blocks as small files have them: number, leaf and size of each."""
+    """Return blocks as in the small files: number, leaf and size of each."""
     return np.array(list(blocks), BLOCKS)

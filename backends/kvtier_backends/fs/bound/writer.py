@@ -1,4 +1,4 @@
-"""A writer's side of the protocol: it asks for grants, takes them, and hands receipts in."""
+"""Runs a writer's side of the protocol: requests grants, takes them, and hands in receipts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Writer:
-    """One engine's tier, as one that stores. ``round`` runs in one task."""
+    """One engine's tier as a writer. ``round`` runs in one task."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Writer:
         timing: Timing,
         now: Callable[[], float],
     ) -> None:
-        """``name``: nobody else has it. ``now``: this machine's monotonic clock, in seconds."""
+        """``name``: unique. ``now``: this machine's monotonic clock, in seconds."""
         self.grants = Grants()
         self.uses = Uses()
         self._name = name
@@ -44,7 +44,7 @@ class Writer:
         self._now = now
         self._term: Folder | None = None
         self._number = 0
-        self._seen: set[int] = set()  # grants of this term that were adopted, once and for all
+        self._seen: set[int] = set()  # all grants of this term that were ever adopted
         self._finished: set[int] = set()
         self._count = 0
         self._listed = 0
@@ -53,7 +53,7 @@ class Writer:
         self._wanted_s = float("-inf")
 
     async def round(self, space: Folder) -> bool:
-        """Do what is due. Returns whether blocks are being stored. Raises ``OSError``."""
+        """Do all due work. Returns whether blocks are being stored. Raises ``OSError``."""
         terms = await space.open_folder(TERMS)
         numbers = term_numbers(await terms.names())
         if not numbers:
@@ -67,7 +67,7 @@ class Writer:
         try:
             return await self._work(self._term)
         except FileNotFoundError:
-            self.leave()  # it is over: the next round finds the one that came after it
+            self.leave()  # the term is over: the next round finds its successor
             return True
 
     async def sign_off(self) -> None:
@@ -78,7 +78,7 @@ class Writer:
             await self._say(self._term, 0)
 
     def leave(self) -> None:
-        """Release the term: it is over, or the folder is another one."""
+        """Release the term: it is over, or the folder has changed."""
         self.grants.drop_all()
         self._term = None
         self._finished.clear()
@@ -100,7 +100,7 @@ class Writer:
         return is_busy
 
     async def _hand_in(self) -> None:
-        """Write the receipts of what is finished. A grant is not touched after that."""
+        """Write the receipts of finished grants. A grant is not touched after that."""
         for grant in self.grants.finished():
             stored = as_array((*location, size) for location, size in grant.stored)
             await grant.folder.write(RECEIPT, encode_array(stored))
@@ -108,7 +108,7 @@ class Writer:
             self._finished.add(grant.name.number)
 
     async def _adopt(self, term: Folder, names: list[str]) -> None:
-        """Take the new grants, and forget of the old ones what the cleaner has removed.
+        """Take new grants, and forget old ones that the cleaner has removed.
 
         Invariant: a grant is taken once. One that is there and was released is handed back.
         """

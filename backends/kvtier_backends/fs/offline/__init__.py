@@ -1,1 +1,1 @@
-"""The folder of an ``fs`` tier from outside: listed, verified, purged and kept within a bound."""
+"""Lists, verifies, purges and bounds the folder of an ``fs`` tier from outside."""

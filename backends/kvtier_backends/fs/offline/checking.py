@@ -1,10 +1,10 @@
-"""Verifies the block files of a folder, and removes what is unsound.
+"""Verifies the block files of a folder, and removes unsound ones.
 
-Engines may be at work meanwhile: a file that is gone by the time it is read is skipped, and one
-that is replaced while it is read is read to its end. What has no checksum, such as vLLM's own
-blocks, is counted and not judged. Nor is an encrypted block, but for its trailer, nor a compressed
-one where the library is missing. A signed one is compared with its checksum, and its signature
-with nothing: no key is needed.
+Engines may be running meanwhile: a file that is gone by the time it is read is skipped, and one
+that is replaced while it is read is read to its end. Blocks without a checksum, such as vLLM's own,
+are counted and not judged. The same holds for encrypted blocks, except for their trailer, and for
+compressed ones if the library is missing. A signed block is compared with its checksum; its
+signature is not checked, so no key is needed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from kvtier_backends.fs.offline.inspection import FsFolder
 
 PROBLEMS_MAX: Final = 10_000
-"""So many are listed; all of them are counted."""
+"""Most problems that are listed; all of them are counted."""
 
 
 class Problem(NamedTuple):
-    """One file that is unsound."""
+    """One unsound file."""
 
     case: str
     file: str  #: below the root
@@ -46,10 +46,10 @@ class Problem(NamedTuple):
 
 @dataclass
 class Checked:
-    """What a check has found."""
+    """The results of a check."""
 
     blocks: int = 0  #: that passed
-    unverified: int = 0  #: without a checksum, or under a name that does not tell the key
+    unverified: int = 0  #: without a checksum, or under a name that does not yield the key
     skipped: int = 0  #: gone by the time they were read
     bytes_read: int = 0
     cases: Counter[str] = field(default_factory=Counter)
@@ -59,11 +59,11 @@ class Checked:
 
 
 class _Unverified(Exception):
-    """Raised for what has no checksum."""
+    """Raised for a file without a checksum."""
 
 
 def check_folder(folder: FsFolder, advance: Callable[[], None], *, repair: bool) -> Checked:
-    """Check all block files. Raises ``OSError``; Ctrl-C leaves out the rest."""
+    """Check all block files. Raises ``OSError``; Ctrl-C skips the rest."""
     checked = Checked()
     try:
         for file in folder.files():
@@ -103,7 +103,7 @@ def _found(_folder: FsFolder, file: BlockFile, case: str, what: str, checked: Ch
 
 
 def _verify(file: BlockFile, raw: bytes, description: dict[str, Any]) -> None:
-    """Raise ``TrailerDamaged`` if a file is unsound, ``_Unverified`` if nobody can tell."""
+    """Raise ``TrailerDamaged`` if a file is unsound, ``_Unverified`` if it can't be checked."""
     key = key_of_file_untrusted(file.name)
     form, is_compressed = form_of(description), are_compressed(description)
     block_bytes = block_bytes_of(description)
@@ -130,7 +130,7 @@ def _verify(file: BlockFile, raw: bytes, description: dict[str, Any]) -> None:
 
 
 def _verify_record(raw: bytes, key: bytes | None, block_bytes: int, form: Form) -> None:
-    """Do so for a file that holds a record."""
+    """Do the same for a file that holds a record."""
     stored, page = memoryview(raw)[:-TRAILER_BYTES], raw[-TRAILER_BYTES:]
     if len(page) < TRAILER_BYTES:
         raise TrailerDamaged(f"torn: {len(raw)} bytes")
@@ -155,7 +155,7 @@ def _decompressed(stored: memoryview, block_bytes: int) -> memoryview:
         compressor = BlockCompressor(block_bytes)
     except ImportError:
         raise _Unverified from None
-    # Before there is room for a block, which a description that is wrong may call very long.
+    # Check before a block is allocated: a wrong description may give a huge size.
     if compressor.is_compressed_length(len(stored)):
         block = memoryview(bytearray(block_bytes))
         if compressor.decompress_untrusted(stored, block):

@@ -1,7 +1,7 @@
-"""Brings a folder within a bound once: for folders that nobody cleans, such as vLLM's own.
+"""Evicts a folder down to a bound once: for folders without a cleaner, such as vLLM's own.
 
-It takes part in nothing and waits for nobody: engines that keep to a bound of their own find some
-blocks gone, as after any removal, and hear of it.
+It takes no part in the protocol and waits for nothing: engines with a bound of their own find
+some blocks gone, as after any removal, and are notified.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ _EPOCHS_WITHOUT_USES: Final = 1 << 30
 
 @dataclass
 class Eviction:
-    """What was there, and what was removed. Sizes are bytes."""
+    """The folder's contents, and the blocks removed. Sizes are bytes."""
 
     blocks: int = 0
     bytes: int = 0
-    others: int = 0  #: bytes of files that are no blocks
+    others: int = 0  #: bytes of files that are not blocks
     removed_blocks: int = 0
     removed_bytes: int = 0
     failed: int = 0  #: blocks that could not be removed
-    reason: str = ""  #: why, of the last one
+    reason: str = ""  #: of the last failure
     is_complete: bool = True
 
     @property
     def left(self) -> int:
-        """What is there afterwards."""
+        """Bytes left afterwards."""
         return self.bytes + self.others - self.removed_bytes
 
 
 def evict_to(folder: FsFolder, capacity: int, advance: Callable[[int], None]) -> Eviction:
     """Remove the least recently used blocks until the folder holds no more than ``capacity``.
 
-    What engines have said of uses counts; otherwise the times of the files do. ``advance`` is
-    told how many blocks went. Raises ``OSError``; Ctrl-C leaves the rest as it is.
+    Uses reported by engines count; otherwise the times of the files do. ``advance`` is called
+    with each batch's number of blocks. Raises ``OSError``; Ctrl-C leaves the rest as it is.
     """
     uses = _known_uses(folder)
     epoch = _EPOCHS_WITHOUT_USES if uses is None else int(uses.entries["epoch"].max(initial=0))
@@ -92,7 +92,7 @@ def evict_to(folder: FsFolder, capacity: int, advance: Callable[[int], None]) ->
 
 
 def announce(folder: FsFolder, names: Sequence[str]) -> None:
-    """Tell engines that have a bound which block files are gone. Raises nothing."""
+    """Notify engines that have a bound of removed block files. Raises nothing."""
     if names and os.path.isdir(f"{folder.path}/{SPACE}"):
         call = BoundedCall(lambda: asyncio.run(_announce(folder, names)), "announce")
         with suppress(OSError):
@@ -114,7 +114,7 @@ async def _announce(folder: FsFolder, names: Sequence[str]) -> None:
 
 
 def _known_uses(folder: FsFolder) -> Manifest | None:
-    """Return the manifest of the last cleaner, None if there is none that can be read."""
+    """Return the manifest of the last cleaner, None if no readable one exists."""
     with suppress(OSError, RecordDamaged):
         with open(f"{folder.path}/{SPACE}/{MANIFEST}", "rb") as file:
             known, head = decode_array_untrusted(file.read(SMALL_FILE_BYTES_MAX), KNOWN)

@@ -1,4 +1,4 @@
-"""Looks at a folder of an ``fs`` tier, kvtier's own or vLLM's, whoever uses it meanwhile."""
+"""Inspects the folder of an ``fs`` tier, kvtier's own or vLLM's, even while it is in use."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FsFolder:
     """The open root of an ``fs`` tier. Calls raise ``OSError``."""
 
     def __init__(self, path: str) -> None:
-        """Open the folder. Raises ``ConfigError`` if it is none of an ``fs`` tier."""
+        """Open the folder. Raises ``ConfigError`` if it is not an ``fs`` tier's."""
         self.path = os.path.abspath(path)
         try:
             self.root = os.open(path, _ROOT_FLAGS)
@@ -81,7 +81,7 @@ class FsFolder:
         os.close(self.root)
 
     def files(self) -> Iterator[BlockFile | int]:
-        """Yield all block files, and the bytes of each file that is none."""
+        """Yield all block files, and the bytes of each other file."""
         for path, status in walk_files(self.root, "", 0, lambda: True):
             namespace, _, name = path.partition("/")
             leaf = leaf_number(namespace, name.rpartition("/")[0])
@@ -91,7 +91,7 @@ class FsFolder:
                 yield BlockFile(namespace, name, status.st_size, status.st_mtime)
 
     def remove(self, file: BlockFile) -> bool:
-        """Remove a block file. False: it was gone. Whoever reads it reads it to its end."""
+        """Remove a block file. Returns False if it was gone. Open readers read it to its end."""
         try:
             os.unlink(file.path, dir_fd=self.root)
         except FileNotFoundError:
@@ -112,7 +112,7 @@ class FsFolder:
             return opened.read()
 
     def lease(self) -> Lease | None:
-        """Return what the last cleaner has said, None if there was none."""
+        """Return the lease of the last cleaner, None if there was none."""
         terms = f"{self.path}/{SPACE}/{TERMS}"
         with suppress(OSError, RecordDamaged, IndexError):
             number = term_numbers(os.listdir(terms))[-1]
@@ -121,7 +121,7 @@ class FsFolder:
         return None
 
     def _folders(self) -> list[str]:
-        """Return the namespaces: folders with a description, and vLLM's ranks beside one."""
+        """Return the namespaces: folders with a description, and vLLM's rank folders beside one."""
         names = [name for name in os.listdir(self.root) if name != SPACE]
         described = {name for name in names if os.path.isfile(f"{self.path}/{name}/{CONFIG_NAME}")}
         return sorted(
@@ -138,7 +138,7 @@ class FsFolder:
 
 
 def is_fs_folder(path: str) -> bool:
-    """Tell whether the folder looks like that of an ``fs`` tier. Raises nothing."""
+    """Return whether the folder looks like that of an ``fs`` tier. Raises nothing."""
     try:
         with FsFolder(path):
             return True
@@ -147,18 +147,18 @@ def is_fs_folder(path: str) -> bool:
 
 
 def block_bytes_of(description: dict[str, Any]) -> int | None:
-    """Return how long a namespace's blocks are, None if its description does not say."""
+    """Return the size of a namespace's blocks, None if its description lacks it."""
     found = description.get("block_bytes")
     is_ours = description.get("format") == _FORMAT
     return found if is_ours and isinstance(found, int) and found > 0 else None
 
 
 def form_of(description: dict[str, Any]) -> Form:
-    """Return in which form a namespace's blocks lie there."""
+    """Return the form of a namespace's blocks."""
     how = facts_of(description).get(PROTECTION)
     return {"signed": Form.SIGNED, "encrypted": Form.ENCRYPTED}.get(str(how), Form.PLAIN)
 
 
 def are_compressed(description: dict[str, Any]) -> bool:
-    """Tell whether a namespace's blocks may be compressed."""
+    """Return whether a namespace's blocks may be compressed."""
     return COMPRESSION in facts_of(description)
