@@ -13,7 +13,7 @@ SPREADS: Final = 3.0
 """A load that takes so many spreads longer than expected counts as stalled."""
 
 
-class Place(NamedTuple):
+class TokenPlace(NamedTuple):
     """Position of a lookup's keys in their request. Tokens before them are on the GPU."""
 
     first_token: int

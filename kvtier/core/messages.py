@@ -66,8 +66,8 @@ from kvtier.core.life_messages import TierNotRun as TierNotRun
 from kvtier.core.life_messages import TierOpened as TierOpened
 from kvtier.core.life_messages import TierRestarted as TierRestarted
 from kvtier.core.load_messages import LoadCostLearned as LoadCostLearned
-from kvtier.core.load_messages import Place  # noqa: TC001 - msgspec decodes by it
 from kvtier.core.load_messages import StepComputed as StepComputed
+from kvtier.core.load_messages import TokenPlace  # noqa: TC001 - msgspec decodes by it
 from kvtier.core.message import Message as Message
 from kvtier.core.message import RequestOrder as RequestOrder
 from kvtier.core.promotion_messages import Promote as Promote
@@ -110,7 +110,7 @@ class LookupPrefix(Message, frozen=True, gc=False):
 
     keys: tuple[Key, ...]
     request: RequestId
-    place: Place | None = None
+    place: TokenPlace | None = None
     now: float = 0.0
 
 

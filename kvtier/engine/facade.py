@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from kvtier.core.events import Event
     from kvtier.core.generations import Generations
     from kvtier.core.group_messages import GroupKeys
-    from kvtier.core.load_messages import Place
+    from kvtier.core.load_messages import TokenPlace
     from kvtier.core.messages import Message
     from kvtier.core.tier_host import TierHost
     from kvtier.engine.primary_tier import PrimaryTier
@@ -181,7 +181,7 @@ class SchedulerFacade:
             self._ask(m.StepComputed(tokens, attention, seconds))
 
     def lookup_states(
-        self, keys: Collection[Key], request: RequestId, place: Place | None = None
+        self, keys: Collection[Key], request: RequestId, place: TokenPlace | None = None
     ) -> list[BlockState]:
         """Do ``lookup_state`` for ``keys``, from head to tail, in one go: several times cheaper.
 

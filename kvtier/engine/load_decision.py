@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from kvtier.core.load_messages import LoadCost, Place
+    from kvtier.core.load_messages import LoadCost, TokenPlace
 
 FREE: Final = -3
 """As a place of blocks: the primary tier, or under way to it."""
@@ -101,7 +101,7 @@ class Estimates(NamedTuple):
         return ends_s + sum(ends_s - each for each in self.loads_end_s if begins_s <= each < ends_s)
 
 
-def best_cut(runs: Sequence[Run], place: Place, outlook: Estimates) -> Cut:
+def best_cut(runs: Sequence[Run], place: TokenPlace, outlook: Estimates) -> Cut:
     """Return the best cut. Where two are alike, the one that loads more."""
     rates = outlook.rates
     total = sum(run.length for run in runs)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from kvtier.core.actor import Mailbox
     from kvtier.core.group_messages import GroupKeys
-    from kvtier.core.load_messages import LoadCost, Place
+    from kvtier.core.load_messages import LoadCost, TokenPlace
     from kvtier.core.statistics import PrimaryCounts
     from kvtier.engine.load_decision import Cut, Estimates
     from kvtier.engine.promotions import Promotions
@@ -118,7 +118,7 @@ class LoadDecisions:
             for tier, cost in self._costs.items()
         }
 
-    def weigh(self, keys: Sequence[Key], request: Request, place: Place, now: float) -> None:
+    def weigh(self, keys: Sequence[Key], request: Request, place: TokenPlace, now: float) -> None:
         """Decide how much of these keys, from the first on, the request loads.
 
         Where the first one would be loaded, and tiers are yet to tell whether they have it, nothing

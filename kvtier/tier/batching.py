@@ -23,7 +23,7 @@ BATCH_BLOCKS_MIN: Final = 8
 """A smaller batch costs more than it could save by running beside others."""
 
 
-class Job:
+class TierJob:
     """One job; slices of it may be waiting, running or ended."""
 
     __slots__ = (
@@ -78,7 +78,7 @@ class Job:
 class JobSlice(NamedTuple):
     """Neighbouring blocks of one job."""
 
-    job: Job
+    job: TierJob
     start: int
     stop: int
 
@@ -146,7 +146,7 @@ class BatchQueue:
         self._blocks_min = blocks_min
         self._blocks_max = blocks_max
         self._apart = apart
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[TierJob] = deque()
         self._next = 0  # the first job's first block that is in no batch
         self._waiting = 0  # blocks
 
@@ -158,7 +158,7 @@ class BatchQueue:
         """Return whether any block waits, or is moved."""
         return bool(self._jobs) or self.running > 0
 
-    def add(self, job: Job) -> None:
+    def add(self, job: TierJob) -> None:
         """Queue the job's blocks. It must have some: no batch can be made of none."""
         assert job.keys, "a job without blocks"
         self._jobs.append(job)

@@ -30,7 +30,7 @@ from kvtier.core.actor import Actor, Mailbox
 from kvtier.core.generations import ORIGINAL, mark_of, marked, unmarked
 from kvtier.plugin_api.backend import Outcome
 from kvtier.tier.audit import TierAudit
-from kvtier.tier.batching import Job
+from kvtier.tier.batching import TierJob
 from kvtier.tier.job_runner import JobRunner, end_slices
 from kvtier.tier.leftovers import Leftovers
 from kvtier.tier.old_generations import OldGenerations
@@ -164,7 +164,7 @@ class BoundedTier(Actor):
 
     def _begin(self, message: m.LoadJob | m.StoreJob) -> None:
         self._enter(message.mark, message.since)
-        job = Job(message)
+        job = TierJob(message)
         if not job.keys:
             self._answer(job)
             return
@@ -224,7 +224,7 @@ class BoundedTier(Actor):
                 self._answer(job_slice.job)
         self._start_batches()
 
-    def _answer(self, job: Job) -> None:
+    def _answer(self, job: TierJob) -> None:
         """Report a job's end, now that each of its blocks has an outcome."""
         self.link.post(job.ended())
         if job.is_load:
@@ -294,7 +294,9 @@ class BoundedTier(Actor):
         self.link.post(message)
         self.policy.post(m.Residents(keys=tuple(self._resident), held=tuple(self._in_use)))
 
-    def _note_stored(self, job: Job, keys: tuple[Key, ...], outcomes: tuple[Outcome, ...]) -> None:
+    def _note_stored(
+        self, job: TierJob, keys: tuple[Key, ...], outcomes: tuple[Outcome, ...]
+    ) -> None:
         done, not_done = _split(keys, outcomes)
         ended = _count_down(self._storing, keys)
         self._coming.difference_update(ended)

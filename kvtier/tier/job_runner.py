@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvtier.core.actor import Mailbox
     from kvtier.plugin_api.backend import BackendTraits
     from kvtier.plugin_api.keys import Key
-    from kvtier.tier.batching import Job, JobSlice
+    from kvtier.tier.batching import JobSlice, TierJob
     from kvtier.tier.probes import RunningProbe
 
 
@@ -64,7 +64,7 @@ class JobRunner:
         """Return whether no job waits and no batch is at the backend."""
         return not (self._batches or self._loads or self._stores or self._probes)
 
-    def add(self, job: Job) -> None:
+    def add(self, job: TierJob) -> None:
         """Queue a job, which must have blocks."""
         (self._loads if job.is_load else self._stores).add(job)
 

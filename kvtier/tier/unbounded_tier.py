@@ -25,7 +25,7 @@ from kvtier.core import messages as m
 from kvtier.core.actor import Actor, Mailbox
 from kvtier.core.generations import ORIGINAL, mark_of, marked, unmarked
 from kvtier.plugin_api.backend import Outcome
-from kvtier.tier.batching import Job
+from kvtier.tier.batching import TierJob
 from kvtier.tier.dead_blocks import DeadBlocks
 from kvtier.tier.job_runner import JobRunner, end_slices
 from kvtier.tier.probes import ProbeSlice, RunningProbe
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.backend import BackendTraits
     from kvtier.plugin_api.keys import Key
 
-    Claim: TypeAlias = Job | RunningProbe
+    Claim: TypeAlias = TierJob | RunningProbe
     """A store or a probe: its answer lists blocks that are there."""
 
 
@@ -158,7 +158,7 @@ class UnboundedTier(Actor):
 
     def _begin(self, message: m.LoadJob | m.StoreJob) -> None:
         self._enter(message.mark, message.since)
-        job = Job(message)
+        job = TierJob(message)
         if not job.keys:
             self.link.post(job.ended())
             return
@@ -202,7 +202,7 @@ class UnboundedTier(Actor):
         if self._finish_by_s is None or at_s < self._finish_by_s:
             self._remove_dead()
 
-    def _answer(self, job: Job) -> None:
+    def _answer(self, job: TierJob) -> None:
         """Report a job's end, now that each of its blocks has an outcome."""
         self.link.post(job.ended())
         if not job.is_load:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvtier.core.load_messages import Place
+from kvtier.core.load_messages import TokenPlace
 from kvtier.engine.prefill_speed import LAG_MAX
 
 if TYPE_CHECKING:
@@ -78,14 +78,16 @@ class PrefillSteps:
             offers_first=offers_first,
         )
 
-    def looks_up(self, request: RequestId, key: bytes, end_of: dict[bytes, int]) -> Place | None:
+    def looks_up(
+        self, request: RequestId, key: bytes, end_of: dict[bytes, int]
+    ) -> TokenPlace | None:
         """Note that a request waits, and looks up ``key`` first. Return where that stands."""
         end = end_of.get(key) if self._is_wanted else None
         if end is None:
             return None
         first = max(0, end - self._chunk_tokens)
         self._prompts[request] = _Prompt(first, next(reversed(end_of.values())))
-        return Place(first, self._chunk_tokens)
+        return TokenPlace(first, self._chunk_tokens)
 
     def looks_up_from(
         self, request: RequestId, first_token: int, end_of: Mapping[bytes, int]

@@ -12,7 +12,7 @@ from rules import PICKS, SCHEDULES
 from world import PATHS
 
 from kvtier.core import messages as m
-from kvtier.core.load_messages import Place
+from kvtier.core.load_messages import TokenPlace
 
 if TYPE_CHECKING:
     from world import Request, Shape
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.keys import Key
 
 CHUNK_TOKENS = 4
-PLACES = st.builds(Place, st.sampled_from([0, 40]), st.just(CHUNK_TOKENS))
+PLACES = st.builds(TokenPlace, st.sampled_from([0, 40]), st.just(CHUNK_TOKENS))
 
 
 def with_speed(shape: Shape, speed: float | None) -> Shape:
@@ -62,7 +62,7 @@ class KVTierDecidingSpec(KVTierSpec):
             self.a_request_finishes(0, True, b"")
         self.a_request_starts(path, -1)
         for _ in range(3):
-            place = Place(0, CHUNK_TOKENS)
+            place = TokenPlace(0, CHUNK_TOKENS)
             self.a_request_decides_what_it_loads(len(world.requests) - 1, len(path), place, b"")
             self.a_step_ends(0.01, b"")
             for number in range(len(world.devices)):
@@ -88,7 +88,7 @@ class KVTierDecidingSpec(KVTierSpec):
     @precondition(lambda self: self.world.requests)
     @rule(which=PICKS, count=st.integers(1, 7), place=PLACES, schedule=SCHEDULES)
     def a_request_decides_what_it_loads(
-        self, which: int, count: int, place: Place, schedule: bytes
+        self, which: int, count: int, place: TokenPlace, schedule: bytes
     ) -> None:
         """Once while it waits. Nothing is asked or promoted that it declines."""
         world = self.world

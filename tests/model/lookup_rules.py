@@ -18,7 +18,7 @@ from kvtier.engine.slot_table import GPU
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtier.core.load_messages import Place
+    from kvtier.core.load_messages import TokenPlace
     from kvtier.plugin_api.keys import Key
 
 
@@ -154,7 +154,7 @@ class LookupRules(TierRules):
             assert said is True
 
     def _look_up_prefix(
-        self, request: Request, count: int, schedule: bytes, place: Place | None = None
+        self, request: Request, count: int, schedule: bytes, place: TokenPlace | None = None
     ) -> None:
         world = self.world
         world.in_order(schedule)

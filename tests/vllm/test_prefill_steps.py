@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.core.load_messages import Place
+from kvtier.core.load_messages import TokenPlace
 from kvtier.vllm.prefill_steps import PrefillSteps
 
 pytestmark = pytest.mark.one_release
@@ -38,7 +38,7 @@ class Engine:
 def test_a_step_computes_what_it_offers_behind_what_the_gpu_had() -> None:
     engine = Engine()
     engine.step()
-    assert engine.steps.looks_up("r", engine.keys[2], engine.end_of) == Place(32, CHUNK)
+    assert engine.steps.looks_up("r", engine.keys[2], engine.end_of) == TokenPlace(32, CHUNK)
     engine.offer(0, 6)  # vLLM offers what the GPU had, too
     engine.step()
     engine.offer(6, 8)

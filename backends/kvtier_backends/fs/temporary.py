@@ -38,7 +38,7 @@ _STAT_START_FIELD: Final = 19  # among the fields after the command's name, see 
 _counter = itertools.count()  # process-wide: two tiers never share a name
 
 
-class Writer(NamedTuple):
+class WriterProcess(NamedTuple):
     """One process that writes blocks, as parsed from a file's name."""
 
     host: str
@@ -48,37 +48,37 @@ class Writer(NamedTuple):
     def __str__(self) -> str:
         return f"{self.host}-{self.pid}-{self.started}"
 
-    def is_dead(self, me: Writer, age_s: float) -> bool:
+    def is_dead(self, me: WriterProcess, age_s: float) -> bool:
         """Return whether it has stopped writing, given the age of one of its files in seconds."""
         if self.host != me.host:
             return age_s > FOREIGN_AGE_S_MAX
         return _started(self.pid) != self.started
 
 
-def this_writer() -> Writer:
+def this_writer() -> WriterProcess:
     """Return the identity of the calling process."""
     pid = os.getpid()
-    return Writer(_host_id(), pid, _started(pid) or 0)
+    return WriterProcess(_host_id(), pid, _started(pid) or 0)
 
 
-def parse_writer_untrusted(name: str) -> Writer | None:
+def parse_writer_untrusted(name: str) -> WriterProcess | None:
     """Return the writer that a marker is named after, or None. Raises nothing."""
     found = _WRITER.fullmatch(name)
-    return Writer(found[1], int(found[2]), int(found[3])) if found else None
+    return WriterProcess(found[1], int(found[2]), int(found[3])) if found else None
 
 
-def parse_temporary_untrusted(name: str) -> Writer | None:
+def parse_temporary_untrusted(name: str) -> WriterProcess | None:
     """Return the writer of the temporary file ``name``, or None if it is not ours."""
     found = _TEMPORARY.fullmatch(name)
     return parse_writer_untrusted(found[1]) if found else None
 
 
-def temporary_path(path: str, writer: Writer | str) -> str:
+def temporary_path(path: str, writer: WriterProcess | str) -> str:
     """Return an unused name beside ``path``. ``writer``: itself or its text."""
     return f"{path}.{writer}-{next(_counter)}.tmp"
 
 
-def add_marker(base: int, writer: Writer, folder_mode: int, mode: int) -> int:
+def add_marker(base: int, writer: WriterProcess, folder_mode: int, mode: int) -> int:
     """Create the marker of ``writer`` in the markers' folder, below the open folder. Idempotent.
 
     Returns the marker, open for writing.
@@ -98,7 +98,7 @@ def remove_markers(base: int, names: Iterable[str]) -> None:
                 os.unlink(name, dir_fd=folder)
 
 
-def folder_time_s(base: int, me: Writer) -> float:
+def folder_time_s(base: int, me: WriterProcess) -> float:
     """Return the time by the clock that sets files' times: touches this writer's marker.
 
     This host's clock may be hours off. Without a marker, no file has an age.
@@ -111,7 +111,7 @@ def folder_time_s(base: int, me: Writer) -> float:
         return float("-inf")
 
 
-def dead_markers(base: int, me: Writer) -> list[str]:
+def dead_markers(base: int, me: WriterProcess) -> list[str]:
     """Return the names of the markers of writers that have stopped writing."""
     dead = []
     now_s = folder_time_s(base, me)
@@ -142,7 +142,7 @@ def folders_of_dead(base: int, names: Iterable[str]) -> set[str] | None:
 
 
 def sweep_after(
-    dead: Iterable[str], base: int, blocks: int, me: Writer, keep_on: Callable[[], bool]
+    dead: Iterable[str], base: int, blocks: int, me: WriterProcess, keep_on: Callable[[], bool]
 ) -> Iterator[str]:
     """Remove the temporary files of writers with these markers, and yield their names.
 
@@ -158,7 +158,7 @@ def sweep_after(
 
 
 def sweep_only(
-    folder: int, names: Iterable[str], me: Writer, now_s: float, keep_on: Callable[[], bool]
+    folder: int, names: Iterable[str], me: WriterProcess, now_s: float, keep_on: Callable[[], bool]
 ) -> Iterator[str]:
     """Remove as ``sweep`` does, but only in the open folder itself and in these below it."""
     yield from _sweep_files(folder, _names(folder), me, now_s)
@@ -170,7 +170,9 @@ def sweep_only(
             yield from _sweep_files(below, _names(below), me, now_s)
 
 
-def sweep(folder: int, me: Writer, now_s: float, keep_on: Callable[[], bool]) -> Iterator[str]:
+def sweep(
+    folder: int, me: WriterProcess, now_s: float, keep_on: Callable[[], bool]
+) -> Iterator[str]:
     """Remove the temporary files of dead writers below the open folder, and yield their names.
 
     ``now_s``: as returned by ``folder_time_s``.
@@ -187,7 +189,9 @@ def sweep(folder: int, me: Writer, now_s: float, keep_on: Callable[[], bool]) ->
     yield from _sweep_files(folder, names, me, now_s)
 
 
-def _sweep_files(folder: int, names: Mapping[str, bool], me: Writer, now_s: float) -> Iterator[str]:
+def _sweep_files(
+    folder: int, names: Mapping[str, bool], me: WriterProcess, now_s: float
+) -> Iterator[str]:
     for name, is_folder in names.items():
         writer = None if is_folder else parse_temporary_untrusted(name)
         if writer is not None and writer.is_dead(me, _age_s(name, folder, now_s)):

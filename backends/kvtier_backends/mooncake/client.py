@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from kvtier_backends.mooncake.library import NativeStore
     from kvtier_backends.mooncake.mooncake_options import MooncakeOptions
-    from kvtier_backends.mooncake.registered import Region
+    from kvtier_backends.mooncake.registered import RegisteredRegion
 
 _DOUBT_S: Final = TRANSFER_S_MAX - 1.0
 """A load that failed sooner was reported by the transport, which was done with it."""
@@ -75,7 +75,7 @@ class StoreClient:
         self._calls = 0
         self._is_ending = False
         self._has_ended = threading.Event()
-        self._known: set[Region] = set()
+        self._known: set[RegisteredRegion] = set()
         self._native_if_open: NativeStore | None = library.MooncakeDistributedStore()
         ssd = options.ssd_offload_path
         # With SSD offload, the library keeps the transport when the client is closed.
@@ -111,11 +111,11 @@ class StoreClient:
         native = self._native_if_open  # once: another thread may close it
         return not self._is_ending and native is not None and native.health_check() == 0
 
-    def knows(self, regions: Sequence[Region]) -> bool:
+    def knows(self, regions: Sequence[RegisteredRegion]) -> bool:
         """Return whether all of this memory is registered. Never waits."""
         return self._known.issuperset(regions)
 
-    def register(self, region: Region) -> None:
+    def register(self, region: RegisteredRegion) -> None:
         """Register memory with the transport, once. Raises ``StoreFault``."""
         if region in self._known:
             return

@@ -36,7 +36,7 @@ TRAILER_ROOM_BYTES: Final = 512
 DESCRIPTION_ROOM_BYTES: Final = 1 << 16
 
 
-class Region(NamedTuple):
+class RegisteredRegion(NamedTuple):
     """A stretch of memory, by its address."""
 
     address: int
@@ -105,7 +105,7 @@ class RegisteredMemory:
         self._trays: queue.LifoQueue[Tray] = queue.LifoQueue()
         for start in range(DESCRIPTION_ROOM_BYTES, len(self._own), tray_bytes):
             self._trays.put(Tray(self._own[start : start + tray_bytes], payload_bytes))
-        self._slots: Region | None = None
+        self._slots: RegisteredRegion | None = None
 
     @property
     def description_room(self) -> memoryview:
@@ -118,11 +118,11 @@ class RegisteredMemory:
         No client registers them if blocks are staged.
         """
         if self._is_direct:
-            self._slots = Region(address_of(slots), slots.nbytes)
+            self._slots = RegisteredRegion(address_of(slots), slots.nbytes)
 
-    def regions(self) -> list[Region]:
+    def regions(self) -> list[RegisteredRegion]:
         """Return all memory that a new client must register."""
-        own = Region(address_of(self._own), self._own.nbytes)
+        own = RegisteredRegion(address_of(self._own), self._own.nbytes)
         return [own] if self._slots is None else [own, self._slots]
 
     def room_in_slots(self, buffer: memoryview) -> Room | None:

@@ -11,7 +11,7 @@ from kvtier.errors import StoreFault
 from kvtier_backends.mooncake.client import Parts, StoreClient
 from kvtier_backends.mooncake.connection import knock
 from kvtier_backends.mooncake.library import FULL_CODES, MASTER_CODES, told
-from kvtier_backends.mooncake.registered import Region, address_of
+from kvtier_backends.mooncake.registered import RegisteredRegion, address_of
 
 if TYPE_CHECKING:
     from kvtier.plugin_api.options import Options
@@ -41,7 +41,7 @@ def try_store(
         modest = replace(given, segment_bytes=lent, ssd_offload_path=None)
         client = StoreClient(library, modest, host)
         room = memoryview(mmap.mmap(-1, BODY_BYTES))
-        client.register(Region(address_of(room), BODY_BYTES))
+        client.register(RegisteredRegion(address_of(room), BODY_BYTES))
         if read_only:
             return "its master was reached"
         remedy = "See to the master and to those who give the store memory"

@@ -24,11 +24,11 @@ from kvtier.plugin_api.backend import (
 )
 from kvtier_backends.incidents import IncidentLog, TierCounters
 from kvtier_backends.redis.batches import BatchRunner
-from kvtier_backends.redis.client import Client
+from kvtier_backends.redis.client import RedisClient
 from kvtier_backends.redis.description import Description
 from kvtier_backends.redis.pool import ConnectionPool
 from kvtier_backends.redis.redis_options import read_options
-from kvtier_backends.redis.resp import TRAILER_BYTES_MAX, Command, Kind, packed
+from kvtier_backends.redis.resp import TRAILER_BYTES_MAX, Command, ReplyKind, packed
 from kvtier_backends.redis.server_errors import Meaning, error_code, error_of, in_words
 from kvtier_backends.redis.trial import try_servers
 from kvtier_backends.redis.watch import ConnectionWatch
@@ -68,7 +68,7 @@ class RedisBackend(Backend):
     """A block takes many turns of the event loop, in each of which a busy scheduler in the same
     process would hold Python's lock for up to 5 ms."""
 
-    def __init__(self, given: RedisOptions, client: Client, records: Records) -> None:
+    def __init__(self, given: RedisOptions, client: RedisClient, records: Records) -> None:
         name = records.context.tier_name
         self.traits = BackendTraits(
             load_batches_max=given.connections_max,
@@ -116,7 +116,7 @@ class RedisBackend(Backend):
     def check_connection(cls, options: Mapping[str, Any], context: BackendContext) -> str:
         """Log in to each server, and store, load and remove a key there, or look one up."""
         reader, given = read_options(options, context)
-        client = Client(given, reader)
+        client = RedisClient(given, reader)
         return asyncio.run(try_servers(client, given, reader, read_only=context.read_only))
 
     @property
@@ -136,7 +136,8 @@ class RedisBackend(Backend):
         if problem is not None and not any(replies):
             raise problem
         return [
-            reply is not None and (reply.kind, reply.text) == (Kind.DONE, "1") for reply in replies
+            reply is not None and (reply.kind, reply.text) == (ReplyKind.DONE, "1")
+            for reply in replies
         ]
 
     async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
@@ -174,7 +175,7 @@ class RedisBackend(Backend):
         problem = await self._batches.run(commands)
         for _, command in commands:
             reply = command.reply
-            if reply is not None and reply.kind is not Kind.DONE:
+            if reply is not None and reply.kind is not ReplyKind.DONE:
                 problem = problem or StoreFault(f"UNLINK: {reply.text}")
         if problem is not None:
             raise problem
@@ -245,7 +246,7 @@ class RedisBackend(Backend):
                 fetch.block.buffer,
             )
             for fetch in fetches
-            if (reply := fetch.command.reply) is not None and reply.kind is Kind.BLOCK
+            if (reply := fetch.command.reply) is not None and reply.kind is ReplyKind.BLOCK
         ]
         decoded = iter(await self._record_threads.decode_all(arrived))
         return [self._answer(fetch, decoded, problem) for fetch in fetches]
@@ -258,12 +259,12 @@ class RedisBackend(Backend):
             self._incidents.report("load", "loads_failed", problem)
             return Loaded(Outcome.FAILED)
         error = error_of(reply)
-        if reply.kind is Kind.MISSING or (error and error.meaning is Meaning.ABSENT):
+        if reply.kind is ReplyKind.MISSING or (error and error.meaning is Meaning.ABSENT):
             return Loaded(Outcome.ABSENT)
         if error is not None and error.meaning is not Meaning.DAMAGED:
             self._incidents.report("load", "loads_failed", StoreFault(in_words(reply)))
             return Loaded(Outcome.FAILED)
-        loaded = next(decoded) if reply.kind is Kind.BLOCK else Loaded(Outcome.DAMAGED)
+        loaded = next(decoded) if reply.kind is ReplyKind.BLOCK else Loaded(Outcome.DAMAGED)
         if loaded.outcome is Outcome.DAMAGED:
             reason = "it is not what was stored under this name"
             self._incidents.report("load", "blocks_damaged", reason, path=fetch.name.decode())
@@ -271,7 +272,7 @@ class RedisBackend(Backend):
 
     def _stored(self, command: Command, problem: StoreFault | None) -> Outcome:
         reply = command.reply
-        if reply is not None and reply.kind is Kind.DONE:
+        if reply is not None and reply.kind is ReplyKind.DONE:
             return Outcome.DONE
         error = error_of(reply)
         if reply is not None and error is not None and error.meaning is Meaning.FULL:
@@ -299,13 +300,13 @@ def _is_denied(command: Command) -> bool:
 
 def _read(
     options: Mapping[str, Any], context: BackendContext
-) -> tuple[RedisOptions, Client, Records]:
+) -> tuple[RedisOptions, RedisClient, Records]:
     """Parse the options. Raises ``ConfigError``."""
     reader, given = read_options(options, context)
     records = make_records(reader, context)
     reader.finish()
     _refuse_large_blocks(reader, records, context)
-    return given, Client(given, reader), records
+    return given, RedisClient(given, reader), records
 
 
 def _refuse_large_blocks(reader: Options, records: Records, context: BackendContext) -> None:

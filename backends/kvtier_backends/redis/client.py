@@ -1,7 +1,7 @@
 """Wraps the client library: connecting, TLS, logging in, and the rare commands.
 
 ``valkey`` is imported here and nowhere else. Once a connection is logged in, its socket is
-handed to ``resp.Connection``, which runs the batches.
+handed to ``resp.RespConnection``, which runs the batches.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvtier.errors import StoreFault
 from kvtier.plugin_api.extras import install
 from kvtier.plugin_api.threads import DaemonThreads
-from kvtier_backends.redis.resp import Connection
+from kvtier_backends.redis.resp import RespConnection
 from kvtier_backends.shared.secret_command import SECRETS_S_MAX
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class ServerRefused(StoreFault):
     kind: str = ""  #: the library's class of the error; the server's error code if it has no class
 
 
-class Client:
+class RedisClient:
     """Makes connections to any server of the tier. Loop thread only."""
 
     def __init__(self, given: RedisOptions, reader: Options) -> None:
@@ -65,12 +65,14 @@ class Client:
                 remedy = f"can't be used ({problem}). Name files in PEM"
                 raise reader.error(key, str(self._tls), remedy) from None
 
-    async def connect(self, address: Address, on_lost: Callable[[Connection], None]) -> Connection:
+    async def connect(
+        self, address: Address, on_lost: Callable[[RespConnection], None]
+    ) -> RespConnection:
         """Return a connection that is logged in. Raises ``StoreFault``."""
         given = self._given
         async with self._logged_in(address, given.credentials, given.db, keep=True) as opened:
             transport = opened._writer.transport  # noqa: SLF001 - there is no other way to it
-            connection = Connection(on_lost, opened._close)  # noqa: SLF001 - as above
+            connection = RespConnection(on_lost, opened._close)  # noqa: SLF001 - as above
             transport.set_protocol(connection)
             connection.connection_made(transport)
             return connection

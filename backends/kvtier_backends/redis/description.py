@@ -18,7 +18,7 @@ from kvtier_backends.shared.namespaces import namespace_name
 if TYPE_CHECKING:
     from kvtier.plugin_api.backend import BackendContext
     from kvtier_backends.redis.addresses import Address
-    from kvtier_backends.redis.client import Client
+    from kvtier_backends.redis.client import RedisClient
     from kvtier_backends.redis.topology import Topology
 
 FORMAT_VERSION: Final = 1
@@ -38,7 +38,7 @@ class Description:
         """Return a block's name."""
         return self._stem + key.hex().encode()
 
-    async def compare(self, client: Client, topology: Topology) -> Address:
+    async def compare(self, client: RedisClient, topology: Topology) -> Address:
         """Write the description if there is none, and compare it. Returns its server's address.
 
         Raises ``OtherNamespace``, and ``StoreFault`` if the server can't be used.
@@ -55,7 +55,7 @@ class Description:
                 raise
         return address
 
-    async def _compare_at(self, client: Client, address: Address) -> None:
+    async def _compare_at(self, client: RedisClient, address: Address) -> None:
         async with client.asking(address) as ask:
             if not self._own.is_read_only:
                 try:

@@ -22,7 +22,7 @@ from kvtier_backends.shared.namespaces import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from kvtier_backends.redis.client import Client, Commands
+    from kvtier_backends.redis.client import Commands, RedisClient
     from kvtier_backends.redis.redis_options import RedisOptions
 
 NAMES_AT_ONCE: Final = 512
@@ -31,7 +31,7 @@ _HEX: Final = re.compile(rb"(?:[0-9a-f]{2})+")
 
 
 async def list_servers(
-    client: Client, given: RedisOptions, advance: Callable[[int], None]
+    client: RedisClient, given: RedisOptions, advance: Callable[[int], None]
 ) -> dict[str, Holding]:
     """Return the contents by namespace. ``advance`` is called with each number of new names.
 
@@ -48,7 +48,7 @@ async def list_servers(
 
 
 async def purge_servers(
-    client: Client,
+    client: RedisClient,
     given: RedisOptions,
     wanted: Wanted,
     advance: Callable[[int], None],
@@ -85,7 +85,7 @@ _Names = dict[bytes, tuple[str, bytes]]
 """Names, each with its namespace and the rest of the name."""
 
 
-async def _walk(client: Client, given: RedisOptions) -> AsyncIterator[tuple[Commands, _Names]]:
+async def _walk(client: RedisClient, given: RedisOptions) -> AsyncIterator[tuple[Commands, _Names]]:
     """Yield our names, each once, and the function that runs commands on their server."""
     topology = await discover(client, given)
     stem = f"{given.key_prefix}:".encode()

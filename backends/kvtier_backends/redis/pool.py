@@ -13,19 +13,21 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection
 
     from kvtier_backends.redis.addresses import Address
-    from kvtier_backends.redis.client import Client
-    from kvtier_backends.redis.resp import Connection
+    from kvtier_backends.redis.client import RedisClient
+    from kvtier_backends.redis.resp import RespConnection
 
 
 class ConnectionPool:
     """Lends connections. Callers limit their own waiting time. Loop thread only."""
 
-    def __init__(self, client: Client, connections_max: int, on_lost: Callable[[], None]) -> None:
+    def __init__(
+        self, client: RedisClient, connections_max: int, on_lost: Callable[[], None]
+    ) -> None:
         """``on_lost``: called when a server ends a connection."""
         self._client = client
         self._on_lost = on_lost
-        self._idle: dict[Address, list[Connection]] = defaultdict(list)
-        self._lent: set[Connection] = set()
+        self._idle: dict[Address, list[RespConnection]] = defaultdict(list)
+        self._lent: set[RespConnection] = set()
         self._slots: dict[Address, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(connections_max)
         )
@@ -33,7 +35,7 @@ class ConnectionPool:
         self._is_closed = False
 
     @asynccontextmanager
-    async def lend(self, address: Address) -> AsyncIterator[Connection]:
+    async def lend(self, address: Address) -> AsyncIterator[RespConnection]:
         """Lend a connection. If its batch does not end, for any reason, it is closed at once.
 
         So are the server's idle connections: a network that silently dropped this one dropped those
@@ -85,7 +87,7 @@ class ConnectionPool:
         for connection in self._idle.pop(address, []):
             connection.abort()
 
-    def _idle_one(self, address: Address) -> Connection | None:
+    def _idle_one(self, address: Address) -> RespConnection | None:
         idle = self._idle[address]
         while idle:
             connection = idle.pop()
@@ -93,7 +95,7 @@ class ConnectionPool:
                 return connection
         return None
 
-    def _lost(self, connection: Connection) -> None:
+    def _lost(self, connection: RespConnection) -> None:
         for idle in self._idle.values():
             if connection in idle:
                 idle.remove(connection)

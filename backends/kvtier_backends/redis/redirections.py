@@ -11,7 +11,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier_backends.redis.addresses import Address
-from kvtier_backends.redis.resp import Command, Kind, packed
+from kvtier_backends.redis.resp import Command, ReplyKind, packed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -52,7 +52,7 @@ def redirected(sent: Mapping[Target, Sequence[Command]]) -> dict[Target, list[Co
 
 def onward_untrusted(reply: Reply | None, asked: Address) -> Target | None:
     """Parse ``ASK <slot> <host>:<port>``. None for anything else; raises nothing."""
-    if reply is None or reply.kind is not Kind.ERROR:
+    if reply is None or reply.kind is not ReplyKind.ERROR:
         return None
     code, _, rest = reply.text.partition(" ")
     host, _, port = rest.partition(" ")[2].rpartition(":")

@@ -38,7 +38,7 @@ class ConnectionLost(StoreFault):
     """Raised when the connection ends, or delivers a non-reply. The batch may have been run."""
 
 
-class Kind(Enum):
+class ReplyKind(Enum):
     """The kind of a reply."""
 
     DONE = auto()  #: ``text`` is the server's text, or the number that it returns
@@ -51,14 +51,14 @@ class Kind(Enum):
 class Reply(NamedTuple):
     """The server's reply to one command."""
 
-    kind: Kind
+    kind: ReplyKind
     text: str = ""
     trailer: bytes = b""
     payload_bytes: int = 0
 
 
 _STORED: Final = b"+OK\r\n"
-_STORED_REPLY: Final = Reply(Kind.DONE, "OK")
+_STORED_REPLY: Final = Reply(ReplyKind.DONE, "OK")
 
 
 @dataclass(slots=True, eq=False)
@@ -91,11 +91,11 @@ class _Reading(Enum):
     DISCARD = auto()
 
 
-class Connection(asyncio.BufferedProtocol):
+class RespConnection(asyncio.BufferedProtocol):
     """One connection that is logged in. One batch at a time; loop thread only."""
 
     def __init__(
-        self, on_lost: Callable[[Connection], None], on_end: Callable[[], None] = lambda: None
+        self, on_lost: Callable[[RespConnection], None], on_end: Callable[[], None] = lambda: None
     ) -> None:
         """``on_lost``: called when it ends, unless it was closed here. ``on_end``: in any case."""
         self._on_lost = on_lost
@@ -247,9 +247,9 @@ class Connection(asyncio.BufferedProtocol):
         self._start += len(line) + len(_LINE_END)
         kind, rest = line[:1], line[1:]
         if kind in (b"+", b":"):
-            self._replied(Reply(Kind.DONE, rest.decode("ascii", "replace")))
+            self._replied(Reply(ReplyKind.DONE, rest.decode("ascii", "replace")))
         elif kind == b"-":
-            self._replied(Reply(Kind.ERROR, rest.decode("utf-8", "backslashreplace")))
+            self._replied(Reply(ReplyKind.ERROR, rest.decode("utf-8", "backslashreplace")))
         elif kind == b"$":
             self._begin_bulk(int(rest))
         else:
@@ -269,7 +269,7 @@ class Connection(asyncio.BufferedProtocol):
     def _begin_bulk(self, length: int) -> None:
         command = self._waiting[0]
         if length < 0:
-            self._replied(Reply(Kind.MISSING))
+            self._replied(Reply(ReplyKind.MISSING))
         elif not command.expects(length - command.trailer_bytes):
             self._reading = _Reading.DISCARD
             self._discard_bytes = length + len(_LINE_END)
@@ -298,7 +298,7 @@ class Connection(asyncio.BufferedProtocol):
         if bytes(self._scratch[end : end + len(_LINE_END)]) != _LINE_END:
             raise ValueError("a block does not end where it should")
         self._start = end + len(_LINE_END)
-        self._replied(Reply(Kind.BLOCK, trailer=trailer, payload_bytes=self._payload_bytes))
+        self._replied(Reply(ReplyKind.BLOCK, trailer=trailer, payload_bytes=self._payload_bytes))
         return True
 
     def _take_discarded(self) -> bool:
@@ -307,7 +307,7 @@ class Connection(asyncio.BufferedProtocol):
         self._start += size
         if self._discard_bytes:
             return False
-        self._replied(Reply(Kind.OTHER_LENGTH))
+        self._replied(Reply(ReplyKind.OTHER_LENGTH))
         return True
 
     def _replied(self, reply: Reply) -> None:

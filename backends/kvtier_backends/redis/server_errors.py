@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvtier_backends.redis.resp import Kind
+from kvtier_backends.redis.resp import ReplyKind
 
 if TYPE_CHECKING:
     from kvtier_backends.redis.resp import Reply
@@ -98,7 +98,7 @@ def error_code(reply: Reply) -> str:
 
 def error_of(reply: Reply | None) -> ServerError | None:
     """Return an error's meaning; None for a reply that is not an error."""
-    if reply is None or reply.kind is not Kind.ERROR:
+    if reply is None or reply.kind is not ReplyKind.ERROR:
         return None
     return SERVER_ERRORS.get(error_code(reply), SERVER_ERRORS["ERR"])
 

@@ -16,7 +16,7 @@ from kvtier_backends.redis.client import ServerRefused
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvtier_backends.redis.client import Client
+    from kvtier_backends.redis.client import RedisClient
     from kvtier_backends.redis.redis_options import RedisOptions
 
 
@@ -47,7 +47,7 @@ class Topology:
         return None
 
 
-async def discover(client: Client, given: RedisOptions) -> Topology:
+async def discover(client: RedisClient, given: RedisOptions) -> Topology:
     """Query which server has which blocks. Raises ``StoreFault``."""
     addresses = given.servers.addresses
     if given.mode == "cluster":
@@ -59,7 +59,7 @@ async def discover(client: Client, given: RedisOptions) -> Topology:
     return Topology([(0, 16383, addresses[0])], client.key_slot)
 
 
-async def _ask_node(client: Client, address: Address) -> list[tuple[int, int, Address]]:
+async def _ask_node(client: RedisClient, address: Address) -> list[tuple[int, int, Address]]:
     async with client.asking(address) as ask:
         found = await ask("CLUSTER", "SLOTS")
     try:
@@ -78,7 +78,7 @@ def _range_untrusted(found: Any, asked: Address) -> tuple[int, int, Address]:  #
     return int(first), int(last), Address(name, int(port))
 
 
-async def _ask_sentinel(client: Client, master: str, address: Address) -> Address:
+async def _ask_sentinel(client: RedisClient, master: str, address: Address) -> Address:
     async with client.asking(address, is_sentinel=True) as ask:
         found = await ask("SENTINEL", "GET-MASTER-ADDR-BY-NAME", master)
     if not found:

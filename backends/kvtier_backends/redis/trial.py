@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvtier.errors import ConfigError
     from kvtier.plugin_api.options import Options
     from kvtier_backends.redis.addresses import Address
-    from kvtier_backends.redis.client import Client
+    from kvtier_backends.redis.client import RedisClient
     from kvtier_backends.redis.redis_options import RedisOptions
     from kvtier_backends.redis.topology import Topology
 
@@ -37,7 +37,7 @@ class _Trial:
     """One tier's servers, and the current step."""
 
     def __init__(
-        self, client: Client, given: RedisOptions, reader: Options, *, read_only: bool
+        self, client: RedisClient, given: RedisOptions, reader: Options, *, read_only: bool
     ) -> None:
         self._client = client
         self._read_only = read_only
@@ -106,7 +106,7 @@ def _kind_of(problem: StoreFault) -> str:
 
 
 async def try_servers(
-    client: Client, given: RedisOptions, reader: Options, *, read_only: bool
+    client: RedisClient, given: RedisOptions, reader: Options, *, read_only: bool
 ) -> str:
     """Return a summary of the successful steps. Raises ``ConfigError`` for a failed one."""
     count = await _Trial(client, given, reader, read_only=read_only).run()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvtier_backends.incidents import TierCounters
     from kvtier_backends.redis import resp
     from kvtier_backends.redis.addresses import Address
-    from kvtier_backends.redis.client import Client
+    from kvtier_backends.redis.client import RedisClient
     from kvtier_backends.redis.description import Description
     from kvtier_backends.redis.redis_options import RedisOptions
     from kvtier_backends.redis.topology import Topology
@@ -33,7 +33,7 @@ class ConnectionWatch(KeptConnection):
 
     def __init__(
         self,
-        client: Client,
+        client: RedisClient,
         given: RedisOptions,
         description: Description,
         tier_name: str,
@@ -49,7 +49,7 @@ class ConnectionWatch(KeptConnection):
         self._on_servers = on_servers
         self._has_tried = asyncio.Event()
         self._topology: Topology | None = None
-        self._kept: resp.Connection | None = None
+        self._kept: resp.RespConnection | None = None
         self._kept_at: Address | None = None
 
     async def topology(self) -> Topology:
@@ -84,7 +84,7 @@ class ConnectionWatch(KeptConnection):
         self._on_servers(())
         self._drop_kept()
 
-    def _kept_ended(self, _connection: resp.Connection) -> None:
+    def _kept_ended(self, _connection: resp.RespConnection) -> None:
         self._kept = None
         self.doubt()
 

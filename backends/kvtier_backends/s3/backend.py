@@ -24,7 +24,7 @@ from kvtier.plugin_api.backend import (
 )
 from kvtier_backends.incidents import IncidentLog, TierCounters
 from kvtier_backends.s3.attempts import Attempts
-from kvtier_backends.s3.client import Client, make_store
+from kvtier_backends.s3.client import S3Client, make_store
 from kvtier_backends.s3.connection import BucketConnection
 from kvtier_backends.s3.credentials import credentials_of
 from kvtier_backends.s3.error_codes import Failure
@@ -83,7 +83,7 @@ class S3Backend(Backend):
 
     def __init__(
         self,
-        client: Client,
+        client: S3Client,
         address: Address,
         records: Records,
         given: S3Options,
@@ -284,14 +284,14 @@ def _in_words(failed: RequestFailed) -> StoreFault:
 
 def _read(
     options: Mapping[str, Any], context: BackendContext
-) -> tuple[Client, Address, Records, S3Options]:
+) -> tuple[S3Client, Address, Records, S3Options]:
     """Parse the options of the tier and of its records. Raises ``ConfigError``."""
     given, reader = read_options(options, context)
     address = address_of(given, reader)
     credentials = credentials_of(given, reader)
     records = make_records(reader, context)
     reader.finish()
-    client = Client(partial(make_store, given, address, where=reader.where), credentials)
+    client = S3Client(partial(make_store, given, address, where=reader.where), credentials)
     return client, address, records, given
 
 

@@ -55,7 +55,7 @@ class ListedObject(NamedTuple):
     stored_s: float  #: seconds since 1970
 
 
-class Client:
+class S3Client:
     """Requests to one bucket. Loop thread only; each call raises ``RequestFailed``."""
 
     def __init__(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from kvtier.errors import StoreFault
     from kvtier_backends.incidents import TierCounters
-    from kvtier_backends.s3.client import Client
+    from kvtier_backends.s3.client import S3Client
     from kvtier_backends.shared.description import OwnDescription
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class BucketConnection(KeptConnection):
 
     def __init__(
         self,
-        client: Client,
+        client: S3Client,
         *,
         description: OwnDescription,
         timeout_s: float,

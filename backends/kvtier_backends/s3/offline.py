@@ -22,7 +22,7 @@ from kvtier_backends.shared.namespaces import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from kvtier_backends.s3.client import Client
+    from kvtier_backends.s3.client import S3Client
     from kvtier_backends.s3.s3_options import Address
 
 RETRIES_MAX: Final = 8
@@ -46,7 +46,7 @@ class _Found(NamedTuple):
 
 
 async def list_bucket(
-    client: Client, address: Address, advance: Callable[[int], None]
+    client: S3Client, address: Address, advance: Callable[[int], None]
 ) -> dict[str, Holding]:
     """Return the contents by namespace. ``advance`` is called with each number of new names.
 
@@ -65,7 +65,7 @@ async def list_bucket(
 
 
 async def purge_bucket(
-    client: Client,
+    client: S3Client,
     address: Address,
     wanted: Wanted,
     advance: Callable[[int], None],
@@ -103,7 +103,7 @@ def _is_going(wanted: Wanted, found: _Found) -> bool:
     return wanted.has(found.namespace, found.key, found.stored_s)
 
 
-async def _walk(client: Client, address: Address) -> AsyncIterator[Sequence[_Found]]:
+async def _walk(client: S3Client, address: Address) -> AsyncIterator[Sequence[_Found]]:
     """Yield our objects, in batches."""
     below = address.below("")
     async for page in client.walk(address.prefix):
@@ -126,7 +126,7 @@ def _parts(name: str) -> tuple[str, bytes | None] | None:
     return (namespace, bytes.fromhex(rest[1])) if is_block and rest[0] else None
 
 
-async def _facts_untrusted(client: Client, name: str) -> dict[str, Any]:
+async def _facts_untrusted(client: S3Client, name: str) -> dict[str, Any]:
     try:
         raw = await client.get_up_to(name, DESCRIPTION_BYTES_MAX)
         return facts_of(parse_description_untrusted(raw))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from kvtier.plugin_api.options import Options
-    from kvtier_backends.s3.client import Client
+    from kvtier_backends.s3.client import S3Client
     from kvtier_backends.s3.s3_options import Address, S3Options
 
 NAMESPACE: Final = "kvtier-check"
@@ -29,7 +29,7 @@ _REMEDIES: Final = {
 
 
 async def try_bucket(
-    client: Client, address: Address, given: S3Options, reader: Options, *, read_only: bool
+    client: S3Client, address: Address, given: S3Options, reader: Options, *, read_only: bool
 ) -> str:
     """Return a summary of the successful steps. Raises ``ConfigError`` for a failed one."""
     digits = secrets.token_hex(16)

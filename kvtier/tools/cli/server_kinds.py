@@ -10,11 +10,10 @@ from typing_extensions import override
 
 from kvtier.plugin_api.backend import BackendContext, Namespace
 from kvtier_backends.redis import addresses, redis_options
-from kvtier_backends.redis.client import Client as RedisClient
+from kvtier_backends.redis.client import RedisClient
 from kvtier_backends.redis.offline import list_servers, purge_servers
 from kvtier_backends.s3 import s3_options
-from kvtier_backends.s3.client import Client as S3Client
-from kvtier_backends.s3.client import make_store
+from kvtier_backends.s3.client import S3Client, make_store
 from kvtier_backends.s3.credentials import credentials_of
 from kvtier_backends.s3.offline import RETRIES_MAX, list_bucket, purge_bucket
 

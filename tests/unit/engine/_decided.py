@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvtier.core.block_state import BlockState
-from kvtier.core.load_messages import Place
+from kvtier.core.load_messages import TokenPlace
 from tests.unit.engine._story import Story, keys_of
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 SPEED = 1000.0  # tokens a second that the engine computes
 CHUNK = 10
-PLACE = Place(0, CHUNK)
+PLACE = TokenPlace(0, CHUNK)
 LENGTH = 24
 ABSENT, FILLING, READY = BlockState.ABSENT, BlockState.FILLING, BlockState.READY
 PROBING = BlockState.PROBING

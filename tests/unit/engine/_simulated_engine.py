@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.core import messages as m
 from kvtier.core.block_state import BlockState
-from kvtier.core.load_messages import Place
+from kvtier.core.load_messages import TokenPlace
 from kvtier.plugin_api.backend import BackendTraits, Outcome
 from tests.unit.engine._story import Story
 
@@ -153,7 +153,7 @@ class SimulatedEngine:
             return True
         if self._recomputes:
             return True
-        place = Place(0, CHUNK_TOKENS) if facade.decides_loads else None
+        place = TokenPlace(0, CHUNK_TOKENS) if facade.decides_loads else None
         states = facade.lookup_states(keys, name, place)
         while BlockState.ABSENT not in states[-1:] and len(states) < len(keys):
             states.append(facade.lookup_state(keys[len(states)], name))  # with room made for it

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.core.load_messages import LoadCost, Place
+from kvtier.core.load_messages import LoadCost, TokenPlace
 from kvtier.engine.load_decision import FREE, Estimates, Rates, Run, best_cut
 
 RUNS = st.lists(
@@ -18,11 +18,11 @@ COSTS = st.dictionaries(
     st.builds(LoadCost, SECONDS, SECONDS, st.integers(0, 30), st.floats(0.1, 2.0)),
 )
 RATES = st.builds(Rates, st.floats(0.0, 1.0), st.one_of(st.just(0.0), st.floats(1e-6, 0.1)))
-PLACES = st.builds(Place, st.integers(0, 200), st.integers(1, 64))
+PLACES = st.builds(TokenPlace, st.integers(0, 200), st.integers(1, 64))
 
 
 def seconds_of(
-    keys: int, runs: list[Run], costs: dict[int, LoadCost], place: Place, rates: Rates
+    keys: int, runs: list[Run], costs: dict[int, LoadCost], place: TokenPlace, rates: Rates
 ) -> float:
     """Return the time until the first token with one cut, if nobody else asks for anything."""
     places = [run.where for run in runs for _ in range(run.length)]
@@ -37,7 +37,7 @@ def seconds_of(
 
 @given(runs=RUNS, costs=COSTS, place=PLACES, rates=RATES)
 def test_no_cut_is_better_than_the_best(
-    runs: list[Run], costs: dict[int, LoadCost], place: Place, rates: Rates
+    runs: list[Run], costs: dict[int, LoadCost], place: TokenPlace, rates: Rates
 ) -> None:
     """So it is never worse than loading all, nor than recomputing all."""
     total = sum(run.length for run in runs)
@@ -47,7 +47,7 @@ def test_no_cut_is_better_than_the_best(
 
 
 @given(runs=RUNS, costs=COSTS, place=PLACES)
-def test_a_tie_loads(runs: list[Run], costs: dict[int, LoadCost], place: Place) -> None:
+def test_a_tie_loads(runs: list[Run], costs: dict[int, LoadCost], place: TokenPlace) -> None:
     """Where neither takes any time, all is loaded."""
     free = {tier: LoadCost(0.0, 0.0, 0, 0.1) for tier in costs}
     cut = best_cut(runs, place, Estimates(Rates(0.0, 0.0), free))
@@ -56,7 +56,7 @@ def test_a_tie_loads(runs: list[Run], costs: dict[int, LoadCost], place: Place) 
 
 
 def test_a_tier_that_nothing_is_known_of_is_loaded_from() -> None:
-    cut = best_cut([Run(0, 10)], Place(0, 16), Estimates(Rates(1e-9, 0.0), {}))
+    cut = best_cut([Run(0, 10)], TokenPlace(0, 16), Estimates(Rates(1e-9, 0.0), {}))
     assert cut.keys == cut.blocks == 10
 
 
@@ -64,29 +64,29 @@ def test_the_head_of_a_long_prefix_is_recomputed_only_with_all_behind_it() -> No
     """Tokens late in a prompt cost more: a slow tier is worth it for all of a long prefix."""
     cost = {0: LoadCost(0.0, 0.01, 0, 0.1)}
     outlook = Estimates(Rates(1e-4, 1e-6), cost)
-    assert best_cut([Run(0, 10)], Place(0, 16), outlook).keys == 0
-    assert best_cut([Run(0, 1000)], Place(0, 16), outlook).keys == 1000
+    assert best_cut([Run(0, 10)], TokenPlace(0, 16), outlook).keys == 0
+    assert best_cut([Run(0, 1000)], TokenPlace(0, 16), outlook).keys == 1000
 
 
 def test_a_fast_tier_is_loaded_from_and_a_slow_one_behind_it_is_not() -> None:
     costs = {0: LoadCost(0.0, 1e-5, 0, 0.1), 1: LoadCost(5.0, 1.0, 0, 0.1)}
     runs = [Run(FREE, 3), Run(0, 20), Run(1, 5)]
-    cut = best_cut(runs, Place(0, 16), Estimates(Rates(1e-4, 0.0), costs))
+    cut = best_cut(runs, TokenPlace(0, 16), Estimates(Rates(1e-4, 0.0), costs))
     assert (cut.keys, cut.blocks, cut.all_blocks) == (23, 20, 25)
 
 
 def test_while_one_tier_loads_another_may_load_as_long() -> None:
     """Loads run side by side: the second costs nothing until it takes longer than the first."""
     costs = {0: LoadCost(0.0, 0.1, 0, 0.1), 1: LoadCost(0.0, 1.0, 0, 0.1)}
-    cut = best_cut([Run(0, 30), Run(1, 10)], Place(0, 16), Estimates(Rates(0.02, 0.0), costs))
+    cut = best_cut([Run(0, 30), Run(1, 10)], TokenPlace(0, 16), Estimates(Rates(0.02, 0.0), costs))
     assert cut.keys == 33
 
 
 def test_what_waits_at_a_tier_counts() -> None:
     rates = Rates(1e-3, 0.0)
     idle, busy = LoadCost(0.0, 1e-3, 0, 0.1), LoadCost(0.0, 1e-3, 10_000, 0.1)
-    assert best_cut([Run(0, 10)], Place(0, 16), Estimates(rates, {0: idle})).keys == 10
-    assert best_cut([Run(0, 10)], Place(0, 16), Estimates(rates, {0: busy})).keys == 0
+    assert best_cut([Run(0, 10)], TokenPlace(0, 16), Estimates(rates, {0: idle})).keys == 10
+    assert best_cut([Run(0, 10)], TokenPlace(0, 16), Estimates(rates, {0: busy})).keys == 0
 
 
 SLOW = {0: LoadCost(0.0, 0.02, 0, 0.1)}
@@ -94,14 +94,14 @@ QUICKER = Rates(1e-3, 0.0)  # 0.016 s a block
 
 
 def test_while_the_engine_is_busy_a_slower_tier_loads_for_nothing() -> None:
-    assert best_cut([Run(0, 100)], Place(0, 16), Estimates(QUICKER, SLOW)).keys == 0
-    cut = best_cut([Run(0, 100)], Place(0, 16), Estimates(QUICKER, SLOW, computed_s=1.0))
+    assert best_cut([Run(0, 100)], TokenPlace(0, 16), Estimates(QUICKER, SLOW)).keys == 0
+    cut = best_cut([Run(0, 100)], TokenPlace(0, 16), Estimates(QUICKER, SLOW, computed_s=1.0))
     assert 40 < cut.keys <= 50  # and not up to the last moment, for it may take longer
 
 
 def test_nobody_is_made_to_wait_for_what_is_loaded_nearly_as_soon() -> None:
     """Five loads end while this request would be computed; then all of them would wait for it."""
     loading = Estimates(QUICKER, SLOW, loads_end_s=(0.1, 0.2, 0.3, 0.4, 0.5))
-    assert best_cut([Run(0, 100)], Place(0, 16), loading).keys == 100
+    assert best_cut([Run(0, 100)], TokenPlace(0, 16), loading).keys == 100
     later = Estimates(QUICKER, SLOW, loads_end_s=(2.1, 2.2, 2.3, 2.4, 2.5))
-    assert best_cut([Run(0, 100)], Place(0, 16), later).keys == 0
+    assert best_cut([Run(0, 100)], TokenPlace(0, 16), later).keys == 0

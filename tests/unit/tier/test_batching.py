@@ -4,16 +4,16 @@ import pytest
 from hypothesis import given, strategies
 
 from kvtier.core import messages as m
-from kvtier.tier.batching import BatchQueue, BlockBatch, Job
+from kvtier.tier.batching import BatchQueue, BlockBatch, TierJob
 
 
 def keys(count: int, name: str = "k") -> tuple[bytes, ...]:
     return tuple(f"{name}{number:03}".encode() for number in range(count))
 
 
-def job(*given_keys: bytes, number: int = 1) -> Job:
+def job(*given_keys: bytes, number: int = 1) -> TierJob:
     slots = tuple(range(len(given_keys)))
-    return Job(m.StoreJob(job=number, request="r", keys=given_keys, slots=slots))
+    return TierJob(m.StoreJob(job=number, request="r", keys=given_keys, slots=slots))
 
 
 def start_all(queue: BatchQueue) -> list[BlockBatch]:
@@ -74,7 +74,7 @@ def test_a_job_is_not_cut_finer_than_the_backend_wants(blocks: int, batches: lis
     assert sizes(start_all(queue)) == batches
 
 
-def busy_queue(blocks_min: int, *jobs: Job) -> BatchQueue:
+def busy_queue(blocks_min: int, *jobs: TierJob) -> BatchQueue:
     """Return a queue in which these wait for the only thread there is."""
     queue = BatchQueue(1, blocks_min, 16)
     queue.add(job(b"before"))

@@ -19,7 +19,7 @@ from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import Outcome
 from kvtier_backends.fs import temporary
 from kvtier_backends.fs.files import BlockFiles
-from kvtier_backends.fs.temporary import Writer, parse_temporary_untrusted, this_writer
+from kvtier_backends.fs.temporary import WriterProcess, parse_temporary_untrusted, this_writer
 from tests.support.fuse_folder import FuseFolder, fuse_folder
 from tests.support.needs import needs
 from tests.support.patience import PATIENCE_S, until_true
@@ -249,11 +249,11 @@ async def test_only_dead_writers_temporaries_are_swept(
         block = fs.path(1)
     old, recent = time.time() - temporary.FOREIGN_AGE_S_MAX - 60, time.time()
     cases = [  # writer, age, swept
-        (Writer(me.host, ended.pid, 12), recent, True),
-        (Writer(me.host, me.pid, me.started - 1), recent, True),  # its number was given away
+        (WriterProcess(me.host, ended.pid, 12), recent, True),
+        (WriterProcess(me.host, me.pid, me.started - 1), recent, True),  # its number was given away
         (me, old, False),
-        (Writer("0" * 12, me.pid, me.started), recent, False),
-        (Writer("0" * 12, me.pid, me.started), old, True),
+        (WriterProcess("0" * 12, me.pid, me.started), recent, False),
+        (WriterProcess("0" * 12, me.pid, me.started), old, True),
     ]
     files = []
     for writer, modified, _ in cases:
@@ -288,7 +288,7 @@ async def test_what_a_sweep_raises_is_counted_and_logged(
     async with open_fs(tmp_path / "kv") as fs:
         await fs.store(1)
         markers = fs.path(1).parents[2] / "writers"
-    (markers / str(Writer(this_writer().host, 1, 12))).write_bytes(b"")
+    (markers / str(WriterProcess(this_writer().host, 1, 12))).write_bytes(b"")
     with capture_logs() as lines:
         async with open_fs(tmp_path / "kv") as fs:
             await until_true(lambda: fs.count("upkeep_failed") == 1)

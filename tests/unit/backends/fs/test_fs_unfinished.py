@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, strategies
 
 from kvtier_backends.fs import temporary, unfinished
-from kvtier_backends.fs.temporary import FOREIGN_AGE_S_MAX, Writer, this_writer
+from kvtier_backends.fs.temporary import FOREIGN_AGE_S_MAX, WriterProcess, this_writer
 from kvtier_backends.fs.unfinished import FOLDERS_MAX, Unfinished, folders_untrusted
 from tests.support.patience import until_true
 from tests.unit.backends._media import start_python
@@ -70,7 +70,7 @@ async def test_only_the_folders_that_are_named_are_listed(tmp_path: Path) -> Non
         base = fs.path(0).parents[2]
         folders = ["/".join(fs.path(number).parts[-3:-1]) for number in range(50)]
         paths = [fs.path(number) for number in range(50)]
-    dead = Writer(this_writer().host, 1, 12)
+    dead = WriterProcess(this_writer().host, 1, 12)
     marker(base / "writers" / str(dead)).note(frozenset(folders[:3]))
     for path in paths:
         Path(f"{path}.{dead}-1.tmp").write_bytes(b"half")
@@ -84,7 +84,7 @@ async def test_a_marker_of_an_older_kvtier_has_all_folders_walked(tmp_path: Path
     async with open_fs(tmp_path / "kv") as fs:
         await fs.store(1)
         block = fs.path(1)
-    dead = Writer(this_writer().host, 1, 12)
+    dead = WriterProcess(this_writer().host, 1, 12)
     (block.parents[2] / "writers" / str(dead)).write_bytes(b"")
     Path(f"{block}.{dead}-1.tmp").write_bytes(b"half")
     async with open_fs(tmp_path / "kv") as fs:
@@ -120,7 +120,7 @@ async def test_a_writer_that_stores_again_while_others_sweep_keeps_its_marker(
     async with open_fs(root) as fs:
         await fs.store(1)
         base = fs.path(1).parents[2]
-    woken, gone = Writer("0" * 12, 1, 12), Writer("0" * 12, 2, 12)
+    woken, gone = WriterProcess("0" * 12, 1, 12), WriterProcess("0" * 12, 2, 12)
     for each in (woken, gone):
         marker(base / "writers" / str(each)).note(frozenset())
         os.utime(base / "writers" / str(each), (1e9, 1e9))

@@ -13,7 +13,7 @@ from valkey.crc import key_slot
 from kvtier.plugin_api.backend import Connection, Outcome
 from kvtier_backends.redis.addresses import Address
 from kvtier_backends.redis.redirections import Target, redirected
-from kvtier_backends.redis.resp import Command, Kind, Reply
+from kvtier_backends.redis.resp import Command, Reply, ReplyKind
 from tests.support.patience import until_true
 from tests.support.redis_servers import HOST, Cluster
 from tests.unit.backends.redis._redis import Tier, key_of, open_redis
@@ -188,6 +188,6 @@ ASKED = Target(Address("a", 1))
     ],
 )
 def test_a_redirection_is_read_whatever_a_server_says(said: str, onward: Target | None) -> None:
-    command = Command((b"GET",), reply=Reply(Kind.ERROR, said))
+    command = Command((b"GET",), reply=Reply(ReplyKind.ERROR, said))
     assert redirected({ASKED: [command]}) == ({} if onward is None else {onward: [command]})
     assert (command.reply is None) is (onward is not None)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from kvtier_backends.redis.resp import (
     SCRATCH_BYTES,
     Command,
-    Connection,
     ConnectionLost,
-    Kind,
     Reply,
+    ReplyKind,
+    RespConnection,
     packed,
 )
 
@@ -54,7 +54,7 @@ class Slot:
         return self.all.startswith(GUARD) and self.all.endswith(GUARD)
 
 
-def feed(connection: Connection, data: bytes, cuts: Sequence[int]) -> None:
+def feed(connection: RespConnection, data: bytes, cuts: Sequence[int]) -> None:
     """Deliver bytes as a socket does: as many as there is room for, and no more than there are."""
     sizes = [*cuts, len(data)]
     for size in sizes:
@@ -67,15 +67,15 @@ def feed(connection: Connection, data: bytes, cuts: Sequence[int]) -> None:
             part = part[taken:]
 
 
-def connected() -> tuple[Connection, Socket, list[Connection]]:
-    lost: list[Connection] = []
-    connection = Connection(lost.append)
+def connected() -> tuple[RespConnection, Socket, list[RespConnection]]:
+    lost: list[RespConnection] = []
+    connection = RespConnection(lost.append)
     socket = Socket()
     connection.connection_made(socket)
     return connection, socket, lost
 
 
-async def exchange(commands: list[Command], replies: bytes, cuts: Sequence[int]) -> Connection:
+async def exchange(commands: list[Command], replies: bytes, cuts: Sequence[int]) -> RespConnection:
     connection, _, _ = connected()
     running = asyncio.create_task(connection.run(commands))
     await asyncio.sleep(0)
@@ -104,12 +104,12 @@ def test_replies_are_understood_however_they_are_cut(
     connection = asyncio.run(exchange(commands, replies, cuts))
     assert connection.is_usable
     kinds = [command.reply.kind for command in commands if command.reply]
-    last = Kind.BLOCK if other == len(record) else Kind.OTHER_LENGTH
-    assert kinds == [Kind.DONE, Kind.BLOCK, Kind.MISSING, last, Kind.ERROR]
-    assert commands[0].reply == Reply(Kind.DONE, "1")
-    assert commands[1].reply == Reply(Kind.BLOCK, trailer=record[size:], payload_bytes=size)
+    last = ReplyKind.BLOCK if other == len(record) else ReplyKind.OTHER_LENGTH
+    assert kinds == [ReplyKind.DONE, ReplyKind.BLOCK, ReplyKind.MISSING, last, ReplyKind.ERROR]
+    assert commands[0].reply == Reply(ReplyKind.DONE, "1")
+    assert commands[1].reply == Reply(ReplyKind.BLOCK, trailer=record[size:], payload_bytes=size)
     assert slots[0].view == payload
-    assert commands[4].reply == Reply(Kind.ERROR, "OOM no")
+    assert commands[4].reply == Reply(ReplyKind.ERROR, "OOM no")
     assert all(slot.is_guarded() for slot in slots)
 
 
@@ -127,9 +127,9 @@ def test_a_block_that_may_be_shorter_begins_its_room_and_is_never_longer(
     reply = command.reply
     assert reply is not None
     if not (0 <= length <= size and length % 3 == 0):
-        assert reply.kind is Kind.OTHER_LENGTH
+        assert reply.kind is ReplyKind.OTHER_LENGTH
         return
-    assert reply == Reply(Kind.BLOCK, trailer=b"trailer", payload_bytes=length)
+    assert reply == Reply(ReplyKind.BLOCK, trailer=b"trailer", payload_bytes=length)
     assert slot.view[:length] == payload
 
 

@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvtier.plugin_api.backend import Connection, LoadBlock, Outcome
-from kvtier_backends.redis.resp import Command, Kind, Reply
+from kvtier_backends.redis.resp import Command, Reply, ReplyKind
 from kvtier_backends.redis.server_errors import SERVER_ERRORS
 from tests.support.patience import looks, until_true
 from tests.support.redis_servers import HOST, running
@@ -56,7 +56,7 @@ async def test_an_error_is_a_miss_or_a_fault_of_one_block(word: str) -> None:
     backend = make_redis("redis://127.0.0.1:1")
     block = LoadBlock(key_of(1), memoryview(bytearray(8)))
     fetch = backend._fetch(block)
-    fetch.command.reply = Reply(Kind.ERROR, f"{word} more of it")
+    fetch.command.reply = Reply(ReplyKind.ERROR, f"{word} more of it")
     command = Command((b"",))
     command.reply = fetch.command.reply
     with capture_logs() as lines:

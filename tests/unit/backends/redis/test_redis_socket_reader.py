@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier_backends.redis import resp
-from kvtier_backends.redis.resp import Command, Connection, Kind
+from kvtier_backends.redis.resp import Command, ReplyKind, RespConnection
 from tests.support.examples import examples
 
 GUARD = b"\xa5" * 16
 TRAILER = b"trailer"
 
 
-class CountingConnection(Connection):
+class CountingConnection(RespConnection):
     """Counts the turns of asyncio's."""
 
     turns = 0
@@ -54,9 +54,9 @@ async def exchange(sizes: list[int], sent_bytes: int, wrong: set[int]) -> Counti
     for number, (command, slot, block) in enumerate(zip(commands, slots, blocks, strict=True)):
         assert command.reply is not None
         if number in wrong:
-            assert command.reply.kind is Kind.OTHER_LENGTH
+            assert command.reply.kind is ReplyKind.OTHER_LENGTH
         else:
-            assert (command.reply.kind, command.reply.trailer) == (Kind.BLOCK, TRAILER)
+            assert (command.reply.kind, command.reply.trailer) == (ReplyKind.BLOCK, TRAILER)
             assert slot == block
     assert all(each.startswith(GUARD) and each.endswith(GUARD) for each in memory)
     return connection

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier_backends.redis.resp import Command, Connection, ConnectionLost
+from kvtier_backends.redis.resp import Command, ConnectionLost, RespConnection
 from tests.support.examples import examples
 
 if TYPE_CHECKING:
@@ -20,12 +20,12 @@ SOCKET_BYTES = 4096  # the kernel doubles it
 SIZES = st.lists(st.sampled_from([0, 1, 2, 70, 5000, 16384, 16385, 100_000]), max_size=24)
 
 
-async def connected(far_end: socket.socket, near_end: socket.socket) -> Connection:
+async def connected(far_end: socket.socket, near_end: socket.socket) -> RespConnection:
     for end in (far_end, near_end):
         end.setblocking(False)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
-    make: Callable[[], Connection] = lambda: Connection(lambda _lost: None)  # noqa: E731
+    make: Callable[[], RespConnection] = lambda: RespConnection(lambda _lost: None)  # noqa: E731
     _, connection = await asyncio.get_running_loop().create_connection(make, sock=near_end)
     return connection
 

@@ -43,7 +43,7 @@ def tell_what_is_left():
     print(*THREADS._calls, sep="", end="", file=sys.stderr)
 
 from kvtier_backends.s3 import s3_options
-from kvtier_backends.s3.client import Client, make_store
+from kvtier_backends.s3.client import S3Client, make_store
 from kvtier_backends.s3.credentials import credentials_of
 from kvtier_backends.s3.library_threads import THREADS
 
@@ -72,7 +72,7 @@ options |= {"access_key_env": "PATH", "secret_key_env": "PATH"}
 given, reader = s3_options.read_options(options, BackendContext(1, Namespace({}), "s3"))
 credentials = credentials_of(given, reader)
 address = s3_options.address_of(given, reader)
-client = Client(partial(make_store, given, address, where=""), credentials)
+client = S3Client(partial(make_store, given, address, where=""), credentials)
 """
 ENDS_AFTER_A_CALL = f"""{CLIENT}
 with asyncio.Runner(loop_factory=Loop) as runner, suppress(StoreFault):

@@ -16,7 +16,7 @@ from kvtier.errors import ConfigError
 from kvtier.plugin_api.backend import BackendContext, Outcome
 from kvtier_backends.fs.bound import folder_bound as keeper_module
 from kvtier_backends.fs.bound.names import REMOVED, SPACE, TERMS
-from kvtier_backends.fs.temporary import Writer
+from kvtier_backends.fs.temporary import WriterProcess
 from tests.support.folder_files import files_of
 from tests.support.needs import needs
 from tests.support.patience import PATIENCE_S, looks, pause, until_true
@@ -278,7 +278,7 @@ async def test_what_a_killed_cleaner_left_unfinished_goes_with_its_term(tmp_path
     async with bounded(tmp_path / "kv") as fs:
         await store_all(fs, range(1))
     space = tmp_path / "kv" / SPACE
-    writer = Writer("0" * 12, 1, 12)
+    writer = WriterProcess("0" * 12, 1, 12)
     left = [
         space / f".manifest.{writer}-1.tmp",
         space / REMOVED / f".0000000001-0000000007.{writer}-2.tmp",
