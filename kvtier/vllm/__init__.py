@@ -1,7 +1,7 @@
 """kvtier in vLLM: an offloading spec, or a tier of vLLM's own. The only place that imports vllm.
 
-All of vLLM's processes import this package where kvtier is installed (``plugin.py``), so nothing is
-imported before it is asked for.
+All of vLLM's processes import this package if kvtier is installed (``plugin.py``), so nothing is
+imported before it is needed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["KVTierOffloadingSpec", "KVTierSecondaryTier"]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - of any kind
-    """Import what is asked for: an engine has a use for one of the two."""
+    """Import the requested class: an engine uses only one of the two."""
     if name == "KVTierOffloadingSpec":
         from kvtier.vllm.spec import KVTierOffloadingSpec  # noqa: PLC0415 - lazy
 

@@ -1,15 +1,15 @@
-"""LoRA adapters by what they hold: an adapter that was replaced at its name and path is another.
+"""Identifies LoRA adapters by content: one replaced under the same name and path is a new adapter.
 
-vLLM's block hashes have an adapter's name and path. ``know_adapters`` has them carry a digest of
-its files in place of the path: in the scheduler's process, where requests are hashed, so that it
-holds for vLLM's own prefix cache, for host memory and for each tier alike, and for two hosts that
-have the same adapter. The files are read once for each adapter that is loaded: when the engine is
-told to load it, or else with its first request, by the thread that takes in requests.
+vLLM's block hashes contain an adapter's name and path. ``know_adapters`` replaces the path with a
+digest of its files. It does so in the scheduler's process, where requests are hashed, so it applies
+alike to vLLM's own prefix cache, to host memory and to each tier, and to two hosts that have the
+same adapter. The files are read once for each loaded adapter: when the engine is asked to load it,
+or else with its first request, by the thread that takes in requests.
 
-A worker goes on with the adapter that it has loaded, whatever becomes of the files, and reads them
-again when it had to make room for others. So an adapter whose files have changed since, or can't
-be read, computes nobody knows what: such a request has hashes of its own, which no other has. And
-what runs while an adapter is loaded again in place is computed with both: it is not stored.
+A worker keeps using the adapter that it has loaded, even if the files change, and reads them again
+after it had to evict it for others. So if an adapter's files have changed since, or can't be read,
+the weights in use are unknown: such a request gets unique hashes, shared with no other request.
+A request that runs while an adapter is reloaded in place is computed with both: it is not stored.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _State = tuple[tuple[str, int, int, int], ...]
 class _Adapter(NamedTuple):
     path: str
     state: _State  #: of its files, when it was loaded
-    digest: str | None  #: None: it can't be told
+    digest: str | None  #: None: unknown
 
 
 class Adapters:
-    """The adapters that one process's engines have loaded, by vLLM's number of them. Any thread."""
+    """The adapters that one process's engines have loaded, by vLLM's number. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -61,30 +61,30 @@ class Adapters:
         self._said: set[tuple[str, _State]] = set()
 
     def loaded(self, request: LoRARequest, before: _State) -> None:
-        """Take in that an adapter has been loaded. Reads its files.
+        """Record that an adapter has been loaded. Reads its files.
 
-        ``before``: their state before that; empty if they came with it, from a hub.
+        ``before``: their state before the load; empty if the load downloaded them from a hub.
         """
         with self._lock:
             known = self._loaded.get(request.lora_int_id)
             if known is not None and not request.load_inplace:
-                return  # the worker goes on with what it has
+                return  # the worker keeps the adapter it has
             now = _look_at(request.lora_path)
             is_sure = before in ((), now.state)
             self._take(request.lora_int_id, now if is_sure else _Adapter(now.path, now.state, None))
 
     def forget(self) -> None:
-        """Forget all adapters: a new engine loads them anew."""
+        """Forget all adapters: a new engine loads them again."""
         with self._lock:
             self._loaded.clear()
 
     def remove(self, number: int) -> None:
-        """Forget an adapter: its number may become another's."""
+        """Forget an adapter: its number may be reused."""
         with self._lock:
             self._loaded.pop(number, None)
 
     def _take(self, number: int, adapter: _Adapter) -> _Adapter:
-        """Know an adapter from now on. Who runs with another one is computed with both."""
+        """Record an adapter. Requests running with the one it replaces are computed with both."""
         known = self._loaded.get(number)
         self._loaded[number] = adapter
         if known is not None and (adapter.digest is None or adapter.digest != known.digest):
@@ -94,7 +94,7 @@ class Adapters:
         return adapter
 
     def digest_for(self, request: Request) -> str:
-        """Return what stands for the content of a request's adapter, for as long as it runs."""
+        """Return the digest for a request's adapter; it stays the same while the request runs."""
         digest: str | None = getattr(request, "kvtier_adapter", None)
         if digest is None:
             digest = self.digest(request.lora_request)
@@ -104,7 +104,7 @@ class Adapters:
         return digest
 
     def digest(self, request: LoRARequest) -> str:
-        """Return what stands for an adapter's content; what can't be told is like nothing else."""
+        """Return a digest of an adapter's content, or a unique value if the content is unknown."""
         with self._lock:
             known = self._loaded.get(request.lora_int_id)
             now = _state_of(request.lora_path)
@@ -132,13 +132,13 @@ class Adapters:
 
 
 ADAPTERS: Final = Adapters()
-"""Of this process."""
+"""The adapters of this process."""
 
 
 def know_adapters() -> None:
-    """Have block hashes tell adapters apart by content: of an engine that starts in this process.
+    """Make block hashes distinguish adapters by content, for an engine that starts in this process.
 
-    It has loaded none yet, whatever another engine had loaded here before.
+    The new engine has loaded none yet, even if an earlier engine had loaded some here.
     """
     ADAPTERS.forget()
     _hook_adapters()
@@ -167,7 +167,7 @@ def _told_of_loading(real: Callable[..., bool]) -> Callable[..., bool]:
     @wraps(real)
     def add_lora(engine: EngineCore, lora_request: LoRARequest) -> bool:
         before = _state_of(lora_request.lora_path)
-        is_loaded = real(engine, lora_request)  # raises: what was loaded before stays
+        is_loaded = real(engine, lora_request)  # raises: the adapters loaded before stay
         ADAPTERS.loaded(lora_request, before)
         return is_loaded
 
@@ -184,7 +184,7 @@ def _told_of_removing(real: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _look_at(path: str) -> _Adapter:
-    """Read an adapter. One that changes meanwhile, or that isn't there, can't be told."""
+    """Read an adapter. It has no digest if it changes meanwhile or isn't there."""
     before = _state_of(path)
     digest = hashlib.sha256()
     try:
@@ -199,7 +199,7 @@ def _look_at(path: str) -> _Adapter:
 
 
 def _state_of(path: str) -> _State:
-    """Return what changes whenever somebody writes one of an adapter's files; empty: no files."""
+    """Return a state that changes with every write to an adapter's files; empty: no files."""
     try:
         states = [(file.name, file.stat()) for file in _files_of(path)]
     except OSError:
@@ -215,11 +215,11 @@ def _files_of(path: str) -> Iterator[Path]:
 
 
 def _folder_of(path: str) -> Path | None:
-    """Return where an adapter is on this host, as vLLM finds it; None: nowhere, or not yet."""
+    """Return an adapter's folder on this host, resolved as vLLM does; None: nowhere, or not yet."""
     folder = Path(path).expanduser()
     if folder.is_absolute() or folder.exists():
         return folder
-    try:  # the name of a hub's repository: what vLLM has downloaded, by its commit
+    try:  # the name of a hub's repository: vLLM's download of it, by its commit
         return Path(snapshot_download(path, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError):
         return None

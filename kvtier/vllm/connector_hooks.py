@@ -1,12 +1,12 @@
-"""Has vLLM's connector tell kvtier what it knows and tells no manager: four methods are wrapped.
+"""Wraps four methods of vLLM's connector to get facts that vLLM does not pass to the manager.
 
-In the scheduler: which groups look back how far, and which are a draft's
+In the scheduler: how far each group looks back, and which are a draft's
 (``kvtier/vllm/group_kinds.py``); which requests it leaves waiting (``kvtier/vllm/resumed.py``), or
-begin with what vLLM's own prefix cache has (``kvtier/vllm/live_requests.py``); and that a request
-ends in this step, of which a manager hears in the next (``kvtier/vllm/metrics.py``). In workers:
-how the KV caches are laid out (``kvtier/vllm/page_facts.py``). With 0.32 a fifth is, to keep the
-connector from storing the wrong blocks of a prompt that a client streams. The first also says,
-and prevents where it can, what vLLM does wrong with the Mamba layers of such groups.
+start from a hit in vLLM's own prefix cache (``kvtier/vllm/live_requests.py``); and that a request
+ends in this step, which vLLM reports in the next (``kvtier/vllm/metrics.py``). In workers: how the
+KV caches are laid out (``kvtier/vllm/page_facts.py``). With 0.32 a fifth method is wrapped, to keep
+the connector from storing the wrong blocks of a prompt that a client streams. The first wrapper
+also warns of vLLM's errors with the Mamba layers of such groups, and prevents them if it can.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _APPENDS_WHOLE_TABLES: Final = not hasattr(OffloadingManager, "on_reset_flushed")
-"""True with 0.32. A request whose prompt comes in parts begins anew with each, and its table of GPU
-blocks is appended to what the connector had of it: from then on other blocks than the keys' own
-would be stored."""
+"""True with 0.32. A request whose prompt is streamed restarts with each part, and its table of GPU
+blocks is appended to the connector's table for it: from then on the wrong blocks would be stored
+under its keys."""
 
 _AT_ONCE: Final = "sync_load_budget_bytes"
 
@@ -61,7 +61,7 @@ def hook_connector() -> None:
 
 
 def _telling_groups(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap what vLLM's connector asks before it has a manager made."""
+    """Wrap the method that vLLM's connector calls before it creates a manager."""
 
     @wraps(real)
     def from_spec(cls: Any, spec: Any, *rest: Any, **named: Any) -> Any:  # noqa: ANN401 - no stubs
@@ -91,9 +91,9 @@ def _telling_groups(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _misnames_states(made: Any) -> bool:  # noqa: ANN401 - vLLM has no stubs
-    """Tell whether vLLM may give a state within a block the name of the whole block.
+    """Return whether vLLM may give a state within a block the name of the whole block.
 
-    It does if a hit ends within the block, and the step that goes on from there leaves its state
+    It does if a hit ends within the block, and the step that continues from there puts its state
     further on because it keeps one from within the step. Mamba 2 does that in both releases.
     """
     return any(
@@ -104,10 +104,10 @@ def _misnames_states(made: Any) -> bool:  # noqa: ANN401 - vLLM has no stubs
 
 
 def _loads_states_at_once(made: Any) -> bool:  # noqa: ANN401 - vLLM has no stubs
-    """Tell whether a state may be loaded in the step that computes with it.
+    """Return whether a state may be loaded in the step that computes with it.
 
-    For such a load vLLM 0.33 counts one GPU block less than it takes, and ends the engine where
-    that was the last. (0.32 has no such loads.)
+    For such a load vLLM 0.33 counts one GPU block less than it allocates, and ends the engine if
+    that block was the last one. (0.32 has no such loads.)
     """
     return bool(_groups_of_states(made)) and getattr(made, "sync_load_budget_bytes", 0) > 0
 
@@ -155,7 +155,7 @@ def _telling_who_ends(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _telling_pages(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap what has a worker made of KV caches, and tells it no more than their sizes."""
+    """Wrap the method that creates a worker for KV caches and passes it only their sizes."""
 
     @wraps(real)
     def register_kv_caches(connector: OffloadingConnectorWorker, kv_caches: Any) -> Any:  # noqa: ANN401 - no stubs
@@ -168,7 +168,7 @@ def _telling_pages(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _emptying_tables(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap what begins with taking in the tables of GPU blocks of a step."""
+    """Wrap the method that first reads a step's tables of GPU blocks."""
 
     @wraps(real)
     def build_connector_meta(

@@ -1,8 +1,8 @@
 """Refuses a place behind another ``OffloadingConnector`` in a ``MultiConnector``.
 
-vLLM defines metrics for the first connector of each class, and ends its front end at a metric of
-another one that is not among them: the engine would start, and end with its first request. That
-holds for kvtier's spec, and for a tier of kvtier's in vLLM's own.
+vLLM defines metrics only for the first connector of each class, and ends its front end at a metric
+of a later one that is not among them: the engine would start, and end with its first request. That
+holds for kvtier's spec, and for a kvtier tier in vLLM's own spec.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 CONNECTOR: Final = "OffloadingConnector"
 
 OWN_SPEC: Final = ("KVTierOffloadingSpec", "kvtier.vllm")
-"""Name and module of kvtier's own, as configurations have them."""
+"""Name and module of kvtier's own spec, as written in configurations."""
 
 
 def check_connectors(spec_name: str, vllm_config: Any) -> None:  # noqa: ANN401 - vLLM is untyped here
     """Raise ``ConfigError`` if the first ``OffloadingConnector`` is another spec's.
 
-    ``spec_name``: kvtier's. ``vllm_config``: of the whole engine; None if nobody knows it.
+    ``spec_name``: kvtier's. ``vllm_config``: the whole engine's; None if it is unknown.
     """
     settings = _first(vllm_config)
     if settings is None:
@@ -40,10 +40,10 @@ def check_connectors(spec_name: str, vllm_config: Any) -> None:  # noqa: ANN401 
 def check_place_of_tier(
     tier_name: str, spec_name: str, module: str, vllm_configs: Iterable[Any]
 ) -> None:
-    """Raise ``ConfigError`` if the first ``OffloadingConnector`` has no metrics of kvtier's.
+    """Raise ``ConfigError`` if the first ``OffloadingConnector`` has no kvtier metrics.
 
-    ``tier_name``: the tier's class; ``spec_name``: of kvtier's spec; ``module``: where both are.
-    ``vllm_configs``: of this connector, and of the whole engine, as far as anybody knows them.
+    ``tier_name``: the tier's class; ``spec_name``: of kvtier's spec; ``module``: both classes'.
+    ``vllm_configs``: those known of this connector's and the whole engine's.
     """
     for config in vllm_configs:
         settings = _first(config)

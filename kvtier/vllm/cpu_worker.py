@@ -1,12 +1,12 @@
 """Copies between the engine's KV tensors and host slots on the CPU platform.
 
-vLLM's own worker wants a GPU's copy engine. Here both sides are host memory,
+vLLM's own worker needs a GPU's copy engine. Here both sides are host memory,
 so a transfer is a few vectorised NumPy assignments, done inside ``submit_*``.
 That keeps the ordering rules for free: the connector submits stores and loads
 before the forward pass of a step, so a store has read its blocks before
-anything may overwrite them, and a load is there before attention looks.
+anything may overwrite them, and a load is complete before attention reads it.
 
-Where bytes lie is ``kvtier/vllm/pages.py``'s business.
+``kvtier/vllm/pages.py`` defines where bytes lie.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-# NumPy copies fancy-indexed pages through a temporary; this much of it stays in the cache.
+# NumPy copies fancy-indexed pages through a temporary; one of this size stays in the CPU cache.
 _PIECE_BYTES = 1 << 20
 
 
@@ -61,7 +61,7 @@ class _Route:
 
 @dataclass(frozen=True)
 class _Plan:
-    """One group's share of a transfer: page i goes between these places."""
+    """One group's share of a transfer: page i is copied between these positions."""
 
     routes: Sequence[_Route]
     blocks: NDArray[np.int64]
@@ -74,7 +74,7 @@ class CPUPlatformWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is unty
 
     Raises ``InternalError`` at construction if the tensors do not fit the row,
     and from ``submit_*`` if a transfer's ids do not fit the tensors; nothing is
-    copied then. ``release`` is called once the views are gone.
+    copied then. ``release`` is called once the views are dropped.
     """
 
     def __init__(
@@ -141,11 +141,11 @@ class CPUPlatformWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is unty
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """Return at once: what was submitted is done."""
+        """Return at once: submitted transfers are already done."""
         del job_ids
 
     def shutdown(self) -> None:
-        """Drop the views and give the region back. Safe to call twice."""
+        """Drop the views and release the region. Safe to call twice."""
         self._routes = []
         self._finished = []
         release, self._release = self._release, None
@@ -165,7 +165,7 @@ class CPUPlatformWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is unty
     def _plans(
         self, job_id: int, engine_spec: LoadStoreSpec, host_spec: LoadStoreSpec
     ) -> list[_Plan]:
-        """Cut a transfer into its groups, and check every id before the first copy."""
+        """Split a transfer by group, and check every id before the first copy."""
         if not isinstance(engine_spec, GPULoadStoreSpec):
             raise InternalError(f"job {job_id}: {type(engine_spec).__name__} has no engine blocks")
         if not isinstance(host_spec, BlockIDsLoadStoreSpec):

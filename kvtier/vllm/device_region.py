@@ -2,7 +2,7 @@
 
 vLLM's workers create and map it. The scheduler removes the file's name once all
 ranks have mapped it, because vLLM would leave the file behind when an engine is killed.
-One that is killed before that leaves it, and the next start removes it (``region.py``).
+An engine killed before that leaves the file; the next start removes it (``region.py``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DeviceRegion:
         rank_bytes: int,
         world_size: int,
     ) -> None:
-        """``row_bytes``: of a slot, of which ``rank_bytes`` are one rank's."""
+        """``row_bytes``: the size of a slot; ``rank_bytes``: one rank's share of it."""
         self._region: SharedOffloadRegion | None = SharedOffloadRegion(
             engine_id=engine_id,
             num_chunks=slot_count + header_rows,
@@ -48,7 +48,7 @@ class DeviceRegion:
         whole.release()
         self._path: Path | None = region_path(engine_id)
         opened = self.fileno()
-        # vLLM keeps the file open; if it ever does not, its name was right a moment ago.
+        # vLLM keeps the file open. If it ever doesn't, use the name, which was right a moment ago.
         self._identity = self._path.lstat() if opened is None else os.fstat(opened)
 
     @property
@@ -57,28 +57,28 @@ class DeviceRegion:
         return self._rows
 
     def fileno(self) -> int | None:
-        """Return the file that vLLM holds open, if it does."""
+        """Return the descriptor of the file that vLLM holds open, if it does."""
         descriptor: int | None = getattr(self._region, "fd", None)
         return descriptor
 
     def try_unlink(self) -> bool:
-        """Remove the name once all ranks have mapped it; True when there is none any more.
+        """Remove the name once all ranks have mapped it; return True once it is gone.
 
-        vLLM's creator removes it too when it shuts down, and only warns that it is
-        gone (vllm#57303: after SIGKILL nobody would).
+        vLLM's creator also removes it at shutdown, and only warns if it is already
+        gone (vllm#57303: after SIGKILL it would stay).
         """
         if self._path is not None and self.header.all_mapped():
             self._unlink()
         return self._path is None
 
     def _unlink(self) -> None:
-        """Remove the name, if it is still this region's: another engine may have made its own."""
+        """Remove the name if it is still this region's: another engine may have created its own."""
         path, self._path = self._path, None
         if path is not None and names(path, self._identity):
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Give the memory back. Safe to call twice."""
+        """Release the memory. Safe to call twice."""
         region, self._region = self._region, None
         if region is None:
             return
@@ -89,7 +89,7 @@ class DeviceRegion:
 
 
 class HeaderMap:
-    """A worker's short look at the last rows of vLLM's region, by its file's name."""
+    """A worker's short-lived mapping of the last rows of vLLM's region, by its file's name."""
 
     def __init__(self, engine_id: str, slot_count: int, row_bytes: int) -> None:
         fd = os.open(region_path(engine_id), os.O_RDWR | os.O_CLOEXEC)
@@ -100,12 +100,12 @@ class HeaderMap:
         self._header: RegionHeader | None = None
 
     def header(self, world_size: int) -> RegionHeader:
-        """Return the header. It is gone after ``close``."""
+        """Return the header. It is released by ``close``."""
         self._header = RegionHeader(memoryview(self._map), world_size)
         return self._header
 
     def close(self) -> None:
-        """Give the map back."""
+        """Release the map."""
         if self._header is not None:
             self._header.release()
         with suppress(BufferError):
@@ -113,5 +113,5 @@ class HeaderMap:
 
 
 def region_path(engine_id: str) -> Path:
-    """Return where vLLM makes an engine's region."""
+    """Return the path at which vLLM creates an engine's region."""
     return Path(SHARED_MEMORY_FOLDER) / VLLMS_NAME.format(engine_id)

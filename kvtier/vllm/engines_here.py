@@ -1,7 +1,7 @@
-"""Refuses a start whose engines do not find their host memory, before a model is loaded.
+"""Refuses to start if the host lacks memory for all its engines, before a model is loaded.
 
-``cpu_bytes_to_use`` is one engine's, and its workers share it. With data parallelism a host has
-several engines, with one configuration and as much memory each: one alone may fit where all do not,
+``cpu_bytes_to_use`` is per engine, and its workers share it. With data parallelism a host has
+several engines, with one configuration and as much memory each: one may fit although all do not,
 and the last of them would end when the models are loaded.
 """
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _LOOKED_BY: Final = "KVTIER_MEMORY_LOOKED_AT_BY"
-"""The process that began the start. Its API servers make the configuration again, by when the
-engines may have taken the memory."""
+"""The process that began the start. Its API servers build the configuration again, and by then the
+engines may have allocated the memory."""
 
 
 def require_memory(vllm_config: Any) -> None:  # noqa: ANN401 - vLLM is untyped here
-    """Raise ``ConfigError`` unless the engines that are about to start here have memory."""
+    """Raise ``ConfigError`` unless there is memory for the engines about to start here."""
     parallel = vllm_config.parallel_config
     if "ray" in (parallel.distributed_executor_backend, parallel.data_parallel_backend):
         return  # they may start on another host
@@ -43,7 +43,7 @@ def require_memory(vllm_config: Any) -> None:  # noqa: ANN401 - vLLM is untyped 
 
 
 def _own_settings(extra: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return what kvtier's spec is given: all of it, or a connector's among several."""
+    """Return the settings of kvtier's spec: all of ``extra``, or one of several connectors'."""
     beside = [each.get(WHERE) for each in extra.get("connectors", ()) if isinstance(each, dict)]
     return [
         each

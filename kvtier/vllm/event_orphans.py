@@ -1,9 +1,9 @@
-"""Blocks whose parents a router doesn't know, and so drops: which, and when to announce them again.
+"""Tracks blocks that a router drops because it lacks their parents, to announce them again later.
 
 A block is an orphan if it was announced while its parent was announced nowhere, or was an orphan
-itself. llm-d knows a parent for as long as it has it in any medium; what it dropped it does not
-take back when the parent comes. A head leaves before its tail where a tier stores the tail late,
-or where another KV-cache group needed the room.
+itself. llm-d keeps a parent for as long as any medium has it; it does not restore a dropped block
+when the parent arrives. A head leaves before its tail if a tier stores the tail late, or if
+another KV-cache group needed the room.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ class Orphans:
 
     def __init__(self, is_announced: Callable[[bytes], bool]) -> None:
         self._is_announced = is_announced
-        self._parent_of: dict[bytes, bytes] = {}  # of those that are described, and not the first
+        self._parent_of: dict[bytes, bytes] = {}  # of described blocks, except first ones
         self._children: dict[bytes, dict[bytes, None]] = {}  # by parent: its orphans, in order
         self._orphans: set[bytes] = set()
-        self._adopted: deque[bytes] = deque()  # their parent has come
+        self._adopted: deque[bytes] = deque()  # their parent has arrived
 
     def meet(self, key: bytes, parent: bytes | None) -> None:
-        """Learn the parent of a block. None: it has none, or nobody can tell."""
+        """Record the parent of a block. None: it has none, or it is unknown."""
         if parent is not None:
             self._parent_of[key] = parent
 
     def announced(self, keys: Sequence[bytes]) -> None:
-        """Note what is announced now, in this order, and what it adopts."""
+        """Note the blocks announced now, in this order, and the orphans that they adopt."""
         to_come = set(keys)
         for key in keys:
             to_come.discard(key)
@@ -52,11 +52,11 @@ class Orphans:
         return None
 
     def forget(self, key: bytes) -> None:
-        """Forget a block that is described no longer."""
+        """Forget a block that is no longer described."""
         self._leave(key, self._parent_of.pop(key, None))
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all blocks."""
         self._parent_of.clear()
         self._children.clear()
         self._orphans.clear()
@@ -71,7 +71,7 @@ class Orphans:
         self._adopted.extend(self._children.get(key, ()))
 
     def _leave(self, key: bytes, parent: bytes | None) -> None:
-        """Have it be nobody's orphan."""
+        """Remove it from the orphans."""
         if key not in self._orphans:
             return
         self._orphans.discard(key)

@@ -1,8 +1,8 @@
-"""What vLLM knows of a model's KV-cache groups: how far each looks back, and which are a draft's.
+"""Reads the kind of a model's KV-cache groups: how far each looks back, and which are a draft's.
 
-The connector is told, and the manager behind it is not. A group's kind can't be seen from what
-vLLM asks for: a window of one block is asked for as the head of a prompt is. So what vLLM's
-connector makes of its own configuration is kept (``kvtier/vllm/connector_hooks.py``).
+The connector gets this, but the manager behind it does not. A group's kind can't be inferred from
+vLLM's lookups: a window of one block is looked up like the head of a prompt. So the configuration
+that vLLM's connector derives from its own is kept (``kvtier/vllm/connector_hooks.py``).
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 
 class GroupKind(NamedTuple):
-    """What of a group's blocks a prefix needs, as vLLM's connector looks for them."""
+    """The blocks of a group that a prefix needs, as vLLM's connector looks them up."""
 
-    window: int | None = None  #: the last so many chunks; None: all of them
-    reach: int = 0  #: so many tokens before the prefix's end, if they lie further back than that
-    beyond: int = 0  #: so many chunks behind its end, which a draft is computed with anew
+    window: int | None = None  #: the last ``window`` chunks; None: all of them
+    reach: int = 0  #: this many tokens before the prefix's end, if that is further back
+    beyond: int = 0  #: this many chunks behind its end, with which a draft is recomputed
 
 
 def kinds_of(config: Any) -> dict[bytes, GroupKind]:  # noqa: ANN401 - vLLM has no stubs
-    """Return the kinds in what vLLM's connector makes of its configuration."""
+    """Return the group kinds in the configuration that vLLM's connector derives."""
     return {_name(group.group_idx): _kind(group) for group in config.kv_group_configs}
 
 
 def group_kinds(spec: OffloadingSpec) -> Mapping[bytes, GroupKind]:
-    """Return the kind of each group of an engine, by the bytes that its keys end in."""
+    """Return the kind of each of an engine's groups, by the last bytes of its keys."""
     known: Mapping[bytes, GroupKind] | None = getattr(spec, "group_kinds", None)
     if known is not None:
         return known
@@ -55,6 +55,6 @@ def _kind(group: Any) -> GroupKind:  # noqa: ANN401 - vLLM has no stubs
     spec = group.kv_cache_spec
     reach = 0
     if isinstance(spec, SlidingWindowSpec):
-        # A prefix may end within a chunk. vLLM then looks for what the window needs before that.
+        # A prefix may end within a chunk. vLLM then looks up the window's blocks before that.
         reach = int(spec.sliding_window) - 1 + int(spec.extra_retained_tokens)
     return GroupKind(group.sliding_window_size_in_chunks, reach, int(group.is_eagle_group))

@@ -1,6 +1,6 @@
-"""Lookups of requests whose keys belong to several KV-cache groups, one step at a time.
+"""Runs lookups of requests whose keys belong to several KV-cache groups, one step at a time.
 
-vLLM asks for key after key. What is promoted is decided when it has asked for all.
+vLLM looks up key after key. Promotions are decided once it has looked up all.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 class GroupLookups:
-    """What requests were answered in this step, and what is reserved for them at its end."""
+    """Requests' lookup results in this step, and the prefixes reserved for them at its end."""
 
     def __init__(self, facade: SchedulerFacade, groups: Groups, steps: PrefillSteps) -> None:
         self._facade = facade
         self._groups = groups
         self._steps = steps
         self._of: dict[str, GroupLookup] = {}
-        self._refused: set[str] = set()  # requests that a prefix had no room for in the last step
+        self._refused: set[str] = set()  # requests whose prefix had no room in the last step
 
     def __contains__(self, request: str) -> bool:
-        """Tell whether a request has looked up in this step."""
+        """Return whether a request has looked up keys in this step."""
         return request in self._of
 
     def begin(self, request: str, end_of: dict[bytes, int]) -> None:
@@ -38,7 +38,7 @@ class GroupLookups:
         self._of[request] = GroupLookup(self._groups, end_of)
 
     def look_up(self, key: bytes, request: str, end_of: dict[bytes, int]) -> BlockState:
-        """Tell where the block is."""
+        """Return where the block is."""
         if end_of.get(key, 1) % self._groups.chunk_tokens.get(key[-GROUP_BYTES:], 1):
             return self._facade.lookup_state(key, request)  # a partial tail: one block a group
         state = self._facade.survey(key, request)
@@ -46,14 +46,14 @@ class GroupLookups:
         return state
 
     def mark_decided(self, request: str) -> None:
-        """Note that a request loads or stores: the GPU has what is before its first key."""
+        """Note that a request loads or stores: the GPU has the tokens before its first key."""
         asked = self._of.get(request)
         start = None if asked is None else asked.tell_start()
         if asked is not None and start is not None:
             self._steps.looks_up_from(request, start, asked.end_of)
 
     def reserve(self, undecided: Collection[str]) -> None:
-        """Promote what requests wait for that are waiting still, in vLLM's order."""
+        """Promote the blocks that still-waiting requests need, in vLLM's order."""
         for request in self._of:
             self.mark_decided(request)
         passes, self._of = self._of, {}
@@ -71,6 +71,6 @@ class GroupLookups:
         self._refused.discard(request)
 
     def clear(self) -> None:
-        """Forget all: what was found is gone."""
+        """Forget all: the blocks found are gone."""
         self._of.clear()
         self._refused.clear()

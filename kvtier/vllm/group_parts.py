@@ -1,18 +1,18 @@
-"""Which bytes of a row the blocks of each KV-cache group have, and which they leave to others.
+"""Computes which bytes of a row each KV-cache group's blocks use, and which they leave to others.
 
 vLLM lays its KV-cache groups over one another, from byte 0 on, so a row is as long as a block of
-the largest group. A smaller group's block has a part of it:
+the largest group. A smaller group's block uses a part of it:
 
     group 0   | A | B | C |      a group of three layers
-    group 1   | D | E |...|      one of two: behind E lies what another block left there
+    group 1   | D | E |...|      one of two: behind E lie bytes that another block left there
 
-With more tensors than one (``LBNHC`` and the like) a worker copies a group's own pages. Where all
-layers of a block lie side by side (``BLHNC``; DeepSeek-V4), vLLM has it copy the whole block of the
-GPU for every group, with what other requests left behind the group's layers. That is cut here.
+With several tensors (``LBNHC`` and the like) a worker copies a group's own pages. If all layers of
+a block lie side by side (``BLHNC``; DeepSeek-V4), vLLM has it copy the whole block of the GPU for
+every group, including bytes that other requests left behind the group's layers. Those are cut here.
 
-What a worker copies for no block of a group is that group's *rest*. Rows lie on as they are, so
-blocks mean the same to every release of kvtier, and to vLLM's own folder: a rest is zeros, once a
-tier is to have the row (``SlotMemory.clear_rests``).
+The bytes of a row that no block of a group fills are that group's *rest*. The layout of rows stays
+as it is, so blocks mean the same to every release of kvtier, and to vLLM's own folder: a rest is
+zeroed before a tier gets the row (``SlotMemory.clear_rests``).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from kvtier.vllm.page_facts import Pages
 
 PIECES_MAX: Final = 2000
-"""Of a rank's rests: with more, rows go to tiers as they are. Real models have some hundred."""
+"""Limit per rank: with more pieces, rows go to tiers as they are. Real models have some hundred."""
 
 _Ranges: TypeAlias = list[tuple[int, int]]
-"""Begin and end of each, in bytes, in their order."""
+"""Begin and end of each range, in bytes, sorted."""
 
 
 def own_pages_only(kv_caches: CanonicalKVCaches, pages: Pages | None) -> CanonicalKVCaches:
-    """Return the KV caches with each group's part of a packed block, where vLLM has all of it.
+    """Return the KV caches with each group's part of a packed block, if vLLM copies all of it.
 
-    As they are where that is not sure: for each layer its tensor must lie within the part.
+    If that is uncertain they are unchanged: each layer's tensor must lie within the part.
     """
     if pages is None or len(kv_caches.tensors) != 1 or len(kv_caches.group_data_refs) == 1:
         return kv_caches
@@ -66,7 +66,7 @@ def _layer_pages(config: Any, number: int) -> Iterable[tuple[str, int]]:  # noqa
 
 
 def _end_in_block(pages: Pages, name: str, page_bytes: int, stride: int) -> int:
-    """Return where a layer's page ends in a block; the block's end if that is not sure."""
+    """Return where a layer's page ends in a block; the block's end if that is uncertain."""
     cache = pages.caches[name]
     size = cache.element_size()
     kernel_blocks = cache.shape[0] // pages.config.num_blocks
@@ -81,9 +81,9 @@ def _end_in_block(pages: Pages, name: str, page_bytes: int, stride: int) -> int:
 def rests_of_rank(
     kv_caches: CanonicalKVCaches, groups: Sequence[int], layout: HostLayout, *, canonical: bool
 ) -> dict[str, _Ranges]:
-    """Return by group what of a rank's part of a row other groups have, and this one does not.
+    """Return by group the bytes of a rank's part of a row that only other groups use.
 
-    Of groups that leave nothing there is none. As JSON has it: keys are text.
+    Groups without a rest are left out. In JSON's form: keys are text.
     """
     sizes = host_page_sizes(kv_caches, canonical=canonical)
     starts = tensor_offsets(sizes, layout)
@@ -113,7 +113,7 @@ def rests_of_rank(
 def rests_of_rows(
     of_rank: Mapping[str, _Ranges], rank_bytes: int, ranks: int
 ) -> dict[bytes, _Ranges]:
-    """Return the rests of whole rows, in which ``ranks`` parts lie side by side, by a key's end."""
+    """Return the rests of whole rows of ``ranks`` adjacent parts, by the last bytes of a key."""
     return {
         int(group).to_bytes(GROUP_BYTES, "big"): [
             (rank * rank_bytes + begin, rank * rank_bytes + end)
@@ -125,7 +125,7 @@ def rests_of_rows(
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> _Ranges:
-    """Return the same bytes, in as few ranges as can be."""
+    """Return the same bytes, in as few ranges as possible."""
     joined: _Ranges = []
     for begin, end in sorted(ranges):
         if joined and begin <= joined[-1][1]:

@@ -1,9 +1,9 @@
-"""What one request's keys of several KV-cache groups have to do with one another.
+"""Relates one request's keys of several KV-cache groups to one another.
 
-vLLM tells the token that each key ends at, and asks for keys group by group:
-with full attention from head to tail, up to the first miss; with a sliding
-window (or a recurrent state) from the tail on, until it has found a window's
-length. Which group is which is known from vLLM's configuration
+vLLM publishes the token that each key ends at, and looks keys up group by
+group: with full attention from head to tail, up to the first miss; with a
+sliding window (or a recurrent state) from the tail on, until it has found a
+window's length. The kind of each group comes from vLLM's configuration
 (``kvtier/vllm/group_kinds.py``).
 """
 
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
     from kvtier.vllm.group_kinds import GroupKind
 
-_NO_END = 1 << 62  # of keys that vLLM gave no position: behind all others
+_NO_END = 1 << 62  # for keys without a position from vLLM: behind all others
 
 
 HAS_POSITIONS: Final = "_offload_key_positions" in getattr(ReqContext, "__dataclass_fields__", {})
-"""vLLM publishes the position of a key that one has, and keeps the list of all keys to itself."""
+"""vLLM publishes the position of a given key, but not the list of all keys."""
 
 
 def warn_without_positions() -> None:
-    """Say what a vLLM costs that doesn't tell where a request's keys end."""
+    """Warn of the cost of a vLLM that doesn't publish where a request's keys end."""
     if not HAS_POSITIONS:
         log.warning(
             "this vLLM does not tell the positions of keys: blocks are looked up one by one, "
@@ -58,7 +58,7 @@ def in_token_order(keys: Collection[bytes], end_of: Mapping[bytes, int]) -> list
 
 
 class TokenOrder:
-    """The order of one request's keys, told part by part. It grows while the request computes.
+    """The order of one request's keys, reported in batches. It grows while the request computes.
 
     ``chunk_tokens``: how many tokens each key covers, if there is one group; else None.
     """
@@ -69,9 +69,9 @@ class TokenOrder:
         self._told_end = 0  # tokens
 
     def untold(self, end_of: dict[bytes, int]) -> RequestOrder | None:
-        """Return what is new: the keys behind those told, by token; None: nothing is.
+        """Return the new keys: those behind the ones reported, by token; None: there are none.
 
-        All keys, where some that are new stand before one that was told.
+        Returns all keys if some new ones come before one that was reported.
         """
         first = self._told_count
         new = len(end_of) - first
@@ -79,7 +79,7 @@ class TokenOrder:
             return None
         last = next(reversed(end_of.values()))
         if self._chunk_tokens is not None and last == len(end_of) * self._chunk_tokens:
-            # No partial tail among them: they stand in order. A tenth of the time.
+            # No partial tail among them: they are in order. This takes a tenth of the time.
             self._told_count, self._told_end = len(end_of), last
             return RequestOrder(first, tuple(islice(reversed(end_of), new))[::-1])
         ends = list(islice(reversed(end_of.values()), new))[::-1]
@@ -87,7 +87,7 @@ class TokenOrder:
             first, ends = 0, list(end_of.values())
         keys = tuple(islice(reversed(end_of), len(ends)))[::-1]
         in_order = sorted(ends)
-        if ends != in_order:  # of several groups: one comes after the other
+        if ends != in_order:  # several groups: one comes after the other
             keys = tuple(sorted(keys, key=end_of.__getitem__))
         self._told_count = len(end_of)
         self._told_end = in_order[-1]
@@ -95,14 +95,14 @@ class TokenOrder:
 
 
 class Orders:
-    """The orders of running requests, as far as they were told."""
+    """The orders of running requests, as far as they were reported."""
 
     def __init__(self, chunk_tokens: int | None) -> None:
         self._chunk_tokens = chunk_tokens
         self._of: dict[str, TokenOrder] = {}
 
     def untold(self, request: str, end_of: dict[bytes, int]) -> RequestOrder | None:
-        """Return what is new in the order of a request's keys."""
+        """Return the new part of the order of a request's keys."""
         order = self._of.get(request)
         if order is None:
             order = self._of[request] = TokenOrder(self._chunk_tokens)
@@ -121,7 +121,7 @@ class _Chains:
     def __init__(self) -> None:
         self.parents: dict[bytes, bytes] = {}
         self.by_end: dict[tuple[bytes, int], bytes] = {}
-        self.count = 0  # of the request's keys that were looked at
+        self.count = 0  # of the request's keys already processed
 
 
 class Parents:
@@ -146,7 +146,7 @@ class Parents:
                 tokens = self._chunk_tokens.get(group)
                 if tokens is not None:
                     chains.by_end[group, end] = key
-                    # Of the tail of a prompt, which is no whole block, it is the last whole one.
+                    # For the tail of a prompt, a partial block, the parent is the last whole one.
                     parent = chains.by_end.get((group, (end - 1) // tokens * tokens))
                     if parent is not None:
                         chains.parents[key] = parent
@@ -158,7 +158,7 @@ class Parents:
 
 
 class Groups:
-    """The groups of one model, by the bytes that their keys end in."""
+    """The groups of one model, by the last bytes of their keys."""
 
     def __init__(
         self, chunk_tokens: Mapping[bytes, int], kinds: Mapping[bytes, GroupKind], chunk_blocks: int
@@ -172,7 +172,7 @@ class Groups:
         windows = any(kind.window is not None for kind in kinds.values())
         self.have_windows = windows
         self.lose_blocks = chunk_blocks > 1 and windows
-        """Whether of a chunk some blocks may have left a window since vLLM offered it first."""
+        """Whether some of a chunk's blocks may have left a window since vLLM first offered it."""
 
     @classmethod
     def of(cls, spec: OffloadingSpec) -> Groups:
@@ -185,10 +185,10 @@ class Groups:
         return cls(chunk_tokens, group_kinds(spec), blocks)
 
     def cuts(self, keys: Sequence[bytes], end_of: Mapping[bytes, int]) -> list[int]:
-        """Return how many of ``keys``, in token order, are of use without those behind them.
+        """Return the numbers of first ``keys``, in token order, usable without those behind them.
 
-        All are. Fewer are if they end at one token, and every group has what it
-        needs before that: as far back as the offer goes, or all of a window.
+        All keys together always are. Fewer are if no key behind them ends at the same token, and
+        every group has what it needs before that: back to the offer's start, or all of a window.
         """
         runs = self._runs(keys, end_of)
         ends = [end_of.get(key, _NO_END) for key in keys]
@@ -203,9 +203,9 @@ class Groups:
     def _runs(
         self, keys: Sequence[bytes], end_of: Mapping[bytes, int]
     ) -> dict[bytes, list[tuple[int, int, bool]]]:
-        """Return each group's stretches of keys: first token, end, whether the offer begins there.
+        """Return each group's runs of keys: first token, end, whether the offer begins there.
 
-        Windows may begin later than the offer; what is missing before them is not offered.
+        Windows may begin later than the offer; blocks missing before them are not offered.
         """
         runs: dict[bytes, list[tuple[int, int, bool]]] = {}
         for key in keys:
@@ -233,47 +233,47 @@ class Groups:
 
 
 class GroupLookup:
-    """What one request was answered in one step, key by key."""
+    """One request's lookup results in one step, key by key."""
 
     def __init__(self, groups: Groups, end_of: Mapping[bytes, int]) -> None:
         self._groups = groups
         self.end_of = end_of
-        self.is_told = False  #: somebody knows what the GPU has of it
+        self.is_told = False  #: whether ``tell_start`` has returned what the GPU has of it
         self._asked: dict[bytes, list[tuple[int, BlockState]]] = {}  # by group, in vLLM's order
         self._states: set[BlockState] = set()
 
     def note(self, key: bytes, state: BlockState) -> None:
-        """Note an answer."""
+        """Note a lookup result."""
         end = self.end_of.get(key)
         if end is not None:
             self._asked.setdefault(key[-GROUP_BYTES:], []).append((end, state))
             self._states.add(state)
 
     def tell_start(self) -> int | None:
-        """Return ``start()`` once; None: it was told before."""
+        """Return ``start()`` once; None: it was returned before."""
         if self.is_told:
             return None
         self.is_told = True
         return self.start()
 
     def waits_for_blocks(self) -> bool:
-        """Tell whether vLLM waits for blocks to arrive, and no more for tiers to be asked."""
+        """Return whether vLLM waits for blocks to arrive, and no longer for tier lookups."""
         return BlockState.FILLING in self._states and BlockState.PROBING not in self._states
 
     def wanted(self) -> list[GroupKeys]:
-        """Return what to reserve a prefix of."""
+        """Return the keys to reserve a prefix of."""
         keys: dict[bytes, list[tuple[int, bytes]]] = {}
         for key, end in self.end_of.items():
             group = key[-GROUP_BYTES:]
             if end % self._groups.chunk_tokens.get(group, 1) == 0:  # not a partial tail
                 keys.setdefault(group, []).append((end, key))
         if keys.keys() - self._asked.keys():
-            return []  # vLLM did not come to ask for all groups: it loads nothing
+            return []  # vLLM did not get to look up all groups: it loads nothing
         start = self.start()
         return [self._group(group, sorted(each), start) for group, each in keys.items()]
 
     def start(self) -> int:
-        """Return the tokens that the GPU has: those before the first key asked for."""
+        """Return the number of tokens that the GPU has: those before the first key looked up."""
         return min(
             (
                 asked[0][0] - self._groups.chunk_tokens[group]

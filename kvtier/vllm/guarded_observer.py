@@ -1,10 +1,10 @@
-"""Keeps what only observes (metrics, events, labels) from reaching vLLM as an exception.
+"""Keeps exceptions in observability code (metrics, events, labels) from reaching vLLM.
 
-vLLM calls these in each step of its engine, and one exception there ends a
-server. It checks what it was given much later, in the process of its front
-end: an unknown metric, a wrong number of labels or a counter that falls ends
-that one. So each value is checked here, and what is wrong is dropped, counted
-(``kvtier:samples_dropped``) and written to the log once.
+vLLM calls this code in each step of its engine, and one exception there ends a
+server. It checks the values much later, in its front-end process: an unknown
+metric, a wrong number of labels or a decreasing counter ends that process. So
+each value is checked here; invalid values are dropped, counted
+(``kvtier:samples_dropped``) and logged once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 Drop: TypeAlias = Literal["metrics", "events", "config_info", "counter_fell", "bad_value"]
-"""Code that raised (the first three), or a value that is none vLLM would take."""
+"""Code that raised (the first three), or a value that vLLM would not accept."""
 
 DROPS: Final[tuple[Drop, ...]] = ("metrics", "events", "config_info", "counter_fell", "bad_value")
 
@@ -39,19 +39,19 @@ VALUE_MAX: Final = 2.0**63
 """vLLM sends values to its front end as MessagePack, which has no larger integers."""
 
 
-_NUMBER: Final = (int, float)  # a union would be made anew for each value
+_NUMBER: Final = (int, float)  # a union would be built again for each value
 
 
 class GuardedObserver:
-    """Counts what was dropped, and writes each kind of it to the log once."""
+    """Counts dropped values, and logs each kind once."""
 
     def __init__(self) -> None:
-        self.sound: set[tuple[type, str, tuple[str, ...]]] = set()  #: series that vLLM takes
+        self.sound: set[tuple[type, str, tuple[str, ...]]] = set()  #: series that vLLM accepts
         self.dropped: dict[str, int] = dict.fromkeys(DROPS, 0)
         self._said: set[tuple[str, ...]] = set()
 
     def safely(self, what: Drop, call: Callable[[*Ts], T], *arguments: *Ts) -> T | None:
-        """Return what ``call`` does; None if it raises, which is counted."""
+        """Return the result of ``call``; if it raises, count that and return None."""
         try:
             return call(*arguments)
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine must go on
@@ -65,7 +65,7 @@ class GuardedObserver:
             return None
 
     def drop(self, what: Drop, metric: str, value: object) -> None:
-        """Count a value that vLLM would not take."""
+        """Count a value that vLLM would not accept."""
         self.dropped[what] += 1
         if self._is_news(what, metric):
             log.error(
@@ -82,7 +82,7 @@ class GuardedObserver:
 
 
 class Sample:
-    """What is reported in one step: only what ``definitions`` have, and vLLM takes."""
+    """One step's values: only metrics in ``definitions``, and only values that vLLM accepts."""
 
     def __init__(
         self, definitions: Mapping[str, OffloadingMetricMetadata], watch: GuardedObserver
@@ -116,11 +116,11 @@ class Sample:
         value: object,
         label: tuple[str, ...],
     ) -> bool:
-        """Tell whether vLLM takes this; drop it if not."""
+        """Return whether vLLM accepts this value; drop it if not."""
         if (
             ((kind, metric, label) in self._watch.sound or self._is_defined(kind, metric, label))
             and isinstance(value, _NUMBER)
-            and abs(value) < VALUE_MAX  # which neither an infinity nor a NaN is
+            and abs(value) < VALUE_MAX  # False for an infinity and for a NaN
         ):
             return True
         self._watch.drop("bad_value", metric, (value, label))
@@ -129,7 +129,7 @@ class Sample:
     def _is_defined(
         self, kind: type[OffloadingMetricMetadata], metric: str, label: tuple[str, ...]
     ) -> bool:
-        """Tell whether vLLM takes this series; it is asked once for each that it takes."""
+        """Return whether vLLM accepts this series; an accepted series is checked only once."""
         definition = self._definitions.get(metric)
         if (
             isinstance(definition, kind)
@@ -142,7 +142,7 @@ class Sample:
 
 
 def _is_text(label: object) -> bool:
-    """Tell whether a label can be sent. Most are ASCII, which is known without looking."""
+    """Return whether a label can be sent. Most are ASCII, which needs no scan."""
     if not isinstance(label, str):
         return False
     return label.isascii() or printable(label) == label

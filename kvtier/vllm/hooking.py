@@ -1,4 +1,4 @@
-"""Wraps vLLM's methods once: its classes are the process's, in which several engines may start."""
+"""Wraps vLLM's methods once: several engines may start in one process and share its classes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def once_a_process(hook: Callable[[], None]) -> Callable[[], None]:
-    """Make a function do what it does the first time only. Any thread; all wait until it is done.
+    """Make a function run only the first time. Any thread; all callers wait until it has run.
 
-    What raised is done again.
+    A run that raised is repeated by the next call.
     """
     hooking = threading.Lock()
     is_done = False

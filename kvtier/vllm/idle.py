@@ -1,12 +1,12 @@
 """Wakes an idle engine every few seconds, so that tier events, metrics and logs are published.
 
-With no request left, vLLM's engine waits for the next one: what a tier lost or broke meanwhile
-would be told with that, by an event, a gauge or a line in the log. vLLM has a message that only
-wakes its loop. The loop then asks the connector whether there is anything to step for
-(``KVTierManager.has_pending_work``), and goes on waiting if there is not.
+With no request left, vLLM's engine waits for the next one: events, gauges and log lines about a
+tier's losses or faults meanwhile would be published only then. vLLM has a message that only wakes
+its loop. The loop then asks the connector whether there is anything to step for
+(``KVTierManager.has_pending_work``), and goes back to waiting if there is not.
 
-Only an engine in a process of its own has such a loop. One that runs inside of its caller's
-program steps when the program has it step.
+Only an engine in a process of its own has such a loop. An engine that runs inside its caller's
+program steps only when the program calls it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 WAKE_S: Final = 2.0
-"""Between two looks of an idle engine at its tiers."""
+"""Interval between two checks of its tiers by an idle engine."""
 
 _MESSAGE: Final = (EngineCoreRequestType.WAKEUP, None)
 
@@ -42,11 +42,11 @@ class IdleWaker:
         daemon_thread(self._run, "kvtier-idle").start()
 
     def on_wait(self) -> None:
-        """Note that the engine may wait now."""
+        """Note that the engine may be waiting now."""
         self._waits.set()
 
     def on_work(self) -> None:
-        """Note that it does not wait any more."""
+        """Note that it is not waiting any more."""
         self._waits.clear()
 
     def _run(self) -> None:
@@ -58,12 +58,12 @@ class IdleWaker:
 
 @once_a_process
 def wake_idle_engines() -> None:
-    """Have each engine of this process woken while it waits. Once a process."""
+    """Wake each engine of this process while it waits. Once a process."""
     EngineCoreProc.has_work = _woken(EngineCoreProc.has_work)
 
 
 def _woken(real: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Note what vLLM's loop finds: with no work, it waits for a message."""
+    """Note whether vLLM's loop finds work: without any, it waits for a message."""
     wakers: WeakKeyDictionary[Any, IdleWaker] = WeakKeyDictionary()
 
     @wraps(real)

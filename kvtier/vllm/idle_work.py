@@ -1,7 +1,7 @@
 """Reasons for an idle engine to keep stepping.
 
-Events; tiers that are not as they were; blocks that a tier could not take yet: time passes for a
-tier in steps only, so that nothing would be offered to it again before the next request.
+Events; tiers whose state changed; deferred stores: time advances for a tier only in steps, so
+without them no block would be offered to it again before the next request.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from kvtier.engine.facade import SchedulerFacade
 
 LOOK_S: Final = 1.0
-"""Between two looks at the tiers: what changes all the time must not keep an engine stepping."""
+"""Interval between two checks of the tiers: constant changes must not keep an engine stepping."""
 
 
 class IdleWork:
-    """What has happened since the engine last stepped. Scheduler thread only."""
+    """Tracks changes since the engine last stepped. Scheduler thread only."""
 
     def __init__(self, facade: SchedulerFacade) -> None:
         self._facade = facade
@@ -26,7 +26,7 @@ class IdleWork:
         self._looked_s = 0.0
 
     def is_there(self, now: float) -> bool:
-        """Tell whether a step would publish anything, or might store what was deferred."""
+        """Return whether a step would publish anything, or might store deferred blocks."""
         self._events += self._facade.take_events()
         if self._events:
             return True
@@ -45,6 +45,6 @@ class IdleWork:
         return before is not None and before != self._tiers
 
     def take_events(self) -> list[Event]:
-        """Return all events that nobody has taken yet."""
+        """Remove and return all pending events."""
         events, self._events = self._events, []
         return [*events, *self._facade.take_events()] if events else self._facade.take_events()

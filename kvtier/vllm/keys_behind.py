@@ -1,4 +1,4 @@
-"""Which keys vLLM asks for after the first one of a request."""
+"""Computes the keys that vLLM looks up after the first one of a request."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 def keys_behind(key: bytes, req_context: ReqContext, chunk_tokens: int) -> list[bytes]:
     """Return the request's keys behind ``key``, in order; none if it is not one of them.
 
-    Those that its ``max_load_tokens`` allows: vLLM asks for no others. ``chunk_tokens``: that
-    each key covers.
+    Only those within its ``max_load_tokens``: vLLM looks up no others. ``chunk_tokens``: the
+    number of tokens that each key covers.
     """
     keys = list(positions_of(req_context))
     try:
@@ -25,6 +25,6 @@ def keys_behind(key: bytes, req_context: ReqContext, chunk_tokens: int) -> list[
     params = req_context.kv_transfer_params
     if params:
         tokens = params.get("max_load_tokens")
-        if type(tokens) is int and tokens >= 0:  # vLLM takes nothing else for a cap
+        if type(tokens) is int and tokens >= 0:  # vLLM accepts nothing else as a cap
             end = first + max(1, tokens // chunk_tokens)
     return keys[first + 1 : end]

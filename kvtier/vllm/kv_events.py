@@ -1,28 +1,28 @@
-"""The facade's event stream in the words of vLLM's KV events, so that routers' indexes stay true.
+"""Translates the facade's event stream into vLLM's KV events, so that routers' indexes stay true.
 
-vLLM's connector turns what is returned here into ``BlockStored`` and
+vLLM's connector turns the events returned here into ``BlockStored`` and
 ``BlockRemoved``. With ``self_describing_kv_events`` it adds tokens and parents,
-which it learns from requests: when a block is stored, and when a lookup finds
+which it gets from requests: when a block is stored, and when a lookup finds
 it (``OffloadingEventsTracker`` in
 ``vllm/distributed/kv_transfer/kv_connector/v1/offloading/events.py``). It
 forgets them with the last place that a block was announced in. Routers drop
-what comes without tokens. So three things are done here:
+events without tokens. So this module does the following:
 
-- What vLLM can't describe waits until it can: blocks that a tier found again
-  after a restart, until a request first meets them, heads before tails.
+- Blocks that vLLM can't describe wait until it can: those that a tier found
+  after a restart wait until a request first looks them up, heads before tails.
 - Each removal is announced as long as vLLM can still name all hashes of a block.
-- What a reset or a tier's end takes with it is announced block by block. vLLM
+- Blocks lost by a reset or a tier's end are announced one by one. vLLM
   publishes ``AllBlocksCleared`` only if no request uses the GPU at that moment.
-- What leaves a tier is announced over some steps, if it is much. Stored again meanwhile, it is
-  announced as gone first, and then as there.
+- If many blocks leave a tier, they are announced over several steps. A block stored again
+  meanwhile is first announced as removed, and then as stored.
 
-Routers (llm-d's, Dynamo's) know a block's medium and not its tier. So where two
-tiers have one medium, a block that leaves one of them is announced for the
-other once more; and a removal never names blocks that routers know beside
-others that they have forgotten with the other tier's removal: Dynamo ends a
-removal at the first block that it doesn't know.
+Routers (llm-d's, Dynamo's) track a block's medium and not its tier. So if two
+tiers share a medium, a block that leaves one of them is announced for the other
+once more. And a removal never mixes blocks that routers still have with blocks
+that they dropped at the other tier's removal: Dynamo stops processing a removal
+at the first block that it doesn't have.
 
-llm-d drops a block whose parent it doesn't know. So a block that was announced
+llm-d drops a block whose parent it doesn't have. So a block that was announced
 while its parent was nowhere, an orphan, is announced again once the parent is
 somewhere (``kvtier/vllm/event_orphans.py``).
 """
@@ -47,29 +47,29 @@ if TYPE_CHECKING:
 _NOTHING: Final = object()
 
 AT_ONCE: Final = 512
-"""So many blocks are announced a step as gone, or as found again. vLLM's tracker and the rest take
-5 to 10 us for each: with the GIL lent to a tier's thread once, a step is below 10 ms."""
+"""At most this many blocks are announced a step as gone, or as found again. vLLM's tracker and the
+rest take 5 to 10 us for each: with the GIL lent to a tier's thread once, a step is below 10 ms."""
 
 CHEAP_HASHES: Final = 4
-"""A block of more hashes counts for as many as has these."""
+"""A block of more hashes than this counts for proportionally more blocks."""
 
 AGAIN_COST: Final = 16
-"""For how many of them a block counts that is announced again: three events by itself."""
+"""The number of blocks that one announced again counts for: it takes three events by itself."""
 
 _HAS_METADATA_ONLY: Final = "metadata_only" in {
     field.name for field in dataclasses.fields(OffloadingEvent)
 }
-"""vLLM 0.33: an event that ends what its tracker keeps of a block, and announces nothing."""
+"""vLLM 0.33: an event that ends the tracker's description of a block, and announces nothing."""
 
 
 DESCRIBED_RESULTS: Final = (
     (LookupResult.HIT, LookupResult.HIT_PENDING) if _HAS_METADATA_ONLY else (LookupResult.HIT,)
 )
-"""The answers to a lookup on which vLLM's connector describes the block."""
+"""The lookup results after which vLLM's connector describes the block."""
 
 
 class Place(NamedTuple):
-    """How a tier is named in an event. ``removals``: whether it will announce each that goes."""
+    """A tier as named in an event. ``removals``: whether it will announce each removed block."""
 
     medium: Medium | None
     locality: Locality | None
@@ -78,18 +78,18 @@ class Place(NamedTuple):
 
 
 class _Contents:
-    """What one tier has, by whether that is known outside."""
+    """The blocks of one tier, by whether routers know of them."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        # Dicts, because they keep the order: heads come before tails.
+        # Dicts because they keep the order: heads come before tails.
         self.announced: dict[bytes, None] = {}
         self.waiting: dict[bytes, None] = {}  # resident; vLLM can't describe it yet
         self.withdrawn: dict[bytes, None] = {}  # gone or forgotten; to be announced as removed
-        self.gone: set[bytes] = set()  # of those, what routers have no longer in this medium
+        self.gone: set[bytes] = set()  # of those, blocks that routers lack in this medium
 
     def withdraw(self) -> None:
-        """Take back all that was announced."""
+        """Withdraw all announced blocks."""
         self.withdrawn.update(self.announced)
         self.announced.clear()
 
@@ -100,7 +100,7 @@ class KVEvents:
     def __init__(
         self, tiers: Sequence[Place], *, self_describing: bool, hashes_a_block: int = 1
     ) -> None:
-        """``hashes_a_block``: how many of vLLM's blocks a block has, each of which it names."""
+        """``hashes_a_block``: how many of vLLM's blocks a block has; vLLM names each of them."""
         self._at_once = max(1, AT_ONCE * CHEAP_HASHES // max(CHEAP_HASHES, hashes_a_block))
         primary = Place(Medium.CPU, None, None, lambda: True)
         self._places = {
@@ -116,7 +116,7 @@ class KVEvents:
             for number, contents in self._places.items()
         }
         self._self_describing = self_describing
-        # As vLLM's tracker has it: the tiers for whose removals it keeps a block's description.
+        # As in vLLM's tracker: the tiers for whose removals it keeps a block's description.
         self._described: dict[bytes, set[int]] = {}
         self._met: dict[bytes, None] = {}  # described since the last step
         self._doubtful: set[bytes] = set()  # announced again; a router without the head drops it
@@ -126,8 +126,8 @@ class KVEvents:
     def describe(self, keys: Iterable[bytes], parents: Mapping[bytes, bytes]) -> None:
         """Note blocks that vLLM has described as being in the primary tier, or on the way there.
 
-        Those that ``prepare_store`` granted, and those that a lookup found. ``parents``: the
-        block before each block of the request, but for the first one.
+        These are blocks that ``prepare_store`` granted, or that a lookup found. ``parents``: the
+        block before each block of the request, except the first one.
         """
         for key in keys:
             kept = self._described.get(key)
@@ -141,7 +141,7 @@ class KVEvents:
                     self._met[key] = None
 
     def is_behind(self) -> bool:
-        """Tell whether more is to be announced than one step could."""
+        """Return whether removals are left that one step could not announce."""
         return any(contents.withdrawn for contents in self._places.values())
 
     def reset(self, events: Iterable[Event]) -> None:
@@ -156,7 +156,7 @@ class KVEvents:
         self._note(events)
 
     def take(self, events: Collection[Event]) -> list[OffloadingEvent]:
-        """Return what is to be announced of ``events`` and of what waited."""
+        """Return the events to announce from ``events`` and from those that waited."""
         if not (events or self._out or self._met or self._waits()):
             return []  # as in most steps
         self._note(events)
@@ -170,14 +170,14 @@ class KVEvents:
         return out
 
     def _is_announced(self, key: bytes) -> bool:
-        """Tell whether routers have been told that the block is somewhere."""
+        """Return whether the block has been announced to routers anywhere."""
         for contents in self._places.values():  # noqa: SIM110 - a loop takes half of the time
             if key in contents.announced:
                 return True
         return False
 
     def _waits(self) -> bool:
-        """Tell whether a tier has what was not announced, or was announced and is gone."""
+        """Return whether a tier has unannounced blocks, or announced ones that are gone."""
         for contents in self._places.values():  # noqa: SIM110 - a loop takes half of the time
             if contents.waiting or contents.withdrawn:
                 return True
@@ -199,32 +199,32 @@ class KVEvents:
                 contents.withdraw()
 
     def _stored(self, number: int, keys: Sequence[bytes]) -> None:
-        """Announce what vLLM can describe; the rest waits."""
+        """Announce the blocks that vLLM can describe; the rest waits."""
         contents = self._places[number]
         if self._self_describing:
             contents.waiting.update(dict.fromkeys(k for k in keys if k not in self._described))
             keys = [key for key in keys if key in self._described]
-        # The removal first: whoever counts would take it for that of the new one.
+        # The removal first: a router that counts would take it for the new block's removal.
         self._emit_removed(number, _within(keys, contents.withdrawn))
         contents.announced.update(dict.fromkeys(keys))
         self._emit_stored(number, keys)
 
     def _removed(self, number: int, keys: Sequence[bytes]) -> None:
-        """Announce that a tier has lost those of the blocks that it was said to have."""
+        """Announce that a tier has lost those of the blocks that it was announced to have."""
         announced = self._places[number].announced
         keys = [key for key in keys if announced.pop(key, _NOTHING) is None]
         self._doubtful.difference_update(_within(keys, self._doubtful))
-        if number == PRIMARY:  # that is no more than a step stores
+        if number == PRIMARY:  # no more blocks than a step stores
             self._take_back(number, keys)
         else:
             self._places[number].withdrawn.update(dict.fromkeys(keys))
 
     def _take_back(self, number: int, keys: Sequence[bytes]) -> None:
-        """Announce that blocks are not in a tier, and that others of its medium have them."""
+        """Announce that blocks left a tier, and that other tiers of its medium have them."""
         others = self._beside[number]
         elsewhere = {key for theirs in others.values() for key in _within(keys, theirs.announced)}
         gone = _within(keys, self._places[number].gone)
-        # One by one: tails go first, and a router must know a block's head to take it again.
+        # One by one: tails go first, and a router accepts a block again only if it has the head.
         # So heads that are nowhere else leave after their tails are announced again.
         for key in _within(keys, elsewhere):
             self._emit_removed(number, [key])
@@ -234,7 +234,7 @@ class KVEvents:
         self._emit_removed(number, gone)
 
     def _announce_again(self, key: bytes, places: Mapping[int, _Contents]) -> None:
-        """Announce that a block is where routers take it to be gone from."""
+        """Announce that a block is still in places from which routers have dropped it."""
         for number, contents in places.items():
             if key in contents.announced:
                 del contents.announced[key]
@@ -242,19 +242,19 @@ class KVEvents:
                 self._stored(number, [key])
 
     def _lapsed(self, keys: Sequence[bytes]) -> None:
-        """Have vLLM forget what it has described and what never came."""
+        """Make vLLM forget blocks that it has described and that never arrived."""
         place = self._places[PRIMARY].place
         keys = [key for key in keys if PRIMARY in self._described.get(key, ())]
         if _HAS_METADATA_ONLY:
             for key in keys:
                 self._described[key].discard(PRIMARY)
             self._emit(place, keys, removed=True, metadata_only=True)
-        else:  # vLLM 0.32: both in one batch, so that nobody sees the block in between
+        else:  # vLLM 0.32: both in one batch, so that no router sees the block in between
             self._emit(place, keys, removed=False, removal_expected=True)
             self._take_back(PRIMARY, keys)
 
     def _announce_waiting(self) -> None:
-        """Announce what vLLM can describe since the last step; without descriptions, all."""
+        """Announce blocks that vLLM has become able to describe; without descriptions, all."""
         for number, contents in self._places.items():
             waiting = contents.waiting
             if waiting:
@@ -270,9 +270,9 @@ class KVEvents:
         self._met.clear()
 
     def _announce_withdrawn(self) -> None:
-        """Announce what is gone.
+        """Announce blocks that are gone.
 
-        What is on its way back into the primary tier is announced with that: vLLM's tracker
+        A block on its way back into the primary tier is announced when it arrives: vLLM's tracker
         has described it already, and would forget it with the removal.
         """
         room = self._at_once
@@ -291,7 +291,7 @@ class KVEvents:
                 self._take_back(number, keys)
 
     def _announce_undescribed(self) -> None:
-        """Announce with the last of a block what else of it is gone: vLLM forgets it with that."""
+        """Announce all removals of a block with its last one: vLLM forgets the block with that."""
         for number, contents in self._places.items():
             if contents.withdrawn:
                 keys = [
@@ -304,7 +304,7 @@ class KVEvents:
                 self._take_back(number, list(dict.fromkeys(keys)))
 
     def _forget_undescribed(self, out: Iterable[OffloadingEvent]) -> None:
-        """Do what vLLM's tracker does at the end of a batch with what is nowhere any more."""
+        """Forget blocks that are nowhere any more, as vLLM's tracker does at a batch's end."""
         for event in out:
             if event.removed:
                 for key in _within(event.keys, self._described):
@@ -351,10 +351,10 @@ class KVEvents:
 
 
 def _within(keys: Iterable[bytes], those: Collection[bytes]) -> list[bytes]:
-    """Return which of ``keys`` are among ``those``, of which there often are none."""
+    """Return which of ``keys`` are among ``those``, which are often empty."""
     return [key for key in keys if key in those] if those else []
 
 
 def _outside(keys: Sequence[bytes], those: AbstractSet[bytes]) -> Sequence[bytes]:
-    """Return which of ``keys`` are not among ``those``: most often all."""
+    """Return which of ``keys`` are not among ``those``: usually all."""
     return keys if those.isdisjoint(keys) else [key for key in keys if key not in those]

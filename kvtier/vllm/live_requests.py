@@ -1,9 +1,9 @@
-"""Which requests vLLM has announced, and which of them may be stored.
+"""Tracks the requests that vLLM has announced, and which of them may be stored.
 
-What is computed with several weights belongs to none of them. So a request stores nothing if it
-ran while weights or its LoRA adapter were replaced, or if it begins with KV data that vLLM's own
-prefix cache has of older weights. A request that waits again, without a block on the GPU, may: all
-of it is computed anew.
+KV data computed with several weights belongs to none of them. So a request stores nothing if it
+ran while weights or its LoRA adapter were replaced, or if it begins with KV data of older weights
+from vLLM's own prefix cache. A request that waits again, without a block on the GPU, may store:
+all of it is recomputed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LiveRequests:
         return len(self._live)
 
     def begin(self, request: str) -> None:
-        """Take in a request. Weights may have changed while there was none."""
+        """Add a request. Weights may have changed while there was none."""
         if not self._live:
             self._weights.on_first_request()
         self._live.add(request)
@@ -40,22 +40,22 @@ class LiveRequests:
         ADAPTERS.mixed.discard(request)
 
     def wait(self, request: str) -> None:
-        """Note that a request is scheduled for no step: it has no block on the GPU."""
+        """Note that a request is not scheduled for a step: it has no block on the GPU."""
         self._mixed.discard(request)
 
     def reset(self) -> None:
-        """Note that the weights may be others now."""
+        """Note that the weights may have changed."""
         self._mixed = self._live.copy()
 
     def on_gpu_hit(self, request: str) -> None:
-        """Note that a request begins with what vLLM's own prefix cache has."""
+        """Note that a request begins with a hit in vLLM's own prefix cache."""
         if self._weights.gpu_is_stale:
             self._mixed.add(request)
 
     def may_load(self, request: str) -> bool:
-        """Tell whether a request may be served what is stored."""
+        """Return whether stored blocks may be loaded for a request."""
         return request not in ADAPTERS.mixed
 
     def may_store(self, request: str) -> bool:
-        """Tell whether a request may be stored."""
+        """Return whether a request may be stored."""
         return request not in self._mixed and request not in ADAPTERS.mixed

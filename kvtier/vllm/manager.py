@@ -1,8 +1,8 @@
-"""vLLM's ``OffloadingManager``, answered by kvtier's facade.
+"""Implements vLLM's ``OffloadingManager`` with kvtier's facade.
 
 Every method of the interface in vLLM 0.32 and 0.33. All of them run on vLLM's
 scheduler thread; tiers work on threads of their own and never enter here, so
-the lock that 0.33 asks for is an empty one.
+the lock that 0.33 requires is an empty one.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ _RESULTS: Final = tuple(_MEANING[state] for state in BlockState)
 _WHOLE: Final = RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
 
 SPIN_S: Final = 0.001
-"""Steps that follow one another this fast compute nothing."""
+"""Steps that follow each other this closely compute nothing."""
 
 SPIN_YIELD_S: Final = 0.0005
 
 _TELLS_WHEN_FLUSHED: Final = hasattr(OffloadingManager, "on_reset_flushed")
-"""vLLM 0.33 says when workers have released what they had at a reset; 0.32 doesn't.
+"""vLLM 0.33 notifies when workers have released the blocks in use at a reset; 0.32 doesn't.
 
-It is the sign of the release, too, for what 0.33 has mended beside."""
+It also identifies the release, for other faults that 0.33 has fixed."""
 
 
 class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stubs
@@ -135,15 +135,15 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
             self_describing=self._describes,
             hashes_a_block=int(spec.blocks_per_chunk) if self._describes else 1,
         )
-        if self._describes:  # a call more for each key, which no other engine pays
+        if self._describes:  # one more call for each key, which no other engine pays
             self.lookup = self._lookup_described  # type: ignore[method-assign]
         self._is_idle = True  # no step has ended
-        # A step that is scheduled has been executed when as many more have been
-        # scheduled as the engine keeps in flight: two with async scheduling, one
-        # a pipeline stage. Twice that, and one more, is on the safe side.
+        # A scheduled step has been executed once as many more have been scheduled
+        # as the engine keeps in flight: two with async scheduling, one a pipeline
+        # stage. Twice that, and one more, is on the safe side.
         self._flush_steps = 2 * max(2, int(spec.config.parallel.pp_size)) + 1
         self._flush_steps_left, self._last_step = 0, 0.0
-        # What this step has found out: answers to one request's lookups, sources of blocks.
+        # Found in this step: one request's lookup results, sources of blocks.
         self._ahead: dict[bytes, LookupResult] = {}
         self._ahead_of: ReqContext | None = None
         self._sources: dict[str, Mapping[bytes, int]] = {}
@@ -169,7 +169,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         if params and self.facade.has_request_scoped_tiers:
             name, packed, peer = req_context.req_id, packed_params(params), peer_of(params)
             self.facade.on_request_started(name, tiers=tiers, params=packed, peer=peer)
-            return _WHOLE  # a tier may want all of it, and says so too late for vLLM
+            return _WHOLE  # a tier may want all of it, and reports that too late for vLLM
         self.facade.on_request_started(req_context.req_id, tiers=tiers)
         return self._context
 
@@ -195,7 +195,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         return positions
 
     def _untold(self, req_context: ReqContext) -> RequestOrder | None:
-        """Return what is new in the order of a request's keys since this was last asked."""
+        """Return the new part of the order of a request's keys since the last call."""
         return self._orders.untold(req_context.req_id, positions_of(req_context))
 
     # --- lookups and loads ---
@@ -212,7 +212,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         return result
 
     def _lookup_described(self, key: bytes, req_context: ReqContext) -> LookupResult:
-        """Stand for ``lookup`` where vLLM describes what it finds."""
+        """Replace ``lookup`` if vLLM describes the blocks that it finds."""
         result = KVTierManager.lookup(self, key, req_context)
         if result in DESCRIBED_RESULTS:
             parents = self._parents.of(req_context.req_id, positions_of(req_context))
@@ -220,10 +220,10 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         return result
 
     def _look_ahead(self, key: bytes, req_context: ReqContext) -> None:
-        """Look up all that vLLM will ask for next, in one go.
+        """Look up all keys that vLLM will look up next, at once.
 
-        Within a step a HIT stays one; what was under way is asked for again in
-        the next step. vLLM asks from head to tail up to the first MISS, one
+        Within a step a HIT stays one; a block in flight is looked up again in
+        the next step. vLLM looks up from head to tail up to the first MISS, one
         request after the other.
         """
         request = req_context.req_id
@@ -244,7 +244,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
             self._ahead = dict(zip(keys, map(_RESULTS.__getitem__, states), strict=False))
             if states:
                 return
-        # The first one by itself: most often it is a MISS, and there is nothing ahead.
+        # The first one by itself: usually it is a MISS, and there is nothing ahead.
         first = self._lookup_state(key, request)
         self._ahead = {key: _RESULTS[first]}
         if first is BlockState.ABSENT:
@@ -259,16 +259,16 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self._resumed.on_wait(request)
 
     def on_request_ends(self) -> None:
-        """Note that vLLM hands out a request's last token, after which a user may read metrics."""
+        """Note that vLLM returns a request's last token; a user may read metrics after that."""
         self._watch.safely("metrics", self._metrics.report_at_once)
 
     def _note_waits(self, request: str) -> None:
-        """Note that a request is scheduled for no step: it has no block on the GPU."""
+        """Note that a request is not scheduled for a step: it has no block on the GPU."""
         self._undecided.add(request)
         self.live.wait(request)
 
     def _lookup_in_groups(self, key: bytes, req_context: ReqContext) -> LookupResult:
-        """Tell where the block is. What is promoted is decided when vLLM has asked for all."""
+        """Return where the block is. Promotions are decided when vLLM has looked up all keys."""
         request, end_of = req_context.req_id, positions_of(req_context)
         if request not in self._group_lookups:
             if not self.live.may_load(request):
@@ -305,7 +305,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
     @override
     def complete_load(self, keys: Collection[bytes], req_context: ReqContext) -> None:
         self._steps.on_loaded(req_context.req_id)
-        # vLLM's connector drops the completions of what was begun before a reset.
+        # vLLM's connector drops completions of loads begun before a reset.
         self.facade.complete_load(keys, req_context.req_id, epoch=self.facade.epoch)
 
     @override
@@ -360,7 +360,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
         self, keys: Collection[bytes], req_context: ReqContext, success: bool = True
     ) -> None:
         self._ahead_of = None
-        # As for loads: vLLM's connector drops what was begun before a reset.
+        # As for loads: vLLM's connector drops completions of stores begun before a reset.
         request, epoch = req_context.req_id, self.facade.epoch
         grant = self._granted.pop(keys, request)
         if grant is not None:
@@ -396,9 +396,9 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
                 self.facade.on_reset_flushed()
 
     def _note_decided(self, requests: Iterable[str]) -> None:
-        """End what was reserved for requests that run now. Those that wait keep theirs.
+        """End the reservations of requests that run now. Waiting requests keep theirs.
 
-        What they did not load by now another connector brought, or they compute it.
+        Another connector brought the blocks that they have not loaded by now, or they compute them.
         """
         decided = self._undecided.intersection(requests)
         if decided:
@@ -411,7 +411,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
         An in-process engine spins while requests wait for a promotion, and
         holds the GIL for Python's switch interval (5 ms) each time a tier's
-        thread needs it. A step that computes takes longer than ``SPIN_S`` mostly.
+        thread needs it. A step that computes usually takes longer than ``SPIN_S``.
         """
         now, running = time.monotonic(), len(self.live) - len(self._undecided)
         self._steps.on_step_end(now, running)
@@ -423,8 +423,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
 
     @override
     def has_pending_work(self) -> bool:
-        # An engine that nobody asks anything steps once for this, and so reports its first
-        # statistics: all counters are there, at 0, before any of them counts anything.
+        # An engine without requests steps once for this, and so reports its first statistics:
+        # all counters exist, at 0, before any of them counts anything.
         self._steps.on_idle(time.monotonic(), 0)  # vLLM asks when it has no request left
         return not ENDING.has_lasted(self._close_timeout_s) and (
             self._is_idle
@@ -451,8 +451,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
     def reset_cache(self) -> None:
         """Empty the primary tier and begin a new generation.
 
-        Requests that run now store nothing, until they are preempted: older weights computed
-        theirs, and vLLM offers blocks again that left a window and are another request's by now.
+        Running requests store nothing until they are preempted: older weights computed their
+        blocks, and vLLM offers blocks again that left a window and now belong to another request.
         """
         self.live.reset()
         self._ahead_of = None
@@ -467,16 +467,16 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
             self._flush_steps_left = self._flush_steps
 
     def on_reset_flushed(self) -> None:
-        """Release what workers had in use at the last reset (called by vLLM 0.33)."""
+        """Release the blocks that workers used at the last reset (called by vLLM 0.33)."""
         self.facade.on_reset_flushed()
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
-        """Guard nothing: no thread but the scheduler's ever enters (asked for by vLLM 0.33)."""
+        """Return an empty lock: only the scheduler's thread ever enters (required by vLLM 0.33)."""
         return nullcontext()
 
     def config_info(self) -> list[dict[str, Any]]:
-        """Return the labels of vLLM 0.33's info metric, one mapping a tier."""
+        """Return the labels of vLLM 0.33's info metric, one mapping per tier."""
         return self._watch.safely("config_info", self._labels) or [{}]
 
     def _labels(self) -> list[dict[str, Any]]:
@@ -491,10 +491,10 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]  # vllm has no stu
             self._region.close()
         else:
             # A hung tier may still touch the slots. Without a name, the memory
-            # goes with the process.
+            # is freed when the process ends.
             self._region.try_unlink()
 
 
 def _stores_nothing() -> PrepareStoreOutput:
-    """Return what makes vLLM go on without these blocks. For None it offers them again."""
+    """Return a result that makes vLLM skip these blocks. After None it offers them again."""
     return PrepareStoreOutput([], CPULoadStoreSpec([]), evicted_keys=[])

@@ -1,18 +1,18 @@
-"""Images, audio and video by what they are: ids that a client chose stay within one engine.
+"""Identifies images, audio and video by content; ids that a client chose stay within one engine.
 
-vLLM's block hashes have an identifier of each medium. It is a digest of the content, unless the
+vLLM's block hashes contain an identifier of each medium. It is a digest of the content, unless the
 client gave an id (``uuid`` of an item, ``multi_modal_uuids``) or the image has one (EXIF
 ``ImageID``): then the id stands for the pixels, unchecked. vLLM's trust in it ends with its
-process. kvtier would carry it on, over restarts, to other hosts and to other tenants.
+process. kvtier would extend that trust over restarts, to other hosts and to other tenants.
 
-So where a block's hash has such an id, it gets a number of this engine's own besides: no other
-engine, nor this one after a restart, has that name. Such blocks are kept in host memory, and no
-tier is given them. Those before the first such medium of a prompt are as any others.
+So if a block's hash has such an id, this engine's own number is added to it: no other engine, nor
+this one after a restart, has that name. Such blocks are kept in host memory, and are not sent to
+any tier. Blocks before the first such medium of a prompt are handled like any others.
 
-Only the front end knows who made an identifier, and hashes are made in the scheduler's process.
-So the front end marks the identifiers that are digests of contents, and the scheduler removes the
-mark before vLLM looks at it. What comes without one counts as the client's: a front end in which
-kvtier was not loaded (``plugin.py``) marks nothing.
+Only the front end knows the origin of an identifier, and hashes are made in the scheduler's
+process. So the front end marks the identifiers that are digests of contents, and the scheduler
+removes the mark before vLLM reads it. An identifier without a mark counts as the client's: a front
+end in which kvtier was not loaded (``plugin.py``) marks nothing.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _FRONT_END: Final = "vllm.v1.engine.input_processor"
 
 
 class ContentHash(str):
-    """A medium's identifier that vLLM made of the content alone, in the front end's process."""
+    """A medium's identifier that vLLM made from the content alone, in the front end's process."""
 
     __slots__ = ()
 
 
 class Media:
-    """The requests of one process's engine that have media with ids of clients. Any thread."""
+    """The requests of one process's engine whose media have clients' ids. Any thread."""
 
     def __init__(self) -> None:
         self.trusts = False
@@ -64,13 +64,13 @@ class Media:
         self._said = False
 
     def begin(self, *, trusts: bool) -> None:
-        """Begin another engine. ``trusts``: clients' ids stand for contents everywhere."""
+        """Start for another engine. ``trusts``: clients' ids stand for contents everywhere."""
         self.trusts = trusts
         self._number = uuid4().hex
         self._live.clear()
 
     def take_in(self, features: Iterable[MultiModalFeatureSpec]) -> list[MultiModalFeatureSpec]:
-        """Return a request's media as vLLM had them before they were marked."""
+        """Return a request's media without marks, as vLLM had them before."""
         taken = []
         for feature in features:
             is_content = feature.identifier.startswith(_MARK)
@@ -88,14 +88,14 @@ class Media:
         return taken
 
     def note(self, request: Request) -> None:
-        """Know a request for as long as it runs."""
+        """Track a request for as long as it runs."""
         if any(map(_is_clients, request.mm_features)):
             self._live[request.request_id] = request
 
     def owned(self, keys: Iterable[bytes], req_context: ReqContext) -> Collection[bytes]:
-        """Return those of a request's blocks whose hashes have an id of a client.
+        """Return those of a request's blocks whose hashes contain a client's id.
 
-        All from the first such medium on have one: a hash is also of the blocks before.
+        All from the first such medium on do: a hash also covers the blocks before.
         """
         request = self._live.get(req_context.req_id) if self._live else None
         if request is None:
@@ -105,25 +105,25 @@ class Media:
         return {key for key in keys if end_of.get(key, first + 1) > first}
 
     def name(self, identifier: str) -> str:
-        """Return what stands for a client's id in the hashes of this engine."""
+        """Return the name that replaces a client's id in this engine's hashes."""
         return f"{self._number}:{identifier}"
 
 
 MEDIA: Final = Media()
-"""Of this process."""
+"""The media of this process."""
 
 
 def mark_contents(*, always: bool = True) -> None:
-    """Have vLLM's front end in this process mark what is a digest of contents. Any thread.
+    """Make vLLM's front end in this process mark identifiers that are digests. Any thread.
 
-    ``always``: False if the process may have no front end, which it is not to import then.
+    ``always``: False if the process may have no front end, and must not import it then.
     """
     if always or _FRONT_END in sys.modules:
         _hook_front_end()
 
 
 def know_media(*, trusts: bool) -> None:
-    """Have block hashes tell clients' ids apart, of an engine that starts in this process."""
+    """Make block hashes distinguish clients' ids, for an engine that starts in this process."""
     MEDIA.begin(trusts=trusts)
     _hook_scheduler()
     mark_contents(always=False)  # an engine may have its front end in its own process
@@ -182,7 +182,7 @@ def _marking(real: Callable[..., EngineCoreRequest]) -> Callable[..., EngineCore
 
 
 def _marked(feature: MultiModalFeatureSpec) -> str:
-    """Return an identifier with the mark, if it is due; a client may have given the mark."""
+    """Return an identifier with the mark, if due; a client's own id may begin with the mark."""
     identifier: str = feature.identifier
     if isinstance(feature.mm_hash, ContentHash):
         return _MARK + identifier
@@ -233,7 +233,7 @@ def _is_clients(feature: MultiModalFeatureSpec) -> bool:
 
 
 def _has_id(item: Any) -> bool:  # noqa: ANN401 - any medium
-    """Tell whether vLLM may hash an id that an image carries, in place of its pixels."""
+    """Return whether vLLM may hash an id that an image carries, instead of its pixels."""
     if isinstance(item, MediaWithBytes):
         return _has_id(item.media)
     if isinstance(item, Image.Image):
@@ -247,6 +247,6 @@ def _has_id(item: Any) -> bool:  # noqa: ANN401 - any medium
 
 
 def _has_kvtier(vllm_config: Any) -> bool:  # noqa: ANN401 - vLLM has no stubs
-    """Tell whether the engine's scheduler has kvtier, which removes the marks."""
+    """Return whether the engine's scheduler has kvtier, which removes the marks."""
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     return "kvtier" in str(getattr(transfer, "kv_connector_extra_config", None))

@@ -1,4 +1,4 @@
-"""Which metrics there are: vLLM's own names where vLLM has them, ``kvtier:`` for the rest."""
+"""Defines the metrics: vLLM's own names if vLLM has them, ``kvtier:`` for the rest."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ VLLM_TIER_COUNTERS: Final[Mapping[str, str]] = {
     TieringOffloadingMetrics.PROMOTION_JOB_FAILURES: "promotion_jobs_failed",
     TieringOffloadingMetrics.CASCADE_JOB_FAILURES: "cascade_jobs_failed",
 }
-"""Counts of one tier that vLLM has a name for, and that name."""
+"""Counts of one tier that vLLM has a name for, by that name."""
 
 OWN_TIER_COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
     "kvtier:tier_promotion_jobs": ("promotion_jobs", "Promotions sent to the tier."),
@@ -122,7 +122,7 @@ OWN_TIER_COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
         "How often a tier was disabled because its own code raised, or its process ended.",
     ),
 }
-"""Counts of one tier that only kvtier has, and what they are."""
+"""Counts of one tier that only kvtier has, with their descriptions."""
 
 OWN_PRIMARY_COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
     "kvtier:primary_evictions": (
@@ -162,14 +162,14 @@ OWN_PRIMARY_COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
         "Loads and stores completed by the engine that never began.",
     ),
 }
-"""Counts of the primary tier that only kvtier has, and what they are."""
+"""Counts of the primary tier that only kvtier has, with their descriptions."""
 
 _SPEED_GAUGES: Final[Mapping[str, str]] = {
     LATENCY: "Recent queueing delay: time before the tier starts the latest job.",
     SPREAD: "How far off what was expected of the tier was lately, as a share of it.",
     WINDOW: "Blocks that the tier is given at once; keys for probes. The rest waits before it.",
 }
-"""Of each kind of work."""
+"""One series for each kind of work."""
 
 
 def metric_definitions(_extra_config: Mapping[str, Any]) -> dict[str, OffloadingMetricMetadata]:
@@ -190,7 +190,7 @@ def metric_definitions(_extra_config: Mapping[str, Any]) -> dict[str, Offloading
 
 
 def tier_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
-    """Return those of the metrics that are about tiers and not about a primary tier, by name."""
+    """Return the metrics of tiers, without those of a primary tier, by name."""
     definitions: dict[str, OffloadingMetricMetadata] = {
         FAULTS: OffloadingCounterMetadata(documentation="Message handlers that raised."),
         DROPPED: OffloadingCounterMetadata(
@@ -227,9 +227,9 @@ def tier_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
 
 
 def unregister_own_metrics() -> None:
-    """Release an earlier engine's metrics, so that a second one in this process may start.
+    """Unregister an earlier engine's metrics, so that a second engine in this process may start.
 
-    vLLM does the same at each start, for names that begin with ``vllm:`` only.
+    vLLM does the same at each start, but only for names that begin with ``vllm:``.
     """
     try:
         for collector in list(REGISTRY._collector_to_names):  # noqa: SLF001 - as vLLM does

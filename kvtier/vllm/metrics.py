@@ -1,8 +1,8 @@
-"""Metrics: vLLM's own names where vLLM has them, ``kvtier:`` for the rest.
+"""Exports metrics: vLLM's own names if vLLM has them, ``kvtier:`` for the rest.
 
 vLLM takes increments of counters, values of gauges and lists of observations
-with each step's statistics; Prometheus sees the sums. It looks every few seconds, and an engine
-may step a hundred times in one, so while requests run only some steps have statistics.
+with each step's statistics; Prometheus sees the sums. It polls every few seconds, and an engine
+may step a hundred times a second, so while requests run only some steps have statistics.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from kvtier.vllm.hosted.stats import HostedStats
 
 REPORT_S: Final = 0.1
-"""Between two reports while requests run, and none of them ends."""
+"""Interval between two reports while requests run and none of them ends."""
 
 _Label = tuple[str, ...]
 C = TypeVar("C")
@@ -118,7 +118,7 @@ _SLOT_GAUGES: Final[tuple[tuple[str, _Label], ...]] = (
 
 
 class _Counters(Generic[C]):
-    """Reports by how much the counters of one source have grown since the last time."""
+    """Reports by how much the counters of one source have grown since the last report."""
 
     def __init__(
         self, series: Iterable[tuple[str, _Label]], read: Callable[[C], tuple[float, ...]]
@@ -131,16 +131,16 @@ class _Counters(Generic[C]):
 
     @classmethod
     def of(cls, counters: Sequence[_Counter]) -> _Counters[C]:
-        """Return what reports counts by their names."""
+        """Return an instance that reports counts by their names."""
         series = ((each.metric, each.label) for each in counters)
         return cls(series, attrgetter(*(each.attribute for each in counters)))
 
     def has_news(self, now: C) -> bool:
-        """Tell whether ``now`` is not what was reported last."""
+        """Return whether ``now`` differs from the last report."""
         return now != self._now
 
     def report(self, sample: Sample, now: C) -> None:
-        """Report what ``now`` has more. One that fell counts on from where it is now."""
+        """Report the increase in ``now``. A counter that fell continues from its present value."""
         if not self.has_news(now):
             return
         reported = self._reported
@@ -149,7 +149,7 @@ class _Counters(Generic[C]):
             if value != before:
                 metric, label = self._series[number]
                 sample.count(metric, value - (before or 0), label)
-                # Afterwards: if that raises, it is reported the next time.
+                # Afterwards: if ``count`` raises, the value is reported the next time.
                 reported[number] = value
         self._now = now
 
@@ -163,7 +163,7 @@ def _drops() -> _Counters[Mapping[str, int]]:
 
 
 class _TierGauges:
-    """Reports how one tier is, where that has changed."""
+    """Reports the changes in one tier's state."""
 
     def __init__(self, tier: str) -> None:
         self._tier = tier
@@ -173,7 +173,7 @@ class _TierGauges:
         self._backend: Mapping[str, int] | None = None
 
     def report(self, sample: Sample, now: TierStatistics) -> None:
-        """Report what is not as it was the last time."""
+        """Report the changes since the last report."""
         if now.breakers != self._breakers:
             self._breakers = now.breakers
             for work, state in now.breakers.items():
@@ -203,9 +203,9 @@ class _TierGauges:
 
 
 class TierExporter:
-    """As ``MetricsExporter``, of one tier behind vLLM's own primary tier.
+    """Like ``MetricsExporter``, for one tier behind vLLM's own primary tier.
 
-    What vLLM has a name for its own manager counts.
+    vLLM's own manager counts the metrics that vLLM has a name for.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class TierExporter:
         hosted: HostedStats,
         definitions: Mapping[str, OffloadingMetricMetadata],
     ) -> None:
-        """``hosted``: what one of vLLM's tiers inside reports, with its own ``definitions``."""
+        """``hosted``: reports of a vLLM tier hosted inside, with its own ``definitions``."""
         self._tier = tier
         self._hosted = hosted
         self._definitions = {**definitions, **tier_metric_definitions()}
@@ -226,7 +226,7 @@ class TierExporter:
         self._gauges = _TierGauges(tier)
 
     def take(self, now: TierStatistics, faults: int) -> OffloadingConnectorStats:
-        """Return what has changed since the last call."""
+        """Return the changes since the last call."""
         sample = Sample(self._definitions, self._watch)
         self._counters.report(sample, now.counts)
         self._faults.report(sample, faults)
@@ -237,9 +237,9 @@ class TierExporter:
 
 
 class MetricsExporter:
-    """Turns what has changed since the last call into vLLM's statistics.
+    """Turns the changes since the last call into vLLM's statistics.
 
-    Called in each step of the engine, so what stands still costs next to nothing.
+    Called in each step of the engine, so unchanged values cost next to nothing.
     The first sample has every counter, at 0: a rate or an alert that only sees a
     series from its first event on misses that event.
     """
@@ -254,7 +254,7 @@ class MetricsExporter:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``hosting``: what hosted tiers tell of themselves is there. ``clock``: for tests."""
+        """``hosting``: has the metrics and labels of hosted tiers. ``clock``: for tests."""
         self._clock = clock
         self._facade = facade
         self._hosting = hosting
@@ -273,18 +273,18 @@ class MetricsExporter:
         self._tier_gauges = [_TierGauges(tier.name) for tier in config.tiers]
         self._slots: tuple[float | None, ...] = (None,) * len(_SLOT_GAUGES)
         self._gauges: dict[tuple[str, _Label], float] = {}
-        self._seen = -1  # how much activity there was at the last call
-        self._next_at = -math.inf  # there is no report before, while requests run
+        self._seen = -1  # the amount of activity at the last call
+        self._next_at = -math.inf  # while requests run, there is no report before this time
 
     def report_at_once(self) -> None:
-        """Report with this step whatever has changed: somebody may look for it."""
+        """Report all changes with this step: a user may read them."""
         self._next_at = -math.inf
 
     def take(self, *, is_busy: bool) -> OffloadingConnectorStats | None:
         """Return the increments, gauges and observations since the last report. Never raises.
 
         A part that fails is left out, and counted. None: nothing has changed, as at most steps, or
-        requests run (``is_busy``) and it was reported lately what has.
+        requests run (``is_busy``) and the last report is recent.
         """
         now = self._clock()
         if is_busy and now < self._next_at:
@@ -300,12 +300,12 @@ class MetricsExporter:
         safely("metrics", self._take_observations, sample)
         if self._hosting is not None:
             safely("metrics", self._hosting.stats.report, sample)
-        # The last, since the others add to it.
+        # Last, since the others add to it.
         safely("metrics", self._take_drops, sample)
         return sample.stats
 
     def labels(self, tier: str) -> Mapping[str, Any]:
-        """Return the labels that a hosted tier gives of itself; of another, none."""
+        """Return the labels that a hosted tier reports; none for another tier."""
         return {} if self._hosting is None else self._hosting.labels_of.get(tier, {})
 
     def _take_state(self, sample: Sample) -> None:
@@ -364,7 +364,7 @@ class MetricsExporter:
                     sample.observe(_PROMOTION_LATENCY, seconds, (name, result))
 
     def _set(self, sample: Sample, metric: str, value: float, label: _Label = ()) -> None:
-        """Report a gauge that has moved."""
+        """Report a gauge if it has changed."""
         if self._gauges.get((metric, label)) != value:
             self._gauges[metric, label] = value
             sample.set(metric, value, label)

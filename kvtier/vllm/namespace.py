@@ -1,21 +1,21 @@
-"""Collects what changes the bytes of a block: the namespace of persistent tiers.
+"""Collects the facts that change a block's bytes: the namespace of persistent tiers.
 
-A block that some engine stored may be served by another one only if both would
-have computed the same bytes. The block's key covers what a request brings: its
-tokens, and through vLLM's extra keys LoRA adapters (``kvtier/vllm/adapters.py``),
+A block that one engine stored may be served by another only if both would have
+computed the same bytes. The block's key covers the request's inputs: its tokens,
+and through vLLM's extra keys LoRA adapters (``kvtier/vllm/adapters.py``),
 multimodal inputs, prompt embeddings and the cache salt. So none of those is a fact
-here. The namespace covers what an engine brings: weights, positions, KV format and
+here. The namespace covers the engine's inputs: weights, positions, KV format and
 geometry. ``docs/reference/what-names-a-block.md`` has all of it in one table.
 
-What is about one subject has a module of its own: weights (``weights.py``), what a page's bytes
-mean (``page_facts.py``), and all of vLLM's other settings (``setting_facts.py``).
+Some subjects have a module of their own: weights (``weights.py``), the meaning of a page's bytes
+(``page_facts.py``), and all of vLLM's other settings (``setting_facts.py``).
 
-The scheduler-side spec is given an ``OffloadingConfig`` only. Workers see the
-whole configuration, so rank 0 collects ``worker_report`` and leaves them in the
-region's header, and the scheduler joins the two. Facts are few, plain and
-readable, so that two ``namespace.json`` can be compared by eye; what is large
-goes in as a digest. A fact too many costs a cold start, a fact too few serves
-wrong bytes: when in doubt, it is in.
+The scheduler-side spec gets only an ``OffloadingConfig``. Workers see the whole
+configuration, so rank 0 collects ``worker_report`` and writes it to the region's
+header, and the scheduler joins the two. Facts are few, plain and readable, so
+that two ``namespace.json`` can be compared by eye; large values go in as a
+digest. A fact too many costs a cold start, a fact too few serves wrong bytes:
+when in doubt, it is in.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _ROPE_TYPES_WITHOUT_LIMIT = frozenset({None, "default", "linear", "llama3", "mro
 
 
 def worker_report(vllm_config: Any, pages: Pages | None) -> dict[str, Any]:  # noqa: ANN401 - vLLM has no stubs
-    """Return the facts that only a worker sees, as JSON values, and apart what else it found.
+    """Return the facts that only a worker sees, as JSON values, and separately its other findings.
 
     ``pages``: its KV caches. Raises ``InternalError`` without them. Call it on rank 0 while
     vLLM's current configuration is set (it is while ``get_worker`` runs). Reads samples of
@@ -127,7 +127,7 @@ def _worker_facts(
 
 
 def weights_in_words(worker: Mapping[str, Any] | None) -> str:
-    """Return what tells an engine's weights from others, and how long it took to look."""
+    """Return what identifies an engine's weights, and how long sampling them took, for the log."""
     known = worker or {}
     model = known.get("model")
     found = model.get("weights", {}) if isinstance(model, dict) else {}
@@ -143,10 +143,10 @@ def publish_facts(
     pages: Pages | None,
     rests: Mapping[str, Any],
 ) -> None:
-    """Leave ``worker_report`` for the scheduler; or facts that no other engine has.
+    """Publish ``worker_report`` for the scheduler, or facts that no other engine has.
 
-    A model, or a release of vLLM, that lacks what is looked at is no reason to
-    refuse the engine: it then shares blocks with nobody, and says so.
+    A model, or a release of vLLM, that lacks an expected attribute is not a reason
+    to refuse the engine: it then shares blocks with no other engine, and logs that.
     ``rests``: of this rank's part of a row (``kvtier/vllm/group_parts.py``).
     """
     found = facts_or_reason(lambda: worker_report(vllm_config(), pages))
@@ -154,13 +154,13 @@ def publish_facts(
 
 
 def published_rests(described: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the rests that ``publish_facts`` has left."""
+    """Return the rests that ``publish_facts`` has published."""
     rests: Mapping[str, Any] = (described or {}).get(_APART, {}).get(_RESTS, {})
     return rests
 
 
 def facts_or_reason(facts: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the facts; or, if something raises, why not, and one that no other engine has."""
+    """Return the facts; if that raises, the reason and a fact that no other engine has."""
     try:
         return facts()
     except Exception as error:  # noqa: BLE001 - whatever vLLM's objects raise
@@ -216,7 +216,7 @@ def build_namespace(
     offloading_config: Any,  # noqa: ANN401 - vLLM has no stubs
     worker: Mapping[str, Any] | None,
 ) -> Namespace:
-    """Join both sides' facts, and add what vLLM's own fs tier would hash.
+    """Join both sides' facts, and add the fields that vLLM's own fs tier would hash.
 
     Raises ``InternalError`` if there are no worker facts: without them blocks of
     different weights could meet in one folder.
@@ -283,8 +283,8 @@ def _model_facts(model: Any, weights: Weights) -> dict[str, Any]:  # noqa: ANN40
 def _rope_facts(text: Mapping[str, Any], model: Any) -> dict[str, Any]:  # noqa: ANN401
     """Return how positions turn into angles, which are part of every stored K.
 
-    The configuration's digest has all of it; these stand for the reader's eye,
-    and for the engine's length limit, which some scalings look at.
+    The configuration's digest covers all of it. These are here to be readable,
+    and to include the engine's length limit, which some scalings use.
     """
     names = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
     facts: dict[str, Any] = {name: text[name] for name in names if text.get(name) is not None}
@@ -295,7 +295,7 @@ def _rope_facts(text: Mapping[str, Any], model: Any) -> dict[str, Any]:  # noqa:
 
 
 def _rope_types(value: Any) -> set[Any]:  # noqa: ANN401 - any JSON value
-    """Find every rope type, however deep (some models keep one a layer type)."""
+    """Return every rope type, however deep (some models keep one per layer type)."""
     if not isinstance(value, dict):
         return set()
     found = {value[key] for key in ("rope_type", "type") if isinstance(value.get(key), str)}
@@ -305,7 +305,7 @@ def _rope_types(value: Any) -> set[Any]:  # noqa: ANN401 - any JSON value
 def _draft_of(vllm_config: Any, weights: Weights) -> tuple[Any, Weights]:  # noqa: ANN401 - no stubs
     """Return the draft model's configuration and weights, if there is one.
 
-    ``weights``: the model's. Its draft may lie in the same files, which are not looked at again.
+    ``weights``: the model's. Its draft may lie in the same files, which are not read again.
     """
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
@@ -340,7 +340,7 @@ def _draft_facts(
 
 
 def _lora_facts(lora: Any) -> dict[str, Any] | None:  # noqa: ANN401 - vLLM has no stubs
-    """Return to what of a model adapters are applied; their content is in the blocks' hashes."""
+    """Return the parts of a model that adapters apply to; blocks' hashes cover their content."""
     if lora is None:
         return None
     modules = getattr(lora, "target_modules", None)

@@ -1,17 +1,17 @@
-"""The namespace of a kvtier tier under vLLM's own ``TieringOffloadingSpec``.
+"""Computes the namespace of a kvtier tier under vLLM's own ``TieringOffloadingSpec``.
 
 vLLM gives a tier the spec, and the spec an ``OffloadingConfig``: the model's name and no more.
 Under kvtier's own spec, rank 0 leaves its facts in the shared memory; here there is no place
-for them. But vLLM builds a tier while it builds its connector, which was given the whole
-configuration: it is found in the calls that lead here. Where it is not, the tier's blocks
+for them. But vLLM builds a tier while it builds its connector, which has the whole configuration:
+it is read from the frames of the calling functions. If it is not found there, the tier's blocks
 are shared with no other engine, and none is found after a restart.
 
-Which attention backend was chosen only workers know, and this process where they live in it.
-What it is chosen by are facts instead: what was asked for, and the device. So an engine has the
-same facts wherever its workers live.
+Only workers know the chosen attention backend; this process knows it only if they live in it. So
+the inputs of that choice are facts instead: the requested backend, and the device. This gives an
+engine the same facts wherever its workers live.
 
-Rows have the same shape under both specs today. That is no promise of vLLM's, so the spec's
-name is a fact: blocks of the two never meet.
+Rows have the same shape under both specs today. vLLM does not guarantee that, so the spec's
+name is a fact: blocks of the two are never shared.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def namespace_of(spec: OffloadingSpec) -> Namespace:
 
 
 def engine_facts(groups: Sequence[int]) -> dict[str, Any]:
-    """Return what is known here of the engine's model. Raises whatever vLLM's objects raise.
+    """Return the facts known here about the engine's model. Raises whatever vLLM's objects raise.
 
     ``groups``: the KV-cache groups that are offloaded.
     """
@@ -65,7 +65,7 @@ def engine_facts(groups: Sequence[int]) -> dict[str, Any]:
 
 
 def _choices(config: VllmConfig) -> dict[str, Any]:
-    """Return by what the workers choose an attention backend, and so the order of bytes."""
+    """Return the inputs by which workers choose an attention backend, and so the byte order."""
     attention = getattr(config, "attention_config", None)
     return {
         "attention_backends": None,
@@ -86,9 +86,9 @@ def _vllm_config() -> VllmConfig:
 
 
 def vllm_configs() -> Iterator[VllmConfig]:
-    """Yield the configurations that are known here, the nearest first.
+    """Yield the configurations known here, the nearest first.
 
-    In a ``MultiConnector`` that is the one that this connector was given, then the engine's.
+    In a ``MultiConnector`` the first is this connector's own, then comes the engine's.
     """
     current = get_current_vllm_config_or_none()
     if current is not None:
@@ -97,7 +97,7 @@ def vllm_configs() -> Iterator[VllmConfig]:
 
 
 def _known_to_callers(name: str, kind: type[_Thing]) -> Iterator[_Thing]:
-    """Yield what the calls that lead here have by a name, the nearest first."""
+    """Yield the callers' local variables of a name, the nearest first."""
     for frame in callers():
         found = frame.f_locals.get(name)
         if isinstance(found, kind):
@@ -105,7 +105,7 @@ def _known_to_callers(name: str, kind: type[_Thing]) -> Iterator[_Thing]:
 
 
 def callers() -> Iterator[FrameType]:
-    """Yield the calls that lead here, the nearest first."""
+    """Yield the frames of the callers, the nearest first."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - public in all but its name
     for _ in range(FRAMES_MAX):
         if frame is None:

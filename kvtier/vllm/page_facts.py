@@ -1,11 +1,11 @@
-"""Collects what the bytes of a page mean, beside how many they are.
+"""Collects facts about the meaning of a page's bytes, besides their number.
 
 Two pages of one size may hold the same values in another order, or numbers of another kind. So
-each layer's KV-cache spec is a fact, with all its fields: one that is new in vLLM is in, too. What
-no spec says is looked up where it takes effect: in the worker, once its KV caches are registered.
+each layer's KV-cache spec is a fact, with all its fields, including fields new in vLLM. Facts that
+no spec has are read where they take effect: in the worker, once its KV caches are registered.
 
-What only says how long blocks are kept, or who owns a layer, is left out of the specs: as many
-drafts more or less of an attention-only model share their blocks.
+Fields that only define how long blocks are kept, or who owns a layer, are left out of the specs:
+engines with different numbers of drafts of an attention-only model share their blocks.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ HARMLESS: Final = {
 """Fields of specs that change nothing in a page, each with its reason."""
 
 OF_A_RANK: Final = ("num_kv_heads", "num_head_slots")
-"""Fields that say how much of a page one rank has: left out where blocks are the same for any
-number of ranks. How many heads there are in all is in the model's configuration."""
+"""Fields that define how much of a page one rank has: left out if blocks are the same for any
+number of ranks. The total number of heads is in the model's configuration."""
 
 KV_DTYPE: Final = "kv_dtype"
-"""The fact that says how numbers are kept. Tiers that compress look at it."""
+"""The fact that defines the number format. Tiers that compress read it."""
 
 
 class Pages(NamedTuple):
     """The KV caches of one worker, as vLLM has laid them out."""
 
     config: KVCacheConfig
-    groups: Sequence[int]  #: those that are offloaded
-    caches: Mapping[str, Any] = {}  #: tensors by layer; none where only the scheduler is known
+    groups: Sequence[int]  #: the offloaded ones
+    caches: Mapping[str, Any] = {}  #: tensors by layer; none if only the scheduler is known
 
 
 def page_facts(vllm_config: Any, pages: Pages) -> dict[str, Any]:  # noqa: ANN401 - no stubs
-    """Return what tells pages of one size apart, as JSON values."""
+    """Return the facts that distinguish pages of one size, as JSON values."""
     specs = [spec for group in pages.groups for _, spec in _layers(pages.config, group)]
     has_states = any(isinstance(spec, MambaSpec) for spec in specs)
     return {
@@ -69,7 +69,7 @@ def page_facts(vllm_config: Any, pages: Pages) -> dict[str, Any]:  # noqa: ANN40
 
 
 def without_ranks(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts of pages that are the same for any number of ranks."""
+    """Return the facts about pages that are the same for any number of ranks."""
     groups = [
         [
             {**each, "spec": {k: v for k, v in each["spec"].items() if k not in OF_A_RANK}}
@@ -81,7 +81,7 @@ def without_ranks(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def spec_facts(spec: KVCacheSpec) -> dict[str, Any]:
-    """Return what one layer's spec says of its pages: all that is not at its default."""
+    """Return one layer's spec fields about its pages: all that are not at their default."""
     found = {
         field.name: plain(getattr(spec, field.name))
         for field in fields(spec)
@@ -118,17 +118,17 @@ def _layers(config: KVCacheConfig, number: int) -> Iterator[tuple[str, KVCacheSp
 
 
 def _kernel_blocks(pages: Pages, layer: str) -> int | None:
-    """Return in how many blocks of its own the attention kernel keeps one of vLLM's."""
+    """Return how many of its own blocks the attention kernel uses for one of vLLM's."""
     cache = pages.caches.get(layer)
     return None if cache is None else int(cache.shape[0]) // pages.config.num_blocks
 
 
 def _kv_cache_dtype(vllm_config: Any, specs: Iterable[KVCacheSpec]) -> str:  # noqa: ANN401
-    """Return how numbers are kept, by a name that does not depend on who asks.
+    """Return the number format, by a name that does not depend on the calling process.
 
-    vLLM's workers write the name of what they have chosen into their configuration: ``fp8``
+    vLLM's workers write the name of their chosen format into their configuration: ``fp8``
     becomes ``fp8_ds_mla``, or ``auto`` becomes ``fp8``. A scheduler in the same process sees it
-    there, and one in another process does not. ``auto`` that stays is the model's data type.
+    there, and one in another process does not. A remaining ``auto`` is the model's data type.
     """
     names = {getattr(spec, "cache_dtype_str", None) for spec in specs}
     if names and None not in names:
@@ -153,17 +153,17 @@ def _kind_of_fp8() -> str:
 
 
 def _is_shuffled() -> bool:
-    """Tell whether AITER's kernels, on ROCm, keep K and V in an order of their own."""
+    """Return whether AITER's kernels, on ROCm, keep K and V in an order of their own."""
     is_asked_for = envs.VLLM_ROCM_USE_AITER and envs.VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT
     return bool(current_platform.is_rocm() and is_asked_for)
 
 
 def _states(vllm_config: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM has no stubs
-    """Return what decides the order and the rounding of states.
+    """Return the facts that decide the order and the rounding of states.
 
-    The layout of a convolution's state is what takes effect: the CPU platform turns it where a
-    NIXL connector is configured beside kvtier. The shape of a state does not say which of its
-    sides is which.
+    The layout of a convolution's state is the effective one: the CPU platform turns it if a NIXL
+    connector is configured beside kvtier. The shape of a state does not show which of its sides
+    is which.
     """
     return {
         "conv_state_layout": str(get_conv_state_layout()),
@@ -172,7 +172,7 @@ def _states(vllm_config: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM has no s
 
 
 def _cpu(vllm_config: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM has no stubs
-    """Return by which instructions attention packs K, which decide its order."""
+    """Return the instruction sets for which attention packs K; they decide its order."""
     layers = vllm_config.compilation_config.static_forward_context.values()
     return {
         "machine": platform.machine(),
@@ -181,7 +181,7 @@ def _cpu(vllm_config: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM has no stub
 
 
 def _context_parallel(parallel: Any) -> list[Any] | None:  # noqa: ANN401 - vLLM has no stubs
-    """Return which of the ranks that share out the tokens has which of them."""
+    """Return how the ranks that share out the tokens interleave them."""
     sizes = (
         getattr(parallel, "decode_context_parallel_size", 1),
         getattr(parallel, "prefill_context_parallel_size", 1),

@@ -1,4 +1,4 @@
-"""Where a KV page's bytes lie: in the engine's tensors, and in a row of the region.
+"""Defines where a KV page's bytes lie, in the engine's tensors and in a row of the region.
 
 The shape is vLLM's, so that rows mean the same on every platform:
 
@@ -11,8 +11,8 @@ the first ``ref.page_size_bytes``. In the canonical layout the row has one part
 that all ranks share, and a page is cut into fragments that each rank puts
 where a single rank would have them.
 
-Every view has a dtype as long as what is copied in one piece, so that NumPy
-moves whole pages; NumPy also checks it against the end of its buffer.
+Every view has a dtype as long as one contiguous copy, so that NumPy moves
+whole pages; NumPy also checks it against the end of its buffer.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class HostLayout:
     slot_count: int
     row_bytes: int  #: from one slot to the next
     blocks_per_chunk: int  #: KV pages of the engine in one slot
-    rank_offset: int  #: start of this rank's part in a row; 0 where ranks share it
-    rank_bytes: int  #: length of this rank's part; the whole row where ranks share it
+    rank_offset: int  #: start of this rank's part in a row; 0 if ranks share it
+    rank_bytes: int  #: length of this rank's part; the whole row if ranks share it
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class HostStrip:
 
 
 def flat_pages(entry: CanonicalKVCacheTensor) -> EnginePages:
-    """See a KV tensor as bytes, whatever its type and strides."""
+    """View a KV tensor as bytes, whatever its type and strides."""
     tensor = entry.tensor
     if tensor.device.type != "cpu":
         raise InternalError(f"the CPU platform's worker was given a tensor on {tensor.device}")
@@ -121,7 +121,7 @@ def flat_pages(entry: CanonicalKVCacheTensor) -> EnginePages:
 
 
 def host_page_sizes(kv_caches: CanonicalKVCaches, *, canonical: bool) -> list[int]:
-    """Return for each tensor how many bytes one of its pages takes in a row."""
+    """Return for each tensor the bytes that one of its pages takes in a row."""
     if not canonical:
         return [int(entry.page_size_bytes) for entry in kv_caches.tensors]
     sizes = [0] * len(kv_caches.tensors)

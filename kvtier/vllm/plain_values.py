@@ -1,8 +1,8 @@
-"""Turns what vLLM's configurations hold into JSON values that are the same in every process.
+"""Turns values in vLLM's configurations into JSON values that are the same in every process.
 
 A namespace is compared as text, between hosts and over restarts. So an address, a counter or the
-order of a set must not get into it, and two different values must not become the same text: what
-can't be turned into JSON for certain is like nothing else (``UNKNOWN``).
+order of a set must not get into it, and two different values must not become the same text: a
+value that can't reliably be turned into JSON is replaced by a unique one (``UNKNOWN``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from uuid import uuid4
 from kvtier.plugin_api.log import log
 
 UNKNOWN: Final = "unknown-"
-"""Begins what stands for a value that can't be compared: another one each time."""
+"""Prefix of the replacement for a value that can't be compared: a new one each time."""
 
 
 def plain(value: Any) -> Any:  # noqa: ANN401, PLR0911 - one return a kind of value
@@ -41,7 +41,7 @@ def plain(value: Any) -> Any:  # noqa: ANN401, PLR0911 - one return a kind of va
         return plain(value.to_dict())
     if is_dataclass(value):
         return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
-    # repr() may hold an address, and a type's name says nothing of what the object holds.
+    # repr() may contain an address, and a type's name says nothing about the object's content.
     log.warning(
         "a setting of vLLM's can't be compared with another engine's: this engine's blocks are "
         "shared with no other, and none is found after a restart",
@@ -55,6 +55,6 @@ def _kind(value: Any) -> str:  # noqa: ANN401 - any value
 
 
 def digest(value: Any) -> str:  # noqa: ANN401 - any JSON value
-    """Return what stands for JSON values that are too long, or too secret, to be read."""
+    """Return a digest that replaces JSON values too long, or too secret, to be shown."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -1,12 +1,12 @@
-"""What vLLM calls in each of its processes, where kvtier is installed: a general plugin.
+"""Defines the general plugin that vLLM calls in each of its processes if kvtier is installed.
 
-vLLM's front end loads nothing of kvtier's where it has no statistics to define, as in ``LLM(...)``,
-and marks no media then (``media.py``). So it is told once it has made a configuration that has
-kvtier. Nothing runs yet then, and no model is loaded: what engines that died have left in shared
-memory is removed (``region.py``), there must be as much as the engines will take
+vLLM's front end loads no kvtier code if it has no statistics to define, as in ``LLM(...)``, and
+then marks no media (``media.py``). So this hooks the creation of a configuration that has kvtier.
+At that time nothing runs yet, and no model is loaded: the files that dead engines left in shared
+memory are removed (``region.py``), there must be as much memory as the engines will take
 (``engines_here.py``), and models that vLLM has no connectors for are refused
 (``supported_models.py``). Processes of other users, and those that make no configuration, are left
-as they are.
+unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _hooked: set[str] = set()
 
 
 def load() -> None:
-    """Have this process prepare a start once it makes one with kvtier. Any number of times."""
+    """Hook this process to prepare each start with kvtier. May be called any number of times."""
     arguments = getattr(sys.modules.get(_ARGUMENTS), "EngineArgs", None)
     if arguments is not None and _ARGUMENTS not in _hooked:
         _hooked.add(_ARGUMENTS)
@@ -35,7 +35,7 @@ def _preparing(real: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(arguments: Any, *rest: Any, **named: Any) -> Any:  # noqa: ANN401 - no stubs
         config = real(arguments, *rest, **named)
         if "kvtier" in str(getattr(config, "kv_transfer_config", None)):
-            # Other users need none of it.
+            # Imported here: users of vLLM without kvtier need none of it.
             from kvtier.vllm.engines_here import require_memory  # noqa: PLC0415
             from kvtier.vllm.media import mark_contents  # noqa: PLC0415
             from kvtier.vllm.region import sweep  # noqa: PLC0415

@@ -1,17 +1,17 @@
-"""What the engine's steps compute of prompts, as far as vLLM's offloading interface shows it.
+"""Measures the prompt tokens that the engine's steps compute, from vLLM's offloading interface.
 
-vLLM tells a manager neither how many tokens a step computes, nor how long it takes. But it
-offers each step's new chunks to be stored, with the tokens that they end at, in the
-step that computes them; it calls ``on_schedule_end`` once a step; and it looks up a
-request behind what the GPU has of it, before it is scheduled. So a request has computed what
-is offered behind the first key that it looked up, behind what it loaded, and behind what
-was offered before; up to the end of its prompt, as generated tokens are computed one by one.
-It is exact but for the prompt's last, partial chunk.
+vLLM reports to a manager neither how many tokens a step computes, nor how long it takes. But it
+offers each step's new chunks to be stored, with the tokens that they end at, in the step that
+computes them; it calls ``on_schedule_end`` once a step; and it looks up a request behind the
+tokens that the GPU has of it, before it is scheduled. So a request has computed the offered
+tokens that lie behind the first key it looked up, behind those loaded, and behind those offered
+before; up to the end of its prompt, because generated tokens are computed one by one. This is
+exact except for the prompt's last, partial chunk.
 
-Time counts while the engine has a request that waits for nothing. vLLM 0.32 offers a step's
-chunks after its ``on_schedule_end``, so that they are known when the step has ended; 0.33 offers
-them before that, so they are kept for one step more. What async scheduling shifts is for
-``kvtier/engine/prefill_speed.py`` to find out.
+Time counts while the engine has a request that is not waiting. vLLM 0.32 offers a step's chunks
+after its ``on_schedule_end``, so they are known when the step has ended; 0.33 offers them before
+that, so they are kept for one step more. ``kvtier/engine/prefill_speed.py`` determines the shift
+due to async scheduling.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 
 class _Prompt:
-    """How far one request's prompt has come, in tokens."""
+    """Progress of one request's prompt, in tokens."""
 
     __slots__ = ("computed", "end")
 
     def __init__(self, computed: int | None, end: int) -> None:
-        self.computed = computed  # None: not known, as nothing was looked up
+        self.computed = computed  # None: unknown, because nothing was looked up
         self.end = end
 
 
 class PrefillSteps:
-    """Adds up what one engine computes, step by step. ``tell``: the facade's method."""
+    """Adds up the tokens one engine computes, step by step. ``tell``: the facade's method."""
 
     def __init__(
         self,
@@ -50,18 +50,18 @@ class PrefillSteps:
         is_wanted: bool,
         offers_first: bool,
     ) -> None:
-        """``chunk_tokens``: that a key covers, where there is one KV-cache group.
+        """``chunk_tokens``: the tokens that a key covers, if there is one KV-cache group.
 
-        ``is_wanted``: whether anything is decided by it; else nothing is noted.
+        ``is_wanted``: whether any decision uses the result; else nothing is noted.
         ``offers_first``: whether vLLM offers a step's chunks before it calls ``on_schedule_end``.
         """
         self._is_wanted = is_wanted
         self._offers_first = offers_first
-        self._begun = (0, 0)  # what the step that has begun computes
+        self._begun = (0, 0)  # computed by the step that has begun
         self._chunk_tokens = chunk_tokens
         self._tell = tell
         self._prompts: dict[RequestId, _Prompt] = {}
-        self._loading: set[RequestId] = set()  # nothing is computed of these
+        self._loading: set[RequestId] = set()  # nothing is computed for these
         self._tokens = self._attention = 0  # of this step
         self._quiet = LAG_MAX  # steps in a row that computed no prompt
         self._began = 0.0  # the step before ended
@@ -70,7 +70,7 @@ class PrefillSteps:
 
     @classmethod
     def of(cls, facade: SchedulerFacade, chunk_tokens: int, *, offers_first: bool) -> PrefillSteps:
-        """Return what tells this facade."""
+        """Return an instance that reports to this facade."""
         return cls(
             chunk_tokens,
             facade.on_step_computed,
@@ -81,7 +81,7 @@ class PrefillSteps:
     def looks_up(
         self, request: RequestId, key: bytes, end_of: dict[bytes, int]
     ) -> TokenPlace | None:
-        """Note that a request waits, and looks up ``key`` first. Return where that stands."""
+        """Note that a request waits, and looks up ``key`` first. Return the key's place."""
         end = end_of.get(key) if self._is_wanted else None
         if end is None:
             return None
@@ -92,7 +92,7 @@ class PrefillSteps:
     def looks_up_from(
         self, request: RequestId, first_token: int, end_of: Mapping[bytes, int]
     ) -> None:
-        """Note the same of a request whose keys belong to several groups."""
+        """Note the same for a request whose keys belong to several groups."""
         if self._is_wanted:
             self._prompts[request] = _Prompt(first_token, max(end_of.values(), default=0))
 
@@ -101,7 +101,7 @@ class PrefillSteps:
     ) -> None:
         """Note that the GPU reads a request's prompt up to the last of ``keys``.
 
-        It computes nothing of them. Of several groups, all are read up to the same token.
+        It computes none of these tokens. Several groups are all read up to the same token.
         """
         if not self._is_wanted:
             return
@@ -122,7 +122,7 @@ class PrefillSteps:
             return
         end = end_of.get(_last(keys), 0)
         prompt = self._prompts.get(request)
-        if prompt is None:  # there was nothing to look up; how much the GPU had is not known
+        if prompt is None:  # there was nothing to look up; how much the GPU had is unknown
             self._prompts[request] = _Prompt(end, next(reversed(end_of.values()), 0))
             return
         before = prompt.computed
@@ -139,12 +139,12 @@ class PrefillSteps:
         self._loading.discard(request)
 
     def on_idle(self, now: float, others: int) -> None:
-        """Note that of ``others`` running requests none is left that computes anything."""
+        """Note the time if none of ``others`` running requests computes anything any more."""
         if others <= len(self._loading) and self._was_busy and self._busy_until is None:
             self._busy_until = now
 
     def on_step_end(self, now: float, others: int) -> None:
-        """Tell of a step. ``others``: running requests, but for those that wait for lookups."""
+        """Report a step. ``others``: running requests, except those that wait for lookups."""
         if not self._is_wanted:
             return
         tokens, attention = self._tokens, self._attention

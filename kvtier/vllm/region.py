@@ -1,22 +1,22 @@
-"""The shared host memory of one engine on the CPU platform.
+"""Maps the shared host memory of one engine on the CPU platform.
 
 Every worker rank and the scheduler map one file in ``/dev/shm``:
 
     row 0 | row 1 | ... | row slot_count-1 | header
 
 A row is one block: the parts of all ranks side by side, then padding to a
-page. ``kvtier/vllm/region_header.py`` has the header.
+page. ``kvtier/vllm/region_header.py`` defines the header.
 
 No file may outlive its engine, however that ends. So the scheduler, which maps
-last, removes the name as soon as all ranks have mapped it; the memory then
-goes with the last process. For an engine killed before that, each participant
-holds a shared ``flock`` while the name exists, and whoever opens a region first
-removes the files that nobody holds. (``flock`` works between containers that
-share ``/dev/shm``; process ids do not.) vLLM's own regions go with them, which
-platforms with a device use: there a lease tells what a lock tells here.
+last, removes the name as soon as all ranks have mapped it; the memory is then
+freed with the last process. For an engine killed before that, each participant
+holds a shared ``flock`` while the name exists, and a process that opens a region
+first removes the files that no process holds. (``flock`` works between containers
+that share ``/dev/shm``; process ids do not.) vLLM's own regions, on platforms with
+a device, are removed too: there a lease serves the purpose that a lock has here.
 
-Rule of the opening: lock, then look whether the name still leads to what was
-locked. A sweep may have taken the file for a dead one in between; then start anew.
+Rule for opening: lock, then check whether the name still leads to the locked
+file. A sweep may have removed it as a dead engine's in between; then restart.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 NAME_PREFIX: Final = "kvtier_"
 VLLMS_NAME: Final = "vllm_offload_{}.mmap"
-"""What vLLM calls the region of an engine, which platforms with a device use."""
+"""vLLM's name for an engine's region, used on platforms with a device."""
 OPEN_TIMEOUT_S: Final = 60.0
 
 SAME_ENGINE_ID: Final = (
@@ -58,11 +58,11 @@ SAME_ENGINE_ID: Final = (
 _POLL_S = 0.005
 _POPULATE_STEP_BYTES = 1 << 30  # so that a signal gets through between two steps
 _PATTERNS: Final = (f"{NAME_PREFIX}*", VLLMS_NAME.format("*"))
-_SECTOR_BYTES: Final = 512  # what st_blocks counts
+_SECTOR_BYTES: Final = 512  # the unit of st_blocks
 
 
 class Region(Protocol):
-    """What the manager needs of the shared memory, on either kind of platform."""
+    """The shared memory as the manager uses it, on either kind of platform."""
 
     @property
     def rows(self) -> memoryview:
@@ -71,21 +71,21 @@ class Region(Protocol):
     header: RegionHeader
 
     def fileno(self) -> int | None:
-        """The open file that a process can map too, if there is one."""
+        """Return the open file that another process can map, if there is one."""
 
     def try_unlink(self) -> bool:
-        """Remove the name once all ranks have mapped it; True when there is none any more."""
+        """Remove the name once all ranks have mapped it; return True once it is gone."""
 
     def close(self) -> None:
-        """Give the memory back. Safe to call twice."""
+        """Release the memory. Safe to call twice."""
 
 
 class HostRegion:
     """One process's mapping of the region. ``rank`` is None in the scheduler.
 
-    Built once a process, on the thread that starts the engine. Raises
-    ``ConfigError`` if the memory is not there, or others with the same engine_id want
-    another shape; ``InternalError`` if they do not come up within ``timeout_s``.
+    Built once a process, on the thread that starts the engine. Raises ``ConfigError``
+    if the memory is not available, or others with the same engine_id want another
+    shape; ``InternalError`` if they do not come up within ``timeout_s``.
     """
 
     def __init__(  # noqa: PLR0913 - the shape of the memory and its place
@@ -117,7 +117,7 @@ class HostRegion:
         try:
             if created:
                 self._memory.require_shared(folder)
-                # One call sizes the file, so a joiner sees nothing or all of it.
+                # One call sizes the file, so a joining process sees none or all of it.
                 os.ftruncate(self._fd, self._total_bytes)
             else:
                 self._wait_for_size(time.monotonic() + timeout_s)
@@ -125,7 +125,7 @@ class HostRegion:
             whole = memoryview(mapping)
             self.header = RegionHeader(whole[self._rows_bytes :], world_size)
             self._rows = whole[: self._rows_bytes]
-            self._map = mapping  # last: close() takes it for "all three are there"
+            self._map = mapping  # last: close() takes it as "all three exist"
             whole.release()
             self._populate(world_size)
             self._announce()
@@ -140,11 +140,11 @@ class HostRegion:
         return self._rows
 
     def fileno(self) -> int:
-        """Return the open file, for a process that is to map the region too."""
+        """Return the open file, for another process that maps the region."""
         return self._fd
 
     def try_unlink(self) -> bool:
-        """Remove the name once every rank has mapped it; True when there is none any more.
+        """Remove the name once every rank has mapped it; return True once it is gone.
 
         For the scheduler: call it until it returns True. Never waits.
         """
@@ -158,12 +158,12 @@ class HostRegion:
     def close(self) -> None:
         """Unmap, and remove the name if it is still there. Safe to call twice.
 
-        With views still out (a tensor, a ``SlotMemory``) the memory goes with the
-        last of them; nothing is pulled away from under a reader.
+        If views still exist (a tensor, a ``SlotMemory``), the memory is freed with
+        the last of them; no reader loses its memory.
         """
         if self._closed:
             return
-        # The engine goes down with its first participant, so nobody joins after this.
+        # The engine ends with its first participant, so no process joins after this.
         self._unlink_if_ours()
         self._closed = True
         if self._map is not None:
@@ -216,7 +216,7 @@ class HostRegion:
     def _populate(self, world_size: int) -> None:
         """Fault in this rank's share of the rows, so that no transfer pays for it.
 
-        The scheduler comes last and takes all: the pages are there by then, and
+        The scheduler comes last and takes all rows: the pages exist by then, and
         only its own page table is filled.
         """
         first, last = 0, self.slot_count
@@ -239,7 +239,7 @@ class HostRegion:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            # A kernel before 5.14. This takes the pages without touching what a peer wrote.
+            # A kernel before 5.14. This allocates the pages without touching a peer's data.
             os.posix_fallocate(self._fd, start, length)
 
     def _has_name(self) -> bool:
@@ -253,8 +253,8 @@ class HostRegion:
 def sweep(folder: str = SHARED_MEMORY_FOLDER) -> list[Path]:
     """Remove the regions of engines that died while they started, and log it; return their paths.
 
-    kvtier's own and vLLM's, of this user. One that may be in use is left, and one of which the
-    kernel does not tell; so are vLLM's without a byte, which may just be made.
+    kvtier's own and vLLM's, of this user. A region is left if it may be in use, or if the kernel
+    can't tell; so are vLLM's empty files, which may be in creation.
     """
     removed: dict[Path, int] = {}
     for path in sorted(each for pattern in _PATTERNS for each in Path(folder).glob(pattern)):
@@ -264,7 +264,7 @@ def sweep(folder: str = SHARED_MEMORY_FOLDER) -> list[Path]:
             continue
         try:
             if _is_left(path, fd):
-                # In this order: while the first has its name, no engine makes others.
+                # In this order: while the first has its name, no engine creates others.
                 for file in [*_more_of(path), path]:
                     with suppress(OSError):
                         held = file.lstat().st_blocks * _SECTOR_BYTES
@@ -283,7 +283,7 @@ def sweep(folder: str = SHARED_MEMORY_FOLDER) -> list[Path]:
 
 
 def _is_left(path: Path, fd: int) -> bool:
-    """Tell whether no process uses the region that is open, for reading, as ``fd``."""
+    """Return whether no process uses the region that is open, for reading, as ``fd``."""
     file = os.fstat(fd)
     if not stat.S_ISREG(file.st_mode) or file.st_uid != os.geteuid():
         return False
@@ -293,14 +293,14 @@ def _is_left(path: Path, fd: int) -> bool:
 
 
 def _has_no_writer(path: Path, fd: int) -> bool:
-    """Tell whether no process has the file open for writing, nor maps it from when it had.
+    """Return whether no process has the file open for writing, or still maps it from such an open.
 
-    vLLM locks nothing, so the kernel is asked for a lease, which it grants on such files alone. It
-    knows those in containers with process ids of their own, too, which /proc does not show. Who
-    opens the file from now on waits until it is closed here.
+    vLLM locks nothing, so this requests a lease, which the kernel grants only on such files. The
+    kernel also covers processes in containers with their own process ids, which /proc does not
+    show. A process that opens the file from now on waits until it is closed here.
     """
     try:
-        # Who waits is announced by SIGIO, which would end this process; SIGURG is ignored.
+        # A waiting process is announced by SIGIO, which would end this one; SIGURG is ignored.
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
     except BlockingIOError:
@@ -318,7 +318,7 @@ def _has_no_writer(path: Path, fd: int) -> bool:
 
 
 def _more_of(path: Path) -> list[Path]:
-    """Return the further files of a large region, which vLLM 0.33 makes for its own specs."""
+    """Return the further files of a large region, which vLLM 0.33 creates for its own specs."""
     return [
         each
         for each in path.parent.iterdir()
@@ -335,14 +335,14 @@ def _lock(fd: int, kind: int) -> bool:
 
 
 def doubled_rank(engine_id: str, rank: int, path: Path) -> ConfigError:
-    """Return the refusal of a rank whose memory another one of this number uses already."""
+    """Return the refusal for a rank whose memory another rank of this number uses already."""
     return ConfigError(
         f"engine_id={engine_id!r}: rank {rank} has mapped {path} before. {SAME_ENGINE_ID}"
     )
 
 
 def names(path: Path, file: os.stat_result) -> bool:
-    """Tell whether ``path`` is a name of this file, and not of one that came later."""
+    """Return whether ``path`` is a name of this file, and not of a later one."""
     try:
         return os.path.samestat(path.lstat(), file)
     except FileNotFoundError:
@@ -350,7 +350,7 @@ def names(path: Path, file: os.stat_result) -> bool:
 
 
 def _leads_to(path: Path, fd: int) -> bool:
-    """Tell whether ``path`` names the file that is open as ``fd``."""
+    """Return whether ``path`` names the file that is open as ``fd``."""
     return names(path, os.fstat(fd))
 
 

@@ -1,9 +1,9 @@
-"""The note that an engine's workers leave for its scheduler, beside the slots.
+"""Passes data from an engine's workers to its scheduler, in a header beside the slots.
 
 vLLM gives the scheduler-side spec no model configuration and no channel to the
 workers; the shared region is one. Its last bytes hold, for each worker rank, a flag
-("I have mapped this") and how much of a slot is its own, and one JSON document, which rank 0
-publishes.
+("I have mapped this") and the size of its part of a slot, and one JSON document, which
+rank 0 publishes.
 
 The same layout lies at the end of kvtier's own region (CPU platform) and in
 the last rows of vLLM's (the others). Bytes start as zeros. Flags and parts have one
@@ -63,11 +63,11 @@ class RegionHeader:
         return first
 
     def note_part(self, rank: int, part_bytes: int) -> None:
-        """Tell how many bytes of a slot are this rank's."""
+        """Publish how many bytes of a slot are this rank's."""
         _PART.pack_into(self._view, _PARTS_AT + rank * _PART.size, part_bytes)
 
     def parts(self) -> list[int]:
-        """Return how many bytes of a slot are whose, 0 of a rank that has not told."""
+        """Return each rank's number of bytes in a slot; 0 for a rank that has not published it."""
         places = range(_PARTS_AT, _PARTS_AT + self.world_size * _PART.size, _PART.size)
         return [_PART.unpack_from(self._view, place)[0] for place in places]
 
@@ -80,7 +80,7 @@ class RegionHeader:
         return [rank for rank, flag in enumerate(bytes(self._view[self._flags])) if not flag]
 
     def all_mapped(self) -> bool:
-        """Tell whether every worker has mapped the region."""
+        """Return whether every worker has mapped the region."""
         return self.mapped_ranks() == self.world_size
 
     def publish(self, document: Mapping[str, Any]) -> None:
@@ -94,7 +94,7 @@ class RegionHeader:
                 f"the engine's facts take {len(text)} bytes of JSON, {DOCUMENT_BYTES_MAX} fit"
             )
         self._view[_DOCUMENT_AT : _DOCUMENT_AT + len(text)] = text
-        # The head goes last: until it is there, a reader sees no document.
+        # The head is written last: until then, a reader sees no document.
         head = _DOCUMENT_HEAD.pack(_MAGIC, len(text), zlib.crc32(text))
         self._view[_DOCUMENT_HEAD_AT : _DOCUMENT_HEAD_AT + len(head)] = head
 
@@ -112,5 +112,5 @@ class RegionHeader:
         return document
 
     def release(self) -> None:
-        """Drop the hold on the buffer. Safe to call twice; nothing else works after it."""
+        """Release the buffer. Safe to call twice; nothing else works after it."""
         self._view.release()

@@ -1,4 +1,4 @@
-"""What a request brings along for request-scoped tiers: its ``kv_transfer_params``."""
+"""Reads a request's ``kv_transfer_params``, which request-scoped tiers use."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import msgspec
 from kvtier.plugin_api.log import log, printable
 
 ADDRESS_CHARACTERS_MAX: Final = 300
-"""A name has 253 at most. What is longer is anybody's text, and no address."""
+"""A host name has 253 at most. Longer text is arbitrary, and not an address."""
 
 
 def packed_params(params: Mapping[str, Any]) -> bytes:
-    """Return the parameters as MessagePack; nothing for those that are no plain data."""
+    """Return the parameters as MessagePack; empty if they are not plain data."""
     try:
         return msgspec.msgpack.encode(params)
     except (TypeError, ValueError, OverflowError) as error:
@@ -23,7 +23,7 @@ def packed_params(params: Mapping[str, Any]) -> bytes:
 
 
 def source_of(params: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what names the engine that the request loads from; empty if it names none."""
+    """Return the entry that names the engine that the request loads from; empty if none does."""
     source = params.get("remote_prefiller") or params.get("remote_kv_source")
     return source if isinstance(source, Mapping) else {}
 

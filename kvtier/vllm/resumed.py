@@ -1,17 +1,17 @@
-"""Which requests that have run are known to wait: nobody else is told what it can load.
+"""Tracks resumed requests that certainly wait: no other resumed request may load.
 
-``reset_running_requests`` throws running requests back between two steps, and vLLM may look
-them up again, and load for them, in the very next step. At that step's end it reports them as
-preempted, and the connector of 0.32 takes a load of such a request for a mistake of its own: the
-assertion ends the engine. It comes where the blocks are found at once: where the reset was
-refused, or left the connector as it was. vLLM 0.33 has mended that.
+``reset_running_requests`` preempts running requests between two steps, and vLLM may look them up
+again, and load for them, in the very next step. At that step's end it reports them as preempted,
+and the connector of 0.32 treats a load of such a request as its own error: the assertion ends the
+engine. This happens if the blocks are found at once: if the reset was refused, or left the
+connector unchanged. vLLM 0.33 has fixed that.
 
-vLLM doesn't tell who runs: a request that was preempted is scheduled again without a word, and
-what a reset threw back is reported as preempted at the end of the step that runs it again. So one
-that has run is told what it can load in the step after one in which it waited for certain.
-Otherwise it is to ask again, and waits for one step more. Who waits only the connector's answer
-tells (``kvtier/vllm/connector_hooks.py``): where chunks of several groups differ in length, a
-request that was to ask again may run all the same.
+vLLM doesn't report which requests run: a preempted request is scheduled again without notice, and
+a request preempted by a reset is reported as such at the end of the step that runs it again. So
+lookups of a request that has run succeed only in the step after one in which it certainly waited.
+Otherwise it gets RETRY, and waits one more step. Only the connector's result shows which requests
+wait (``kvtier/vllm/connector_hooks.py``): if chunks of several groups differ in length, a request
+that got RETRY may run all the same.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class ResumedRequests:
-    """What is known of requests that have run, from one step to the next."""
+    """State of requests that have run, from one step to the next."""
 
     def __init__(self, *, are_held_back: bool) -> None:
-        """``are_held_back``: False where vLLM takes a load in any step."""
+        """``are_held_back``: False if vLLM accepts a load in any step."""
         self._are_held_back = are_held_back
         self._have_run: set[str] = set()
         self._waited: set[str] = set()  # in the last step, for certain
@@ -40,13 +40,13 @@ class ResumedRequests:
         self._wait.discard(request)
 
     def may_load(self, request: str) -> bool:
-        """Tell whether a request may be told what it can load; else it is to ask again."""
+        """Return whether a request may load in this step; else it must look up again later."""
         if not (self._are_held_back and request in self._have_run):
             return True
         return request in self._waited or self._is_empty
 
     def on_wait(self, request: str) -> None:
-        """Note that a request is not scheduled in this step, and asks again in a later one."""
+        """Note that a request is not scheduled in this step, and looks up again in a later one."""
         self._wait.add(request)
 
     def emptied(self) -> None:
@@ -54,7 +54,7 @@ class ResumedRequests:
         self._is_empty = True
 
     def end_step(self, scheduled: Iterable[str]) -> None:
-        """Take in what vLLM reports of a step. ``scheduled``: for the first time, or to load."""
+        """Record vLLM's report of a step. ``scheduled``: for the first time, or to load."""
         self._have_run.update(scheduled)
         self._waited, self._wait = self._wait, self._waited
         self._wait.clear()

@@ -1,17 +1,17 @@
-"""One of kvtier's tiers as a secondary tier of vLLM's own tiering.
+"""Provides a kvtier tier as a secondary tier of vLLM's own tiering.
 
-An entry of ``secondary_tiers`` of vLLM's ``TieringOffloadingSpec``::
+It is an entry of ``secondary_tiers`` of vLLM's ``TieringOffloadingSpec``::
 
     {"type": "KVTierSecondaryTier", "module_path": "kvtier.vllm",
      "tier": {"type": "disk", "path": "/nvme/kvtier", "capacity_bytes": "200GB"}}
 
-The primary tier, its slots and its policy are vLLM's; what happens to them is in
-``vllm/v1/kv_offload/tiering/manager.py``. Its manager takes a slot back as soon as a job has
-finished, and waits for that for ever. So no storage is given a view of its memory:
+The primary tier, its slots and its policy are vLLM's; they are managed in
+``vllm/v1/kv_offload/tiering/manager.py``. Its manager reuses a slot as soon as a job has
+finished, and waits for that without a limit. So no storage gets a view of its memory:
 ``kvtier/engine/staged_tier.py`` has the reason and the rules.
 
 All methods run on vLLM's scheduler thread, or under its manager's lock. None waits for the
-tier but ``drain_jobs`` and ``shutdown``, and those for ``close_timeout_s`` at most.
+tier except ``drain_jobs`` and ``shutdown``, and those for ``close_timeout_s`` at most.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
         self._metrics = TierExporter(
             tier.name, self._watch, self._hosting.stats, definitions_of([options["tier"]])
         )
-        # The last thing that may raise: nobody would close it.
+        # The last calls that may raise: nothing would close the facade after a later error.
         know_adapters()
         know_media(trusts=config.media_ids == "trust")
         namespace = namespace_of(offloading_spec)
@@ -142,7 +142,7 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
         self._say_ready(config, slot_count)
 
     def _say_ready(self, config: RuntimeConfig, slot_count: int) -> None:
-        """Write the line about it, once it has reached its server or has had time to."""
+        """Log that it is ready, once it has reached its server or has had time to."""
         connecting = wait_for_servers(config, self._polled)
         log.info(
             "kvtier's tier is ready behind vLLM's primary tier",
@@ -194,7 +194,7 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
 
     @override
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Return each job once. What it named is touched no more."""
+        """Return each job once. Its slots are not touched any more."""
         return [self._result(finished) for finished in self._facade.take_finished()]
 
     def _result(self, finished: Finished) -> JobResult:
@@ -204,7 +204,7 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
             success=not finished.failed,
             successful_keys=tuple(finished.succeeded) if is_partial else None,
             transfer_time=self._clock() - self._submitted.pop(finished.job),
-            # None: vLLM's detector of backpressure divides by it.
+            # None instead of 0: vLLM's backpressure detector divides by it.
             transfer_bytes=finished.moved * self.block_size_bytes or None,
         )
 
@@ -218,9 +218,9 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
         self._facade.step_end()
 
     def serve_external_requests(self, parent: Any) -> None:  # noqa: ANN401 - vLLM has no stubs
-        """Do nothing: nobody outside asks this tier for anything."""
+        """Do nothing: this tier serves no external requests."""
 
-    # --- what observes ---
+    # --- events and metrics ---
 
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -241,43 +241,43 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM i
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
         mark_contents()  # vLLM's front end calls this before it takes in requests
-        unregister_own_metrics()  # vLLM registers what is returned here
+        unregister_own_metrics()  # vLLM registers the metrics returned here
         tier = extra_config.get("tier")
         hosted = definitions_of([tier]) if isinstance(tier, dict) else {}
         return {**hosted, **tier_metric_definitions()}
 
     @classmethod  # no @override: vLLM 0.32 does not have it
     def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
-        """Return the label names of a tier of vLLM's that is inside (called by vLLM 0.33)."""
+        """Return the label names of a vLLM tier hosted inside (called by vLLM 0.33)."""
         return info_keys_of(tier_config["tier"])
 
     def config_info(self) -> Mapping[str, str | int | float | bool]:
-        """Return the labels of a tier of vLLM's that is inside (called by vLLM 0.33)."""
+        """Return the labels of a vLLM tier hosted inside (called by vLLM 0.33)."""
         return self._hosting.labels_of.get(self._facade.statistics().name, {})
 
     # --- resets and the end ---
 
     @override
     def drain_jobs(self) -> None:
-        """Finish every job, and begin a new generation: vLLM calls this in a reset only.
+        """Finish every job, and begin a new generation: vLLM calls this only in a reset.
 
-        The weights may be others afterwards, so nothing that was stored before is found
-        again, unless ``on_reset`` is ``keep``. A tier that hangs costs
-        ``close_timeout_s``; its jobs have then failed, and none of vLLM's slots is its to touch.
+        The weights may have changed afterwards, so no block stored before is found again,
+        unless ``on_reset`` is ``keep``. A tier that hangs costs ``close_timeout_s``; its
+        jobs have then failed, and it must not touch vLLM's slots any more.
         """
         self._facade.drain()
         self._begin_generation()
 
     @override
     def shutdown(self) -> None:
-        """End the tier. vLLM's memory is released whether or not it hangs."""
+        """Shut down the tier. vLLM's memory is released whether or not it hangs."""
         self._facade.close()
 
 
 def _job(job: TransferJob) -> tuple[int, str, list[bytes], list[int]]:
-    """Return a job with its blocks from head to tail: vLLM names what was stored as a set.
+    """Return a job with its blocks from head to tail: vLLM lists stored blocks as a set.
 
-    What has no room is cut off at the tail, and eviction policies take the order for granted.
+    Blocks without room are cut off at the tail, and eviction policies rely on the order.
     """
     slot_of = dict(zip(job.keys, job.chunk_ids.tolist(), strict=True))
     keys = in_token_order(slot_of, positions_of(job.req_context))

@@ -1,16 +1,16 @@
-"""Decides which of vLLM's settings are part of a block's name: all but those that are listed here.
+"""Decides which of vLLM's settings are part of a block's name: all except those listed here.
 
-A setting that changes what the bytes of a block are, or what they mean, must tell engines apart.
-Nobody can name all of these, for releases to come least of all. So it is the others that are
-named, each with its reason. What is not listed tells engines apart by its value: a setting that
-is new in vLLM costs a cold start at most, and can't mix blocks.
+A setting that changes the bytes of a block, or their meaning, must distinguish engines. A complete
+list of these is impossible, least of all for releases to come. So the other settings are listed,
+each with its reason. An unlisted setting distinguishes engines by its value: a setting that is new
+in vLLM costs a cold start at most, and can't mix blocks.
 
-``FACT`` marks those that were looked at and belong in the name; they are written plainly. What is
-not listed is written as a digest: nobody knows whether it is a secret. A test walks vLLM's
+``FACT`` marks settings that were reviewed and belong in the name; they are written plainly. An
+unlisted setting is written as a digest, because it may be a secret. A test walks vLLM's
 configurations and variables, and fails at one that is not listed.
 
-Kernels that compute the same thing differ by rounding, which is not held apart. Those that
-quantize what another one does not, are.
+Kernels that compute the same thing differ by rounding, and are not distinguished. Kernels that
+quantize values that others don't are distinguished.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ _TABLE: Final[dict[str, dict[str, str]]] = {
         "disable_lookahead_block_hashes moe_backend",
         BY_ITSELF: "model method revision code_revision quantization kv_cache_dtype "
         "attention_backend draft_model_config draft_load_config",
-        # With as many heads a rank as the specs say; of how many drafts, too, if they have states.
+        # The specs have the heads per rank, and the number of drafts if they have states.
         IN_SPECS: "num_speculative_tokens num_speculative_tokens_per_batch_size "
         "draft_tensor_parallel_size tensor_parallel_size",
         "in the rope's facts, where it matters": "max_model_len",
@@ -277,14 +277,14 @@ _VARIABLES: Final[dict[str, str]] = {
 
 
 def setting_facts(vllm_config: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM has no stubs
-    """Return the settings that tell engines apart, by configuration and name."""
+    """Return the settings that distinguish engines, by configuration and name."""
     return {**settings_of("vllm_config", vllm_config), **_variables(os.environ)}
 
 
 def settings_of(name: str, config: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM has no stubs
-    """Return those of one of vLLM's configurations that tell engines apart; none if it is None.
+    """Return the settings of one vLLM configuration that distinguish engines; none if it is None.
 
-    Those that are as vLLM has them without being told are left out: the release is a fact.
+    Settings at vLLM's default are left out: the release is a fact.
     """
     found: dict[str, Any] = {}
     for field, value in _set_in(config):
@@ -297,7 +297,7 @@ def settings_of(name: str, config: Any) -> dict[str, Any]:  # noqa: ANN401 - vLL
 
 
 def reason_for(name: str, field: str) -> str | None:
-    """Return why a field of a configuration is in the name, or is not; None: nobody knows."""
+    """Return why a configuration's field is in the name, or is not; None: it is not listed."""
     for reason, fields_of_it in _TABLE.get(name, {}).items():
         if field in fields_of_it.split():
             return reason
@@ -305,9 +305,9 @@ def reason_for(name: str, field: str) -> str | None:
 
 
 def reason_for_variable(variable: str) -> str | None:
-    """Return why a variable is in the name of blocks, or is not; None: nobody knows.
+    """Return why a variable is in the name of blocks, or is not; None: it is not listed.
 
-    What is listed by its whole name comes before what is listed by how it begins.
+    A variable listed by its whole name takes precedence over one listed by its prefix.
     """
     for ending in ("", "*"):
         for reason, names in _VARIABLES.items():
@@ -320,7 +320,7 @@ def reason_for_variable(variable: str) -> str | None:
 
 
 def _variables(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the variables that vLLM looks at and that tell engines apart, where they are set."""
+    """Return the set variables that vLLM reads and that distinguish engines."""
     found = {}
     for name in sorted(environment.keys() & envs.environment_variables):
         reason = reason_for_variable(name)
@@ -343,6 +343,6 @@ def _set_in(config: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - vLLM ha
 
 
 def _shown(value: Any, *, is_known: bool) -> Any:  # noqa: ANN401 - any value
-    """Return a value as it stands in the facts: plainly, if it is short and no secret."""
+    """Return a value as written in the facts: plainly if it is short and not a secret."""
     as_json = plain(value)
     return as_json if is_known and not isinstance(as_json, dict | list) else digest(as_json)

@@ -1,7 +1,7 @@
-"""Says at start if what this engine stores can't be found by a restart, or by another engine.
+"""Warns at start if a restart, or another engine, can't find the blocks that this engine stores.
 
-Weights that nothing tells from others are others each time: such an engine begins in a generation
-that nobody else is in, unless ``weights_version`` names them.
+Weights that can't be identified count as new each time: such an engine begins in a generation of
+its own, unless ``weights_version`` names them.
 
 A block's key is vLLM's hash of its tokens, and the first hash of each prompt begins with a seed.
 With ``sha256`` (vLLM's default) and ``sha256_cbor`` the seed is the same everywhere. With
@@ -31,15 +31,15 @@ SEED_VARIABLE = "PYTHONHASHSEED"
 
 
 def hash_seed_is_random(algorithm: str) -> bool:
-    """Tell whether another process, with the same environment, would hash otherwise."""
+    """Return whether another process, with the same environment, would hash differently."""
     hash_fn = get_hash_fn_by_name(algorithm)
     return bool(resolve_none_hash_seed(hash_fn) != resolve_none_hash_seed(hash_fn))
 
 
 def apart_if_unknown(config: RuntimeConfig, facts: Mapping[str, Any]) -> RuntimeConfig:
-    """Return the configuration of an engine with these facts, which names unknown weights.
+    """Return the configuration of an engine with these facts, with a name for unknown weights.
 
-    ``facts``: of the namespace. Warns, if a tier outlives this process or is shared.
+    ``facts``: of the namespace. Warns if a tier outlives this process or is shared.
     """
     reason = why_unknown(facts.get("worker", {}))
     if reason is None or config.weights_version:
@@ -57,7 +57,7 @@ def apart_if_unknown(config: RuntimeConfig, facts: Mapping[str, Any]) -> Runtime
 
 
 def warn_of_lonely_tiers(config: RuntimeConfig, facts: Mapping[str, Any]) -> bool:
-    """Warn if a tier outlives this process, or is shared, and no other process can use it.
+    """Warn if a tier outlives this process or is shared, but no other process can use it.
 
     ``facts``: of the namespace. Returns whether it warned. Scheduler process.
     """

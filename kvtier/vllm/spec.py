@@ -2,7 +2,7 @@
 
 It extends vLLM's ``TieringOffloadingSpec``, so that sizes, the checks of the
 canonical layout and the worker on CUDA, ROCm and XPU are vLLM's own; kvtier
-puts its manager in place of vLLM's, and brings a worker for the CPU platform.
+replaces vLLM's manager with its own, and adds a worker for the CPU platform.
 
 vLLM builds the spec twice: once in each worker (``get_worker``), then in the
 process of the scheduler (``get_manager``), always in this order: the KV caches
@@ -84,7 +84,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
         from kvtier.vllm.metric_definitions import unregister_own_metrics  # noqa: PLC0415 - not in workers
 
         mark_contents()  # vLLM's front end calls this before it takes in requests
-        unregister_own_metrics()  # vLLM registers what is returned here
+        unregister_own_metrics()  # vLLM registers the metrics returned here
         return cls.metrics(extra_config)
 
     @classmethod
@@ -115,7 +115,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
     def __init__(self, config: OffloadingConfig) -> None:
         cpu_bytes = cpu_bytes_to_use(config.extra_config)
         HostMemory(config.extra_config["cpu_bytes_to_use"], cpu_bytes).require_machine()
-        # Every key once before vLLM reads some of them, and less strictly.
+        # Check every key before vLLM reads some of them, less strictly.
         read_settings(config.extra_config, slot_count=1, block_bytes=1, ignores=_VLLM_KEYS)
         super().__init__(replace(config, extra_config=for_vllm(config.extra_config)))
         self.group_kinds: Mapping[bytes, GroupKind] | None = None
@@ -153,16 +153,16 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
         )
 
     def on_groups_known(self, kinds: Mapping[bytes, GroupKind]) -> None:
-        """Take in what vLLM's connector knows of the groups (``kvtier/vllm/group_kinds.py``)."""
+        """Record the group kinds that vLLM's connector has (``kvtier/vllm/group_kinds.py``)."""
         self.group_kinds = kinds
 
     def on_caches_known(self, config: KVCacheConfig, caches: Mapping[str, Any]) -> None:
-        """Take in how vLLM has laid out this worker's KV caches, before ``get_worker``."""
+        """Record vLLM's layout of this worker's KV caches, before ``get_worker``."""
         self._pages = Pages(config, [group.group_id for group in self.config.groups], caches)
 
     @property
     def slot_count(self) -> int:
-        """How many blocks the primary tier holds."""
+        """Number of blocks that the primary tier holds."""
         return int(self.num_chunks) - self._header_rows
 
     @property
@@ -219,7 +219,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
 
     @override
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """Map the region and return the worker that copies. Worker process, once."""
+        """Map the region and return the copying worker. Worker process, once."""
         if self._kvtier_worker is None:
             check_windows(self.config, get_current_vllm_config)
             check_connectors(type(self).__name__, get_current_vllm_config_or_none())
@@ -227,8 +227,8 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
             if _on_cpu_platform():
                 self._kvtier_worker = self._cpu_platform_worker(kv_caches)
             else:
-                # vLLM's worker creates and maps vLLM's region; the name is there until
-                # the scheduler has seen the flag that is set here.
+                # vLLM's worker creates and maps vLLM's region; the name exists until
+                # the scheduler has seen the flag set here.
                 self._kvtier_worker = self._device_worker(kv_caches)
                 header_map = HeaderMap(self.config.engine_id, self.slot_count, self.block_bytes)
                 try:
@@ -242,7 +242,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
     def _device_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         try:
             return super().get_worker(kv_caches)
-        except TimeoutError as problem:  # the region that is there is smaller than this rank's
+        except TimeoutError as problem:  # the existing region is smaller than this rank's
             if self.config.parallel.pp_size == 1:
                 raise
             raise ConfigError(
@@ -300,7 +300,7 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
             self._pages = None  # it holds the tensors of the KV caches
 
     def _rests_of_rank(self, kv_caches: CanonicalKVCaches) -> Mapping[str, Any]:
-        """Return what groups leave of a rank's part of a row; nothing where stages may differ."""
+        """Return the groups' rests in a rank's part of a row; empty if stages may differ."""
         if self.config.parallel.pp_size > 1:
             return {}
         groups = [group.group_id for group in self.config.groups]
@@ -314,11 +314,11 @@ class KVTierOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM
         return rests_of_rows(published_rests(described), layout.rank_bytes, 1 if shared else ranks)
 
     def _check_ranks(self, header: RegionHeader) -> None:
-        """Refuse an engine with a rank that maps other memory than this, or none, or otherwise.
+        """Refuse an engine with a rank that maps other memory, none, or with unequal parts.
 
         vLLM registers the KV caches of all ranks before it builds the scheduler, so
-        one that has not marked itself here never will. What it loads from its own
-        memory would be whatever lies there.
+        a rank that has not set its flag here never will. It would load arbitrary
+        bytes from its own memory.
         """
         if header.all_mapped():
             self._check_parts(header.parts())
@@ -369,11 +369,11 @@ def _on_cpu_platform() -> bool:
 
 
 def _without_tiers(extra_config: dict[str, Any]) -> dict[str, Any]:
-    """Hide kvtier's tiers from vLLM, which knows other types and other keys."""
+    """Hide kvtier's tiers from vLLM, which has other types and other keys."""
     return {**extra_config, "secondary_tiers": []}
 
 
 def _tiers_in(extra_config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the tiers that can be looked at, before anything is checked."""
+    """Return the tiers that are readable, before anything is checked."""
     tiers = extra_config.get("secondary_tiers")
     return [tier for tier in tiers if isinstance(tier, dict)] if isinstance(tiers, list) else []

@@ -1,4 +1,4 @@
-"""Starts the runtime of one engine, with vLLM's manager in front, and says that it is ready."""
+"""Starts the runtime of one engine, with vLLM's manager in front, and logs that it is ready."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 TESTED_RELEASES: Final = ("0.32", "0.33")
-"""Of vLLM: a real engine of each runs in kvtier's tests."""
+"""vLLM releases of which a real engine runs in kvtier's tests."""
 
 
 def warn_of_untested_release(installed: str) -> None:
-    """Say so if this version of vLLM is of no release that kvtier is tested with."""
+    """Warn if this version of vLLM is not of a release that kvtier is tested with."""
     if ".".join(installed.split(".")[:2]) not in TESTED_RELEASES:
         log.warning(
             "kvtier is not tested with this vLLM",
@@ -43,7 +43,7 @@ def warn_of_untested_release(installed: str) -> None:
 
 
 def warn_of_this_release() -> None:
-    """Say so if the vLLM that is installed is of no release that kvtier is tested with."""
+    """Warn if the installed vLLM is not of a release that kvtier is tested with."""
     warn_of_untested_release(str(vllm.__version__))
 
 
@@ -59,7 +59,7 @@ def build_manager(
 ) -> KVTierManager:
     """Start the runtime for one engine. Scheduler process only.
 
-    ``weights``: what tells them from others, for people.
+    ``weights``: a readable identification of them, for the log.
     """
     began_s = time.monotonic()
     warn_of_this_release()
@@ -89,7 +89,7 @@ def _say_ready(
     weights: str,
     seconds: float,
 ) -> None:
-    """Write the one line about the whole. Each tier writes its own once it is open."""
+    """Log the one line about the whole engine. Each tier logs its own once it is open."""
     tiers = facade.statistics().tiers
     away = [tier.name for tier in tiers if tier.breaker == BreakerState.DISABLED.name]
     log.info(

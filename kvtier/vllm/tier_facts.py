@@ -1,4 +1,4 @@
-"""What vLLM wants to know of one secondary tier, from its configuration."""
+"""Derives the facts that vLLM needs about one secondary tier from its configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TierFacts:
-    """Name, medium, locality, and what vLLM calls a hit."""
+    """A tier's name, medium, locality, and vLLM's name for a hit in it."""
 
     def __init__(self, config: TierConfig) -> None:
         self.name = config.name

@@ -1,12 +1,12 @@
-"""What a model's weight files hold, by samples: copies agree, and changed weights don't.
+"""Identifies a model's weight files by samples: copies agree, and changed weights don't.
 
 To read all of them would take as long as loading the model. Training, and merging an adapter,
 change nearly all numbers of each tensor that they touch, if only a few in a hundred: so each
-tensor of a safetensors file is looked at in several places, and once a mebibyte. Other files are
-one long tensor. Models of very many tensors are looked at in fewer places each.
+tensor of a safetensors file is sampled in several places, and once a mebibyte. Other files count
+as one long tensor. Models of very many tensors are sampled in fewer places each.
 
-Whoever writes into a file in place changes its time. That holds on one machine only, where it
-tells of each change: copies of one model differ in it (``WeightFiles.local_digest``).
+A write into a file in place changes its modification time, which reveals each change. That holds
+on one machine only: copies of one model differ in it (``WeightFiles.local_digest``).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 SAMPLE_BYTES: Final = 4096
 STEP_BYTES: Final = 1 << 20
 SAMPLES_A_TENSOR_MIN: Final = 4
-SAMPLES_MAX: Final = 1 << 17  #: of all files together: half a gigabyte to read
+SAMPLES_MAX: Final = 1 << 17  #: for all files together: half a gigabyte to read
 _SAMPLES_A_TURN: Final = 256
-_THREADS: Final = 16  #: storage far away answers so many at once
+_THREADS: Final = 16  #: remote storage serves this many at once
 _DIGEST_HEX_DIGITS: Final = 32
 _HEADER_LENGTH: Final = struct.Struct("<Q")
 _HEADER_BYTES_MAX: Final = 100_000_000  #: of the safetensors format
@@ -42,11 +42,11 @@ class WeightFiles(NamedTuple):
     files: int
     size_bytes: int
     digest: str  #: of names, sizes and samples: the same for each copy
-    local_digest: str  #: of their times and inodes: another after each change
+    local_digest: str  #: of their times and inodes: a new one after each change
 
 
 class _Span(NamedTuple):
-    """Bytes of a file that are looked at in the same way: a tensor, or what there is."""
+    """Bytes of a file that are sampled in the same way: a tensor, or the whole file."""
 
     start: int
     size: int
@@ -61,7 +61,7 @@ class _File(NamedTuple):
 
 
 def weight_files(model: Path) -> WeightFiles | None:
-    """Look at the weights in a folder, subfolders too, or in one file; None: there are none.
+    """Sample the weights in a folder, subfolders too, or in one file; None: there are none.
 
     Reads about 4 KiB of each mebibyte, by several threads. Raises ``OSError``.
     """
@@ -132,7 +132,7 @@ def _look_at(name: str, path: Path) -> _File:
 
 
 def _tensors_of(path: Path, size: int) -> tuple[bytes, Sequence[_Span]]:
-    """Return the header and where the tensors are; none of them if it is no such file."""
+    """Return the header and the tensors' spans; both empty if it is not a safetensors file."""
     with path.open("rb") as file:
         length = file.read(_HEADER_LENGTH.size)
         if len(length) < _HEADER_LENGTH.size:
@@ -152,7 +152,7 @@ def _tensors_of(path: Path, size: int) -> tuple[bytes, Sequence[_Span]]:
 
 
 def _beside(files: Sequence[_File]) -> Iterator[bytes]:
-    """Read what decides what becomes of the files: indexes, and code that comes with the model."""
+    """Yield the files that decide how weights are used: indexes, and the model's own code."""
     for folder in sorted({file.path.parent for file in files}):
         for name in ("*.index.json", "*.py"):
             for path in sorted(folder.glob(name)):
@@ -160,7 +160,7 @@ def _beside(files: Sequence[_File]) -> Iterator[bytes]:
 
 
 def _places(files: Sequence[_File]) -> list[tuple[int, int, int]]:
-    """Return what is read: the file's number, offset and bytes."""
+    """Return the samples to read: the file's number, offset and bytes."""
     each, step = SAMPLES_A_TENSOR_MIN, STEP_BYTES
     spans = [span for file in files for span in file.spans]
     if sum(_count(span.size, each, step) for span in spans) > SAMPLES_MAX:
@@ -179,7 +179,7 @@ def _count(size: int, each: int, step: int) -> int:
 
 
 def _samples(span: _Span, each: int, step: int) -> Iterator[tuple[int, int]]:
-    """Return offsets and sizes: the first bytes, the last ones, and between them evenly."""
+    """Yield offsets and sizes: the first bytes, the last ones, and evenly between them."""
     count = _count(span.size, each, step)
     if span.size <= count * SAMPLE_BYTES:
         yield span

@@ -1,18 +1,18 @@
 """Samples the weights that a worker computes with: a few bytes here and there, of all parameters.
 
-A worker's weights can be written in ways that pass no method of vLLM's engine: by a trainer in the
+A worker's weights can be written without calling a method of vLLM's engine: by a trainer in the
 same process, over CUDA IPC, by a thread of a worker extension. ``kvtier/vllm/weight_updates.py``
-compares samples to find that out. A step of training changes nearly every tensor, though with
-16-bit weights and a small learning rate perhaps one number in a hundred of it: 512 places of 64
+compares samples to detect that. A step of training changes nearly every tensor, though with 16-bit
+weights and a small learning rate perhaps only one number in a hundred of it: 512 places of 64
 bytes hold 16,384 such numbers, so that the odds of seeing none changed are e^-164.
 
 Places are many and tensors are few (``PARAMETERS_MAX``), because each tensor costs a few
-microseconds of Python and a place next to nothing. So what is not seen is a change of a few tensors
-alone, in a model of many; nor are weights that a platform has packed into something that is no
-parameter.
+microseconds of Python and a place next to nothing. So a change of only a few tensors in a model of
+many is not detected; nor is a change of weights that a platform has packed into an object that is
+not a parameter.
 
 A parameter is looked up by module and name each time, since an update may replace it. No tensor
-is kept: that would hold the memory of weights which are replaced.
+is kept: that would hold the memory of replaced weights.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _AWAKE: Final = "RUNNING"  # of vLLM's ``SleepModeState``
 
 
 class _Sampled(NamedTuple):
-    """A parameter that is looked at."""
+    """A sampled parameter."""
 
     module: ref[torch.nn.Module]
     name: str
-    begins: float  #: where the first place is, of 1: the others follow at the same distance
+    begins: float  #: position of the first place, of 1: the others follow at the same distance
 
 
 _SAMPLED: Final[WeakKeyDictionary[torch.nn.Module, list[_Sampled]]] = WeakKeyDictionary()
 
 
 def sample_weights(worker: Any) -> bytes | None:  # noqa: ANN401 - vLLM has no stubs
-    """Return a digest of samples of a worker's weights; None where they can't be seen.
+    """Return a digest of samples of a worker's weights; None if they can't be read.
 
-    Never raises: with several workers, vLLM would leave the answers of the others unread.
+    Never raises: with several workers, vLLM would leave the replies of the others unread.
     """
     try:
         if _may_be_asleep(worker):
@@ -62,7 +62,7 @@ def sample_weights(worker: Any) -> bytes | None:  # noqa: ANN401 - vLLM has no s
 
 
 def _may_be_asleep(worker: Any) -> bool:  # noqa: ANN401 - vLLM has no stubs
-    """Tell whether the memory of the weights may be unmapped: to read it would end the worker."""
+    """Return whether the memory of the weights may be unmapped: reading it would end the worker."""
     if not worker.model_config.enable_sleep_mode:
         return False
     return bool(worker.sleep_mode_backend.state() != _AWAKE)
@@ -79,7 +79,7 @@ def _draft_model(worker: Any) -> torch.nn.Module | None:  # noqa: ANN401 - vLLM 
 
 
 def _sample(model: torch.nn.Module, *, moves_experts: bool) -> bytes:
-    """``moves_experts``: vLLM balances load by moving experts, whose weights stay what they are."""
+    """``moves_experts``: vLLM balances load by moving experts, whose weights stay unchanged."""
     sampled = _SAMPLED.get(model)
     if sampled is None or not all(map(_is_there, sampled)):
         sampled = _SAMPLED[model] = _choose(model, moves_experts=moves_experts)
@@ -94,13 +94,13 @@ def _sample(model: torch.nn.Module, *, moves_experts: bool) -> bytes:
         size = storage.nbytes()
         if not size:
             continue
-        # By its memory: whatever type, shape and strides a parameter has, these are bytes.
+        # Read its memory as bytes, whatever type, shape and strides a parameter has.
         length = min(PLACE_BYTES, size)
         distance = (size - length) // count
         piece = torch.empty(0, dtype=torch.uint8, device=device)
         piece.set_(storage, int(begins * distance), (count, length), (distance, 1))
         pieces.setdefault((device, length), []).append(piece)
-    # Mostly one gather and one copy. Nothing runs there: a sample is taken between two steps.
+    # Usually one gather and one copy. The device is idle: a sample is taken between two steps.
     return b"".join(torch.cat(each).cpu().numpy().tobytes() for each in pieces.values())
 
 

@@ -1,27 +1,27 @@
-"""Notices that the weights of a running engine change, whether or not anybody resets the connector.
+"""Detects weight changes in a running engine, whether or not the connector is reset for them.
 
 A trainer pushes weights into an engine, and KV data of the old ones must not be found any more.
 vLLM leaves it to the trainer to reset its caches, and few reset the connector, or in the right
-order. So a change is *heard*, where it passes a method of vLLM's engine core; and else it is
+order. So a change is *heard* if it passes a method of vLLM's engine core; otherwise it is
 *found*, by samples of the weights (``kvtier/vllm/weight_sample.py``). Either way the connector is
-reset before the next step is scheduled, and a generation begins that nobody else is in.
+reset before the next step is scheduled, and a generation begins that no other engine is in.
 
 Rules:
 
-- Whatever is heard or asked is decided once, at the beginning of the next step: chunks of an
+- All heard calls and samples are decided on once, at the beginning of the next step: chunks of an
   update, a reset before them and a version after them are one change. Nothing is looked up or
-  stored in between, as the engine's core is one thread. It also makes sure that vLLM's connector
-  is not reset twice between two steps, which it takes for a mistake.
-- A method that writes weights is a change, whatever samples say. One that can't is none. Of all
-  others (functions, methods of worker extensions) the samples decide: most are getters, and each
-  call would cost an engine its cache. A name that has to do with weights is no such case.
-- Samples are compared after a reset of any kind, after such a call, and when a request comes to
-  an engine that has none; not at each step, as they cost up to a millisecond.
+  stored in between, because the engine's core is one thread. This also ensures that vLLM's
+  connector is not reset twice between two steps, which it treats as an error.
+- A method that writes weights is a change, whatever the samples show. A method that can't write
+  is not. For all others (functions, methods of worker extensions) the samples decide: most are
+  getters, and each call would cost an engine its cache. A name about weights counts as writing.
+- Samples are compared after a reset of any kind, after such a call, and when a request arrives at
+  an engine that has none; not at each step, because they cost up to a millisecond.
 - A new generation has a name if ``set_weight_version`` gives one. Its mark is made from the name
-  and the samples: "3" of one run and "3" of another are two, and engines that were given the same
+  and the samples: "3" of one run and "3" of another differ, and engines that were given the same
   weights under the same name share. Without samples it has none.
-- Weights that cannot be seen (no samples) are taken for others after a reset of any kind.
-- Nothing here raises into the engine. What fails is tried again before the next step.
+- Weights that cannot be read (no samples) count as changed after a reset of any kind.
+- Nothing here raises into the engine. A failed decision is tried again before the next step.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _KEEP_WEIGHTS: Final = frozenset(
         *("synchronize_device", "update_max_model_len", "determine_available_memory"),
     }
 )
-"""Methods of vLLM's workers that read weights at most; and each whose name begins with ``get_``."""
+"""Methods of vLLM's workers that at most read weights, besides those that begin with ``get_``."""
 
 _WRITE_WEIGHTS: Final = frozenset(
     {
@@ -65,18 +65,18 @@ _WRITE_WEIGHTS: Final = frozenset(
         *("sleep", "wake_up", "discard", "init_device", "initialize_from_config"),
     }
 )
-"""Methods of vLLM's workers after which the weights may be others, by names that don't say so."""
+"""Methods of vLLM's workers that may change weights although their names don't show it."""
 
 _WORDS: Final = ("weight", "param", "state_dict", "load")
-"""A name with one of these is of a method that writes, whoever's it is: ``update_weights``,
+"""A method with one of these in its name writes, whatever class it is of: ``update_weights``,
 ``reload_weights``, ``finish_weight_update``, ``load_checkpoint``, ``update_named_param``."""
 
 _DISCARDS_WEIGHTS: Final = 2
-"""vLLM's level of sleep from which on an engine has to be given its weights again."""
+"""vLLM's level of sleep from which on an engine must get its weights again."""
 
 
 def may_write(method: Any) -> bool | None:  # noqa: ANN401 - a name, or anything that can be called
-    """Tell whether a call on all workers writes weights; None: that is for samples to say."""
+    """Return whether a call on all workers writes weights; None: the samples decide."""
     if not isinstance(method, str):
         return None
     if method in _KEEP_WEIGHTS or method.startswith("get_"):
@@ -87,77 +87,77 @@ def may_write(method: Any) -> bool | None:  # noqa: ANN401 - a name, or anything
 
 
 class Update(NamedTuple):
-    """A change of weights, for those that keep KV data."""
+    """A change of weights, for the objects that keep KV data."""
 
     is_certain: bool = True
-    name: str = ""  #: that the engine was given for the new weights
-    sample: str = ""  #: of the new weights; empty: they can't be seen
-    is_first: bool = False  #: they replace random ones, which nothing was computed with
+    name: str = ""  #: the engine's given name for the new weights
+    sample: str = ""  #: of the new weights; empty: they can't be read
+    is_first: bool = False  #: they replace random ones, with which nothing was computed
 
     def version(self, weights_version: str) -> str | None:
         """Return the name of the generation that begins; None: it has none.
 
-        ``weights_version``: of the configuration. It is the name of the weights that an engine is
-        given first, if it starts with random ones: nobody has a name for those.
+        ``weights_version``: of the configuration. It names the first weights that an engine is
+        given if it starts with random ones, which have no name.
         """
         name = self.name or (weights_version if self.is_first else "")
         return f"{name}\0{self.sample}" if name and self.sample else None
 
 
 class EngineWeights:
-    """What is known of the weights of one engine. The thread of its core.
+    """State of one engine's weights. The thread of its core.
 
     ``update``: the change for which the connector is being reset; None in every other reset.
     """
 
     def __init__(self, engine: EngineCore | None, worker_facts: Mapping[str, Any]) -> None:
-        """``engine``: None where a manager is no vLLM engine's. Then nothing is noticed."""
+        """``engine``: None if a manager is not a vLLM engine's. Then nothing is detected."""
         self.update: Update | None = None
-        self.is_due = False  # something is to be decided before the next step
+        self.is_due = False  # a decision is due before the next step
         self.has_computed = False  # since vLLM's own prefix cache was empty
         self.gpu_is_stale = False  # vLLM's own prefix cache has KV data of older weights
         self._engine = None if engine is None else ref(engine)
         self._was_random = worker_facts.get("weights_load_format") == NO_WEIGHTS
         self._is_named = why_unknown(worker_facts) is None
         self._listeners: list[WeakMethod[Callable[[], None]]] = []
-        self._heard = ""  # what has changed the weights
-        self._name = ""  # that they were given since
+        self._heard = ""  # the call that has changed the weights
+        self._name = ""  # their name, if given since
         self._was_reset = False
         self._has_stepped = False  # since the connector was reset
         self._has_failed = False
         self._sample: bytes | None = None
-        with suppress(Exception):  # whatever it raises, a start goes on without
+        with suppress(Exception):  # whatever it raises, a start continues without
             self._sample = self._look()
 
     def add(
         self, reset_cache: Callable[[], None], reset: Callable[..., None], config: RuntimeConfig
     ) -> Callable[[], None]:
-        """Take in what keeps KV data. Return what its ``reset_cache`` begins a generation by.
+        """Register an object that keeps KV data. Return its function that begins a generation.
 
-        ``reset_cache`` is a method, which vLLM's connector calls in a reset, or this does.
+        ``reset_cache`` is a method, which vLLM's connector calls in a reset, or this class does.
         ``reset``: that of its facade, with the configuration ``config``.
         """
         self._listeners.append(WeakMethod(reset_cache))
         return partial(self._begin_generation, reset, config)
 
-    # --- what is noticed ---
+    # --- notifications ---
 
     def on_change(self, what: str) -> None:
-        """Note that the weights are others now, or are about to be."""
+        """Note that the weights have changed, or are about to."""
         self._heard = self._heard or what
         self.is_due = True
 
     def on_version(self, name: str) -> None:
-        """Note that the weights which the engine has now have a name."""
+        """Note that the engine's present weights have a name."""
         self._name = name
         self.is_due = True
 
     def on_first_request(self) -> None:
-        """Note that a request has come to an engine that had none."""
+        """Note that a request has arrived at an engine that had none."""
         self.is_due = True
 
     def on_step(self) -> None:
-        """Note that vLLM's connector has told its workers what to do in a step."""
+        """Note that vLLM's connector has sent its workers a step's work."""
         self._has_stepped = True
 
     def on_reset(self, *, is_empty: bool, of_connector: bool) -> None:
@@ -181,7 +181,7 @@ class EngineWeights:
     # --- before a step ---
 
     def before_step(self) -> None:
-        """Decide whether the weights are others. Never raises."""
+        """Decide whether the weights have changed. Never raises."""
         self.is_due = False
         try:
             self._decide()
@@ -224,7 +224,7 @@ class EngineWeights:
         try:
             if engine is not None and self._has_stepped:
                 engine.scheduler.get_kv_connector().reset_cache()
-            else:  # vLLM's connector has nothing under way, and takes no second reset
+            else:  # vLLM's connector has nothing in flight, and accepts no second reset
                 for each in self._listeners:
                     reset = each()
                     if reset is not None:
@@ -233,7 +233,7 @@ class EngineWeights:
             self.update = None
 
     def _look(self) -> bytes | None:
-        """Return a digest of all workers' samples; None where one of them has none."""
+        """Return a digest of all workers' samples; None if one of them has none."""
         engine = None if self._engine is None else self._engine()
         if engine is None or not _may_look(engine):
             return None
@@ -249,9 +249,9 @@ class EngineWeights:
 
 
 def _may_look(engine: EngineCore) -> bool:
-    """Tell whether the workers can be asked between two steps, at once and all of them."""
+    """Return whether all workers can be queried between two steps, without delay."""
     executor, ranks = engine.model_executor, engine.vllm_config.parallel_config
-    # Then each rank has a scheduler of its own, and all must decide alike by what each sees.
+    # Then each rank has its own scheduler, and all must decide alike from their own data.
     is_one_of_several = (
         ranks.distributed_executor_backend == "external_launcher" and ranks.world_size > 1
     )
@@ -263,7 +263,7 @@ def _may_look(engine: EngineCore) -> bool:
 
 
 def weights_here(worker_facts: Mapping[str, Any]) -> EngineWeights:
-    """Return what is known of the weights of the engine that is being built in this thread.
+    """Return the state of the weights of the engine that is being built in this thread.
 
     All managers and tiers of an engine share it. ``worker_facts``: of the namespace.
     """
@@ -288,7 +288,7 @@ def _engine_here() -> EngineCore | None:
 
 @once_a_process
 def hear_updates() -> None:
-    """Wrap what changes weights in this process's vLLM. Once a process; any thread."""
+    """Wrap the methods that change weights in this process's vLLM. Once a process; any thread."""
     EngineCore.step = _deciding_before(EngineCore.step)
     EngineCore.step_with_batch_queue = _deciding_before(EngineCore.step_with_batch_queue)
     EngineCore.collective_rpc = _hearing_calls(EngineCore.collective_rpc)
@@ -303,7 +303,7 @@ def _deciding_before(real: Callable[[Any], Any]) -> Callable[[Any], Any]:
         weights: EngineWeights | None = getattr(engine, "kvtier_weights", None)
         if weights is None:
             return real(engine)
-        # Without a request nothing is computed or looked up, and the weights may be anywhere.
+        # Without a request nothing is computed or looked up, and the weights may be elsewhere.
         if weights.is_due and engine.scheduler.has_unfinished_requests():
             weights.before_step()
         stepped = real(engine)
@@ -329,7 +329,7 @@ def _hearing_calls(real: Callable[..., Any]) -> Callable[..., Any]:
         try:
             result = real(engine, method, *rest, **named)
         except BaseException:
-            # Some of it may be written. Workers are not asked: some may not have answered this.
+            # Some may be written. Workers are not queried: some may not have replied to this call.
             weights.on_change(_name_of(method))
             raise
         if writes:

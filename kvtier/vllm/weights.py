@@ -1,9 +1,9 @@
-"""Whose weights an engine computes with: their content where it can be seen, or that it can't.
+"""Identifies an engine's weights: by their content if it can be read, else as unknown.
 
-KV data is of use with the weights that it was computed with. So blocks are shared, with other
-engines and over restarts, by what the weights hold: not by the model's path, at which there may be
-others tomorrow. What cannot be shown to be the same, because it is streamed or a loader brings it
-that kvtier does not know, is taken for other weights each time (``kvtier/vllm/sharing.py``).
+KV data is usable only with the weights that it was computed with. So blocks are shared, with other
+engines and over restarts, by the content of the weights: not by the model's path, at which there
+may be other weights tomorrow. Weights that cannot be shown to be the same, because they are
+streamed or come from an unknown loader, count as new each time (``kvtier/vllm/sharing.py``).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _REASON_CHARACTERS_MAX: Final = 300
 
 
 class Weights(NamedTuple):
-    """What is known of a model's weights, as JSON values."""
+    """The known facts about a model's weights, as JSON values."""
 
     facts: Mapping[str, Any]
-    local_facts: Mapping[str, Any]  #: of the files on this machine; other copies have others
+    local_facts: Mapping[str, Any]  #: of the files on this machine; other copies' differ
 
 
 def source_of(model: Any) -> str:  # noqa: ANN401 - vLLM has no stubs
@@ -38,15 +38,15 @@ def source_of(model: Any) -> str:  # noqa: ANN401 - vLLM has no stubs
 
 
 def weights_of(model: Any, load: Any) -> Weights:  # noqa: ANN401 - vLLM has no stubs
-    """Look at the weights of one model configuration, as the load configuration says.
+    """Return the weights of one model configuration, found as the load configuration defines.
 
-    Reads a small part of the model's files. ``facts`` have ``unknown``, a reason, where nothing
-    tells these weights from others.
+    Reads a small part of the model's files. ``facts`` have ``unknown``, a reason, if nothing
+    distinguishes these weights from others.
     """
     load_format, source = str(load.load_format), source_of(model)
     reason = why_out_of_sight(load_format, source) or _why_not_vllms(load)
     if reason is not None:
-        # Under one ``weights_version``, random weights of two seeds are two weights all the same.
+        # Even under one ``weights_version``, random weights of two seeds are different weights.
         seed = {"seed": int(model.seed)} if load_format == NO_WEIGHTS else {}
         return Weights({**_unknown(reason).facts, **seed}, {})
     return _with_other_models(_weights_at(source, model), model.hf_config)
@@ -63,9 +63,9 @@ def _weights_at(source: str, model: Any) -> Weights:  # noqa: ANN401 - vLLM has 
 
 
 def _with_other_models(own: Weights, config: Any) -> Weights:  # noqa: ANN401 - as above
-    """Return the weights, and those of other models that vLLM loads a part of them from.
+    """Return the weights, and those of other models from which vLLM loads a part of them.
 
-    Only Ultravox's configuration names any: others that have weights apart have them in the
+    Only Ultravox's configuration names any: others with separate weights have them in the
     model's own folder.
     """
     facts, local_facts = dict(own.facts), dict(own.local_facts)
@@ -76,7 +76,7 @@ def _with_other_models(own: Weights, config: Any) -> Weights:  # noqa: ANN401 - 
     for name, other in others.items():
         if not isinstance(other, str):
             continue
-        # vLLM loads what the hub has today.
+        # vLLM loads the hub's current commit.
         found = _unknown(f"nothing says of which commit {name} {other} is")
         if Path(other).exists():
             found = _in_files(Path(other))
@@ -87,7 +87,7 @@ def _with_other_models(own: Weights, config: Any) -> Weights:  # noqa: ANN401 - 
 
 
 def _why_not_vllms(load: Any) -> str | None:  # noqa: ANN401 - vLLM has no stubs
-    """Return why a plugin's loader, which may be called as one of vLLM's own, isn't trusted."""
+    """Return why a plugin's loader, which may have the name of one of vLLM's, isn't trusted."""
     try:
         loader = type(get_model_loader(load))
     except Exception:  # noqa: BLE001 - whatever it raises, the engine meets it in a moment

@@ -1,11 +1,11 @@
 """Refuses blocks of several vLLM blocks for layers that look back a limited way only.
 
-vLLM's connector leaves out of a store what has left a sliding window. It takes a
-vLLM block that another request shares for such a one too, so a block of ours
-may be stored with a hole: bytes that nobody wrote, which a later request loads
-(seen in 0.32, and its 0.33 code is the same: ``_update_req_states`` in
+vLLM's connector leaves vLLM blocks out of a store that have left a sliding
+window. It treats a vLLM block that another request shares as one of these, so a
+kvtier block may be stored with a hole: unwritten bytes, which a later request
+loads (seen in 0.32, and its 0.33 code is the same: ``_update_req_states`` in
 ``vllm/distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py``). With
-one vLLM block in each of ours there is nothing to leave out of one.
+one vLLM block in each kvtier block there is nothing to leave out of one.
 """
 
 from __future__ import annotations

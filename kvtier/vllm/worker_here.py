@@ -1,9 +1,9 @@
-"""The worker that vLLM keeps in this process, where one process is a whole engine.
+"""Tracks the worker that vLLM keeps in this process, if one process is a whole engine.
 
 That is so in a notebook with ``VLLM_ENABLE_V1_MULTIPROCESSING=0``. vLLM keeps one KV connector for
-the workers of a process, whichever engine asked for it first, and makes no second one while it is
-there. Of an engine that was refused by its scheduler it stays, and keeps its memory mapped: the
-next engine of that process would find no worker of its own, whatever was mended in between.
+the workers of a process, for the engine that requested it first, and creates no second one while it
+exists. If an engine was refused by its scheduler, it stays, and keeps its memory mapped: the next
+engine of that process would find no worker of its own, even after the configuration was fixed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WORKER_OF_ANOTHER: Final = (
 
 
 class WorkerHere:
-    """Whose worker this process holds. One for a process; the thread that starts engines."""
+    """The engine whose worker this process holds. One a process; the thread that starts engines."""
 
     def __init__(self) -> None:
         self._engine_id: str | None = None
@@ -30,11 +30,11 @@ class WorkerHere:
         self._engine_id = engine_id
 
     def is_of_another(self, engine_id: str) -> bool:
-        """Tell whether vLLM holds a worker here, of another engine than this."""
+        """Return whether vLLM holds a worker of another engine here."""
         return bool(has_kv_transfer_group()) and self._engine_id != engine_id
 
     def release(self, engine_id: str) -> None:
-        """End the worker of an engine that is not going to be, if it is in this process."""
+        """End the worker of an engine whose start failed, if it is in this process."""
         if self._engine_id == engine_id:
             self._engine_id = None
             ensure_kv_transfer_shutdown()

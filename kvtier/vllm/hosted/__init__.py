@@ -1,1 +1,1 @@
-"""vLLM's own secondary tiers, hosted unchanged as tiers of kvtier."""
+"""Hosts vLLM's own secondary tiers, unchanged, as tiers of kvtier."""

@@ -1,14 +1,14 @@
 """The ``vllm`` backend: one of vLLM's own secondary tiers, unchanged, as a tier of kvtier.
 
 vLLM's factory builds the tier from its own configuration, over kvtier's primary
-tier. It runs on the tier's thread: where it blocks, the scheduler doesn't
-notice, and requests have kvtier's deadlines.
+tier. It runs on the tier's thread: if it blocks, the scheduler is not affected,
+and kvtier's deadlines apply to requests.
 
-vLLM's tiers keep no digest of a block. The digests of what this engine has
-stored are remembered here, as many as ``DIGESTS_MAX``; what comes back from
-elsewhere, or from before, is served as vLLM serves it: unchecked. And they can
-remove nothing. A block that was damaged is not asked for again until it has
-been stored anew.
+vLLM's tiers keep no digest of a block. This backend remembers up to
+``DIGESTS_MAX`` digests of blocks that this engine has stored. Blocks stored
+elsewhere or earlier are served as vLLM serves them: unchecked. Nor can vLLM's
+tiers remove a block. A damaged block is not requested again until it has been
+stored again.
 """
 
 from __future__ import annotations
@@ -46,30 +46,30 @@ if TYPE_CHECKING:
     from kvtier.plugin_api.slot_memory import SlotMemory
 
 DIGESTS_MAX: Final = 1 << 18
-"""About 60 MB of them."""
+"""Takes about 60 MB."""
 
 _BATCHES_MAX: Final = 16  # vLLM's tiers run one job in one thread
 
 ALL: Final = 1 << 20
-"""Of a request-scoped tier: its jobs wait for one another, so all are handed to it, whole."""
+"""For a request-scoped tier: its jobs wait for one another, so all are handed to it, whole."""
 
 _BATCH_BLOCKS_MAX: Final = 64
 
 
 @dataclass(frozen=True)
 class HostingEngine:
-    """What a tier of vLLM's is built with: the engine's spec, and the primary tier's memory."""
+    """Arguments for building one of vLLM's tiers: the engine's spec and the primary's memory."""
 
     spec: OffloadingSpec
     memory: SlotMemory
     labels_of: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    """The labels that each tier gives of itself, by the tier's name."""
+    """Labels that each tier reports about itself, by the tier's name."""
 
     stats: HostedStats = field(default_factory=HostedStats)
-    """The metrics of all of them."""
+    """The metrics of all hosted tiers."""
 
     def view(self) -> memoryview:
-        """Return the primary tier as vLLM's tiers take it: a row a slot."""
+        """Return the primary tier in the form that vLLM's tiers take: a row per slot."""
         shape = (self.memory.slot_count, self.memory.block_bytes)
         return self.memory.buffer.cast("B", shape)
 
@@ -89,7 +89,7 @@ class HostedBackend(Backend):
         request_scoped: bool = False,
         stats: HostedStats | None = None,
     ) -> None:
-        """``view``: what the tier was built with. It ends with the tier."""
+        """``view``: the memory that the tier was built with. It is released with the tier."""
         batches_max = ALL if request_scoped else _BATCHES_MAX
         self.traits = BackendTraits(
             load_batches_max=batches_max,
@@ -120,12 +120,12 @@ class HostedBackend(Backend):
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], context: BackendContext) -> HostedBackend:
-        """Build the tier, by vLLM's factory. Raises ``ConfigError``."""
+        """Build the tier with vLLM's factory. Raises ``ConfigError``."""
         where = f"secondary tier {context.tier_name}"
         given = HostedOptions.read(options, where)
         tier = dict(given.tier)
         if tier.get("type") == P2P:
-            # Blocks that no peer comes for are released before the store is late.
+            # Blocks that no peer fetches are released before the store is late.
             tier.setdefault("unbound_store_timeout_s", UNFETCHED_S)
         found = class_of(tier, where)
         engine = context.engine
@@ -153,27 +153,27 @@ class HostedBackend(Backend):
 
     @classmethod
     def check_keys(cls, options: Mapping[str, Any], context: BackendContext) -> None:
-        """Refuse what shows without building the tier."""
+        """Refuse errors that can be found without building the tier."""
         cls.check_options(options, context)
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any], context: BackendContext) -> None:
-        """Refuse what shows without building the tier."""
+        """Refuse errors that can be found without building the tier."""
         _class_of(options, f"secondary tier {context.tier_name}")
 
     @classmethod
     def medium_of(cls, options: Mapping[str, Any]) -> str | None:
-        """Return the medium of the tier that is hosted; None where it has none."""
+        """Return the medium of the hosted tier; None if it has none."""
         medium = _class_of(options).medium
         return None if medium is None else str(medium.value)
 
     @classmethod
     def hit_source_of(cls, options: Mapping[str, Any]) -> CacheHitSource:
-        """Return what vLLM calls a hit in the tier that is hosted."""
+        """Return vLLM's name for a hit in the hosted tier."""
         return _class_of(options).cache_hit_source
 
     def discard(self) -> None:
-        """End the tier, which has done nothing yet: it may have a port."""
+        """Shut down the tier, which has done nothing yet: it may hold a port."""
         self._tier.shutdown()
         self._view.release()
 
@@ -197,7 +197,7 @@ class HostedBackend(Backend):
         return [found.get(key, False) for key in keys]
 
     async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
-        """Have the blocks loaded by one job; what it did not load is looked up once more."""
+        """Load the blocks with one job; blocks that it did not load are looked up once more."""
         wanted = [block for block in blocks if block.key not in self._damaged]
         outcomes = dict.fromkeys((block.key for block in blocks), Outcome.ABSENT)
         if wanted:
@@ -219,7 +219,7 @@ class HostedBackend(Backend):
         outcomes = dict.fromkeys(loaded, Outcome.DONE)
         rest = [key for key in keys if key not in outcomes]
         if rest:
-            # vLLM's tiers don't say whether it was their storage, or the block was gone.
+            # vLLM's tiers don't report whether their storage failed or the block was gone.
             there = await self._look_up(rest)
             outcomes.update(
                 (key, Outcome.FAILED if is_there else Outcome.ABSENT)
@@ -228,7 +228,7 @@ class HostedBackend(Backend):
         return outcomes
 
     async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
-        """Have the blocks stored by one job, which succeeds or fails as a whole."""
+        """Store the blocks with one job, which succeeds or fails as a whole."""
         keys = [block.key for block in blocks]
         slots = slots_in(self._view, (block.buffer for block in blocks))
         with self._jobs.request() as context:
@@ -249,13 +249,13 @@ class HostedBackend(Backend):
             self._digests.popitem(last=False)
 
     async def remove(self, keys: Sequence[bytes]) -> None:
-        """Ask for these no more, until they have been stored anew: vLLM's tiers remove nothing."""
+        """Stop requesting these until they are stored again: vLLM's tiers remove nothing."""
         for key in keys:
             self._digests.pop(key, None)
             self._damaged.add(key)
 
     async def close(self) -> None:
-        """End the tier, once its jobs have ended. It may hang in either."""
+        """Shut down the tier once its jobs have ended. Either may hang."""
         if self._steps is not None:
             self._steps.cancel()
         await self._closing.run(self._end)
@@ -264,12 +264,12 @@ class HostedBackend(Backend):
             self._peers.stop()
 
     def _end(self) -> None:
-        self._is_ending = True  # for good, if any of this raises
+        self._is_ending = True  # permanently, if any of this raises
         try:
             self._tier.drain_jobs()
         finally:
             self._tier.shutdown()
-        self._view.release()  # raises if the tier still holds on to the memory
+        self._view.release()  # raises if the tier still holds the memory
         self._jobs.forget()
         self._is_ending = False
 
@@ -277,12 +277,12 @@ class HostedBackend(Backend):
         self.on_lost(keys)  # set once this is built
 
     def busy_threads(self) -> int:
-        """Count the jobs under way, what peers may still write, and the tier while it ends."""
+        """Count jobs in flight, writes that peers may still do, and the tier while it ends."""
         held = 0 if self._peers is None else self._peers.held
         return self._jobs.under_way + held + self._is_ending
 
     def counters(self) -> Mapping[str, int]:
-        """Return counts of what only shows here."""
+        """Return the counts that only this backend has."""
         return {
             "jobs": self._jobs.under_way,
             "unknown_jobs": self._jobs.unknown,

@@ -1,19 +1,19 @@
-"""How the connections of vLLM's ``p2p`` tier end, so that the tier stays able to make new ones.
+"""Closes connections of vLLM's ``p2p`` tier so that the tier can still open new ones.
 
-vLLM ends a connection by closing what reads its events, and then the connection itself. libzmq
-waits until an event is read, in the one thread that serves all connections: what it tells of a
-connection in between stops them all for good, and the tier reaches nobody any more, nor is it
-reached. (libzmq#3575; seen with a peer that was killed and started again.) So events are turned
-off first.
+vLLM ends a connection by closing the reader of its events, and then the connection itself. libzmq
+waits until an event is read, in the one thread that serves all connections: an event of a
+connection in between blocks all connections permanently, and the tier can't reach peers any more,
+nor be reached. (libzmq#3575; seen with a peer that was killed and restarted.) So events are
+disabled first.
 
-And where a peer isn't there, libzmq goes on trying without end, also for connections that vLLM has
-ended. The peer's next life would first hear from those, all under one name, of which it listens to
-one: maybe not to the one that is in use. So a connection is tried once, as vLLM expects (one that
-is refused it gives up at once), and what was to be sent over an ended one is dropped soon.
+If a peer is absent, libzmq retries without end, also for connections that vLLM has ended. After
+a restart the peer would first get messages from those, all under one name, and it listens to only
+one: maybe not the one in use. So a connection is tried once, as vLLM expects (it abandons a
+refused one at once), and messages still queued on an ended one are dropped soon.
 
 vLLM's tier notes the seed of its engine's block hashes with its first connection, and compares it
-with the peer's. Here a peer may connect while the engine still starts, and has drawn no seed: one
-that was noted then would have every peer refused for as long as the engine lives.
+with the peer's. Here a peer may connect while the engine is still starting and has drawn no seed:
+a seed noted then would have every peer refused for the engine's lifetime.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.p2p.manager import P2PSecondaryTierManager
 
 LAST_WORDS_MS: Final = 1000
-"""How long an ended connection may take to send what it was given before."""
+"""How long an ended connection may take to send its queued messages."""
 
 NEVER: Final = -1
 
 
 def end_well(control: ZmqTransport) -> None:
-    """Have all connections that are made from now on end without harm to others."""
+    """Make all connections opened from now on close without harm to others."""
     context = control._zmq_ctx  # noqa: SLF001 - no other way, here and below
     context.setsockopt(zmq.LINGER, LAST_WORDS_MS)
     context.setsockopt(zmq.RECONNECT_IVL, NEVER)
@@ -66,7 +66,7 @@ def _without_events(connection: ZmqConnection) -> Callable[[], None]:
 
 
 def note_no_seed_too_early(tier: P2PSecondaryTierManager) -> None:
-    """Have the tier look up the seed of the engine's block hashes for each connection."""
+    """Make the tier look up the seed of the engine's block hashes for each connection."""
     tier._get_hash_seed = _hash_seed  # noqa: SLF001 - as above
 
 

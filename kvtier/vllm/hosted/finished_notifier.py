@@ -1,7 +1,7 @@
-"""Peers that requests were computed for: whoever asks when one is over is told that it is.
+"""Notifies peers that ask for a request's blocks after it has finished.
 
-vLLM's ``p2p`` tier says so to a peer that has asked before. One that asks afterwards, for a block
-that was never kept for it, would wait for its own deadline.
+vLLM's ``p2p`` tier notifies only a peer that has asked before. A peer that asks afterwards, for a
+block that was never kept for it, would wait for its own deadline.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 UNFETCHED_S: Final = 45.0
-"""How long a prefill engine keeps blocks for a peer that hasn't asked; a store is late at 60 s."""
+"""How long a prefill engine keeps blocks for a peer that hasn't asked; stores are late at 60 s."""
 
 
 @dataclass(frozen=True)
 class _Ended:
-    """A request that is over. ``may_be_asked``: by a peer, for what it has or should have kept."""
+    """A finished request. ``may_be_asked``: whether a peer may ask for blocks due to be kept."""
 
     context: ReqContext
     may_be_asked: Callable[[], bool]
@@ -30,19 +30,19 @@ class _Ended:
 
 
 class FinishedNotifier:
-    """The requests that are over, and that a peer may still ask for. Loop thread only."""
+    """Finished requests whose blocks a peer may still ask for. Loop thread only."""
 
     def __init__(self, tier: SecondaryTierManager) -> None:
         self._tier = tier
         self._ended: list[_Ended] = []
 
     def add(self, context: ReqContext, may_be_asked: Callable[[], bool]) -> None:
-        """Note that a request is over."""
+        """Add a finished request."""
         until = asyncio.get_running_loop().time() + UNFETCHED_S
         self._ended.append(_Ended(context, may_be_asked, until))
 
     def tell(self) -> None:
-        """Tell those who have asked since the last time."""
+        """Notify the peers that have asked since the last call."""
         now = asyncio.get_running_loop().time()
         asked = self._ended
         self._ended = [each for each in asked if each.may_be_asked() and now < each.until]

@@ -1,12 +1,12 @@
-"""Lookups and jobs of one tier of vLLM's, and the steps that it waits for.
+"""Runs lookups and jobs of one of vLLM's tiers, and the steps that it needs.
 
-vLLM's tiers are polled: in each of the engine's steps the tier is asked for the
-jobs that ended, and at the step's end it does what it has collected. Here the
+vLLM's tiers are polled: in each of the engine's steps the tier is polled for
+ended jobs, and at the step's end it does the work it has collected. Here the
 tier has steps of its own: one at once when there is something new, then others
-at longer and longer intervals, until nothing is under way.
+at longer and longer intervals, until nothing is in flight.
 
-A job counts as under way until the tier says how it ended, whoever still waits
-for it: until then it may touch the slots.
+A job counts as in flight until the tier reports how it ended, even if no caller
+waits for it any more: until then it may touch the slots.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
     from kvtier.vllm.hosted.stats import HostedStats
 
 STEP_S: Final = 0.0002
-"""Between the first steps of a tier that has something to do."""
+"""Interval between the first steps of a tier that has something to do."""
 
 STEP_S_MAX: Final = 0.005
-"""And between later ones: what takes long is noticed so much later."""
+"""Longest interval between later ones: the end of a long job is noticed up to this late."""
 
 FAILED_STEP_S: Final = 1.0
-"""And after one in which the tier could not say which jobs had ended."""
+"""Interval after a step in which the tier could not report which jobs had ended."""
 
 LOOKUP_S_MAX: Final = 60.0
-"""A lookup that the tier does not resolve is given up. Whoever asked has a shorter deadline."""
+"""A lookup not resolved by then is abandoned. The caller has a shorter deadline."""
 
 _UNRESOLVED: Final = (LookupResult.RETRY, LookupResult.HIT_PENDING)
 
 
 class HostedJobs:
-    """What is under way in a tier. All methods belong to the loop's thread, but ``under_way``."""
+    """Jobs in flight in a tier. All methods belong to the loop's thread, except ``under_way``."""
 
     def __init__(
         self,
@@ -54,34 +54,34 @@ class HostedJobs:
         lost: Callable[[list[bytes]], None],
         stats: HostedStats | None = None,
     ) -> None:
-        """``name``: of the tier, for the log. ``lost``: told of what the tier has removed.
+        """``name``: the tier's, for the log. ``lost``: called with the keys that the tier removed.
 
-        ``stats``: takes the tier's metrics.
+        ``stats``: receives the tier's metrics.
         """
-        self.unknown = 0  #: results of jobs that there are not, or that ended before
+        self.unknown = 0  #: results of jobs that don't exist, or that ended before
         self._tier = tier
         self._serve_peers: tuple[Callable[[], None], ...] = ()
         self._name = name
         self._lost = lost
         self._stats = stats
-        self._waiting: dict[int, asyncio.Future[JobResult]] = {}  # the jobs under way
-        self._lookups = 0  # that are not resolved
+        self._waiting: dict[int, asyncio.Future[JobResult]] = {}  # the jobs in flight
+        self._lookups = 0  # unresolved ones
         self._next_id = 0
         self._stepped = asyncio.Event()  # replaced at each step
         self._wanted = asyncio.Event()
-        self._raised: set[str] = set()  # kinds of exceptions that are in the log already
+        self._raised: set[str] = set()  # kinds of exceptions already logged
 
     @property
     def under_way(self) -> int:
-        """How many jobs may still touch their slots. Any thread."""
+        """Number of jobs that may still touch their slots. Any thread."""
         return len(self._waiting)
 
     def also(self, *serve_peers: Callable[[], None]) -> None:
-        """Have other engines served in each step, by these."""
+        """Call these in each step, to serve other engines."""
         self._serve_peers = serve_peers
 
     async def go_on(self) -> None:
-        """Make steps whenever there is something to wait for, until cancelled."""
+        """Run steps whenever there is something to wait for, until cancelled."""
         while True:
             self._wanted.clear()
             pause_s = STEP_S
@@ -97,9 +97,9 @@ class HostedJobs:
     async def look_up(
         self, keys: Sequence[bytes], context: ReqContext, is_over: Callable[[], bool]
     ) -> list[bool]:
-        """Tell for each key whether the tier has it. Raises what the tier raises.
+        """Return for each key whether the tier has it. Raises what the tier raises.
 
-        ``is_over``: nobody wants to know any more, and the tier is not to be asked again.
+        ``is_over``: the result is not needed any more; don't query the tier again.
         """
         found = dict.fromkeys(keys, False)
         unresolved = list(found)
@@ -138,7 +138,7 @@ class HostedJobs:
         *,
         is_promotion: bool,
     ) -> tuple[TransferJob, asyncio.Future[JobResult]]:
-        """Return a job, which is under way from now on, and what tells of its end."""
+        """Return a job, in flight from now on, and the future that resolves when it ends."""
         self._next_id += 1
         job = TransferJob(
             job_id=self._next_id,
@@ -155,7 +155,7 @@ class HostedJobs:
         try:
             submit(job)
         except Exception:
-            # Nobody knows whether it has begun. If it may have, it is under way.
+            # It is unknown whether it has begun. If it may have, it is in flight.
             if self._drain():
                 raise
         self._wanted.set()
@@ -169,12 +169,12 @@ class HostedJobs:
             self._lookups -= 1
 
     def forget(self) -> None:
-        """Note that no job is under way any more, however it ended."""
+        """Note that no job is in flight any more, however it ended."""
         self._waiting.clear()
 
     @contextmanager
     def request(self) -> Iterator[ReqContext]:
-        """Announce a request of its own for a call: the tier above serves many at once."""
+        """Announce a separate request for a call: the tier above serves many at once."""
         self._next_id += 1
         context = ReqContext(req_id=f"kvtier-{self._next_id}")
         self._tier.on_new_request(context)
@@ -188,9 +188,9 @@ class HostedJobs:
         return asyncio.ensure_future(self._stepped.wait())
 
     def _step(self) -> bool:
-        """Do what vLLM's manager does with a tier once in each of the engine's steps.
+        """Run the calls that vLLM's manager makes to a tier in each of the engine's steps.
 
-        False: what has ended is not known.
+        False: it is unknown which jobs have ended.
         """
         # If it raises, results may be lost.
         goes_well = self._goes_well(self._collect) or self._drain()
@@ -204,7 +204,7 @@ class HostedJobs:
         return goes_well
 
     def _pass_on_removals(self) -> None:
-        """What is stored is announced by the tier above, which knows it; what goes, by nobody."""
+        """Report removed blocks. The tier above knows and announces stores, but not removals."""
         removed = [key for event in self._tier.take_events() if event.removed for key in event.keys]
         if removed:
             self._lost(removed)
@@ -216,7 +216,7 @@ class HostedJobs:
                 self._stats.post(reported)
 
     def _drain(self) -> bool:
-        """End all jobs: wait until nothing touches a slot. False: the tier can't say."""
+        """End all jobs: wait until nothing touches a slot. False: the tier can't confirm that."""
         if not (self._goes_well(self._tier.drain_jobs) and self._goes_well(self._collect)):
             return False
         for number, ended in self._waiting.items():
@@ -244,7 +244,7 @@ class HostedJobs:
         return has_more
 
     def _goes_well(self, call: Callable[[], object]) -> bool:
-        """Make a call that nobody waits for. False: it raised, which is said once a kind."""
+        """Make a call that has no waiting caller. False: it raised, which is logged once a kind."""
         try:
             call()
         except Exception as error:  # noqa: BLE001 - a tier is anybody's code
@@ -257,7 +257,7 @@ class HostedJobs:
 
 
 def slots_in(view: memoryview, buffers: Iterator[memoryview]) -> list[int]:
-    """Return which rows of ``view`` the buffers are. Raises ``ValueError`` for any other."""
+    """Return the rows of ``view`` that the buffers are. Raises ``ValueError`` for any other."""
     rows, row_bytes = view.shape or (0, 0)
     first = _address(view)
     slots = []

@@ -1,21 +1,21 @@
-"""Slots that a peer may still write, though the load that was to fill them has failed.
+"""Holds slots that a peer may still write after the load that was to fill them has failed.
 
-With vLLM's ``p2p`` tier the peer writes into this engine's memory. A load that the tier gives up,
-because it took too long or because the peer no longer answers, says nothing about the peer: one
-that was stopped, or cut off, writes when it goes on. Its slots must be nobody else's until then.
+With vLLM's ``p2p`` tier the peer writes into this engine's memory. If the tier abandons a load
+because it took too long or the peer no longer responds, the peer may still write: one that was
+stopped, or cut off, writes when it resumes. Its slots must not be reused until then.
 
-What is taken for an end of it:
+The write counts as ended if:
 
-- the peer itself says that the load has failed;
-- nothing listens at the peer's address any more, or another process does: it is gone;
-- the peer has answered, without a break, for a minute since: what it had begun has ended.
+- the peer itself reports that the load has failed;
+- nothing listens at the peer's address any more, or another process does: the peer is gone;
+- the peer has been responsive, without a break, for a minute since: its writes have ended.
 
-A peer of which nothing is known keeps them. How many there may be is bounded
-(``abandoned_slots_fraction_max``): beyond, the tier gets no more loads. So that this ends without
-a request, too, a peer that listens and has no connection is called.
+A peer whose state is unknown keeps the slots. Their number is bounded
+(``abandoned_slots_fraction_max``): beyond it, the tier gets no more loads. To end this even
+without a request, the tier connects to a peer that listens and has no connection.
 
 Slot addresses go only to peers that have responded. Until then no load is given to the tier, which
-would keep the slots for as long as it hopes for an answer.
+would keep the slots for as long as it waits for a response.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.p2p.manager import P2PSecondaryTierManager
 
 LOOK_S: Final = 1.0
-"""Between two looks at a peer."""
+"""Interval between two checks of a peer."""
 
 GONE_S: Final = 2.0
-"""After a process has ended: what it had sent is taken in by then."""
+"""Wait after a peer's process has ended: data that it had sent has arrived by then."""
 
 ANSWERS_S: Final = 60.0
-"""A peer that has answered for so long has sent all that it had begun to send."""
+"""A peer that has been responsive for this long has finished every write that it had begun."""
 
 PEERS_LOAD_S: Final = 30.0
-"""After this the tier gives a load up by itself, and what it reports is not the peer's word."""
+"""After this the tier abandons a load by itself, so its report is not the peer's."""
 
 UNANSWERED_S: Final = 40.0
-"""After this the tier no longer hopes for an answer to that."""
+"""After this the tier no longer waits for a response to that."""
 
 
 class Peers:
-    """Knows the peers of one ``p2p`` tier. Loop thread only, but ``held``."""
+    """The peers of one ``p2p`` tier. Loop thread only, except ``held``."""
 
     def __init__(self, tier: P2PSecondaryTierManager, name: str) -> None:
         self.held = 0  #: loads whose slots a peer may still write. Any thread.
@@ -59,31 +59,31 @@ class Peers:
         self._threads = DaemonThreads(1, f"kvtier-{name}-peers")
 
     def peer_of(self, context: ReqContext) -> Peer | None:
-        """Return the peer that a request loads from, as it is now; None if it names none."""
+        """Return the peer that a request loads from, in its current state, or None."""
         source = source_of(context.kv_transfer_params or {})
         if not source:
             return None
         return Peer(self, str(source.get("remote_host")), source.get("remote_port"))
 
     def session(self, address: str) -> Any:  # noqa: ANN401 - vLLM's own, told apart by identity
-        """Return the tier's session with a peer, if there is one that is alive."""
+        """Return the tier's live session with a peer, if there is one."""
         session = self._tier._sessions.get(address)  # noqa: SLF001 - no other way to know
         return session if session is not None and session.alive else None
 
     def agent(self, address: str) -> str | None:
-        """Return the name of the peer's process, which no other has; None if it isn't known."""
+        """Return the unique name of the peer's process; None if it isn't known."""
         names: dict[str, str] = self._tier._data._peer_nixl_names  # noqa: SLF001 - as above
         return names.get(address)
 
     def call(self, host: str, port: Any) -> None:  # noqa: ANN401 - anybody's
-        """Have the tier connect to a peer, as for a request."""
+        """Make the tier connect to a peer, as for a request."""
         source = {"kv_request_id": "kvtier-call", "remote_host": host, "remote_port": port}
         context = ReqContext(req_id="kvtier-call", kv_transfer_params={"remote_kv_source": source})
         self._tier.on_new_request(context)
         self._tier.on_request_finished(context)
 
     async def listens(self, host: str, port: int) -> bool:
-        """Tell whether something listens at an address; yes if that is not certain."""
+        """Return whether something listens at an address; True if that is uncertain."""
         return await self._threads.run(lambda: _listens(host, port))
 
     def stop(self) -> None:
@@ -92,7 +92,7 @@ class Peers:
 
 
 class Peer:
-    """A peer, and the process that it was when a load began."""
+    """A peer, with its process at the time a load began."""
 
     def __init__(self, peers: Peers, host: str, port: Any) -> None:  # noqa: ANN401 - anybody's
         self._peers = peers
@@ -106,7 +106,7 @@ class Peer:
     async def answers(
         self, next_step: Callable[[], Awaitable[object]], is_over: Callable[[], bool]
     ) -> bool:
-        """Wait until it has answered; False if there is no way to it, or nobody waits any more.
+        """Wait until it has responded; False if it is unreachable, or the request is over.
 
         ``next_step``: waits for the tier's next step. The tier gives up after half a minute.
         """
@@ -114,7 +114,7 @@ class Peer:
             if self._peers.session(self._address) is not self._session:
                 return False
             self._agent = self._peers.agent(self._address)
-            # vLLM 0.33 may be heard by the peer before it knows the peer's process by name.
+            # vLLM 0.33 may be connected to the peer before it knows the name of its process.
             if self._session.ready and self._agent is not None:
                 self._began_s = asyncio.get_running_loop().time()
                 return True
@@ -122,11 +122,11 @@ class Peer:
         return False
 
     def has_said_so(self) -> bool:
-        """Tell whether a load that has failed did so by the peer's own word."""
+        """Return whether the peer itself reported that a failed load has failed."""
         return self._is_connected() and self._took_s() < PEERS_LOAD_S
 
     def end_if_deaf(self) -> None:
-        """End the connection if the peer hasn't even answered that the load was given up.
+        """End the connection if the peer hasn't even responded to the load being abandoned.
 
         vLLM's tier would use it for all later loads.
         """
@@ -140,7 +140,7 @@ class Peer:
         return asyncio.get_running_loop().time() - self._began_s
 
     async def stop_writes(self) -> None:
-        """Wait until the peer can write nothing of an older load. It may be for good."""
+        """Wait until the peer can't write for an older load any more. This may take forever."""
         self._peers.held += 1
         answering: Any = None
         answers_since = 0.0
@@ -169,5 +169,5 @@ def _listens(host: str, port: int) -> bool:
             return True
     except ConnectionRefusedError:
         return False
-    except OSError:  # nobody answers: it may be cut off, and alive
+    except OSError:  # no response: it may be cut off, and alive
         return True

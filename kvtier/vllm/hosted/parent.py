@@ -1,11 +1,11 @@
-"""What vLLM's manager is to a tier that serves other engines: here, messages to the primary tier.
+"""Acts as vLLM's manager for a tier that serves other engines, by messages to the primary tier.
 
-The tier looks up keys for a request of a peer's. ``lookup`` answers RETRY until the primary tier
-has pinned the block, so that HIT is true for as long as the peer may read it, and the job that the
-tier then asks for is there at once. Only host memory is asked: what lies in other tiers a peer
-computes, or finds there itself.
+The tier looks up keys for a peer's request. ``lookup`` returns RETRY until the primary tier has
+pinned the block, so that HIT is true for as long as the peer may read it, and the job that the
+tier then requests is available at once. Only host memory is searched: blocks in other tiers are
+recomputed by the peer, or it finds them there itself.
 
-A pin ends with the job that reads the block; where no job took it, with the peer's request.
+A pin ends with the job that reads the block; if no job took it, with the peer's request.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ class _Pin:
         self.released = released
 
     def end(self) -> None:
-        """Let the primary tier have it back."""
+        """Return it to the primary tier."""
         if not self.released.done():
             self.released.set_result(None)
 
 
 class PeerRequest(ServedRequest):
-    """A peer's request: what it has asked for, and what is pinned for it."""
+    """A peer's request: the blocks it has looked up, and those pinned for it."""
 
     def __init__(self, view: memoryview) -> None:
         self.to_ask: list[bytes] = []
         self._view = view
-        self._found: dict[bytes, _Pin | None] = {}  # None: it is being asked for, or not here
+        self._found: dict[bytes, _Pin | None] = {}  # None: lookup pending, or not here
         self._missing: set[bytes] = set()
         self._is_over = False
 
     def look_up(self, key: bytes) -> LookupResult:
-        """Tell whether the block is pinned; ask for it, the first time."""
+        """Return whether the block is pinned; request it the first time."""
         if key not in self._found:
             self._found[key] = None
             self.to_ask.append(key)
@@ -65,7 +65,7 @@ class PeerRequest(ServedRequest):
         return LookupResult.MISS if key in self._missing else LookupResult.RETRY
 
     def take(self, keys: Collection[bytes]) -> list[_Pin]:
-        """Return the pins of blocks that are a job's from now on. Raises ``KeyError``."""
+        """Remove and return the pins of blocks, for a job. Raises ``KeyError``."""
         pins = [pin for key in keys if (pin := self._found.get(key)) is not None]
         if len(pins) < len(keys):
             raise KeyError("a job for blocks that lookup did not call HIT")
@@ -74,7 +74,7 @@ class PeerRequest(ServedRequest):
         return pins
 
     async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
-        """Keep the blocks pinned until nobody reads them."""
+        """Keep the blocks pinned until they are no longer read."""
         slots = slots_in(self._view, (block.buffer for block in blocks))
         loop = asyncio.get_running_loop()
         waited = []
@@ -86,27 +86,27 @@ class PeerRequest(ServedRequest):
         return [Outcome.ABSENT] * len(blocks)
 
     def missing(self, keys: Sequence[bytes]) -> None:
-        """Answer MISS for these."""
+        """Return MISS for these from now on."""
         self._missing.update(keys)
 
     def end(self) -> None:
-        """Release what no job took."""
+        """Release the blocks that no job took."""
         self._is_over = True
         for pin in self._found.values():
             if pin is not None:
                 pin.end()
 
     async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """Say no: it is no request of this engine's."""
+        """Return False for each key: it is not a request of this engine."""
         return [False] * len(keys)
 
     async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
-        """Bring nothing: it is no request of this engine's."""
+        """Load nothing: it is not a request of this engine."""
         return [Loaded(Outcome.ABSENT)] * len(blocks)
 
 
 class Parent(ParentManager):  # type: ignore[misc]  # vllm has no stubs
-    """Answers a tier's questions for its peers. All on the loop's thread."""
+    """Serves a tier's lookups for its peers. All on the loop's thread."""
 
     def __init__(
         self, tier: SecondaryTierManager, backend: Backend, jobs: HostedJobs, view: memoryview
@@ -118,7 +118,7 @@ class Parent(ParentManager):  # type: ignore[misc]  # vllm has no stubs
         self._open: dict[str, PeerRequest] = {}
 
     def serve(self) -> None:
-        """Let the tier serve its peers, and ask the primary tier for what it then looked up."""
+        """Let the tier serve its peers, and request the looked-up blocks from the primary tier."""
         try:
             self._tier.serve_external_requests(self)
         finally:
@@ -162,5 +162,5 @@ class Parent(ParentManager):  # type: ignore[misc]  # vllm has no stubs
 
 
 def _named(peers_request: str) -> str:
-    """Return a name that no request of the engine's own has."""
+    """Return a name that none of the engine's own requests has."""
     return f"\x00peer:{peers_request}"

@@ -1,11 +1,11 @@
-"""One of the engine's requests, at a request-scoped tier of vLLM's.
+"""Serves one of the engine's requests at one of vLLM's request-scoped tiers.
 
 The tier sees the request as vLLM's manager would show it: its id and its
-``kv_transfer_params``. No digests are kept: what one request is brought is no other's.
+``kv_transfer_params``. No digests are kept: a block loaded for one request serves no other.
 
-What the tier answers, its policy for the request, decides which blocks it is given: with
-``CHUNK_LEVEL`` those that the request itself has stored, with ``REQUEST_LEVEL`` those too that were
-in host memory before. Both are offered, since vLLM wants the answer before the tier can be asked.
+The policy that the tier returns for the request decides which blocks it gets: with ``CHUNK_LEVEL``
+those that the request itself has stored, with ``REQUEST_LEVEL`` also those that were in host memory
+before. Both are offered, since vLLM needs the policy before the tier can be queried.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class HostedRequest(ServedRequest):
-    """Announces the request; ``end`` tells the tier that it is over."""
+    """Announces the request; ``end`` notifies the tier that it is over."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class HostedRequest(ServedRequest):
         self._view = view
         self._context = context
         self._is_over = False
-        self._skipped: set[bytes] = set()  # blocks that the tier is not to be given
+        self._skipped: set[bytes] = set()  # blocks not to be sent to the tier
         self._is_whole = tier.on_new_request(context).policy is OffloadPolicy.REQUEST_LEVEL
 
     async def probe(self, keys: Sequence[bytes]) -> Sequence[bool]:
@@ -54,11 +54,11 @@ class HostedRequest(ServedRequest):
         return await self._jobs.look_up(keys, self._context, self.is_over)
 
     def is_over(self) -> bool:
-        """Tell whether the request has ended."""
+        """Return whether the request has ended."""
         return self._is_over
 
     async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
-        """Have the blocks loaded by one job. What it did not load, the request does without."""
+        """Load the blocks with one job. The request does without blocks that it did not load."""
         if self._is_over:
             return [Loaded(Outcome.ABSENT)] * len(blocks)
         keys = [block.key for block in blocks]
@@ -70,12 +70,12 @@ class HostedRequest(ServedRequest):
         return [Loaded(Outcome.DONE if key in loaded else Outcome.ABSENT) for key in keys]
 
     def prefix_hits(self, keys: Sequence[bytes]) -> None:
-        """Note what was here before the request; the tier may want no such block."""
+        """Note the blocks that were here before the request; the tier may not want them."""
         if not self._is_whole:
             self._skipped.update(keys)
 
     async def store(self, blocks: Sequence[StoreBlock]) -> Sequence[Outcome]:
-        """Have the blocks taken by one job. That nobody came for them is no failure."""
+        """Store the blocks with one job. It is not a failure if no peer fetches them."""
         wanted = [block for block in blocks if block.key not in self._skipped]
         self._skipped.difference_update([block.key for block in blocks])  # once
         taken = set(await self._store(wanted)) if wanted else set()
@@ -90,13 +90,13 @@ class HostedRequest(ServedRequest):
         return keys if result.success else ()
 
     def end(self) -> None:
-        """Tell the tier that the request is over."""
+        """Notify the tier that the request is over."""
         self._is_over = True
         self._tier.on_request_finished(self._context)
 
 
 class PeersBlocks(HostedRequest):
-    """A request at vLLM's ``p2p`` tier, which may load from a peer, or give to one."""
+    """A request at vLLM's ``p2p`` tier, which may load from a peer, or supply one."""
 
     def __init__(
         self,
@@ -114,17 +114,17 @@ class PeersBlocks(HostedRequest):
         params = context.kv_transfer_params or {}
         self._has_taker = "remote_decoder" in params
         self._comes_once = "remote_prefiller" in params
-        self._loads = 0  # that the tier has not ended
+        self._loads = 0  # not yet ended by the tier
         self._has_loaded = False
-        self._stores = 0  # that the tier has not ended
+        self._stores = 0  # not yet ended by the tier
         self._has_stored = False
 
     async def load(self, blocks: Sequence[LoadBlock]) -> Sequence[Loaded]:
         """Have the peer write the blocks that it has. Returns when it will not write any more.
 
-        A load closes what the peer has pinned for the request, so that another one must look up
-        again: one after the other, each together with its lookup. What a prefill engine keeps
-        for the request, it releases with the first load: to another it would never answer.
+        A load ends the peer's pins for the request, so another load must look up again: loads run
+        one after the other, each together with its lookup. A prefill engine releases the blocks
+        kept for the request with the first load: it would never respond to another.
         """
         async with self._submitting:
             keys = [block.key for block in blocks]
@@ -163,10 +163,10 @@ class PeersBlocks(HostedRequest):
             self._stores -= 1
 
     def end(self) -> None:
-        """Tell the tier that the request is over, once its loads are: else it would abort them.
+        """Notify the tier that the request is over, once its loads are: else it would abort them.
 
-        A peer that aborts may go on writing for a while. One that is left alone says when it is
-        done.
+        A peer that aborts may continue writing for a while. One that is not interrupted reports
+        when it is done.
         """
         self._is_over = True
         self._finish_if_over()

@@ -1,8 +1,7 @@
-"""The metrics of hosted tiers, on their way from a tier's thread to vLLM.
+"""Passes metrics of hosted tiers from a tier's thread to vLLM.
 
-vLLM's tiers count for themselves until they are asked, and define their metrics beforehand. What
-one reports is passed on only as far as it has defined it: vLLM's front end ends at
-anything else.
+vLLM's tiers keep their own counts until they are polled, and define their metrics beforehand. Only
+metrics that a tier has defined are passed on: vLLM's front end ends at any other.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ if TYPE_CHECKING:
     from kvtier.vllm.guarded_observer import Sample
 
 WAITING_MAX: Final = 64
-"""Reports that wait for an engine that stands still. The tiers count on, and report later."""
+"""Most reports queued for an engine that is not stepping. Tiers keep counting, and report later."""
 
 
 class HostedStats:
-    """What tiers have reported, and vLLM has not been told."""
+    """Metrics that tiers have reported, and that were not yet passed to vLLM."""
 
     def __init__(self) -> None:
         self._waiting: deque[OffloadingConnectorStats] = deque()
 
     @property
     def has_room(self) -> bool:
-        """Whether a tier may be asked. Any thread."""
+        """Whether a tier may be polled. Any thread."""
         return len(self._waiting) < WAITING_MAX
 
     @property
@@ -44,11 +43,11 @@ class HostedStats:
         return bool(self._waiting)
 
     def post(self, stats: OffloadingConnectorStats) -> None:
-        """Take what a tier reports, which is nobody else's from now on. Any thread."""
+        """Queue a tier's report and take ownership of it. Any thread."""
         self._waiting.append(stats)
 
     def report(self, sample: Sample) -> None:
-        """Add all of it to a sample. Scheduler's thread."""
+        """Add all queued reports to a sample. Scheduler's thread."""
         while self._waiting:
             reported = self._waiting.popleft().data
             for metric, values in reported["data"].items():
@@ -64,10 +63,10 @@ class HostedStats:
 
 
 def definitions_of(tiers: Iterable[Mapping[str, Any]]) -> dict[str, OffloadingMetricMetadata]:
-    """Return the metrics that the hosted ones among these tiers define, by name.
+    """Return the metrics that hosted tiers among ``tiers`` define, by name.
 
     ``tiers``: entries of kvtier's ``secondary_tiers``. One that can't be hosted defines
-    none: it is refused when it is built, by its name.
+    none: building it will be refused, by its name.
     """
     definitions: dict[str, OffloadingMetricMetadata] = {}
     for tier in tiers:

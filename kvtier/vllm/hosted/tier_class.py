@@ -1,4 +1,4 @@
-"""The classes of vLLM's tiers: found as vLLM finds them, refused if kvtier can't host them."""
+"""Finds the classes of vLLM's tiers as vLLM does, and refuses those that kvtier can't host."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 P2P: Final = "p2p"
-"""vLLM's tier that brings blocks from other engines, and serves theirs."""
+"""vLLM's tier that loads blocks from other engines, and serves blocks to them."""
 
 KVCR: Final = "kvcr"
-"""Another one, that kvtier can't host; to be refused before anybody installs what it needs."""
+"""Another tier, which kvtier can't host: it is refused before users install its dependencies."""
 
 _NO_KVCR: Final = (
     "asks for host memory's blocks and pins them in one call, which kvtier answers from another "
@@ -30,7 +30,7 @@ _NO_KVCR: Final = (
 
 
 def class_of(tier: Mapping[str, Any], where: str) -> type[SecondaryTierManager]:
-    """Return the class of one of vLLM's tiers. Raises ``ConfigError``; ``where``: for its text."""
+    """Return the class of one of vLLM's tiers. Raises ``ConfigError`` (``where``: for its text)."""
     options = Options(tier, f"{where}: tier")
     kind = options.text("type")
     if kind == KVCR and "module_path" not in tier:
@@ -57,7 +57,7 @@ def class_of(tier: Mapping[str, Any], where: str) -> type[SecondaryTierManager]:
 def hosted_in(
     tier: Mapping[str, Any],
 ) -> tuple[type[SecondaryTierManager], dict[str, Any]] | None:
-    """Return the class that is hosted, and its configuration; None for a tier of another type.
+    """Return the hosted class and its configuration; None for a tier of another type.
 
     ``tier``: an entry of kvtier's ``secondary_tiers``. Raises ``ConfigError``.
     """
@@ -68,14 +68,14 @@ def hosted_in(
 
 
 def info_keys_of(tier: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the labels that a hosted tier gives of itself; vLLM 0.32 has none."""
+    """Return the names of the labels that a hosted tier reports; vLLM 0.32 has none."""
     hosted = hosted_in(tier)
     names = getattr(hosted and hosted[0], "config_info_keys", None)
     return () if hosted is None or names is None else tuple(names(hosted[1]))
 
 
 def info_of(tier: SecondaryTierManager, name: str) -> Mapping[str, Any]:
-    """Return the labels that a tier gives of itself: none if it raises. ``name``: for the log."""
+    """Return the labels that a tier reports: none if it raises. ``name``: for the log."""
     info = getattr(tier, "config_info", None)
     try:
         return {} if info is None else dict(info())
@@ -85,7 +85,7 @@ def info_of(tier: SecondaryTierManager, name: str) -> Mapping[str, Any]:
 
 
 def serves_peers(found: type[SecondaryTierManager]) -> bool:
-    """Tell whether a tier answers other engines' requests."""
+    """Return whether a tier serves other engines' requests."""
     own: object = found.serve_external_requests
     return own is not SecondaryTierManager.serve_external_requests
 
