@@ -1,7 +1,7 @@
 """Which blocks of the primary tier go on to which tiers.
 
 A block that the GPU stored is cascaded to every tier that is written to, unless
-the tier's admission policy (``kvtier/admission/``) refuses it. A tier that wants whole
+the tier's admission policy (``kvtier/policies/admission/``) refuses it. A tier that wants whole
 requests (vLLM's request-level policy) is also given what was here already;
 what is still being filled is parked and follows once it is READY. Some blocks are kept: no tier
 is ever given them.

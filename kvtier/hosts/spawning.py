@@ -90,9 +90,9 @@ def _carry_out(orders: queue.SimpleQueue[_Order]) -> None:
         del started, arguments, descriptors  # an idle thread keeps no reference
 
 
-def _begin_anew_in_a_fork() -> None:
+def _restart_in_a_fork() -> None:
     global _orders, _starting
     _orders, _starting = None, threading.Lock()  # the thread is the parent's
 
 
-os.register_at_fork(after_in_child=_begin_anew_in_a_fork)
+os.register_at_fork(after_in_child=_restart_in_a_fork)

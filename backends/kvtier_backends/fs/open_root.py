@@ -210,7 +210,7 @@ class RootHandle:
                 return
             self._is_deleted = place.is_deleted()
         if stat.S_ISDIR(there.st_mode):
-            self._reopen(make=self._may_begin_anew(there.st_dev))
+            self._reopen(make=self._may_start_over(there.st_dev))
         else:
             self._lose("it is no folder any more")
 
@@ -219,12 +219,12 @@ class RootHandle:
             self._is_deleted = self._place.is_deleted()
         if not self._is_deleted:
             self._lose("it is not there any more")
-        elif make and self._may_begin_anew(filesystem_of(os.path.dirname(self._real_path))):
+        elif make and self._may_start_over(filesystem_of(os.path.dirname(self._real_path))):
             with suppress(FileExistsError):
                 make_folders(self._real_path)
             self._reopen(make=True)
 
-    def _may_begin_anew(self, device: int) -> bool:
+    def _may_start_over(self, device: int) -> bool:
         """Return whether an empty folder there is the tier's: the old one was deleted."""
         return (
             self._is_deleted
