@@ -1,4 +1,4 @@
-"""Lists every message that one actor sends another, on one page.
+"""Defines every message that one actor sends another, and what a full mailbox does with it.
 
 (Except those between a tier and its backend's driver: ``kvtier/core/driver_messages.py``; about
 requests: ``kvtier/core/request_messages.py``; about promotions:

@@ -10,7 +10,7 @@ Work counts as begun when it is sent, since a link sends no more than its tier w
 (``kvtier/engine/transfer_times.py``).
 
 # Invariant: what is watched was begun, and has neither ended nor been called late.
-#            Checked: begun, a_link_watches_what_it_waits_for.
+#            Checked: on_begin, a_link_watches_what_it_waits_for.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ jobs are about as long. It becomes less only if a job shows that what was outsta
 longer, and more if it took less than half of that while the tier had as much as it may have.
 
 # Invariant: what is outstanding are the blocks of the jobs in flight.
-#            Checked: ended, transfer_times_count_what_is_in_flight.
+#            Checked: on_end, transfer_times_count_what_is_in_flight.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ NOT_ZERO_AT_REST = re.compile(
     r"""
     vllm:\w*config_info\{ | vllm:engine_sleep_state\{ | vllm:lora_requests_info\{
     | kvtier:tier_backend\{ | kvtier:primary_slots\{state="(free|ready)"\}
-    | kvtier:tier_(bytes_per_second|answers_per_second|latency_seconds|spread|window_blocks)\{
+    | kvtier:tier_(bytes_per_second|lookups_per_second|latency_seconds)\{
+    | kvtier:tier_(estimate_error_ratio|inflight_limit_blocks)\{
     | process_ | python_ | http_
     """,
     re.VERBOSE,

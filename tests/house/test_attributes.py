@@ -13,7 +13,6 @@ from sources import MODULES, ROOT, tree_of
 
 AT_WORK = ("core", "engine", "hosts", "plugin_api", "runtime", "settings", "tier", "vllm")
 READ_BY_NAME = {
-    "kvtier.plugin_api.eviction_policy": "policies may still define a method by its older name",
     "kvtier.vllm.page_facts": "all fields of vLLM's specs, those too that are new in a release",
     "kvtier.vllm.plain_values": "all fields of vLLM's dataclasses",
     "kvtier.vllm.setting_facts": "all of vLLM's settings, those too that are new in a release",

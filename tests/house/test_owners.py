@@ -100,7 +100,6 @@ GIVEN = {
     "kvtier.vllm.connector_hooks: OffloadingConnectorScheduler.build_connector_meta": "as above",
     "kvtier.vllm.connector_hooks: OffloadingConnectorWorker.register_kv_caches": "nor is a worker",
     "kvtier.vllm.connector_hooks: spec.extra_config": "vLLM's connector reads it",
-    "kvtier.plugin_api.backend: traits.__init__": "a decorator of the class",
     "kvtier.plugin_api.options: error.key": "an exception, annotated where it is raised",
     "kvtier.plugin_api.options: error.misspelt": "as above",
 }

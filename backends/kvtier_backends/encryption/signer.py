@@ -4,7 +4,7 @@ Every signature has a key of its own, derived (keyed BLAKE2b) from the engine's
 key, 16 random bytes (the salt) and all that is to be covered besides the block's
 bytes: so no nonce can come twice, however long a key is in use, and a signature
 fails under another cache key, namespace or length. Of what ``cryptography`` and
-``hashlib`` have this is the fastest, see ``kvtier/tools/bench/records.py``.
+``hashlib`` have this is the fastest, see Protect shared storage in the docs.
 """
 
 from __future__ import annotations
