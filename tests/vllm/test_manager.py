@@ -61,11 +61,11 @@ def test_a_reset_forgets_what_was_under_way() -> None:
         for key in keys("AB"):
             manager.lookup(key, asked)
         assert manager._granted._of
-        assert manager._passes._of
+        assert manager._group_lookups._of
         assert manager._undecided
-        manager._passes._refused.add("r")
+        manager._group_lookups._refused.add("r")
         manager.reset_cache()
-        passes = manager._passes
+        passes = manager._group_lookups
         assert not any((manager._granted._of, manager._undecided, passes._of, passes._refused))
         assert manager._ahead_of is None
 

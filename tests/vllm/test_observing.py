@@ -280,7 +280,7 @@ def test_a_fault_of_one_kind_is_in_the_log_once(capsys: pytest.CaptureFixture[st
         watch.drop("counter_fell", "kvtier:faults", -1)
     said = capsys.readouterr().out
     assert said.count("observing failed") == 1
-    assert said.count("value is dropped") == 1
+    assert said.count("dropping an invalid metric value") == 1
     assert watch.dropped["events"] == watch.dropped["counter_fell"] == 3
 
 
